@@ -1,4 +1,4 @@
-# demo, test, lint, bench, peers: each starts from a bare clone, in an environment of its own (.venv).
+# demo, test, lint, bench, dist, peers: each starts from a bare clone, in an environment of its own (.venv).
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,13 +10,18 @@ export OMP_NUM_THREADS := 1
 # What Python compiles is kept: hundreds of processes would compile the same sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-sglang verifiers lint format bench peers clean
+.PHONY: demo test test-kubernetes test-sglang verifiers lint format bench peers dist images test-compose test-slurm test-monitoring clean
 
 demo: $(READY)
 	$(BIN)/meshrl run $(JOB) $(if $(SEED),--seed $(SEED)) $(if $(WORKERS),--set mesh.workers=$(WORKERS)) $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 4 --dist loadgroup $(TESTS)
+	$(BIN)/python -m pytest -n 4 --dist loadgroup --max-worker-restart=0 $(TESTS)
+
+# Each alert of compose/monitoring fires on a mesh of two hosts, and clears: `prometheus` of Debian.
+test-monitoring: $(READY)
+	$(BIN)/python -m pytest -n 0 tests/deploy/monitoring
+	$(BIN)/python -m loadtests.monitoring
 
 # A real SGLang server: what every engine promises, what is its own, and a job of three steps.
 test-sglang: export MESHRL_SGLANG_PYTHON := $(CURDIR)/.venvs/sglang/bin/python
@@ -26,11 +31,37 @@ test-sglang: $(READY)
 	$(BIN)/meshrl run $(JOB) --force --set out=runs/sglang --set rollout.engine=sglang \
 		--set rollout.sglang_python=$(MESHRL_SGLANG_PYTHON) $(SHORT)
 
+# A head and workers as jobs of Debian's Slurm, on namespaces of this machine; needs root.
+test-slurm: $(READY)
+	$(BIN)/python -m tests.deploy.slurm
+
 # Two workers, few and short trajectories, no evaluation: a few minutes on two cores.
 SHORT := --set mesh.workers=2 --set rollout.slots=16 --set budget.steps=3 \
 	--set algorithm.groups_per_step=4 --set algorithm.group_size=4 \
 	--set algorithm.filter_zero_variance=false --set warm_start.steps=120 \
 	--set evaluation.before=false --set evaluation.after=false --set evaluation.every=0
+
+# Images for containers, on a CPU and on GPUs. pip is configured in them by the file PIP_CONF, with
+# the authorities in PIP_CA; torch's builds for a CPU are not in its default index.
+BASE ?=
+PIP_CONF ?= $(firstword $(wildcard $(HOME)/.config/pip/pip.conf $(HOME)/.pip/pip.conf))
+PIP_CA ?=
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+
+IMAGES ?= cpu cuda
+
+images:
+	$(foreach target,$(IMAGES),docker buildx build --file compose/images/Dockerfile \
+		--target $(target) --tag meshrl:$(target) --build-arg VERSION=$(VERSION) \
+		$(if $(BASE),--build-arg BASE=$(BASE)) $(if $(PIP_CONF),--secret id=pip$(comma)src=$(PIP_CONF)) \
+		$(if $(PIP_CA),--secret id=ca$(comma)src=$(PIP_CA)) . &&) true
+comma := ,
+
+# compose/ as users run it, each container restarted once: takes a container engine, or root on a
+# Debian, where one is started for it.
+test-compose: export MESHRL_TEST_COMPOSE := 1
+test-compose: $(READY)
+	$(BIN)/python -m pytest -n 0 tests/deploy/compose
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -52,12 +83,29 @@ bench: $(READY)
 	$(BIN)/python -m loadtests.sandbox
 	$(BIN)/python -m loadtests.damage --count 20
 
+# A wheel and an sdist, in dist/, the wheel built from the sdist.
+dist: $(READY)
+	rm -rf dist build
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python .ci/check-dist
+
 # What benchmarks compare with: vLLM and TRL in environments of their own; pyzmq and transformers
 # are in ours.
 peers: $(READY)
 	loadtests/peers/install.sh .venvs/vllm
 	loadtests/peers/install_trl.sh .venvs/trl
 	$(BIN)/python -c "import zmq, transformers as t; print('pyzmq', zmq.__version__, 'transformers', t.__version__)"
+
+# Kubernetes' objects against the schemas of its versions, and every container of theirs run by Docker
+# as one mesh that trains; takes the image of $MESHRL_IMAGE, or meshrl:cpu.
+test-kubernetes: $(READY) .venvs/kubernetes/ready
+	$(BIN)/python -m pytest -n 0 tests/deploy/kubernetes
+	$(BIN)/python -m tests.deploy.kubernetes
+
+.venvs/kubernetes/ready: constraints.txt
+	$(PYTHON) -m venv .venvs/kubernetes
+	.venvs/kubernetes/bin/pip install --quiet -c constraints.txt "kubernetes-validate==1.37.0"
+	touch $@
 
 # What tests of verifiers' environments need: its own interpreter, as it pins what others do not.
 verifiers: $(READY)
@@ -71,4 +119,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .import_linter_cache .pytest_cache build *.egg-info
+	rm -rf .venv .mypy_cache .ruff_cache .import_linter_cache .pytest_cache build dist *.egg-info

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+_BY_CODE: dict[str, type[MeshError]] = {}
+
 
 class MeshError(Exception):
     """Base of every error a caller may see.
 
     `where` names the process or file, `fix` what the reader can do. `retryable` tells a caller that
-    the same call may succeed later, elsewhere or after a new look-up.
+    the same call may succeed later, elsewhere or after a new look-up. A subclass has a code of its
+    own, and can be made of a message and `where` alone, as `from_wire` does.
     """
 
     code: ClassVar[str] = "error"
     retryable: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        """TypeError when another class has its code: a peer's error would be raised as the wrong
+        one of the two.
+        """
+        super().__init_subclass__()
+        known = _BY_CODE.get(cls.code, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(f"{cls.__qualname__} needs a code of its own: {known} has '{cls.code}'")
+        _BY_CODE[cls.code] = cls
 
     def __init__(self, message: str, *, where: str = "", fix: str = "") -> None:
         super().__init__(message)
@@ -137,6 +150,12 @@ class StorageFull(MeshError):
     retryable = True
 
 
+class QuotaExceeded(StorageFull):
+    """A job's versions would have more bytes in the store than it may; nothing of it is lost."""
+
+    code = "quota_exceeded"
+
+
 class Damaged(MeshError):
     """A durable file is not what was written; see `common.records.damage`."""
 
@@ -167,11 +186,7 @@ class RemoteFailure(MeshError):
     code = "remote_failure"
 
 
-def _subclasses(cls: type[MeshError]) -> dict[str, type[MeshError]]:
-    found = {cls.code: cls}
-    for child in cls.__subclasses__():
-        found |= _subclasses(child)
-    return found
+_BY_CODE[MeshError.code] = MeshError
 
 
 def to_wire(error: BaseException) -> tuple[str, str]:
@@ -185,4 +200,4 @@ def to_wire(error: BaseException) -> tuple[str, str]:
 
 def from_wire(code: str, text: str, where: str = "") -> MeshError:
     """The error a peer reported, as the class its code names (RemoteFailure if it is unknown)."""
-    return _subclasses(MeshError).get(code, RemoteFailure)(text, where=where)
+    return _BY_CODE.get(code, RemoteFailure)(text, where=where)

@@ -6,21 +6,42 @@ import dataclasses
 import hashlib
 import os
 import re
+import secrets
 import socket
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
 from common.errors import ConfigError
 from common.records import documents
+from common.secret import derived
 
 SETTINGS_ENV = "MESHRL_SETTINGS"
 REDIS_ENV = "MESHRL_REDIS_URL"  # of a Redis to use in place of one of ours
+WORKER_ENV = "MESHRL_WORKER"  # the name of the worker that has started a role process
+DEVICE_ENV = "MESHRL_DEVICE"  # what that worker is: cpu or cuda
 MESH_ENV = "MESHRL_MESH"  # by which a process is known to be a mesh's, wherever its settings are
 # Processes that run a job author's code have no part in the mesh beside the channel to who started
 # them, and are not told where its settings are, nor the URL of a Redis, which may hold a password.
 WITHOUT_SETTINGS = {SETTINGS_ENV: "", REDIS_ENV: ""}
 OFF = "off"  # value of `metrics` that serves none
+# Values of `doors`: how processes of a mesh know each other. On one host each role has keys that
+# come from the mesh's secret; where there may be several, each process has a key of its own.
+BY_ROLE, BY_PROCESS = "role", "process"
+
+
+HOST_NAME = 24  # characters of the machine's own name in a host's
+
+
+def redis_user(role: str, host: str) -> str:
+    """The user of Redis that processes of `role` on `host` are."""
+    return f"{role}@{host}"
+
+
+def redis_password(secret: str, role: str) -> str:
+    """Its password, under the host's `secret`."""
+    return derived(secret, f"redis/{role}").hex()
 
 
 def mark_of(settings: str | Path) -> str:
@@ -28,34 +49,18 @@ def mark_of(settings: str | Path) -> str:
     return hashlib.blake2b(os.fsencode(settings), digest_size=16).hexdigest()
 
 
-def this_host() -> str:
-    """The name of this boot of this machine or container, within which shared memory and local
-    files are in reach.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    except OSError:
-        boot = "unknown"
-    return f"{socket.gethostname()}-{boot}"
+def kept_file(files: str | Path, process: str) -> Path:
+    """Where a role process keeps its tensors in a directory that is `kept_directory`."""
+    return Path(files) / (process.replace("/", "-") + ".kept")
 
 
-def metrics_ports(where: str) -> tuple[str, range]:
-    """Interface and the ports to try, of `HOST:*` (0: any), `HOST:PORT` or `HOST:LOW-HIGH`;
-    ConfigError for anything else.
+def new_host() -> str:
+    """A name for the host whose processes these settings are for, which no other has: containers
+    and namespaces of one machine share its name and boot, and see neither each other's files nor
+    each other's processes.
     """
-    interface, _, ports = where.rpartition(":")
-    low, _, high = ports.partition("-")
-    try:
-        found = range(0, 1) if ports == "*" else range(int(low), int(high or low) + 1)
-    except ValueError:
-        found = range(0)
-    if not interface or not found or found[-1] > 65535:
-        raise ConfigError(
-            f"{where!r} is no place to serve metrics from",
-            where="mesh.metrics",
-            fix="Write HOST:*, HOST:PORT, HOST:LOW-HIGH, or off",
-        )
-    return interface, found
+    name = re.sub(r"[^a-z0-9-]", "-", socket.gethostname().partition(".")[0].lower())
+    return f"{name[:HOST_NAME]}-{secrets.token_hex(3)}"
 
 
 def advertised_host(advertise: str) -> str:
@@ -66,7 +71,7 @@ def advertised_host(advertise: str) -> str:
     return found.group(1) if found else advertise
 
 
-def _refuse_shared(path: Path) -> None:
+def refuse_shared(path: Path) -> None:
     """ConfigError for a file that names servers and holds secrets, and is not this user's alone."""
     found = path.stat()
     if found.st_uid not in (0, os.geteuid()) or stat.S_IMODE(found.st_mode) & 0o077:
@@ -86,11 +91,62 @@ class MeshSettings:
     bind: str = "tcp://127.0.0.1:*"
     advertise: str = ""
     stall_s: float = 30.0
-    host: str = field(default_factory=this_host)
-    metrics: str = "127.0.0.1:*"  # see `metrics_ports`; off: nowhere
+    host: str = field(default_factory=new_host)  # made once, where the settings are
+    metrics: str = "127.0.0.1:*"  # see `common.ports`; off: nowhere
     nice: int = 0  # for the role processes that this process starts
-    # Of this start of the mesh, in hexadecimal digits; see common.secret.
+    worker: str = ""  # that has started this process, a role process
+    device: str = ""  # of that worker: cpu or cuda
+    # In hexadecimal digits; see common.secret. Of this start of the mesh where `doors` is BY_ROLE,
+    # of this host where it is BY_PROCESS: its processes' passwords for Redis come from it.
     secret: str = field(default="", repr=False)
+    doors: str = BY_ROLE
+    encrypt: bool | None = None  # bulk bytes; None: where each process has a key of its own
+    # The interface by which ranks of a gang on several hosts reach each other, as eth1; empty: the
+    # one that has the address in `bind`.
+    interface: str = ""
+    network: str = ""  # of hosts that gangs may span, by name; empty: the head's
+    # Of chunks of weights that a host keeps which is not the weight store's; 0: it keeps none.
+    # As much as several versions of what one host trains and serves.
+    chunks_bytes: int = 64 << 30
+    # Bytes a second that all processes of the host together send, and receive, at bulk ports; 0: as
+    # many as can be.
+    rate_up: int = 0
+    rate_down: int = 0
+    # The file of the certificate that Redis' own is signed with; empty: that is not TLS, or is
+    # checked as this host checks any.
+    authority: str = ""
+
+    @property
+    def places(self) -> tuple[str, str]:
+        """Who owns segments of memory for this process, and the directory of the files in which it
+        keeps its tensors while it sleeps; both are empty where no worker has started it.
+        """
+        return self.worker, self.kept_directory(self.worker) if self.worker else ""
+
+    @property
+    def keyed(self) -> bool:
+        """Whether each process has a key of its own."""
+        return self.doors == BY_PROCESS
+
+    @property
+    def sealed(self) -> bool:
+        """Whether bulk bytes are encrypted."""
+        return self.keyed if self.encrypt is None else self.encrypt
+
+    def redis_as(self, role: str) -> str:
+        """The URL by which a process of `role` reaches Redis: as that role's user of this host
+        where each process has a key of its own.
+        """
+        if not self.keyed:
+            return self.redis_url
+        scheme, _, rest = self.redis_url.partition("://")
+        authority = f"?ssl_ca_certs={quote(self.authority)}" if self.authority else ""
+        user = quote(redis_user(role, self.host), safe="")
+        return f"{scheme}://{user}:{redis_password(self.secret, role)}@{rest}{authority}"
+
+    def kept_directory(self, worker: str) -> str:
+        """Where role processes of a worker keep their tensors on disk."""
+        return str(Path(self.run_root) / "mesh" / "kept" / worker.replace("/", "-"))
 
     @classmethod
     def from_env(cls) -> MeshSettings:
@@ -103,25 +159,22 @@ class MeshSettings:
                 f"${SETTINGS_ENV} is not set",
                 fix="Start services through `meshrl up` or `meshrl run`",
             )
-        return cls.from_file(Path(path))
+        worker = os.environ.get(WORKER_ENV, "")
+        device = os.environ.get(DEVICE_ENV, "")
+        return dataclasses.replace(cls.from_file(Path(path)), worker=worker, device=device)
 
     @classmethod
     def from_file(cls, path: Path) -> MeshSettings:
         """The settings in a file; ConfigError as for `from_env`."""
         where = str(path)
         try:
-            _refuse_shared(path)
+            refuse_shared(path)
             return cls(**documents.decode(path.read_bytes(), where))
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"unusable settings: {error}", where=where) from None
 
     def to_file(self, path: str | Path) -> None:
         """Writes the file whole or not at all, for this user's eyes: the URL of a Redis may hold a
-        password.
+        password. StorageFull.
         """
-        place = Path(path)
-        fresh = place.with_name(place.name + ".new")
-        fresh.unlink(missing_ok=True)
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(documents.encode(dataclasses.asdict(self)))
-        fresh.replace(place)
+        documents.write(Path(path), dataclasses.asdict(self), durable=False)

@@ -2,7 +2,8 @@
 
 A library is named by a digest of everything that it depends on: sources, flags, compiler and the
 processor's features (hosts of different generations may share a home directory). Without a compiler
-there is no library, but a reason; whoever wanted it takes its PyTorch path.
+there is no library, but a reason; whoever wanted it takes its PyTorch path. One that was compiled
+elsewhere for such a processor (`kernels/prebuilt.py`) comes first.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import importlib.util
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -22,12 +23,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from kernels import prebuilt
+from kernels.prebuilt import trusted
+
 SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
 # -O2 runs at half the speed. Errno and traps would forbid vector code.
 FLAGS = (
     "-O3",
-    "-march=native",
     "-std=c++20",
     "-ffp-contract=fast",
     "-fno-math-errno",
@@ -36,11 +39,31 @@ FLAGS = (
     "-shared",
     "-fPIC",
 )
+THIS_PROCESSOR = ("-march=native",)
 TRAINING = ("varlen", "pointwise")  # what a training pass on a CPU calls
+# All there are, by name and definition.
+LIBRARIES = (
+    ("decoder", ""),
+    ("decoder", "MESHRL_STORAGE=bf16"),
+    ("ops", ""),
+    ("delta", ""),
+    *((name, "") for name in TRAINING),
+)
 NO_COMPILER = f"no C++ compiler ({', '.join(COMPILERS)}) on PATH"
 NOT_YET = "compiled at the first start, in some 10 s"
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 BUILD_S = 300.0  # some 10 s on a quiet core
+ALL_KINDS_S = 3600.0  # each; nobody waits for it but who builds an image, on whatever is at hand
+
+
+def lacking_for_cuda() -> list[str]:
+    """What the operators on a GPU are built with and this host does not have, by name."""
+    home = Path(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda")
+    found = {
+        "nvcc": shutil.which("nvcc") or (home / "bin/nvcc").is_file(),
+        "ninja": shutil.which("ninja"),
+        "Triton": importlib.util.find_spec("triton"),
+    }
+    return [name for name, there in found.items() if not there]
 
 
 @dataclass(frozen=True)
@@ -62,6 +85,8 @@ def library(name: str, define: str = "") -> Library:
     """The library of `csrc/<name>.cpp`, compiled with `-D<define>` if one is given; built if this
     machine has not built it yet.
     """
+    if made := prebuilt.found(name, define, FLAGS, _sources(name)):
+        return Library(made)
     command = _command(name, define)
     if not command:
         return Library(None, NO_COMPILER)
@@ -82,6 +107,8 @@ def found(name: str, define: str = "") -> Library:
     """The library if it is built already; otherwise the reason why `library` would have to build
     it.
     """
+    if made := prebuilt.found(name, define, FLAGS, _sources(name)):
+        return Library(made)
     command = _command(name, define)
     if not command:
         return Library(None, NO_COMPILER)
@@ -89,13 +116,31 @@ def found(name: str, define: str = "") -> Library:
     return Library(path) if trusted(path) else Library(None, NOT_YET)
 
 
-def _command(name: str, define: str) -> list[str]:
+def for_all_kinds(folder: Path) -> None:
+    """Compiles every library for every kind of processor of this architecture into the folder, for
+    hosts without a compiler; CalledProcessError or FileNotFoundError where that fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, define in LIBRARIES:
+        for kind in prebuilt.kinds():
+            command = _command(name, define, kind.flags)
+            if not command:
+                raise FileNotFoundError(NO_COMPILER)
+            called = prebuilt.file_name(name, define, kind, FLAGS, _sources(name))
+            _build(command, folder / called, 0o755, ALL_KINDS_S)
+
+
+def _sources(name: str) -> list[Path]:
+    return [SOURCES / f"{name}.cpp", *sorted(SOURCES.glob("*.h"))]
+
+
+def _command(name: str, define: str, processor: tuple[str, ...] = THIS_PROCESSOR) -> list[str]:
     """The compiler's command line without an output; empty without a compiler."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         return []
     defines = [f"-D{define}"] if define else []
-    return [compiler, *FLAGS, *defines, str(SOURCES / f"{name}.cpp")]
+    return [compiler, *FLAGS, *processor, *defines, str(SOURCES / f"{name}.cpp")]
 
 
 def _place(name: str, command: list[str]) -> Path:
@@ -104,7 +149,7 @@ def _place(name: str, command: list[str]) -> Path:
 
 def folder() -> Path:
     """Where libraries are kept: the user's cache, else a folder of the user's below /tmp."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     for place in (
         Path(home) / "meshrl" / "native",
         Path(tempfile.gettempdir()) / f"meshrl-native-{os.getuid()}",
@@ -119,48 +164,29 @@ def folder() -> Path:
     raise OSError("no folder to keep libraries in; set XDG_CACHE_HOME to one that is yours")
 
 
-def trusted(path: Path) -> bool:
-    """Whether it is there, this user's, no link, and nobody else could have written to it."""
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return False
-    link, others = stat.S_ISLNK(found.st_mode), found.st_mode & OTHERS_WRITE
-    return found.st_uid == os.getuid() and not link and not others
-
-
 def _digest(command: list[str]) -> str:
     seen = hashlib.sha256()
-    for path in [Path(command[-1]), *sorted(SOURCES.glob("*.h"))]:
+    for path in _sources(Path(command[-1]).stem):
         seen.update(path.read_bytes())
     asked = subprocess.run(
         [command[0], "--version"], capture_output=True, text=True, timeout=BUILD_S, check=True
     )
-    for text in (*command[:-1], asked.stdout, platform.machine(), _features()):
+    for text in (*command[:-1], asked.stdout, platform.machine(), prebuilt.features()):
         seen.update(text.encode() + b"\0")
     return seen.hexdigest()[:20]
 
 
-def _features() -> str:
-    """What the processor can do, as Linux names it (x86: flags; ARM: Features)."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-
-
-def _build(command: list[str], path: Path) -> None:
+def _build(command: list[str], path: Path, mode: int = 0o700, most_s: float = BUILD_S) -> None:
     draft = path.with_suffix(f".{os.getpid()}")
     try:
         subprocess.run(
             [*command, "-o", str(draft)],
             capture_output=True,
             text=True,
-            timeout=BUILD_S,
+            timeout=most_s,
             check=True,
         )
-        draft.chmod(0o700)
+        draft.chmod(mode)
         draft.replace(path)  # whole or not at all
     finally:
         draft.unlink(missing_ok=True)

@@ -3,6 +3,7 @@ whether anything was lost.
 
     python -m loadtests.chaos examples/calculator.toml --faults kill,stop --count 10 --seed 1
     python -m loadtests.chaos examples/calculator.toml --faults kill,stop,damage,full --seed 1
+    python -m loadtests.chaos examples/calculator.toml --jobs 2 --faults kill,stop --count 12
 
 Every few seconds one process gets SIGKILL, or SIGSTOP and, once its lease has expired, SIGCONT:
 services, planners, workers, role processes, environment processes, the agent, Redis, the nursery;
@@ -51,7 +52,7 @@ UP_S = 120.0
 UNREGISTERED = {
     "redis-server": "redis",
     "valkey": "redis",
-    "module:common.process.nursery": "nursery",
+    "module:common.process.forking.nursery": "nursery",
 }
 WAITED_FOR = ("engine", "trainer", "rollout", "sandbox", "weights", "environment", "redis")
 
@@ -239,7 +240,8 @@ class Chaos:
         except (MeshError, OSError, ValueError):
             return "unknown"
         try:
-            return next((row.phase for row in await jobs.jobs(state)), jobs.Phase.QUEUED)
+            phases = [row.phase for row in await jobs.jobs(state)] or [jobs.Phase.QUEUED]
+            return jobs.Phase.TRAINING if jobs.Phase.TRAINING in phases else phases[-1]
         except MeshError:
             return "unknown"
         finally:
@@ -401,7 +403,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="run directory; default: a temporary one")
     parser.add_argument("--set", action="append", help="KEY=VALUE of the job")
-    answer = asyncio.run(run(parser.parse_args()))
+    parser.add_argument("--jobs", type=int, default=1, help="of different seeds, on one mesh")
+    arguments = parser.parse_args()
+    if arguments.jobs > 1:
+        from loadtests.jobs.disturbed import several  # which begins with what is here
+
+        answer = asyncio.run(several(arguments))
+    else:
+        answer = asyncio.run(run(arguments))
     print(json.dumps(answer))
     sys.exit(0 if answer["ok"] else 1)
 

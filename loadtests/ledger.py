@@ -31,7 +31,7 @@ import numpy as np
 
 from common.secret import SECRET_BYTES
 from common.settings import SETTINGS_ENV, MeshSettings
-from common.state import embedded
+from common.state.server import embedded
 from loadtests.workers.ledger_traffic import GREEDY_PROMPT, GREEDY_PROMPTS
 from loadtests.workers.ledger_worker import ASKED
 

@@ -157,7 +157,8 @@ def engine(
     config: ModelConfig, model: Decoder, path: str, tokens: Tensor, length: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Sequences, and log-probabilities of the last tokens of each: of known and of sampled ones."""
-    made = build(config, 2, length, path=path)
+    device = "cuda" if path == "graphs" and torch.cuda.is_available() else "cpu"
+    made = build(config, 2, length, path=path, device=device)
     made.wake(model.state_dict(), 0)
     yield tokens, torch.from_numpy(made.score(tokens.numpy().astype(np.int32)))
     prompt = tokens.numpy().astype(np.int32)

@@ -34,7 +34,7 @@ from services.engine.running import Driver
 from services.engine.service import EngineService
 from services.rollout.routing.cache_moves import MoveCosts
 
-SOURCE, TARGET, SHARD = "engine/source", "engine/target", "rollout/0"
+SOURCE, TARGET, SHARD = "engine/source", "engine/target", "rollout/job/0"
 SLOTS, LENGTH = 4, 8192
 ATTACH_S = 30.0
 PING_S = 0.002  # between two pings

@@ -212,7 +212,7 @@ async def compare(rounds: int, seed: int) -> dict[str, Any]:
     moved: dict[str, list[int]] = {name: [] for name in spans}
     caches: dict[str, list[dict[str, int]]] = {name: [] for name in spans}
     agreed: list[bool] = []
-    async with meshed("rollout/0") as (mesh, engines, _):
+    async with meshed("rollout/job/0") as (mesh, engines, _):
         for name in ("engine/g0", "engine/g1"):
             engines.start(name, "--slots", str(SEATS), "--pace", PACE)
         await engines.ready(mesh)

@@ -4,6 +4,14 @@ Both run on uvloop, 64 calls of 100 bytes in flight. Ours has everything on: aut
 deadlines, credits, typed messages, incarnations, trace ids. `open_` is ours without authentication,
 `ratio_open` calls per CPU-second with it over those without. Rounds alternate; medians are
 reported. `python -m loadtests.rpc`
+
+Then calls that carry 1 MiB and 64 MiB, beside `grpc.aio` and stock `zmq.asyncio`, in rotating
+order: see `loadtests.measuring.payloads`; `--payloads` measures nothing else. `ratio_grpc_64mib` is
+ours with CURVE over a peer that has nothing of the kind, `open_ratio_grpc_64mib` ours without it.
+
+`--curve` measures what CURVE costs where each process has a key of its own: `ratio_plain` is calls
+per CPU-second of both processes over those of the same runtime without keys, the median over rounds
+whose order rotates, with the interval that holds half of them.
 """
 
 from __future__ import annotations
@@ -18,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import msgpack
 import numpy as np
@@ -28,10 +37,14 @@ import zmq.asyncio
 
 from common.runtime.actor import Actor, call
 from common.runtime.interface import Call, Interface
-from common.runtime.mesh import Mesh, Ref
+from common.runtime.mesh import Mesh
+from common.runtime.ref import Ref
 from common.secret import SECRET_BYTES
+from common.transport.keys import ProcessKeys
 from common.wire.frames import Array, encode, message
-from loadtests.measuring.unrenewed import FOREVER_S, knows, unrenewed
+from loadtests.jobs.host import HostMeter
+from loadtests.measuring import payloads
+from loadtests.measuring.unrenewed import FOREVER_S, knows, own_keys, unrenewed
 
 IN_FLIGHT = 64
 BODY_BYTES = 100
@@ -82,8 +95,8 @@ class EchoActor(Actor):
 PING = Ping("load-test", 123_456, b"x" * (BODY_BYTES - 18))
 
 
-async def serve_mesh(secret: str) -> None:
-    mesh = unrenewed("echo", secret)
+async def serve_mesh(secret: str, client: str = "") -> None:
+    mesh = unrenewed("echo", secret, own_keys([client]) if client else None)
     await mesh.join(EchoActor())
     print(mesh.transport.address, mesh.incarnation, flush=True)
     await asyncio.sleep(FOREVER_S)
@@ -156,18 +169,23 @@ async def measure(
     return done / (time.perf_counter() - start), 1e6 * (cpu_s(server) - cpu) / done
 
 
-def _serve(which: str, secret: str = "") -> tuple[subprocess.Popen[str], str, str]:
-    argv = [sys.executable, "-m", "loadtests.rpc", "--serve", which, "--secret", secret]
+def _serve(
+    which: str, secret: str = "", client: str = ""
+) -> tuple[subprocess.Popen[str], str, str]:
+    argv = [sys.executable, "-m", "loadtests.rpc", "--serve", which]
+    argv += ["--secret", secret, "--client", client]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     address, incarnation = process.stdout.readline().split()
     return process, address, incarnation
 
 
-async def _ours(name: str, secret: str) -> tuple[subprocess.Popen[str], Mesh, Ref]:
+async def _ours(
+    name: str, secret: str = "", keys: ProcessKeys | None = None
+) -> tuple[subprocess.Popen[str], Mesh, Ref]:
     """A process that answers Echo, and a mesh of this one that asks it."""
-    process, address, incarnation = _serve("mesh", secret)
-    mesh = unrenewed(name, secret)
+    process, address, incarnation = _serve("mesh", secret, keys.public if keys else "")
+    mesh = unrenewed(name, secret, keys)
     mesh.start()
     await knows(mesh, "echo", address, incarnation)
     return process, mesh, mesh.ref("echo")
@@ -228,17 +246,139 @@ async def compare(rounds: int, seconds: float) -> dict[str, float]:
     }
 
 
+async def compare_payloads(rounds: int, seconds: float) -> dict[str, float]:
+    """Large calls of ours, of `grpc.aio` and of stock `zmq.asyncio`."""
+    secret = secrets.token_hex(SECRET_BYTES)
+    ours, mesh, ref = await _ours("load", secret)
+    plain, open_mesh, open_ref = await _ours("open", "")
+    served = {name: _peer(name) for name in ("grpc", "zmq")}
+    contents = {name: bytes(size) for name, size in payloads.SIZES.items()}
+    blocks = {name: Block(np.frombuffer(content, np.uint8)) for name, content in contents.items()}
+    by_grpc = payloads.GrpcClient(served["grpc"][1], contents)
+    by_zmq = payloads.ZmqClient(served["zmq"][1], contents)
+    ways: dict[str, tuple[payloads.Way, subprocess.Popen[str]]] = {
+        "": (lambda size: ref.call(Echo.block, blocks[size]), ours),
+        "open": (lambda size: open_ref.call(Echo.block, blocks[size]), plain),
+        "grpc": (by_grpc.call, served["grpc"][0]),
+        "zmq": (by_zmq.call, served["zmq"][0]),
+    }
+    arms = [(way, size) for size in payloads.SIZES for way in ways]
+    found: dict[tuple[str, str], list[payloads.Measured]] = {arm: [] for arm in arms}
+    host = HostMeter()
+    try:
+        for number in range(-1, rounds):  # the first is to warm up
+            turn = max(0, number) % len(arms)
+            for way, size in [*arms[turn:], *arms[:turn]]:
+                call_once, server = ways[way]
+                one = partial(call_once, size)
+                lasts = seconds if number >= 0 else 0.1
+                measured = await measure(one, lasts, server, payloads.IN_FLIGHT[size])
+                if number >= 0:
+                    found[way, size].append(measured)
+    finally:
+        await by_grpc.close()
+        await by_zmq.close()
+        await mesh.leave()
+        await open_mesh.leave()
+        for process in (ours, plain, *(process for process, _ in served.values())):
+            process.kill()
+            process.wait()
+    return payloads.figures(found) | host.reading()
+
+
+def _peer(which: str) -> tuple[subprocess.Popen[str], str]:
+    argv = [sys.executable, "-m", "loadtests.measuring.payloads", which]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+async def compare_curve(rounds: int, seconds: float) -> dict[str, float]:
+    """What CURVE costs, with a key for each process."""
+    curve, mesh, ref = await _ours("load", keys=own_keys())
+    plain, plain_mesh, plain_ref = await _ours("plain")
+    block = Block(np.zeros(BLOCK_BYTES, np.uint8))
+    arms = {
+        "": (lambda: ref.call(Echo.inline, PING), curve, IN_FLIGHT),
+        "plain_": (lambda: plain_ref.call(Echo.inline, PING), plain, IN_FLIGHT),
+        "block_": (lambda: ref.call(Echo.block, block), curve, BLOCKS_IN_FLIGHT),
+        "plain_block_": (lambda: plain_ref.call(Echo.block, block), plain, BLOCKS_IN_FLIGHT),
+    }
+    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
+    host = HostMeter()
+    try:
+        for one, server, in_flight in arms.values():
+            await measure(one, 0.3, server, in_flight)  # warm
+        for number in range(rounds):
+            order = list(arms)[number % len(arms) :] + list(arms)[: number % len(arms)]
+            for name in order:
+                one, server, in_flight = arms[name]
+                figures[name].append(await measure(one, seconds, server, in_flight))
+    finally:
+        await mesh.leave()
+        await plain_mesh.leave()
+        for process in (curve, plain):
+            process.kill()
+            process.wait()
+    return {
+        **_ratio("ratio_plain", figures["plain_"], figures[""]),
+        **_ratio("ratio_plain_block", figures["plain_block_"], figures["block_"]),
+        "ratio_plain_rate": round(
+            statistics.median(
+                ours / theirs
+                for (ours, _), (theirs, _) in zip(figures[""], figures["plain_"], strict=True)
+            ),
+            2,
+        ),
+        **{
+            f"{name}cpu_us_per_call": round(statistics.median(cost for _, cost in rows), 1)
+            for name, rows in figures.items()
+        },
+        **{
+            f"{name}calls_per_s": round(statistics.median(rate for rate, _ in rows))
+            for name, rows in figures.items()
+        },
+        "in_flight": IN_FLIGHT,
+        "rounds": rounds,
+        "cores": os.cpu_count() or 0,
+        **host.reading(),
+    }
+
+
+async def both(rounds: int, seconds: float) -> dict[str, float]:
+    """Small calls, then large ones."""
+    return await compare(rounds, seconds) | await compare_payloads(rounds, seconds)
+
+
+def _ratio(
+    name: str, plain: list[tuple[float, float]], curve: list[tuple[float, float]]
+) -> dict[str, float]:
+    """Work per CPU-second with CURVE over that without: median, and the quartiles of the rounds."""
+    each = [without / with_it for (_, without), (_, with_it) in zip(plain, curve, strict=True)]
+    low, middle, high = statistics.quantiles(each, n=4)
+    found = {name: middle, f"{name}_low": low, f"{name}_high": high}
+    return {key: round(value, 3) for key, value in found.items()}
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--seconds", type=float, default=1.0)
+    options.add_argument("--curve", action="store_true", help="what CURVE costs, and no more")
+    options.add_argument("--payloads", action="store_true", help="large calls, and no more")
     options.add_argument("--serve", choices=["mesh", "peer"], help=argparse.SUPPRESS)
     options.add_argument("--secret", default="", help=argparse.SUPPRESS)
+    options.add_argument("--client", default="", help=argparse.SUPPRESS)
     chosen = options.parse_args()
     if chosen.serve:
-        uvloop.run(serve_mesh(chosen.secret) if chosen.serve == "mesh" else serve_peer())
+        meshed = chosen.serve == "mesh"
+        uvloop.run(serve_mesh(chosen.secret, chosen.client) if meshed else serve_peer())
+    elif chosen.curve:
+        print(json.dumps(uvloop.run(compare_curve(chosen.rounds, chosen.seconds))))
+    elif chosen.payloads:
+        print(json.dumps(uvloop.run(compare_payloads(chosen.rounds, chosen.seconds))))
     else:
-        print(json.dumps(uvloop.run(compare(chosen.rounds, chosen.seconds))))
+        print(json.dumps(uvloop.run(both(chosen.rounds, chosen.seconds))))
 
 
 if __name__ == "__main__":

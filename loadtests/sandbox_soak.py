@@ -21,7 +21,7 @@ from typing import Any
 
 from common.api.sandbox import JailSettings, LoadJob, RewardBatch, RewardCall, RewardPart, Sandbox
 from common.errors import MeshError
-from loadtests.measuring.sandboxed import CALL_S, START_S, TOOLS, Place, sandboxed
+from loadtests.measuring.sandboxed import CALL_S, JOB, START_S, TOOLS, Place, sandboxed
 from tests.unit.sandbox.escapes.corpus import FAMILIES
 from tests.unit.sandbox.escapes.program import Escape
 from tests.unit.sandbox.escapes.runner import says
@@ -31,7 +31,6 @@ FORGED, CORPUS = 0.3, 0.6  # of the hostile: below forgeries, above programs of 
 CALLERS = 64
 SAMPLE_S = 5.0
 SESSIONS = 40
-JOBS = ("honest", "hostile")
 REWARDS = [RewardPart("code_tests", 1.0, {"case_s": 2.0}), RewardPart("exact", 0.0, {})]
 
 PROGRAMS = {  # hostile source -> how it may end
@@ -89,17 +88,15 @@ class Soak:
         ]
 
     async def load(self) -> None:
-        for job in JOBS:
-            jail = JailSettings(
-                wall_s=4.0,
-                cpu_s=1.0,
-                memory_bytes=128 << 20,
-                processes=16,
-                sessions=SESSIONS,
-            )
-            directory = str(self.place.directory)
-            request = LoadJob(job, directory, TOOLS, REWARDS, jail=jail)
-            await self.place.sandbox.call(Sandbox.load, request, deadline_s=START_S)
+        jail = JailSettings(
+            wall_s=4.0,
+            cpu_s=1.0,
+            memory_bytes=128 << 20,
+            processes=16,
+            sessions=SESSIONS,
+        )
+        request = LoadJob(JOB, str(self.place.directory), TOOLS, REWARDS, jail=jail)
+        await self.place.sandbox.call(Sandbox.load, request, deadline_s=START_S)
 
     async def one(self) -> None:
         hostile = self.random.random() < HOSTILE
@@ -115,18 +112,18 @@ class Soak:
 
     async def program(self) -> None:
         n = self.random.randrange(1000)
-        _, value = await self.place.run("honest", "python", f"print({n} * {n} + 1)")
+        _, value = await self.place.run(JOB, "python", f"print({n} * {n} + 1)")
         right = value == {"status": "ok", "output": f"{n * n + 1}\n"}
         self.tally.checked("python", right, value)
 
     async def shell(self) -> None:
         n = self.random.randrange(1000)
-        _, value = await self.place.run("honest", "shell", f"echo $(({n} * 3)) > f; cat f")
+        _, value = await self.place.run(JOB, "shell", f"echo $(({n} * 3)) > f; cat f")
         self.tally.checked("shell", value == {"status": "ok", "output": f"{n * 3}\n"}, value)
 
     async def calculator(self) -> None:
         n = self.random.randrange(1000)
-        status, value = await self.place.run("honest", "calculator", f"{n} + 2 * 3")
+        status, value = await self.place.run(JOB, "calculator", f"{n} + 2 * 3")
         self.tally.checked("calculator", (status, value) == ("ok", str(n + 6)), value)
 
     async def session(self) -> None:
@@ -136,7 +133,7 @@ class Soak:
             n = self.random.randrange(1000)
             total = self._notes.get(name, 0) + n
             source = f"total = globals().get('total', 0) + {n}\ntotal"
-            _, value = await self.place.run("honest", "session", source, name)
+            _, value = await self.place.run(JOB, "session", source, name)
             self._notes[name] = total
             self.tally.checked("session", value == {"status": "ok", "output": f"{total}\n"}, value)
 
@@ -146,7 +143,7 @@ class Soak:
         row = {"answer": "", "tests": {"function": "f", "cases": cases}}
         # The wrong one is right of 0 only.
         source = f"def f(x):\n    return x * {n if right else n + 1}"
-        await self._score("honest", "score", row, source, 1.0 if right else 0.25)
+        await self._score("score", row, source, 1.0 if right else 0.25)
 
     async def hostile(self) -> None:
         """A forgery, a bomb whose end is known, or a program of the corpus, which must not say that
@@ -156,7 +153,7 @@ class Soak:
         if drawn > CORPUS:
             escape = self.random.choice(ESCAPES)
             tool = "shell" if escape.mode == "shell" else "python"
-            status, value = await self.place.run("hostile", tool, escape.source)
+            status, value = await self.place.run(JOB, tool, escape.source)
             output = value["output"] if isinstance(value, dict) else str(value)
             right = status in escape.ends and not says(output.encode())
             self.tally.checked("corpus", right, (escape.name, status, value))
@@ -164,17 +161,15 @@ class Soak:
         if drawn < FORGED:
             cases = [{"args": [x], "output": x + 7} for x in range(2)]
             row = {"answer": "", "tests": {"function": "f", "cases": cases}}
-            await self._score("hostile", "forgery", row, self.random.choice(FORGERIES), 0.0)
+            await self._score("forgery", row, self.random.choice(FORGERIES), 0.0)
             return
         source, ends = self.random.choice(list(PROGRAMS.items()))
-        status, value = await self.place.run("hostile", "python", source)
+        status, value = await self.place.run(JOB, "python", source)
         self.tally.checked("hostile", status in ends, (source, status, value))
 
-    async def _score(
-        self, job: str, kind: str, row: dict[str, Any], source: str, wanted: float
-    ) -> None:
+    async def _score(self, kind: str, row: dict[str, Any], source: str, wanted: float) -> None:
         turns = [{"role": "model", "text": source}]
-        asked = RewardBatch([RewardCall(0, job, row, turns, 10.0)])
+        asked = RewardBatch([RewardCall(0, JOB, row, turns, 10.0)])
         call = self.place.sandbox.call(Sandbox.score, asked, deadline_s=CALL_S)
         outcome = (await call).outcomes[0]
         found = (outcome.status, outcome.value)

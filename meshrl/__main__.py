@@ -8,12 +8,17 @@ import sys
 from common.errors import MeshError
 from common.process.child import PRIVATE
 from meshrl.cli import app
+from meshrl.launch.directory import user
+
+STAY = (["up"], ["join"])  # they have a home directory for themselves and what they start
 
 
 def main() -> None:
     """Runs the command line; an error of ours is one line with its fix, not a trace."""
     if sys.argv[1:2] != ["init"]:  # whom the files of a project are for, its author says
         os.umask(PRIVATE)
+    if sys.argv[1:2] not in STAY:
+        user.settle_anywhere()
     try:
         app()
     except MeshError as error:

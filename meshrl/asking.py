@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from common.errors import DeadlineExceeded, StateUnavailable
 from common.state.client import State
-from common.state.embedded import without_password
-from meshrl.launch.places import MeshPlace
+from common.state.server.embedded import without_password
+from meshrl.launch.directory.places import MeshPlace
 
 T = TypeVar("T")
 ANSWER_S = 10.0

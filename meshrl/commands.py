@@ -4,74 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import json
-import uuid
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from common.errors import NotFound, Refused, StateUnavailable
-from common.job.config import JobConfig
-from common.process.failure import end_of
+from common.errors import StateUnavailable
+from common.process.ends.failure import end_of
 from common.process.handle import usage_of
-from common.state import ended, events, gangs, jobs, leader, registry
+from common.settings import MeshSettings
+from common.state import ended, jobs, leader, registry
 from common.state.client import State, server_ms
-from common.state.embedded import without_password
-from common.state.keys import MESH, PLANNER
+from common.state.keys import PLANNER
+from common.state.server.embedded import without_password
 from meshrl.asking import ANSWER_S, ask
-from meshrl.launch.claims import claimed, writing
-from meshrl.launch.places import MeshPlace, find_mesh
-from meshrl.launch.session import pack_run
-from meshrl.observe import storage
-from meshrl.observe.quiet import doing, working
-from meshrl.observe.stalled import JOB_WORD, Stall, diagnose, redis_silent
+from meshrl.client import checked
+from meshrl.client.client import Client
+from meshrl.hosts import showing, standing
+from meshrl.launch.directory.places import MeshPlace, find_mesh
+from meshrl.observe.live import gpus, printing, tables
+from meshrl.observe.recording import storage
+from meshrl.observe.report import decisions
+from meshrl.observe.standing.diagnosing import stalls
+from meshrl.observe.standing.pool import Pool, pool
+from meshrl.observe.standing.processes import owner
+from meshrl.observe.standing.quiet import doing, working
+from meshrl.observe.standing.stalled import JOB_WORD, Stall, redis_silent
 from meshrl.run.outcome import outcome_of
 from meshrl.run.target import may_live, place_of, run_in
 
 QUICK_S = 3.0  # with the start of this program below the 5 s that a stall is named in
-VERDICT_S = 6.0
-ASKED = f"{MESH}:asked"  # a key of a second, which shows whether Redis takes writes
-POLL_S = 0.2
-ROLES = (gangs.Role.ROLLOUT, gangs.Role.TRAINING, gangs.Role.IDLE)
 
 
 def submit(
-    config: JobConfig, base: Path, force: bool, mesh: Path | None, job_file: Path | None = None
+    job: Path, overrides: list[str], force: bool, mesh: Path | None, token: str | None
 ) -> None:
-    place = find_mesh(mesh)
+    found = checked.job_file(job, overrides, None)
 
-    async def taken(state: State) -> set[str]:
-        return {row.id for row in await jobs.jobs(state)}
+    async def handed_over() -> str:
+        async with Client(mesh, None if mesh else token) as client:
+            handle = await client.submit(found, job_file=job, force=force)
+            return f"submitted {handle.name}; its run directory is {handle.run_dir}"
 
-    job = _free_name(config.name, ask(place, taken, ANSWER_S))
-    with claimed(config, force) as claim:
-        run_dir = claim.directory
-        with writing(run_dir):
-            about = {"job": job, "mesh": str(place.root)}
-            document = pack_run(config, base, run_dir, about, job_file)
-            (run_dir / "store").symlink_to(place.root / "store")  # where the mesh keeps its weights
-
-        async def hand_over(state: State) -> None:
-            await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
-
-        try:
-            ask(place, hand_over, ANSWER_S)
-        except StateUnavailable:  # perhaps the mesh has the job all the same
-            claim.keep()
-            raise
-        claim.keep()
-        claim.replace()
-    print(f"submitted {job}; its run directory is {run_dir}")
-
-
-def _free_name(name: str, taken: set[str]) -> str:
-    number = 2
-    chosen = name
-    while chosen in taken:
-        chosen, number = f"{name}-{number}", number + 1
-    return chosen
+    print(asyncio.run(handed_over()))
 
 
 def status(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
@@ -84,13 +59,14 @@ def status(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
         return (
             await jobs.jobs(state),
             await registry.entries(state),
-            await gangs.gangs(state),
+            await pool(state),
             await leader.leader(state, PLANNER),
             await server_ms(state),
             await ended.ended(state),
+            await standing.rows(state, place),
         )
 
-    rows, entries, known, (leading, _), now_ms, gone = ask(place, look, ANSWER_S)
+    rows, entries, found, (leading, _), now_ms, gone, hosts = ask(place, look, ANSWER_S)
     if as_json:
         content = {
             "mesh": str(place.root),
@@ -98,47 +74,26 @@ def status(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
             "leader": leading,
             "jobs": [{k: v for k, v in asdict(row).items() if k != "document"} for row in rows],
             "processes": [asdict(entry) for entry in entries],
-            "gangs": [asdict(gang) for gang in known],
+            **tables.document(found, entries),
+            "hosts": [host.document for host in hosts],
             "ended": [ended.document(end) for end in gone],
         }
         print(json.dumps(content))
         return
-    console = Console()
-    table = _table("job", "phase", "steps", "version", "trained", "lost hosts", "run")
-    for row in rows:
-        steps = f"{row.steps_done}/{row.document['budget']['steps']}"
-        table.add_row(
-            row.id,
-            row.phase,
-            steps,
-            str(row.version),
-            str(row.trained),
-            str(row.host_lost),
-            row.run_dir,
-        )
-    console.print(table)
-    table = _table("process", "pid", "renewed", "metrics", "waits for")
-    for entry in sorted(entries, key=lambda e: e.name):
-        if entry.alive:
-            leads = " (leads)" if leading.startswith(entry.name) else ""
-            renewed = f"{(now_ms - entry.renewed_ms) / 1000:.1f} s ago"
-            waits = ", ".join(sorted({wait["on"] for wait in entry.waits}))
-            table.add_row(entry.name + leads, str(entry.pid), renewed, entry.metrics, waits)
-    console.print(table)
-    console.print(_gang_table(known))
-    for line in troubles(rows, gone, now_ms):
+    shown = [tables.jobs(rows, found), tables.processes(entries, leading, now_ms)]
+    shown += [tables.workers(found, entries), showing.table(hosts)]
+    console = printing.console(*shown)
+    console.print(shown[0])
+    for line in tables.whys(rows):
+        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    if len(hosts) > 1:
+        console.print(shown[3])
+    console.print(shown[1], shown[2])
+    gpu_troubles = gpus.troubles(found.workers, entries)
+    troubles = [*tables.troubles(rows, gone, now_ms), *tables.copy_troubles(entries)]
+    troubles += tables.quota_troubles(entries)
+    for line in [*troubles, *gpu_troubles]:
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
-
-
-def troubles(rows: list[jobs.JobRow], gone: list[ended.Ended], now_ms: float) -> list[str]:
-    """Why jobs have failed, and which processes have ended unasked, a line each."""
-    failed = [f"{row.id} failed: {row.error}" for row in rows if row.error]
-    return failed + [
-        f"{end.name} ended {(now_ms - end.at_ms) / 1000:.0f} s ago"
-        + (f", {end.times} times in all" if end.times > 1 else "")
-        + f": {end.told}"
-        for end in gone
-    ]
 
 
 def told(chosen: Path | None, mesh: Path | None, as_json: bool) -> bool:
@@ -157,68 +112,50 @@ def told(chosen: Path | None, mesh: Path | None, as_json: bool) -> bool:
 
 
 def workers(mesh: Path | None, as_json: bool) -> None:
-    known = ask(find_mesh(mesh), gangs.gangs, ANSWER_S)
+    """Prints the workers of a mesh with all that resides on them."""
+    place = find_mesh(mesh)
+
+    async def look() -> Pool:
+        async with Client(place.root) as client:
+            return await client.workers()
+
+    found = asyncio.run(look())
+    entries = ask(place, registry.entries, ANSWER_S)
     if as_json:
-        print(json.dumps([asdict(gang) for gang in known]))
+        print(json.dumps(tables.document(found, entries)))
     else:
-        Console().print(_gang_table(known))
+        table = tables.workers(found, entries)
+        printing.console(table).print(table)
 
 
-def _gang_table(known: list[gangs.Gang]) -> Table:
-    table = _table("worker", "on", "role", "state", "to be", "job", "")
-    for gang in known:
-        notes = [
-            "core" if gang.desired_core and gang.desired_role == gangs.Role.TRAINING else "",
-            "placed by hand" if gang.pinned else "",
-            gang.detail,
-        ]
-        table.add_row(
-            gang.id,
-            gang.accelerator,
-            gang.actual_role,
-            gang.actual_state,
-            gang.desired_role,
-            gang.desired_job,
-            ", ".join(note for note in notes if note),
-        )
-    return table
+def move(worker: str, role: str, job: str, mesh: Path | None) -> None:
+    async def moved() -> str:
+        async with Client(mesh) as client:
+            return await client.move(worker, role, job)
+
+    print(asyncio.run(moved()))
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for column in columns:
-        table.add_column(column, header_style="dim", overflow="fold")
-    return table
+def delete(job: str, mesh: Path | None, token: str | None) -> None:
+    async def deleted() -> None:
+        async with Client(mesh, None if mesh else token) as client:
+            await client.delete(job)
+
+    asyncio.run(deleted())
+    print(f"{job} is deleted; its run directory stays")
 
 
-def move(worker: str, role: str, mesh: Path | None) -> None:
-    gang = worker.removeprefix("worker/")
-    if role not in ROLES:
-        raise Refused(f"{role!r} is no role", fix=f"Roles are {', '.join(ROLES)}")
-
-    async def request(state: State) -> str:
-        known = {found.id: found for found in await gangs.gangs(state)}
-        if gang not in known:
-            raise NotFound(f"there is no worker {worker}", fix=f"There are: {', '.join(known)}")
-        last = await events.last_id(state)
-        op_id = uuid.uuid4().hex
-        await gangs.request_move(state, gang, role, op_id)
-        return await _verdict(state, known[gang], op_id, last)
-
-    print(ask(find_mesh(mesh), request, ANSWER_S))
-
-
-async def _verdict(state: State, gang: gangs.Gang, op_id: str, since: str) -> str:
-    """What the planner made of a move that was asked for; Refused with its reason."""
-    for _ in range(round(VERDICT_S / POLL_S)):
-        await asyncio.sleep(POLL_S)
-        for event in await events.read_all(state, since):
-            if event.kind == "move_declined" and event.fields["op"] == op_id:
-                raise Refused(event.fields["reason"])
-            if event.kind == "desired" and event.fields["gang"] == gang.id:
-                role = event.fields["role"]
-                return f"{gang.id} is to take the role {role}; `meshrl workers` shows when it has"
-    return f"the planner has not decided on {gang.id} yet; `meshrl workers` shows it when it has"
+def why(subject: str, mesh: Path | None, as_json: bool) -> None:
+    """Prints the last decisions about a job, a gang or a worker, each with its rule and inputs."""
+    recent = ask(find_mesh(mesh), decisions.recent, ANSWER_S)
+    found = decisions.about(recent, subject)
+    if as_json:
+        print(json.dumps([asdict(event) for event in found]))
+        return
+    if not found:
+        print(f"nothing was decided about {subject} lately; `meshrl status` shows what there is")
+    for event in found:
+        print(decisions.told(event))
 
 
 def stalled(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
@@ -228,42 +165,41 @@ def stalled(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(stall) for stall in found]))
         return
-    pids = {entry.name: entry.pid for entry in entries}
+    pids = _pids_here(place, entries)
     if not found:
         print("nothing is stalled")
     for stall in found:
         who = f"{stall.waiter} waits for {stall.culprit}" if stall.waiter else stall.culprit
+        who += f" (job {stall.job})" if stall.job and stall.job not in who else ""
         print(f"{who}: {stall.what}, since {stall.since_s:.1f} s. {stall.reason}", end="")
         print(_seen_from_here(pids.get(stall.culprit, 0)))
-    if any(stall.culprit.startswith(JOB_WORD) for stall in found):
-        now_ms = max((entry.renewed_ms for entry in entries), default=0)
-        for entry in working(entries):
+    quiet = {stall.job for stall in found if stall.culprit.startswith(JOB_WORD)}
+    now_ms = max((entry.renewed_ms for entry in entries), default=0)
+    for entry in working(entries):
+        if quiet and owner(entry) in ("", *quiet):
             last = end_of(place.log(entry.name), 1)
             print(f"  {doing(entry, now_ms)}" + (f"; its log ends: {last}" if last else ""))
 
 
 def diagnosis(place: MeshPlace) -> tuple[list[Stall], dict[str, int]]:
-    """The stalls of a mesh, and the pids of its processes; it takes a few seconds at most."""
+    """The stalls of a mesh, and the pids of its processes on this host; it takes a few seconds at
+    most.
+    """
     found, entries = diagnosed(place)
-    return found, {entry.name: entry.pid for entry in entries}
+    return found, _pids_here(place, entries)
+
+
+def _pids_here(place: MeshPlace, entries: list[registry.Entry]) -> dict[str, int]:
+    """Pids of other hosts are of other processes here."""
+    own = MeshSettings.from_file(place.settings).host
+    return {entry.name: entry.pid for entry in entries if entry.host == own}
 
 
 def diagnosed(place: MeshPlace) -> tuple[list[Stall], list[registry.Entry]]:
     """The same with all that its processes say."""
     full = storage.full([place.root, place.redis])
-
-    async def look(state: State) -> tuple[list[Stall], list[registry.Entry]]:
-        # Reading says nothing of writes: without any, everybody seems to be late.
-        await state.command("SET", ASKED, 1, "PX", 1000)
-        entries = await registry.entries(state)
-        known = await gangs.gangs(state)
-        now_ms = await server_ms(state)
-        gone = await ended.ended(state)
-        rows = await jobs.jobs(state)
-        return diagnose(entries, known, now_ms, gone, rows, full), entries
-
     try:
-        return ask(place, look, QUICK_S)
+        return ask(place, partial(stalls, full=full), QUICK_S)
     except StateUnavailable as error:
         return redis_silent(QUICK_S, f"{error.message}. {full}".strip()), []
 

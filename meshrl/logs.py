@@ -1,18 +1,31 @@
-"""`meshrl logs`: the last lines of a mesh's log files, each with the name of its process."""
+"""`meshrl logs`: the last lines of a mesh's log files, each with the name of its process; those of
+other hosts of a mesh that runs come from there.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from common.errors import ConfigError, NotFound
+from common.errors import ConfigError, MeshError, NotFound, PeerLost
+from meshrl.launch.directory.liveness import running_launcher
+from meshrl.launch.directory.places import MeshPlace
 from meshrl.run.target import place_of
 
+if TYPE_CHECKING:
+    from meshrl.remote_logs import RemoteLog, RemoteLogs
+
 POLL_S = 0.3
+SILENT_S = 60.0  # an agent is back within seconds, and one that was cut off rarely takes longer
 TAIL_BYTES = 1 << 18  # enough for any number of lines one would read
 
 
-def show(words: list[str], mesh: Path | None, lines: int, follow: bool) -> None:
+def show(words: list[str], mesh: Path | None, lines: int, follow: bool, listed: bool) -> None:
     """`words`: a run or a mesh, a service of it, or both, in either order."""
     where = next((Path(word) for word in words if Path(word).is_dir()), None)
     named = [word for word in words if where is None or Path(word) != where]
@@ -22,28 +35,121 @@ def show(words: list[str], mesh: Path | None, lines: int, follow: bool) -> None:
         )
     service = named[0] if named else None
     place = place_of(where, mesh)
-    wanted = place.log(service) if service else None
-    paths = sorted(place.logs.glob("*.log"))
-    if wanted is not None:
-        if wanted not in paths:
-            names = ", ".join(path.stem for path in paths) or "none yet"
-            raise NotFound(f"there is no log of {service}", fix=f"There are: {names}")
-        paths = [wanted]
+    here = sorted(place.logs.glob("*.log"))
+    if listed:
+        _list(place, here)
+    elif service is None:
+        _all(place, here, lines, follow)
+    else:
+        path = place.log(service)
+        perhaps_elsewhere = path not in here or place.joined.is_file()
+        if not (perhaps_elsewhere and asyncio.run(_remote(place, service, lines, follow, here))):
+            _one(path, lines, follow)
+
+
+def _one(path: Path, lines: int, follow: bool) -> None:
+    _print(path.stem, tail(path, lines), False)
+    if follow:
+        _follow(lambda: [path], {path: path.stat().st_size}, False)
+
+
+def _all(place: MeshPlace, here: list[Path], lines: int, follow: bool) -> None:
     ends: dict[Path, int] = {}
-    for path in paths:
+    for path in here:
         ends[path] = path.stat().st_size
-        _print(path, tail(path, lines), len(paths) > 1)
+        _print(path.stem, tail(path, lines), len(here) > 1)
+    if follow:
+        _follow(lambda: sorted(place.logs.glob("*.log")), ends, True)
+
+
+# -- of other hosts --------------------------------------------------------------------------------
+
+
+def _list(place: MeshPlace, here: list[Path]) -> None:
+    """Host, bytes and name of each log."""
+    for path in here:
+        print(f"{'here':<28} {path.stat().st_size:>10}  {path.stem}")
+    if not running_launcher(place):
+        return
+
+    from meshrl.remote_logs import RemoteLogs
+
+    async def others() -> None:
+        async with RemoteLogs.of(place) as remote:
+            found, silent = await remote.listed()
+        for log in found:
+            print(f"{log.host:<28} {log.file.bytes:>10}  {log.file.name}")
+        for host, why in silent.items():
+            print(f"{host:<28} {'?':>10}  it does not tell: {why}")
+
+    asyncio.run(others())
+
+
+async def _remote(
+    place: MeshPlace, service: str, lines: int, follow: bool, here: list[Path]
+) -> bool:
+    """The log of a process that may be on another host, the newest of its name; False: it is that
+    of this one.
+    """
+    from meshrl.remote_logs import RemoteLogs
+
+    path, names = place.log(service), [path.stem for path in here]
+    silent: dict[str, str] = {}
+    async with contextlib.AsyncExitStack() as opened:
+        if running_launcher(place):
+            try:
+                remote = await opened.enter_async_context(RemoteLogs.of(place))
+                found, silent = await remote.listed()
+            except MeshError as error:  # perhaps what the log of this host is to tell of
+                if path not in here:
+                    raise
+                told = f"whether another host has a newer log of {service} is not known"
+                print(f"({told}: {error.message})", file=sys.stderr, flush=True)
+                return False
+            names += [log.file.name for log in found]
+            same = [log for log in found if log.file.name == path.stem]
+            newest = max(same, key=lambda log: log.file.written, default=None)
+            own = path.stat().st_mtime if path in here else 0.0
+            if newest is not None and newest.file.written > own:
+                await _read(remote, newest, lines, follow)
+                return True
+    if path in here:
+        return False
+    told = "".join(f"; {host} does not tell: {why}" for host, why in silent.items())
+    raise NotFound(
+        f"there is no log of {service}{told}",
+        fix=f"There are: {', '.join(sorted(set(names))) or 'none yet'}",
+    )
+
+
+async def _read(remote: RemoteLogs, log: RemoteLog, lines: int, follow: bool) -> None:
+    part = await remote.read(log, -TAIL_BYTES)
+    _print(log.file.name, part.text.splitlines()[-lines:] if lines > 0 else [], False)
+    silent_s: float | None = None
     while follow:
-        time.sleep(POLL_S)
-        for path in paths if wanted else sorted(place.logs.glob("*.log")):
-            start, size = ends.get(path, 0), path.stat().st_size
-            if size > start:
-                with path.open("rb") as file:
-                    file.seek(start)
-                    grown = file.read(size - start)
-                whole = grown[: grown.rfind(b"\n") + 1]
-                ends[path] = start + len(whole)
-                _print(path, whole.decode(errors="replace").splitlines(), wanted is None)
+        if part.next >= part.size or silent_s is not None:
+            await asyncio.sleep(POLL_S)
+        try:
+            part = await remote.read(log, part.next)
+        except MeshError as error:  # its agent starts again, or the host is gone
+            now = time.monotonic()
+            if silent_s is None:
+                silent_s = now
+                told = f"{log.host} does not tell of {log.file.name} now: {error.message}"
+                print(f"({told}; waiting)", file=sys.stderr, flush=True)
+            if now - silent_s > SILENT_S:
+                raise PeerLost(
+                    f"{log.host} has told nothing of {log.file.name} for {SILENT_S:g} s",
+                    where=error.where,
+                    fix="`meshrl hosts` shows how it stands; `meshrl logs --list`, which logs are "
+                    "where",
+                ) from error
+            continue
+        silent_s = None
+        _print(log.file.name, part.text.splitlines(), False)
+
+
+# -- of this one -----------------------------------------------------------------------------------
 
 
 def tail(path: Path, lines: int) -> list[str]:
@@ -54,6 +160,20 @@ def tail(path: Path, lines: int) -> list[str]:
         return file.read().decode(errors="replace").splitlines()[-lines:] if lines > 0 else []
 
 
-def _print(path: Path, lines: list[str], named: bool) -> None:
+def _follow(paths: Callable[[], list[Path]], ends: dict[Path, int], named: bool) -> None:
+    while True:
+        time.sleep(POLL_S)
+        for path in paths():
+            start, size = ends.get(path, 0), path.stat().st_size
+            if size > start:
+                with path.open("rb") as file:
+                    file.seek(start)
+                    grown = file.read(size - start)
+                whole = grown[: grown.rfind(b"\n") + 1]
+                ends[path] = start + len(whole)
+                _print(path.stem, whole.decode(errors="replace").splitlines(), named)
+
+
+def _print(name: str, lines: list[str], named: bool) -> None:
     for line in lines:
-        print(f"{path.stem}: {line}" if named else line, flush=True)
+        print(f"{name}: {line}" if named else line, flush=True)

@@ -127,7 +127,7 @@ class Disk:
 
     def _keep(self, path: str, inode: int) -> None:
         kept = self._kept / str(inode)
-        if not kept.exists():
+        if not os.path.lexists(kept):  # a symbolic link may lead nowhere yet
             os.link(path, kept, follow_symlinks=False)
 
     # -- a power cut -----------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Disk:
     def _rebuild(self, inode: int, at: Path, random: Random) -> None:
         for name, child in sorted(self._durable.names.get(inode, {}).items()):
             kept = self._kept / str(child)
-            if kept.exists():
+            if os.path.lexists(kept):
                 os.link(kept, at / name, follow_symlinks=False)
                 self._tear(at / name, self._durable.lengths.get(child, 0), random)
             else:

@@ -15,13 +15,15 @@ from typing import Any, NoReturn, TypeVar
 
 from common.clock import Clock
 from common.errors import DeadlineExceeded, NotFound, PeerLost
-from common.process.failure import Failure
+from common.process.ends.failure import Failure
+from common.process.ends.limits import Room
 from common.process.handle import Child, Usage
 from common.process.host import own_start_time, replace_file
 from common.random import Random
 from common.records.append_file import AppendFile
 
 T = TypeVar("T")
+PLENTY = Room(memory=1 << 40, disk=1 << 40)
 
 
 class SimulatedExit(BaseException):
@@ -126,7 +128,7 @@ class _Ticker:
 
 class SimulatedHost:
     """`programs` by module name: what `spawn` runs. `disk_bytes` bounds each append-only file;
-    it may change at any time.
+    it may change at any time, as may what is `left` of memory and disk.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class SimulatedHost:
         self._clock, self._random = clock, random
         self._programs = dict(programs or {})
         self.disk_bytes = disk_bytes
+        self.left = PLENTY
         self.children: dict[int, SimulatedChild] = {}
 
     def spawn(
@@ -170,7 +173,9 @@ class SimulatedHost:
         child = self.children[pid] = SimulatedChild(name, pid, self._clock, run)
         return child
 
-    def adopt(self, pid: int, start_time: int, *, name: str) -> Child | None:
+    def adopt(
+        self, pid: int, start_time: int, *, name: str, program: Sequence[str] = ()
+    ) -> Child | None:
         child = self.children.get(pid)
         return child if child is not None and child.poll() is None else None
 
@@ -198,6 +203,9 @@ class SimulatedHost:
     @property
     def identity(self) -> tuple[int, int]:
         return os.getpid(), own_start_time()
+
+    def room(self, directory: Path) -> Room:
+        return self.left
 
     def usage(self) -> dict[str, float]:
         return {}

@@ -13,7 +13,7 @@ import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from contextvars import Context, ContextVar
+from contextvars import Context, ContextVar, copy_context
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
@@ -40,28 +40,21 @@ class Owner(Protocol):
 OWNER: ContextVar[Owner | None] = ContextVar("owner", default=None)
 
 
-def _run_owned(handle: Any) -> None:
-    owner = handle._context.get(OWNER)
-    if owner is not None and not owner.running:
-        owner.park(handle)
-        return
-    try:
-        handle._context.run(handle._callback, *handle._args)
-    except (SystemExit, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        told = {"message": f"Exception in {handle._callback!r}", "exception": error}
-        handle._loop.call_exception_handler(told)
-
-
 class _Handle(asyncio.Handle):
-    __slots__ = ()
-    _run = _run_owned
+    """Made a thousand times for each second of a mesh: without the look whether somebody debugs."""
 
-
-class _TimerHandle(asyncio.TimerHandle):
     __slots__ = ()
-    _run = _run_owned
+
+    def __init__(
+        self,
+        callback: Callable[..., Any],
+        args: Any,
+        loop: asyncio.AbstractEventLoop,
+        context: Context | None = None,
+    ) -> None:
+        self._context = copy_context() if context is None else context
+        self._loop, self._callback, self._args = loop, callback, args
+        self._cancelled, self._repr, self._source_traceback = False, None, None
 
 
 class VirtualTask(asyncio.Task[Any]):
@@ -112,7 +105,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        timer = _TimerHandle(when, callback, args, self, context)
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._scheduled, (when, next(self.numbers), timer))
         return timer
 
@@ -138,9 +131,21 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         while scheduled and scheduled[0][0] <= self.now:
             ready.append(heapq.heappop(scheduled)[2])
         for _ in range(len(ready)):
-            handle = ready.popleft()
-            if not handle.cancelled():
-                handle._run()
+            handle: Any = ready.popleft()
+            if handle._cancelled:
+                continue
+            context = handle._context
+            owner = context.get(OWNER)
+            if owner is not None and not owner.running:
+                owner.park(handle)
+                continue
+            try:
+                context.run(handle._callback, *handle._args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                told = {"message": f"Exception in {handle._callback!r}", "exception": error}
+                self.call_exception_handler(told)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Cancelled timers go when their time has come."""

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from common.errors import DeadlineExceeded, MeshError, NotFound, PeerLost, StorageFull
-from common.process.failure import Failure
+from common.process.ends.failure import Failure
+from common.process.ends.limits import Room
 from common.process.handle import UNKNOWN_EXIT, Usage
 from common.process.host import replace_file
 from common.random import Random
 from common.records.append_file import AppendFile
 from sim.disk import Disk
+from sim.host import PLENTY
 from sim.loop import OWNER, VirtualClock, VirtualLoop
 from sim.process import Exited, Program, VirtualProcess
 from sim.record import Record
@@ -197,7 +199,9 @@ class ProcessHost:
         child = self._machine.spawn(module, arguments, name, self._process, die_with_parent)
         return VirtualChild(child, self._machine.clock, adopted=False)
 
-    def adopt(self, pid: int, start_time: int, *, name: str) -> VirtualChild | None:
+    def adopt(
+        self, pid: int, start_time: int, *, name: str, program: Sequence[str] = ()
+    ) -> VirtualChild | None:
         process = self._machine.processes.get(pid)
         if process is None or process.ended:
             return None
@@ -266,6 +270,9 @@ class ProcessHost:
     @property
     def identity(self) -> tuple[int, int]:
         return self._process.pid, self._process.pid
+
+    def room(self, directory: Path) -> Room:
+        return PLENTY._replace(disk=0) if self._machine.disk.full else PLENTY
 
     def usage(self) -> dict[str, float]:
         return {}

@@ -195,6 +195,10 @@ class MemoryTransport:
             self._peers.discard(address)
             self._gone(address.encode())
 
+    def owner(self, peer: Peer) -> Peer:
+        """The peer itself: nobody has keys."""
+        return peer
+
     def forget(self, address: str) -> None:
         self._known.discard(address)
         self.reached.discard(address)

@@ -18,9 +18,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from common.state import embedded
+from common.state.server import embedded
+from loadtests.hosts.hosts import permitted
 from services.sandbox.isolation import cgroups
 from services.sandbox.jail import landlock
+from tests import ends
+from tests.gpus.driver import Gpus, library
 from tests.nursery import TestNursery
 from tests.sglang.interpreter import python
 
@@ -33,18 +36,31 @@ BACKENDS: dict[str, Callable[[], bool]] = {
     "cgroups": lambda: cgroups.find() is not None,
     "landlock": lambda: landlock.abi() >= landlock.TIER,
     "compiler": lambda: any(map(shutil.which, ("c++", "g++", "clang++"))),
+    "shellcheck": lambda: shutil.which("shellcheck") is not None,
     "root": lambda: os.geteuid() == 0,
+    "netns": permitted,
+    "iptables": lambda: all(map(shutil.which, ("iptables", "ip", "tc"))),
+    "promtool": lambda: shutil.which("promtool") is not None,
     "nvcc": lambda: shutil.which("nvcc") is not None,
     "triton": lambda: importlib.util.find_spec("triton") is not None,
     "cuda": lambda: shutil.which("nvidia-smi") is not None,
     "sglang": lambda: python().is_file(),
+    "kubectl": lambda: shutil.which("kubectl") is not None,
+    "kubernetes-validate": lambda: (
+        Path(__file__).parents[1] / ".venvs/kubernetes/bin/python"
+    ).is_file(),
+    "compose": lambda: os.environ.get("MESHRL_TEST_COMPOSE") == "1",  # `make test-compose`
     "verifiers": lambda: (Path(__file__).parents[1] / ".venvs/verifiers/built").is_file(),
 }
 # Not to be installed, or by another target (`make test-sglang`): their absence never fails a run.
 HARDWARE = {
     "cgroups",
+    "compose",
     "cuda",
+    "kubectl",
+    "kubernetes-validate",
     "landlock",
+    "netns",
     "nvcc",
     "python3",
     "root",
@@ -77,6 +93,7 @@ def _umask() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """A run of several workers has a nursery, whose start a single test would not earn."""
+    ends.listen()  # nothing is captured yet
     config.stash[ABSENT] = Counter()
     if getattr(config.option, "numprocesses", None):
         config.stash[NURSERY] = TestNursery()
@@ -135,3 +152,10 @@ def _absent(config: pytest.Config) -> Counter[str]:
     if output is not None:
         output["absent"] = dict(counted)
     return counted
+
+
+@pytest.fixture
+def gpus(pytestconfig: pytest.Config, tmp_path: Path) -> Gpus:
+    """No GPU yet, and a driver that tells of those that the test declares."""
+    kept = pytestconfig.cache.mkdir("nvml") if pytestconfig.cache else tmp_path
+    return Gpus(tmp_path, library(kept))

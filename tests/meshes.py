@@ -17,8 +17,11 @@ from common.transport.keys import MeshKeys
 from common.transport.zmq import ZmqTransport
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.state import simulated_state
+from tests import ends
 
 SECRET = "5e" * SECRET_BYTES  # of the meshes that tests make
+# Of meshes within a process of tests: where the machine stands still for a while, it is not to end.
+PATIENT = {"ttl_s": 60.0, "stall_s": 60.0}
 
 
 def keys_of(role: str, secret: str = SECRET) -> MeshKeys:
@@ -49,6 +52,6 @@ def alone(name: str, clock: Clock, random: Random, host: Host, **options: Any) -
 
 def on_sockets(name: str, state: State, clock: Clock, **options: Any) -> Mesh:
     """Beside others that share `state`, on a real host."""
-    about = {"kind": "test", "host": SystemHost()} | options
+    about = {"kind": "test", "host": SystemHost(), "on_lost": ends.lost} | PATIENT | options
     transport, random = ZmqTransport(keys=keys_of(about["kind"])), Random.system()
     return Mesh(name=name, state=state, transport=transport, clock=clock, random=random, **about)

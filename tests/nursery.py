@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common.process.birth import NURSERY_ENV, OFF
+from common.process.forking.birth import NURSERY_ENV, OFF
 from common.process.handle import SystemChild
 from common.process.host import SystemHost
 from meshrl.launch import plan

@@ -7,7 +7,7 @@ from dataclasses import field
 from enum import IntEnum
 
 from common.api.hint import Look
-from common.api.role import Drainable
+from common.api.role import Resting
 from common.records.experts import NO_EXPERTS
 from common.runtime.interface import Call, Cast, Stream
 from common.wire.frames import Array, message
@@ -64,6 +64,7 @@ class Sampling:
     top_k: int = 0  # likeliest tokens that are kept; 0: all
     min_p: float = 0.0  # kept: at least so likely as this times the likeliest; 0: all
     unmodified: bool = False  # log-probabilities of the model itself are wanted too
+    adapter: str = ""  # beside the base, by its name; empty: what the engine has for its job
 
 
 @message
@@ -89,21 +90,6 @@ class Submit:
 @message
 class Submitted:
     """The answer to Submit: the number of requests that were taken."""
-
-
-@message
-class Rest:
-    """Asks an engine to pause or go on, and whether it gives back weights and cache meanwhile."""
-
-    paused: bool
-    asleep: bool
-
-
-@message
-class Rested:
-    """The answer to Rest: the version of the weights that are loaded."""
-
-    version: int
 
 
 @message
@@ -157,6 +143,7 @@ class CachePart:
     first_version: int
     weights: str  # the manifest of what is loaded at the source
     size: int  # bytes, in frames that follow
+    adapter: str = ""  # with which they were computed
 
 
 @message
@@ -167,13 +154,12 @@ class CacheFrame:
     content: Array  # uint8
 
 
-class Engine(Drainable):
+class Engine(Resting):
     """The methods of an engine process."""
 
     attach = Stream(Attach, Tokens, idle_s=math.inf)  # idle while nothing is asked for
     submit = Call(Submit, Submitted, deadline_s=15.0)
     abort = Cast(Abort)
-    rest = Call(Rest, Rested, deadline_s=90.0, idempotent=True)
     move = Call(CacheMove, CacheMoved, deadline_s=75.0)
     export = Stream(Export, CacheFrame, idle_s=5.0, credits=16)
     look = Cast(Look)

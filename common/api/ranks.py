@@ -6,9 +6,11 @@ An order carries the generation of the group that it is for: one for another is 
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
-from common.api.role import Drainable
+from common.api.role import SETTLE_S, Resting
+from common.api.weights import Tensor
 from common.runtime.interface import Call
 from common.wire.frames import Array, message
 
@@ -21,6 +23,16 @@ COMPUTE_S = 3600.0  # the group's own deadline strikes before: a rank that is lo
 def rank_name(job: str, rank: int) -> str:
     """What a rank beside the first is called in the mesh."""
     return f"rank/{job}/{rank}"
+
+
+@message
+class Trouble:
+    """What hindered an order and can be mended, as it is raised; an empty code: nothing."""
+
+    code: str = ""
+    why: str = ""
+    where: str = ""
+    fix: str = ""
 
 
 @message
@@ -38,12 +50,22 @@ class Done:
 
 
 @message
+class Standing:
+    """The answer of a rank that stands by."""
+
+    host: str
+    address: str  # by which ranks on other hosts reach it; empty: it cannot tell
+
+
+@message
 class Meeting:
     """An order to form the process group of a generation."""
 
     generation: int
-    path: str  # a file through which the ranks of this generation meet
+    where: str  # the ranks of this generation meet: see `common/wire/meeting.py`
     deadline_s: float  # for each of their collectives
+    # from which ranks connect to each other; empty: all are on one host
+    addresses: list[str] = field(default_factory=list)
 
 
 @message
@@ -64,12 +86,16 @@ class RoundStats:
 
 @message
 class LentGradient:
-    """An order to add a hybrid's gradient of a round; each rank takes its rows of it."""
+    """An order to add a hybrid's gradient of a round. What it names is there until all ranks have
+    answered: all of it in a file, for ranks on the host of rank 0; for others their rows alone.
+    """
 
     generation: int
     index: int
-    path: str  # a file of `size` float32 numbers, there until all ranks have answered
-    size: int
+    size: int  # float32 numbers, of `path` or of `pieces`
+    path: str = ""
+    bulk: str = ""  # the port of rank 0 that serves `pieces`
+    pieces: list[str] = field(default_factory=list)  # digests of chunks
 
 
 @message
@@ -116,16 +142,131 @@ class Scores:
 
 @message
 class Taking:
-    """An order to hand the state to rank 0, or to take it from there."""
+    """An order to take rows of some weights that rank 0 has whole, as after a warm start. `taken`
+    says that all of them were taken.
+    """
 
     generation: int
-    optimizer: bool  # whether the optimizer's state goes along
+    names: list[str] = field(default_factory=list)
 
 
-class Ranks(Drainable):
-    """The methods of a rank other than 0."""
+@message
+class StageRows:
+    """An order to copy a part of a rank's rows of some weights, in the type that is published, and
+    to put them into the store: see `common/weights/staging.py`. A new number ends the staging
+    before.
+    """
 
-    stand_by = Call(Order, Done, deadline_s=30.0, idempotent=True)
+    generation: int
+    number: int
+    dtype: str
+    chunk_bytes: int
+    write: bool
+    what: str
+    names: list[str]
+    part: int = 0
+    parts: int = 1
+
+
+@message
+class RowsStaged:
+    """An order to answer once there is room for more, or with `whole` once all that was ordered
+    is in the store.
+    """
+
+    generation: int
+    number: int
+    whole: bool
+
+
+@message
+class StagedRows:
+    """The answer to RowsStaged; with `whole` where the rows lie, and what they add to the
+    identities of the image and of the masters, by tensor: 32 hexadecimal digits.
+    """
+
+    pieces: list[Tensor] = field(default_factory=list)
+    image: dict[str, str] = field(default_factory=dict)
+    masters: dict[str, str] = field(default_factory=dict)
+    goes_on: bool = False  # it is not done, and to be asked for again
+
+
+@message
+class SaveRows:
+    """An order to write a rank's rows of some of what a checkpoint keeps to a file of its own, in
+    the scratch directory `name` of the checkpoint.
+    """
+
+    generation: int
+    host: str  # rank 0's
+    name: str
+    masters: bool  # whether float32 weights are kept, too
+    names: list[str]
+    number: int  # of the file
+
+
+@message
+class RowsSaved:
+    """An order to answer once rank 0 can have the files that were written."""
+
+    generation: int
+    host: str
+    name: str
+
+
+@message
+class SavedFiles:
+    """The answer to RowsSaved: digests by name of those that are chunks of the store, because rank
+    0 is on another host.
+    """
+
+    files: dict[str, str] = field(default_factory=dict)
+    trouble: Trouble = field(default_factory=Trouble)
+    goes_on: bool = False  # it is not done, and to be asked for again
+
+
+@message
+class RestoreRows:
+    """An order to go on from a checkpoint: from the rank's rows of what it keeps, and of the
+    version where it keeps no float32 weights.
+    """
+
+    generation: int
+    number: int  # the same: it is the one that was ordered before
+    host: str  # rank 0's, which has checked the files of the checkpoint
+    name: str
+    files: dict[str, str]  # digests of the checkpoint's files, by their path in it
+    manifest: str
+
+
+@message
+class RowsRestored:
+    """The answer to RestoreRows."""
+
+    trouble: Trouble = field(default_factory=Trouble)
+    goes_on: bool = False  # it is not done, and to be asked for again
+
+
+@message
+class Rest:
+    """An order to a rank about its rows and gradients: `keep` a copy at a tier, or `discard` it;
+    `release` their memory; `take` memory and copy again; `move` the copy to a tier (absent:
+    a checkpoint covers all ranks, accelerator: they are needed again); `resume` from one that an
+    earlier group has kept; `forget` it.
+    """
+
+    generation: int
+    what: str
+    tier: str
+    about: Any  # what rank 0 says about what is kept with it
+
+
+class Ranks(Resting):
+    """The methods of a rank other than 0. Who asks for what takes longer than a call may last hears
+    that it goes on, and asks again.
+    """
+
+    stand_by = Call(Order, Standing, deadline_s=30.0, idempotent=True)
     form = Call(Meeting, Done, deadline_s=FORM_S)
     begin = Call(Order, Done, deadline_s=30.0)
     compute = Call(RoundPart, RoundStats, deadline_s=COMPUTE_S)
@@ -133,5 +274,11 @@ class Ranks(Drainable):
     adopt = Call(Adopt, Done, deadline_s=ADOPT_S)
     apply = Call(Update, Norm, deadline_s=COMPUTE_S)
     score = Call(ScorePart, Scores, deadline_s=COMPUTE_S)
-    gather = Call(Taking, Done, deadline_s=MOVE_S)
+    stage = Call(StageRows, Done, deadline_s=MOVE_S)
+    staged = Call(RowsStaged, StagedRows, deadline_s=MOVE_S, idempotent=True)
+    save = Call(SaveRows, Trouble, deadline_s=MOVE_S)
+    saved = Call(RowsSaved, SavedFiles, deadline_s=MOVE_S, idempotent=True)
+    restore = Call(RestoreRows, RowsRestored, deadline_s=MOVE_S, idempotent=True)
     take = Call(Taking, Done, deadline_s=MOVE_S)
+    taken = Call(Taking, Done, deadline_s=MOVE_S)
+    rest = Call(Rest, Done, deadline_s=SETTLE_S, idempotent=True)

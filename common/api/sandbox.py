@@ -60,11 +60,13 @@ class LoadJob:
     """Asks the sandbox to get ready for the calls of a job."""
 
     job: str
-    bundle_dir: str  # first on the workers' import path
+    # First on the workers' import path, where the run is at home.
+    bundle_dir: str
     tools: dict[str, str]  # name -> "module:function", f(input) -> plain value; or a built-in's
     rewards: list[RewardPart] = field(default_factory=list)  # their weighted sum is the reward
     mcp: dict[str, list[str]] = field(default_factory=dict)  # server -> its command
     jail: JailSettings = field(default_factory=JailSettings)
+    bundle: str = ""  # digest of the bundle that `bundle_dir` is part of; empty: it lies there only
 
 
 @message

@@ -5,7 +5,7 @@ A sequence or question that cannot be scored is an outcome of its own, never an 
 
 from __future__ import annotations
 
-from common.api.role import Drainable
+from common.api.role import Resting
 from common.runtime.interface import Call
 from common.wire.frames import Array, message
 
@@ -57,7 +57,7 @@ class Verdicts:
     errors: list[str]
 
 
-class Scoring(Drainable):
+class Scoring(Resting):
     """The methods of the process that hosts a job's frozen models."""
 
     score = Call(ScoreBatch, ScoredBatch, deadline_s=120.0, idempotent=True)

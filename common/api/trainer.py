@@ -4,18 +4,19 @@ they lease rounds and hand in what they computed.
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
-from common.api.role import Drainable
+from common.api.role import Resting
 from common.runtime.interface import Call
 from common.wire.frames import Array, message
 
 
 @message
 class JoinHybrids:
-    """A gang asks to be a hybrid of the core."""
+    """A resident asks to be a hybrid of the core."""
 
-    gang: str
+    helper: str
 
 
 @message
@@ -29,7 +30,7 @@ class Joined:
 class LeaveHybrids:
     """A hybrid says that it computes no more rounds."""
 
-    gang: str
+    helper: str
     generation: int
 
 
@@ -42,7 +43,7 @@ class Left:
 class RoundRequest:
     """A hybrid asks for a round to compute."""
 
-    gang: str
+    helper: str
     generation: int
     manifest: str  # digest of the weights that the hybrid has
     wait_s: float  # how long the core may hold the call while there is nothing to say
@@ -64,7 +65,7 @@ class RoundLease:
 class RoundResult:
     """A hybrid has computed a round; the core fetches the gradient while this call lasts."""
 
-    gang: str
+    helper: str
     generation: int
     epoch: str
     index: int
@@ -88,15 +89,46 @@ class Restage:
 
 @message
 class Restaged:
-    """The answer to Restage. Not `done` and `later`: the core is not there yet, or has other
-    weights by now, and another version comes or is there. Neither: it cannot.
+    """The answer to Restage. Not `done` and `later`: the core is not there yet, or still writes, or
+    has other weights by now, and another version comes or is there. Neither: it cannot.
     """
 
     done: bool
     later: bool = False
 
 
-class Trainer(Drainable):
+@message
+class Gather:
+    """A host lacks chunks of a version, and would take them by broadcast, together with others."""
+
+    manifest: str
+    lacking: dict[str, int]  # bytes by digest
+    cuda: bool = False  # it can receive into the memory of a GPU of its own
+
+
+@message
+class Sender:
+    """One who sends chunks, in this order, in a group of this name, of which it is rank 0."""
+
+    name: str
+    chunks: dict[str, int]  # bytes by digest
+
+
+@message
+class Gathered:
+    """The answer to Gather, once others have had time to come: where all meet. Nowhere: there is no
+    broadcast of this version, or one has begun, and who asks is to fetch it by itself.
+    """
+
+    where: str = ""  # see `common/wire/meeting.py`
+    senders: list[Sender] = field(default_factory=list)
+    rank: int = 0  # in each sender's group
+    members: int = 0  # of each
+    backend: str = "gloo"
+    wait_s: float = 0.0  # that one may keep the others waiting
+
+
+class Trainer(Resting):
     """The methods of the core of a training gang."""
 
     join = Call(JoinHybrids, Joined, deadline_s=10.0)
@@ -104,3 +136,4 @@ class Trainer(Drainable):
     lease_round = Call(RoundRequest, RoundLease, deadline_s=15.0)
     round_done = Call(RoundResult, RoundTaken, deadline_s=30.0)
     restage = Call(Restage, Restaged, deadline_s=300.0, idempotent=True)
+    gather = Call(Gather, Gathered, deadline_s=10.0)

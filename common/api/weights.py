@@ -1,5 +1,5 @@
-"""The interface of the weight store: versions as manifests of chunks, checkpoints, and finished
-groups.
+"""The interface of the weight store: versions as manifests of chunks, checkpoints, finished groups,
+and the files at a run's home, which other hosts get as chunks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common.api.deltas import (
+    AskDeltas,
+    BeginDelta,
+    DeltaBases,
+    Deltas,
+    DeltaStaged,
+    Noted,
+    Received,
+    StageDelta,
+)
+from common.api.versions import Base as Base
 from common.records.experts import NO_EXPERTS
 from common.records.lineages import NATIVE
 from common.runtime.interface import Call, Interface
@@ -18,7 +29,10 @@ from common.wire.frames import Array, message
 
 @message
 class Tensor:
-    """A tensor, or a piece of one: those that share a name follow each other in its memory."""
+    """A tensor, or a piece of one. A piece holds elements `begin` to `end` of the tensor laid out
+    row by row with dimension `dim` outermost, so the rows of a rank are a piece, and so is a part
+    of them.
+    """
 
     name: str
     dtype: str  # safetensors' names: F32, BF16, ...
@@ -26,16 +40,28 @@ class Tensor:
     chunk: str  # digest of the chunk that holds the piece
     offset: int  # where the piece begins, in bytes into the chunk
     size: int  # bytes of the piece
+    dim: int = 0
+    begin: int = 0
+    end: int = -1  # exclusive; -1, format 1: the pieces of a tensor follow each other
 
 
 @message
 class Manifest:
-    """The tensors of one weight version, and the chunks that hold them."""
+    """The tensors of one weight version, and the chunks that hold them.
+
+    `image` is the identity of what is published (`common.weights.identity`): it depends neither on
+    chunks nor on who staged which rows. `sha256` is that of the manifest without it.
+    """
 
     job: str
     lineage: int
     version: int
     tensors: list[Tensor]
+    base: Base | None = None  # a version of adapters alone: what they are added to
+    scale: float = 0.0  # of such a version: what the product of its factors is multiplied by
+    image: str = ""
+    format: int = 1
+    sha256: str = ""
 
 
 @message
@@ -54,9 +80,12 @@ class Staged:
 
 @message
 class Fetch:
-    """Asks for a manifest by its digest."""
+    """Asks for a manifest by its digest. That of a version of adapters is answered with what its
+    base has besides; `alone`: as it was staged.
+    """
 
     digest: str
+    alone: bool = False
 
 
 @message
@@ -78,6 +107,48 @@ class Examined:
 
 
 @message
+class Failed:
+    """A chunk did not come from a source. `gone`: that has not got it as it should be."""
+
+    chunk: str
+    source: str
+    gone: bool
+
+
+@message
+class Seek:
+    """A process that fetches chunks says what has become of those that it was sent for, and asks
+    for more: `room` at most.
+    """
+
+    name: str  # of this fetch alone
+    host: str
+    server: str  # name of the process that serves on what the host has; empty: nobody does
+    room: int
+    lacking: list[str] | None = None  # all that it wants and lacks; None: it has told
+    held: list[str] = field(default_factory=list)  # chunks that have come to its host
+    failed: list[Failed] = field(default_factory=list)
+    over: bool = False  # it fetches no more
+
+
+@message
+class Pair:
+    """A chunk, and the name of who is to be asked for it."""
+
+    chunk: str
+    source: str
+
+
+@message
+class Sources:
+    """The answer to Seek."""
+
+    pairs: list[Pair]
+    again_s: float  # when to ask again, if there is room left
+    known: bool = True  # False: ask again with what is lacking, the store was started anew
+
+
+@message
 class Checkpoint:
     """What training continues from: the staged weights, and the job's account at that step. The
     rest lies in the checkpoint's directory.
@@ -89,6 +160,8 @@ class Checkpoint:
     weights: str  # digest of the weights' manifest
     account: Any
     files: dict[str, str]  # digests of the files of its directory, by their path there
+    image: str = ""  # identities of the weights, see `common/weights/identity.py`
+    masters: str = ""
 
 
 @message
@@ -104,6 +177,111 @@ class Load:
 
     job: str
     name: str
+
+
+@message
+class LayOut:
+    """Asks the store to make a checkpoint's directory at the run's home, of chunks: its writer does
+    not see that home.
+    """
+
+    job: str
+    name: str
+    files: dict[str, str]  # digests by path
+
+
+@message
+class LaidOut:
+    """The answer to LayOut: the directory is there as a whole, and durable; or not yet, ask again
+    (`common.wire.weight_store` does).
+    """
+
+    whole: bool = True
+
+
+@message
+class Older:
+    """Asks for the checkpoints of earlier steps than the one that is named."""
+
+    job: str
+    name: str
+
+
+@message
+class Names:
+    """The answer to Older, the last one first."""
+
+    names: list[str]
+
+
+@message
+class SetAside:
+    """Asks the store to set a damaged checkpoint aside at the run's home, and to tell the event
+    `damaged` if it does, once for `op`: who asks may not be there any more to tell it.
+    """
+
+    job: str
+    name: str
+    op: str
+    told: dict[str, Any]  # the event's fields, without `aside`
+
+
+@message
+class Aside:
+    """The answer to SetAside: where it lies now; empty: somebody else has moved it."""
+
+    path: str
+
+
+@message
+class Clear:
+    """Asks the store to remove what an earlier start of the job's trainer began to write and did
+    not end; `committed` names the checkpoint that stays whatever it looks like.
+    """
+
+    job: str
+    committed: str
+
+
+@message
+class Cleared:
+    """The answer to Clear."""
+
+
+@message
+class Publish:
+    """Asks for files at a run's home to become chunks of the store, from where any host gets them
+    by their digests: of the job's bundle, or of one of its checkpoints.
+    """
+
+    job: str
+    checkpoint: str = ""  # empty: the bundle
+    below: list[str] = field(default_factory=list)  # files or folders of it; none: all
+
+
+@message
+class Published:
+    """The answer to Publish: digests by path. They stay for hours; ask again after that, and at
+    once while not all are there (`common.wire.weight_store` does).
+    """
+
+    files: dict[str, str]
+    whole: bool = True
+
+
+@message
+class KeepSamples:
+    """Hands lines of a shard's samples over, for the run's home."""
+
+    job: str
+    shard: int
+    op: str  # repeated, it is done once
+    lines: str
+
+
+@message
+class SamplesKept:
+    """The answer to KeepSamples."""
 
 
 @message
@@ -145,5 +323,18 @@ class Weights(Interface):
     stage = Call(Stage, Staged, deadline_s=30.0, idempotent=True)
     manifest = Call(Fetch, Manifest, deadline_s=10.0, idempotent=True)
     examine = Call(Examine, Examined, deadline_s=60.0, idempotent=True)
+    # What it answers from is soft: who is not answered in time asks again.
+    sources = Call(Seek, Sources, deadline_s=5.0, idempotent=True)
+    # Where home is on another disk than the store, files are copied: `whole` says when all are.
+    lay_out = Call(LayOut, LaidOut, deadline_s=120.0, idempotent=True)
     save = Call(Checkpoint, Saved, deadline_s=30.0, idempotent=True)
     load = Call(Load, Checkpoint, deadline_s=10.0, idempotent=True)
+    older = Call(Older, Names, deadline_s=30.0, idempotent=True)
+    set_aside = Call(SetAside, Aside, deadline_s=30.0, idempotent=True)
+    clear = Call(Clear, Cleared, deadline_s=60.0, idempotent=True)
+    keep_samples = Call(KeepSamples, SamplesKept, deadline_s=30.0, idempotent=True)
+    publish = Call(Publish, Published, deadline_s=120.0, idempotent=True)
+    begin_delta = Call(BeginDelta, DeltaBases, deadline_s=5.0, idempotent=True)
+    stage_delta = Call(StageDelta, DeltaStaged, deadline_s=10.0, idempotent=True)
+    deltas = Call(AskDeltas, Deltas, deadline_s=20.0, idempotent=True)  # it may wait for some
+    received = Call(Received, Noted, deadline_s=5.0, idempotent=True)

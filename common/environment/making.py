@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from common.errors import ConfigError
-from common.process.failure import FATAL, place_of
+from common.process.ends.failure import FATAL, place_of
 
 # What wrong code raises each time that it runs. Others, as of a server that is slow today, are left
 # to whoever counts how often they come.

@@ -4,7 +4,8 @@ swapped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.api.engine import Finish
-from common.errors import Refused
+from common.errors import MeshError, Refused
 from common.records.experts import NO_EXPERTS, laid_out
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+NO_VERSION = -1  # of an engine that holds no whole version
 MIXED = -1  # version of a cache that weights of several versions computed
 WHOLE_BYTES = 1 << 62  # more bytes than any cache has: all of it
 NO_SESSION = -1  # any negative session: nothing is kept after the request
@@ -25,6 +27,32 @@ NO_SESSION = -1  # any negative session: nothing is kept after the request
 Ints = NDArray[np.integer]
 Floats = NDArray[np.floating]
 NO_FLOATS = np.zeros(0, np.float32)
+
+
+class Quarantined(MeshError):
+    """New weights did not arrive whole: nobody knows what the engine holds, so it answers nothing
+    until a whole version is in place.
+    """
+
+    code = "engine_quarantined"
+
+
+@contextmanager
+def replacing(version: int, quarantine: Callable[[], None]) -> Iterator[None]:
+    """The time in which an engine's weights are replaced. Quarantined, after `quarantine` was
+    called, for whatever ends it early.
+    """
+    try:
+        yield
+    # Nobody can name all that a device, a disk or a server raises, and after any of it some tensors
+    # are of one version and the rest of another.
+    except Exception as error:
+        quarantine()
+        raise Quarantined(
+            f"version {version} did not arrive whole: {error}",
+            where="engine",
+            fix="It generates nothing until it has a whole version, which it asks for again",
+        ) from error
 
 
 @dataclass(slots=True)
@@ -48,6 +76,7 @@ class Request:
     stop_text: tuple[str, ...] = ()  # the token that completes one of these is the last
     begin: int = -1  # place in `tokens` from which on they were generated too; -1: none
     unmodified: bool = False  # log-probabilities at temperature 1, nothing left out, come too
+    adapter: str = ""  # a loaded one, beside the base; empty: the base alone
 
 
 @dataclass(slots=True)
@@ -92,6 +121,7 @@ class SessionCache:
     version: int  # the weights that computed the n tokens; MIXED: several did
     first_sampled: int  # place of the first of `tokens` that an engine sampled; n: none
     first_version: int  # the weights that sampled that one
+    adapter: str = ""  # with which they computed; its versions are meant then
 
 
 class TokenEngine(Protocol):
@@ -113,7 +143,13 @@ class TokenEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the loaded weights."""
+        """The version of the loaded weights, those of the base where adapters lie beside it;
+        NO_VERSION when there is no whole one.
+        """
+
+    @property
+    def adapters(self) -> Mapping[str, int]:
+        """The versions of the adapters that are loaded beside the base, by their names."""
 
     @property
     def running(self) -> int:
@@ -157,15 +193,37 @@ class TokenEngine(Protocol):
         """Frees the slots of sessions that have ended."""
 
     def step(self) -> bool:
-        """Brings a token or a few for each request that runs; False when paused, asleep or without
-        work.
+        """Brings a token or a few for each request that runs; False when paused, asleep,
+        quarantined or without work.
         """
 
     def drain(self, ended_only: bool = False) -> Flush | None:
         """What has come since the last drain, each token once; of ended requests only, or all."""
 
     def swap(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Loads new weights, which hold from the next step on."""
+        """Loads new weights, which hold from the next step on. Refused, and nothing changes, when
+        they do not fit. Quarantined when they did not arrive whole: the version is NO_VERSION then,
+        `step` does nothing, `score` refuses, and what runs waits, until a swap or wake succeeds.
+        """
+
+    def load_adapter(
+        self, name: str, tensors: Mapping[str, Tensor], scale: float, version: int
+    ) -> None:
+        """Puts an adapter, or a new version of one, beside the base: factors A and B by name
+        (`common.model.lora`), which act as scale * B A. It stays over `swap`, `sleep` and `wake`.
+        Requests that run go on, with the new version from the next step on or, where a server has
+        it so, with the one that they began with: their tokens carry the version that sampled them.
+        Refused when it does not fit the model, or no more fit.
+        """
+
+    def quarantine(self) -> None:
+        """Makes it an engine without a whole version, as after a swap that was Quarantined: to be
+        called where the next of several changes that belong together cannot be made.
+        """
+
+    def unload_adapter(self, name: str) -> None:
+        """Frees an adapter; Refused while requests with it are in work. One that is not there is
+        no error."""
 
     def pause(self) -> None:
         """Makes `step` do nothing until `resume`."""
@@ -179,7 +237,7 @@ class TokenEngine(Protocol):
     def wake(self, state: Mapping[str, Tensor], version: int) -> None:
         """Takes weights again, of any version, and goes on."""
 
-    def score(self, tokens: Ints) -> NDArray[np.float32]:
+    def score(self, tokens: Ints, adapter: str = "") -> NDArray[np.float32]:
         """Log-probability, at temperature 1, of each token after the first: length n - 1."""
 
     @property
@@ -266,8 +324,8 @@ def _unmodified(piece: Piece) -> NDArray[np.float32]:
     return piece.unmodified.astype(np.float32)
 
 
-def check(request: Request, vocab_size: int) -> None:
-    """Refused, with the reason, when no engine could serve this request."""
+def check(request: Request, vocab_size: int, adapters: Container[str] = ()) -> None:
+    """Refused, with the reason, when no engine that has these adapters could serve this request."""
     tokens = request.tokens
     reason = ""
     if tokens.ndim != 1 or len(tokens) == 0:
@@ -284,6 +342,12 @@ def check(request: Request, vocab_size: int) -> None:
         reason = f"top_k {request.top_k} is negative"
     elif "" in request.stop_text:
         reason = "an empty text would stop it before it begins"
+    if request.adapter and request.adapter not in adapters:
+        raise Refused(
+            f"request {request.id} cannot be served: adapter {request.adapter!r} is not loaded",
+            where="engine",
+            fix="load it first, or name none for the base model",
+        )
     if reason:
         raise Refused(
             f"request {request.id} cannot be served: {reason}",

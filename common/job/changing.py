@@ -69,6 +69,9 @@ RULES: dict[str, Rule] = {
     "rollout.sglang_python": FREE,
     "rollout.sglang_options": FREE,
     "rollout.sglang_weights": FREE,
+    "rollout.weights": FREE,
+    "rollout.broadcast": FREE,
+    "rollout.read_back": FREE,
     "rollout.buckets": FREE,
     "rollout.pace": FREE,
     "algorithm": RECORDED,
@@ -81,6 +84,7 @@ RULES: dict[str, Rule] = {
     "optimizer": RECORDED,
     "training": FREE,
     "training.bin_tokens": RECORDED,
+    "weights": FREE,
     "warm_start": _fixed("version 0 is made"),
     "evaluation": FREE,
     "evaluation.before": _fixed("version 0 is behind the run"),
@@ -89,6 +93,7 @@ RULES: dict[str, Rule] = {
     "budget": RECORDED,
     "tracking": FREE,
     "planner": FREE,
+    "pool": FREE,
 }
 # Zero is more than a value there: it decides what there is.
 NOT_ACROSS_ZERO = {

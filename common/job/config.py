@@ -27,6 +27,7 @@ from common.job.constraints import (
     Text,
     Whole,
 )
+from common.records.at_url import is_url
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class SandboxConfig(Table):
     """`[sandbox]`: the limits of code that the model wrote."""
 
     tier: Literal["runner", "cgroup", "bwrap", "landlock"] = "bwrap"  # the least isolation
-    processes: Count = 1  # sandbox processes of the mesh
+    processes: Count = 1  # sandbox processes of the job, if it has tools or rewards
     python: File = ""  # interpreter of the model's code; empty: ours, with the standard library
     root: File = ""  # directory or OCI bundle that is its file system; empty: the host's /usr
     runner: list[str] = field(default_factory=list)  # starts a container for each call
@@ -218,6 +219,11 @@ class RolloutConfig(Table):
     sglang_python: File = ""  # interpreter that has SGLang; empty: `meshrl engine install sglang`'s
     sglang_options: list[str] = field(default_factory=list)  # further flags of its server
     sglang_weights: Literal["auto", "disk", "tensors", "distributed"] = "auto"  # auto: disk
+    # how hosts receive versions: auto is pull until a broadcast is measured to be faster
+    weights: Literal["auto", "pull", "collective"] = "auto"
+    broadcast: Literal["auto", "gloo", "nccl"] = "auto"  # auto: nccl where all members have a GPU
+    # the built-in engine compares what it computes with against each version: for tests
+    read_back: bool = False
     buckets: list[BucketConfig] = field(default_factory=list)  # short ones first; empty: one
     pace: str = ""  # an accelerator's, which the engine is slowed down to; empty: its own
     # forced, in tokens, by trajectory; empty: no
@@ -265,6 +271,9 @@ class LoraConfig(Table):
     rank: Natural = 0  # rank of the trained adapters; 0: the model itself is trained
     alpha: Positive = 32.0  # what adapters add is multiplied by alpha / rank
     targets: list[str] = field(default_factory=list)  # projections; empty: all that take adapters
+    # What engines do with adapters: add them to the model's tensors, or compute them beside it;
+    # auto: what takes them less time.
+    engines: Literal["auto", "merged", "beside"] = "auto"
 
     @property
     def scale(self) -> float:
@@ -294,11 +303,27 @@ class TrainingConfig(Table):
     checkpoint_every: Count = 8  # steps; those since are repeated from their records
     keep_checkpoints: Count = 3
     deterministic: bool = False  # rounds wait for the whole batch, so that runs can be compared
+    pace: str = ""  # an accelerator's, which training is slowed down to; empty: its own
     # a hybrid's bin that is not back by then is recomputed by the core
     bin_deadline_s: Positive = 20.0
     ranks: Count = 1  # workers that share the core: each holds its rows of the parameters
     # for the others in a collective; past it a rank counts as lost
     rank_deadline_s: Positive = 120.0
+    # versions reach other hosts as what changed; auto: while one receives them
+    deltas: Literal["auto", "off"] = "auto"
+    # each so manieth version stays what deltas are from, for hosts that fall behind; 0: none
+    delta_anchors: Natural = 16
+
+
+@dataclass(frozen=True)
+class WeightsConfig(Table):
+    """`[weights]`: which versions stay in the store beside those that the run itself needs."""
+
+    keep: Count = 1  # the newest ones; 1: the current one
+    keep_every: Natural = 0  # each one whose number this divides, but 0; 0: none
+    quota_gb: NonNegative = 0.0  # GiB that the job's versions may have in the store; 0: any
+    # directory or URL that gets those that stay for good, as Hugging Face directories; empty: none
+    copies: File = ""
 
 
 @dataclass(frozen=True)
@@ -371,11 +396,28 @@ class PlannerConfig(Table):
 
 
 @dataclass(frozen=True)
+class PoolWorkersConfig(Table):
+    """`pool.workers`: how many workers the job may have, all of its roles together."""
+
+    least: Natural = 0  # it waits until it gets so many; 0: what it takes at least
+    most: Natural = 0  # it gets no more; 0: as many as there are
+
+
+@dataclass(frozen=True)
+class PoolConfig(Table):
+    """`[pool]`: the job's part beside the other jobs of its mesh."""
+
+    priority: Whole = 0  # jobs of a higher one take workers from those of a lower one
+    share: Positive = 1.0  # weight beside jobs of the same priority
+    workers: PoolWorkersConfig = field(default_factory=PoolWorkersConfig)
+
+
+@dataclass(frozen=True)
 class JobConfig(Table):
     """A whole job file, checked."""
 
     name: Name = "job"
-    out: File = ""  # run directory; empty: runs/<name>
+    out: File = ""  # run directory, or a URL that gets what lies there; empty: runs/<name>
     seed: Whole = 0
     cache: File = "~/.cache/meshrl"  # warm starts; empty: none
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -390,11 +432,25 @@ class JobConfig(Table):
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
+    pool: PoolConfig = field(default_factory=PoolConfig)
+
+    @property
+    def out_url(self) -> str:
+        """`out` where it is a URL, which gets what the run makes; its directory has a name of its
+        own then.
+        """
+        return self.out if is_url(self.out) else ""
+
+    @property
+    def out_directory(self) -> str:
+        """`out` where it is the run directory."""
+        return "" if is_url(self.out) else self.out
 
     @property
     def min_group(self) -> int:
@@ -407,6 +463,12 @@ class JobConfig(Table):
         """The job's tools and rewards that run code which the model wrote."""
         rewards = [part.use for part in self.reward.declared]
         return builtin.jailed([*self.environment.tools.values(), *rewards])
+
+    @property
+    def sandboxes(self) -> int:
+        """Sandbox processes that the job has: none without tools and rewards."""
+        needed = self.environment.tools or self.reward.declared
+        return self.sandbox.processes if needed else 0
 
     @property
     def supervised(self) -> bool:

@@ -1,7 +1,7 @@
 """The types of a job file's values, with their ranges; `common.job.config` declares its keys by
 them.
 
-Nothing is checked here. `meshrl.job.schema` has pydantic hold a job file to them; services read
+Nothing is checked here. `common.job.schema` has pydantic hold a job file to them; services read
 jobs that were checked when they were submitted, and never import pydantic.
 """
 

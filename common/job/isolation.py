@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-ORDER = ("none", "landlock", "bwrap", "cgroup", "runner")
+from collections.abc import Sequence
+
+RUNNER = "runner"
+ORDER = ("none", "landlock", "bwrap", "cgroup", RUNNER)
+TRYING = "trying"  # in place of its tiers, of a host that still finds out
 MEANING = {
     "none": "none",
     "landlock": "Landlock + seccomp",
@@ -17,3 +21,13 @@ def suffices(found: str, demanded: str) -> bool:
     tier.
     """
     return ORDER.index(found) >= ORDER.index(demanded)
+
+
+def contains(tiers: Sequence[str], demanded: str) -> bool:
+    """Whether a host with these tiers contains as much as a job demands. It has the best of its
+    own, and `runner` where gVisor's works: that one for jobs which name it alone.
+    """
+    if demanded == RUNNER:
+        return RUNNER in tiers
+    own = [tier for tier in tiers if tier in ORDER and tier != RUNNER]
+    return any(suffices(tier, demanded) for tier in own)

@@ -1,37 +1,75 @@
-"""A submitted job on the host that runs it: its configuration, and where its bundle lies."""
+"""A submitted job on the host that runs it: its configuration, and where its files lie here."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from common.job import bundle_files
 from common.job.config import JobConfig
 
+MODULES = "modules"  # the folder of a bundle with the author's code
+
 
 @dataclass(frozen=True)
 class JobData:
-    """A submitted job: its id and configuration, and its directories on this host."""
+    """A submitted job: its id and configuration, and its directories."""
 
     id: str
     config: JobConfig
-    bundle: Path
-    run_dir: Path
+    bundle: Path  # on this host
+    run_dir: Path  # where the run is at home, perhaps on another host: see `at_home`
     # What was packed, to check by what is read.
     files: bundle_files.Files = field(default_factory=dict, compare=False, repr=False)
+    own: Path | None = None  # where a host that does not see `run_dir` keeps its files of the run
+    packed: Path | None = None  # where the bundle is at home, if that is not `bundle`
+    digest: str = ""  # of the bundle
+
+    @property
+    def at_home(self) -> bool:
+        """Whether `run_dir` is a directory of this host, or proved to be the same."""
+        return self.own is None
+
+    @property
+    def here(self) -> Path:
+        """The directory of this host for files of the run."""
+        return self.own or self.run_dir
+
+    @property
+    def bundle_at_home(self) -> Path:
+        """The bundle's directory by the name that everybody knows it by."""
+        return self.packed or self.bundle
 
     @classmethod
     def of(cls, job: str, document: dict[str, Any], run_dir: str) -> JobData:
         """The job of a row in Redis, whose document holds the configuration and `bundle: {dir,
-        digest, files}`.
+        digest, files}`, on a host where `run_dir` is at home; elsewhere see `local_files`.
         """
         values = {key: value for key, value in document.items() if key != "bundle"}
         bundle = Path(document["bundle"]["dir"])
         return cls(
-            job, JobConfig.from_document(values), bundle, Path(run_dir), bundle_files.of(document)
+            job,
+            JobConfig.from_document(values),
+            bundle,
+            Path(run_dir),
+            bundle_files.of(document),
+            digest=str(document["bundle"].get("digest", "")),
         )
+
+    def on(self, device: str) -> JobData:
+        """The job as a process computes it whose worker is of `device`: a job that is submitted
+        does not choose what the workers of its mesh are. Empty: no worker has started the process.
+        """
+        if not device or device == self.config.mesh.device:
+            return self
+        mesh = replace(self.config.mesh, device="cuda" if device == "cuda" else "cpu")
+        return replace(self, config=replace(self.config, mesh=mesh))
+
+    def elsewhere(self, bundle: Path, own: Path) -> JobData:
+        """The same on a host that does not see `run_dir`."""
+        return replace(self, bundle=bundle, own=own, packed=self.bundle)
 
     def _whole(self, below: str) -> Path:
         """A file or folder of the bundle; Damaged if it is not what was packed."""
@@ -41,7 +79,7 @@ class JobData:
     @property
     def modules(self) -> Path:
         """Directory of the author's Python modules, which goes first on an import path. Damaged."""
-        return self._whole("modules")
+        return self._whole(MODULES)
 
     @property
     def tokenizer(self) -> Path:

@@ -1,13 +1,21 @@
-"""The pace of declared accelerators: how fast they generate, so that engines can imitate them."""
+"""The pace of declared accelerators: how fast they generate and train, so that engines and trainers
+can imitate them.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from common.errors import ConfigError
 
 BUSY_SHARE = 0.55  # share of peak arithmetic that prefill reaches,
+TRAIN_SHARE = 0.4  # that training reaches, as dense models of this size are reported to,
 READ_SHARE = 0.85  # share of peak bandwidth that decoding reaches (Libra's cost model, model.py)
+
+# A step that ends later than its pace by more than this share of it counts as late: the host could
+# not keep up, and figures of the run are worth less.
+LATE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,22 @@ class Pace:
         return decode + prefilled / self.prefill_tokens_per_s
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingPace:
+    """How fast an accelerator trains."""
+
+    tokens_per_s: float  # of a bin, forward and backward
+    update_s: float  # of the optimizer's step
+
+    def train_s(self, tokens: int) -> float:
+        """Seconds of the gradient of a bin of so many tokens."""
+        return tokens / self.tokens_per_s
+
+    def score_s(self, tokens: int) -> float:
+        """Seconds of a bin's scores: the way back costs twice the way forward."""
+        return tokens / (3.0 * self.tokens_per_s)
+
+
 def pace_of(parameters: float, bytes_per_s: float, flops: float) -> Pace:
     """The pace of a dense model in 16 bits: a decode step reads every weight once, until the
     arithmetic of the batch takes longer than the reading.
@@ -33,13 +57,23 @@ def pace_of(parameters: float, bytes_per_s: float, flops: float) -> Pace:
     return Pace(decode_s, round(decode_s / token_s), 1 / token_s)
 
 
-# Peak bandwidth and dense 16-bit arithmetic as their makers declare them.
-PROFILES = {
-    "a100-7b": pace_of(7.6e9, 2.04e12, 312e12),
-    "a100-14b": pace_of(14.8e9, 2.04e12, 312e12),
-    "h100-7b": pace_of(7.6e9, 3.35e12, 989e12),
-    "l40s-7b": pace_of(7.6e9, 0.864e12, 362e12),
+def training_pace_of(parameters: float, bytes_per_s: float, flops: float) -> TrainingPace:
+    """The pace of training the same model: six operations a parameter and token, and an update
+    that reads parameter, gradient and two moments in 32 bits and writes all but the gradient.
+    """
+    token_s = 6 * parameters / (flops * TRAIN_SHARE)
+    return TrainingPace(1 / token_s, 28 * parameters / (bytes_per_s * READ_SHARE))
+
+
+# Parameters, peak bandwidth and dense 16-bit arithmetic, the latter as their makers declare them.
+_DECLARED = {
+    "a100-7b": (7.6e9, 2.04e12, 312e12),
+    "a100-14b": (14.8e9, 2.04e12, 312e12),
+    "h100-7b": (7.6e9, 3.35e12, 989e12),
+    "l40s-7b": (7.6e9, 0.864e12, 362e12),
 }
+PROFILES = {name: pace_of(*declared) for name, declared in _DECLARED.items()}
+TRAINING_PROFILES = {name: training_pace_of(*declared) for name, declared in _DECLARED.items()}
 
 
 def profile(text: str) -> Pace:
@@ -58,5 +92,25 @@ def profile(text: str) -> Pace:
             f"there is no pace {text!r}",
             where="rollout.pace",
             fix=f"{', '.join(PROFILES)}, or DECODE_MS/PLATEAU/PREFILL_TOKENS_PER_S",
+        )
+    return pace
+
+
+def training_profile(text: str) -> TrainingPace:
+    """A profile by name, or declared as `TOKENS_PER_S/UPDATE_MS`, as in `4000/150`. ConfigError
+    when it is neither.
+    """
+    if text in TRAINING_PROFILES:
+        return TRAINING_PROFILES[text]
+    try:
+        tokens, update_ms = text.split("/")
+        pace = TrainingPace(float(tokens), float(update_ms) / 1e3)
+    except ValueError:
+        pace = TrainingPace(0.0, 0.0)
+    if not (0 < pace.tokens_per_s < math.inf and 0 <= pace.update_s < math.inf):
+        raise ConfigError(
+            f"there is no pace {text!r} of training",
+            where="training.pace",
+            fix=f"{', '.join(TRAINING_PROFILES)}, or TOKENS_PER_S/UPDATE_MS",
         )
     return pace

@@ -85,6 +85,20 @@ class ModelConfig:
         return len(self.sparse_layers), self.experts_per_token
 
     @property
+    def parameters(self) -> int:
+        """How many numbers a decoder of this shape has."""
+        d, width = self.hidden_size, self.head_dim
+        queries, projected = self.heads * width, (self.heads + 2 * self.kv_heads) * width
+        attention = 2 * d + projected * d + d * queries + 2 * width * self.qk_norm
+        attention += projected * self.attention_bias + d * self.output_bias
+        expert, shared = 3 * d * self.expert_ffn_size, 3 * d * self.shared_ffn_size
+        sparse = self.experts * (d + expert) + (shared + d if shared else 0)
+        mixtures = len(self.sparse_layers)
+        layers = self.layers * attention + mixtures * sparse
+        layers += (self.layers - mixtures) * 3 * d * self.ffn_size
+        return layers + d + self.vocab_size * d * (1 if self.tie_embeddings else 2)
+
+    @property
     def output_bias(self) -> bool:
         """Whether the projection behind attention has a bias; Qwen2 has them on q, k and v only."""
         return self.attention_bias and self.architecture not in ("qwen2", "qwen2_moe")

@@ -10,7 +10,7 @@ model spends its time in dispatch.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,14 @@ from common.model.moe import Experts, Routed, Routing
 from common.model.pointwise import PLAIN, Pointwise
 from common.model.rope import rope_table
 
-if TYPE_CHECKING:
-    from common.model.lora import Adapters
+
+class Added(Protocol):
+    """What adapters add to a layer's projections."""
+
+    def added(self, fused: str, x: Tensor, y: Tensor) -> Tensor:
+        """`y` [.., rows], which is `x` [.., columns] through our matrix `fused`, and what is added
+        to it."""
+
 
 _EMBEDDING_STD = 0.02
 
@@ -109,13 +115,22 @@ class Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-                continue
-            std = parameter.shape[-1] ** -0.5
-            if name.endswith("embedding"):
-                std = _EMBEDDING_STD
-            elif name.endswith(("output", "down")):
-                std /= math.sqrt(2 * self.config.layers)
-            parameter.normal_(std=std, generator=generator)
+            else:
+                std = spread(self.config, name, parameter.shape)
+                parameter.normal_(std=std, generator=generator)
+
+    def settle(self) -> None:
+        """Computes what is no parameter, once memory is there that a `meta` device had none of."""
+        table = rope_table(self.config, len(self.rope))
+        self.rope.copy_(table)
+
+
+def spread(config: ModelConfig, name: str, shape: torch.Size) -> float:
+    """The standard deviation that a matrix of a new model begins with."""
+    if name.endswith("embedding"):
+        return _EMBEDDING_STD
+    std: float = shape[-1] ** -0.5
+    return std / math.sqrt(2 * config.layers) if name.endswith(("output", "down")) else std
 
 
 class Layer(nn.Module):
@@ -139,7 +154,7 @@ class Layer(nn.Module):
         self.output = parameter(d, queries)
         self.output_bias = parameter(d) if config.output_bias else None
         self.mlp_norm = parameter(d)
-        self.adapters: Adapters | None = None  # what low-rank training adds to the projections
+        self.adapters: Added | None = None  # what is added to the projections
         self._feed_forward(dtype)
 
     def _feed_forward(self, dtype: torch.dtype) -> None:

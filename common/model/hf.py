@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from common.errors import ConfigError
@@ -22,11 +21,13 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.formats.architectures import ARCHITECTURES
 from common.model.formats.checkpoint import load_config
+from common.model.safetensors_file import Unfinished
+from common.model.source import nbytes
 from common.model.tokenizer import Tokenizer, companions
 
 StateDict = Mapping[str, Tensor]
 
-_WHOLE = {  # our tensor of a layer -> theirs, where one is one
+WHOLE = {  # our tensor of a layer -> theirs, where one is one
     "attention_norm": "input_layernorm.weight",
     "query_norm": "self_attn.q_norm.weight",
     "key_norm": "self_attn.k_norm.weight",
@@ -35,7 +36,7 @@ _WHOLE = {  # our tensor of a layer -> theirs, where one is one
     "mlp_norm": "post_attention_layernorm.weight",
     "down": "mlp.down_proj.weight",
 }
-_OUTSIDE = {
+OUTSIDE = {
     "embedding": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
     "unembedding": "lm_head.weight",
@@ -52,7 +53,7 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Mo
     directory = Path(path)
     config = load_config(directory)
     decoder = Decoder(config, dtype)
-    with ExitStack() as opening, _readable(directory):
+    with ExitStack() as opening, readable(directory):
         state = state_from_hf(config, _Tensors(directory, opening))
         _check_shapes(decoder.state_dict(), state)
         decoder.load_state_dict(state)
@@ -73,36 +74,102 @@ def save_model(
     trained is as in `origin`, the directory that the model began from: its generation_config.json,
     or none, and the tokenizer's files.
     """
-    directory = Path(path)
-    directory.mkdir(parents=True, exist_ok=True)
-    dtype = str(state["embedding"].dtype).removeprefix("torch.")
-    described = config.exported() | {"dtype": dtype, "torch_dtype": dtype}
-    _write_json(directory / "config.json", described)
-    if origin is not None:
-        if (origin / _GENERATION).is_file():
-            shutil.copyfile(origin / _GENERATION, directory / _GENERATION)
-    elif config.eos_ids:
-        ids = {"bos_token_id": config.bos_id, "eos_token_id": list(config.eos_ids)}
-        generation = ids | {"pad_token_id": config.pad_id, "do_sample": True}
-        _write_json(directory / _GENERATION, generation)
-    _write_tensors(directory, state_to_hf(config, state), shard_bytes)
-    if tokenizer_file is not None:
-        _copy_tokenizer(Path(tokenizer_file), directory)
-        own = origin is not None and _same(Path(tokenizer_file), origin / "tokenizer.json")
-        plain = directory / "tokenizer_config.json"
-        if not own and not plain.is_file():  # `AutoTokenizer` needs one
-            _write_json(plain, _plain_tokenizer_config(Path(tokenizer_file), config))
+    writer = ModelWriter(Path(path), config, state, tokenizer_file, shard_bytes, origin)
+    for names in by_layer(state):
+        writer.add({name: state[name] for name in names})
+    writer.finish()
+
+
+def by_layer(outline: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names of tensors that have to be there together: those of a layer; any other one alone."""
+    found: dict[str, list[str]] = {}
+    for name in outline:
+        layer = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
+        found.setdefault(layer, []).append(name)
+    return list(found.values())
+
+
+class ModelWriter:
+    """Writes what `save_model` does, for who has some of the tensors at a time."""
+
+    def __init__(
+        self,
+        directory: Path,
+        config: ModelConfig,
+        outline: StateDict,
+        tokenizer_file: str | Path | None = None,
+        shard_bytes: int = SHARD_BYTES,
+        origin: Path | None = None,
+    ) -> None:
+        """Of `outline` only types and shapes are looked at."""
+        self._directory, self._config = directory, config
+        self._tokenizer, self._origin = tokenizer_file, origin
+        directory.mkdir(parents=True, exist_ok=True)
+        dtype = str(outline["embedding"].dtype).removeprefix("torch.")
+        described = config.exported() | {"dtype": dtype, "torch_dtype": dtype}
+        _write_json(directory / "config.json", described)
+        if origin is not None:
+            if (origin / _GENERATION).is_file():
+                shutil.copyfile(origin / _GENERATION, directory / _GENERATION)
+        elif config.eos_ids:
+            ids = {"bos_token_id": config.bos_id, "eos_token_id": list(config.eos_ids)}
+            generation = ids | {"pad_token_id": config.pad_id, "do_sample": True}
+            _write_json(directory / _GENERATION, generation)
+        theirs = state_to_hf(config, outline)
+        shards, self._bytes = _cut(theirs, shard_bytes), sum(map(nbytes, theirs.values()))
+        count = len(shards)
+        names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        self._files = [
+            (file, Unfinished(directory / file, {name: theirs[name] for name in shard}))
+            for file, shard in zip(names if count > 1 else [SINGLE], shards, strict=True)
+        ]
+        self._shard = {name: index for index, shard in enumerate(shards) for name in shard}
+
+    def add(self, state: StateDict) -> None:
+        """Some tensors, whole layers of them: see `by_layer`."""
+        for name, tensor in state_to_hf(self._config, state).items():
+            self._files[self._shard[name]][1].put(name, tensor)
+
+    def finish(self) -> None:
+        """All were added: the files appear, then files of an earlier, other cut are removed."""
+        directory, names = self._directory, [name for name, _ in self._files]
+        for _, file in self._files:
+            file.finish()
+        if len(names) > 1:
+            weight_map = {name: names[index] for name, index in self._shard.items()}
+            index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
+            _write_json(directory / INDEX, index)
+        else:
+            (directory / INDEX).unlink(missing_ok=True)
+        for old in (directory / SINGLE, *directory.glob("model-*-of-*.safetensors")):
+            if old.name not in names:
+                old.unlink(missing_ok=True)
+        if self._tokenizer is not None:
+            _add_tokenizer(Path(self._tokenizer), directory, self._config, self._origin)
+
+    def close(self) -> None:
+        """What was begun and not finished stays under other names."""
+        for _, file in self._files:
+            file.close()
+
+
+def _add_tokenizer(file: Path, directory: Path, config: ModelConfig, origin: Path | None) -> None:
+    _copy_tokenizer(file, directory)
+    own = origin is not None and _same(file, origin / "tokenizer.json")
+    plain = directory / "tokenizer_config.json"
+    if not own and not plain.is_file():  # `AutoTokenizer` needs one
+        _write_json(plain, _plain_tokenizer_config(file, config))
 
 
 def state_to_hf(config: ModelConfig, state: StateDict) -> dict[str, Tensor]:
     """Hugging Face's names and shapes; fused matrices come apart as views, nothing is copied."""
-    theirs = {_OUTSIDE[name]: state[name] for name in _OUTSIDE if name in state}
+    theirs = {OUTSIDE[name]: state[name] for name in OUTSIDE if name in state}
     for index in range(config.layers):
         ours, prefix = f"layers.{index}.", f"model.layers.{index}."
-        for name, target in _WHOLE.items():
+        for name, target in WHOLE.items():
             if ours + name in state:
                 theirs[prefix + target] = state[ours + name]
-        for fused, parts in _fused(config).items():
+        for fused, parts in fused_parts(config).items():
             if ours + fused in state:
                 pieces = torch.split(state[ours + fused], list(parts.values()))
                 theirs |= {prefix + part: piece for part, piece in zip(parts, pieces, strict=True)}
@@ -114,16 +181,16 @@ def state_to_hf(config: ModelConfig, state: StateDict) -> dict[str, Tensor]:
 def state_from_hf(config: ModelConfig, tensors: StateDict) -> dict[str, Tensor]:
     """A state that `Decoder.load_state_dict` takes; ConfigError when a tensor is missing."""
     ours = {}
-    for name, source in _OUTSIDE.items():
+    for name, source in OUTSIDE.items():
         if name != "unembedding" or not config.tie_embeddings:
             alone = name == "embedding" and config.tie_embeddings and source not in tensors
             ours[name] = _tensor(tensors, UNEMBEDDING if alone else source)
     for index in range(config.layers):
         target, prefix = f"layers.{index}.", f"model.layers.{index}."
-        for name, source in _WHOLE.items():
+        for name, source in WHOLE.items():
             if _has(config, name, index):
                 ours[target + name] = _tensor(tensors, prefix + source)
-        for fused, parts in _fused(config).items():
+        for fused, parts in fused_parts(config).items():
             if _has(config, fused, index):
                 ours[target + fused] = torch.cat([_tensor(tensors, prefix + p) for p in parts])
         if index in config.sparse_layers:
@@ -179,7 +246,7 @@ def _experts_named(config: ModelConfig) -> tuple[str, tuple[str, str, str]]:
     return architecture.experts, architecture.parts
 
 
-def _fused(config: ModelConfig) -> dict[str, dict[str, int]]:
+def fused_parts(config: ModelConfig) -> dict[str, dict[str, int]]:
     """Our fused tensors -> Hugging Face's parts, in row order, with their numbers of rows."""
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     rows = {"q": queries, "k": keys, "v": keys}
@@ -238,54 +305,22 @@ class _Tensors(Mapping[str, Tensor]):
         return len(self._shard)
 
 
-def _write_tensors(directory: Path, tensors: StateDict, shard_bytes: int) -> None:
-    """One file, or several and their index; files of an earlier, other cut are removed after."""
-    shards = _cut(tensors, shard_bytes)
-    names = [SINGLE]
-    if len(shards) > 1:
-        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for file, shard in zip(names, shards, strict=True):
-        whole = {  # clones, because safetensors refuses tensors that share memory, as slices do
-            name: tensors[name].detach().cpu().clone(memory_format=torch.contiguous_format)
-            for name in shard
-        }
-        unfinished = directory / f"{file}.part"
-        save_file(whole, unfinished, metadata={"format": "pt"})
-        os.replace(unfinished, directory / file)
-    if len(shards) > 1:
-        weight_map = {
-            name: file for file, shard in zip(names, shards, strict=True) for name in shard
-        }
-        size = sum(_bytes(tensor) for tensor in tensors.values())
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        _write_json(directory / INDEX, index)
-    else:
-        (directory / INDEX).unlink(missing_ok=True)
-    for old in (directory / SINGLE, *directory.glob("model-*-of-*.safetensors")):
-        if old.name not in names:
-            old.unlink(missing_ok=True)
-
-
 def _cut(tensors: StateDict, shard_bytes: int) -> list[list[str]]:
     """Names, in order, in shards of at most so many bytes (a larger tensor has one of its own)."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, tensor in tensors.items():
-        if shards[-1] and filled + _bytes(tensor) > shard_bytes:
+        if shards[-1] and filled + nbytes(tensor) > shard_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(name)
-        filled += _bytes(tensor)
+        filled += nbytes(tensor)
     return shards
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 @contextmanager
-def _readable(place: Path) -> Iterator[None]:
-    """Says of what else than a model is at `place` that it is that."""
+def readable(place: Path) -> Iterator[None]:
+    """ConfigError, within the block, for what else than a model is at `place`."""
     try:
         yield
     except _UNREADABLE as error:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ from common.model.projections import projections
 StateDict = Mapping[str, Tensor]
 
 _PART = ".adapters."  # in the name of every tensor of an adapter
+_NAME = re.compile(r"layers\.(\d+)\.adapters\.(\w+)\.([ab])")
 
 
 class LowRank(nn.Module):
@@ -80,6 +83,21 @@ class Adapters(nn.Module):
 def is_adapter(name: str) -> bool:
     """Whether a tensor of a model belongs to an adapter."""
     return _PART in name
+
+
+@dataclass(frozen=True)
+class Factor:
+    """What the name of an adapter's tensor says."""
+
+    layer: int
+    projection: str  # q_proj
+    factor: str  # a | b
+
+
+def factor_of(name: str) -> Factor | None:
+    """`layers.3.adapters.q_proj.a` taken apart; None: it is no adapter's tensor."""
+    found = _NAME.fullmatch(name)
+    return Factor(int(found[1]), found[2], found[3]) if found else None
 
 
 def merged(config: ModelConfig, tensors: StateDict, scale: float) -> dict[str, Tensor]:

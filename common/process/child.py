@@ -180,7 +180,7 @@ def main(argv: list[str]) -> None:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     except BaseException as error:
         reserve()
-        from common.process import failure
+        from common.process.ends import failure
 
         failure.leave(error)
         raise

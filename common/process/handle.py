@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 from common.errors import BadMessage, DeadlineExceeded, PeerLost
-from common.process.birth import Birth
 from common.process.child import FRAME_LIMIT, take_frame
+from common.process.forking.birth import Birth
 
 UNKNOWN_EXIT = 255  # for a process whose status nobody can tell us: it is not our child
 TOLD_S = 2.0  # a process has ended, and who reaps it could still say how

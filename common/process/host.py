@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from common.errors import DeadlineExceeded
-from common.process import failure, limits
+from common.process import marks
 from common.process.child import CHANNEL_FD
-from common.process.failure import FAILURE_ENV, Failure, path_beside
+from common.process.ends import failure, limits
+from common.process.ends.failure import FAILURE_ENV, Failure, path_beside
+from common.process.ends.limits import Room
 from common.process.handle import Child, SystemChild, start_time
 from common.process.starting import Start, Starter
 from common.records.append_file import AppendFile
@@ -66,8 +68,13 @@ class Host(Protocol):
         `common.process.child.Channel.from_env()`; `pass_fds` stay open in it under their numbers.
         """
 
-    def adopt(self, pid: int, start_time: int, *, name: str) -> Child | None:
-        """The running process that an earlier incarnation spawned; None if it has ended."""
+    def adopt(
+        self, pid: int, start_time: int, *, name: str, program: Sequence[str] = ()
+    ) -> Child | None:
+        """The running process that an earlier incarnation spawned; None if it has ended. With a
+        `program` (a module and its first arguments), where somebody else told of it: None too
+        unless it runs that, for this process's mesh.
+        """
 
     def every(self, interval_s: float, fn: Callable[[], bool | None], name: str) -> Stoppable:
         """Calls `fn` each `interval_s`, off the event loop, until it returns False.
@@ -104,6 +111,9 @@ class Host(Protocol):
     @property
     def identity(self) -> tuple[int, int]:
         """The pid and the start time of this process, which name it for ever."""
+
+    def room(self, directory: Path) -> Room:
+        """Bytes that are left of memory, and of the disk that `directory` is on."""
 
     def usage(self) -> dict[str, float]:
         """What this process uses, by name; see `common.telemetry.watchdog.usage`."""
@@ -240,10 +250,16 @@ class SystemHost:
         )
         return self._starter.start(start)
 
-    def adopt(self, pid: int, start_time: int, *, name: str) -> SystemChild | None:
-        """The running process of this number and start time; None if it has ended."""
+    def adopt(
+        self, pid: int, start_time: int, *, name: str, program: Sequence[str] = ()
+    ) -> SystemChild | None:
+        """The running process of this number and start time; None if it has ended, or does not run
+        the `program` for this process's mesh.
+        """
         child = SystemChild(name, pid)
-        return child if child.start_time == start_time != 0 else None
+        if not child.start_time == start_time != 0 or child.poll() is not None:
+            return None
+        return child if not program or marks.is_ours(pid, program) else None
 
     def every(self, interval_s: float, fn: Callable[[], bool | None], name: str) -> Stoppable:
         """Calls `fn` each `interval_s` seconds in a thread of its own, until it returns False."""
@@ -294,6 +310,10 @@ class SystemHost:
     def identity(self) -> tuple[int, int]:
         """The pid and the start time of this process."""
         return os.getpid(), own_start_time()
+
+    def room(self, directory: Path) -> Room:
+        """Bytes that are left of memory, and of the disk that `directory` is on."""
+        return limits.room(directory)
 
     def usage(self) -> dict[str, float]:
         """Memory and CPU time of this process."""

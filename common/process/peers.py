@@ -3,60 +3,90 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import suppress
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import NamedTuple
 
 ESTABLISHED, LISTENING = "01", "0A"  # states in /proc/net/tcp
 
 
-class Row(NamedTuple):
-    """A socket of this host; addresses as the kernel writes them, `host:port` in hexadecimal."""
+class End(NamedTuple):
+    """Of a connection, or where one is awaited."""
 
-    local: str
-    remote: str
+    host: IPv4Address | IPv6Address
+    port: int
+
+
+class Row(NamedTuple):
+    """A socket of this host."""
+
+    local: End
+    remote: End
     state: str
     uid: int
     inode: int
 
 
-def rows() -> Iterator[Row]:
-    """All TCP sockets of this network namespace."""
+def rows(of: int | str = "self") -> Iterator[Row]:
+    """All TCP sockets of the network namespace of a process."""
     for table in ("tcp", "tcp6"):
         with suppress(FileNotFoundError):  # no IPv6
-            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            for line in Path(f"/proc/{of}/net/{table}").read_text().splitlines()[1:]:
                 words = line.split()
-                yield Row(words[1], words[2], words[3], int(words[7]), int(words[9]))
+                yield Row(_end(words[1]), _end(words[2]), words[3], int(words[7]), int(words[9]))
 
 
-def own_inodes() -> set[int]:
-    """Inodes of this process's sockets."""
+def listeners(of: int | str = "self") -> set[End]:
+    """Where a process listens, this one or another. FileNotFoundError: it has ended."""
+    own = _inodes(of)
+    return {row.local for row in rows(of) if row.state == LISTENING and row.inode in own}
+
+
+def foreign_clients(places: Set[End]) -> set[int]:
+    """Users of this host other than this one who have a connection to one of these of its places.
+    Clients on other hosts are nobody's that can be told: see `client_hosts`.
+    """
+    found, us = set(), os.geteuid()
+    for row in rows():
+        if row.state == ESTABLISHED and row.uid != us and _at(row.remote, places):
+            found.add(row.uid)
+    return found
+
+
+def client_hosts(places: Set[End]) -> set[str]:
+    """Addresses from which there is a connection to one of these places of this host."""
+    return {
+        str(row.remote.host)
+        for row in rows()
+        if row.state == ESTABLISHED and _at(row.local, places)
+    }
+
+
+def _inodes(of: int | str) -> set[int]:
+    """Inodes of its sockets."""
     found = set()
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir(f"/proc/{of}/fd"):
         with suppress(FileNotFoundError):
-            target = os.readlink(f"/proc/self/fd/{name}")
+            target = os.readlink(f"/proc/{of}/fd/{name}")
             if target.startswith("socket:["):
                 found.add(int(target[8:-1]))
     return found
 
 
-def own_listeners() -> set[int]:
-    """The TCP ports that this process listens at."""
-    own = own_inodes()
-    return {_port(row.local) for row in rows() if row.state == LISTENING and row.inode in own}
+def _at(end: End, places: Set[End]) -> bool:
+    """Whether who listens at one of these is at this end; who listens everywhere has no host."""
+    everywhere = (End(ip_address("0.0.0.0"), end.port), End(ip_address("::"), end.port))
+    return end in places or not places.isdisjoint(everywhere)
 
 
-def foreign_clients(ports: set[int]) -> set[int]:
-    """Users other than this one who have a connection to one of these ports of this host. Clients
-    on other hosts are nobody's that can be told.
+def _end(text: str) -> End:
+    """Of `host:port` in hexadecimal, as the kernel writes it: hosts in words of its own byte order
+    (little on all that we run on).
     """
-    found, us = set(), os.geteuid()
-    for row in rows():
-        if row.state == ESTABLISHED and _port(row.remote) in ports and row.uid != us:
-            found.add(row.uid)
-    return found
-
-
-def _port(address: str) -> int:
-    return int(address.rpartition(":")[2], 16)
+    host, _, port = text.rpartition(":")
+    words = (bytes.fromhex(host[at : at + 8])[::-1] for at in range(0, len(host), 8))
+    found = ip_address(b"".join(words))
+    mapped = found.ipv4_mapped if isinstance(found, IPv6Address) else None
+    return End(mapped or found, int(port, 16))

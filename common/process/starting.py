@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import Refused
-from common.process.birth import Birth, NoBirth, Order, chosen
 from common.process.child import CHANNEL_FD
+from common.process.forking.birth import Birth, NoBirth, Order, chosen
 from common.process.handle import SystemChild
 
 ASK_AGAIN_S = 3.0  # a nursery that was silent is left alone for so long: each question takes 2 s

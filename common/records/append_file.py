@@ -10,7 +10,7 @@ from pathlib import Path
 from common.errors import StorageFull
 from common.records.durable import flush_content
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of writing, where there is no room
 
 
 class AppendFile:
@@ -52,7 +52,7 @@ class AppendFile:
 
     def _full(self, error: OSError, problem: str) -> Exception:
         """What to raise for `error`: StorageFull if that is what it says."""
-        if error.errno not in _FULL:
+        if error.errno not in FULL:
             return error
         return StorageFull(
             problem,

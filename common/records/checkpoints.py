@@ -4,19 +4,25 @@ checks that it is what was written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
-from common.errors import Damaged, MeshError
+from common.errors import BadMessage, Damaged, MeshError
 from common.records import damage
 from common.records.durable import sync, sync_tree
 from common.records.lines import row_of
-from common.records.sealed import digest_of_file, read_sealed
+from common.records.sealed import digest_of_file, read_sealed, unwatched
 
+NAME = re.compile(r"step-\d{3,}-\d{6,}-[0-9a-f]{8}")
 STATE = "state"  # below a checkpoint's directory: all that training depends on beside the weights
+
+MANIFEST = "version.manifest"  # below STATE: that of the weights, as the store has it
+BASE_MANIFEST = "base.manifest"  # beside it, of adapters: that of what they are added to
 
 
 def checkpoint_name(lineage: int, step: int, manifest: str) -> str:
@@ -69,13 +75,34 @@ def manifest_of(path: Path) -> dict[str, Any]:
         raise Damaged(f"it is no manifest of a checkpoint: {error!r}", where=str(path)) from error
     if name != path.stem:
         raise Damaged(f"it is that of {name}", where=str(path))
+    try:
+        check_paths(held.get("files", ()))
+    except (BadMessage, TypeError) as error:
+        raise Damaged(f"it lists no files of a checkpoint: {error}", where=str(path)) from error
     return held
 
 
-def digests_below(directory: Path) -> dict[str, str]:
-    """The digest of every file below a directory, by its path there."""
+def check_paths(files: Iterable[str]) -> None:
+    """Returns if these may be paths of files below a checkpoint's directory; BadMessage names the
+    first that leads out of it: whoever writes checkpoints decides on no other file of a host.
+    """
+    for name in files:
+        path = PurePosixPath(name)
+        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+            raise BadMessage(f"{name!r:.80} is no path in a checkpoint")
+
+
+def files_below(directory: Path) -> list[str]:
+    """The path below a directory of every file there."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {path.relative_to(directory).as_posix(): digest_of_file(path) for path in files}
+    return [path.relative_to(directory).as_posix() for path in files]
+
+
+def digests_below(directory: Path, moved: Callable[[int], None] = unwatched) -> dict[str, str]:
+    """The digest of every file below a directory, by its path there; `moved` hears of bytes as they
+    are read.
+    """
+    return {name: digest_of_file(directory / name, moved) for name in files_below(directory)}
 
 
 def check_files(directory: Path, files: dict[str, str], below: str = STATE) -> None:
@@ -115,18 +142,36 @@ def set_aside(path: Path) -> Path | None:
     return moved
 
 
-def appear(scratch: Path, directory: Path) -> dict[str, str]:
+def appear(
+    scratch: Path,
+    directory: Path,
+    written: Mapping[str, str] = MappingProxyType({}),
+    moved: Callable[[int], None] = unwatched,
+) -> dict[str, str]:
     """Makes `scratch` the directory of a checkpoint, whole or not at all, whenever the power goes;
-    the digests of its files. What is there already stays if it is the same.
+    the digests of its files. What is there already stays if it is the same. `moved` hears of bytes
+    as they are read. Damaged when a file is not as it was `written`, by its digest then.
     """
-    digests = digests_below(scratch)
-    if directory.exists() and digests_below(directory) != digests:
+    digests = digests_below(scratch, moved)
+    check_written(scratch, digests, written)
+    if directory.exists() and digests_below(directory, moved) != digests:
         damage.set_aside(directory, directory.parent.parent)
     if not directory.exists():
         sync_tree(scratch)
         scratch.rename(directory)
     sync(directory.parent)
     return digests
+
+
+def check_written(scratch: Path, found: Mapping[str, str], written: Mapping[str, str]) -> None:
+    """Damaged when the digest of a file that was `written` is not `found` again."""
+    for name, digest in written.items():
+        if found.get(name) != digest:
+            raise Damaged(
+                "a file of a checkpoint is not what was written to it a moment ago",
+                where=str(scratch / name),
+                fix="See whether the disk is well; the next checkpoint is written anew",
+            )
 
 
 def _reads(path: Path) -> bool:

@@ -48,6 +48,10 @@ FATES: dict[str, Fate] = {
         "a digest in the store's record of a job",
         "set aside; made again from Redis and the checkpoints, and nothing is swept until then",
     ),
+    "kept": Fate(
+        "a digest of each run of tensors, and one of all that is written last",
+        "set aside; the process that slept goes on from the job's checkpoint, as after its death",
+    ),
     "warm start": Fate(
         "a digest of the tensors in the cache's file",
         "set aside beside the cache; the warm start is made again",

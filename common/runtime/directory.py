@@ -5,11 +5,19 @@ wrong.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import math
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from common.clock import Clock
-from common.errors import DeadlineExceeded, MeshError, PeerLost, StateUnavailable
+from common.errors import (
+    DeadlineExceeded,
+    HandshakeFailed,
+    MeshError,
+    PeerLost,
+    StateUnavailable,
+    WrongKeys,
+)
 from common.runtime.waits import WaitTable
 from common.state import registry
 from common.state.client import State
@@ -31,15 +39,32 @@ class Route:
 class Directory:
     """The routes that this process knows, filled from the registry."""
 
-    def __init__(self, state: State, clock: Clock, waits: WaitTable) -> None:
+    def __init__(
+        self,
+        state: State,
+        clock: Clock,
+        waits: WaitTable,
+        check: Callable[[registry.Entry], Awaitable[None]] | None = None,
+    ) -> None:
+        """`check` looks whether an entry is true; it raises HandshakeFailed when it is not."""
         self._state, self._clock, self._waits = state, clock, waits
+        self._check = check
+        self._doubted = False
+        self.silent_at = -math.inf  # when Redis last did not tell where somebody is
         self._routes: dict[str, Route] = {}
         self._lookups: dict[str, asyncio.Task[registry.Entry | None]] = {}
         self._doubts: dict[Route, int] = {}
 
     def known(self, name: str) -> Route | None:
         """The remembered route of an actor; None: it has to be looked up."""
+        if self._doubted:
+            self._doubted = False
+            self._routes.clear()
         return self._routes.get(name)
+
+    def doubt(self) -> None:
+        """Keys may have been revoked: all are looked up again. From any thread."""
+        self._doubted = True
 
     def forget(self, route: Route) -> None:
         """Drops a route that proved wrong, unless a newer one has replaced it."""
@@ -52,19 +77,26 @@ class Directory:
             del self._routes[route.actor]
 
     async def find(self, name: str, deadline: float) -> Route:
-        """Where `name` is now; PeerLost when no process holds that name until the deadline."""
+        """Where `name` is now; PeerLost when no process holds that name until the deadline, or none
+        whose key is right; WrongKeys as soon as that is certain.
+        """
         pause = FIRST_RETRY_S
         why: MeshError | None = None
         with self._waits.wait("to find it", name):
             while True:
                 try:
                     entry = await self._look_up(name, deadline)
-                except (StateUnavailable, DeadlineExceeded) as error:
-                    why = why or error
-                else:
                     if entry is not None and entry.alive:
+                        if self._check is not None:
+                            await self._check(entry)
                         return self._remember(entry)
                     why = _not_there(name, entry)
+                except (StateUnavailable, DeadlineExceeded) as error:
+                    why, self.silent_at = why or error, self._clock.monotonic()
+                except WrongKeys:
+                    raise
+                except HandshakeFailed as error:
+                    why = error
                 if self._clock.monotonic() + pause >= deadline:
                     raise why
                 await self._clock.sleep(pause)

@@ -16,6 +16,7 @@ from common.telemetry.watchdog import Watchdog, dump_stacks
 
 if TYPE_CHECKING:
     from common.process.host import Host, Stoppable
+    from common.runtime.doorway import Doorway
     from common.state.client import State
 
 # exit status of a process that may no longer act under its name (EX_TEMPFAIL: start it again)
@@ -42,7 +43,10 @@ class Lease:
         renew_s: float,
         snapshot: Callable[[], tuple[dict[str, Any], list[dict[str, Any]]]],
         on_lost: Callable[[str], None] | None,
+        doorway: Doorway | None = None,
     ) -> None:
+        """With `doorway` each renewal shows this process's key, and looks for revocations."""
+        self._doorway = doorway
         self._state, self._host, self._clock = state, host, clock
         self._watchdog, self._telemetry = watchdog, telemetry
         self._ttl_s, self._renew_s = ttl_s, renew_s
@@ -121,24 +125,30 @@ class Lease:
         stats = entry.stats
         if (still_s := self._watchdog.still_s) > STILL_S:  # no tick says so, as there is none
             stats = stats | {"loop_lag_ms": round(still_s * 1000, 1)}
+        doorway = self._doorway
         try:
-            held = registry.renew(
+            renewal = registry.renew(
                 self._state,
                 entry.name,
                 self.token,
                 int(self._ttl_s * 1000),
                 stats,
                 entry.waits,
+                doorway.row if doorway is not None else None,
             )
         except StateUnavailable:
             self._telemetry.count(
                 "renewals_failed"
             )  # the lease may outlive the outage: go on trying
             return True
-        if held or not self._held:
+        if renewal.held or not self._held:
             self._renewed_at = asked
+            if doorway is not None and renewal.held:
+                doorway.keys.refresh(renewal.doors)
             return True
-        return self._lost("the lease has expired or another incarnation holds the name")
+        return self._lost(
+            renewal.why or "the lease has expired or another incarnation holds the name"
+        )
 
     def _lost(self, why: str) -> bool:
         self._held = False

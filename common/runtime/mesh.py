@@ -3,59 +3,55 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack
-from typing import Any, TypeVar
+from typing import Any
 
 from common.api.callers import CALLERS, ROLES, Callers
 from common.clock import Clock, SystemClock
 from common.errors import (
     BadMessage,
     ConfigError,
-    DeadlineExceeded,
     MeshError,
     NotAllowed,
-    PeerLost,
-    StaleIncarnation,
-    StateUnavailable,
-    WrongKeys,
 )
+from common.job_clock import JobClock
 from common.process.host import Host, SystemHost
 from common.process.running import run
 from common.random import Random
 from common.runtime.actor import Actor, bind
-from common.runtime.calling import Caller, Outstanding
-from common.runtime.directory import FIRST_RETRY_S, LONGEST_RETRY_S, Directory
-from common.runtime.interface import Call, Cast, Method, Stream
+from common.runtime.calls.calling import REFUSED_S, Caller
+from common.runtime.calls.serving import Server
+from common.runtime.calls.sweep import Sweep
+from common.runtime.directory import Directory, Route
+from common.runtime.doorway import DIFFER_S, LOOK_S, Doorway
+from common.runtime.interface import Method
 from common.runtime.lease import Lease
 from common.runtime.patience import WAITS
-from common.runtime.serving import Server
-from common.runtime.sweep import Sweep
+from common.runtime.ref import Asking, Ref
 from common.runtime.waits import WaitTable
 from common.settings import OFF, MeshSettings
 from common.state import registry
-from common.state.client import State
+from common.state.client import State, sync_client
 from common.telemetry.endpoint import MetricsEndpoint
 from common.telemetry.logs import Telemetry, log_to_stderr
 from common.telemetry.monitor import Monitor
-from common.telemetry.tracing import Tracer, scope
+from common.telemetry.tracing import Tracer
 from common.telemetry.watchdog import Watchdog
 from common.transport.base import Peer, Transport
-from common.transport.keys import MeshKeys
+from common.transport.keys import Keys, MeshKeys
+from common.transport.strangers import Limits
 from common.transport.zmq import ZmqTransport
-from common.wire.frames import Frame, decode, encode, unpack_header
+from common.wire.frames import Frame, unpack_header
 
-Q = TypeVar("Q")
-R = TypeVar("R")
-
-CAST_S = 0.5  # a cast is a hint: it does not wait long for somebody to hint to
 STOP_S = 2.0  # for what runs when a process leaves
 ACTOR_STOP_S = 10.0
 HOUSEKEEPING_S = 2.0
 REFUSED_EVERY_S = 30.0  # between two lines of the log on strangers, however many there are
 IDLE_CONNECTION_S = 120.0
 
-__all__ = ["Mesh", "MeshSettings", "Ref", "run"]
+__all__ = ["Mesh", "MeshSettings", "run"]
 
 
 class Mesh:
@@ -81,6 +77,8 @@ class Mesh:
         settings: MeshSettings | None = None,
         callers: Callers | None = None,
         on_lost: Callable[[str], None] | None = None,
+        doorway: Doorway | None = None,
+        job: str = "",
     ) -> None:
         self.name, self.kind = name, kind
         self.state, self.transport, self.clock, self.random, self.host = (
@@ -90,15 +88,20 @@ class Mesh:
             random,
             host,
         )
+        self.job_clock = JobClock(clock)  # of the one job that the process works for, if it does
         self.settings = settings or MeshSettings(redis_url=state.url, run_root="", host="")
         self.incarnation = random.token(8)
         self.ready: bool | None = None  # published with the stats once it is set
-        self.telemetry = Telemetry(name)
+        self.telemetry = Telemetry(name, job)
         self.waits = WaitTable(clock)
         WAITS.set(self.waits)
-        self._directory = Directory(state, clock, self.waits)
+        self.doorway = doorway  # where each process has a key of its own
+        self._directory = Directory(state, clock, self.waits, self.check if doorway else None)
         self._watchdog = Watchdog(clock, stall_s)
         self._sweep = Sweep(clock.monotonic)
+        self._expelling = False  # keys may have been revoked since the last look at what runs
+        if doorway is not None:
+            doorway.keys.heed(self._doubt_all)
         self._caller = Caller(
             clock,
             transport,
@@ -106,6 +109,8 @@ class Mesh:
             Tracer(random.child("trace")),
             self.telemetry,
             self._sweep,
+            DIFFER_S if doorway else REFUSED_S,
+            lambda: self._directory.silent_at,
         )
         self._callers = callers
         self._server = Server(
@@ -121,22 +126,35 @@ class Mesh:
             renew_s=renew_s,
             snapshot=self._snapshot,
             on_lost=on_lost,
+            doorway=doorway,
         )
         self._stats: Callable[[], dict[str, Any]] = dict
+        self._asking = Asking(
+            clock,
+            self._directory,
+            self._caller,
+            self.telemetry,
+            self.start,
+            self.check_may_ask,
+            self._doubt,
+        )
         self._refs: dict[str, Ref] = {}
         self._actor: Actor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._housekeeping: asyncio.Task[None] | None = None
         self._owns_state = owns_state
         self._left = False
+        # How many connections each door of this process has turned away, by reason.
+        self._doors: list[Callable[[], Mapping[str, int]]] = [lambda: self.transport.refused]
         self._strangers: dict[str, int] = {}  # connections that were turned away, as last logged
         self._strangers_logged = -REFUSED_EVERY_S
         self._endpoint: MetricsEndpoint | None = None
 
     @classmethod
-    async def open(cls, name: str, kind: str, settings: MeshSettings) -> Mesh:
-        """The mesh of a real process: sockets, Redis, the machine's clock, threads. ConfigError:
-        without a secret, or as of no role that there is.
+    async def open(cls, name: str, kind: str, settings: MeshSettings, job: str = "") -> Mesh:
+        """The mesh of a real process: sockets, Redis, the machine's clock, threads. `job`: the one
+        that it serves, if that is one. ConfigError: without a secret, or as of no role that there
+        is. Refused: this host is let in no more.
         """
         if not settings.secret:
             raise ConfigError(
@@ -144,12 +162,23 @@ class Mesh:
                 where="settings.json",
                 fix="Start the mesh anew with `meshrl up` or `meshrl run`, which makes one",
             )
-        keys = MeshKeys(settings.secret, kind, ROLES)
-        log_to_stderr(name)
+        keys: Keys = MeshKeys(settings.secret, kind, ROLES)
+        log_to_stderr(name, job)
+        clock, doorway = SystemClock(), None
         async with AsyncExitStack() as opened:
-            state = await State.open(settings.redis_url)
+            state = await State.open(settings.redis_as(kind))
             opened.push_async_callback(state.close)
-            transport = ZmqTransport(settings.bind, settings.advertise, keys=keys)
+            if settings.keyed:  # shown before anybody is answered who might ask whose the key is
+                client = sync_client(settings.redis_as(kind), LOOK_S)
+                doorway = await Doorway.enter(name, kind, settings.host, state, client, clock)
+                opened.push_async_callback(doorway.leave)
+                keys = doorway.keys
+            transport = ZmqTransport(
+                settings.bind,
+                settings.advertise,
+                keys=keys,
+                connections=Limits() if settings.keyed else None,
+            )
             opened.push_async_callback(transport.close)
             mesh = cls(
                 name=name,
@@ -157,12 +186,14 @@ class Mesh:
                 state=state,
                 owns_state=True,
                 transport=transport,
-                clock=SystemClock(),
+                clock=clock,
                 random=Random.system(),
                 host=SystemHost(),
                 stall_s=settings.stall_s,
                 settings=settings,
                 callers=CALLERS,
+                doorway=doorway,
+                job=job,
             )
             state.renewed = mesh._lease.renewed
             if settings.metrics != OFF:
@@ -262,6 +293,8 @@ class Mesh:
         yield self.transport.close
         if self._endpoint is not None:
             yield self._close_endpoint
+        if self.doorway is not None:
+            yield self.doorway.leave
         if self._owns_state:
             yield self.state.close
 
@@ -317,7 +350,7 @@ class Mesh:
         """The actor of this name, to be asked; it is looked up at the first call."""
         ref = self._refs.get(name)
         if ref is None:
-            ref = self._refs[name] = Ref(self, name)
+            ref = self._refs[name] = Ref(self._asking, name)
         return ref
 
     # ------------------------------------------------------------ what arrives
@@ -335,7 +368,27 @@ class Mesh:
         else:
             self._caller.accept(header, frames)
 
+    def _doubt_all(self) -> None:
+        """Keys may have been revoked; from any thread."""
+        self._directory.doubt()
+        self._expelling = True
+
+    def _doubt(self, route: Route) -> None:
+        """A peer does not let this process ask what it may."""
+        if self.doorway is not None:
+            self.doorway.doubt(route.address)
+            self._directory.forget(route)
+
+    async def check(self, entry: registry.Entry) -> None:
+        """Returns when the process that an entry names has proved to be that, or where processes
+        of one mesh prove no more than their roles. StateUnavailable; HandshakeFailed.
+        """
+        if self.doorway is not None:
+            await self.doorway.check(entry, self.host)
+
     def _lost(self, address: str, reached: bool, refused: bool = False) -> None:
+        if refused and self.doorway is not None:
+            self.doorway.doubt(address)
         self._directory.forget_address(address)
         self._caller.lost(address, reached, refused)
 
@@ -367,19 +420,32 @@ class Mesh:
             now = self.clock.monotonic()
             self._caller.forget_idle(now - IDLE_CONNECTION_S)
             self._count_strangers(now)
+            if self._expelling and self.doorway is not None:
+                self._expelling = False
+                self._server.expel(self.doorway.keys.holders_now)
+            await self._keep_shown()
             waited_for = self._caller.waited_for(now - HOUSEKEEPING_S)
             if not waited_for:
                 continue
             try:
                 dead = await self._directory.dead(waited_for)
-            except StateUnavailable:
+            except MeshError as error:  # whatever it is, this task has more to look after
+                self.telemetry.count(f"not_looked_up_{error.code}")
                 continue
             for route in dead:
                 self.transport.forget(route.address)
                 self._lost(route.address, True)
 
+    async def _keep_shown(self) -> None:
+        if self.doorway is None or not self._lease.lapsed():  # which shows the key
+            return
+        try:
+            await self.doorway.keep()
+        except MeshError as error:
+            self.telemetry.count(f"keys_not_shown_{error.code}")
+
     def _count_strangers(self, now: float) -> None:
-        turned_away = dict(self.transport.refused)
+        turned_away = dict(sum((Counter(door()) for door in self._doors), Counter()))
         if turned_away == self._strangers or now - self._strangers_logged < REFUSED_EVERY_S:
             return
         new = {why: n - self._strangers.get(why, 0) for why, n in turned_away.items()}
@@ -387,6 +453,10 @@ class Mesh:
             self.telemetry.count(f"refused_{why}", number)
         self.log.warning("connections were turned away", **new)
         self._strangers, self._strangers_logged = turned_away, now
+
+    def count_refused(self, door: Callable[[], Mapping[str, int]]) -> None:
+        """Counts and logs, too, whom another door of this process has turned away, by reason."""
+        self._doors.append(door)
 
     def check_may_ask(self, method: Method[Any]) -> None:
         """NotAllowed: a process of this role may not call `method`, whoever would be asked."""
@@ -396,111 +466,3 @@ class Mesh:
                 where=self.name,
                 fix="common/api/callers.py says who may",
             )
-
-
-class Ref:
-    """A reference to an actor by its name, wherever it runs at the moment."""
-
-    __slots__ = ("_mesh", "name")
-
-    def __init__(self, mesh: Mesh, name: str) -> None:
-        self._mesh = mesh
-        self.name = name
-
-    async def call(self, method: Call[Q, R], request: Q, *, deadline_s: float | None = None) -> R:
-        """The reply, or the error that the actor raised.
-
-        Within the deadline (the method's own, and that of the call being served) it waits for a
-        free credit, looks for an actor that is starting again, and repeats what surely did not run;
-        what may have run is repeated only if `idempotent`.
-        """
-        mesh = self._mesh
-        mesh.check_may_ask(method)
-        mesh.start()
-        now = mesh.clock.monotonic()
-        deadline = now + (method.deadline_s if deadline_s is None else deadline_s)
-        serving = scope.get()
-        if serving is not None and not serving.over and serving.deadline < deadline:
-            deadline = serving.deadline
-        body, buffers = encode(request)
-        pause = FIRST_RETRY_S
-        while True:
-            route = mesh._directory.known(self.name) or await mesh._directory.find(
-                self.name, deadline
-            )
-            row = mesh._caller.ask(route, method, body, buffers, now, deadline)
-            try:
-                frames: Sequence[Frame] = await row.future
-            except asyncio.CancelledError:
-                mesh._caller.cancel(row)
-                raise
-            except DeadlineExceeded:
-                mesh._directory.forget(route)
-                raise
-            except (PeerLost, StaleIncarnation, NotAllowed) as error:
-                # NotAllowed: we may call that, so another process has the address by now
-                if (
-                    not _may_repeat(row, method, error)
-                    or mesh.clock.monotonic() + pause >= deadline
-                ):
-                    raise
-                mesh._directory.forget(route)
-                mesh.telemetry.count(f"repeated_{error.code}")
-            else:
-                return decode(method.reply, frames[1], frames[2:])
-            await mesh.clock.sleep(pause)
-            pause = min(2 * pause, LONGEST_RETRY_S)
-            now = mesh.clock.monotonic()
-
-    async def stream(self, method: Stream[Q, R], request: Q) -> AsyncGenerator[R, None]:
-        """The replies as they come; closing the iterator cancels across the wire; PeerLost when the
-        peer ends early.
-        """
-        mesh = self._mesh
-        mesh.check_may_ask(method)
-        mesh.start()
-        body, buffers = encode(request)
-        deadline = mesh.clock.monotonic() + method.idle_s
-        pause = FIRST_RETRY_S
-        while True:
-            route = mesh._directory.known(self.name) or await mesh._directory.find(
-                self.name, deadline
-            )
-            incoming = mesh._caller.open(route, method, body, buffers)
-            try:
-                async for item in incoming:
-                    yield item
-                return
-            except (PeerLost, StaleIncarnation, NotAllowed) as error:
-                settled = incoming.ran or isinstance(error, WrongKeys)
-                if settled or mesh.clock.monotonic() + pause >= deadline:
-                    raise
-                mesh._directory.forget(route)
-            finally:
-                incoming.close()
-            await mesh.clock.sleep(pause)
-            pause = min(2 * pause, LONGEST_RETRY_S)
-
-    async def cast(self, method: Cast[Q], request: Q) -> None:
-        """Sends the message if the actor is there; otherwise it is dropped and counted."""
-        mesh = self._mesh
-        mesh.check_may_ask(method)
-        mesh.start()
-        body, buffers = encode(request)
-        try:
-            route = mesh._directory.known(self.name) or await mesh._directory.find(
-                self.name, mesh.clock.monotonic() + CAST_S
-            )
-            mesh._caller.cast(route, method, body, buffers)
-        except MeshError as error:
-            mesh.telemetry.count(f"casts_dropped_{error.code}")
-
-
-def _may_repeat(row: Outstanding, method: Call[Any, Any], error: MeshError) -> bool:
-    if isinstance(error, WrongKeys):
-        return False
-    if (
-        row.answered
-    ):  # the actor's own trouble with a third process; or the runtime's answer that nothing ran
-        return not row.ran
-    return method.idempotent or not row.ran

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 from common.clock import Clock
-from common.errors import MeshError, StateUnavailable, StorageFull
+from common.errors import MeshError, QuotaExceeded, StateUnavailable, StorageFull
 from common.runtime.waits import WaitTable
 
 T = TypeVar("T")
@@ -74,7 +74,8 @@ class Patience:
         self._said.close()
         self._told = wait
         what, on = wait
-        self._said.enter_context(waits.wait(what, on, since))
+        began = waits.began(self._clock.monotonic() - since)
+        self._said.enter_context(waits.wait(what, on, began))
 
     def over(self) -> None:
         """Nothing is waited for any more."""
@@ -85,6 +86,8 @@ def waited_for(error: MeshError) -> tuple[str, str]:
     """(what, on) of a wait for an error to be over."""
     if isinstance(error, StateUnavailable):
         return error.message[:SAID], "redis"
+    if isinstance(error, QuotaExceeded):
+        return error.message[:SAID], "quota"
     if isinstance(error, StorageFull):
         return f"room (at {error.where}): {error.message}"[:SAID], "disk"
     what = f"the end of {type(error).__name__}: {error.message}"

@@ -31,6 +31,10 @@ class WaitTable:
         finally:
             del self._waits[key]
 
+    def began(self, waited_s: float) -> float:
+        """When a wait began, for `wait`, that has lasted for so long."""
+        return self._clock.monotonic() - waited_s
+
     def published(self, calls: Iterable[tuple[str, str, float]]) -> list[dict[str, Any]]:
         """[{on, what, since_ms (wall), count}], the longest first; `calls` are (on, what, since) as
         well.

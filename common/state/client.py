@@ -18,11 +18,12 @@ from typing import Any, Protocol
 import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
-from redis.backoff import ExponentialBackoff
+from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     InvalidResponse,
+    NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -33,8 +34,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from common.errors import ConfigError, Fenced, StateUnavailable, from_wire
-from common.state.embedded import gated, without_password
+from common.errors import ConfigError, Fenced, NotAllowed, StateUnavailable, from_wire
+from common.state.server.embedded import gated, without_password
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SOCKET_TIMEOUT_S = 5.0  # scripts take microseconds; a fsync of a busy disk may take seconds
@@ -49,6 +50,8 @@ ANSWERED = 32  # operations that the next one tells of, so that it stays small a
 CONNECTIONS = 16  # most in one process; further coroutines queue for one
 UNREACHABLE = (RedisConnectionError, RedisTimeoutError, OSError)
 REFUSING = (AuthenticationError, AuthorizationError)
+# How answers begin to a script that does what its caller may not.
+ACL_FAILURES = ("ACL failure in script", "The user executing the script can't")
 FULL = ("MISCONF", "NOREPLICAS")  # how answers begin that a full disk brings about
 
 
@@ -146,7 +149,7 @@ class State:
             await state.command("PING", deadline_s=connect_s)
         except StateUnavailable as error:
             await state.close()
-            if (refusal := _refusal_behind(error)) is not None and not gated(url):
+            if (refusal := refusal_behind(error)) is not None and not gated(url):
                 raise _refused(url, refusal) from error
             raise
         except (ResponseError, InvalidResponse) as error:
@@ -192,14 +195,8 @@ class State:
 
     def run_sync(self, script: str, keys: list[str], *args: Any) -> Any:
         """What `run` does, for threads, with a client of its own."""
-        source, sha = script_source(script)
-        words = [len(keys), *keys, *map(_argument, args)]
-        send = self._sync.execute_command
         try:
-            try:
-                reply = send("EVALSHA", sha, *words)
-            except NoScriptError:
-                reply = send("EVAL", source, *words)
+            reply = _evaluated(self._sync, script, keys, *args)
         except (*UNREACHABLE, ResponseError) as error:
             unavailable = self._unavailable(error)
             self._away = True
@@ -235,6 +232,14 @@ class State:
     def _unavailable(self, error: BaseException) -> StateUnavailable:
         """The error that a caller may retry; other answers are a fault of ours and go through."""
         if isinstance(error, ResponseError):
+            in_script = any(begins in str(error) for begins in ACL_FAILURES)
+            if isinstance(error, NoPermissionError) or in_script:
+                raise NotAllowed(
+                    f"Redis does not allow this process that: {error}",
+                    where=without_password(self.url),
+                    fix="common/state/hosts/rights.py tells what its role may do. All hosts of a "
+                    "mesh must run the same version of MeshRL.",
+                ) from error
             full = isinstance(error, OutOfMemoryError | ReadOnlyError)
             if not full and not str(error).startswith(FULL):
                 raise error
@@ -243,7 +248,7 @@ class State:
                 where=without_password(self.url),
                 fix="See whether its disk or memory is full, and that it is a primary.",
             )
-        if gated(self.url) and (isinstance(error, REFUSING) or _refusal_behind(error)):
+        if gated(self.url) and (isinstance(error, REFUSING) or refusal_behind(error)):
             return StateUnavailable(
                 "Redis lets nobody in yet: the launcher looks whether it is as it was",
                 where=without_password(self.url),
@@ -256,14 +261,50 @@ class State:
         )
 
 
+def sync_client(url: str, deadline_s: float) -> SyncClient:
+    """A client for threads, which tries once and waits for `deadline_s` at most; it connects when
+    it is first asked.
+    """
+    return redis.Redis.from_url(
+        url,
+        socket_timeout=deadline_s,
+        socket_connect_timeout=deadline_s,
+        decode_responses=True,
+        protocol=2,
+        retry=Retry(NoBackoff(), 0),
+    )
+
+
+def asked_once(client: SyncClient, script: str, keys: list[str], *args: Any) -> Any:
+    """A script's answer for threads, as `run_sync` gives it; StateUnavailable also when the server
+    refuses us: then we are to know nothing.
+    """
+    try:
+        return _answer(script, _evaluated(client, script, keys, *args))
+    except (*UNREACHABLE, ResponseError) as error:
+        said = f"Redis does not answer: {error or type(error).__name__}"
+        raise StateUnavailable(said, fix="See whether it runs (`meshrl status`).") from error
+
+
+def _evaluated(client: SyncClient, script: str, keys: list[str], *args: Any) -> Any:
+    source, sha = script_source(script)
+    words = [len(keys), *keys, *map(_argument, args)]
+    try:
+        return client.execute_command("EVALSHA", sha, *words)
+    except NoScriptError:
+        return client.execute_command("EVAL", source, *words)
+
+
 async def server_ms(state: State) -> float:
     """The server's time, which leases and waits are compared with."""
     seconds, micros = await state.command("TIME")
     return int(seconds) * 1000 + int(micros) / 1000
 
 
-def _refusal_behind(error: BaseException) -> BaseException | None:
-    """What redis-py made a broken connection of that the server had closed to us."""
+def refusal_behind(error: BaseException) -> BaseException | None:
+    """The server's refusal to let us in, which redis-py made a broken connection of, that is behind
+    an error; None: there is none.
+    """
     cause = error.__cause__
     while cause is not None and not isinstance(cause, REFUSING):
         cause = cause.__cause__

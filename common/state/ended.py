@@ -12,8 +12,8 @@ from typing import Any
 
 from common.clock import Clock
 from common.errors import DeadlineExceeded, StateUnavailable
-from common.process.failure import Failure, end_of, told
-from common.process.signals import named, what_to_do
+from common.process.ends.failure import Failure, end_of, told
+from common.process.ends.signals import named, what_to_do
 from common.state.client import State
 from common.state.keys import MESH, job_prefix
 
@@ -87,7 +87,9 @@ async def tell(state: State, report: Report) -> bool:
         "told": f"{report.name} ended by {report.failure or named(report.code, report.why)}",
         "advice": advice(report, restart),
     }
-    answer = await state.run("process_ended", [job_prefix(job) if job else MESH], args)
+    # The end of what a job's author has written fails no job: who tells of it may read none.
+    script = "process_ended" if report.charged or restart != CRASH else "end_seen"
+    answer = await state.run(script, [job_prefix(job) if job else MESH], args)
     return bool(answer["failed"])
 
 
@@ -107,7 +109,7 @@ def advice(report: Report, restart: str) -> str:
 
 async def ended(state: State) -> list[Ended]:
     """The last end of every process that has ended unasked, the latest first."""
-    row = (await state.run("row", [ENDED], {}))["row"] or {}
+    row = (await state.run("row", [MESH], {"key": ENDED}))["row"] or {}
     names = Ended.__dataclass_fields__
     found = [
         Ended(**{name: value for name, value in json.loads(text).items() if name in names})

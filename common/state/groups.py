@@ -168,6 +168,18 @@ async def note_segment(
     await state.run("note_segment", [job_prefix(job)], args)
 
 
+async def ledger_place(state: State, job: str, shard: str) -> str:
+    """Where the shard's segments lie, as `note_place` has said; empty: it has had none."""
+    key = f"{job_prefix(job)}:shard:{shard}"
+    return str(await state.command("HGET", key, "place") or "")
+
+
+async def note_place(state: State, job: str, shard: str, token: int, place: str) -> None:
+    """Records where the shard's segments lie from now on."""
+    args = {"shard": shard, "token": token, "place": place}
+    await state.run("note_segment", [job_prefix(job)], args)
+
+
 async def forget_segment(state: State, job: str, shard: str, token: int, name: str) -> None:
     """Strikes a segment whose groups have all ended off the record."""
     args = {"shard": shard, "token": token, "name": name, "forget": True}

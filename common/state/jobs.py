@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,6 +31,7 @@ class Phase(StrEnum):
 
 
 ACTIVE = frozenset({Phase.BASELINE, Phase.TRAINING, Phase.EVALUATION})  # shards work on the job
+PAUSED = "paused:"  # how `held` begins of a job that is paused
 ENDED = frozenset({Phase.FINISHED, Phase.FAILED, Phase.STOPPED})
 
 
@@ -55,16 +57,26 @@ class JobRow:
     host_lost: int
     typed_drops: int
     error: str
+    image: str = ""  # identity of the current version as it is published; empty: nobody told it
+    masters: str = ""  # identity of its float32 masters
     initial_manifest: str = ""  # manifest of version 0, once there is one
     best_version: int = -1  # by `evaluation.best`; -1: none yet
     best_manifest: str = ""
     progress_ms: int = 0  # when it last came further: a group, a step, an evaluation, a phase
     slowest_ms: int = 0  # about the longest time that this took lately
+    held: str = ""  # `waiting: WHY` or `paused: WHY`; empty: it runs, or has ended
+    held_ms: int = 0  # since when it is held so
+    since_ms: int = 0  # when it came on record: tells it from an earlier job of its name
 
     @property
     def ended(self) -> bool:
         """Whether the job is done, failed or stopped."""
         return self.phase in ENDED
+
+    @property
+    def paused(self) -> bool:
+        """Whether it is planned asleep: its deadlines, sessions and stall checks stand still."""
+        return self.held.startswith(PAUSED)
 
 
 async def submit(
@@ -109,7 +121,7 @@ async def create(
     args = counters | {
         "job": job,
         "op": op_id,
-        "document": json.dumps(document),
+        **_recorded(document),
         "run_dir": run_dir,
         "phase": phase,
         "groups_per_step": algorithm["groups_per_step"],
@@ -124,15 +136,17 @@ async def create(
 
 async def jobs(state: State) -> list[JobRow]:
     """All jobs of the mesh, in the order in which they were submitted."""
-    args = {"index": JOBS, "prefix": "{", "suffix": "}:job"}
+    args = {"index": JOBS, "prefix": "{", "suffix": "}:job", "beside": "}:given"}
     rows = (await state.run("rows", [MESH], args))["rows"]
     return [_job(row) for row in rows or []]
 
 
 async def job(state: State, job: str) -> JobRow:
     """One job; NotFound when the mesh has none of that name."""
-    row = (await state.run("row", [f"{job_prefix(job)}:job"], {}))["row"]
-    if not row:
+    prefix = job_prefix(job)
+    args = {"key": f"{prefix}:job", "beside": f"{prefix}:given"}
+    row = (await state.run("row", [prefix], args))["row"]
+    if not row or "phase" not in row:
         raise NotFound(f"there is no job {job}", fix="`meshrl status` lists the jobs of this mesh.")
     return _job(row | {"id": job})
 
@@ -183,7 +197,7 @@ async def change(
     args = {
         "job": job,
         "op": op_id,
-        "document": json.dumps(document),
+        **_recorded(document),
         "budget_steps": document["budget"]["steps"],
         "max_staleness": document["algorithm"]["max_staleness"],
         "extra": json.dumps({"changes": changes}),
@@ -228,14 +242,27 @@ async def awaits_evaluation(state: State, job: str, tag: str) -> bool:
     return not found["recorded"] and found["phase"] not in ENDED
 
 
+async def paused(state: State, job: str) -> bool:
+    """Whether a job is paused, for who asks often; False when there is none of that name."""
+    return await state.command("ZSCORE", f"{MESH}:jobs:paused", job) is not None
+
+
 async def evaluations(state: State, job: str) -> list[dict[str, Any]]:
     """`{tag, step, at_ms, by, result}` of each evaluation, by step."""
-    rows = (await state.run("row", [f"{job_prefix(job)}:evaluations"], {}))["row"]
+    prefix = job_prefix(job)
+    rows = (await state.run("row", [prefix], {"key": f"{prefix}:evaluations"}))["row"]
     found = [json.loads(row) for row in (rows or {}).values()]
     return sorted(
         (row | {"result": json.loads(row["result"])} for row in found),
         key=lambda row: (row["step"], row["at_ms"]),
     )
+
+
+def _recorded(document: dict[str, Any]) -> dict[str, str]:
+    """The document as its row has it, with a digest by which a reader knows one that it has."""
+    text = json.dumps(document)
+    digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+    return {"document": text, "digest": digest}
 
 
 @lru_cache(maxsize=16)  # rows are read several times a second, documents hardly ever change
@@ -262,10 +289,15 @@ def _job(row: dict[str, str]) -> JobRow:
         manifest=row["manifest"],
         checkpoint=row["checkpoint"],
         error=row["error"],
+        image=row.get("image", ""),
+        masters=row.get("masters", ""),
         initial_manifest=row.get("initial_manifest", ""),
         best_version=int(row.get("best_version", -1)),
         best_manifest=row.get("best_manifest", ""),
         progress_ms=int(row.get("progress_ms", 0)),
         slowest_ms=int(row.get("slowest_ms", 0)),
+        held=row.get("held", ""),
+        held_ms=int(row.get("held_ms", 0)),
+        since_ms=int(row.get("since_ms", 0)),
         **{field: int(row[field]) for field in whole},
     )

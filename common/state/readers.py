@@ -74,7 +74,7 @@ async def history_lost(state: State, job: str, where: str, lost: HistoryLost) ->
 
 async def readers(state: State) -> list[Reader]:
     """All readers on record, by name, those that have left among them."""
-    row = (await state.run("row", [READERS], {}))["row"] or {}
+    row = (await state.run("row", [MESH], {"key": READERS}))["row"] or {}
     names = Reader.__dataclass_fields__
     found = [
         Reader(name, **{key: value for key, value in json.loads(text).items() if key in names})

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from common.state.client import State
+from common.state.hosts.doors import Row
 from common.state.keys import MESH
 
 LEASE_MS = 6000
+# Of the stats of these processes the leader of the planners reads so much at every look: it has
+# thousands of rows to read, and nothing else is answered meanwhile.
+COUNTED_KINDS = frozenset({"engine", "trainer", "hybrid", "rollout", "sandbox", "node"})
+COUNTED = (
+    *("job", "gang", "resident", "draining", "rests", "takes", "tiers"),
+    *("tokens", "occupied_s", "groups", "step", "busy_s", "bins", "published"),
+)
 
 
 @dataclass
@@ -37,6 +45,15 @@ class Entry:
     run_root: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """What came of renewing a lease."""
+
+    held: bool
+    doors: int = 0  # revocations so far, as `doors.enter` returns them; 0 without a key
+    why: str = ""  # it is not held, if it is for another reason than time
+
+
 async def register(state: State, entry: Entry, ttl_ms: int = LEASE_MS) -> int:
     """The fencing token of a new lease on `entry.name`; the old one for the same incarnation, if
     nobody took the name.
@@ -61,6 +78,7 @@ async def register(state: State, entry: Entry, ttl_ms: int = LEASE_MS) -> int:
         "about": json.dumps(about),
         "stats": json.dumps(entry.stats),
         "waits": json.dumps(entry.waits),
+        **_counted(entry.name, entry.stats),
     }
     return int((await state.run("register", [MESH], args))["token"])
 
@@ -72,11 +90,13 @@ def renew(
     ttl_ms: int,
     stats: dict[str, Any],
     waits: list[dict[str, Any]],
-) -> bool:
-    """Prolongs the lease; False when it is lost. Blocks, for the renewal thread; StateUnavailable
-    when Redis is away.
+    door: Row | None = None,
+) -> Renewal:
+    """Prolongs the lease, and shows the key of the process at its door if it has one. Blocks, for
+    the renewal thread; StateUnavailable when Redis is away.
 
-    A lease that ended while Redis was away, and that nobody took, goes on (see `epoch`).
+    A lease that ended while Redis was away, and that nobody took, goes on (see `epoch`). One is
+    lost with a key that was revoked.
     """
     args = {
         "name": name,
@@ -85,8 +105,10 @@ def renew(
         "stats": json.dumps(stats),
         "waits": json.dumps(waits),
         "away_ms": state.away_ms(),
+        **_counted(name, stats),
+        **({"door": asdict(door)} if door is not None else {}),
     }
-    return bool(state.run_sync("renew", [MESH], args)["held"])
+    return Renewal(**state.run_sync("renew", [MESH], args))
 
 
 async def release(state: State, name: str, token: int) -> bool:
@@ -121,6 +143,15 @@ async def entries(state: State, kind: str = "") -> list[Entry]:
     rows = (await state.run("entries", [MESH], {}))["entries"]
     told = [(row, json.loads(row["about"])) for row in rows or []]
     return [_entry(row, about) for row, about in told if not kind or about["kind"] == kind]
+
+
+def _counted(name: str, stats: dict[str, Any]) -> dict[str, str]:
+    """What a look is told of a process, if it is of a kind whose work counts."""
+    kind = name.partition("/")[0]
+    if kind not in COUNTED_KINDS:
+        return {}
+    counts = {key: stats[key] for key in COUNTED if key in stats}
+    return {"counted": json.dumps({"name": name, "kind": kind, "stats": counts})}
 
 
 def _entry(row: dict[str, Any], about: dict[str, Any]) -> Entry:

@@ -43,10 +43,18 @@ class StepRecord:
 
 
 async def commit_initial(
-    state: State, job: str, trainer: str, token: int, lineage: int, manifest: str, checkpoint: str
+    state: State,
+    job: str,
+    trainer: str,
+    token: int,
+    lineage: int,
+    manifest: str,
+    checkpoint: str,
+    image: str = "",
+    masters: str = "",
 ) -> None:
-    """Commits version 0. Idempotent by manifest; Refused when the job began from other weights,
-    Fenced without the lease.
+    """Commits version 0, with the identities of its published image and of its masters. Idempotent
+    by manifest; Refused when the job began from other weights, Fenced without the lease.
     """
     args = {
         "job": job,
@@ -55,6 +63,8 @@ async def commit_initial(
         "lineage": lineage,
         "manifest": manifest,
         "checkpoint": checkpoint,
+        "image": image,
+        "masters": masters,
     }
     await state.run("commit_initial", [job_prefix(job)], args)
 
@@ -73,8 +83,12 @@ async def commit_step(
     metrics: dict[str, Any],
     record: dict[str, Any],
     covered: int = -1,
+    image: str = "",
+    masters: str = "",
 ) -> Committed:
-    """Makes version `step` current and ends its groups, once per (job, lineage, step).
+    """Makes version `step` current and ends its groups, once per (job, lineage, step). `image` and
+    `masters` are the identities of what is published and of what is trained: see
+    `common/weights/identity.py`.
 
     `groups` and `filtered_groups` together are all that were leased for the step (an id may be in
     both). `record` is what a replay needs beside the groups; records of steps up to `covered`, the
@@ -95,9 +109,27 @@ async def commit_step(
         "metrics_field": json.dumps({"metrics": metrics}),
         "record": json.dumps(record),
         "covered": covered,
+        "image": image,
+        "masters": masters,
     }
     answer = await state.run("commit_step", [job_prefix(job)], args)
     return Committed(answer["version"], answer["replayed"])
+
+
+async def cover(
+    state: State, job: str, trainer: str, token: int, lineage: int, step: int, checkpoint: str
+) -> None:
+    """A durable checkpoint holds version `step`, which is current: the job goes on from it. Refused
+    when it is not current, Fenced without the lease.
+    """
+    args = {
+        "trainer": trainer,
+        "token": token,
+        "lineage": lineage,
+        "step": step,
+        "checkpoint": checkpoint,
+    }
+    await state.run("cover", [job_prefix(job)], args)
 
 
 async def step_rows(state: State, job: str, since: int = 0) -> list[dict[str, Any]]:
@@ -111,6 +143,7 @@ async def step_rows(state: State, job: str, since: int = 0) -> list[dict[str, An
         json.loads(row["metrics"])
         | {key: int(row[key]) for key in ("step", "lineage", "committed_ms", "trained", "filtered")}
         | {key: row[key] for key in ("manifest", "checkpoint")}
+        | {key: row[key] for key in ("image", "masters") if row.get(key)}
         | {"failed_share": int(row.get("failed", 0)) / max(1, int(row.get("ended", 0)))}
         for row in rows or []
     ]
@@ -134,14 +167,17 @@ async def open_lineage(
     checkpoint: str,
     op_id: str,
     account: dict[str, Any] | None = None,
+    image: str = "",
+    masters: str = "",
 ) -> int:
     """Goes back to a checkpoint under a new lineage, whose number is returned; later steps are
     abandoned.
 
     Their groups are ready again. `version` and `manifest` are the weights that the checkpoint
-    holds. With its `account` it may be older than the one that covers the job's steps: nothing is
-    left of what those trained. It counts as host_lost, and each prompt that was given out since,
-    and is neither in flight nor waiting, goes back to the cursor. Refused without.
+    holds, `image` and `masters` their identities. With its `account` it may be older than the one
+    that covers the job's steps: nothing is left of what those trained. It counts as host_lost, and
+    each prompt that was given out since, and is neither in flight nor waiting, goes back to the
+    cursor. Refused without.
     """
     args: dict[str, Any] = {
         "job": job,
@@ -151,6 +187,8 @@ async def open_lineage(
         "manifest": manifest,
         "checkpoint": checkpoint,
         "op": op_id,
+        "image": image,
+        "masters": masters,
     }
     if account is not None:  # that of version 0 tells nothing: nothing was opened before
         counts = account.get("counts", {})
@@ -212,7 +250,8 @@ async def restore_job(
         "admitted": version * size,
         "counts": counts,
         "requeue": checkpoint["requeue"],
-        "kept": checkpoint.get("kept", {}),
+        "kept": checkpoint.get("kept", {})
+        | {key: checkpoint.get(key, "") for key in ("image", "masters")},
     }
     phase = Phase.TRAINING if version < document["budget"]["steps"] else Phase.EVALUATION
     op_id = f"restore-{lineage}-{version}"

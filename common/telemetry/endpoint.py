@@ -11,13 +11,14 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from common.errors import ConfigError
+from common.ports import bare, ports, refused
 from common.process.host import Host
-from common.settings import advertised_host, metrics_ports
+from common.settings import advertised_host
 
 TURN_S = 0.5  # how often the thread looks whether it should end
 CLIENT_S = 5.0  # a client that neither sends nor reads for so long is hung up on
 CLIENTS = 32  # at once, each on a thread: whoever reaches the port may knock as often as they like
+QUEUE = 128  # that knock at one moment: one more is heard when it knocks again, a second later
 PLAIN = "text/plain; charset=utf-8"
 
 Page = Callable[[], tuple[int, str, bytes]]  # status, content type, body
@@ -34,15 +35,22 @@ def health(why_not: Callable[[], str]) -> Page:
 
 
 class MetricsEndpoint:
-    """Serves `pages` by path until it is closed. `where`: as `mesh.metrics` of a job file;
-    ConfigError when no port of its range is free. Others are told `advertise` (as `mesh.advertise`)
-    unless it serves this host alone.
+    """Serves `pages` by path until it is closed. `where`: as `mesh.metrics` of a job file, or of
+    another `setting`, which a ConfigError names when no port of its range is free. Others are told
+    `advertise` (as `mesh.advertise`) unless it serves this host alone.
     """
 
-    def __init__(self, where: str, advertise: str, host: Host, pages: Mapping[str, Page]) -> None:
-        self._server = _bound(where, pages)
+    def __init__(
+        self,
+        where: str,
+        advertise: str,
+        host: Host,
+        pages: Mapping[str, Page],
+        setting: str = "mesh.metrics",
+    ) -> None:
+        self._server = _bound(where, pages, setting)
         self._server.timeout = TURN_S
-        interface, _ = metrics_ports(where)
+        interface, _ = ports(where, setting)
         shown = interface if _loopback(interface) else advertised_host(advertise) or interface
         self.address = f"http://{shown}:{self._server.server_port}"
         self._closing = False
@@ -63,6 +71,7 @@ class MetricsEndpoint:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
+    request_queue_size = QUEUE
     pages: Mapping[str, Page]
 
     def __init__(self, where: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
@@ -90,6 +99,10 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no news."""
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -120,19 +133,21 @@ def _loopback(interface: str) -> bool:
         return interface == "localhost"
 
 
-def _bound(where: str, pages: Mapping[str, Page]) -> _Server:
-    interface, ports = metrics_ports(where)
+def _bound(where: str, pages: Mapping[str, Page], setting: str) -> _Server:
+    interface, tried = ports(where, setting)
+    host, family = bare(interface)
+    kind = _Server6 if family == socket.AF_INET6 else _Server
     trouble: OSError | None = None
-    for port in ports:
+    for port in tried:
         try:
-            server = _Server((interface, port), _Handler)
+            server = kind((host, port), _Handler)
         except OSError as error:
             trouble = error
             continue
         server.pages = pages
         return server
-    raise ConfigError(
+    raise refused(trouble)(
         f"no port to serve metrics from: {trouble}",
-        where=f"mesh.metrics = {where!r}",
-        fix="Take any port with HOST:*, a wider range with HOST:LOW-HIGH, or off",
+        where=f"{setting} = {where!r}",
+        fix="Take any port with HOST:*, or a wider range with HOST:LOW-HIGH",
     )

@@ -45,6 +45,11 @@ class Transport(Protocol):
     def reply(self, peer: Peer, frames: Frames) -> None:
         """Sends an answer to the requester, parking like `send`; `gone` reports a lost peer."""
 
+    def owner(self, peer: Peer) -> str | bytes:
+        """Who sent the request that was last delivered from `peer`: the key that it has proved
+        where each process has one, over all its connections; else this connection alone.
+        """
+
     def forget(self, address: str) -> None:
         """Closes the connection to `address`, if there is one; the next `send` opens another."""
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -20,12 +21,16 @@ import xxhash
 
 from common.errors import BadMessage, Damaged, MeshError, NotFound, StorageFull
 from common.records import damage
-from common.records.durable import flush, sync
+from common.records.durable import flush, flush_content, sync
+from common.records.sealed import unwatched
 
 DIGEST_DIGITS = 32
 BLOCK_BYTES = 1 << 20  # of a chunk that are in memory at a time while it is checked
+COPY_BYTES = 8 << 20  # of a file that is copied to another file system
+SYNC_BYTES = 256 << 20  # of a copy that may be in memory only
 STALE_SCRATCH_S = 3600.0  # a scratch file this old was left by a process that ended
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_LINK = (errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 _serial = itertools.count()
 
 
@@ -34,7 +39,8 @@ def digest_of(content: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def _digest_of_file(file: BinaryIO) -> str:
+def digest_of_file(file: BinaryIO) -> str:
+    """The same of what is left to read in a file, of which one block is in memory at a time."""
     hashed = xxhash.xxh3_128()
     while block := file.read(BLOCK_BYTES):
         hashed.update(block)
@@ -51,15 +57,20 @@ def failure(error: OSError, path: Path) -> MeshError:
 
 
 class Scratch:
-    """A chunk in the making: `commit` makes it durable and visible, `discard` forgets it."""
+    """A chunk in the making: `commit` makes it durable and visible, `discard` forgets it. One of a
+    cache need not be durable: after a power cut it may not be what its name says.
+    """
 
-    def __init__(self, target: Path, stamp: Callable[[Path], None]) -> None:
-        self._target, self._stamp = target, stamp
+    def __init__(
+        self, target: Path, stamp: Callable[[Path], None], *, durable: bool = True
+    ) -> None:
+        self._target, self._stamp, self._durable = target, stamp, durable
         self._path = _beside(target)
         try:
             if not target.parent.is_dir():
                 target.parent.mkdir(parents=True, exist_ok=True)
-                sync(target.parent.parent)
+                if durable:
+                    sync(target.parent.parent)
             self._fd = os.open(
                 self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
             )
@@ -78,10 +89,12 @@ class Scratch:
     def commit(self) -> None:
         """Makes the chunk durable under its name. StorageFull: the disk is full."""
         try:
-            flush(self._fd)
+            if self._durable:
+                flush(self._fd)
             self._stamp(self._path)
             os.rename(self._path, self._target)
-            sync(self._target.parent)
+            if self._durable:
+                sync(self._target.parent)
         except OSError as error:
             raise failure(error, self._target) from error
 
@@ -127,17 +140,27 @@ class ChunkStore:
             return False
         return True
 
-    def _stamp(self, path: Path) -> None:
-        """Dates a file now."""
-        if self._wall is None:
-            os.utime(path)
-        else:
-            now_ns = int(self._wall() * 1e9)
-            os.utime(path, ns=(now_ns, now_ns))
+    def use(self, digest: str) -> bool:
+        """Whether the chunk is there; if so it counts as read now, and is the file that it was."""
+        path = self.path(digest)
+        try:
+            os.utime(path, ns=(self._now_ns(), path.stat().st_mtime_ns))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise failure(error, path) from error
+        return True
 
-    def scratch(self, digest: str) -> Scratch:
+    def _stamp(self, path: Path) -> None:
+        """Dates a file now; when it was read last is another matter."""
+        os.utime(path, ns=(path.stat().st_atime_ns, self._now_ns()))
+
+    def _now_ns(self) -> int:
+        return time.time_ns() if self._wall is None else int(self._wall() * 1e9)
+
+    def scratch(self, digest: str, *, durable: bool = True) -> Scratch:
         """Room for a chunk whose bytes are still to come."""
-        return Scratch(self.path(digest), self._stamp)
+        return Scratch(self.path(digest), self._stamp, durable=durable)
 
     def read(self, digest: str) -> bytes:
         """The chunk's bytes, checked; NotFound, or Damaged when the disk has changed them: whoever
@@ -152,6 +175,18 @@ class ChunkStore:
             raise Damaged("a chunk is not what its name says", where=str(path))
         return content
 
+    def blocks(self, digest: str, offset: int = 0) -> Iterator[bytes]:
+        """The chunk's bytes as they are, from `offset`, a block at a time; NotFound."""
+        try:
+            opened = self.path(digest).open("rb")
+        except FileNotFoundError:
+            raise NotFound(f"no chunk {digest}", where=str(self.directory)) from None
+        with opened:
+            if offset:
+                opened.seek(offset)
+            while block := opened.read(BLOCK_BYTES):
+                yield block
+
     def examine(self, digest: str) -> tuple[bool, Path | None]:
         """Whether the chunk is there as it was written, and where it lies now if it was not: it is
         set aside, so that whoever has its bytes writes them again.
@@ -162,7 +197,7 @@ class ChunkStore:
         except FileNotFoundError:
             return False, None
         with opened:
-            if _digest_of_file(opened) == digest:
+            if digest_of_file(opened) == digest:
                 return True, None
             # Nobody else has the number of an open file: what was written again since goes back.
             damaged = os.fstat(opened.fileno()).st_ino
@@ -198,6 +233,68 @@ class ChunkStore:
         finally:
             scratch.discard()
         return digest
+
+    def write_file(self, path: Path) -> str:
+        """Makes the content of a file durable, as `write` does; it may be larger than memory.
+        BadMessage when the file changes meanwhile.
+        """
+        with path.open("rb") as file:
+            digest = digest_of_file(file)
+            if self.has(digest) and self.whole(digest) and self.touch(digest):
+                return digest
+            file.seek(0)
+            scratch, hashed = self.scratch(digest), xxhash.xxh3_128()
+            try:
+                while block := file.read(BLOCK_BYTES):
+                    hashed.update(block)
+                    scratch.write(block)
+                if hashed.hexdigest() != digest:
+                    raise BadMessage("a file was changed as it was read", where=str(path))
+                scratch.commit()
+            finally:
+                scratch.discard()
+        return digest
+
+    def take_in(self, path: Path, digest: str, moved: Callable[[int], None] = unwatched) -> None:
+        """Makes a file of this host the chunk of a digest, unless there is one: the same bytes on
+        the disk where that can be, a copy elsewhere, of whose bytes `moved` hears. They are not
+        checked: who gets them does so. NotFound without the file, StorageFull.
+        """
+        if self.touch(digest):
+            return
+        target = self.path(digest)
+        beside = _beside(target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _link_or_copy(path, beside, moved)
+            self._stamp(beside)
+            beside.rename(target)
+        except FileNotFoundError:
+            raise NotFound(f"{path} is missing") from None
+        except OSError as error:
+            raise failure(error, path) from error
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def lay_out(
+        self,
+        files: Mapping[str, str],
+        directory: Path,
+        moved: Callable[[int], None] = unwatched,
+    ) -> None:
+        """Makes files below a directory, which is new, of chunks, by their digests; NotFound names
+        one that is not there, StorageFull. `moved` hears of bytes as they are copied.
+        """
+        for name, digest in files.items():
+            path = directory / name
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _link_or_copy(self.path(digest), path, moved)
+                path.chmod(path.parent.stat().st_mode & 0o666)  # as if it had been written there
+            except FileNotFoundError:
+                raise NotFound(f"no chunk {digest}", where=str(self.path(digest))) from None
+            except OSError as error:
+                raise failure(error, path) from error
 
     # ------------------------------------------------------------ retention
 
@@ -243,6 +340,34 @@ class ChunkStore:
             aside.unlink()
         else:
             os.rename(aside, path)
+
+
+def _link_or_copy(path: Path, target: Path, moved: Callable[[int], None]) -> None:
+    """Another name for a file, or a copy where its file system has none (another disk, too many
+    names, somebody else's file).
+    """
+    try:
+        os.link(path, target)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        _copy(path, target, moved)
+
+
+def _copy(path: Path, target: Path, moved: Callable[[int], None]) -> None:
+    """Written out as it goes, so that `moved` tells of a disk's pace and not of memory's."""
+    unsynced = 0
+    with path.open("rb") as source, target.open("wb") as copy:
+        while block := source.read(COPY_BYTES):
+            copy.write(block)
+            unsynced += len(block)
+            if unsynced >= SYNC_BYTES:
+                copy.flush()
+                flush_content(copy.fileno())
+                unsynced = 0
+            moved(len(block))
 
 
 def _beside(path: Path) -> Path:

@@ -7,11 +7,14 @@
 #include <chrono>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <vector>
 
+#include "adapters.h"
 #include "attention.h"
 #include "experts.h"
 #include "gemm.h"
+#include "given.h"
 #include "sampling.h"
 
 namespace meshrl {
@@ -45,6 +48,8 @@ struct Slots {
   int8_t* finish;
   int16_t* experts;  // [slots, length, sparse layers, each] that a sampled token's predictor was
                      // sent to; or none
+  const int32_t* adapter;  // place of the one that a slot's tokens are computed with; 0: none
+  const int32_t* loaded;   // [places] version of what is loaded, by adapter
   int64_t length, table_width, stop_width;
 };
 
@@ -136,50 +141,134 @@ class Decoder {
     weights_.release();
     std::vector<float>().swap(embedding_);
     rows_ = 0;
-    for (Buffer<float>* b : {&residual_, &heads_, &logits_, &mixed_, &routed_, &made_}) b->release();
+    started_room_ = 0;
+    for (Buffer<float>* b :
+         {&residual_, &heads_, &logits_, &mixed_, &routed_, &made_, &started_})
+      b->release();
     for (Buffer<Act<T>>* b : {&normed_, &attended_, &ffn_, &gathered_}) b->release();
   }
 
-  void set(Part part, int64_t layer_index, const float* values) {
+  void set(Part part, int64_t layer_index, Given& given) {
     const Shape& s = shape_;
     Layer& layer = layers_[layer_index];
+    Mixture<T>& mixture = layer.mixture;
     switch (part) {
-      case kEmbedding: return embedding_.assign(values, values + s.vocab * s.hidden);
-      case kUnembedding: return unembedding_.pack(values, s.vocab, s.hidden);
-      case kFinalNorm: return padded(values, s.hidden, final_norm_);
-      case kAttentionNorm: return padded(values, s.hidden, layer.attention_norm);
-      case kQkv: return layer.qkv.pack(values, queries_ + 2 * keys_, s.hidden);
-      case kQkvBias: return padded(values, queries_ + 2 * keys_, layer.qkv_bias);
-      case kQueryNorm: return padded(values, s.rotary_width, layer.query_norm);
-      case kKeyNorm: return padded(values, s.rotary_width, layer.key_norm);
-      case kOutput: return layer.output.pack(values, s.hidden, queries_);
-      case kOutputBias: return padded(values, s.hidden, layer.output_bias);
-      case kMlpNorm: return padded(values, s.hidden, layer.mlp_norm);
-      case kGateUp: return pack_gate_up(layer.gate_up, values, s.ffn);
-      case kDown: return layer.down.pack(values, s.hidden, s.ffn);
-      case kRouter: return layer.mixture.router.pack(values, s.experts, s.hidden);
+      case kEmbedding: return copied(given, s.vocab, s.hidden, embedding_);
+      case kUnembedding: return pack(unembedding_, given, s.vocab, s.hidden);
+      case kFinalNorm: return padded(given, s.hidden, final_norm_);
+      case kAttentionNorm: return padded(given, s.hidden, layer.attention_norm);
+      case kQkv: return pack(layer.qkv, given, queries_ + 2 * keys_, s.hidden);
+      case kQkvBias: return padded(given, queries_ + 2 * keys_, layer.qkv_bias);
+      case kQueryNorm: return padded(given, s.rotary_width, layer.query_norm);
+      case kKeyNorm: return padded(given, s.rotary_width, layer.key_norm);
+      case kOutput: return pack(layer.output, given, s.hidden, queries_);
+      case kOutputBias: return padded(given, s.hidden, layer.output_bias);
+      case kMlpNorm: return padded(given, s.hidden, layer.mlp_norm);
+      case kGateUp: return pack_gate_up(layer.gate_up, rows_of(given, s.hidden), s.ffn, s.hidden);
+      case kDown: return pack(layer.down, given, s.hidden, s.ffn);
+      case kRouter: return pack(mixture.router, given, s.experts, s.hidden);
       case kExpertsGateUp:
         for (int64_t e = 0; e < s.experts; e++)
-          pack_gate_up(layer.mixture.gate_up[e], values + e * 2 * s.expert_ffn * s.hidden,
-                       s.expert_ffn);
+          pack_gate_up(mixture.gate_up[e], rows_of(given, s.hidden, e * 2 * s.expert_ffn),
+                       s.expert_ffn, s.hidden);
         return;
       case kExpertsDown:
         for (int64_t e = 0; e < s.experts; e++)
-          layer.mixture.down[e].pack(values + e * s.hidden * s.expert_ffn, s.hidden, s.expert_ffn);
+          pack(mixture.down[e], given, s.hidden, s.expert_ffn, e * s.hidden);
         return;
-      case kSharedGate: return layer.mixture.shared_gate.pack(values, 1, s.hidden);
-      case kSharedGateUp: return pack_gate_up(layer.mixture.shared_gate_up, values, s.shared_ffn);
-      case kSharedDown: return layer.mixture.shared_down.pack(values, s.hidden, s.shared_ffn);
+      case kSharedGate: return pack(mixture.shared_gate, given, 1, s.hidden);
+      case kSharedGateUp:
+        return pack_gate_up(mixture.shared_gate_up, rows_of(given, s.hidden), s.shared_ffn, s.hidden);
+      case kSharedDown: return pack(mixture.shared_down, given, s.hidden, s.shared_ffn);
     }
   }
 
+  // The inverse: the values of a part, as it computes with them.
+  void get(Part part, int64_t layer_index, float* into) const {
+    const Shape& s = shape_;
+    const Layer& layer = layers_[layer_index];
+    const Mixture<T>& mixture = layer.mixture;
+    const auto row = [&](const std::vector<float>& kept, int64_t n) {
+      std::copy_n(kept.begin(), n, into);
+    };
+    const auto plain = [](int64_t r) { return r; };
+    const auto gate_up = [&](const Matrix<T>& matrix, int64_t ffn, float* at) {
+      matrix.unpack(at, matrix.outputs, s.hidden, alternating(ffn));
+    };
+    switch (part) {
+      case kEmbedding: return row(embedding_, s.vocab * s.hidden);
+      case kUnembedding: return unembedding_.unpack(into, s.vocab, s.hidden, plain);
+      case kFinalNorm: return row(final_norm_, s.hidden);
+      case kAttentionNorm: return row(layer.attention_norm, s.hidden);
+      case kQkv: return layer.qkv.unpack(into, queries_ + 2 * keys_, s.hidden, plain);
+      case kQkvBias: return row(layer.qkv_bias, queries_ + 2 * keys_);
+      case kQueryNorm: return row(layer.query_norm, s.rotary_width);
+      case kKeyNorm: return row(layer.key_norm, s.rotary_width);
+      case kOutput: return layer.output.unpack(into, s.hidden, queries_, plain);
+      case kOutputBias: return row(layer.output_bias, s.hidden);
+      case kMlpNorm: return row(layer.mlp_norm, s.hidden);
+      case kGateUp: return gate_up(layer.gate_up, s.ffn, into);
+      case kDown: return layer.down.unpack(into, s.hidden, s.ffn, plain);
+      case kRouter: return mixture.router.unpack(into, s.experts, s.hidden, plain);
+      case kExpertsGateUp:
+        for (int64_t e = 0; e < s.experts; e++)
+          gate_up(mixture.gate_up[e], s.expert_ffn, into + e * 2 * s.expert_ffn * s.hidden);
+        return;
+      case kExpertsDown:
+        for (int64_t e = 0; e < s.experts; e++)
+          mixture.down[e].unpack(into + e * s.hidden * s.expert_ffn, s.hidden, s.expert_ffn, plain);
+        return;
+      case kSharedGate: return mixture.shared_gate.unpack(into, 1, s.hidden, plain);
+      case kSharedGateUp: return gate_up(mixture.shared_gate_up, s.shared_ffn, into);
+      case kSharedDown: return mixture.shared_down.unpack(into, s.hidden, s.shared_ffn, plain);
+    }
+  }
+
+  // Makes room for an adapter with so many ranks [layers, kTargets] in each change. False: no memory.
+  bool begin_adapter(const int64_t* ranks) {
+    adapters_.begin(shape_.layers);
+    for (int64_t i = 0; i < shape_.layers; i++) {
+      const Layer& layer = layers_[i];
+      for (int64_t target = 0; target < kTargets; target++) {
+        const int64_t rank = ranks[i * kTargets + target];
+        if (rank == 0) continue;
+        const Matrix<T>& matrix = changed(layer, static_cast<Target>(target));
+        LowRank<T>& change = adapters_.coming().of(i, target);
+        change.a.shape(rank, matrix.inputs);
+        change.b.shape(matrix.outputs, rank);
+      }
+    }
+    return adapters_.coming().place();
+  }
+
+  // `a` [rank, inputs] and `b` [outputs, rank] of one change of the adapter that is coming.
+  void set_adapter(int64_t layer, Target target, int64_t rank, const float* a, const float* b) {
+    const Shape& s = shape_;
+    LowRank<T>& change = adapters_.coming().of(layer, target);
+    const int64_t inputs[] = {s.hidden, queries_, s.hidden, s.ffn};
+    const int64_t outputs[] = {queries_ + 2 * keys_, s.hidden, 0, s.hidden};
+    change.a.pack(a, rank, inputs[target]);
+    if (target == kToGateUp)
+      pack_gate_up(change.b, [=](int64_t r) { return b + r * rank; }, s.ffn, rank);
+    else
+      change.b.pack(b, outputs[target], rank);
+  }
+
+  void commit_adapter(int64_t place) { adapters_.commit(place); }
+  void drop_adapter(int64_t place) { adapters_.drop(place); }
+
   int64_t run(const Slots& slots, const int64_t* slot, const int64_t* count, int64_t n,
-              int64_t steps, double budget_s, int32_t version) {
+              int64_t steps, double budget_s) {
     const auto began = std::chrono::steady_clock::now();
     int64_t sampled = 0;
+    order_.resize(n);
+    std::iota(order_.begin(), order_.end(), 0);
+    std::stable_sort(order_.begin(), order_.end(), [&](int64_t a, int64_t b) {
+      return slots.adapter[slot[a]] < slots.adapter[slot[b]];
+    });
     for (int64_t step = 0; step < steps; step++) {
       batch_.clear(), last_.clear();
-      for (int64_t i = 0; i < n; i++) {
+      for (const int64_t i : order_) {
         const int64_t at = slot[i], first = slots.computed[at];
         for (int64_t p = first; p < first + count[i]; p++)
           batch_.push_back({slots.tokens[at * slots.length + p], p, at});
@@ -191,7 +280,7 @@ class Decoder {
       project(last_);
       bool ended = false;
       for (size_t i = 0; i < last_.size(); i++)
-        ended |= append(slots, last_[i], i, version);
+        ended |= append(slots, last_[i], i);
       sampled += last_.size();
       const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - began;
       if (ended || spent.count() >= budget_s) break;
@@ -276,17 +365,41 @@ class Decoder {
     mixture.shared_down.shape(shape_.hidden, shape_.shared_ffn);
   }
 
-  static void padded(const float* values, int64_t n, std::vector<float>& into) {
+  static void padded(Given& given, int64_t n, std::vector<float>& into) {
     into.assign(rounded_up(n, 16), 0.0f);
+    const float* values = given.at(0, n);
     std::copy(values, values + n, into.begin());
+  }
+  static void copied(Given& given, int64_t rows, int64_t columns, std::vector<float>& into) {
+    into.resize(rows * columns);
+    for (int64_t r = 0; r < rows; r++)
+      std::copy_n(given.at(r * columns, columns), columns, into.begin() + r * columns);
+  }
+
+  // Rows of a matrix by their numbers, from row `first` of what is given on.
+  static auto rows_of(Given& given, int64_t columns, int64_t first = 0) {
+    return [&given, columns, first](int64_t r) { return given.at((first + r) * columns, columns); };
+  }
+  static void pack(Matrix<T>& into, Given& given, int64_t count, int64_t columns,
+                   int64_t first = 0) {
+    into.pack_rows(rows_of(given, columns, first), count, columns, [](int64_t r) { return r; });
+  }
+
+  const Matrix<T>& changed(const Layer& layer, Target target) const {
+    const Matrix<T>* of[] = {&layer.qkv, &layer.output, &layer.gate_up, &layer.down};
+    return *of[target];
   }
 
   // Panels of gate and of up alternate, so that their product is taken from registers.
-  void pack_gate_up(Matrix<T>& into, const float* values, int64_t ffn) {
-    into.pack(values, into.outputs, shape_.hidden, [ffn](int64_t r) {
+  template <class Values>
+  static void pack_gate_up(Matrix<T>& into, Values&& values, int64_t ffn, int64_t columns) {
+    into.pack_rows(values, into.outputs, columns, alternating(ffn));
+  }
+  static auto alternating(int64_t ffn) {
+    return [ffn](int64_t r) {
       const int64_t panel = r / kLanes, feature = panel / 2 * kLanes + r % kLanes;
       return feature >= ffn ? -1 : feature + (panel % 2) * ffn;
-    });
+    };
   }
 
   bool reserve(int64_t rows) {
@@ -344,6 +457,8 @@ class Decoder {
   bool forward(const Slots& slots) {
     const int64_t n = batch_.size();
     if (!reserve(n)) return false;
+    if (!adapters_.arrange(n, [&](int64_t r) { return slots.adapter[batch_[r].slot]; }))
+      return false;
     for (int64_t r = 0; r < n; r++) {
       float* row = residual_.at() + r * wide_;
       memcpy(row, embedding_.data() + batch_[r].token * shape_.hidden,
@@ -352,23 +467,47 @@ class Decoder {
     }
     went_.resize(n * sent_);
     int64_t sent = 0;  // places that earlier layers have in a row of went_
-    for (Layer& layer : layers_) {
+    for (int64_t l = 0; l < shape_.layers; l++) {
+      Layer& layer = layers_[l];
       for (int64_t r = 0; r < n; r++)
         norm(residual_.at() + r * wide_, layer.attention_norm, normed_.at() + r * wide_);
       multiply(normed_.at(), n, layer.qkv, bias(layer.qkv_bias), false, heads_.at());
+      adapters_.add(l, kToQkv, normed_.at(), heads_.at());
       for (int64_t r = 0; r < n; r++) place(slots, layer, r);
       for (int64_t r = 0; r < n;) r += attend_from(slots, layer, r);
       multiply(attended_.at(), n, layer.output, bias(layer.output_bias), true, residual_.at());
+      adapters_.add(l, kToOutput, attended_.at(), residual_.at());
       for (int64_t r = 0; r < n; r++)
         norm(residual_.at() + r * wide_, layer.mlp_norm, normed_.at() + r * wide_);
       if (layer.mixture.empty()) {
-        multiply_swiglu(normed_.at(), n, layer.gate_up, ffn_.at());
+        if (!adapters_.change(l, kToGateUp)) {
+          multiply_swiglu(normed_.at(), n, layer.gate_up, ffn_.at());
+        } else {
+          if (!start_gate_up(l, n)) return false;
+          multiply_swiglu(normed_.at(), n, layer.gate_up, ffn_.at(), started_.at());
+        }
         multiply(ffn_.at(), n, layer.down, nullptr, true, residual_.at());
+        adapters_.add(l, kToDown, ffn_.at(), residual_.at());
       } else {
         mix(layer.mixture, n, sent);
         sent += shape_.experts_per_token;
       }
     }
+    return true;
+  }
+
+  // What adapters add to gate and up of the n rows of normed_, in started_: their product begins
+  // with it, since it leaves the registers only behind its nonlinearity. False: no memory.
+  bool start_gate_up(int64_t layer, int64_t n) {
+    const int64_t elements = n * layers_[layer].gate_up.outputs;
+    if (elements > started_room_) {
+      started_room_ = 0;
+      if (!started_.resize(elements)) return false;
+      started_room_ = elements;
+    } else {
+      std::fill_n(started_.at(), elements, 0.0f);
+    }
+    adapters_.add(layer, kToGateUp, normed_.at(), started_.at());
     return true;
   }
 
@@ -485,7 +624,7 @@ class Decoder {
   }
 
   // Samples the next token behind batch row `r` from logits row i; true if that ends its request.
-  bool append(const Slots& s, int64_t r, int64_t i, int32_t version) {
+  bool append(const Slots& s, int64_t r, int64_t i) {
     const int64_t slot = batch_[r].slot;
     const int64_t at = s.known[slot], place = slot * s.length + at;
     const Sampling how = {s.temperature[slot], s.top_p[slot], s.min_p[slot], s.top_k[slot]};
@@ -496,7 +635,7 @@ class Decoder {
     s.logprobs[place] = sampled.logprob;
     if (s.wants_unmodified[slot])
       s.unmodified[place] = Sampler::unmodified(copy_.data(), shape_.vocab, sampled.token);
-    s.versions[place] = version;
+    s.versions[place] = s.loaded[s.adapter[slot]];
     if (s.experts != nullptr)
       std::copy_n(went_.begin() + r * sent_, sent_, s.experts + place * sent_);
     s.known[slot] = at + 1;
@@ -518,13 +657,16 @@ class Decoder {
   Buffer<T> weights_;  // of all matrices
   Sampler sampler_;
   Routes routes_;
+  Adapters<T> adapters_;
   int64_t sent_ = 0;  // experts that a row goes to, all layers
 
   // Of the step that is being computed.
   std::vector<Row> batch_;
-  std::vector<int64_t> last_;  // rows whose next token is to be sampled
+  std::vector<int64_t> order_;  // of its slots: those of one adapter side by side
+  std::vector<int64_t> last_;   // rows whose next token is to be sampled
   int64_t rows_ = 0;           // that the buffers hold
-  Buffer<float> residual_, heads_, logits_, mixed_, routed_, made_;
+  int64_t started_room_ = 0;    // elements that started_ holds
+  Buffer<float> residual_, heads_, logits_, mixed_, routed_, made_, started_;
   Buffer<Act<T>> normed_, attended_, ffn_, gathered_;
   std::vector<int16_t> went_;  // [rows, sent_]
   std::vector<Act<T>> packed_;
@@ -568,18 +710,37 @@ void decoder_delete(void* d) { delete static_cast<Model*>(d); }
 int decoder_wake(void* d) {
   return guarded(-1, [&] { return static_cast<Model*>(d)->wake() ? 0 : -1; });
 }
-int decoder_load(void* d, int part, int64_t layer, const float* values) {
+int decoder_load(void* d, int part, int64_t layer, const Piece* pieces, int64_t count) {
   return guarded(-1, [&] {
-    static_cast<Model*>(d)->set(static_cast<Part>(part), layer, values);
+    Given given(pieces, count);
+    static_cast<Model*>(d)->set(static_cast<Part>(part), layer, given);
     return 0;
   });
 }
+// An adapter of `ranks` [layers, kTargets] in each change; it holds once it is committed.
+int decoder_adapter_begin(void* d, const int64_t* ranks) {
+  return guarded(-1, [&] { return static_cast<Model*>(d)->begin_adapter(ranks) ? 0 : -1; });
+}
+void decoder_adapter_set(void* d, int64_t layer, int target, int64_t rank, const float* a,
+                         const float* b) {
+  static_cast<Model*>(d)->set_adapter(layer, static_cast<Target>(target), rank, a, b);
+}
+int decoder_adapter_commit(void* d, int64_t place) {
+  return guarded(-1, [&] {
+    static_cast<Model*>(d)->commit_adapter(place);
+    return 0;
+  });
+}
+void decoder_adapter_drop(void* d, int64_t place) { static_cast<Model*>(d)->drop_adapter(place); }
 int decoder_score(void* d, const Slots* slots, int64_t slot, int64_t count, float* out) {
   return guarded(-1, [&] { return static_cast<Model*>(d)->score(*slots, slot, count, out) ? 0 : -1; });
 }
 void decoder_sleep(void* d) { static_cast<Model*>(d)->sleep(); }
 void decoder_copy_block(void* d, int64_t from, int64_t to) {
   static_cast<Model*>(d)->copy_block(from, to);
+}
+void decoder_read(void* d, int part, int64_t layer, float* values) {
+  static_cast<const Model*>(d)->get(static_cast<Part>(part), layer, values);
 }
 int64_t decoder_item_bytes() { return sizeof(MESHRL_STORAGE); }
 void decoder_read_blocks(void* d, const int32_t* blocks, int64_t n, char* out) {
@@ -593,9 +754,9 @@ void decoder_write_blocks(void* d, const int32_t* blocks, int64_t n, const char*
 // is known. Up to `steps` times while nothing ends and `budget_s` is not spent; more than one step
 // needs counts of 1. Answers the number of tokens sampled, -1 when memory ran out.
 int64_t decoder_run(void* d, const Slots* slots, const int64_t* slot, const int64_t* count,
-                    int64_t n, int64_t steps, double budget_s, int32_t version) {
+                    int64_t n, int64_t steps, double budget_s) {
   return guarded<int64_t>(-1, [&] {
-    return static_cast<Model*>(d)->run(*slots, slot, count, n, steps, budget_s, version);
+    return static_cast<Model*>(d)->run(*slots, slot, count, n, steps, budget_s);
   });
 }
 

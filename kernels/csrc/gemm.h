@@ -67,21 +67,40 @@ class Matrix {
   void place(T* at) { packed_ = at; }
   T* panel(int64_t index) const { return packed_ + index * inputs * kLanes; }
 
-  // Row r of the matrix is row `source(r)` of `weights` [.., columns]; a negative source is zeros.
-  template <class Source>
-  void pack(const float* weights, int64_t rows, int64_t columns, Source source) {
+  // Row r of the matrix is what `values(source(r))` points to, until it is asked again; a negative
+  // source is zeros.
+  template <class Values, class Source>
+  void pack_rows(Values&& values, int64_t rows, int64_t columns, Source source) {
     constexpr int together = kTogether<T>;
     for (int64_t r = 0; r < rows; r++) {
-      const int64_t from = source(r);
+      const int64_t number = source(r);
+      const float* from = number < 0 ? nullptr : values(number);
       T* row = panel(r / kLanes) + r % kLanes * together;
       for (int64_t c = 0; c < columns; c++) {
-        const float value = from < 0 ? 0.0f : weights[from * columns + c];
+        const float value = from == nullptr ? 0.0f : from[c];
         T* place = row + c / together * together * kLanes + c % together;
         if constexpr (std::is_same_v<T, bf16>)
           *place = to_bf16(value);
         else
           *place = value;
       }
+    }
+  }
+  // The same of `weights` [.., columns].
+  template <class Source>
+  void pack(const float* weights, int64_t rows, int64_t columns, Source source) {
+    pack_rows([=](int64_t r) { return weights + r * columns; }, rows, columns, source);
+  }
+  // The inverse: the values of what was packed, as they were rounded.
+  template <class Source>
+  void unpack(float* weights, int64_t rows, int64_t columns, Source source) const {
+    constexpr int together = kTogether<T>;
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t to = source(r);
+      if (to < 0) continue;
+      const T* row = panel(r / kLanes) + r % kLanes * together;
+      for (int64_t c = 0; c < columns; c++)
+        weights[to * columns + c] = to_float(row[c / together * together * kLanes + c % together]);
     }
   }
   void pack(const float* weights, int64_t rows, int64_t columns) {
@@ -140,9 +159,10 @@ inline void with_tile(int rows, int panels, Body&& body) {
   }
 }
 
-// x [rows, inputs] w^T + bias, tile by tile: finish(first row, first panel, sums[Rows][Panels]).
+// x [rows, inputs] w^T + start, tile by tile: finish(first row, first panel, sums[Rows][Panels]).
+// `start` [rows, outputs] has its rows `stride` apart: 0, it is one row, a bias; or there is none.
 template <class T, class Finish>
-void product(const Act<T>* x, int64_t rows, const Matrix<T>& w, const float* bias,
+void product(const Act<T>* x, int64_t rows, const Matrix<T>& w, const float* start, int64_t stride,
              Finish&& finish) {
   const int64_t inputs = w.inputs, panels = w.outputs / kLanes;
   const int64_t tiles = (rows + kMostRows - 1) / kMostRows;
@@ -159,7 +179,9 @@ void product(const Act<T>* x, int64_t rows, const Matrix<T>& w, const float* bia
         Vec sums[Rows][Panels];
         for (int r = 0; r < Rows; r++)
           for (int p = 0; p < Panels; p++)
-            sums[r][p] = bias == nullptr ? Vec{} : load(bias + (panel + p) * kLanes);
+            sums[r][p] = start == nullptr
+                             ? Vec{}
+                             : load(start + (row + r) * stride + (panel + p) * kLanes);
         const Act<T>* input = x + row * inputs;
         const int64_t from = std::min(tile * share, inputs), to = std::min(from + share, inputs);
         const int64_t ahead = Panels * inputs * kLanes;
@@ -178,7 +200,8 @@ template <class T>
 void multiply(const Act<T>* x, int64_t rows, const Matrix<T>& w, const float* bias, bool add,
               float* y) {
   const int64_t outputs = w.outputs;
-  product<T>(x, rows, w, bias, [&]<int R, int P>(int64_t row, int64_t panel, Vec (&sums)[R][P]) {
+  product<T>(x, rows, w, bias, 0, [&]<int R, int P>(int64_t row, int64_t panel,
+                                                    Vec (&sums)[R][P]) {
     float* target = y + row * outputs + panel * kLanes;
     for (int r = 0; r < R; r++)
       for (int p = 0; p < P; p++) {
@@ -194,11 +217,13 @@ inline Vec swish(Vec x) {
   return x * (x < 0 ? e : splat(1.0f)) / (1.0f + e);
 }
 
-// y [rows, outputs / 2] = silu(gate) * up, where w's panels alternate: gate, up, gate, up.
+// y [rows, outputs / 2] = silu(gate) * up, where w's panels alternate: gate, up, gate, up. The
+// products are added to `start` [rows, outputs], if there is one.
 template <class T>
-void multiply_swiglu(const Act<T>* x, int64_t rows, const Matrix<T>& w, Act<T>* y) {
+void multiply_swiglu(const Act<T>* x, int64_t rows, const Matrix<T>& w, Act<T>* y,
+                     const float* start = nullptr) {
   const int64_t width = w.outputs / 2;
-  product<T>(x, rows, w, nullptr,
+  product<T>(x, rows, w, start, w.outputs,
              [&]<int R, int P>(int64_t row, int64_t panel, Vec (&sums)[R][P]) {
                if constexpr (P % 2 == 0)
                  for (int r = 0; r < R; r++)

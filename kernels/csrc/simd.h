@@ -78,6 +78,14 @@ inline bf16 to_bf16(float x) {
   return static_cast<bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
 // --- Products of a row of activations with packed storage -------------------------------------
 //
 // Storage T keeps kTogether<T> consecutive inner indices beside each other in each lane: one for

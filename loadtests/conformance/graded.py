@@ -45,7 +45,7 @@ async def graded(rows: Iterable[Row], jobs: int, runner: str) -> Answers:
             turn = {"role": "model", "text": text}
             options = {"runner": runner}
             async with turns:
-                grading = Grading(launcher, slots, "conformance", JailLimits(), options, suites)
+                grading = Grading(launcher, slots, JailLimits(), options, suites)
                 found[row.name, which] = await grading.reward({"tests": row.tests}, [turn])
 
         try:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import pytest_asyncio.plugin  # noqa: F401 -- here, so that it need not be in each fork
 
-CPU_S = 20  # of a solution; what hangs has failed
+CPU_S = 5  # of a solution, which needs a tenth of one; what hangs has failed
 OPTIONS = ["-q", "-p", "no:cacheprovider", "-p", "pytest_asyncio.plugin"]
 
 

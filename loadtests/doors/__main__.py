@@ -23,14 +23,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from common.api.callers import ROLES
 from common.errors import MeshError
 from common.process.child import PRIVATE
 from common.settings import MeshSettings
 from common.state import jobs
 from common.state.client import State
+from common.transport.keys import MeshKeys
 from loadtests.doors.found import plan_of
 from loadtests.doors.plan import ANSWERED, GREETED, METRICS, REFUSED, Plan, Tried
-from meshrl.launch.places import MeshPlace
+from meshrl.launch.directory.places import MeshPlace
 
 UP_S = 240.0  # until the job trains
 TRY_S = 300.0
@@ -67,13 +69,9 @@ def secrets_of(settings: MeshSettings) -> list[str]:
 
 
 def server_key(settings: MeshSettings) -> str:
-    """The public key that calls are answered with; empty when the mesh has none."""
-    try:
-        from common.transport.keys import MeshKeys
-    except ImportError:
+    """The public key that calls are answered with; empty when each address has its own."""
+    if settings.keyed:
         return ""
-    from common.api.callers import ROLES
-
     keys = MeshKeys(settings.secret, next(iter(ROLES)), ROLES)
     return keys.answering.public.decode()
 

@@ -17,7 +17,8 @@ import zmq
 
 import common.api
 from common.runtime.interface import Cast, Interface, Method
-from common.transport.zmq import LENGTH_BYTES
+from common.transport.address import endpoint_of, key_of
+from common.transport.pump import LENGTH_BYTES
 from common.wire.frames import CALL, CAST, encode, pack_header
 from loadtests.doors.plan import ANSWERED, REFUSED, Plan, Process, Tried
 
@@ -58,37 +59,38 @@ def blank(hint: Any) -> Any:
     return (origin or hint)()
 
 
-def keyless(socket: zmq.Socket[bytes], plan: Plan) -> None:
+def keyless(socket: zmq.Socket[bytes], key: bytes) -> None:
     """As a process of a mesh without a secret."""
 
 
-def guessing(socket: zmq.Socket[bytes], plan: Plan) -> None:
+def guessing(socket: zmq.Socket[bytes], key: bytes) -> None:
     """With keys of its own making."""
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.curve_serverkey, _ = zmq.curve_keypair()
 
 
-def informed(socket: zmq.Socket[bytes], plan: Plan) -> None:
-    """With a key of its own, and the very key that the mesh answers with."""
-    guessing(socket, plan)
-    socket.curve_serverkey = plan.server_key.encode()
+def informed(socket: zmq.Socket[bytes], key: bytes) -> None:
+    """With a key of its own, and the very key that it is answered with."""
+    guessing(socket, key)
+    socket.curve_serverkey = key
 
 
 def call_all(plan: Plan) -> list[Tried]:
     """What every process answers to every method, in every way of asking; nothing, one hopes."""
-    ways: list[Callable[[zmq.Socket[bytes], Plan], None]] = [keyless, guessing]
-    if plan.server_key:
-        ways.append(informed)
+    ways: list[Callable[[zmq.Socket[bytes], bytes], None]] = [keyless, guessing, informed]
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 4096)
     asked: dict[zmq.Socket[bytes], tuple[Process, str, dict[int, str]]] = {}
     poller = zmq.Poller()
     for process in plan.processes:
+        key = key_of(process.address) or plan.server_key.encode()
         for way in ways:
+            if way is informed and not key:
+                continue
             socket = context.socket(zmq.DEALER)
             socket.linger = 0
-            way(socket, plan)
-            socket.connect(process.address)
+            way(socket, key)
+            socket.connect(endpoint_of(process.address))
             asked[socket] = process, way.__name__, _ask(socket, process)
             poller.register(socket, zmq.POLLIN)
     answers: dict[zmq.Socket[bytes], dict[int, str]] = {socket: {} for socket in asked}

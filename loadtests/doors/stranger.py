@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ WAIT_S = 1.5  # for whatever comes
 TOLD = 4000  # characters of an answer that are kept
 THREADS = 24
 GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\1NULL"
+TLS_ALERT = b"\x15\x03"  # how it says that it was not addressed in TLS
 REDIS_REFUSES = (b"-NOAUTH", b"-WRONGPASS", b"-NOPERM")
 SAID: dict[str, bytes] = {
     "nothing": b"",
@@ -88,6 +90,8 @@ def outcome(port: Port, said: bytes) -> str:
     lines = [line for line in said.split(b"\r\n") if line]
     if all(line.startswith(REDIS_REFUSES) for line in lines):
         return REFUSED
+    if port.serves == "redis" and said[:2] == TLS_ALERT:
+        return GREETED
     if port.serves == "redis" and all(line.startswith((*REDIS_REFUSES, b"-ERR")) for line in lines):
         return GREETED
     if said.startswith((b"HTTP/1.0 401", b"HTTP/1.1 401")):
@@ -95,17 +99,26 @@ def outcome(port: Port, said: bytes) -> str:
     return ANSWERED
 
 
-def at_port(port: Port, what: str) -> Tried:
-    """Says one thing to one port."""
+def at_port(port: Port, what: str, tls: bool = False) -> Tried:
+    """Says one thing to one port, over TLS with whoever it is if so asked."""
     said = b""
     try:
-        with socket.create_connection((port.host, port.port), timeout=WAIT_S) as connection:
-            connection.sendall(SAID[what])
-            said = heard(connection)
+        connection = socket.create_connection((port.host, port.port), timeout=WAIT_S)
+        with _anybody().wrap_socket(connection) if tls else connection as end:
+            end.sendall(SAID[what])
+            said = heard(end)
     except OSError:
         pass
-    where = f"{what} at {port.host}:{port.port} ({port.serves or 'other'} of {port.owner})"
+    over = f"{port.host}:{port.port}{' over TLS' if tls else ''}"
+    where = f"{what} at {over} ({port.serves or 'other'} of {port.owner})"
     return Tried(where, outcome(port, said), said[:TOLD].decode("latin-1"))
+
+
+def _anybody() -> ssl.SSLContext:
+    """A client that asks nobody for a certificate."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 def at_socket(path: str) -> Tried:

@@ -26,6 +26,20 @@ class Story:
     ends: dict[int, list[tuple[str, int, int]]] = field(default_factory=dict)
     ready: set[int] = field(default_factory=set)
     steps: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    paused: int = 0  # since when it stands still; 0: it goes on
+    stood: int = 0  # milliseconds that it stood still
+
+    def stand(self, event: dict[str, Any]) -> None:
+        """Takes in whether the job is paused from this event on, or goes on."""
+        if event["kind"] == "admission":
+            paused = str(event["fields"]["held"]).startswith("paused")
+            if self.paused and not paused:
+                self.stood += event["ms"] - self.paused
+            self.paused = (self.paused or event["ms"]) if paused else 0
+
+    def went(self, ms: int) -> int:
+        """Time of the job by then, without the pauses."""
+        return (self.paused or ms) - self.stood
 
     def end(self, group: int, term: str, trajectories: int, failed: int = 0) -> None:
         self.ends.setdefault(group, []).append((term, trajectories, failed))
@@ -41,6 +55,7 @@ def check(run: Path) -> dict[str, Any]:
         told = event["fields"]
         if told["job"] != files.job:
             continue
+        story.stand(event)
         if event["kind"] == "opened":
             ever.update(told["groups"])
         if event["kind"] in ("step", "initial"):
@@ -68,7 +83,7 @@ def _after(story: Story, event: dict[str, Any], problems: list[str]) -> Story:
     told, kind = event["fields"], event["kind"]
     if kind == "opened":
         for group in told["groups"]:
-            story.sizes[group], story.since[group] = told["samples"], event["ms"]
+            story.sizes[group], story.since[group] = told["samples"], story.went(event["ms"])
     elif kind == "ready":
         story.ready.add(told["group"])
     elif kind == "requeued":
@@ -94,7 +109,9 @@ def _after(story: Story, event: dict[str, Any], problems: list[str]) -> Story:
         if told["lineage"] <= story.lineage:
             problems.append(f"lineage {told['lineage']} follows lineage {story.lineage}")
         if kind == "restored":
-            return Story(told["lineage"], told["version"], told["lineage"], dict(told["counts"]))
+            new = Story(told["lineage"], told["version"], told["lineage"], dict(told["counts"]))
+            new.paused, new.stood = story.paused, story.stood
+            return new
         story.lineage, story.version = told["lineage"], told["version"]
         gone = {n: rows for n, rows in story.steps.items() if n > told["version"]}
         story.steps = {n: rows for n, rows in story.steps.items() if n not in gone}
@@ -160,7 +177,7 @@ def _clean(files: Files) -> bool:
 def _in_flight(story: Story, files: Files, without_end: set[int]) -> int:
     if _clean(files):
         return int(files.mark["samples"])
-    last = files.events[-1]["ms"] if files.events else 0
+    last = story.went(files.events[-1]["ms"]) if files.events else 0
     return sum(
         story.sizes[group]
         for group in without_end

@@ -10,14 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from common.runtime.actor import Actor
 from common.runtime.mesh import Mesh, MeshSettings
 from common.secret import SECRET_BYTES
 from common.settings import SETTINGS_ENV
 from common.state import registry
-from common.state.embedded import command
+from common.state.server.embedded import command
 
 START_S = 120.0  # native code may have to be compiled
 
@@ -58,7 +59,9 @@ class EngineProcesses:
 
 
 @contextlib.asynccontextmanager
-async def meshed(name: str) -> AsyncIterator[tuple[Mesh, EngineProcesses, Path]]:
+async def meshed(
+    name: str, actor: Callable[[Mesh], Actor] | None = None
+) -> AsyncIterator[tuple[Mesh, EngineProcesses, Path]]:
     """This process as the mesh member `name`, on a Redis that ends with it; a scratch directory."""
     with tempfile.TemporaryDirectory(prefix="meshrl-") as scratch:
         directory = Path(scratch)
@@ -78,7 +81,7 @@ async def meshed(name: str) -> AsyncIterator[tuple[Mesh, EngineProcesses, Path]]
                 while not (directory / "redis" / "redis.sock").exists():
                     await asyncio.sleep(0.02)
             mesh = await Mesh.open(name, name.partition("/")[0], settings)
-            await mesh.join(None)
+            await mesh.join(actor(mesh) if actor is not None else None)
             yield mesh, engines, directory
         finally:
             if mesh is not None:

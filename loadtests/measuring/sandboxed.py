@@ -17,12 +17,16 @@ from pathlib import Path
 import psutil
 
 from common.api.sandbox import JailSettings, LoadJob, RewardPart, RunTools, Sandbox, ToolCall
-from common.runtime.mesh import Mesh, MeshSettings, Ref
+from common.pool.names import sandbox
+from common.runtime.mesh import Mesh, MeshSettings
+from common.runtime.ref import Ref
 from common.secret import SECRET_BYTES
 from common.settings import SETTINGS_ENV
 from common.state import registry
-from common.state.embedded import command
+from common.state.server.embedded import command
 
+JOB = "load"  # that the sandbox serves
+NAME = sandbox(JOB, 0)
 START_S = 120.0
 CALL_S = 300.0
 ROOT = Path(__file__).parents[2]
@@ -117,7 +121,7 @@ async def sandboxed(*options: str) -> AsyncIterator[Place]:
             environment = {SETTINGS_ENV: str(directory / "settings.json"), "PYTHONPATH": str(ROOT)}
             with (directory / "sandbox.log").open("ab") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "services.sandbox", *options],
+                    [sys.executable, "-m", "services.sandbox", "--name", NAME, *options],
                     env={**os.environ, **environment},
                     stdout=log,
                     stderr=log,
@@ -129,7 +133,7 @@ async def sandboxed(*options: str) -> AsyncIterator[Place]:
                     text = (directory / "sandbox.log").read_text()
                     raise RuntimeError(f"the sandbox does not start: {text[-2000:]}")
                 await asyncio.sleep(0.05)
-            yield Place(mesh, mesh.ref("sandbox/0"), psutil.Process(process.pid), directory)
+            yield Place(mesh, mesh.ref(NAME), psutil.Process(process.pid), directory)
         finally:
             if mesh is not None:
                 await mesh.leave()

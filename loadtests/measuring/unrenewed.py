@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from common.clock import SystemClock
 from common.process.host import SystemHost
 from common.random import Random
 from common.runtime.mesh import Mesh
 from common.state import registry
-from common.transport.keys import MeshKeys
+from common.transport.keys import Keys, MeshKeys, ProcessKeys
 from common.transport.zmq import ZmqTransport
 from sim.state import simulated_state
 
@@ -17,12 +19,23 @@ FOREVER_S = 3600.0  # lease length
 ROLE = "loadtest"
 
 
-def unrenewed(name: str, secret: str = "") -> Mesh:
-    """With a Redis of its own in this process: `knows` tells it of others. Without a secret anybody
-    may connect.
+def own_keys(others: Sequence[str] = ()) -> ProcessKeys:
+    """A key for this process, which lets in who has one of `others`, in hexadecimal digits."""
+    known = frozenset(others)
+
+    def whose(asked: Sequence[str]) -> list[tuple[str, ...]]:
+        return [(f"{ROLE}@here",) if key in known else () for key in asked]
+
+    return ProcessKeys(whose, SystemClock().monotonic)
+
+
+def unrenewed(name: str, secret: str = "", keys: Keys | None = None) -> Mesh:
+    """With a Redis of its own in this process: `knows` tells it of others. Without a secret, or
+    keys, anybody may connect.
     """
     clock = SystemClock()
-    keys = MeshKeys(secret, ROLE, {ROLE}) if secret else None
+    if secret:
+        keys = MeshKeys(secret, ROLE, {ROLE})
     return Mesh(
         name=name,
         kind=ROLE,

@@ -20,8 +20,10 @@ from typing import Any
 
 import psutil
 
-from common.process.birth import NURSERY_ENV, OFF
-from common.state import gangs, registry
+from common.pool.rows import Resident, Role
+from common.pool.snapshot import Request
+from common.process.forking.birth import NURSERY_ENV, OFF
+from common.state import pool, registry
 from common.state.client import State
 from loadtests.measuring.metered import LOOK_S, started
 from loadtests.training import digits
@@ -79,9 +81,18 @@ async def until(what: Callable[[], Awaitable[bool]]) -> float:
 
 
 async def all_settled(state: State) -> bool:
-    found = await gangs.gangs(state)
-    ready = [g for g in found if g.settled and g.desired_role != gangs.Role.IDLE]
-    return len(ready) == WORKERS
+    found = await residents(state)
+    return len(found) == WORKERS and all(one.settled for one in found.values())
+
+
+async def residents(state: State) -> dict[str, Resident]:
+    """Who resides on each worker."""
+    return {
+        gang.workers[rank]: resident
+        for gang in await pool.gangs(state)
+        for resident in gang.residents
+        for rank in resident.ranks
+    }
 
 
 async def an_engine(state: State) -> registry.Entry:
@@ -108,12 +119,13 @@ async def moved(state: State) -> tuple[float, float]:
     until its process there is ready.
     """
     engine = await an_engine(state)
-    gang = engine.name.partition("/")[2]
-    await gangs.request_move(state, gang, gangs.Role.TRAINING, uuid.uuid4().hex)
+    there = await residents(state)
+    worker = next(w for w, one in there.items() if engine.name == f"engine/{one.id}")
+    await pool.request(state, Request(uuid.uuid4().hex, "move", worker=worker, role=Role.TRAINING))
 
     async def decided() -> bool:
-        row = await gangs.gang(state, gang)
-        return row is not None and row.desired_role == gangs.Role.TRAINING
+        now = (await residents(state)).get(worker)
+        return now is not None and now.role == Role.TRAINING
 
     return await until(decided), await until(lambda: all_settled(state))
 

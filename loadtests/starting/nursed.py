@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from common.clock import SystemClock
-from common.process.birth import NURSERY_ENV
+from common.process.forking.birth import NURSERY_ENV
 from common.process.handle import Child
 from common.process.host import Host
 from common.settings import SETTINGS_ENV
+from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.nursery import MeshNursery
-from meshrl.launch.places import MeshPlace
 
 BUDGET = (5, 60.0)
 GRACE_S = 5.0

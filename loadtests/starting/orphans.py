@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from common.process.birth import ANSWER_S, NURSERY_ENV, OFF
+from common.process.forking.birth import ANSWER_S, NURSERY_ENV, OFF
 from common.process.handle import UNKNOWN_EXIT, SystemChild
 from common.process.host import SystemHost
 from loadtests.starting.nursed import nursery, starting
@@ -128,7 +128,13 @@ class Trials:
     async def _small_nursery(self, mark: str) -> AsyncIterator[tuple[str, int]]:
         """With little imported; its socket has the mark in its name, and so it is in its trial."""
         socket = self._folder / mark
-        argv = [sys.executable, "-m", "common.process.nursery", str(socket), "common.process.host"]
+        argv = [
+            sys.executable,
+            "-m",
+            "common.process.forking.nursery",
+            str(socket),
+            "common.process.host",
+        ]
         child = self._host.spawn(argv, name="nursery", env={NURSERY_ENV: OFF})
         async with asyncio.timeout(BEGIN_S):
             while not socket.exists():

@@ -21,23 +21,29 @@ from statistics import median
 from typing import Any
 
 from common.job.job_data import JobData
-from common.process.birth import OFF
-from common.process.supervisor import ChildSpec, Supervisor
+from common.pool.names import shard, worker_process
+from common.pool.rows import Budget, Resident, Role, Worker
+from common.process.forking.birth import OFF
+from common.process.supervision.lease_watch import LeaseWatch
+from common.process.supervision.supervisor import ChildSpec, Supervisor
 from common.runtime.mesh import Mesh
 from common.settings import SETTINGS_ENV
 from common.state import jobs, registry
-from common.state.gangs import Role
 from loadtests.measuring.meshed import START_S, meshed
 from loadtests.starting.nursed import cpu_s, nursery, starting
 from loadtests.training import digits
 from meshrl.job import bundle, jobfile
-from services.node.roleprocess import RoleProcess
-from services.node.roles import Assignment, with_overrides
+from services.node.gpus.room import GpuRoom
+from services.node.residents.budgets import Budgets
+from services.node.residents.process import Around, RoleProcess
+from services.node.residents.roles import Wish, with_overrides
+from services.node.residents.segments import Segments
+from services.node.worker import GangWorker
 from services.rollout.environments.pool import command
 from services.rollout.environments.process import EnvironmentProcess
 
 LOOK_S = 0.004  # how soon readiness is seen
-GANG = "g0"
+WORKER = Worker("loadtest", "one", "cpu:0", 0)
 ALONE, PAIR = "alone", "pair"  # jobs, of one rank and of two
 LENGTH = 16
 STEP_S = 30.0
@@ -52,6 +58,14 @@ class Started:
     nursery_cpu_s: float = 0.0
 
 
+def a_worker_of(mesh: Mesh) -> Around:
+    """What role processes of this process as a worker have in common."""
+    logs = Path(mesh.settings.run_root) / "logs"
+    segments = Segments(lambda: mesh.host.room(logs).memory)
+    budgets = Budgets(Budget(), mesh.host, logs)
+    return Around(mesh, WORKER.id, with_overrides([]), logs, budgets, segments, GpuRoom(mesh))
+
+
 class Starts:
     """Starts processes of each kind, one at a time, and ends them again."""
 
@@ -61,10 +75,12 @@ class Starts:
         self._jobs: dict[str, JobData] = {}
         self._services = Supervisor(mesh.host, mesh.clock)
         self.kinds: dict[str, Callable[[], Awaitable[Started]]] = {
-            "engine": lambda: self._role(Assignment(Role.ROLLOUT, ALONE, False, 1)),
-            "trainer": lambda: self._role(Assignment(Role.TRAINING, ALONE, True, 1)),
-            "helper": lambda: self._role(Assignment(Role.TRAINING, ALONE, False, 1)),
-            "rank": lambda: self._role(Assignment(Role.TRAINING, PAIR, True, 1, 1, 2)),
+            "engine": lambda: self._role(Resident("g0.0", ALONE, Role.ROLLOUT)),
+            "trainer": lambda: self._role(Resident("g0.1", ALONE, Role.TRAINING, core=True)),
+            "helper": lambda: self._role(Resident("g0.2", ALONE, Role.TRAINING)),
+            "rank": lambda: self._role(
+                Resident("g0.3", PAIR, Role.TRAINING, core=True, ranks=(0, 1)), rank=1
+            ),
             "shard": self._shard,
             "environment": self._environment,
         }
@@ -85,17 +101,20 @@ class Starts:
     async def close(self) -> None:
         await self._services.stop(1.0)
 
-    async def _role(self, assignment: Assignment) -> Started:
-        role = RoleProcess(self._mesh, GANG, with_overrides([]), self._logs)
+    async def _role(self, resident: Resident, rank: int = 0) -> Started:
+        mesh = self._mesh
+        around = a_worker_of(mesh)
+        leases = LeaseWatch(mesh.state, mesh.clock, mesh.settings.host, list)
+        wish = Wish("g0", resident, rank, mesh.name)
+        role = RoleProcess(around, wish, leases, lambda: None)
         try:
-            return await self._timed(
-                assignment.name(GANG), lambda: role.start(assignment), lambda: role.pid
-            )
+            return await self._timed(role.name, role.start, lambda: role.pid)
         finally:
             await role.stop("measured", leaving=True)
 
     async def _shard(self) -> Started:
-        name, argv = "rollout/0", [sys.executable, "-m", "services.rollout", "--shard", "0"]
+        name = shard(ALONE, 0)
+        argv = [sys.executable, "-m", "services.rollout", "--job", ALONE, "--shard", "0"]
         spec = ChildSpec(name, argv, log=self._logs / "shard.log")
         found = Supervisor(self._mesh.host, self._mesh.clock)
         try:
@@ -140,7 +159,11 @@ class Starts:
 @contextlib.asynccontextmanager
 async def opened(folder: Path) -> AsyncIterator[tuple[Starts, str]]:
     """The mesh, and the nursery's socket."""
-    async with meshed("planner/loadtest") as (mesh, _, directory):
+
+    def worker(mesh: Mesh) -> GangWorker:
+        return GangWorker(mesh, WORKER, a_worker_of(mesh))
+
+    async with meshed(worker_process(WORKER.id), worker) as (mesh, _, directory):
         (directory / "mesh").mkdir()
         mesh.settings.to_file(directory / "mesh" / "settings.json")
         os.environ[SETTINGS_ENV] = str(directory / "mesh" / "settings.json")

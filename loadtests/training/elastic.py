@@ -17,7 +17,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common.state import gangs, jobs, registry
+from common.pool.rows import Role
+from common.pool.snapshot import Request
+from common.state import jobs, pool, registry
 from common.state.client import State
 from loadtests.measuring.metered import LOOK_S, run_job, started, steps_of
 from loadtests.starting.nursed import cpu_s
@@ -116,9 +118,15 @@ async def joined(task: Task, out: Path) -> tuple[list[Row], int]:
     job = task.job_file(out, steps=JOIN_AT + JOIN_STEPS + 1, staleness=0, workers=3)
     async with started(job, out, *SETTINGS, STAY) as (state, _), asyncio.timeout(DEADLINE_S):
         await committed(state, JOIN_AT)
-        gang = next(g.id for g in await gangs.gangs(state) if g.desired_role == gangs.Role.ROLLOUT)
+        worker = next(
+            gang.workers[resident.ranks[0]]
+            for gang in await pool.gangs(state)
+            for resident in gang.residents
+            if resident.role == Role.ROLLOUT
+        )
         moved = (await row_of(state)).version
-        await gangs.request_move(state, gang, gangs.Role.TRAINING, uuid.uuid4().hex)
+        asked = Request(uuid.uuid4().hex, "move", worker=worker, role=Role.TRAINING)
+        await pool.request(state, asked)
         while True:
             rows = await steps_of(state, out)
             if len(rows) >= JOIN_AT + JOIN_STEPS or (rows and len(rows[-1]["workers"]) > 1):

@@ -177,7 +177,7 @@ class Shard:
 async def opened(chosen: argparse.Namespace) -> Shard:
     """A shard of a job that is on record, with its engines in reach."""
     settings = MeshSettings.from_env()
-    mesh = await Mesh.open("rollout/0", "rollout", settings)
+    mesh = await Mesh.open("rollout/job/0", "rollout", settings)
     config = JobConfig(name=JOB)
     data = JobData(JOB, config, Path(settings.run_root), Path(settings.run_root) / "run")
     await jobs.submit(mesh.state, JOB, config.document(), str(data.run_dir), "submit")

@@ -17,10 +17,32 @@ app = typer.Typer(
 )
 
 
+def _run(text: str) -> Path:
+    """The directory that an argument names; of a URL, one to which the run is brought."""
+    if "://" not in text:
+        return Path(text)
+    from meshrl.run.from_url import brought
+
+    return brought(text)
+
+
 Job = Annotated[Path, typer.Argument(metavar="JOB", help="A job file (TOML).", show_default=False)]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, as in runs/calculator.")]
+Run = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN", parser=_run, help="A run directory, as in runs/calculator, or a run's URL."
+    ),
+]
 RunOrJob = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run directory, or a job of the mesh by its name.")
+]
+RunOrUrl = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[RUN]",
+        parser=_run,
+        help="A run directory, or a run's URL; default: the mesh started last.",
+    ),
 ]
 RunOrMesh = Annotated[
     Path | None,
@@ -45,11 +67,47 @@ Changes = Annotated[
     ),
 ]
 Seed = Annotated[int | None, typer.Option(metavar="N", help="Overrides `seed` of the job file.")]
+RateUp = Annotated[
+    float,
+    typer.Option(metavar="MB", min=0, help="A second, that bulk ports here send; 0: no bound."),
+]
+RateDown = Annotated[
+    float, typer.Option(metavar="MB", min=0, help="A second, that they receive; 0: no bound.")
+]
+NoWorkers = Annotated[
+    bool, typer.Option("--no-workers", help="This host computes nothing: it gives no worker.")
+]
+Services = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KINDS",
+        help="Which services of jobs may be placed here: shards, sandboxes, or none; default: "
+        "shards,sandboxes.",
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replaces a run that has ended.")]
+HealthOption = Annotated[
+    str,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Where this host as a whole serves /livez, /readyz and /metrics; default: nowhere.",
+    ),
+]
 MeshOption = Annotated[
     Path | None,
     typer.Option(
         "--mesh", metavar="PATH", help="A run or mesh directory; default: the mesh started last."
+    ),
+]
+TokenOption = Annotated[
+    str | None,
+    typer.Option(
+        "--token",
+        metavar="FILE",
+        envvar="MESHRL_TOKEN",
+        show_envvar=False,
+        help="A token of `meshrl token create`, or its file, for a mesh of somebody else's; "
+        "default: $MESHRL_TOKEN.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Prints JSON for a program to read.")]

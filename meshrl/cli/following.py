@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshrl.cli.arguments import AsJson, MeshOption, RunOrJob, RunOrMesh, app
+from meshrl.cli.arguments import AsJson, MeshOption, RunOrJob, RunOrMesh, RunOrUrl, TokenOption, app
 
 
 @app.command(rich_help_panel="Runs")
@@ -20,6 +20,7 @@ def watch(
         ),
     ] = None,
     mesh: MeshOption = None,
+    token: TokenOption = None,
 ) -> None:
     """Shows a run as `meshrl run` does: one that was submitted, or is run in another terminal.
 
@@ -30,6 +31,10 @@ def watch(
 
         meshrl watch runs/calculator
     """
+    if token and run and not mesh:
+        from meshrl import by_token
+
+        raise typer.Exit(by_token.watch(token, str(run)))
     from meshrl.run import watching
 
     raise typer.Exit(watching.watch(run, mesh))
@@ -43,6 +48,7 @@ def wait(
     ] = None,
     json: AsJson = False,
     mesh: MeshOption = None,
+    token: TokenOption = None,
 ) -> None:
     """Returns when a run is over and its report and model are written, and says how it ended.
 
@@ -52,13 +58,19 @@ def wait(
 
         meshrl wait runs/calculator --timeout 3600 && meshrl audit runs/calculator
     """
+    if token and not mesh:
+        from meshrl import by_token
+
+        raise typer.Exit(by_token.wait(token, str(run), timeout, json))
     from meshrl.run import waiting
 
     raise typer.Exit(waiting.wait(run, mesh, timeout, json))
 
 
 @app.command(rich_help_panel="Runs")
-def cancel(run: RunOrJob, json: AsJson = False, mesh: MeshOption = None) -> None:
+def cancel(
+    run: RunOrJob, json: AsJson = False, mesh: MeshOption = None, token: TokenOption = None
+) -> None:
     """Ends a job cleanly: one of a mesh, which takes up the next one, or that of a `meshrl run`.
 
     What it has made stays, its last checkpoint too, and `meshrl resume` goes on from there. Exits 1
@@ -68,6 +80,10 @@ def cancel(run: RunOrJob, json: AsJson = False, mesh: MeshOption = None) -> None
 
         meshrl cancel runs/calculator
     """
+    if token and not mesh:
+        from meshrl import by_token
+
+        raise typer.Exit(by_token.cancel(token, str(run), json))
     from meshrl.run import waiting
 
     raise typer.Exit(waiting.cancel(run, mesh, json))
@@ -98,7 +114,7 @@ def samples(
 
         meshrl samples runs/calculator --failed --follow
     """
-    from meshrl.observe import samples as reading
+    from meshrl.observe.report import samples as reading
     from meshrl.run.target import run_of
 
     asked = [name for name, on in (("best", best), ("worst", worst), ("failed", failed)) if on]
@@ -110,7 +126,7 @@ def samples(
 
 
 @app.command(rich_help_panel="Runs")
-def audit(run: RunOrMesh = None, json: AsJson = False, mesh: MeshOption = None) -> None:
+def audit(run: RunOrUrl = None, json: AsJson = False, mesh: MeshOption = None) -> None:
     """Accounts for every trajectory of a run, from its ledger and events alone.
 
     Of a mesh: of the job that it works on, or did last. Exits 1 when a trajectory is lost or was
@@ -120,7 +136,7 @@ def audit(run: RunOrMesh = None, json: AsJson = False, mesh: MeshOption = None) 
 
         meshrl audit runs/calculator
     """
-    from meshrl.observe import audit as auditing
+    from meshrl.observe.recording import audit as auditing
     from meshrl.run.target import run_of
 
     raise typer.Exit(auditing.show(run_of(run, mesh).directory, json))
@@ -132,8 +148,15 @@ def status(
     stalled: Annotated[
         bool, typer.Option("--stalled", help="Names who waits and which process is the cause.")
     ] = False,
+    why: Annotated[
+        str,
+        typer.Option(
+            metavar="JOB|GANG", help="What was decided about it last, with rule and figures."
+        ),
+    ] = "",
     json: AsJson = False,
     mesh: MeshOption = None,
+    token: TokenOption = None,
 ) -> None:
     """Shows jobs, services and gangs, or with --stalled what holds them up.
 
@@ -146,10 +169,19 @@ def status(
         meshrl status runs/calculator
 
         meshrl status --stalled --json
+
+        meshrl status --why calculator
     """
+    if token and not mesh:
+        from meshrl import by_token
+
+        by_token.status(token, None if run is None else str(run), json)
+        return
     from meshrl import commands
 
-    if stalled:
+    if why:
+        commands.why(why, run or mesh, json)
+    elif stalled:
         commands.stalled(run, mesh, json)
     else:
         commands.status(run, mesh, json)
@@ -161,22 +193,26 @@ def logs(
         list[str] | None,
         typer.Argument(
             metavar="[RUN] [SERVICE]",
-            help="A run or mesh directory, and a service as in rollout/0; default: all logs of "
-            "the mesh started last.",
+            help="A run or mesh directory, and a service as in rollout/calc/0; default: all logs "
+            "of the mesh started last.",
         ),
     ] = None,
     lines: Annotated[int, typer.Option("-n", "--lines", help="How many, of each log.")] = 20,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Waits for more.")] = False,
+    listed: Annotated[
+        bool, typer.Option("--list", help="Says which logs there are on which host.")
+    ] = False,
     mesh: MeshOption = None,
 ) -> None:
-    """Prints the logs of a mesh, also of one that has stopped.
+    """Prints the logs of a mesh, also of one that has stopped. While it runs, also those of its
+    other hosts.
 
     Example:
 
-        meshrl logs rollout/0 -f
+        meshrl logs rollout/calc/0 -f
 
         meshrl logs runs/calculator trainer/calculator
     """
     from meshrl import logs as printing
 
-    printing.show(names or [], mesh, lines, follow)
+    printing.show(names or [], mesh, lines, follow, listed)

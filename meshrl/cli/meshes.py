@@ -7,14 +7,28 @@ from typing import Annotated
 
 import typer
 
-from meshrl.cli.arguments import AsJson, MeshOption, app
+from meshrl.cli.arguments import (
+    AsJson,
+    HealthOption,
+    MeshOption,
+    NoWorkers,
+    RateDown,
+    RateUp,
+    Services,
+    TokenOption,
+    app,
+)
 
 
 @app.command(rich_help_panel="Meshes")
 def up(
-    workers: Annotated[int, typer.Option(metavar="N", help="Accelerators, or CPU slots.")] = 3,
-    shards: Annotated[int, typer.Option(metavar="N", help="Rollout shards.")] = 1,
+    workers: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, help="0: as many as there are GPUs, or 3 CPU slots."),
+    ] = 0,
     device: Annotated[str, typer.Option(help="What workers are: cpu, or cuda.")] = "cpu",
+    no_workers: NoWorkers = False,
+    services: Services = None,
     root: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where it keeps its files; default .meshrl.")
     ] = None,
@@ -23,28 +37,97 @@ def up(
     metrics: Annotated[
         str, typer.Option(help="Where each process serves its metrics, HOST:PORTS; or off.")
     ] = "127.0.0.1:*",
-    ranks: Annotated[
-        int, typer.Option(metavar="N", help="Workers that train together: a job's training.ranks.")
-    ] = 1,
-    sandboxes: Annotated[
-        int, typer.Option(metavar="N", help="Sandbox processes, for tools and rewards.")
-    ] = 1,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A mesh.toml: how the planner shares the mesh between jobs."
+        ),
+    ] = None,
+    gateway: Annotated[
+        str | None,
+        typer.Option(
+            help="Where holders of tokens are let in, as tcp://0.0.0.0:7700; or off. Default: "
+            "this host alone, or with --listen there.",
+        ),
+    ] = None,
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST[:LOW-HIGH]",
+            help="Lets other hosts join: the address by which they reach this one, and its ports.",
+        ),
+    ] = "",
+    resume: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Goes on with the jobs of a mesh whose head is gone, from the copy that it kept "
+            "at this URL (durable.url of its mesh.toml).",
+        ),
+    ] = "",
+    encrypt: Annotated[
+        bool | None,
+        typer.Option(
+            "--encrypt/--no-encrypt",
+            help="Seal weights, files and gradients between hosts, too; default: with --listen.",
+        ),
+    ] = None,
+    rate_up: RateUp = 0.0,
+    rate_down: RateDown = 0.0,
+    foreground: Annotated[
+        bool,
+        typer.Option("--foreground", help="Stays, as the main process of a container does."),
+    ] = False,
+    health: HealthOption = "",
+    secrets: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The head.json of `meshrl secrets`, whose tokens are good here; taken over at the "
+            "first start.",
+        ),
+    ] = None,
 ) -> None:
     """Starts a mesh in the background, for jobs that are submitted to it.
 
-    $MESHRL_REDIS_URL names a Redis to use instead of an embedded one.
+    With --listen it writes a token by which another host joins, with `meshrl join`: every
+    connection is encrypted then, and each process known by a key of its own.
 
-    Example:
+    $MESHRL_REDIS_URL names a Redis to use instead of an embedded one, or a file with its URL.
+
+    Examples:
 
         meshrl up --workers 4
+
+        meshrl up --listen 10.0.0.5:7100-7199
 
         meshrl submit examples/calculator.toml
 
         meshrl down
     """
-    from meshrl.launch import up_down
+    from meshrl.hosts.returning import MB
+    from meshrl.launch import roles, up_down
+    from meshrl.launch.foreground import ended
 
-    up_down.up(root, workers, shards, device, bind, advertise, metrics, ranks, sandboxes)
+    def starting() -> int:
+        return up_down.up(
+            root,
+            roles.role(workers, device, no_workers, services, roles.OF_A_HEAD),
+            bind,
+            advertise,
+            metrics,
+            config,
+            gateway,
+            listen,
+            resume,
+            encrypt,
+            health,
+            foreground,
+            secrets,
+            (int(rate_up * MB), int(rate_down * MB)),
+        )
+
+    raise typer.Exit(ended(starting) if foreground else starting())
 
 
 @app.command(rich_help_panel="Meshes")
@@ -75,19 +158,66 @@ def workers(json: AsJson = False, mesh: MeshOption = None) -> None:
 
 @app.command(rich_help_panel="Meshes")
 def move(
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As in `meshrl workers`: g1.")],
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As in `meshrl workers`: w1.")],
     role: Annotated[str, typer.Argument(metavar="ROLE", help="rollout, training or idle.")],
+    job: Annotated[
+        str, typer.Option(metavar="JOB", help="Of which job; default: the only one.")
+    ] = "",
     mesh: MeshOption = None,
 ) -> None:
     """Gives a worker another role and keeps it there; the others go on.
 
     Example:
 
-        meshrl move g1 training
+        meshrl move w1 training
     """
     from meshrl import commands
 
-    commands.move(worker, role, mesh)
+    commands.move(worker, role, job, mesh)
+
+
+@app.command(rich_help_panel="Meshes")
+def plan(
+    explain: Annotated[
+        bool, typer.Option("--explain", help="What would be decided of it, with rule and figures.")
+    ] = False,
+    look: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A look that was saved; default: the mesh as it is."),
+    ] = None,
+    json: AsJson = False,
+    mesh: MeshOption = None,
+) -> None:
+    """Prints what the planner decides from, as JSON, or what it would decide. Changes nothing.
+
+    Examples:
+
+        meshrl plan --explain
+
+        meshrl plan > look.json; meshrl plan --explain --look look.json
+    """
+    from meshrl import planning
+
+    raise typer.Exit(planning.show(look, explain, json, mesh))
+
+
+@app.command(rich_help_panel="Meshes")
+def delete(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="As in `meshrl status`.")],
+    mesh: MeshOption = None,
+    token: TokenOption = None,
+) -> None:
+    """Removes a job that has ended from the mesh's records. Its run directory stays.
+
+    Weights that lie in the mesh's store alone go with it; checkpoints and exports stay.
+
+    Example:
+
+        meshrl delete calculator
+    """
+    from meshrl import commands
+
+    commands.delete(job, mesh, token)
 
 
 @app.command(rich_help_panel="Help")

@@ -17,6 +17,7 @@ from meshrl.cli.arguments import (
     RunOrJob,
     Seed,
     Set,
+    TokenOption,
     app,
     overrides,
 )
@@ -65,6 +66,9 @@ def init(
     name: Annotated[
         Path, typer.Argument(metavar="NAME", help="A new directory; the job is called as it is.")
     ],
+    example: Annotated[
+        str, typer.Option(help="One of the examples instead: calculator, chat or code.")
+    ] = "",
 ) -> None:
     """Writes a small job that runs as it is: environment, reward, tokenizer and data.
 
@@ -76,10 +80,12 @@ def init(
         meshrl init mygame
 
         meshrl run mygame/job.toml
+
+        meshrl init mysums --example calculator
     """
     from meshrl.starter import creating
 
-    creating.create(name)
+    creating.create(name, example)
 
 
 @app.command(rich_help_panel="Runs")
@@ -97,7 +103,7 @@ def resume(run: Run, set_: Changes = None) -> None:
 
         meshrl resume runs/calculator --set budget.steps=96
     """
-    from meshrl.launch.places import existing_run
+    from meshrl.launch.directory.places import existing_run
 
     existing_run(run)  # first, because what follows takes a second to import
     from meshrl.run import resuming
@@ -107,21 +113,26 @@ def resume(run: Run, set_: Changes = None) -> None:
 
 @app.command(rich_help_panel="Runs")
 def submit(
-    job: Job, seed: Seed = None, set_: Set = None, force: Force = False, mesh: MeshOption = None
+    job: Job,
+    seed: Seed = None,
+    set_: Set = None,
+    force: Force = False,
+    mesh: MeshOption = None,
+    token: TokenOption = None,
 ) -> None:
     """Hands a job to the mesh that runs, and returns.
 
-    Example:
+    With a token, to a mesh of somebody else, who made it by `meshrl token create`.
+
+    Examples:
 
         meshrl submit examples/calculator.toml --set budget.steps=12
+
+        meshrl submit job.toml --token alice.token
     """
     from meshrl import commands
-    from meshrl.job import jobfile
-    from meshrl.preflight import checks
 
-    found = jobfile.read(job, overrides(set_, seed))
-    checks.check(found, starts_mesh=False)
-    commands.submit(found.config, found.base, force, mesh, job)
+    commands.submit(job, overrides(set_, seed), force, mesh, token)
 
 
 @app.command(rich_help_panel="Runs")
@@ -137,6 +148,7 @@ def export(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Default: RUN/model, or RUN/model-N.")
     ] = None,
+    token: TokenOption = None,
 ) -> None:
     """Writes a version of a run as a Hugging Face directory, also while the run goes on.
 
@@ -146,6 +158,10 @@ def export(
 
         meshrl export runs/calculator --step 12
     """
+    if token and not (run / "job.json").is_file():
+        from meshrl import by_token
+
+        raise typer.Exit(by_token.export(token, str(run), step, best, out))
     from meshrl import exporting
 
     raise typer.Exit(exporting.export(run, step, best, out))

@@ -27,6 +27,7 @@ from common.job.config import INITIAL, JobConfig
 from common.model.tokenizer import companions
 from meshrl.job import references, rows, tasksets
 from meshrl.job.jobfile import all_references
+from meshrl.job.models import size
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
@@ -35,7 +36,8 @@ def pack(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dict[str, 
     """Write the job's bundle under `run_dir`; returns its directory and the document to submit.
 
     The document is `config.document()`, paths relative to the bundle, and `bundle: {dir, digest,
-    files}`, where `files` has bytes and digest of each file by its name: who reads it, checks it.
+    files, parameters}`: `files` has bytes and digest of each file by its name, for who reads it to
+    check, `parameters` how many the model has, for who plans where it fits.
     """
     home = run_dir / "bundle"
     home.mkdir(parents=True, exist_ok=True)
@@ -48,7 +50,12 @@ def pack(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dict[str, 
         if not target.is_dir():
             os.rename(staging, target)
             staging.mkdir()  # the context manager removes it
-    document["bundle"] = {"dir": str(target.resolve()), "digest": digest, "files": files}
+    document["bundle"] = {
+        "dir": str(target.resolve()),
+        "digest": digest,
+        "files": files,
+        "parameters": size(config),
+    }
     return target, document
 
 

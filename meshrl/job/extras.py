@@ -10,9 +10,10 @@ from functools import partial
 from common.errors import ConfigError
 from common.job.config import JobConfig
 from common.model.projections import check_adapters
-from common.settings import OFF, metrics_ports
+from common.ports import ports
+from common.settings import OFF
 from meshrl.job import models
-from meshrl.observe import trackers
+from meshrl.observe.recording import trackers
 
 Fail = Callable[[str, str, str], ConfigError]  # key, message, fix
 
@@ -24,7 +25,7 @@ def check(config: JobConfig, fail: Fail) -> None:
         f"tracking.{name}": partial(trackers.present, name) for name in trackers.wanted(config)
     }
     if metrics != OFF:
-        checks["mesh.metrics"] = lambda: metrics_ports(metrics)
+        checks["mesh.metrics"] = lambda: ports(metrics, "mesh.metrics")
     if config.lora.rank:
         checks["lora"] = lambda: check_adapters(
             models.shape(config.model.path, config.model.config),

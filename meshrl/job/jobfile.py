@@ -5,7 +5,6 @@ fix.
 from __future__ import annotations
 
 import os
-import re
 import tomllib
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -15,8 +14,12 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.job.config import INITIAL, JobConfig
-from common.job.pace import profile
+from common.job.pace import profile, training_profile
+from common.job.schema import JOB
 from common.model.tokenizer import companions
+from common.pool.asking import need_of
+from common.pool.fitting import tight_floor
+from common.records.at_url import is_url
 from meshrl.job import (
     algorithm,
     extras,
@@ -25,18 +28,11 @@ from meshrl.job import (
     row_keys,
     rows,
     sandbox,
-    schema,
+    toml_file,
     turns,
 )
-from meshrl.job.toml_lines import key_lines, line_of
 
 REFERENCES = ("environment.use", "warm_start.demonstrations")
-_ONCE = "A key or table of that name stands above: keep one of them"
-_SYNTAX_FIXES = {  # by how tomllib's message begins
-    "Cannot overwrite": _ONCE,
-    "Cannot declare": _ONCE,
-    "Invalid value": "Text takes quotes; true and false are written small",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,17 +55,7 @@ def read(path: Path, overrides: list[str]) -> JobFile:
 
     ConfigError names the line, or the override, that is wrong.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        document = tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(f"cannot read the job file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{path}, line {line}: not UTF-8: {error.reason}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise _syntax(path, text, str(error)) from error
-    places = {key: f"{path}, line {n}" for key, n in key_lines(text).items()}
+    document, places = toml_file.read(path, "the job file")
     for override in overrides:
         key = apply_override(document, override)
         places = {
@@ -78,6 +64,14 @@ def read(path: Path, overrides: list[str]) -> JobFile:
         places[key] = f"--set {override}"
     base = path.resolve().parent
     checker = _Checker(path, places)
+    return JobFile(checker.check(document, base), base, checker.fail)
+
+
+def of_config(config: JobConfig, base: Path, overrides: list[str]) -> JobFile:
+    """A job that was made in code, with `KEY=VALUE` overrides, checked as a file in `base` is."""
+    document = config.document()
+    places = {apply_override(document, override): f"--set {override}" for override in overrides}
+    checker = _Checker(Path("the job"), places)
     return JobFile(checker.check(document, base), base, checker.fail)
 
 
@@ -94,15 +88,6 @@ def again(document: dict[str, Any], overrides: list[str]) -> tuple[JobFile, dict
     return found, config.document() | {"bundle": bundle}
 
 
-def _syntax(path: Path, text: str, wrong: str) -> ConfigError:
-    """What `tomllib` says, with the line itself."""
-    fix = next((fix for start, fix in _SYNTAX_FIXES.items() if wrong.startswith(start)), "")
-    if not (place := re.search(r" \(at (line (\d+), column \d+)\)$", wrong)):
-        return ConfigError(f"{path}: {wrong}", fix=fix)
-    line = text.split("\n")[int(place[2]) - 1].strip()
-    return ConfigError(f"{path}, {place[1]}: {wrong[: place.start()]}: {line}", fix=fix)
-
-
 def apply_override(document: dict[str, Any], override: str) -> str:
     """Set one `KEY=VALUE` in the document; returns KEY. VALUE is TOML, or else a bare string."""
     key, equals, raw = override.partition("=")
@@ -113,7 +98,7 @@ def apply_override(document: dict[str, Any], override: str) -> str:
         value: Any = tomllib.loads(f"x = {raw}")["x"]
     except tomllib.TOMLDecodeError:
         value = raw.strip()
-    if schema.kinds().get(key) is str and not isinstance(value, str):
+    if JOB.kinds.get(key) is str and not isinstance(value, str):
         value = raw.strip()
     *tables, last = key.split(".")
     place = document
@@ -125,6 +110,11 @@ def apply_override(document: dict[str, Any], override: str) -> str:
     return key
 
 
+def _copies(text: str) -> str:
+    """`weights.copies` of a run that is changed: a directory counts from where one is."""
+    return os.path.abspath(Path(text).expanduser()) if text and not is_url(text) else text
+
+
 class _Checker:
     """One pass over one job file; holds where each key was written, for the messages."""
 
@@ -133,7 +123,7 @@ class _Checker:
         self.places = places
 
     def check(self, document: dict[str, Any], base: Path) -> JobConfig:
-        config = self._absolute(schema.validated(document, self.fail), base)
+        config = self._absolute(JOB.validated(document, self.fail), base)
         config = models.supervised(config, document, self.fail)
         self._sizes(config)
         models.check(config, document, self.fail)
@@ -148,12 +138,13 @@ class _Checker:
 
     def again(self, document: dict[str, Any], bundle: Path) -> tuple[JobConfig, JobConfig]:
         """The job of a run, as its document has it, and with the absolute paths of its bundle."""
-        config = schema.validated(document, self.fail)
+        config = JOB.validated(document, self.fail)
         python = config.environment.python and os.path.abspath(config.environment.python)
         config = replace(
             config,
             cache=str(Path(config.cache).expanduser()) if config.cache else "",
             environment=replace(config.environment, python=python),
+            weights=replace(config.weights, copies=_copies(config.weights.copies)),
             sandbox=sandbox.absolute(config.sandbox, Path.cwd()),
         )
         placed = in_bundle(config, bundle)
@@ -166,10 +157,7 @@ class _Checker:
         return config, placed
 
     def fail(self, key: str, message: str, fix: str = "") -> ConfigError:
-        lines = {k: i for i, k in enumerate(self.places, 1)}
-        index = line_of(lines, key)
-        place = list(self.places.values())[index - 1] if index else str(self.path)
-        return ConfigError(f"{place}: {message}", fix=fix)
+        return toml_file.mistake(self.path, self.places, key, message, fix)
 
     def _absolute(self, config: JobConfig, base: Path) -> JobConfig:
         def place(text: str) -> str:
@@ -182,6 +170,7 @@ class _Checker:
             for role, m in config.models.declared.items()
         }
         held = [replace(d, path=place(d.path)) for d in evaluation.datasets]
+        copies = config.weights.copies
         python = environment.python and os.path.abspath(base / environment.python)
         return replace(
             config,
@@ -194,6 +183,7 @@ class _Checker:
                 config.reward, judge=replace(judge, template=models.filled(judge, base, self.fail))
             ),
             evaluation=replace(evaluation, datasets=held),
+            weights=replace(config.weights, copies=copies if is_url(copies) else place(copies)),
             sandbox=sandbox.absolute(config.sandbox, base),
         )
 
@@ -211,6 +201,24 @@ class _Checker:
                 + (", and one for the job's frozen models" if scoring else ""),
             )
 
+        self._pool(config)
+
+    def _pool(self, config: JobConfig) -> None:
+        least, most = config.pool.workers.least, config.pool.workers.most
+        floor = tight_floor(need_of(config.document()))
+        if most and most < least:
+            raise self.fail(
+                "pool.workers.most",
+                f"pool.workers.most = {most} is below pool.workers.least = {least}",
+            )
+        if most and most < floor:
+            raise self.fail(
+                "pool.workers.most",
+                f"pool.workers.most = {most}, and the job takes {floor}: one for each rank of its "
+                "core, one for frozen models, and one for an engine that takes no turns (sglang)",
+                "Give it more, or 0 for as many as there are",
+            )
+
     def _scheduling(self, config: JobConfig) -> None:
         buckets = config.rollout.buckets
         if [b.max_tokens for b in buckets] != sorted({b.max_tokens for b in buckets}):
@@ -222,11 +230,15 @@ class _Checker:
                     f"{key} = {bucket.batch} must lie in 1 to rollout.slots = "
                     f"{config.rollout.slots}",
                 )
-        if config.rollout.pace:
-            try:
-                profile(config.rollout.pace)
-            except ConfigError as error:
-                raise self.fail("rollout.pace", error.message, error.fix) from error
+        for key, pace, read in (
+            ("rollout.pace", config.rollout.pace, profile),
+            ("training.pace", config.training.pace, training_profile),
+        ):
+            if pace:
+                try:
+                    read(pace)
+                except ConfigError as error:
+                    raise self.fail(key, error.message, error.fix) from error
 
     def _files(self, config: JobConfig, base: Path) -> None:
         model = config.model

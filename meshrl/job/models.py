@@ -136,6 +136,11 @@ def shape(path: str, described: dict[str, Any]) -> ModelConfig:
         ) from error
 
 
+def size(config: JobConfig) -> int:
+    """How many parameters the job's model has."""
+    return shape(config.model.path, config.model.config).parameters
+
+
 def judge_of(config: JobConfig, fail: Fail) -> None:
     judge = config.reward.judge
     if not judge.use:

@@ -1,1 +1,1 @@
-"""Starting a mesh, joining it, and stopping it. Open `launcher.py` first."""
+"""Starting a mesh, joining it, and stopping it. Open `head/launcher.py` first."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.job.config import JobConfig
-from common.state.gangs import Role
+from common.pool import names
+from common.pool.rows import Role
+from common.pool.taking import ALL, written
 
 PLANNERS = 2  # the second takes over when the first one's lease ends
 # What the nursery has imported: all that services, role processes and environment processes have in
@@ -45,90 +48,103 @@ class Service:
 
 def nursery(socket: Path) -> list[str]:
     """The command line of a nursery at `socket`."""
-    return [sys.executable, "-m", "common.process.nursery", str(socket), *NURSERY]
+    return [sys.executable, "-m", "common.process.forking.nursery", str(socket), *NURSERY]
 
 
-def services(
-    workers: int, shards: int, device: str, host: str, ranks: int = 1, sandboxes: int = 1
-) -> list[Service]:
-    """The services of a mesh in the order they start; they stop in the reverse order. The first
-    `ranks` workers make one gang.
+def services(workers: int, device: str, host: str, takes: Sequence[str] = ALL) -> list[Service]:
+    """The services of a mesh in the order they start; they stop in the reverse order. Shards and
+    sandboxes are a job's: the host's agent starts them.
     """
 
-    def service(name: str, module: str, purpose: str, *arguments: str) -> Service:
-        return Service(name, (sys.executable, "-m", module, *arguments), purpose)
-
-    planners = [
-        service(
-            f"planner/{i}",
-            "services.planner",
-            "decides which gang has which role" if i == 0 else "stands by",
-            "--name",
-            f"planner/{i}",
-        )
-        for i in range(PLANNERS)
-    ]
-    rollouts = [
-        service(
-            f"rollout/{i}",
-            "services.rollout",
-            "trajectories, from prompt to reward",
-            "--shard",
-            str(i),
-        )
-        for i in range(shards)
-    ]
-    sandbox_services = [
-        service(
-            f"sandbox/{i}",
-            "services.sandbox",
-            "tools and rewards, killable; the model's code in jails",
-            "--name",
-            f"sandbox/{i}",
-        )
-        for i in range(sandboxes)
-    ]
     return [
-        *planners,
-        service("weights", "services.weights", "weight versions and finished groups"),
-        *sandbox_services,
-        service(
-            f"node/{host}",
-            "services.node",
-            f"starts and watches {workers} workers",
-            "--workers",
-            str(workers),
-            "--device",
-            device,
-            *(["--ranks", str(ranks)] if ranks > 1 else []),
-        ),
-        *rollouts,
+        *(planner(f"planner/{i}", i > 0) for i in range(PLANNERS)),
+        _service("weights", "services.weights", "weight versions and finished groups"),
+        agent(host, workers, device, takes),
     ]
+
+
+# Ports that a worker takes, with a role process, and a job, with its shard and its sandbox.
+OF_A_WORKER, OF_A_JOB = 2, 2
+
+
+def ports_of_head(workers: int) -> int:
+    """Ports that the processes of a head take with one job: Redis, the gateway and its front, the
+    weight store and its bulk bytes, the agent and its own, the planners.
+    """
+    return 7 + PLANNERS + OF_A_WORKER * workers + OF_A_JOB
+
+
+def ports_of_host(workers: int) -> int:
+    """Those of a host that joins: the agent and its bulk bytes, a planner that stands by."""
+    return 3 + OF_A_WORKER * workers + OF_A_JOB
+
+
+def planner(name: str, standby: bool) -> Service:
+    """One of those of which one leads."""
+    purpose = "stands by" if standby else "decides who computes what where"
+    return _service(name, "services.planner", purpose, "--name", name)
+
+
+def agent(
+    host: str, workers: int, device: str, takes: Sequence[str] = ALL, *options: str
+) -> Service:
+    """The agent of a host that `takes` these services; `options` are more of its own."""
+    return _service(
+        names.agent(host),
+        "services.node",
+        f"starts and watches {workers} workers, and the shards and sandboxes of jobs",
+        *("--workers", str(workers), "--device", device, "--services", written(takes)),
+        *options,
+    )
+
+
+def _service(name: str, module: str, purpose: str, *arguments: str) -> Service:
+    return Service(name, (sys.executable, "-m", module, *arguments), purpose)
+
+
+def gateway(listen: str, advertise: str) -> Service:
+    """The door for people who hold a token."""
+    words = ["-m", "services.gateway", "--listen", listen, "--advertise", advertise]
+    return Service("gateway", (sys.executable, *words), "the door for who holds a token")
 
 
 def services_of(config: JobConfig) -> list[Service]:
     """The services of the mesh that `meshrl run` starts for a job."""
-    mesh, ranks = config.mesh, config.training.ranks
-    sandboxes = config.sandbox.processes
-    return services(mesh.workers, config.rollout.shards, mesh.device, "*", ranks, sandboxes)
+    return services(config.mesh.workers, config.mesh.device, "*")
 
 
 def described(config: JobConfig) -> list[tuple[str, str]]:
     """(process, what it does) of everything that `meshrl run` would start."""
-    ranks = config.training.ranks
-    training = config.planner.training
+    shards = config.rollout.shards
     rows = [
         ("redis", "state; every write is on disk before it is acknowledged"),
         ("nursery", "has imported what the others need; forks them in milliseconds"),
     ]
     rows += [(s.name, s.purpose) for s in services_of(config)]
-    for rank in range(1, ranks):
-        rows.append((f"worker/g0.{rank}", f"{config.mesh.device} slot; rank {rank} of the core"))
-    for i in range(config.mesh.workers - ranks + 1):
-        scores = i == training and bool(config.models.declared)
-        role = Role.TRAINING if i < training else Role.SCORING if scores else Role.ROLLOUT
-        rows.append((f"worker/g{i}", f"{config.mesh.device} slot; starts in the {role} role"))
+    rows += [
+        (names.shard(config.name, i), "trajectories, from prompt to reward") for i in range(shards)
+    ]
+    rows += [
+        (names.sandbox(config.name, i), "tools and rewards, killable; the model's code in jails")
+        for i in range(config.sandboxes)
+    ]
+    for i in range(config.mesh.workers):
+        rows.append((names.worker_process(f"w{i}"), _starts_as(i, config)))
     if config.environment.use:
         count = config.environment.processes
         rows.append(("environments", f"{count} for each rollout shard: {config.environment.use}"))
     return rows
+
+
+def _starts_as(worker: int, config: JobConfig) -> str:
+    """What a worker begins with where the mesh is the job's alone."""
+    ranks = config.training.ranks
+    slot = f"{config.mesh.device} slot"
+    if 0 < worker < ranks:
+        return f"{slot}; rank {worker} of the core"
+    helpers = worker - ranks + 1 if worker else 0  # gangs that train, beside the core's
+    if helpers < config.planner.training:
+        return f"{slot}; starts in the {Role.TRAINING} role"
+    if helpers == config.planner.training and config.models.declared:
+        return f"{slot}; starts in the {Role.SCORING} role"
+    return f"{slot}; starts in the {Role.ROLLOUT} role"

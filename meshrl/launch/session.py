@@ -16,19 +16,23 @@ from typing import Any
 from common.errors import Refused
 from common.job.config import JobConfig
 from common.process.streams import outlive_a_full_disk
-from common.state import embedded, jobs
-from common.state.accounting import wrong
+from common.state import jobs
+from common.state.lifecycle.accounting import wrong
+from common.state.server import embedded
 from meshrl.job import bundle, edited
-from meshrl.launch import places
-from meshrl.launch.claims import claimed, writing
-from meshrl.launch.launcher import Launcher, Shape, interruptible
-from meshrl.launch.places import write_json
-from meshrl.observe import report
-from meshrl.observe.audit import accused
-from meshrl.observe.recorder import LOOK_S, Recorder
-from meshrl.observe.view import view_for
+from meshrl.launch.directory import places
+from meshrl.launch.directory.claims import claimed, writing
+from meshrl.launch.directory.holding import interruptible
+from meshrl.launch.directory.places import write_json
+from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.observe.live.view import view_for
+from meshrl.observe.recording.audit import accused
+from meshrl.observe.recording.recorder import LOOK_S, Recorder
+from meshrl.observe.report import report
+from meshrl.observe.report.facts import show
 from meshrl.run.outcome import FAILED, FINISHED, INTERRUPTED
 from meshrl.run.target import run_in
+from meshrl.weights.asking import copied
 
 
 def run(config: JobConfig, base: Path, force: bool, job_file: Path | None = None) -> int:
@@ -53,10 +57,10 @@ def pack_run(
     job_file: Path | None,
 ) -> dict[str, Any]:
     """Fills a new run's directory with its bundle and `job.json`: `about`, the document, which is
-    returned, and the job file as it is now.
+    returned, by what it is told from other runs of its name, and the job file as it is now.
     """
     _, document = bundle.pack(config, base, run_dir)
-    record = about | {"document": document}
+    record = about | {"document": document, "run_id": uuid.uuid4().hex}
     if job_file is not None:
         record["file"] = edited.remembered(job_file)
     write_json(run_dir / "job.json", record)
@@ -68,13 +72,10 @@ def shape_for(config: JobConfig) -> Shape:
     mesh = config.mesh
     return Shape(
         mesh.workers,
-        config.rollout.shards,
         mesh.device,
         mesh.bind,
         mesh.advertise,
         mesh.metrics,
-        config.training.ranks,
-        config.sandbox.processes,
     )
 
 
@@ -91,7 +92,7 @@ async def session(
     run = run_in(run_dir)
     launcher = Launcher(run.place, shape)
     stop = asyncio.Event()
-    interruptible(stop, launcher)
+    interruptible(stop, launcher.kill)
     print(f"{run.job}: starting a mesh of {shape.workers} workers in {run.shown}", flush=True)
     await launcher.start(partial(begin, launcher))
     places.point_to(run.place)
@@ -105,7 +106,7 @@ async def session(
         await recorder.close()
     finally:
         await launcher.stop()
-    return await _conclude(recorder, launcher)
+    return await _conclude(recorder, launcher, stop)
 
 
 async def _bring_in(launcher: Launcher, run_dir: Path, job: str, document: dict[str, Any]) -> None:
@@ -134,12 +135,12 @@ async def _follow(recorder: Recorder, stop: asyncio.Event) -> None:
             view.say("stopping; Ctrl-C again ends everything at once")
 
 
-async def _conclude(recorder: Recorder | None, launcher: Launcher) -> int:
-    """Reports, and says what the user can do next."""
+async def _conclude(recorder: Recorder | None, launcher: Launcher, stop: asyncio.Event) -> int:
+    """Reports, says what the user can do next, and delivers what is to be elsewhere."""
     if recorder is None:
         return 1
     summary = await report.write(recorder)
-    report.show(summary, recorder.run_dir)
+    show(summary, recorder.run_dir)
     phase = recorder.shot.phase if recorder.shot else None
     if launcher.failed.is_set():
         print(f"error: {launcher.why}", file=sys.stderr)
@@ -150,7 +151,13 @@ async def _conclude(recorder: Recorder | None, launcher: Launcher) -> int:
         print(f"error: the job failed: {error}", file=sys.stderr)
     elif phase != jobs.Phase.FINISHED:
         print(f"To go on: meshrl resume {places.shown(recorder.run_dir)}", flush=True)
-    return status(summary, phase, launcher.failed.is_set())
+    if recorder.out:
+        print(f"copying what is left to {recorder.out}", flush=True)
+    lacking = [await copied(recorder.run_dir, stop), await recorder.delivered(stop)]
+    missing = [why for why in lacking if why]
+    for why in missing:
+        print(f"error: {why}", file=sys.stderr)
+    return status(summary, phase, launcher.failed.is_set()) or (FAILED if missing else FINISHED)
 
 
 def status(summary: dict[str, Any], phase: jobs.Phase | None, gave_up: bool) -> int:

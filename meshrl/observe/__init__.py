@@ -1,1 +1,1 @@
-"""Observation of a run: its records, its reports, its views. Open `recorder.py` first."""
+"""Observation of a mesh and its jobs: rooms for records, reports, views and how they stand."""

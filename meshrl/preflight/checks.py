@@ -16,6 +16,7 @@ from meshrl.preflight import (
     devices,
     graded,
     modules,
+    outputs,
     programs,
     prompts,
     redis_server,
@@ -32,13 +33,17 @@ OF_THE_JOB: tuple[Check, ...] = (
     tokens.vocabulary,
     tokens.stop,
     weights.whole,
+    weights.quota,
     prompts.lengths,
     graded.graded,
+    outputs.writable,
     programs.packages,
     programs.sglang,
     programs.verifiers,
     programs.sandbox,
     programs.servers,
+)
+OF_THE_HOST: tuple[Check, ...] = (  # of a mesh of its own, of which there is this one alone
     programs.isolation,
 )
 OF_THE_MESH: tuple[Check, ...] = (  # that is to be started; a job that is submitted finds one
@@ -53,7 +58,7 @@ def check(job: JobFile, *, starts_mesh: bool = True) -> None:
     """Returns if the job can start, as far as this host can tell before it does; else the error of
     the only check that failed, or a ConfigError with the texts of all that did.
     """
-    others = OF_THE_JOB + (OF_THE_MESH if starts_mesh else ())
+    others = OF_THE_JOB + (OF_THE_HOST + OF_THE_MESH if starts_mesh else ())
     with ThreadPoolExecutor(len(others)) as pool:
         begun = [pool.submit(_failure, check, job) for check in others]
         # In this thread, which Ctrl-C interrupts: the author's code may take its time.

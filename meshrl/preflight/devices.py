@@ -3,64 +3,105 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import runpy
-import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.gpus.devices import Device
+from common.gpus.found import ANSWER_S, enough
+from common.gpus.visible import CUDA
 from meshrl.job.jobfile import JobFile
 
-ANSWER_S = 20.0  # nvidia-smi initialises the driver on its first call
 IMPORT_S = 60.0  # for torch
-QUERY = ["--query-gpu=name", "--format=csv,noheader"]
+LIST = [sys.executable, "-m", "common.gpus"]
 TRY = "import torch; torch.cuda.init(); print(torch.cuda.get_device_name(0))"
-_FIX = 'Set mesh.device = "cpu", or repair the driver'
+_FIX = 'Set mesh.device = "cpu", or repair what is missing'
 
 
 def present(job: JobFile) -> None:
-    """The mesh of the job has its GPUs."""
+    """The mesh of the job has its GPUs, one for each worker."""
+    mesh = job.config.mesh
     try:
-        usable(job.config.mesh.device)
+        usable(mesh.device, mesh.workers)
     except ConfigError as error:
-        raise job.fail("mesh.device", f"mesh.device: {error.message}", error.fix) from error
+        key = "mesh.workers" if error.where == "mesh.workers" else "mesh.device"
+        raise job.fail(key, f"{key}: {error.message}", error.fix) from error
 
 
-def usable(device: str) -> None:
-    """ConfigError, with what driver and torch say, if workers cannot compute on `device`."""
+def usable(device: str, workers: int = 0) -> list[Device]:
+    """The GPUs that workers would compute on, none for `device` cpu. ConfigError with what was
+    looked for (driver, environment, torch's build) when there are none, fewer than `workers`, or
+    torch cannot use them.
+    """
     if device != "cuda":
-        return
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        raise ConfigError("this host has no NVIDIA GPU: there is no nvidia-smi", fix=_FIX)
-    listed = _said([tool, *QUERY], ANSWER_S, "nvidia-smi")
-    if not listed:
-        raise ConfigError("nvidia-smi lists no GPU", fix=_FIX)
+        return []
+    try:
+        devices = listed()
+    except ConfigError as error:
+        said = f"{error.message}; {_set()}; torch {torch_build()}"
+        raise ConfigError(said, where=error.where, fix=_FIX) from error
+    enough(devices, workers)
     if not built_for_cuda():
         raise ConfigError(
-            f"the torch of {sys.prefix} is built without CUDA, and this host has {listed[0]}",
+            f"the torch of {sys.prefix} is built without CUDA, and this host has "
+            + ", ".join(one.label for one in devices),
             fix="Install a torch with CUDA: see https://pytorch.org/get-started",
         )
-    _said([sys.executable, "-c", TRY], IMPORT_S, "torch")
+    _said([sys.executable, "-c", TRY], IMPORT_S, "torch", {CUDA: devices[0].uuid})
+    return devices
+
+
+def listed() -> list[Device]:
+    """The devices of this host that are ours; ConfigError with why there are none. It asks another
+    process, which may hang with the driver.
+    """
+    found = json.loads(_said(LIST, ANSWER_S, "the driver")[0])["devices"]
+    return [Device(**one | {"instance": tuple(one["instance"])}) for one in found]
 
 
 def built_for_cuda() -> bool:
     """Whether the installed torch is; it is not imported, which takes seconds."""
+    return torch_build().startswith("is built for CUDA")
+
+
+def torch_build() -> str:
+    """What the installed torch is built for, as the end of a sentence."""
     spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return False
-    version = Path(spec.origin).with_name("version.py")
-    return version.is_file() and bool(runpy.run_path(str(version)).get("cuda"))
+    version = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    if version is None or not version.is_file():
+        return "is not installed"
+    cuda = runpy.run_path(str(version)).get("cuda")
+    return f"is built for CUDA {cuda}" if cuda else "is built without CUDA"
 
 
-def _said(command: list[str], deadline_s: float, who: str) -> list[str]:
+def _set() -> str:
+    value = os.environ.get(CUDA)
+    return f"{CUDA} is not set" if value is None else f"{CUDA}={value!r}"
+
+
+def _said(
+    command: list[str], deadline_s: float, who: str, environment: Mapping[str, str] = {}
+) -> list[str]:
     """The lines that a program printed; ConfigError with its last words if it failed."""
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s)
+        ran = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=deadline_s,
+            env={**os.environ, **environment},
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{who} does not answer: {error}", fix=_FIX) from error
+        raise ConfigError(
+            f"{who} does not answer: {error}", where="mesh.device", fix=_FIX
+        ) from error
     if ran.returncode:
         words = (ran.stderr.strip() or ran.stdout.strip()).splitlines()
-        raise ConfigError(f"{who} says: {words[-1] if words else ran.returncode}", fix=_FIX)
+        raise ConfigError(words[-1] if words else f"{who} fails: {ran.returncode}", fix=_FIX)
     return ran.stdout.strip().splitlines()

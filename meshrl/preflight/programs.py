@@ -10,8 +10,8 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from common.generation.served_by_sglang import served_by_sglang
+from common.process import containment
 from common.process.interpreters import home, interpreter
-from meshrl.job import isolation as tiers
 from meshrl.job.jobfile import JobFile
 from meshrl.preflight.tokens import model_at
 
@@ -19,6 +19,11 @@ ANSWER_S = 20.0  # for an interpreter that looks for a package, on a slow disk
 IMPORT_S = 60.0  # for the imports of a jail's interpreter
 FIND = "import importlib.util, sys; sys.exit(3 * (importlib.util.find_spec({!r}) is None))"
 ABSENT = 3
+# SGLang's adapters look for pinned memory, which a torch without an accelerator has not.
+PINS = (
+    "import importlib.util, torch; importlib.util.find_spec('sglang.srt.lora'); "
+    "torch.empty(1, pin_memory=True)"
+)
 
 
 def sglang(job: JobFile) -> None:
@@ -39,6 +44,42 @@ def sglang(job: JobFile) -> None:
         fix = f"{fix}; without rollout.sglang_python a job finds that one by itself"
     if problem := without(python, "sglang"):
         raise job.fail(key, f"rollout.engine = 'sglang': {problem}", fix)
+    _read_back(job)
+    _adapters(job, python)
+
+
+def _read_back(job: JobFile) -> None:
+    """SGLang tells what can be compared with a version."""
+    if not job.config.rollout.read_back:
+        return
+    why = ""
+    if job.config.mesh.device != "cpu":
+        why = "SGLang digests what lies on a GPU by a function of its own"
+    elif model_at(job, job.config.model.path).sparse_layers:
+        why = "SGLang lays experts out for its kernels"
+    if why:
+        raise job.fail(
+            "rollout.read_back",
+            f"rollout.read_back: {why}, which is not compared with a version",
+            "Leave it out, or set rollout.engine to the built-in one",
+        )
+
+
+def _adapters(job: JobFile, python: Path) -> None:
+    """SGLang starts with adapters beside the model."""
+    config = job.config
+    if not config.lora.rank or config.lora.engines != "beside" or config.mesh.device != "cpu":
+        return
+    ran = _run(python, PINS, IMPORT_S)
+    if isinstance(ran, str) or ran.returncode:
+        said = ran if isinstance(ran, str) else (ran.stderr.strip().splitlines() or [""])[-1]
+        raise job.fail(
+            "lora.engines",
+            "lora.engines = 'beside': SGLang computes adapters beside a model with pinned memory, "
+            f"which {python} has none of: {said}",
+            "Set lora.engines to 'merged' or 'auto', which merges for SGLang, or mesh.device to "
+            "'cuda'",
+        )
 
 
 def verifiers(job: JobFile) -> None:
@@ -100,7 +141,7 @@ def packages(job: JobFile) -> None:
 
 def isolation(job: JobFile) -> None:
     """This host contains code that the model wrote as well as the job demands."""
-    tiers.require(job.config)
+    containment.require(job.config)
 
 
 def without(python: Path, package: str) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from common.errors import ConfigError, StateUnavailable
-from common.state import embedded
 from common.state.client import State
+from common.state.server import embedded
 from meshrl.job.jobfile import JobFile
+from meshrl.launch.redis.network import far_url
+from meshrl.launch.redis.serving import server_for
 
 CONNECT_S = 2.5  # a server in another country answers in less
 
@@ -17,12 +19,18 @@ def answers(_: JobFile) -> None:
     usable()
 
 
-def usable() -> None:
-    """ConfigError or StateUnavailable with the server's own words if it does not take commands."""
+def usable(listen: str = "") -> None:
+    """ConfigError or StateUnavailable with the server's own words if it does not take commands; or
+    if hosts that join, at `listen`, could not reach it safely.
+    """
     url = embedded.configured_url()
     if not url:
         embedded.find_server()
+        if listen:
+            server_for(listen)
         return
+    if listen:
+        far_url(url, listen)
     try:
         asyncio.run(_ping(url))
     except (ConfigError, StateUnavailable) as error:

@@ -24,9 +24,9 @@ from common.job.evaluation_plan import BEFORE, HELD_OUT, measurable
 from common.records import lines
 from meshrl import exporting
 from meshrl.job import jobfile
-from meshrl.launch import places
-from meshrl.launch.places import write_json
-from meshrl.observe.failures import of_share
+from meshrl.launch.directory import places
+from meshrl.launch.directory.places import write_json
+from meshrl.observe.standing.failures import of_share
 from meshrl.preflight import checks
 
 RESULT = "evaluation.json"
@@ -68,7 +68,7 @@ def evaluate(
 
         # Its progress is no result; standard output is for that.
         with contextlib.redirect_stdout(sys.stderr):
-            status = session.run(replace(config, out=str(run_dir)), base, False)
+            status = session.run(replace(config, out=config.out_url or str(run_dir)), base, False)
     result = result_of(run_dir)
     if status != 0 or result is None:
         return status or 1

@@ -12,11 +12,12 @@ from typing import Any
 from common.errors import Refused
 from common.job.changing import changed, differences
 from common.job.config import JobConfig
-from common.state import embedded, jobs
+from common.state import jobs
+from common.state.server import embedded
 from meshrl.job.jobfile import JobFile
-from meshrl.launch.launcher import Launcher, Shape, shape_of
-from meshrl.launch.places import write_json
-from meshrl.launch.restoring import put_back
+from meshrl.launch.directory.places import write_json
+from meshrl.launch.head.launcher import Launcher, Shape, shape_of
+from meshrl.launch.head.restoring import put_back
 from meshrl.launch.session import session, shape_for
 from meshrl.preflight import checks
 from meshrl.run.resuming import finished, too_few
@@ -55,7 +56,7 @@ class _Begin:
         known = {row.id: row for row in await jobs.jobs(state)}
         if run.job not in known:
             was = self.held["document"]
-            seen = launcher.lineage_seen(run.job)
+            seen = launcher.seen(run.job)
             checkpoint = await put_back(state, run.directory, run.job, was, seen)
             if checkpoint is not None:
                 print(f"redis has no job {run.job}; it starts again from {checkpoint.name}")

@@ -9,15 +9,15 @@ from typing import Any
 from common.errors import Damaged
 from common.records import lines
 from common.records.damage import EVENT, sentence
-from common.state.accounting import wrong
 from common.state.events import Event
 from common.state.jobs import ENDED, Phase
-from meshrl.launch import job_file
-from meshrl.launch.places import read_json
-from meshrl.observe.audit import audited
-from meshrl.observe.recorded import damaged
-from meshrl.observe.recorder import read_events
-from meshrl.observe.watch import told
+from common.state.lifecycle.accounting import wrong
+from meshrl.launch.directory import job_file
+from meshrl.launch.directory.places import read_json
+from meshrl.observe.live.watch import told
+from meshrl.observe.recording.audit import audited
+from meshrl.observe.recording.recorded import damaged
+from meshrl.observe.recording.recorder import read_events
 from meshrl.run.target import Run, may_live
 
 FINISHED, FAILED, STOPPED = 0, 1, 3  # exit statuses of commands that follow a run to its end

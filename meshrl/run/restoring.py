@@ -12,9 +12,9 @@ from common.records import damage
 from common.state import events
 from common.state.client import State
 from meshrl.asking import ANSWER_S, ask
-from meshrl.launch import job_file
-from meshrl.launch.claims import runs
-from meshrl.launch.places import MeshPlace, shown
+from meshrl.launch.directory import job_file
+from meshrl.launch.directory.claims import runs
+from meshrl.launch.directory.places import MeshPlace, shown
 
 
 def record_of(directory: Path) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def record_of(directory: Path) -> dict[str, Any]:
         if runs(place):
             known = ask(place, put_back, ANSWER_S)
         else:
-            from meshrl.launch.launcher import Launcher, Shape  # only now is it needed
+            from meshrl.launch.head.launcher import Launcher, Shape  # only now is it needed
 
             known = asyncio.run(Launcher(place, Shape()).ask_redis(put_back))
         if known:

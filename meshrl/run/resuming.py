@@ -12,8 +12,8 @@ from common.records.checkpoints import steps_done
 from common.state import jobs
 from meshrl.asking import ANSWER_S, ask
 from meshrl.job import edited
-from meshrl.launch import places
-from meshrl.launch.claims import locked, runs
+from meshrl.launch.directory import places
+from meshrl.launch.directory.claims import locked, runs
 from meshrl.run import whole
 from meshrl.run.restoring import record_of
 from meshrl.run.target import Run
@@ -24,6 +24,11 @@ def resume(directory: Path, settings: list[str]) -> int:
     held = record_of(directory) if _is_run(directory) else {}
     run_dir = places.existing_run(directory)
     run = Run.of(run_dir, held)
+    if "imported" in held:
+        raise Refused(
+            f"{run.shown} is an import of {held['imported']}: there is nothing to go on with",
+            fix=f'Begin a job from it: model.path = "{run.shown}/model"',
+        )
     if "mesh" in held and runs(run.place):
         return _on_the_mesh(run, settings)
     with locked(run.place, run_dir):

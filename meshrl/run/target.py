@@ -10,9 +10,9 @@ from common.errors import ConfigError, Damaged, NotFound, Refused, StateUnavaila
 from common.state import jobs, registry
 from common.state.client import State
 from meshrl.asking import ANSWER_S, ask
-from meshrl.launch import job_file, places
-from meshrl.launch.liveness import running_launcher
-from meshrl.launch.places import MeshPlace, find_mesh
+from meshrl.launch.directory import job_file, places
+from meshrl.launch.directory.liveness import running_launcher
+from meshrl.launch.directory.places import MeshPlace, find_mesh
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,16 @@ def run_of(chosen: Path | None, mesh: Path | None) -> Run:
             f"there is no run in {chosen}, and no mesh that has a job of that name",
             fix="Name a directory under runs/, or a job as `meshrl status` shows it",
         ) from error
+
+
+def mesh_meant(chosen: Path | None, mesh: Path | None) -> MeshPlace | None:
+    """The mesh, where that is meant and no run or job of it; None: it is one of these. NotFound
+    when there is none.
+    """
+    if chosen is not None and (not chosen.exists() or (chosen / "job.json").is_file()):
+        return None
+    place = place_of(chosen, mesh)
+    return None if (place.root / "job.json").is_file() else place
 
 
 def _job_of(place: MeshPlace, name: str) -> Run:

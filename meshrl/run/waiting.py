@@ -13,7 +13,7 @@ from common.state import jobs
 from common.state.client import State
 from common.state.jobs import JobRow
 from meshrl.asking import ANSWER_S, ask
-from meshrl.launch.places import read_if_whole
+from meshrl.launch.directory.places import read_if_whole
 from meshrl.run.outcome import Outcome, outcome_of, over
 from meshrl.run.target import Run, may_live, row_of, run_of
 

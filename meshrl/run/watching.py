@@ -5,34 +5,29 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
-from common.errors import (
-    DeadlineExceeded,
-    HistoryLost,
-    NotFound,
-    Refused,
-    StateUnavailable,
-)
+from common.errors import HistoryLost, NotFound, Refused
 from common.records import lines
-from common.state import events, gangs, registry, steps
+from common.state import events, jobs, registry, steps
 from common.state.client import State
-from meshrl.launch.places import read_if_whole
-from meshrl.observe.recorded import RECENT, last_step
-from meshrl.observe.recorder import (
-    ANSWER_S,
-    LOOK_S,
+from meshrl.launch.directory.places import read_if_whole
+from meshrl.observe.live.view import view_for
+from meshrl.observe.live.watch import History, Reading, Snapshot, snapshot
+from meshrl.observe.recording.belonging import Belonging
+from meshrl.observe.recording.recorded import RECENT, last_step
+from meshrl.observe.recording.recorder import (
     evaluated,
     read_events,
     standing,
 )
-from meshrl.observe.view import View, view_for
-from meshrl.observe.watch import History, Reading, Snapshot, snapshot
+from meshrl.observe.standing.pool import pool
+from meshrl.run import watching_mesh
+from meshrl.run.looking import looked
 from meshrl.run.outcome import INTERRUPTED, Outcome, outcome_of
-from meshrl.run.target import Run, may_live, row_of, run_of
-
-GONE_S = 15.0  # of silence before it is asked whether the mesh is still there
+from meshrl.run.target import Run, may_live, mesh_meant, row_of, run_of
 
 
 class Onlooker:
@@ -46,13 +41,14 @@ class Onlooker:
         self._history, self._last_event = History(), "0"
         self._evaluated: list[events.Event] = []
         self._recorded: list[events.Event] | None = read_events(run.directory)
+        self._belonging = Belonging(run.job)
 
     async def look(self) -> Snapshot:
         """The run now; NotFound or Refused when the mesh has it no more."""
         state, run = self._state, self._run
         row = await row_of(state, run)
         new = await self._new_events()
-        mine = [e for e in new if e.fields.get("job") in (None, "", run.job)]
+        mine = [event for event in new if self._belonging.takes(event)]
         if new:
             self._last_event = new[-1].id
         last = standing(row.steps_done, mine, run.job)
@@ -64,7 +60,8 @@ class Onlooker:
             job=row,
             rows=self.rows,
             entries=await registry.entries(state),
-            gangs=await gangs.gangs(state),
+            pool=await pool(state),
+            jobs=await jobs.jobs(state),
             evaluations=list({e.fields["tag"]: e.fields for e in self._evaluated}.values()),
             events=mine,
         )
@@ -95,7 +92,12 @@ def elapsed_s(run_dir: Path) -> float:
 
 
 def watch(chosen: Path | None, mesh: Path | None) -> int:
-    """Shows the run until it is over or Ctrl-C; the exit status says how it ended."""
+    """Shows the run until it is over or Ctrl-C; the exit status says how it ended. Of a mesh that
+    works on several jobs, all of them.
+    """
+    place = mesh_meant(chosen, mesh)
+    if place is not None and watching_mesh.is_of_several(place):
+        return watching_mesh.watch(place)
     run = run_of(chosen, mesh)
     if not may_live(run.place):
         found = outcome_of(run, live=False)
@@ -125,39 +127,19 @@ def _seen(run: Run, last: Snapshot) -> Outcome:
 
 async def _watch(run: Run) -> Snapshot | None:
     """The run when it was over, or as it was seen last; None if it was never seen."""
-    last: Snapshot | None = None
     with view_for(run.directory) as view:
-        while True:
-            try:
-                state = await State.open(run.place.redis_url, connect_s=ANSWER_S)
+
+        def looking(state: State) -> Callable[[], Awaitable[tuple[Snapshot | None, bool]]]:
+            onlooker = Onlooker(state, run)
+
+            async def look() -> tuple[Snapshot | None, bool]:
                 try:
-                    last, over = await _show(state, run, view, last)
-                    if over:
-                        return last
-                finally:
-                    await state.close()
-            except (StateUnavailable, DeadlineExceeded):
-                view.say("redis does not answer; asking again")
-            await asyncio.sleep(LOOK_S)
-            if not await asyncio.to_thread(may_live, run.place):
-                return last
+                    shot = await onlooker.look()
+                except (NotFound, Refused):
+                    return None, True  # the mesh was started anew, or has another job of that name
+                view.show(shot, onlooker.rows)
+                return shot, shot.over
 
+            return look
 
-async def _show(
-    state: State, run: Run, view: View, last: Snapshot | None
-) -> tuple[Snapshot | None, bool]:
-    """The last look, and True when the run is over; False when Redis has been silent for long."""
-    onlooker = Onlooker(state, run)
-    while True:
-        try:
-            async with asyncio.timeout(GONE_S):
-                shot = await onlooker.look()
-        except TimeoutError:
-            return last, False
-        except (NotFound, Refused):
-            return None, True  # the mesh was started anew, or has another job of that name
-        last = shot
-        view.show(shot, onlooker.rows)
-        if shot.over:
-            return shot, True
-        await asyncio.sleep(LOOK_S)
+        return await looked(run.place, view, looking, None)

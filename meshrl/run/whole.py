@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.api.weights import Manifest
 from common.errors import BadMessage, Damaged, NotFound
 from common.job import bundle_files
 from common.records.checkpoints import STATE, all_checkpoints, is_first, last_named, manifest_of
-from common.wire.blob import unpack
+from common.weights.manifest import read_whole
 from common.wire.chunks import ChunkStore
-from meshrl.launch.places import MeshPlace
+from meshrl.launch.directory.places import MeshPlace
 
 NAMED = 3  # missing files that an error names
 
@@ -84,7 +83,7 @@ def _missing_of(checkpoint: Path, chunks: ChunkStore) -> str | None:
     if not missing:  # the store's weights can be made again
         return None
     try:
-        tensors = unpack(Manifest, chunks.read(held["weights"])).tensors
+        tensors = read_whole(chunks.read, held["weights"]).tensors
     except (NotFound, Damaged, BadMessage) as error:
         return f"{_named(missing)}, and {chunks.path(held['weights'])}: {error.message}"
     absent = [path for path in {chunks.path(t.chunk) for t in tensors} if not path.is_file()]

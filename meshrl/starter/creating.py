@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from pathlib import Path
 
-from common.errors import ConfigError, Refused
+from common.errors import ConfigError, NotFound, Refused
 
 GAME = Path(__file__).parent / "game"
-FILES = ("job.toml", "game.py", "train.jsonl", "held_out.jsonl", "tokenizer.json")
+DATA = ("train.jsonl", "held_out.jsonl", "tokenizer.json")
+FILES = ("job.toml", "game.py", *DATA)
 NAME = re.compile(r"[A-Za-z0-9._-]+")  # what a run may be called
+EXAMPLES = {"calculator": "calculator.py", "chat": "chat.py", "code": "programs.py"}
 
 
-def create(directory: Path) -> None:
-    """Writes the job into a directory, which gives it its name; Refused when anything is there."""
+def create(directory: Path, example: str = "") -> None:
+    """Writes the job into a directory, which gives it its name: the game of guessing, or one of
+    EXAMPLES. Refused when anything is there.
+    """
+    if example:
+        files = _of_example(example)
+        _write(directory, f"{example}.toml", files)
+        print(f"{directory}: the example {example}, as `{example}.toml` describes it")
+        print(f"Run it: meshrl run {directory / f'{example}.toml'}")
+        return
+    _write(directory, "job.toml", {file: GAME / file for file in FILES})
+    print(f"{directory}: a model from scratch learns a guessing game in a minute or two")
+    print(f"  {'job.toml':<15} what is trained, and how")
+    print(f"  {'game.py':<15} the environment, the reward, and what wrote data and tokenizer")
+    print(f"Run it: meshrl run {directory / 'job.toml'}")
+
+
+def _write(directory: Path, job: str, files: dict[str, Path]) -> None:
+    """Copies files to their names in a new directory; `job` is called as that is."""
     name = directory.absolute().name
     if not NAME.fullmatch(name):
         raise ConfigError(
@@ -24,17 +44,36 @@ def create(directory: Path) -> None:
             f"{directory} is there already", fix="Name another directory, or an empty one"
         )
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for file in FILES:
-            content = (GAME / file).read_text(encoding="utf-8")
-            if file == "job.toml":
-                content = content.replace('name = "game"', f'name = "{name}"', 1)
+        for file, source in files.items():
+            content = source.read_text(encoding="utf-8")
+            if file == job:
+                content = re.sub(
+                    '^name = ".*"$', f'name = "{name}"', content, count=1, flags=re.MULTILINE
+                )
+            (directory / file).parent.mkdir(parents=True, exist_ok=True)
             (directory / file).write_text(content, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"{directory} cannot be written: {error.strerror}", fix="Name another directory"
         ) from error
-    print(f"{directory}: a model from scratch learns a guessing game in a minute or two")
-    print(f"  {'job.toml':<15} what is trained, and how")
-    print(f"  {'game.py':<15} the environment, the reward, and what wrote data and tokenizer")
-    print(f"Run it: meshrl run {directory / 'job.toml'}")
+
+
+def _of_example(name: str) -> dict[str, Path]:
+    """Where the files of an example lie, by their names; NotFound."""
+    if name not in EXAMPLES:
+        raise NotFound(f"no example is called {name}", fix=f"There are {', '.join(EXAMPLES)}")
+    files = [f"{name}.toml", EXAMPLES[name], *(f"{name}/{file}" for file in DATA)]
+    root = Path(__file__).parents[2] / "examples"  # of a checkout
+    if not (root / files[0]).is_file():
+        root = _installed(f"{name}.toml").parent
+    return {file: root / file for file in files}
+
+
+def _installed(file: str) -> Path:
+    """Where a wheel has put a file of the examples."""
+    for placed in importlib.metadata.files("meshrl") or ():
+        if placed.name == file and placed.parent.name == "examples":
+            return Path(str(placed.locate())).resolve()
+    raise NotFound(
+        f"this installation of MeshRL has no {file}", fix="Install the wheel again with pip"
+    )

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from common.generation.builtin.build import BUILD_S, TorchEngine, build
 from common.generation.contract import TokenEngine
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
 from common.job.pace import profile
+from common.model.projections import targeted
 from common.model.tokenizer import Tokenizer
 from common.process.interpreters import home, interpreter
 from common.runtime.mesh import Mesh
@@ -22,35 +21,40 @@ if TYPE_CHECKING:
     from services.engine.sglang.engine import SGLangEngine
 
 
-async def opened(mesh: Mesh, data: JobData, gang: str) -> TokenEngine:
+async def opened(mesh: Mesh, data: JobData, resident: str) -> TokenEngine:
     """The job's engine, asleep; native code is compiled if this host has none yet.
 
     From the main thread: a server that an engine needs dies with the thread that starts it.
     """
     if data.config.rollout.engine == "sglang":
-        engine: TokenEngine = await _sglang(mesh, data, gang)
+        engine: TokenEngine = await _sglang(mesh, data, resident)
     else:
         engine = await mesh.host.run_blocking(_torch, data, deadline_s=BUILD_S)
     pace = data.config.rollout.pace
     return PacedEngine(engine, profile(pace), mesh.clock) if pace else engine
 
 
-async def _sglang(mesh: Mesh, data: JobData, gang: str) -> SGLangEngine:
+async def _sglang(mesh: Mesh, data: JobData, resident: str) -> SGLangEngine:
     from services.engine.sglang import startup
 
-    limits = data.config.rollout
+    limits, lora = data.config.rollout, data.config.lora
     model = model_config(data)
+    adapters = None
+    if lora.rank and lora.engines == "beside":
+        adapters = startup.Adapting(lora.rank, tuple(targeted(model, lora.targets)))
     how = startup.launch(
         limits.sglang_python or str(interpreter(home("sglang"))),
         model,
-        data.run_dir / "sglang" / gang,
+        data.here / "sglang" / resident,
         limits.slots,
         limits.max_tokens,
         kv_tokens=limits.kv_tokens,
         dtype=limits.dtype,
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device=data.config.mesh.device,
         seed=data.config.seed,
         kv_on_update=limits.kv_on_update,
+        adapters=adapters,
+        read_back=limits.read_back,
         options=tuple(limits.sglang_options),
     )
     server = await startup.start(mesh.host, mesh.clock, how, limits.sglang_weights)
@@ -78,10 +82,12 @@ def _torch(data: JobData) -> TorchEngine:
         limits.slots,
         limits.max_tokens,
         path=limits.path,
+        device=data.config.mesh.device,
         dtype=limits.dtype,
         kv_tokens=limits.kv_tokens,
         kv_on_update=limits.kv_on_update,
         steps=1 if limits.pace else FLUSH_STEPS,
         budget_s=FLUSH_S,
         decode=_decode(data),
+        read_back=limits.read_back,
     )

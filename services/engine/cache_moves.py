@@ -107,7 +107,9 @@ class CacheMoves:
 
     def _adopt(self, session: int, part: CachePart, content: NDArray[np.uint8]) -> bool:
         """Two lineages number their weights alike, so equal numbers must be of equal name."""
-        if part.version == self._engine.version and part.weights != self._loaded():
+        adapters = self._engine.adapters
+        version = adapters.get(part.adapter) if part.adapter else self._engine.version
+        if part.version == version and part.weights != self._loaded():
             return False
         return self._engine.adopt(
             session,
@@ -120,6 +122,7 @@ class CacheMoves:
                 version=part.version,
                 first_sampled=part.first_sampled,
                 first_version=part.first_version,
+                adapter=part.adapter,
             ),
         )
 
@@ -143,6 +146,7 @@ def _framed(cache: SessionCache, weights: str, frame_bytes: int) -> list[CacheFr
         first_version=cache.first_version,
         weights=weights,
         size=len(cache.content),
+        adapter=cache.adapter,
     )
     content = cache.content
     return [

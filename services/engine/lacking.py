@@ -1,16 +1,22 @@
-"""Fetches versions for an engine, and has the trainer write again what the store does not hold as
+"""Receives versions for an engine, and has the trainer write again what the store does not hold as
 it was written.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable
 
 from common.api.trainer import Restage, Trainer
+from common.api.weights import Manifest
 from common.errors import ConfigError, Damaged, MeshError, NotFound
-from common.model.transfer import Fetcher
 from common.runtime.mesh import Mesh
-from common.wire.bulk import BulkClient
+from common.state import jobs
+from common.weights.images import Image
+from common.weights.receive import Receiver
+from common.weights.ways.bringing import Bringing
+from common.weights.ways.collective import Collective
+from common.weights.ways.peer import Pulled
+from common.wire.bulk.port import BulkClient
 
 TRIES = 5  # a version that was damaged each time it was written: the disk does it
 # For a trainer that does not answer, because it is being started, or cannot write it again. One
@@ -19,25 +25,43 @@ PATIENCE_S = 600.0
 
 
 class Versions:
-    def __init__(self, mesh: Mesh, job: str) -> None:
-        self._mesh, self._trainer = mesh, mesh.ref(f"trainer/{job}")
-        self._fetcher = Fetcher(mesh, BulkClient(mesh))
+    def __init__(self, mesh: Mesh, job: str, how: str = "pull") -> None:
+        """`how`: the ways that it may take, `rollout.weights`."""
+        self._mesh, self._job, self._trainer = mesh, job, mesh.ref(f"trainer/{job}")
+        bulk = BulkClient(mesh)
+        self.bringing = Bringing(mesh, [Pulled(mesh, bulk), Collective(mesh, job)], how)
+        self._receiver = Receiver(mesh, bulk, self.bringing, follows=True)
         self._lacking, self._since, self._tries = "", 0.0, 0
 
-    async def fetched(self, manifest: str) -> dict[str, torch.Tensor] | None:
-        """The version's tensors; None when the store lacks some, and it is worth another look
-        because the trainer has written them again or is about to. ConfigError when it is not.
+    async def described(self, manifest: str) -> Manifest:
+        """What the store says of a version, with what the base of adapters has besides."""
+        return await self._receiver.manifest(manifest)
+
+    async def received(self, manifest: str, names: Iterable[str] | None = None) -> Image | None:
+        """The version's image, or that of its tensors of these `names`; None when the store lacks
+        some of it, and it is worth another look because the job has gone on to the next one, or the
+        trainer has written it again or is about to. ConfigError when it is not.
         """
         try:
-            _, tensors = await self._fetcher.fetch(manifest)
+            wanted = None if names is None else dict.fromkeys(names)
+            image = await self._receiver.receive(manifest, wanted)
         except (Damaged, NotFound) as error:
-            await self._restaged(manifest, error)
+            if not await self._passed(manifest):
+                await self._restaged(manifest, error)
             return None
         self._lacking = ""
-        return tensors
+        return image
+
+    async def _passed(self, manifest: str) -> bool:
+        """Whether the job has another version by now, so that this one may have been collected."""
+        try:
+            row = await jobs.job(self._mesh.state, self._job)
+        except MeshError:
+            return False
+        return row.manifest != manifest
 
     async def _restaged(self, manifest: str, error: MeshError) -> None:
-        now, log = self._mesh.clock.monotonic(), self._mesh.telemetry.log
+        now, log = self._mesh.job_clock.monotonic(), self._mesh.telemetry.log
         if manifest != self._lacking:
             self._lacking, self._since, self._tries = manifest, now, 0
             log.error("weights are damaged", error=str(error), then="the trainer writes them again")

@@ -26,7 +26,7 @@ from common.generation.contract import (
     joined,
     rows_of,
 )
-from common.job.pace import Pace
+from common.job.pace import LATE, Pace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,21 @@ class PacedEngine:
         self._clock = clock
         self._ends_s = 0.0  # when the step that runs would be over
         self._seen: Flush | None = None  # what its accelerator would have brought by now
+        self._cost_s = 0.0  # what it takes; 0: none runs
         self.busy_s = 0.0
+        self._steps, self._late = 0, 0
+
+    @property
+    def late(self) -> dict[str, int]:
+        """Steps at the pace so far, and those of them that ended late: by more than LATE of what
+        they take.
+        """
+        return {"paced": self._steps, "late": self._late}
+
+    def begin(self) -> None:
+        """Others have had the accelerator: there is no lateness to make up for."""
+        self._end_of_step()
+        self._ends_s = max(self._ends_s, self._clock.monotonic())
 
     @property
     def path(self) -> str:
@@ -58,6 +72,10 @@ class PacedEngine:
     @property
     def version(self) -> int:
         return self.inner.version
+
+    @property
+    def adapters(self) -> Mapping[str, int]:
+        return self.inner.adapters
 
     @property
     def running(self) -> int:
@@ -100,7 +118,7 @@ class PacedEngine:
         now = self._clock.monotonic()
         if now < self._ends_s:
             return True
-        self._show()
+        self._end_of_step()
         sampled, steps = self.inner.tokens_generated, self.inner.steps
         computed = self.inner.tokens_computed
         busy = self.inner.step()
@@ -113,9 +131,21 @@ class PacedEngine:
         late = now - self._ends_s
         self._ends_s = (self._ends_s if late < cost_s else now) + cost_s
         self.busy_s += cost_s
+        self._cost_s = cost_s
         if not busy:
             self._show()
         return busy or cost_s > 0
+
+    def _end_of_step(self) -> None:
+        """What is over by now shows; if it is a step that ran, how late it is noticed counts."""
+        late_s = self._clock.monotonic() - self._ends_s
+        if late_s < 0:
+            return
+        if self._cost_s:
+            self._steps += 1
+            self._late += late_s > LATE * self._cost_s
+            self._cost_s = 0.0
+        self._show()
 
     def _show(self) -> None:
         """What the last step brought is there now."""
@@ -124,6 +154,7 @@ class PacedEngine:
             self._seen = brought if self._seen is None else joined(self._seen, brought)
 
     def drain(self, ended_only: bool = False) -> Flush | None:
+        self._end_of_step()
         seen, self._seen = self._seen, None
         if seen is None or not ended_only:
             return seen
@@ -134,6 +165,17 @@ class PacedEngine:
 
     def swap(self, state: Mapping[str, Tensor], version: int) -> None:
         self.inner.swap(state, version)
+
+    def load_adapter(
+        self, name: str, tensors: Mapping[str, Tensor], scale: float, version: int
+    ) -> None:
+        self.inner.load_adapter(name, tensors, scale, version)
+
+    def quarantine(self) -> None:
+        self.inner.quarantine()
+
+    def unload_adapter(self, name: str) -> None:
+        self.inner.unload_adapter(name)
 
     def pause(self) -> None:
         self.inner.pause()
@@ -147,8 +189,8 @@ class PacedEngine:
     def wake(self, state: Mapping[str, Tensor], version: int) -> None:
         self.inner.wake(state, version)
 
-    def score(self, tokens: Ints) -> NDArray[np.float32]:
-        return self.inner.score(tokens)
+    def score(self, tokens: Ints, adapter: str = "") -> NDArray[np.float32]:
+        return self.inner.score(tokens, adapter)
 
     @property
     def prefill_tokens_per_s(self) -> float:

@@ -4,11 +4,10 @@ version.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,16 +16,24 @@ import torch
 from common.errors import ConfigError, MeshError
 from common.generation.contract import TokenEngine
 from common.job.job_data import JobData
+from common.job.local_files import local_job
 from common.job.model_shape import model_config
-from common.model.lora import merged
+from common.model.lora import is_adapter, merged
+from common.pool.seat import Seat
 from common.runtime.mesh import Mesh, MeshSettings
 from common.runtime.patience import Patience, patiently
+from common.runtime.residents.turns import Turns
 from common.state import jobs
 from services.engine.build import opened
 from services.engine.lacking import Versions
-from services.engine.service import EngineService
+from services.engine.merging import Merging, Wish
+from services.engine.paced import PacedEngine
+from services.engine.service import AdapterVersion, EngineService
 
 IDLE_S = 0.05  # the driver sleeps this long when it has nothing to do and no hint comes
+# A slice is long beside the millisecond that a turn takes to change hands, and short beside a step
+# of training: tokens come in no coarser bursts than flushes to a far shard do.
+QUANTUM_S = 0.2
 LOOK_S = 1.0  # how often the job's version is looked at without a hint, which rarely gets lost
 MERGE_S = 300.0  # for adapters to become part of the model
 SWITCH_S = 0.0005  # the compute thread leaves the interpreter to the loop this often
@@ -46,7 +53,9 @@ class EngineDriver(Protocol):
 
 
 class Driver:
-    """Runs an engine service's turns in a thread of its own."""
+    """Runs an engine service's turns in a thread of its own: for ever, or, where the gang has
+    others that compute, in slices of `QUANTUM_S`, for each of which it takes the gang's turn.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -67,7 +76,11 @@ class Driver:
         assert service is not None
         try:
             while not self._stopped:
-                wait_s = service.engine.due_s if service.turn() else IDLE_S
+                if service.turns is not None and service.turns.enabled:
+                    busy = self._slice(service, service.turns)
+                    wait_s = 0.0 if busy else IDLE_S
+                else:
+                    wait_s = service.engine.due_s if service.turn() else IDLE_S
                 if wait_s:
                     service.wake.wait(wait_s)
                     service.wake.clear()
@@ -77,39 +90,95 @@ class Driver:
             self.error = error
             service.mesh.host.exit(70, f"the engine failed: {error!r}", error)
 
+    def _slice(self, service: EngineService, turns: Turns) -> bool:
+        """Takes one turn of the gang, if there is anything to do in it; False when there was
+        nothing.
+        """
+        service.obey(in_turn=False)
+        function = service.wants
+        if not function:
+            return False
+        ticket = self._granted(service, turns.take(function))
+        if ticket is None:
+            return False
+        clock = service.mesh.clock
+        began = clock.monotonic()
+        try:
+            if function == "sync":
+                service.obey(in_turn=True)
+                return True
+            if isinstance(service.engine, PacedEngine):
+                service.engine.begin()
+            return self._steps(service, began + QUANTUM_S)
+        finally:
+            lasted_s = clock.monotonic() - began
+            self._loop.call_soon_threadsafe(turns.give_back, ticket, function, lasted_s)
+
+    def _steps(self, service: EngineService, until: float) -> bool:
+        """Steps until then, and to the end of the last step; whether there was anything to do."""
+        clock, engine, did = service.mesh.clock, service.engine, False
+        while not self._stopped and service.turn():
+            did = True
+            last = clock.monotonic() + engine.due_s >= until
+            while (due_s := engine.due_s) > 0 and not self._stopped:
+                service.wake.wait(due_s)
+                service.wake.clear()
+                if not last:
+                    break  # a command may have come, which holds at once
+            if last and engine.due_s <= 0:
+                break
+        service.flush()
+        return did
+
+    def _granted(self, service: EngineService, asking: Coroutine[Any, Any, int]) -> int | None:
+        """The ticket of a turn; what needs none is done while it is waited for. None: it stops."""
+        future = asyncio.run_coroutine_threadsafe(asking, self._loop)
+        future.add_done_callback(lambda _: service.wake.set())
+        while not future.done():
+            service.wake.wait(IDLE_S)
+            service.wake.clear()
+            service.obey(in_turn=False)
+            if self._stopped:
+                future.cancel()
+                return None
+        return future.result()
+
     def stop(self) -> None:
         self._stopped = True
 
 
-async def main(a: argparse.Namespace) -> None:
-    mesh = await Mesh.open(f"engine/{a.gang}", "engine", MeshSettings.from_env())
+async def main(seat: Seat) -> None:
+    name, settings = f"engine/{seat.resident}", MeshSettings.from_env()
+    mesh = await Mesh.open(name, "engine", settings, seat.job)
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)
     driver = Driver(asyncio.get_running_loop())
-    await serve(mesh, a.gang, a.job, a.epoch, opened, driver)
+    await serve(mesh, seat, opened, driver)
 
 
-async def serve(
-    mesh: Mesh, gang: str, job_id: str, epoch: int, open_engine: OpenEngine, driver: EngineDriver
-) -> None:
+async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineDriver) -> None:
     """The life of an engine process, until it is cancelled."""
-    row = await patiently(mesh.clock, lambda: jobs.job(mesh.state, job_id))
-    if row is None:
-        raise ConfigError(f"no job is called {job_id}", where=mesh.name)
-    data = JobData.of(job_id, row.document, row.run_dir)
+    row = await patiently(mesh.clock, lambda: jobs.job(mesh.state, seat.job))
+    data = await local_job(mesh, row)
     with mesh.loading():
-        engine = await open_engine(mesh, data, gang)
+        engine = await open_engine(mesh, data, seat.resident)
     limits = data.config.rollout
     mesh.telemetry.log.info("engine", path=engine.path)
-    service = EngineService(mesh, engine, limits.slots, driver.deliver)
+    room = limits.kv_tokens or limits.slots * limits.max_tokens
+    turns = Turns(mesh, seat.keeper, seat.resident, seat.generation, enabled=seat.turns)
+    service = EngineService(mesh, engine, limits.slots, driver.deliver, room, turns=turns)
+    versions = Versions(mesh, seat.job, limits.weights)
 
     def stats() -> dict[str, Any]:
         return {
-            "job": job_id,
-            "epoch": epoch,
+            **seat.stats(),
+            **turns.stats(),
+            **(engine.late if isinstance(engine, PacedEngine) else {}),
             "ready": not service.draining,
-            "gang": gang,
-            "version": engine.version,
+            **service.tiers.stats(),
+            **service.pauses.stats(),
+            **versions.bringing.stats(),
+            "version": service.version,
             "tokens": engine.tokens_generated,
             "busy_s": engine.busy_s,
             "occupied_s": service.occupied_s,
@@ -127,43 +196,106 @@ async def serve(
     driver.start(service)
     await mesh.join(service, stats=stats)
     try:
-        await follow(mesh, service, job_id, plain=partial(_plain, data))
+        plain, merging = partial(_plain, data), Merging(_wish(data), mesh.clock)
+        await follow(mesh, service, seat.job, versions, plain=plain, merging=merging)
     finally:
         driver.stop()
         await mesh.leave()
 
 
-Tensors = dict[str, torch.Tensor]
+Tensors = Mapping[str, torch.Tensor]
+
+
+def _wish(data: JobData) -> Wish:
+    """What SGLang does with adapters is decided when its server starts, so before anything was
+    measured: it computes them beside the model where the job asks for that alone.
+    """
+    wish = data.config.lora.engines
+    return "merged" if data.config.rollout.engine == "sglang" and wish == "auto" else wish
 
 
 def _plain(data: JobData, tensors: Tensors) -> Tensors:
     """A version's tensors as an engine takes them: adapters become part of the model."""
+    if not any(map(is_adapter, tensors)):
+        return tensors
     return merged(model_config(data), tensors, data.config.lora.scale)
+
+
+async def _update(
+    mesh: Mesh,
+    service: EngineService,
+    versions: Versions,
+    row: jobs.JobRow,
+    plain: Callable[[Tensors], Tensors],
+    merging: Merging,
+) -> None:
+    """Brings the engine to the version of a job's row, if the store has it."""
+    if not merging.came(row.manifest) and await _beside(service, versions, row):
+        return
+    image = await versions.received(row.manifest)
+    if image is not None:
+        began = mesh.clock.monotonic()
+        tensors = await mesh.host.run_blocking(plain, image.tensors, deadline_s=MERGE_S)
+        merged_s = mesh.clock.monotonic() - began
+        await service.swap(tensors, row.version, row.manifest, row.lineage)
+        merging.took(merged_s + service.pauses.last_s)
+
+
+async def _beside(service: EngineService, versions: Versions, row: jobs.JobRow) -> bool:
+    """Puts a version's adapters beside their base; False: it is not one of adapters alone."""
+    manifest = await versions.described(row.manifest)
+    base = manifest.base
+    if base is None:
+        return False
+    names = {piece.name for piece in manifest.tensors}
+    adapters = {name for name in names if is_adapter(name)}
+    model = None
+    if not service.has_base(base.digest):
+        model = await versions.received(row.manifest, names - adapters)
+        if model is None:
+            return True
+    image = await versions.received(row.manifest, adapters)
+    if image is not None:
+        version = AdapterVersion(
+            manifest.job,
+            row.version,
+            image.tensors,
+            manifest.scale,
+            base.digest,
+            base.version,
+            model.tensors if model is not None else None,
+        )
+        await service.put_adapter(version, row.manifest, row.lineage)
+    return True
 
 
 async def follow(
     mesh: Mesh,
     service: EngineService,
     job: str,
+    versions: Versions,
     look_s: float = LOOK_S,
-    plain: Callable[[Tensors], Tensors] = dict,
+    plain: Callable[[Tensors], Tensors] = lambda tensors: tensors,
+    merging: Merging | None = None,
 ) -> None:
     """Keeps the engine at the job's committed version: looks at each hint, and each `look_s`.
     ConfigError when a version's weights are damaged, and nobody can write them again; what else
     keeps it from new ones for too long (`Patience`).
     """
-    patience = Patience(mesh.clock)
-    versions = Versions(mesh, job)
+    patience = Patience(mesh.job_clock)
+    merging = merging or Merging("merged", mesh.clock)
     while True:
         service.changed.clear()
+        if service.asleep:
+            patience.succeeded()
+            await service.changed.wait()
+            continue
         try:
             row = await jobs.job(mesh.state, job)
+            mesh.job_clock.hold(row.paused)
             stale = row is not None and row.version >= 0 and row.manifest != service.manifest
-            if row is not None and stale and not service.asleep:
-                tensors = await versions.fetched(row.manifest)
-                if tensors is not None:
-                    tensors = await mesh.host.run_blocking(plain, tensors, deadline_s=MERGE_S)
-                    await service.swap(tensors, row.version, row.manifest, row.lineage)
+            if row is not None and stale:
+                await _update(mesh, service, versions, row, plain, merging)
             elif row is not None and not stale and row.lineage != service.lineage:
                 service.enter(row.lineage)  # it begins with these weights
             patience.succeeded()

@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from common.api.engine import (
     Abort,
@@ -27,24 +29,37 @@ from common.api.engine import (
     Engine,
     Export,
     Finish,
-    Rest,
-    Rested,
     Submit,
     Submitted,
     Tokens,
 )
 from common.api.hint import Look
-from common.api.role import Drain, Drained
+from common.api.role import Drain, Drained, Settle, Settled
+from common.api.turns import TURN_S
 from common.errors import MeshError, Refused
-from common.generation.contract import NO_FLOATS, Flush, Request, TokenEngine
+from common.generation.contract import (
+    NO_FLOATS,
+    NO_VERSION,
+    Flush,
+    Quarantined,
+    Request,
+    TokenEngine,
+    replacing,
+)
 from common.runtime.actor import Actor, call, cast, stream
 from common.runtime.mesh import Mesh
+from common.runtime.residents.tiers import Tiers
+from common.runtime.residents.turns import Turns
+from common.weights.images import outline
 from services.engine.cache_moves import CacheMoves
+from services.engine.pauses import Pauses
+from services.engine.sleeping import EngineSleeper
 from services.engine.throughput import Throughput
 
 R = TypeVar("R")
 
 FLUSH_STEPS = 8
+SWAP_S = 60.0  # for what runs between two steps; with others on the gang, their turns come first
 FLUSH_S = 0.02  # tokens leave after 8 steps or 20 ms, at once when a request ends
 
 
@@ -57,6 +72,19 @@ EMPTY = Flush(
     versions=np.zeros(0, np.int32),
     finish=np.zeros(0, np.int8),
 )
+
+
+@dataclass(frozen=True)
+class AdapterVersion:
+    """A version of a job's adapters, and the weights that they are added to."""
+
+    name: str  # by which requests ask for them
+    version: int
+    tensors: Mapping[str, Tensor]
+    scale: float
+    base: str  # manifest of the weights that they are added to
+    base_version: int
+    model: Mapping[str, Tensor] | None  # these weights; None: the engine has them
 
 
 class Attached:
@@ -74,29 +102,48 @@ class EngineService(Actor):
     interface = Engine
 
     def __init__(
-        self, mesh: Mesh, engine: TokenEngine, slots: int, deliver: Callable[[Any], None]
+        self,
+        mesh: Mesh,
+        engine: TokenEngine,
+        slots: int,
+        deliver: Callable[[Any], None],
+        cache_tokens: int = 0,
+        *,
+        turns: Turns | None = None,
     ) -> None:
         self.mesh, self.engine = mesh, engine
         self._slots = slots
         self._turned_at = mesh.clock.monotonic()
         self.occupied_s = 0.0  # time that all slots together would have needed for what they did
         self.throughput = Throughput()
+        self.pauses = Pauses(mesh.clock)
         self._deliver = deliver  # runs a function on the loop, from the driver's thread
         self._owners: dict[str, Attached] = {}
         self._routes: dict[int, tuple[Attached, int]] = {}  # the engine's request -> owner and id
         self._next = 0
-        self._commands: deque[Callable[[], None]] = deque()
+        self.turns = turns  # with others of its gang; None: it has the accelerator alone
+        self._commands: deque[tuple[Callable[[], None], bool]] = deque()  # and if it takes a turn
         self.wake = threading.Event()
         self.changed = asyncio.Event()
         self.draining = False
-        self._woken = False  # and has no weights yet
+        self.woken = False  # and has no weights yet
         self.asleep = False  # by request: new versions are not fetched until it wakes
+        self.loaded = asyncio.Event()  # weights, since it was woken
+        self.weight_bytes = 0  # of what was loaded last, as it came
+        self._model_bytes = 0  # the part of them that is no adapter's
         self._flushed_step = 0
         self._flushed_at = 0.0
         self.manifest = ""  # names the weights that are loaded
+        self.base = (
+            ""  # names those that the job's adapters lie beside; empty: they are no adapters
+        )
+        self._adapter = ""  # of its job, for requests that name none; as the driver's side knows it
         self.lineage = 0  # lineage of their version; never ahead of them
         self._computing = ""  # the same, as the driver's side knows it
-        self.moves = CacheMoves(mesh, engine, self._between_steps, lambda: self._computing)
+        between = partial(self.between_steps, needs_turn=True)
+        self.moves = CacheMoves(mesh, engine, between, lambda: self._computing)
+        sleeper = EngineSleeper(self, cache_tokens)
+        self.tiers = Tiers(mesh, sleeper, *mesh.settings.places, turns=self.take_turns)
 
     @property
     def requests(self) -> dict[str, int]:
@@ -107,16 +154,42 @@ class EngineService(Actor):
 
     def turn(self) -> bool:
         """One turn of the driver's loop; False when there was nothing to do."""
-        while self._commands:
-            self._commands.popleft()()
+        self.obey(in_turn=True)
         running, before = self.engine.running, self.engine.tokens_generated
-        busy_s = self.engine.busy_s
+        busy_s, steps = self.engine.busy_s, self.engine.steps
         busy = self.engine.step()
         now = self.mesh.clock.monotonic()
         sampled = self.engine.tokens_generated - before
-        self.throughput.stepped(running, sampled, self.engine.busy_s - busy_s)
+        took_s = self.engine.busy_s - busy_s
+        self.throughput.stepped(running, sampled, took_s)
+        self.pauses.stepped(self.engine.steps - steps, took_s)
         self.occupied_s += (now - self._turned_at) * running / self._slots
         self._turned_at = now
+        self._flush(now, busy)
+        return busy or bool(self._commands)
+
+    def obey(self, in_turn: bool) -> None:
+        """Runs what was commanded, in order; without a turn, up to what needs one."""
+        did = False
+        while self._commands and (in_turn or not self._commands[0][1]):
+            self._commands.popleft()[0]()
+            did = True
+        if did and not in_turn:
+            self.flush()
+
+    @property
+    def wants(self) -> str:
+        """The function that it wants a turn for; empty: there is nothing to compute."""
+        if any(needs_turn for _, needs_turn in self._commands):
+            return "sync"
+        able = self.engine.version >= 0 and not self.asleep
+        return "generate" if able and (self.engine.running or self.engine.waiting) else ""
+
+    def flush(self) -> None:
+        """Hands over all that has come so far."""
+        self._flush(self.mesh.clock.monotonic(), False)
+
+    def _flush(self, now: float, busy: bool) -> None:
         many = self.engine.steps - self._flushed_step >= FLUSH_STEPS
         due = many or now - self._flushed_at >= FLUSH_S or not busy
         if due:
@@ -125,11 +198,12 @@ class EngineService(Actor):
             flush = self.engine.drain(ended_only=not due)
             if flush is not None:
                 self._deliver(lambda: self._route(flush))
-        return busy or bool(self._commands)
 
-    def command(self, action: Callable[[], None]) -> None:
-        """Runs `action` on the driver's side before the next step."""
-        self._commands.append(action)
+    def command(self, action: Callable[[], None], needs_turn: bool = False) -> None:
+        """Runs `action` on the driver's side before the next step; in a turn of the gang, if it
+        computes or moves tensors.
+        """
+        self._commands.append((action, needs_turn))
         self.wake.set()
 
     # -- the loop's side -------------------------------------------------------------------------
@@ -215,6 +289,7 @@ class EngineService(Actor):
                     stop_text=stop_text,
                     begin=begin,
                     unmodified=how.unmodified,
+                    adapter=how.adapter,
                 )
             )
             start = end
@@ -225,6 +300,8 @@ class EngineService(Actor):
     def _admit(self, requests: list[Request], ended: list[int]) -> None:
         if ended:
             self.engine.release(ended)
+        for request in requests:
+            request.adapter = request.adapter or self._adapter
         try:
             self.engine.submit(requests)
         except Refused as error:
@@ -255,34 +332,122 @@ class EngineService(Actor):
             self.command(lambda: self.engine.abort(ids))
 
     async def swap(
-        self, tensors: dict[str, Any], version: int, manifest: str, lineage: int = 0
+        self, tensors: Mapping[str, Tensor], version: int, manifest: str, lineage: int = 0
     ) -> None:
-        """Puts a version's weights in place between two steps; an engine without any wakes."""
+        """Puts a version's weights in place between two steps; an engine without any wakes. One
+        that sleeps by now is left alone.
+        """
+        others = list(self._routes) if self.base else []
 
         def put() -> None:
-            if self.engine.version < 0 or self._woken:
-                self.engine.wake(tensors, version)
-                self._woken = False
-            else:
-                self.engine.swap(tensors, version)
-            self._computing = manifest
+            if not self._adapter:
+                return self._put_model(tensors, version)
+            self.engine.abort(others)
+            self._put_model(tensors, version)
+            with replacing(version, self.engine.quarantine):
+                self.engine.unload_adapter(self._adapter)
+            self._adapter = ""
 
-        await self._between_steps(put, "the engine to take new weights")
-        self.manifest = manifest
+        if await self._applied(put, manifest):
+            self.base, self._model_bytes = "", _bytes(tensors)
+            self._entered(manifest, lineage, self._model_bytes)
+
+    async def put_adapter(self, adapter: AdapterVersion, manifest: str, lineage: int) -> None:
+        """Puts a version of the job's adapters in place beside their base, and before it the base
+        where the engine has it not: see `has_base`. What is under way with other weights than the
+        base's ends as aborted, and is asked for again.
+        """
+        others = [] if self.base else list(self._routes)
+
+        def load() -> None:
+            self.engine.load_adapter(adapter.name, adapter.tensors, adapter.scale, adapter.version)
+            self._adapter = adapter.name
+
+        def put() -> None:
+            if adapter.model is None:
+                return load()
+            self.engine.abort(others)
+            self._put_model(adapter.model, adapter.base_version)
+            with replacing(adapter.version, self.engine.quarantine):  # else the bare base serves
+                load()
+
+        if await self._applied(put, manifest):
+            if adapter.model is not None:
+                self.base, self._model_bytes = adapter.base, _bytes(adapter.model)
+            self._entered(manifest, lineage, self._model_bytes + _bytes(adapter.tensors))
+
+    def has_base(self, manifest: str) -> bool:
+        """Whether the weights of this manifest are what adapters lie beside."""
+        return self.base == manifest and self.engine.version >= 0 and not self.woken
+
+    def _put_model(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        if self.engine.version < 0 or self.woken:
+            self.engine.wake(tensors, version)
+            self.woken = False
+        else:
+            self.engine.swap(tensors, version)
+
+    async def _applied(self, apply: Callable[[], None], manifest: str) -> bool:
+        """Has new weights put in place between two steps; False: the engine sleeps by now."""
+
+        def put() -> bool:
+            if self.asleep:
+                return False
+            try:
+                with self.pauses.applying():
+                    apply()
+            except Quarantined:
+                self._computing = ""
+                self._deliver(self._quarantined)
+                raise
+            self._computing = manifest
+            return True
+
+        alone = self.turns is None or not self.turns.enabled
+        within_s = SWAP_S if alone else TURN_S
+        what = "the engine to take new weights"
+        return await self.between_steps(put, what, within_s, needs_turn=True)
+
+    def _entered(self, manifest: str, lineage: int, weight_bytes: int) -> None:
+        self.manifest, self.weight_bytes = manifest, weight_bytes
+        self.loaded.set()
         self.enter(lineage)
 
     def enter(self, lineage: int) -> None:
         """The weights that are loaded are of this lineage: shards hear of them."""
         self.lineage = lineage
+        self._tell_weights()
+
+    def _quarantined(self) -> None:
+        """Nobody knows what it holds: `follow` asks for a whole version again, and shards hear that
+        it has none.
+        """
+        self.manifest = ""
+        self.mesh.telemetry.count("engine_quarantined")
+        self._tell_weights()
+
+    def _tell_weights(self) -> None:
         for owner in self._owners.values():
             owner.flushes.put_nowait(_cut(EMPTY, [], [], *self._weights))
 
     @property
-    def _weights(self) -> tuple[int, int]:
-        return self.lineage, self.engine.version
+    def version(self) -> int:
+        """The job's version that it computes with; NO_VERSION: with none that is whole."""
+        if not self._adapter or self.engine.version < 0:
+            return self.engine.version
+        return self.engine.adapters.get(self._adapter, NO_VERSION)
 
-    async def _between_steps(
-        self, action: Callable[[], R], what: str, deadline_s: float = 60.0
+    @property
+    def _weights(self) -> tuple[int, int]:
+        return self.lineage, self.version
+
+    async def between_steps(
+        self,
+        action: Callable[[], R],
+        what: str,
+        deadline_s: float = SWAP_S,
+        *,
+        needs_turn: bool = False,
     ) -> R:
         """What `action` answers on the driver's side; its error is raised here. It does not begin
         once nobody waits for it any more."""
@@ -299,30 +464,21 @@ class EngineService(Actor):
             else:
                 self._deliver(partial(_settle, done, answer))
 
-        self.command(run)
+        self.command(run, needs_turn)
         async with self.mesh.clock.timeout(deadline_s, what):
             return await done
 
-    @call(Engine.rest)
-    async def rest(self, request: Rest) -> Rested:
-        """Pauses, sleeps or goes on; what runs loses no token. Waking, it fetches the weights."""
+    async def take_turns(self, enabled: bool) -> None:
+        """Whether its gang has others that compute by turns with it. Returns when it keeps to it,
+        at the end of the step in hand.
+        """
+        if self.turns is not None and enabled != self.turns.enabled:
+            await self.turns.settle(enabled)
+            await self.between_steps(lambda: None, "the engine to take turns")
 
-        def settle() -> None:
-            if request.asleep:
-                self._woken = False
-                self.engine.sleep()
-            if request.paused or request.asleep:
-                self.engine.pause()
-            else:
-                self.engine.resume()
-
-        await self._between_steps(settle, "the engine to rest")
-        if self.asleep and not request.asleep:
-            self.manifest = ""  # `follow` loads the current version
-            self._woken = True
-            self.changed.set()
-        self.asleep = request.asleep
-        return Rested(self.engine.version)
+    @call(Engine.settle)
+    async def settle(self, wish: Settle) -> Settled:
+        return await self.tiers.settle(wish)
 
     @call(Engine.move)
     async def move(self, request: CacheMove) -> CacheMoved:
@@ -336,6 +492,9 @@ class EngineService(Actor):
         async with aclosing(self.moves.frames(request)) as frames:
             async for frame in frames:
                 yield frame
+
+    async def stop(self) -> None:
+        await self.tiers.stop()
 
     @cast(Engine.look)
     def look(self, hint: Look) -> None:
@@ -353,6 +512,10 @@ class EngineService(Actor):
         for owner in self._owners.values():
             owner.flushes.put_nowait(None)
         return Drained()
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in outline(tensors).values())
 
 
 def _settle(done: asyncio.Future[R], answer: R | MeshError) -> None:

@@ -21,6 +21,7 @@ from common.clock import Clock
 from common.errors import Refused
 from common.generation.contract import (
     NO_FLOATS,
+    NO_VERSION,
     WHOLE_BYTES,
     Flush,
     Ints,
@@ -30,6 +31,7 @@ from common.generation.contract import (
     check,
     flush_of,
     joined,
+    replacing,
 )
 from common.generation.counter import draws, key_of, uniforms
 
@@ -63,9 +65,17 @@ class _Slots:
         self.words = np.ones(count, np.uint64)  # vocabulary without the stops
         self.finish = np.zeros(count, np.int8)  # how it will end
         self.unmodified = np.zeros(count, bool)  # asked for
+        self.adapter = np.zeros(count, np.int64)  # number of its adapter; 0: none
 
     def place(
-        self, request: Request, at_s: float, ends_s: float, length: int, finish: Finish, vocab: int
+        self,
+        request: Request,
+        at_s: float,
+        ends_s: float,
+        length: int,
+        finish: Finish,
+        vocab: int,
+        adapter: int,
     ) -> int:
         slot = self.free.pop()
         self.requests[slot], self.slot_of[request.id] = request, slot
@@ -80,7 +90,7 @@ class _Slots:
         self.stops[slot] = NO_STOP
         self.stops[slot, : len(stops)] = stops
         self.words[slot] = vocab - len(stops)
-        self.unmodified[slot] = request.unmodified
+        self.unmodified[slot], self.adapter[slot] = request.unmodified, adapter
         return slot
 
     def clear(self, slot: int) -> Request:
@@ -129,6 +139,8 @@ class SimulatedEngine:
         version: int = 0,
     ) -> None:
         self.version = version
+        self._numbers = {"": 0}  # of adapters, by name; a name keeps its own
+        self._loaded: dict[str, int] = {}  # their versions
         self.tokens_generated = self.tokens_computed = 0
         self.steps = 0
         self.busy_s = 0.0
@@ -143,7 +155,8 @@ class SimulatedEngine:
         self._slots = _Slots(slots)
         self._queue: deque[Request] = deque()
         self._over: list[Piece] = []  # what ended requests had not flushed
-        self._versions: list[tuple[int, NDArray[np.int64]]] = []  # earlier ones, and up to where
+        # Earlier versions, of which adapter, and up to where.
+        self._versions: list[tuple[int, int, NDArray[np.int64]]] = []
         self._now_s = clock.monotonic()  # up to which everything has been brought
         self._paused = self._asleep = False
 
@@ -171,7 +184,7 @@ class SimulatedEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            check(request, self.vocab_size)
+            check(request, self.vocab_size, self._loaded)
             if request.stop_text:
                 raise Refused(
                     f"request {request.id} has stop texts, and this engine has no tokenizer",
@@ -216,7 +229,11 @@ class SimulatedEngine:
     def step(self) -> bool:
         self.steps += 1
         self._advance()
-        return not self._paused and bool(self._slots.slot_of or self._queue)
+        return not self._stands and bool(self._slots.slot_of or self._queue)
+
+    @property
+    def _stands(self) -> bool:
+        return self._paused or self.version == NO_VERSION
 
     def pause(self) -> None:
         self._advance()
@@ -224,14 +241,21 @@ class SimulatedEngine:
 
     def resume(self) -> None:
         if self._paused:
-            now = self._clock.monotonic()
-            self._slots.started_s += now - self._now_s
-            self._slots.ends_s += now - self._now_s
-            self._now_s, self._paused = now, False
+            self._paused = False
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """No time has passed for what runs while it stood."""
+        if self._stands:
+            return
+        now = self._clock.monotonic()
+        self._slots.started_s += now - self._now_s
+        self._slots.ends_s += now - self._now_s
+        self._now_s = now
 
     def _advance(self) -> None:
         """Brings all tokens that are due; a slot that came free was used from that moment on."""
-        if self._paused:
+        if self._stands:
             return
         slots, now = self._slots, self._clock.monotonic()
         if slots.slot_of:
@@ -259,8 +283,9 @@ class SimulatedEngine:
             length = min(cut, self._drawn_length(request)) if request.stop_ids else cut
             finish = Finish.STOP if request.stop_ids and length < cut else Finish.LENGTH
             ends_s = at_s + length / self._rate
-            slot = self._slots.place(request, at_s, ends_s, length, finish, self.vocab_size)
-            for _, until in self._versions:
+            about = request, at_s, ends_s, length, finish, self.vocab_size
+            slot = self._slots.place(*about, self._numbers[request.adapter])
+            for _, _, until in self._versions:
                 until[slot] = 0
             self.tokens_computed += len(request.tokens)
 
@@ -272,9 +297,45 @@ class SimulatedEngine:
     # -- weights ---------------------------------------------------------------------------------
 
     def swap(self, state: Mapping[str, Tensor], version: int) -> None:
+        """It computes with no tensor, but it wants all of them, as others do."""
         self._advance()
-        self._versions.append((self.version, self._slots.produced.copy()))
+        with replacing(version, self.quarantine):
+            for name in state:
+                state[name]
+        self._enter(version)
+        self._go_on()
+
+    def _enter(self, version: int) -> None:
+        self._versions.append((0, self.version, self._slots.produced.copy()))
         self.version = version
+
+    @property
+    def adapters(self) -> Mapping[str, int]:
+        return dict(self._loaded)
+
+    def load_adapter(
+        self, name: str, tensors: Mapping[str, Tensor], scale: float, version: int
+    ) -> None:
+        self._advance()
+        for factor in tensors:
+            tensors[factor]
+        number = self._numbers.setdefault(name, len(self._numbers))
+        if name in self._loaded:
+            self._versions.append((number, self._loaded[name], self._slots.produced.copy()))
+        self._loaded[name] = version
+
+    def quarantine(self) -> None:
+        self._advance()
+        self._enter(NO_VERSION)
+
+    def unload_adapter(self, name: str) -> None:
+        self._advance()
+        requests = [r for r in self._slots.requests if r is not None]
+        if any(request.adapter == name for request in [*requests, *self._queue]):
+            raise Refused(
+                f"adapter {name!r} is in use", where="engine", fix="abort its requests first"
+            )
+        self._loaded.pop(name, None)
 
     def sleep(self) -> None:
         self._asleep = True
@@ -286,7 +347,9 @@ class SimulatedEngine:
             self._asleep = False
             self.resume()
 
-    def score(self, tokens: Ints) -> NDArray[np.float32]:
+    def score(self, tokens: Ints, adapter: str = "") -> NDArray[np.float32]:
+        if self.version == NO_VERSION:
+            raise Refused("the engine has no weights", where="engine", fix="wake it first")
         return np.full(len(tokens) - 1, self._logprob, np.float32)
 
     # -- what has come ---------------------------------------------------------------------------
@@ -310,9 +373,11 @@ class SimulatedEngine:
         total = int(counts.sum())
         rows = np.repeat(live, counts)
         places = np.arange(total) + np.repeat(start - (np.cumsum(counts) - counts), counts)
-        versions = np.full(total, self.version, np.int32)
-        for version, until in reversed(self._versions):
-            versions[places < until[rows]] = version
+        loaded = [self._loaded.get(name, -1) if name else self.version for name in self._numbers]
+        adapters = slots.adapter[rows]
+        versions = np.array(loaded, np.int32)[adapters]
+        for adapter, version, until in reversed(self._versions):
+            versions[(adapters == adapter) & (places < until[rows])] = version
         slots.flushed[live] = slots.produced[live]
         logprobs = np.full(total, self._logprob, np.float32)
         asked = slots.unmodified[rows]

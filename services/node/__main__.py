@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
+from common.pool.taking import ALL, taken
 from common.runtime.mesh import Mesh, MeshSettings, run
-from services.node.accelerators import discover
+from common.runtime.orphan import ORPHAN_S
+from common.wire import host_chunks
 from services.node.agent import NodeAgent
-from services.node.roles import with_overrides
-from services.node.worker import ORPHAN_S
+from services.node.gpus.accelerators import discover
+from services.node.residents.roles import with_overrides
+from services.node.worker import budget_options, market_option
 
 
 async def main(a: argparse.Namespace) -> None:
@@ -22,17 +26,27 @@ async def main(a: argparse.Namespace) -> None:
 
 async def serve(mesh: Mesh, a: argparse.Namespace) -> None:
     """The life of an agent, until it is cancelled."""
-    scratch = Path(mesh.settings.run_root) / "mesh"
-    accelerators = await discover(mesh.host, a.device, a.workers, scratch)
-    options = ["--orphan-s", str(a.orphan_s)]
+    found = await discover(mesh.host, a.device, a.workers)
+    accelerators = [replace(one, bytes=a.accelerator_bytes or one.bytes) for one in found]
+    options = ["--orphan-s", str(a.orphan_s), "--market", a.market]
+    options += ["--memory-bytes", str(a.memory_bytes), "--disk-bytes", str(a.disk_bytes)]
     for command in a.role_command:
         options += ["--role-command", command]
-    agent = NodeAgent(mesh, accelerators, options, a.gang_prefix, a.ranks)
-    await mesh.join(agent, stats=agent.stats)
-    mesh.ready = True
+    orphan = ["--orphan-s", str(a.orphan_s)]
+    agent = NodeAgent(mesh, accelerators, options, a.worker_prefix, orphan, a.services)
+    bulk = host_chunks.serve_cache(mesh)
+
+    def stats() -> dict[str, Any]:
+        return agent.stats() | ({} if bulk is None else {"bulk_sent": bulk.sent})
+
     try:
+        await mesh.join(agent, stats=stats, bulk_address="" if bulk is None else bulk.address)
+        mesh.ready = True
         await asyncio.Event().wait()
     finally:
+        if bulk is not None:
+            bulk.close()
+        await agent.leave()  # it has more to wait for than the stop of an actor may take
         await mesh.leave()
 
 
@@ -40,15 +54,19 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__)
     found.add_argument("--workers", type=int, default=0, help="slots; 0 with cuda: one a GPU")
     found.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    found.add_argument("--ranks", type=int, default=1, help="workers of the first gang")
-    found.add_argument("--gang-prefix", default="g", help="unique to this host in the mesh")
+    found.add_argument("--worker-prefix", default="w", help="unique to this host in the mesh")
+    found.add_argument(
+        "--services", type=taken, default=ALL, help="that may be placed here, or none"
+    )
+    market_option(found)
+    budget_options(found)
     found.add_argument(
         "--role-command",
         action="append",
         default=os.environ.get("MESHRL_ROLE_COMMANDS", "").splitlines(),
         metavar="ROLE=COMMAND",
-        help="what workers start for a role, in place of ours; gets --gang --job --epoch [--core]; "
-        "also a line each in $MESHRL_ROLE_COMMANDS",
+        help="what workers start for a role, in place of ours; gets the options of "
+        "common/pool/seat.py; also a line each in $MESHRL_ROLE_COMMANDS",
     )
     found.add_argument(
         "--orphan-s", type=float, default=ORPHAN_S, help="workers without an agent end after"

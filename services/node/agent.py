@@ -1,114 +1,156 @@
-"""The agent of a host: it starts one worker for each accelerator, watches them, and adopts them
-again. The first few of them may make one gang; the others are gangs of one.
+"""The agent of a host: it starts one worker for each accelerator and the shards and sandboxes that
+the planner wants here, watches them, and adopts them again.
 
-Workers are in sessions of their own and survive the agent. Its next incarnation finds them by what
-it wrote down (pid and start time) and goes on watching.
+They are in sessions of their own and survive the agent. Its next incarnation finds them by what it
+wrote down (pid and start time) and goes on watching.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
-from common.errors import ConfigError, DeadlineExceeded, StateUnavailable
+from common.api import node as api
+from common.api.hint import Look
+from common.api.node import ListLogs, LogPart, Node, ReadLog
+from common.errors import DeadlineExceeded, StateUnavailable
+from common.pool.names import worker_process
+from common.pool.taking import ALL
 from common.process.handle import Child
-from common.process.lease_watch import LeaseWatch
-from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
-from common.runtime.actor import Actor
+from common.process.supervision.lease_watch import LeaseWatch
+from common.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
+from common.runtime.actor import Actor, call, cast
 from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
-from common.state import events, registry
+from common.state import events
 from common.state.ended import Report, Reports
-from services.node.accelerators import Accelerator
-from services.node.worker import worker_name
+from services.node import old_runs
+from services.node.adopting import Notes
+from services.node.distance import Distance
+from services.node.gpus.accelerators import Accelerator
+from services.node.gpus.watch import GpuWatch
+from services.node.isolation import OwnIsolation
+from services.node.job_services import JobServices
+from services.node.log_files import LogFiles
 
+T = TypeVar("T")
 BUDGET = (20, 120.0)  # restarts of a worker in seconds: spot hosts see faults every few seconds
 TRY_AGAIN_S = 60.0  # after the budget was spent
-GRACE_S = 6.0  # for a worker to end its role process and itself
+GRACE_S = 6.0  # for a worker to end its role processes and itself
+LOG_S = 8.0  # to read a part of a log file
 EVENT_S = 2.0  # a report must not hold up a restart
 
 
-class Seat(NamedTuple):
-    """A worker's place."""
-
-    gang: str
-    rank: int
-    ranks: int
-
-
-def seats(workers: int, prefix: str, ranks: int) -> list[Seat]:
-    """The first `ranks` workers in one gang, each other one in a gang of its own; ConfigError if
-    there are fewer workers.
-    """
-    if workers < ranks:
-        raise ConfigError(
-            f"a gang of {ranks} ranks does not fit on {workers} workers",
-            where="node agent",
-            fix="lower training.ranks, or give the host more workers",
-        )
-    alone = range(1, workers - ranks + 1)
-    together = [Seat(f"{prefix}0", rank, ranks) for rank in range(ranks)]
-    return [*together, *(Seat(f"{prefix}{place}", 0, 1) for place in alone)]
+def program(name: str) -> list[str]:
+    """What tells the command line of the worker with this name in the registry."""
+    return ["services.node.worker", "--worker", name.partition("/")[2]]
 
 
 class NodeAgent(Actor, Hooks):
+    interface = Node
+
     def __init__(
         self,
         mesh: Mesh,
         accelerators: list[Accelerator],
         worker_options: list[str],
         prefix: str,
-        ranks: int = 1,
+        service_options: list[str] | None = None,
+        takes: Sequence[str] = ALL,
     ) -> None:
-        self._mesh, self._accelerators = mesh, accelerators
+        """Workers are called `prefix` and a number, which is unique to this host in the mesh.
+        `takes`: the services that may be placed here.
+        """
+        self._takes = list(takes)
+        self._mesh, self._accelerators, self._prefix = mesh, accelerators, prefix
         self._options = worker_options
-        self._seats = seats(len(accelerators), prefix, ranks)
         self._root = Path(mesh.settings.run_root) / "mesh"
-        self._notes = self._root / f"{mesh.name.replace('/', '-')}.json"
+        self._notes = Notes(mesh, self._root / f"{mesh.name.replace('/', '-')}.json", program)
+        self._files = LogFiles(self._root / "logs")
         self._adopted: set[str] = set()
         self._supervisor = Supervisor(mesh.host, mesh.clock, hooks=self)
         self._reports = Reports(mesh.state, mesh.clock)
-        self.leases = LeaseWatch(
-            mesh.state, mesh.clock, mesh.settings.host, lambda: self._supervisor.children.values()
+        self.leases = LeaseWatch(mesh.state, mesh.clock, mesh.settings.host, self._children)
+        self.services = JobServices(mesh, self._root, self.leases, service_options or [])
+        self._distance = Distance(mesh)
+        self._isolation = OwnIsolation(mesh, takes)
+        self.gpus = GpuWatch(
+            mesh,
+            {f"{prefix}{i}": a.device for i, a in enumerate(accelerators) if a.device is not None},
+            self._note,
         )
         self._tasks: set[asyncio.Task[None]] = set()
 
     def stats(self) -> dict[str, Any]:
-        return {"workers": len(self._supervisor.children), "adopted": len(self._adopted)}
+        return {
+            "workers": len(self._supervisor.children),
+            "takes": self._takes,
+            "adopted": len(self._adopted),
+            **self.services.stats(),
+            **self._distance.stats,
+            **self._isolation.stats,
+            **self.gpus.stats(),
+        }
+
+    @cast(Node.look)
+    def look(self, m: Look) -> None:
+        self.services.look()
+
+    @call(Node.logs)
+    async def logs(self, m: ListLogs) -> api.LogFiles:
+        return api.LogFiles(await self._off_loop(self._files.listed))
+
+    @call(Node.read_log)
+    async def read_log(self, m: ReadLog) -> LogPart:
+        return await self._off_loop(self._files.read, m.name, m.offset, m.most)
+
+    async def _off_loop(self, work: Callable[..., T], *args: Any) -> T:
+        return await self._mesh.host.run_blocking(work, *args, deadline_s=LOG_S)
 
     async def start(self) -> None:
-        specs = [
-            self._spec(seat, accelerator)
-            for seat, accelerator in zip(self._seats, self._accelerators, strict=True)
-        ]
-        known = [self._read_notes(), await self._registered([spec.name for spec in specs])]
-        for spec in specs:
-            adopted = self._running(spec.name, known)
+        running = await self._notes.running(["worker"])
+        for place, accelerator in enumerate(self._accelerators):
+            spec = self._spec(f"{self._prefix}{place}", accelerator)
+            adopted = running.get(spec.name)
             if adopted is not None:
                 self._adopted.add(spec.name)
             await self._supervisor.add(spec, adopted=adopted)
+        await self.services.adopt()
         self._run(self.leases.run())
+        self._run(self.services.follow())
+        self._run(old_runs.sweep_forever(self._mesh))
+        self._run(self._distance.run())
+        self._run(self._isolation.run())
+        self._run(self.gpus.run())
 
-    async def stop(self) -> None:
-        """The host leaves the mesh: its workers end. (An agent that is killed leaves them be.)"""
+    async def leave(self) -> None:
+        """The host leaves the mesh: what it started ends, shards first, as they still use the
+        others. (An agent that is killed leaves them be.)
+        """
         for task in self._tasks:
             task.cancel()
         self._reports.stop()
-        await self._supervisor.stop(GRACE_S)
-        self._notes.unlink(missing_ok=True)
+        await self.services.stop("rollout")
+        await asyncio.gather(self._supervisor.stop(GRACE_S), self.services.stop())
+        self._notes.forget()
 
-    def _spec(self, seat: Seat, accelerator: Accelerator) -> ChildSpec:
-        module = [sys.executable, "-m", "services.node.worker"]
-        place = ["--gang", seat.gang, "--rank", str(seat.rank), "--ranks", str(seat.ranks)]
-        name = worker_name(seat.gang, seat.rank)
+    def _children(self) -> list[Child]:
+        return [*self._supervisor.children.values(), *self.services.children]
+
+    def _spec(self, worker: str, accelerator: Accelerator) -> ChildSpec:
+        name = worker_process(worker)
+        module = [sys.executable, "-m", *program(name)]
+        place = ["--accelerator", accelerator.name]
+        if accelerator.device is not None:
+            place += ["--gpu", accelerator.device.uuid]
+        if accelerator.bytes:
+            place += ["--accelerator-bytes", str(accelerator.bytes)]
         return ChildSpec(
             name,
-            [*module, *place, "--accelerator", accelerator.name, *self._options],
+            [*module, *place, *self._options],
             env=accelerator.env,
             log=self._log(name),
             budget=BUDGET,
@@ -118,35 +160,6 @@ class NodeAgent(Actor, Hooks):
 
     def _log(self, name: str) -> Path:
         return self._root / "logs" / (name.replace("/", "-") + ".log")
-
-    def _running(self, name: str, known: Iterable[Mapping[str, tuple[int, int]]]) -> Child | None:
-        """The worker that an earlier incarnation started, if it still runs."""
-        for processes in known:
-            if name in processes:
-                child = self._mesh.host.adopt(*processes[name], name=name)
-                if child is not None:
-                    return child
-        return None
-
-    async def _registered(self, names: list[str]) -> dict[str, tuple[int, int]]:
-        """Workers by what they say themselves: a full disk takes no notes."""
-        mesh = self._mesh
-        found = await patiently(mesh.clock, lambda: registry.lookup_all(mesh.state, names))
-        here = mesh.settings.host
-        return {e.name: (e.pid, int(e.start_time)) for e in found.values() if e.host == here}
-
-    def _read_notes(self) -> Mapping[str, tuple[int, int]]:
-        try:
-            notes = json.loads(self._notes.read_bytes())
-            return {name: (int(pid), int(start)) for name, (pid, start) in notes.items()}
-        except FileNotFoundError:
-            return {}
-
-    def _write_notes(self) -> None:
-        children = self._supervisor.children
-        notes = {name: (child.pid, child.start_time) for name, child in children.items()}
-        self._notes.parent.mkdir(parents=True, exist_ok=True)
-        self._mesh.host.replace_file(self._notes, json.dumps(notes).encode())
 
     def _run(self, coroutine: Any) -> None:
         task = asyncio.create_task(coroutine)
@@ -161,31 +174,22 @@ class NodeAgent(Actor, Hooks):
     # What the supervisor tells
 
     async def started(self, child: Child) -> None:
-        self._write_notes()
+        self._notes.write(self._supervisor.children.values())
         how = "adopted" if child.name in self._adopted else "started"
         await self._note("worker_up", {"name": child.name, "pid": child.pid, "how": how})
 
     async def ended(self, child: Child, end: End) -> None:
         self._adopted.discard(child.name)
         await self.leases.evict(child)
-        await self._end_unwatched(child.name)
+        unwatched = await self._notes.end_unwatched(child.name)
+        if unwatched is not None:
+            await self.leases.evict(unwatched)
         if end.asked:
             return
         log = str(self._log(child.name))
         await self._reports.tell(
             Report(child.name, end.code, end.why, end.failure, final=end.final, log=log)
         )
-
-    async def _end_unwatched(self, name: str) -> None:
-        """Ends the worker that holds this name and is nobody's: it was started when no note could
-        be taken, and had not registered when its agent was followed by this one.
-        """
-        with contextlib.suppress(StateUnavailable, DeadlineExceeded):
-            async with self._mesh.clock.timeout(EVENT_S, "a look for a worker"):
-                child = self._running(name, [await self._registered([name])])
-            if child is not None:
-                child.kill()
-                await self.leases.evict(child)
 
     def lease_expired(self, child: Child) -> bool:
         return self.leases.expired(child)

@@ -1,1 +1,1 @@
-"""The planner program, which decides what each gang of workers does. Open `planner.py` first."""
+"""The planner program, which decides who computes what where. Open `planner.py` first."""

@@ -1,46 +1,50 @@
-"""The planner's shell: it stands for election, and as the leader writes what every gang should do.
+"""The planner's shell: it stands for election, and as the leader looks, decides and writes.
 
-It reads, asks the modules beside it what to do, and writes that down.
+All that it decides comes from `decide`; all that it remembers is on record, written with the
+decisions, so that whoever leads next goes on where it was. What it tells workers are hints: they
+read their own records anyway.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import asyncio
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from common.api.hint import Look
-from common.api.node import Worker
-from common.errors import Fenced, MeshError
-from common.job.config import PlannerConfig
+from common.api.node import Node, Worker
+from common.errors import DeadlineExceeded, Fenced, MeshError
+from common.pool.decisions import Decision, Dissolve, Form, HostGone, Place, Remove, Serve
+from common.pool.names import agent, worker_process
+from common.pool.settings import PoolSettings
+from common.pool.snapshot import Snapshot
 from common.process.host import Stoppable
 from common.runtime.actor import Actor
 from common.runtime.mesh import Mesh
-from common.state import gangs, jobs, leader, registry
-from common.state.gangs import Role
-from services.planner.allocation import StageTimes
-from services.planner.balancing import rebalance
-from services.planner.feasibility import Shortfall, hopeless, shortfall
-from services.planner.job import PlannedJob, planned
-from services.planner.moves import finished
-from services.planner.placement import RoleDecision, next_decision
-from services.planner.presence import counted, gathering, missing_since, newly_lost
-from services.planner.requests import granted, refusal
-from services.planner.settling import StageWatch, following, look
+from common.state import leader, pool
+from common.state.lifecycle import deleting
+from services.planner.decide import decide
+from services.planner.memory import Memory
 
 ELECTION = "planner"
 LEASE_MS = 6000
 KEEP_S = 1.5
 LOOK_S = 0.5
+HINTS_S = 1.0  # for all hints of a look: who gets none reads its record within a second or so
+TIDY_S = 5.0  # between looks at what is kept no longer
 
 
-class Term:
-    """What a leader remembers from look to look; each time that it is elected it begins anew."""
+@dataclass(frozen=True, slots=True)
+class Took:
+    """What the last look took, in milliseconds, and how much it found."""
 
-    def __init__(self) -> None:
-        self.watch = StageWatch()
-        self.times: StageTimes | None = None  # the times that the last decision was made by
-        self.missing: dict[str, float] = {}  # gang -> since when
-        self.short: Shortfall | None = None
+    look_ms: float = 0.0
+    decide_ms: float = 0.0
+    write_ms: float = 0.0
+    workers: int = 0
+    jobs: int = 0
 
 
 class Planner(Actor):
@@ -49,14 +53,24 @@ class Planner(Actor):
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.token = 0  # fencing token of the leadership; 0: standing by
-        self._term = Term()
+        self._anew = False  # nobody has looked for a while: who is missing now may only be late
         self._stale = False
+        self._took = Took()
+        self._tidied_s = mesh.clock.monotonic()
         self._keeper: Stoppable | None = None
-        self._started = mesh.clock.monotonic()
 
     def stats(self) -> dict[str, Any]:
-        times = self._term.times if self.token else None
-        return {"leader": bool(self.token), **(asdict(times) if times else {})}
+        if not self.token:
+            return {"leader": False}
+        took = self._took
+        return {
+            "leader": True,
+            "look_ms": round(took.look_ms, 2),
+            "decide_ms": round(took.decide_ms, 2),
+            "write_ms": round(took.write_ms, 2),
+            "workers": took.workers,
+            "jobs": took.jobs,
+        }
 
     # -- leadership ------------------------------------------------------------------------------
 
@@ -66,7 +80,8 @@ class Planner(Actor):
             try:
                 await self._campaign()
                 if self.token:
-                    await self._look()
+                    settings = await self._look()
+                    await self._tidy(settings)
             except Fenced as error:
                 self.mesh.telemetry.log.warning("no longer leader", error=str(error))
                 self.token = 0
@@ -86,10 +101,10 @@ class Planner(Actor):
         self.token = token
 
     def _take_over(self, token: int) -> None:
-        """Begins a term, and keeps the lease from a thread. What a predecessor left under way is on
-        record.
+        """Begins a term, and keeps the lease from a thread. What its predecessors remembered and
+        left under way is on record.
         """
-        self._term = Term()
+        self._anew = True
 
         def keep() -> bool:
             held = leader.keep(self.mesh.state, ELECTION, token, LEASE_MS)
@@ -103,112 +118,88 @@ class Planner(Actor):
 
     # -- one look --------------------------------------------------------------------------------
 
-    async def _look(self) -> None:
-        state, term = self.mesh.state, self._term
-        entries = [entry for entry in await registry.entries(state) if entry.alive]
-        known = await self._present(entries)
-        rows = await jobs.jobs(state)
-        job = next((planned(row) for row in rows if not row.ended), None)
-        term.watch = following(term.watch, job)
-        await self._finish_moves(known, entries)
-        if job is None:
-            term.short = None
-        elif not await self._feasible(known, job):
-            return
-        if not await self._place(known, job) and job is not None:
-            await self._moves_asked_for(known, job)
-            await self._balance(known, entries, job)
-
-    async def _place(self, known: list[gangs.Gang], job: PlannedJob | None) -> bool:
-        """Puts right what must be before anything is improved, a decision for each gang at most;
-        whether there was any.
-        """
-        for made in range(len(known)):
-            if job is None:
-                decision = next_decision(known, "", PlannerConfig().training)
-            else:
-                training = job.config.training
-                decision = next_decision(known, job.id, training, job.scoring, job.ranks)
-            if decision is None:
-                return made > 0
-            await self._decide(decision, job)
-            known = await gangs.gangs(self.mesh.state)
-        return bool(known)
-
-    async def _present(self, entries: list[registry.Entry]) -> list[gangs.Gang]:
-        """All gangs, after those that were lost since the last look are marked."""
-        state, term, now_s = self.mesh.state, self._term, self.mesh.clock.monotonic()
-        alive = {entry.name for entry in entries}
-        known = await gangs.gangs(state)
-        term.missing = missing_since(known, alive, term.missing, now_s)
-        lost = newly_lost(known, alive, term.missing, now_s)
-        for gang in lost:
-            await gangs.lose_gang(state, self.token, gang, "its worker is gone")
-        return await gangs.gangs(state) if lost else known
-
-    async def _feasible(self, known: list[gangs.Gang], job: PlannedJob) -> bool:
-        """Whether the mesh has what the job needs. A job that has waited for it too long fails."""
-        mesh, term, now_s = self.mesh, self._term, self.mesh.clock.monotonic()
-        if gathering(known, job.workers, now_s - self._started):
-            return False
-        term.short = shortfall(counted(known, term.missing, now_s), job, term.short, now_s)
-        if term.short is None:
-            return True
-        if hopeless(term.short, now_s):
-            why = term.short.why
-            await jobs.set_phase(
-                mesh.state, job.id, jobs.Phase.FAILED, mesh.token, mesh.name, error=why
-            )
-        return False
-
-    async def _moves_asked_for(self, known: list[gangs.Gang], job: PlannedJob) -> None:
-        by_id = {gang.id: gang for gang in known}
-        for move in await gangs.moves_asked_for(self.mesh.state):
-            gang = by_id.get(move.gang)
-            why = refusal(move, gang)
-            if gang is None or why:
-                await gangs.decline_move(self.mesh.state, self.token, move.op_id, why)
-            else:
-                await self._decide(granted(move, gang), job, move.op_id)
-
-    async def _balance(
-        self, known: list[gangs.Gang], entries: list[registry.Entry], job: PlannedJob
-    ) -> None:
-        """Moves one gang when the stage times say so."""
-        term = self._term
-        term.watch, times = look(term.watch, job, known, entries, self.mesh.clock.monotonic())
-        if times is None:
-            return
-        term.times = times
-        decision = rebalance(times, job, known, entries)
-        if decision is not None:
-            term.watch = term.watch.moved(job.steps_done)
-            await self._decide(decision, job)
-
-    async def _finish_moves(self, known: list[gangs.Gang], entries: list[registry.Entry]) -> None:
-        """Says of each move when it is complete, and what the other gangs did meanwhile."""
-        state, term = self.mesh.state, self._term
-        for move, details in finished(await gangs.moves_under_way(state), known, entries):
-            await gangs.finish_move(state, self.token, move, details)
-            term.watch = term.watch.arrived(details)
-
-    async def _decide(
-        self, decision: RoleDecision, job: PlannedJob | None, operation: str = ""
-    ) -> None:
-        """Writes a decision, once for an operation, and hints at it."""
-        await gangs.set_desired(
-            self.mesh.state,
-            self.token,
-            decision.gang,
-            decision.role,
-            job.id if job and decision.role != Role.IDLE else "",
-            decision.core,
-            decision.policy,
-            operation or self.mesh.random.token(8),
-            pinned=decision.policy == "user",
-            details=decision.details,
+    async def _look(self) -> PoolSettings:
+        """Looks, decides, writes, and tells those whose records have changed; the settings."""
+        state, token, clock = self.mesh.state, self.token, self.mesh.clock
+        began = clock.monotonic()
+        seen = await pool.look(state, token)
+        looked = clock.monotonic()
+        memory = Memory.of(seen.memory or {})
+        if self._anew:
+            memory = memory.after_outage()
+        decisions, memory = decide(seen.snapshot, memory)
+        decided = clock.monotonic()
+        document = json.loads(json.dumps(memory.document()))  # as it is read again: no tuples
+        refused = await pool.write(
+            state,
+            token,
+            self.mesh.random.token(8),
+            decisions,
+            document if document != seen.memory else None,
+            seen.written,
         )
+        self._anew = False
+        self._took = Took(
+            1000 * (looked - began),
+            1000 * (decided - looked),
+            1000 * (clock.monotonic() - decided),
+            len(seen.snapshot.workers),
+            len(seen.snapshot.jobs),
+        )
+        for one in refused:
+            self.mesh.telemetry.log.info(
+                "decided on what has changed", decision=str(one.decision), reason=one.reason
+            )
+        left_out = {id(one.decision) for one in refused}
+        for decision in decisions:
+            lost = isinstance(decision, HostGone) and not decision.back
+            if lost and id(decision) not in left_out:
+                self.mesh.telemetry.count("hosts_lost")
+        await self._hint(seen.snapshot, [d for d in decisions if id(d) not in left_out])
+        return seen.snapshot.settings
+
+    async def _hint(self, snapshot: Snapshot, decisions: Iterable[Decision]) -> None:
+        """One hint to each worker and agent whose record has changed, whoever gets it."""
+        workers, hosts = changed(snapshot, decisions)
+        refs = [self.mesh.ref(worker_process(worker)).cast for worker in workers]
+        casts = [cast(Worker.look, Look("desired")) for cast in refs]
+        casts += [self.mesh.ref(agent(host)).cast(Node.look, Look("services")) for host in hosts]
+        if not casts:
+            return
         try:
-            await self.mesh.ref(f"worker/{decision.gang}").cast(Worker.look, Look("desired"))
-        except MeshError as error:
+            async with self.mesh.clock.timeout(HINTS_S, "hints of what was decided"):
+                told = await asyncio.gather(*casts, return_exceptions=True)
+        except DeadlineExceeded as error:
             self.mesh.telemetry.log.info("hint", error=str(error))
+            return
+        for answer in told:
+            if isinstance(answer, MeshError):
+                self.mesh.telemetry.log.info("hint", error=str(answer))
+            elif answer is not None:
+                raise answer
+
+    async def _tidy(self, settings: PoolSettings) -> None:
+        """Lets go of what is kept no longer: jobs that ended long ago, and who is gone for good."""
+        now_s = self.mesh.clock.monotonic()
+        if now_s - self._tidied_s < TIDY_S:
+            return
+        self._tidied_s = now_s
+        await pool.forget_gone(self.mesh.state, self.token, settings.gone_s)
+        await deleting.delete_old(self.mesh.state, self.token, settings.keep_days)
+
+
+def changed(snapshot: Snapshot, decisions: Iterable[Decision]) -> tuple[list[str], list[str]]:
+    """The workers whose records these decisions change, and the hosts whose services they do."""
+    members = {gang.id: gang.workers for gang in snapshot.gangs}
+    workers: dict[str, None] = {}
+    hosts: dict[str, None] = {}
+    for decision in decisions:
+        match decision:
+            case Form(gang, ids):
+                members[gang] = ids
+                workers.update(dict.fromkeys(ids))
+            case Dissolve(gang) | Place(gang) | Remove(gang):
+                workers.update(dict.fromkeys(members.get(gang, ())))
+            case Serve(host):
+                hosts[host] = None
+    return list(workers), list(hosts)

@@ -1,57 +1,79 @@
-"""The presence of gangs: which are missing, lost or gone, and which may still be joining.
+"""The presence of workers and hosts: who is missing, lost or gone, and whom nothing new is placed
+on.
 
-A gang is missing while the lease of one of its workers is not alive, or not all of them have
-joined. How long it has been missing is known to who has looked all the time: a new leader counts
-anew, and so does one that has seen an outage of Redis, after which all leases look expired.
+A worker is missing while its lease is not alive. How long it has been so is remembered; after an
+outage of Redis, when all leases look expired, it is counted anew (`Memory.after_outage`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from common.state.gangs import Gang
-
-GATHER_S = 5.0  # workers of a new mesh may take this long to join before the split is made
-LOST_S = 10.0  # a worker whose lease has been gone this long is not waited for
-GONE_S = 300.0  # missing so long, it no longer belongs to the mesh: hosts boot in less
-
-
-def missing_since(
-    gangs: Sequence[Gang], alive: AbstractSet[str], before: Mapping[str, float], now_s: float
-) -> dict[str, float]:
-    """The time since which each missing gang is missing, by its id. `before` is the last look's
-    answer, `alive` names live processes.
-    """
-    missing = (g.id for g in gangs if _away(g, alive) or not g.whole)
-    return {gang: before.get(gang, now_s) for gang in missing}
+from common.pool.documents import numbered
+from common.pool.rows import Worker
+from common.pool.snapshot import LEFT, Snapshot
+from services.planner.memory import Memory
 
 
-def newly_lost(
-    gangs: Sequence[Gang], alive: AbstractSet[str], missing: Mapping[str, float], now_s: float
-) -> list[str]:
-    """The ids of gangs to mark as lost now; a gang that has never been whole is not among them."""
-    return [
-        g.id
-        for g in gangs
-        if _away(g, alive) and now_s - missing[g.id] > LOST_S and g.actual_state != "lost"
-    ]
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """Who is there."""
+
+    missing: dict[str, int]  # worker -> since when
+    lost: frozenset[str]  # missing for too long to wait for
+    newly: tuple[str, ...]  # lost since the last look
+    away: dict[str, int]  # host that has died or drains -> since when
+    gone: frozenset[str]  # hosts that vanished: they have died for too long, and nobody said so
+    newly_gone: tuple[str, ...]  # since the last look
+    back: tuple[str, ...]  # hosts that had vanished, and are there again
+    draining: frozenset[str]  # hosts
+    takes: tuple[str, ...]  # hosts that something new may be placed on
+    usable: tuple[Worker, ...]  # those that jobs may have: not lost, aside, or on such a host
+    counted: tuple[Worker, ...]  # those that a job may wait for: all that are not gone
 
 
-def counted(gangs: Sequence[Gang], missing: Mapping[str, float], now_s: float) -> list[Gang]:
-    """The gangs that a job may wait for: all but those that are gone."""
-    return [g for g in gangs if now_s - missing.get(g.id, now_s) <= GONE_S]
+def present(snapshot: Snapshot, memory: Memory) -> Presence:
+    """Who is there at this look."""
+    now_ms, settings = snapshot.now_ms, snapshot.settings
+    workers = sorted(snapshot.workers, key=lambda w: numbered(w.id))
+    missing = {w.id: memory.missing.get(w.id, now_ms) for w in workers if not w.alive}
+    lost = frozenset(
+        worker
+        for worker, since in missing.items()
+        if worker in memory.lost or now_ms - since > 1000 * settings.lost_s
+    )
+    drains = {r.host for r in snapshot.requests if r.kind == "drain"}
+    drains |= {host.name for host in snapshot.hosts if host.draining}
+    dead = {host.name for host in snapshot.hosts if not host.alive and host.draining != LEFT}
+    gone = frozenset(
+        host
+        for host in dead
+        if host in memory.gone or now_ms - memory.away.get(host, now_ms) > 1000 * settings.lost_s
+    )
+    back = {host.name for host in snapshot.hosts if host.alive} & memory.gone
+    out = drains | {host.name for host in snapshot.hosts if not host.alive}
+    return Presence(
+        missing=missing,
+        lost=lost,
+        newly=tuple(w.id for w in workers if w.id in lost and w.id not in memory.lost),
+        away={host: memory.away.get(host, now_ms) for host in sorted(out)},
+        gone=gone,
+        newly_gone=tuple(sorted(gone - memory.gone)),
+        back=tuple(sorted(back)),
+        draining=frozenset(drains),
+        takes=tuple(h.name for h in snapshot.hosts if h.alive and h.name not in drains),
+        usable=tuple(
+            w
+            for w in workers
+            if w.id not in lost and w.id not in memory.aside and w.host not in drains
+        ),
+        counted=tuple(
+            w for w in workers if now_ms - missing.get(w.id, now_ms) <= 1000 * settings.gone_s
+        ),
+    )
 
 
-def gathering(gangs: Sequence[Gang], workers: int, up_s: float) -> bool:
-    """Whether some of the job's workers may still be joining a mesh that is up for so long."""
-    return sum(len(g.workers) for g in gangs) < workers and up_s < GATHER_S
-
-
-def usable(gangs: Sequence[Gang]) -> list[Gang]:
-    """The gangs that are not lost."""
-    return [g for g in gangs if g.actual_state != "lost"]
-
-
-def _away(gang: Gang, alive: AbstractSet[str]) -> bool:
-    return not set(gang.workers) <= alive
+def gone_for(since: Mapping[str, int], name: str, now_ms: int) -> float:
+    """The seconds for which it has been away; 0 when it is not."""
+    return (now_ms - since.get(name, now_ms)) / 1000

@@ -1,31 +1,38 @@
-"""The entry of a rollout shard's process."""
+"""The entry of a rollout shard's process: `python -m services.rollout --job JOB --shard N`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from common.pool.names import shard
 from common.runtime.mesh import Mesh, MeshSettings, run
+from common.runtime.orphan import ORPHAN, until_orphaned
+from common.runtime.tasks import first_of
 from services.rollout.shard import RolloutShard
 
 
 async def main(a: argparse.Namespace) -> None:
-    await serve(await Mesh.open(f"rollout/{a.shard}", "rollout", MeshSettings.from_env()))
+    name = shard(a.job, a.shard)
+    mesh = await Mesh.open(name, "rollout", MeshSettings.from_env(), a.job)
+    await serve(mesh, a.orphan_s)
 
 
-async def serve(mesh: Mesh) -> None:
-    """The life of a shard, until it is cancelled."""
+async def serve(mesh: Mesh, orphan_s: float = 0.0) -> None:
+    """The life of a shard, until its job has ended, it is an orphan, or it is cancelled."""
     actor = RolloutShard(mesh, Path(mesh.settings.run_root) / "mesh" / "logs")
     await mesh.join(actor, stats=actor.stats)
     try:
-        await actor.serve()
+        await first_of([actor.serve(), until_orphaned(mesh, orphan_s)])
     finally:
         await mesh.leave()
 
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__)
-    found.add_argument("--shard", type=int, default=0)
+    found.add_argument("--job", required=True, help="the one job that it serves")
+    found.add_argument("--shard", type=int, default=0, help="its number among those of the job")
+    found.add_argument("--orphan-s", type=float, default=0.0, help=ORPHAN)
     return found
 
 

@@ -87,7 +87,7 @@ class Failures:
         """
         found = self._kind(kind, without_place(text), place_in(text), False)
         found.calls, found.fix = found.calls + 1, f"make it finish, or raise {key}"
-        now = self._mesh.clock.monotonic()
+        now = self._mesh.job_clock.monotonic()
         row = self._hanging.setdefault(what, _Row(now - deadline_s, deadline_s))
         row.calls, row.text = row.calls + 1, f"{text}; {found.fix}"
 
@@ -102,7 +102,7 @@ class Failures:
     @property
     def hopeless(self) -> str:
         """Why the job need not go on: a function that has ended none of its last calls."""
-        now = self._mesh.clock.monotonic()
+        now = self._mesh.job_clock.monotonic()
         for row in self._hanging.values():
             lasted = now - row.since
             if row.calls >= HUNG_CALLS and lasted >= HUNG_DEADLINES * row.deadline_s:

@@ -21,7 +21,7 @@ from common.runtime.patience import patiently
 from common.runtime.tasks import all_of
 from common.state import events, jobs, registry
 from common.state import groups as rows
-from common.wire.bulk import BulkClient
+from common.wire.bulk.port import BulkClient
 from services.rollout.broken import Broken
 from services.rollout.environments.pool import EnvironmentPool
 from services.rollout.failures import Failures, TrajectoryFailed
@@ -67,7 +67,7 @@ class ShardJob:
         self.ledger = ShardLedger(mesh, job)
         buckets = self._buckets()
         self.history = (
-            LengthHistory(mesh.host, self.ledger.directory, root=job.run_dir)
+            LengthHistory(mesh.host, self.ledger.directory, root=job.here)
             if len(buckets) > 1
             else None
         )
@@ -87,7 +87,8 @@ class ShardJob:
         self._dropped_in_a_row = 0
         self._groups: dict[int, asyncio.Task[None]] = {}
         self.hungry = asyncio.Event()
-        self.admitting = False  # the job is in its training phase
+        self.admitting = False  # the job is in its training phase, and this host does not drain
+        self._opening = False  # groups are being asked for
         self.lineage = -1  # the job's current lineage
         self._beginning = 0  # its version when the lineage was seen
 
@@ -172,8 +173,9 @@ class ShardJob:
         while True:
             await self.hungry.wait()
             self.hungry.clear()
+            self._opening = self.admitting and bool(self.wanted())
             try:
-                opened = await self._admit() if self.admitting and self.wanted() else 0
+                opened = await self._admit() if self._opening else 0
             except MeshError as error:
                 if not error.retryable:
                     raise
@@ -181,10 +183,16 @@ class ShardJob:
                 await self.mesh.clock.sleep(GATE_S)
                 await patiently(self.mesh.clock, self._reconcile)
                 opened = 0
+            self._opening = False
             if self.admitting and self.wanted():
                 if not opened:  # the gate is closed: a commit opens it
                     await self.mesh.clock.sleep(GATE_S)
                 self.hungry.set()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no group is under way, nor will be before `admitting` is set again."""
+        return not (self.admitting or self._opening or self._groups)
 
     async def _admit(self) -> int:
         operation = self.mesh.random.token()
@@ -499,7 +507,7 @@ class ShardJob:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.samples.close()
+        await self.samples.close()
         await self.router.close()
         await self.commits.close()
         await self.sandbox.close()

@@ -3,8 +3,8 @@
 Of a step, which is the one under way when a trajectory ends: each that is the best, the worst or
 the longest of the step so far, the first FAILED of each kind of failure, and about CHANCE of them
 by a hash of the seed; MOST in all. Of an evaluation, by set: its EVALUATED best, worst and failed.
-Texts longer than TEXT characters are cut in the middle. Each shard has a file, which starts again,
-with the one before it kept, past FILE_BYTES. Only what is kept is decoded.
+Texts longer than TEXT characters are cut in the middle. Each shard has a file at the run's home.
+Only what is kept is decoded.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import numpy as np
 
 from common.errors import StorageFull
 from common.job.job_data import JobData
-from common.records.append_file import AppendFile
 from common.records.lines import line_of
+from common.records.sample_files import SampleFile
 from common.runtime.mesh import Mesh
 from services.rollout.record.buffers import NOT_SAMPLED
+from services.rollout.sample_sender import SampleSender
 from services.rollout.trajectory import Trajectory
 from services.rollout.transcript import Transcript
 
@@ -32,7 +33,6 @@ CHANCE = 2.0  # trajectories of a step that are kept whatever they are
 EVALUATED = 3  # of the best, the worst and the failed of a set
 TEXT = 8000  # characters of one text: some 2000 tokens, more than anyone reads
 TURNS = 60  # of a trajectory, the first and the last ones
-FILE_BYTES = 32 << 20  # twice that is what a shard's samples take on the disk
 
 
 class Samples:
@@ -40,11 +40,14 @@ class Samples:
 
     def __init__(self, mesh: Mesh, job: JobData, transcript: Transcript) -> None:
         self._mesh, self._transcript, self._seed = mesh, transcript, job.config.seed
-        number = mesh.name.rpartition("/")[2]
-        self._path = job.run_dir / f"samples{'' if number == '0' else '-' + number}.jsonl"
+        number = int(mesh.name.rpartition("/")[2])
+        self._file: SampleFile | SampleSender = (
+            SampleFile(mesh.host, job.run_dir, number)
+            if job.at_home
+            else SampleSender(mesh, job.id, number)
+        )
         algorithm = job.config.algorithm
         self._chance = CHANCE / (algorithm.group_size * algorithm.groups_per_step)
-        self._file: AppendFile | None = None
         self._full = False
         self._number = 0  # of the next line since this shard has begun: it tells no gaps
         self._begin(-1)
@@ -137,11 +140,6 @@ class Samples:
         """Appends it; what a full disk has no room for is left out."""
         content = line_of(json.dumps(sample, ensure_ascii=False, default=str), self._number)
         try:
-            if self._file is not None and self._file.tell() + len(content) > FILE_BYTES:
-                self.close()
-                self._path.replace(self._path.with_suffix(".older.jsonl"))
-            if self._file is None:
-                self._file = self._mesh.host.open_append(self._path)
             self._file.write(content)
             self._full, self._number = False, self._number + 1
         except StorageFull as error:
@@ -149,11 +147,12 @@ class Samples:
                 self._mesh.telemetry.log.warning("a sample is not kept", error=str(error))
             self._full = True
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Closes the file; the next sample opens it again."""
-        if self._file is not None:
+        if isinstance(self._file, SampleFile):
             self._file.close()
-            self._file = None
+        else:
+            await self._file.close()
 
 
 def bounded(value: Any) -> Any:

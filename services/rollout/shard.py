@@ -1,21 +1,26 @@
-"""A rollout shard: takes up the mesh's job, phase by phase, and keeps its engines busy."""
+"""A rollout shard: serves one job from before it begins until it has ended, phase by phase, and
+keeps its engines busy.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import traceback
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.errors import MeshError
+from common.errors import MeshError, NotFound, Refused
 from common.job.evaluation_plan import AFTER, BEFORE, Plan, bracket, due
 from common.job.job_data import JobData
-from common.process.failure import FATAL, Failure
+from common.job.local_files import local_job
+from common.pool.names import service
+from common.process.ends.failure import FATAL, Failure
 from common.runtime.actor import Actor
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
-from common.state import jobs
+from common.state import jobs, pool
 from common.state.jobs import ACTIVE, Phase
 from services.rollout.evaluation import evaluate
 from services.rollout.job import LOOK_S, ShardJob
@@ -24,11 +29,13 @@ BROKEN = 70  # exit status after an error that nobody foresaw
 
 
 class RolloutShard(Actor):
-    """Serves one job at a time, the oldest that is active."""
+    """The shard of a job that its process is called after; the first one evaluates."""
 
     def __init__(self, mesh: Mesh, logs: Path) -> None:
         self.mesh, self.logs = mesh, logs
+        _, self.job, self.number = service(mesh.name)
         self.serving: ShardJob | None = None
+        self._drains = False  # its host is to become empty
         self._changed = asyncio.Event()
         self._lineage = -1  # the job's current lineage
         self._evaluated: set[str] = set()  # what has been evaluated in that lineage
@@ -36,44 +43,55 @@ class RolloutShard(Actor):
         self._background: set[asyncio.Task[Any]] = set()
 
     def stats(self) -> dict[str, Any]:
-        return self.serving.stats() if self.serving else {}
+        about = {"job": self.job, "rests": self.rests}
+        return about | (self.serving.stats() if self.serving else {})
+
+    @property
+    def rests(self) -> bool:
+        """Whether it may go to another host, as its own drains, and has nothing under way."""
+        shard = self.serving
+        return self._drains and shard is not None and shard.idle and not self._evaluating
 
     async def serve(self) -> None:
-        """Runs until cancelled."""
-        while True:
-            row = await self._next_job()
-            if row is None:
-                await self._pause()
-                continue
-            await self._serve_or_fail(row)
-
-    async def _serve_or_fail(self, row: jobs.JobRow) -> None:
-        """Serves a job. It fails by an error that no restart mends, and the shard is free for the
-        next; any other error ends the process, which says of which job it is.
+        """Returns when the job has ended, or is not on record any more. It fails by an error that
+        no restart mends; any other error ends the process, which is started again.
         """
         try:
-            await self._serve_job(JobData.of(row.id, row.document, row.run_dir))
+            row = await self._begun()
+            if row is not None:
+                await self._serve(await local_job(self.mesh, row))
         except FATAL as error:
-            self.mesh.telemetry.log.error("job failed", job=row.id, error=str(error))
-            await self._fail(row.id, str(Failure.of(error)))
+            self.mesh.telemetry.log.error("job failed", job=self.job, error=str(error))
+            with suppress(Refused):  # it has ended otherwise meanwhile
+                await self._enters(Phase.FAILED, str(Failure.of(error)))
         except Exception as error:
             traceback.print_exc()
             told = f"{self.mesh.name} cannot go on: {error!r}"
-            self.mesh.host.exit(BROKEN, told, error, row.id)
+            self.mesh.host.exit(BROKEN, told, error, self.job)
 
-    async def _fail(self, job: str, why: str) -> None:
-        mesh = self.mesh
+    async def _begun(self) -> jobs.JobRow | None:
+        """The job's row once shards are to work on it; None: it has ended before."""
+        while True:
+            row = await patiently(self.mesh.clock, self._row)
+            if row is None or row.ended:
+                return None
+            if row.phase in ACTIVE:
+                return row
+            await self._pause()
+
+    async def _row(self) -> jobs.JobRow | None:
+        """The job's; None when it was deleted."""
+        try:
+            return await jobs.job(self.mesh.state, self.job)
+        except NotFound:
+            return None
+
+    async def _enters(self, phase: Phase, why: str = "", lineage: int | None = None) -> None:
+        mesh, job = self.mesh, self.job
         await patiently(
             mesh.clock,
-            lambda: jobs.set_phase(mesh.state, job, Phase.FAILED, mesh.token, mesh.name, why),
+            lambda: jobs.set_phase(mesh.state, job, phase, mesh.token, mesh.name, why, lineage),
         )
-
-    async def _next_job(self) -> jobs.JobRow | None:
-        try:
-            rows = await jobs.jobs(self.mesh.state)
-        except MeshError:
-            return None
-        return next((row for row in rows if row.phase in ACTIVE), None)
 
     async def _pause(self) -> None:
         """Returns when the phase has changed here, after LOOK_S seconds at most."""
@@ -84,10 +102,9 @@ class RolloutShard(Actor):
         except MeshError:
             return
 
-    async def _serve_job(self, data: JobData) -> None:
+    async def _serve(self, data: JobData) -> None:
         shard = ShardJob(self.mesh, data, self.logs)
         self.serving = shard
-        self._lineage = -1
         try:
             await shard.broken.guard(self._served(shard))
         finally:
@@ -110,15 +127,18 @@ class RolloutShard(Actor):
     async def _turn(self, shard: ShardJob) -> bool:
         """One look at the job; False when it has ended."""
         try:
-            row = await jobs.job(self.mesh.state, shard.job.id)
+            row = await self._row()
             if row is None or row.ended:
                 return False
             if row.lineage != self._lineage:
                 await self._enter(shard, row)
+            self.mesh.job_clock.hold(row.paused)
             await shard.look()
-            shard.admitting = row.phase == Phase.TRAINING
+            self._drains = await pool.drains(self.mesh.state, self.mesh.settings.host)
+            training = row.phase == Phase.TRAINING and not row.paused
+            shard.admitting = training and not self._drains
             shard.version = row.version
-            if self.mesh.name == "rollout/0":
+            if self.number == 0 and not self._drains:
                 self._evaluations(shard, row)
         except MeshError as error:
             if not error.retryable:
@@ -160,13 +180,7 @@ class RolloutShard(Actor):
         """The evaluation before or after training, if any, and the phase that follows it."""
         if plan is not None:
             await evaluate(shard, plan, lineage)
-        mesh = self.mesh
-        await patiently(
-            mesh.clock,
-            lambda: jobs.set_phase(
-                mesh.state, shard.job.id, then, mesh.token, mesh.name, lineage=lineage
-            ),
-        )
+        await self._enters(then, lineage=lineage)
         self._changed.set()
 
     def _evaluate(self, work: Coroutine[Any, Any, None]) -> None:

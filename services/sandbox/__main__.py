@@ -1,39 +1,61 @@
-"""The entry of the sandbox: `python -m services.sandbox`."""
+"""The entry of a sandbox: `python -m services.sandbox --name sandbox/JOB/N`."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import os
+from functools import partial
 from pathlib import Path
 
+from common.job.local_files import modules_here
+from common.pool.names import service
+from common.process.ends import limits
 from common.runtime.mesh import Mesh, MeshSettings, run
+from common.runtime.orphan import ORPHAN, until_orphaned
+from common.runtime.pausing import stands_while_paused
 from services.sandbox.actor import SandboxActor
 from services.sandbox.ends import ToldEnds
 from services.sandbox.workers.pool import RLIMITS, PoolLimits
 
 
-async def main(name: str, warm: int, most: int, memory_mb: int, jails: int) -> None:
+async def main(
+    name: str, load: str, warm: int, most: int, memory_mb: int, jails: int, orphan_s: float
+) -> None:
     settings = MeshSettings.from_env()
-    mesh = await Mesh.open(name, "sandbox", settings)
+    _, job, _ = service(name)
+    mesh = await Mesh.open(name, "sandbox", settings, job)
     logs = Path(settings.run_root) / "mesh" / "logs"
     limits = PoolLimits(warm=warm, most=most, rlimits={**RLIMITS, "AS": memory_mb << 20})
-    ends = ToldEnds(mesh.state, mesh.clock, name)
+    ends = ToldEnds(mesh.state, mesh.clock, name, job)
     actor = SandboxActor(
-        mesh.host, mesh.clock, logs, limits, name=name, slots=jails, waits=mesh.waits, ends=ends
+        mesh.host,
+        mesh.clock,
+        logs,
+        limits,
+        name=name,
+        job=job,
+        load=load,
+        slots=jails,
+        waits=mesh.waits,
+        ends=ends,
+        job_clock=mesh.job_clock,
+        modules=partial(modules_here, mesh),
     )
     await mesh.join(actor, stats=actor.stats)
     mesh.ready = True
     try:
-        await asyncio.Event().wait()
+        async with stands_while_paused(mesh, job):
+            await until_orphaned(mesh, orphan_s)
     finally:
         await mesh.leave()
 
 
 if __name__ == "__main__":
-    cores = os.cpu_count() or 1
+    cores = limits.cores()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--name", default="sandbox/0")
+    parser.add_argument("--name", required=True, help="of a sandbox of the one job that it serves")
+    parser.add_argument(
+        "--load", default="", help="digest of what it may load; none: what it is told"
+    )
     parser.add_argument("--warm", type=int, default=2, help="processes started with a job")
     parser.add_argument(
         "--most", type=int, default=max(4, cores), help="processes of a job when calls wait"
@@ -41,8 +63,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--memory-mb", type=int, default=RLIMITS["AS"] >> 20, help="address space of each process"
     )
-    parser.add_argument(
-        "--jails", type=int, default=4 * cores, help="jails that run at a time, of all jobs"
-    )
+    parser.add_argument("--jails", type=int, default=4 * cores, help="jails that run at a time")
+    parser.add_argument("--orphan-s", type=float, default=0.0, help=ORPHAN)
     a = parser.parse_args()
-    run(lambda: main(a.name, a.warm, a.most, a.memory_mb, a.jails))
+    run(lambda: main(a.name, a.load, a.warm, a.most, a.memory_mb, a.jails, a.orphan_s))

@@ -1,11 +1,10 @@
-"""The actor of the sandbox: it loads jobs, takes batches of calls, and answers in the same
-order.
-"""
+"""The actor of a sandbox: loads its job, takes batches of calls, and answers in the same order."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,14 @@ from common.api.sandbox import (
     Outcome,
     Outcomes,
     RewardBatch,
+    RewardCall,
     RunTools,
     Sandbox,
+    ToolCall,
 )
 from common.clock import Clock
 from common.errors import NotFound, Refused
-from common.job import builtin, isolation
+from common.job import builtin, isolation, loading
 from common.process.host import Host
 from common.runtime.actor import Actor, call, cast
 from common.runtime.waits import WaitTable
@@ -36,7 +37,7 @@ from services.sandbox.jailed import Jailed
 from services.sandbox.jobs import LoadedJob, trusted
 from services.sandbox.workers.pool import Pool, PoolLimits
 
-JOBS_MOST = 8  # loaded at once; the one that was idle for longest makes room
+Modules = Callable[[str, str], Awaitable[str]]  # of a directory at home and a bundle's digest
 SWEEP_S = 5.0  # between two looks for sessions that are idle
 
 
@@ -50,33 +51,48 @@ class SandboxActor(Actor):
         logs: Path | None,
         limits: PoolLimits,
         *,
-        name: str = "sandbox/0",
+        name: str,
+        job: str = "",
+        load: str = "",
         slots: int = 8,
         waits: WaitTable | None = None,
         ends: Ends | None = None,
+        job_clock: Clock | None = None,
+        modules: Modules | None = None,
     ) -> None:
+        """`job`: the one that it serves; empty: whichever is loaded, in place of the one before.
+        `load`: digest of what may be loaded; empty: whatever one is told, by who started it alone.
+        `job_clock` stands still while that is paused. `modules` finds the author's code on this
+        host; None: it lies where one is told.
+        """
+        self._modules = modules
+        self._job_clock = job_clock
         self._waits, self._ends = waits, ends or Ends()
         self._host, self._clock, self._logs, self._limits = host, clock, logs, limits
-        self._name = name
+        self._name, self._serves, self._may_load = name, job, load
         self._slots = JailSlots(clock, slots)
-        self._jobs: dict[str, LoadedJob] = {}  # in the order of their last use
+        self._job: LoadedJob | None = None
         self._launchers: dict[Interpreter, JailLauncher] = {}
         self._loading = asyncio.Lock()
         self._outcomes: Counter[str] = Counter()
         self._found: dict[Interpreter | None, tiers.Found] = {}  # of a runner; None: of this host
         self._homes: cgroups.Homes | None = None
         self._sweeping: asyncio.Task[None] | None = None
+        self._once = 0  # batches under way of calls that are not run again when this ends
 
     def stats(self) -> dict[str, Any]:
-        jobs = self._jobs.values()
+        job = self._job
+        pools = job.pools if job is not None else ()
+        sessions = job.jailed.sessions.size if job is not None and job.jailed else 0
         return {
-            "jobs": len(self._jobs),
-            "workers": sum(pool.size for job in jobs for pool in job.pools),
-            "replaced": sum(pool.replaced for job in jobs for pool in job.pools),
+            "job": self._serves or (job.loaded.job if job is not None else ""),
+            "workers": sum(pool.size for pool in pools),
+            "replaced": sum(pool.replaced for pool in pools),
             "jails": sum(launcher.started for launcher in self._launchers.values()),
             "busy": self._slots.busy,
             "waiting": self._slots.waiting,
-            "sessions": sum(job.jailed.sessions.size for job in jobs if job.jailed),
+            "sessions": sessions,
+            "rests": not sessions and not self._once,  # what else it does may be asked of another
             **{f"outcomes_{status}": count for status, count in self._outcomes.items()},
         }
 
@@ -86,36 +102,49 @@ class SandboxActor(Actor):
     async def stop(self) -> None:
         if self._sweeping is not None:
             self._sweeping.cancel()
-        await asyncio.gather(*(job.stop() for job in self._jobs.values()))
-        self._jobs.clear()
+        job, self._job = self._job, None
+        if job is not None:
+            await job.stop()
         await asyncio.gather(*(launcher.stop() for launcher in self._launchers.values()))
         self._launchers.clear()
         self._ends.stop()
 
     @call(Sandbox.load)
     async def load(self, m: LoadJob) -> Loaded:
-        """Idempotent; other code under the same name replaces the job's workers and jails."""
+        """Idempotent; other code of the job replaces its workers and jails. Refused for a job that
+        it does not serve, and for other code than its document has.
+        """
+        if self._serves and m.job != self._serves:
+            raise Refused(f"it serves job {self._serves}, and not {m.job}", where=self._name)
+        if self._may_load and loading.digest_of(m) != self._may_load:
+            raise Refused(
+                f"it was told to load of job {m.job} what the job's document does not say",
+                where=self._name,
+                fix="Its document is what was submitted; a shard that says otherwise is none of "
+                "this mesh's code: see whose host it is on (`meshrl hosts`)",
+            )
         async with self._loading:
-            job = self._jobs.get(m.job)
+            job = self._job
             if job is None or job.loaded != m:
-                fresh = await self._loaded(m)
-                self._jobs[m.job] = fresh
-                if job is not None:
-                    await job.stop()
-                await self._make_room()
-            workers = sum(pool.size for pool in self._jobs[m.job].pools)
-            jailed = self._jobs[m.job].jailed
-            tier = jailed.isolation if jailed is not None else ""
+                before, job = job, await self._loaded(m)
+                self._job = job
+                if before is not None:
+                    await before.stop()
+            workers = sum(pool.size for pool in job.pools)
+            tier = job.jailed.isolation if job.jailed is not None else ""
             return Loaded(job=m.job, workers=workers, tier=tier)
 
     async def _loaded(self, m: LoadJob) -> LoadedJob:
         jailed = await self._jailed(m)
-        log = self._logs / f"sandbox-{m.job}.log" if self._logs else None
+        log = self._log("workers")
+        modules = m.bundle_dir
+        if self._modules is not None:
+            modules = await self._modules(m.bundle_dir, m.bundle)
         pools: list[Pool] = []
         try:
             for functions, closed in zip(trusted(m), (True, False), strict=True):
                 if functions:
-                    place = (m.job, m.bundle_dir, functions, log, self._limits, m.mcp)
+                    place = (m.job, modules, functions, log, self._limits, m.mcp)
                     pools.append(
                         Pool(
                             self._host,
@@ -138,7 +167,7 @@ class SandboxActor(Actor):
         if not uses:
             return None
         demanded = m.jail.tier
-        log = self._logs / "jails.log" if self._logs else None
+        log = self._log("jails")
         interpreter = interpreter_of(m.jail)
         found = await self._find(interpreter, log)
         if not isolation.suffices(found.tier, demanded):
@@ -159,7 +188,8 @@ class SandboxActor(Actor):
         await launcher.start()
         # One with pytest begins when the first row asks for it.
         suites = self._launcher(with_pytest(interpreter), tier, log)
-        return Jailed(launcher, suites, self._clock, self._slots, m, found.meaning)
+        made = launcher, suites, self._clock, self._slots
+        return Jailed(*made, m, found.meaning, self._job_clock)
 
     async def _find(self, interpreter: Interpreter, log: Path | None) -> tiers.Found:
         """The tier of this host, or of a job's runner on it; each is tried once."""
@@ -178,8 +208,13 @@ class SandboxActor(Actor):
                 self._found[runner] = found
         return self._found[runner]
 
+    def _log(self, of: str) -> Path | None:
+        """Of processes of its own, which share one."""
+        name = f"{self._name.replace('/', '-')}-{of}.log"
+        return self._logs / name if self._logs else None
+
     def _launcher(self, interpreter: Interpreter, tier: str, log: Path | None) -> JailLauncher:
-        """The one of this interpreter, for all jobs."""
+        """The one of this interpreter."""
         if interpreter not in self._launchers:
             self._launchers[interpreter] = JailLauncher(
                 self._host,
@@ -195,65 +230,50 @@ class SandboxActor(Actor):
 
     @call(Sandbox.run)
     async def run(self, m: RunTools) -> Outcomes:
-        by_job = _by_job(m.calls)
-        parts = await asyncio.gather(*(self._job(job).run(calls) for job, calls in by_job.items()))
-        return self._outcomes_of(m.calls, by_job, parts)
+        once = any(asked.once for asked in m.calls)
+        self._once += once
+        try:
+            return self._outcomes_of(m.calls, await self._job_of(m.calls).run(m.calls))
+        finally:
+            self._once -= once
 
     @call(Sandbox.score)
     async def score(self, m: RewardBatch) -> Outcomes:
-        by_job = _by_job(m.calls)
-        parts = await asyncio.gather(
-            *(self._job(job).score(calls) for job, calls in by_job.items())
-        )
-        return self._outcomes_of(m.calls, by_job, parts)
+        return self._outcomes_of(m.calls, await self._job_of(m.calls).score(m.calls))
 
     @cast(Sandbox.end_sessions)
     async def end_sessions(self, m: EndSessions) -> None:
-        job = self._jobs.get(m.job)
-        if job is not None and job.jailed is not None:
+        job = self._job
+        if job is not None and job.loaded.job == m.job and job.jailed is not None:
             for session in m.sessions:
                 job.jailed.sessions.end(session)
 
-    def _job(self, name: str) -> LoadedJob:
-        job = self._jobs.pop(name, None)
+    def _job_of(self, calls: Sequence[ToolCall | RewardCall]) -> LoadedJob:
+        job = self._job
+        for name in {asked.job for asked in calls}:
+            if job is None or job.loaded.job != name:
+                raise NotFound(
+                    f"job {name} is not loaded",
+                    where=self._name,
+                    fix="call Sandbox.load, then again",
+                )
         if job is None:
-            raise NotFound(
-                f"job {name} is not loaded", where=self._name, fix="call Sandbox.load, then again"
-            )
-        self._jobs[name] = job
-        self._slots.jobs = len(self._jobs)
+            raise NotFound("no job is loaded", where=self._name)
         return job
-
-    async def _make_room(self) -> None:
-        while len(self._jobs) > JOBS_MOST:
-            await self._jobs.pop(next(iter(self._jobs))).stop()
 
     async def _sweep_forever(self) -> None:
         while True:
             await self._clock.sleep(SWEEP_S)
-            for job in self._jobs.values():
-                if job.jailed is not None:
-                    job.jailed.sessions.sweep()
+            if self._job is not None and self._job.jailed is not None:
+                self._job.jailed.sessions.sweep()
 
     def _outcomes_of(
-        self,
-        calls: list[Any],
-        by_job: dict[str, list[Any]],
-        parts: list[list[Answer]],
+        self, calls: Sequence[ToolCall | RewardCall], answers: Sequence[Answer]
     ) -> Outcomes:
-        answers = {job: iter(part) for job, part in zip(by_job, parts, strict=True)}
         outcomes = []
-        for asked in calls:
-            answer = next(answers[asked.job])
+        for asked, answer in zip(calls, answers, strict=True):
             self._outcomes[answer.status] += 1
             outcomes.append(
                 Outcome(id=asked.id, status=answer.status, value=answer.value, error=answer.error)
             )
         return Outcomes(outcomes)
-
-
-def _by_job(calls: list[Any]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for asked in calls:
-        found.setdefault(asked.job, []).append(asked)
-    return found

@@ -40,15 +40,17 @@ class Ends:
 
 
 class ToldEnds(Ends):
-    """Tells Redis, in the name of the sandbox `of`."""
+    """Tells Redis, in the name of the sandbox `of`, which serves one job: its zygotes' ends are
+    that job's too.
+    """
 
-    def __init__(self, state: State, clock: Clock, of: str) -> None:
-        self._reports, self._clock, self._of = Reports(state, clock), clock, of
+    def __init__(self, state: State, clock: Clock, of: str, job: str) -> None:
+        self._reports, self._clock, self._of, self._job = Reports(state, clock), clock, of, job
         self._seen: dict[str, _Seen] = {}
         self._telling: asyncio.Task[None] | None = None
 
     def saw(self, name: str, code: int, why: str, log: Path | None, job: str = "") -> None:
-        seen = self._seen.setdefault(name, _Seen(0, code, why, "", job))
+        seen = self._seen.setdefault(name, _Seen(0, code, why, "", job or self._job))
         seen.count, seen.code, seen.why = seen.count + 1, code, why
         seen.log = str(log) if log is not None else ""
         if self._telling is None:

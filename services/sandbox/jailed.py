@@ -31,15 +31,19 @@ class Jailed:
         slots: JailSlots,
         loaded: LoadJob,
         isolation: str,
+        job_clock: Clock | None = None,
     ) -> None:
-        """`suites` makes jails with pytest; `isolation` says in words what contains them."""
+        """`suites` makes jails with pytest; `isolation` says in words what contains them; sessions
+        are idle by the `job_clock`.
+        """
         self.isolation = isolation
         self._suites = real_pytest.Suites(suites)
         jail = loaded.jail
-        self._launcher, self._slots, self._job = launcher, slots, loaded.job
+        self._launcher, self._slots = launcher, slots
         self._limits = limits_of(jail)
         self._tools = loaded.tools
-        self.sessions = Sessions(launcher, clock, self._limits, jail.sessions, jail.session_idle_s)
+        most, idle_s = jail.sessions, jail.session_idle_s
+        self.sessions = Sessions(launcher, clock, self._limits, most, idle_s, job_clock)
 
     async def tool(
         self, name: str, argument: Any, deadline_s: float, session: str, begun: bool
@@ -54,7 +58,7 @@ class Jailed:
             return Answer(REFUSED, {"status": REFUSED, "output": f"[{REFUSED}: {said}]"}, said)
         limits = self._limits.capped(wall_s=deadline_s, cpu_s=deadline_s)
         try:
-            async with self._slots.of(self._job):
+            async with self._slots.one():
                 if builtin.TOOLS[use].session:
                     ran = await self.sessions.run(session, argument, begun)
                 else:
@@ -68,9 +72,7 @@ class Jailed:
         self, row: dict[str, Any], turns: list[dict[str, Any]], options: dict[str, Any]
     ) -> Answer:
         """`code_tests`."""
-        grading = code.Grading(
-            self._launcher, self._slots, self._job, self._limits, options, self._suites
-        )
+        grading = code.Grading(self._launcher, self._slots, self._limits, options, self._suites)
         return await grading.reward(row, turns)
 
     def close(self) -> None:

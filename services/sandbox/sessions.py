@@ -51,10 +51,17 @@ class Sessions:
     """The sessions of one job: at most `most` at a time, each ended after `idle_s` idle."""
 
     def __init__(
-        self, launcher: JailLauncher, clock: Clock, limits: JailLimits, most: int, idle_s: float
+        self,
+        launcher: JailLauncher,
+        clock: Clock,
+        limits: JailLimits,
+        most: int,
+        idle_s: float,
+        job_clock: Clock | None = None,
     ) -> None:
+        """`job_clock`: by which they are idle; it may stand still."""
         self._launcher, self._clock, self._limits = launcher, clock, limits
-        self._most, self._idle_s = most, idle_s
+        self._most, self._idle_s, self._idle = most, idle_s, job_clock or clock
         self._open: OrderedDict[str, _Session] = OrderedDict()  # in the order of their last use
         self._evicted: OrderedDict[str, str] = OrderedDict()  # name -> why
         self._told: OrderedDict[str, None] = OrderedDict()  # sessions whose end has been told
@@ -81,7 +88,7 @@ class Sessions:
             if len(self._open) >= self._most:
                 busy = f"{self._most} sessions are busy"
                 return Ran(REFUSED, b"", b"", 0, error=f"{busy}; try again")
-            session = self._open[name] = _Session(self._clock.monotonic())
+            session = self._open[name] = _Session(self._idle.monotonic())
         session.calls += 1
         try:
             async with session.lock:
@@ -101,7 +108,7 @@ class Sessions:
         jail = session.jail
         if jail is None or session.ended:
             return Ran(CRASHED, b"", b"", 0, error=f"it was ended meanwhile: {LOST}")
-        session.used = self._clock.monotonic()
+        session.used = self._idle.monotonic()
         self._open.move_to_end(name)
         try:
             ran = await self._cell(session, jail, source)
@@ -115,7 +122,7 @@ class Sessions:
             raise
         if ran is None:
             return await self._lost(name, session, jail)
-        session.used = self._clock.monotonic()
+        session.used = self._idle.monotonic()
         return ran
 
     async def _begin(self, name: str, session: _Session) -> None:
@@ -202,7 +209,7 @@ class Sessions:
 
     def sweep(self) -> None:
         """Ends sessions that nobody has used for too long."""
-        oldest = self._clock.monotonic() - self._idle_s
+        oldest = self._idle.monotonic() - self._idle_s
         for name, session in list(self._open.items()):
             if session.used < oldest and not session.calls:
                 self._evict(name, f"idle for over {self._idle_s:g} s")

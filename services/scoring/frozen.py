@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.role import Drain, Drained
+from common.api.role import Drain, Drained, Settle, Settled
 from common.api.scoring import JudgeBatch, RoleScores, ScoreBatch, ScoredBatch, Scoring, Verdicts
 from common.errors import MeshError, Refused
 from common.generation.contract import TokenEngine
+from common.model.storages import trim
 from common.model.tokenizer import Tokenizer
+from common.pool.rows import Tier
 from common.process.serial_executor import SerialExecutor
 from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh
 from common.runtime.patience import NotThere
+from common.runtime.residents.tiers import Keep, Take, Tiers
+from common.runtime.residents.turns import Turns
 
 T = TypeVar("T")
+Load = Callable[[], Awaitable[dict[str, "FrozenModel"]]]
 
 COMPUTE_S = 3600.0  # for one batch: callers have deadlines by its size
 WAIT_S = 20.0  # for models that are being loaded; who asks then asks again
@@ -33,6 +38,7 @@ class FrozenModel:
 
     engine: TokenEngine
     tokenizer: Tokenizer | None = None  # the model's own; only a judge needs one
+    bytes: int = 0  # of its weights
 
 
 class FrozenModels(Actor):
@@ -45,8 +51,13 @@ class FrozenModels(Actor):
 
     interface = Scoring
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, load: Load, turns: Turns | None = None) -> None:
+        """`load` brings the models, as often as they are needed. `turns`: with others of its gang;
+        None: it has the accelerator alone.
+        """
+        self.mesh, self._load = mesh, load
+        self.turns = turns or Turns(mesh, "", "", 0)
+        self.tiers = Tiers(mesh, self, *mesh.settings.places, turns=self.turns.settle)
         self._models: dict[str, FrozenModel] = {}
         self._loaded = asyncio.Event()
         self._thread = SerialExecutor(mesh, COMPUTE_S)
@@ -56,6 +67,7 @@ class FrozenModels(Actor):
 
     def stats(self) -> dict[str, Any]:
         return {
+            **self.tiers.stats(),
             "loaded": self._loaded.is_set(),
             "models": {role: model.engine.path for role, model in self._models.items()},
             "sequences": self.sequences,
@@ -67,6 +79,50 @@ class FrozenModels(Actor):
         """They are loaded."""
         self._models = models
         self._loaded.set()
+
+    async def stop(self) -> None:
+        await self.tiers.stop()
+
+    # -- sleep -----------------------------------------------------------------------------------
+
+    @call(Scoring.settle)
+    async def settle(self, wish: Settle) -> Settled:
+        return await self.tiers.settle(wish)
+
+    @property
+    def bytes(self) -> int:
+        """Of the models' weights."""
+        return sum(model.bytes for model in self._models.values())
+
+    async def sleep(self, keep: Keep) -> None:
+        """Lets go of the models between two batches: they lie where they were loaded from."""
+        if not self._loaded.is_set():
+            raise Refused("it is loading", where=self.mesh.name, fix="wait until it has")
+        self._loaded.clear()
+
+        def let_go() -> None:
+            self._models = {}
+            trim()
+
+        await self._thread.run(let_go, deadline_s=COMPUTE_S)
+
+    async def wake(self, take: Take) -> None:
+        """Loads them again, the same: they never change."""
+        self.serve(await self._load())
+
+    async def move(self, tier: Tier) -> None:
+        """Nothing is kept."""
+
+    @property
+    def covered(self) -> bool:
+        """They lie where they were loaded from."""
+        return True
+
+    async def uncover(self) -> None:
+        """It has never stopped."""
+
+    async def cover(self) -> None:
+        """There is nothing to leave behind."""
 
     @property
     def draining(self) -> bool:
@@ -117,6 +173,8 @@ class FrozenModels(Actor):
     async def _compute(self, work: Callable[[], T]) -> T:
         def watched() -> T:
             self._check()  # it has waited for its turn
+            if not self._models:
+                raise NotThere("the models sleep", where=self.mesh.name, fix="ask again")
             started = self.mesh.clock.monotonic()
             try:
                 return work()
@@ -128,7 +186,9 @@ class FrozenModels(Actor):
             finally:
                 self.busy_s += self.mesh.clock.monotonic() - started
 
-        return await self._thread.run(watched, deadline_s=COMPUTE_S)
+        return await self.turns.run(
+            "score", lambda: self._thread.run(watched, deadline_s=COMPUTE_S)
+        )
 
     @call(Scoring.drain)
     def drain(self, request: Drain) -> Drained:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common.api.scoring import scoring_name
 from common.errors import ConfigError, Damaged, NotFound
 from common.generation.builtin.build import BUILD_S, TorchEngine, build
 from common.job.config import INITIAL, FrozenModelConfig
 from common.job.job_data import JobData
+from common.job.local_files import local_job
 from common.job.model_shape import model_config
 from common.model.config import ModelConfig
 from common.model.formats.checkpoint import load_config
 from common.model.hf import load_model
 from common.model.lora import merged
 from common.model.tokenizer import Tokenizer
-from common.model.transfer import fetch
+from common.pool.seat import Seat
 from common.runtime.mesh import Mesh, MeshSettings
 from common.runtime.patience import patiently
+from common.runtime.residents.turns import Turns
 from common.state import jobs
-from common.wire.bulk import BulkClient
+from common.weights.receive import Receiver
+from common.wire.bulk.port import BulkClient
 from services.scoring.frozen import FrozenModel, FrozenModels
 
 LOAD_S = 3600.0  # to load one model into memory
@@ -30,32 +35,37 @@ VERSION = 0  # these weights never change
 BROKEN = 70  # exit status after a batch that left the models in an unknown state
 
 
-async def main(gang: str, job_id: str, epoch: int) -> None:
-    mesh = await Mesh.open(scoring_name(job_id), "scoring", MeshSettings.from_env())
+async def main(seat: Seat) -> None:
+    name, settings = scoring_name(seat.job), MeshSettings.from_env()
+    mesh = await Mesh.open(name, "scoring", settings, seat.job)
     torch.set_num_threads(1)
-    row = await patiently(mesh.clock, lambda: jobs.job(mesh.state, job_id))
-    data = JobData.of(job_id, row.document, row.run_dir)
-    served = FrozenModels(mesh)
+    row = await patiently(mesh.clock, lambda: jobs.job(mesh.state, seat.job))
+    data = await local_job(mesh, row)
+    turns = Turns(mesh, seat.keeper, seat.resident, seat.generation, enabled=seat.turns)
+
+    async def load() -> dict[str, FrozenModel]:
+        return await loaded(mesh, data)
+
+    served = FrozenModels(mesh, load, turns)
 
     def stats() -> dict[str, Any]:
         return {
-            "job": job_id,
-            "gang": gang,
-            "epoch": epoch,
+            **seat.stats(),
+            **turns.stats(),
             "ready": not served.draining,
             **served.stats(),
         }
 
     await mesh.join(served, stats=stats)
     try:
-        served.serve(await loaded(mesh, data))
+        served.serve(await load())
         failure = await served.broken()
     except ConfigError as error:
         why = f"the frozen models cannot be served: {error}"
         await patiently(
             mesh.clock,
             lambda: jobs.set_phase(
-                mesh.state, job_id, jobs.Phase.FAILED, mesh.token, mesh.name, why
+                mesh.state, seat.job, jobs.Phase.FAILED, mesh.token, mesh.name, why
             ),
         )
         raise
@@ -88,7 +98,7 @@ async def _initial(mesh: Mesh, data: JobData, config: FrozenModelConfig) -> Froz
             if not manifest:
                 await mesh.clock.sleep(LOOK_S)
     try:
-        _, tensors = await fetch(mesh, BulkClient(mesh), manifest)
+        image = await Receiver(mesh, BulkClient(mesh)).receive(manifest)
     except (Damaged, NotFound) as error:
         raise ConfigError(
             f"the weights of version 0, which are the reference, are damaged: {error.message}",
@@ -99,8 +109,8 @@ async def _initial(mesh: Mesh, data: JobData, config: FrozenModelConfig) -> Froz
 
     def started() -> FrozenModel:
         engine = _engine(model, data, config)
-        engine.wake(merged(model, tensors, data.config.lora.scale), VERSION)
-        return FrozenModel(engine)
+        engine.wake(merged(model, image.tensors, data.config.lora.scale), VERSION)
+        return FrozenModel(engine, bytes=_bytes(image.outline))
 
     return await mesh.host.run_blocking(started, deadline_s=LOAD_S + BUILD_S)
 
@@ -119,11 +129,18 @@ def _load(data: JobData, role: str) -> FrozenModel:
         )
     engine = _engine(hf, data, config)
     _, model = load_model(place)
-    engine.wake(model.state_dict(), VERSION)
-    return FrozenModel(engine, Tokenizer.load(place) if role == "reward" else None)
+    weights = model.state_dict()
+    engine.wake(weights, VERSION)
+    tokenizer = Tokenizer.load(place) if role == "reward" else None
+    return FrozenModel(engine, tokenizer, _bytes(weights))
+
+
+def _bytes(weights: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in weights.values())
 
 
 def _engine(model: ModelConfig, data: JobData, config: FrozenModelConfig) -> TorchEngine:
     """One slot, which scoring borrows."""
     most = config.max_tokens or data.config.rollout.max_tokens
-    return build(model, 1, most, path=config.engine_path, dtype=config.dtype)
+    device = data.config.mesh.device
+    return build(model, 1, most, path=config.engine_path, device=device, dtype=config.dtype)

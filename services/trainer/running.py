@@ -5,16 +5,19 @@ What only a core of several needs is imported where one begins: FSDP takes three
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING
 
 import torch
 
 from common.api.ranks import rank_name
 from common.errors import ConfigError, MeshError
+from common.gpus import computing
 from common.job.job_data import JobData
+from common.job.local_files import local_job
+from common.pool.seat import Seat
 from common.runtime.mesh import Mesh, MeshSettings
 from common.runtime.patience import patiently
+from common.runtime.pausing import stands_while_paused
 from common.state import jobs
 from services.trainer.core.beginning import (
     COMPILE_S,
@@ -24,6 +27,7 @@ from services.trainer.core.beginning import (
     fresh_learner,
 )
 from services.trainer.core.core import TrainerCore
+from services.trainer.helpers.gradient_transfer import hybrid_name
 from services.trainer.helpers.hybrid import Hybrid
 
 if TYPE_CHECKING:
@@ -31,12 +35,12 @@ if TYPE_CHECKING:
     from services.trainer.ranks.rank import Rank
 
 
-async def main(a: argparse.Namespace) -> None:
+async def main(seat: Seat) -> None:
     settings = MeshSettings.from_env()
-    kind, name = place(a)
-    mesh = await Mesh.open(name, kind, settings)
+    kind, name = place(seat)
+    mesh = await Mesh.open(name, kind, settings, seat.job)
     torch.set_num_threads(1)
-    await serve(mesh, a, Arithmetic())
+    await serve(mesh, seat, Arithmetic())
 
 
 class Arithmetic:
@@ -48,49 +52,60 @@ class Arithmetic:
 
     def learner(self, data: JobData) -> Learner:
         """That of a core alone, or of a hybrid."""
+        _check(data)
         return fresh_learner(data)
 
     def rank(self, data: JobData, rank: int, size: int) -> Rank:
         """One of a core of `size`, in no group yet."""
         from services.trainer.ranks.running import make_rank
 
+        _check(data)
         return make_rank(data, rank, size)
 
 
-async def serve(mesh: Mesh, a: argparse.Namespace, arithmetic: Arithmetic) -> None:
-    """The life of a training process."""
-    row = await patiently(mesh.clock, lambda: jobs.job(mesh.state, a.job))
-    if row is None:
-        raise ConfigError(f"no job is called {a.job}", where=mesh.name)
-    data = JobData.of(a.job, row.document, row.run_dir)
-    try:
-        if data.config.mesh.device == "cpu":
-            await mesh.host.run_blocking(arithmetic.prepare, deadline_s=COMPILE_S)
-        if a.rank:
-            from services.trainer.ranks.running import obey
+def _check(data: JobData) -> None:
+    """NoGpuPath on a worker with a GPU that torch cannot use."""
+    if data.config.mesh.device == "cuda":
+        computing.need("the trainer")
 
-            await obey(mesh, data, a.gang, a.epoch, arithmetic.rank(data, a.rank, a.ranks))
-        elif a.core:
-            await train(mesh, data, a.gang, a.epoch, a.ranks, arithmetic)
-        else:
-            await help_out(mesh, data, a.gang, a.epoch, arithmetic)
+
+async def serve(mesh: Mesh, seat: Seat, arithmetic: Arithmetic) -> None:
+    """The life of a training process."""
+    row = await patiently(mesh.clock, lambda: jobs.job(mesh.state, seat.job))
+    data = await local_job(mesh, row)
+    try:
+        async with stands_while_paused(mesh, seat.job):
+            await _serve(mesh, data, seat, arithmetic)
     finally:
         await mesh.leave()
 
 
-def place(a: argparse.Namespace) -> tuple[str, str]:
+async def _serve(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) -> None:
+    if data.config.mesh.device == "cpu":
+        await mesh.host.run_blocking(arithmetic.prepare, deadline_s=COMPILE_S)
+    if seat.rank:
+        from services.trainer.ranks.running import obey
+
+        await obey(mesh, data, seat, arithmetic.rank(data, seat.rank, seat.ranks))
+    elif seat.core:
+        await train(mesh, data, seat, arithmetic)
+    else:
+        await help_out(mesh, data, seat, arithmetic)
+
+
+def place(seat: Seat) -> tuple[str, str]:
     """Kind and name of the process in the mesh."""
-    if a.rank:
-        return "rank", rank_name(a.job, a.rank)
-    return ("trainer", f"trainer/{a.job}") if a.core else ("hybrid", f"hybrid/{a.gang}")
+    if seat.rank:
+        return "rank", rank_name(seat.job, seat.rank)
+    if seat.core:
+        return "trainer", f"trainer/{seat.job}"
+    return "hybrid", hybrid_name(seat.resident)
 
 
-async def train(
-    mesh: Mesh, data: JobData, gang: str, epoch: int, size: int, arithmetic: Arithmetic
-) -> None:
+async def train(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) -> None:
     """The core's life; an error in the job itself ends the job with its text."""
     try:
-        core = _core(mesh, data, gang, epoch, size, arithmetic)
+        core = _core(mesh, data, seat, arithmetic)
     except ConfigError as error:
         await mesh.join(None)  # only who holds a lease ends a job
         await _fail(mesh, data, error)
@@ -104,16 +119,14 @@ async def train(
         raise
 
 
-def _core(
-    mesh: Mesh, data: JobData, gang: str, epoch: int, size: int, arithmetic: Arithmetic
-) -> TrainerCore:
+def _core(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) -> TrainerCore:
     check(data)
-    if size == 1:
-        return TrainerCore(mesh, data, gang, epoch, arithmetic.learner(data))
+    if seat.ranks == 1:
+        return TrainerCore(mesh, data, seat, arithmetic.learner(data))
     from services.trainer.ranks.running import compute_of
 
-    compute = compute_of(mesh, data, arithmetic.rank(data, 0, size))
-    return TrainerCore(mesh, data, gang, epoch, compute)
+    compute = compute_of(mesh, data, arithmetic.rank(data, 0, seat.ranks))
+    return TrainerCore(mesh, data, seat, compute)
 
 
 async def _fail(mesh: Mesh, data: JobData, error: ConfigError) -> None:
@@ -122,13 +135,11 @@ async def _fail(mesh: Mesh, data: JobData, error: ConfigError) -> None:
     )
 
 
-async def help_out(
-    mesh: Mesh, data: JobData, gang: str, epoch: int, arithmetic: Arithmetic
-) -> None:
+async def help_out(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) -> None:
     """A hybrid's life."""
     learner = arithmetic.learner(data)
     adapt(data, learner)
-    hybrid = Hybrid(mesh, data, gang, epoch, learner)
+    hybrid = Hybrid(mesh, data, seat, learner)
     await mesh.join(hybrid, stats=hybrid.stats, bulk_address=hybrid.outbox.address)
     try:
         await hybrid.serve()

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from common.runtime.mesh import Mesh, MeshSettings, run
-from common.wire.bulk import BulkServer, ChunkStore, bulk_key
+from common.runtime.tasks import all_of
+from common.wire.bulk.port import ChunkStore
+from common.wire.bulk.port import serve as serve_chunks
 from common.wire.weight_store import STORE
+from services.weights.copying import Copying
+from services.weights.keeping.sweeping import Pace
 from services.weights.store import WeightStore
+from services.weights.version_copies import VersionCopies
 
 
 async def main() -> None:
     await serve(await Mesh.open(STORE, "weights", MeshSettings.from_env()))
 
 
-async def serve(mesh: Mesh) -> None:
+async def serve(mesh: Mesh, pace: Pace = Pace()) -> None:  # noqa: B008 (it does not change)
     """The life of the store, until it is cancelled."""
     settings = mesh.settings
     chunks = ChunkStore(Path(settings.run_root) / "store", mesh.clock.wall)
-    key = bulk_key(settings)
-    bulk = BulkServer(chunks, mesh.host, settings.bind, settings.advertise, key=key)
-    actor = WeightStore(mesh, chunks)
-    await mesh.join(actor, stats=actor.stats, bulk_address=bulk.address)
+    bulk = serve_chunks(mesh, chunks)
+    actor = WeightStore(mesh, chunks, pace=pace)
+    copying = Copying(mesh)
+    copies = VersionCopies(mesh, actor.records, chunks.directory)
+
+    def stats() -> dict[str, Any]:
+        own = actor.stats() | {"bulk_sent": bulk.sent}
+        return own | copying.stats() | copies.stats()
+
+    await mesh.join(actor, stats=stats, bulk_address=bulk.address)
     try:
-        await actor.sweep_forever()
+        await all_of([actor.sweep_forever(), copying.forever(), copies.forever()])
     finally:
         bulk.close()
         await mesh.leave()

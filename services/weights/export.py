@@ -2,7 +2,8 @@
 on or afterwards.
 
 `python -m services.weights.export --run RUN --out DIR [--step N | --best]`; without either, the
-last committed version.
+last committed version. `--below DIR` in place of `--out` gives each version a directory of its own
+in DIR, writes it unless it is there, and prints its path last.
 """
 
 from __future__ import annotations
@@ -11,57 +12,30 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from common.api.weights import Manifest
-from common.errors import Damaged, MeshError, NotFound, Refused
+from common.errors import Damaged, MeshError, NotFound
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
 from common.model.output import ADAPTER, BASE, write_version
-from common.model.transfer import tensors_of
 from common.records import documents
-from common.records.checkpoints import STATE, all_checkpoints, best, check_files, manifest_of
-from common.records.lines import whole
-from common.wire.blob import unpack
-from common.wire.bulk import ChunkStore
-
-MARKER = "meshrl.json"  # marks a directory that an export wrote, and the next one may replace
-Checkpoint = tuple[Path, dict[str, Any]]  # the path of its manifest, and what that holds
-COMMITS = ("initial", "step", "lineage", "restored")  # events that name the current version
-
-
-@dataclass(frozen=True)
-class Version:
-    step: int
-    manifest: str  # digest
-
-
-def versions(run: Path) -> list[Version]:
-    """The versions of the lineage that a run ended in, or is in, ascending; most are no longer
-    stored.
-    """
-    found: dict[int, str] = {}
-    for event in whole(run / "events.jsonl"):
-        fields = event["fields"]
-        if event["kind"] in COMMITS and fields.get("manifest"):
-            step = int(fields["version"])
-            found = {n: digest for n, digest in found.items() if n < step}
-            found[step] = fields["manifest"]
-    if not found:  # nothing was recorded
-        found = {held["step"]: held["weights"] for _, held in _checkpoints(run)}
-    return [Version(step, digest) for step, digest in sorted(found.items())]
+from common.records.checkpoints import STATE, best, check_files
+from common.weights.images import opened
+from common.weights.manifest import read_whole
+from common.wire.bulk.port import ChunkStore
+from services.weights.committed import Checkpoint, Version, checkpoints, versions
+from services.weights.making import MARKER, check_ours, making, put
 
 
 def chosen(run: Path, step: int | None = None, the_best: bool = False) -> Version:
     """The last version that is stored, or the one of a step, or the best; NotFound says which
     there are.
     """
-    known = _checkpoints(run)
+    known = checkpoints(run)
     stored = [version for version in versions(run) if _is_stored(run, version, known)]
     if the_best:
         found = best(run)
@@ -92,22 +66,13 @@ def export(data: JobData, version: Version, out: Path, final: Path) -> None:
     try:
         tensors = read_tensors(ChunkStore(data.run_dir / "store"), version.manifest)
     except (Damaged, NotFound) as error:
-        checkpoint = _checkpoint(version, _checkpoints(data.run_dir))
+        checkpoint = _checkpoint(version, checkpoints(data.run_dir))
         if checkpoint is None:
             raise
         print(f"{error}; the model is copied from {checkpoint}", file=sys.stderr)
         _copy(checkpoint, out, final)
     else:
         write_version(data, model_config(data), tensors, out, final)
-
-
-def _checkpoints(run: Path) -> list[Checkpoint]:
-    """Those whose manifests are whole, in the order of lineage and step."""
-    found = []
-    for path in all_checkpoints(run):
-        with suppress(Damaged, NotFound):
-            found.append((path, manifest_of(path)))
-    return found
 
 
 def _checkpoint(version: Version, known: list[Checkpoint]) -> Path | None:
@@ -131,17 +96,15 @@ def _copy(checkpoint: Path, out: Path, final: Path) -> None:
         about.write_text(json.dumps(told, indent=2) + "\n")
 
 
-def read_tensors(chunks: ChunkStore, manifest: str) -> dict[str, Tensor]:
+def read_tensors(chunks: ChunkStore, manifest: str) -> Mapping[str, Tensor]:
     """The tensors of a manifest's digest, from the store's files."""
-    described = unpack(Manifest, chunks.read(manifest)).tensors
-    content = {chunk: chunks.read(chunk) for chunk in {t.chunk for t in described}}
-    return tensors_of(described, content)
+    return opened(chunks, manifest).tensors
 
 
 def _is_stored(run: Path, version: Version, known: list[Checkpoint]) -> bool:
     chunks = ChunkStore(run / "store")
     try:
-        described = unpack(Manifest, chunks.read(version.manifest)).tensors
+        described = read_whole(chunks.read, version.manifest).tensors
     except (Damaged, NotFound):
         return _checkpoint(version, known) is not None
     complete = all(chunks.has(chunk) for chunk in {t.chunk for t in described})
@@ -162,45 +125,67 @@ def _job(run: Path) -> JobData:
 
 
 def write(run: Path, out: Path, step: int | None, the_best: bool) -> Version:
-    """Exports to `out`, which holds either what it did or all of the new; Refused when that would
-    delete something else than an export.
-    """
-    scratch = out.with_name(out.name + ".partial")
-    for path in (out, scratch):
-        _check_ours(path)
-    data = _job(run)
+    """Exports a version to `out`; see `write_one`."""
+    check_ours(out)
     version = chosen(run, step, the_best)
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    marker = {"job": data.id, "step": version.step, "manifest": version.manifest}
-    (scratch / MARKER).write_text(json.dumps(marker) + "\n")
-    export(data, version, scratch, out)
-    if out.exists():
-        shutil.rmtree(out)
-    scratch.rename(out)
+    write_one(run, version, out)
     return version
 
 
-def _check_ours(out: Path) -> None:
-    """Refused when `out` is anything but absent, empty or an export."""
-    if not out.exists() or (out / MARKER).is_file():
-        return
-    if not out.is_dir() or any(out.iterdir()):
-        raise Refused(
-            f"{out} was not written by an export: it has no {MARKER}",
-            fix="name another --out, or move it away",
-        )
+def write_one(run: Path, version: Version, out: Path) -> None:
+    """Exports to `out`, which holds either what it did or all of the new; Refused when that would
+    delete something else than an export, and while another process does so.
+    """
+    check_ours(out)
+    _write(_job(run), version, out)
+
+
+def write_below(run: Path, directory: Path, step: int | None, the_best: bool) -> Path:
+    """Exports to a directory below `directory` which is the version's alone, and is not changed
+    once it is there; its path. For one caller at a time.
+    """
+    data = _job(run)
+    version = chosen(run, step, the_best)
+    out = directory / f"{version.step}-{version.manifest}"
+    if not (out / MARKER).is_file():
+        _write(data, version, out)
+    return out
+
+
+def scratch_of(out: Path) -> Path:
+    """Where a model is written that is to become `out` when it is whole."""
+    return out.with_name(out.name + ".partial")
+
+
+def _write(data: JobData, version: Version, out: Path) -> None:
+    place = out.resolve()  # of a link, what it leads to
+    with making(scratch_of(place)) as made:
+        fill(data, version, made, out)
+        put(made, place)
+
+
+def fill(data: JobData, version: Version, directory: Path, final: Path) -> None:
+    """Writes a version to a `directory` that is to become `final`, and that it is one."""
+    export(data, version, directory, final)
+    marker = {"job": data.id, "step": version.step, "manifest": version.manifest}
+    (directory / MARKER).write_text(json.dumps(marker) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path)
+    where.add_argument("--below", type=Path)
     parser.add_argument("--step", type=int)
     parser.add_argument("--best", action="store_true")
     arguments = parser.parse_args()
+    asked = arguments.step, arguments.best
     try:
-        version = write(arguments.run, arguments.out, arguments.step, arguments.best)
+        if arguments.below is not None:
+            print(write_below(arguments.run, arguments.below, *asked))
+            return
+        version = write(arguments.run, arguments.out, *asked)
     except MeshError as error:
         sys.exit(f"error: {error}")
     print(f"step {version.step}: {arguments.out}")

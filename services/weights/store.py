@@ -2,66 +2,127 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.api.weights import (
+    Aside,
     Checkpoint,
+    Clear,
+    Cleared,
     Examine,
     Examined,
     Fetch,
+    KeepSamples,
+    LaidOut,
+    LayOut,
     Load,
     Manifest,
+    Names,
+    Older,
+    Publish,
+    Published,
+    SamplesKept,
     Saved,
+    Seek,
+    SetAside,
+    Sources,
     Stage,
     Staged,
     Weights,
 )
-from common.errors import AlreadyCommitted, Damaged, NotFound, Refused
+from common.errors import (
+    AlreadyCommitted,
+    BadMessage,
+    Damaged,
+    DeadlineExceeded,
+    NotFound,
+    Refused,
+)
 from common.records import damage
-from common.records.checkpoints import checkpoint_name, manifest_of
+from common.records.checkpoints import (
+    NAME,
+    check_paths,
+    checkpoint_name,
+    manifest_of,
+    older,
+    set_aside,
+)
 from common.records.damage import FATES
 from common.records.sealed import sealed
-from common.runtime.actor import Actor, call
+from common.runtime.actor import call
 from common.runtime.mesh import Mesh
 from common.state import jobs
-from common.wire.blob import pack, unpack
-from common.wire.bulk import ChunkStore
+from common.weights.manifest import joined, packed, unpacked
+from common.wire.bulk.port import ChunkStore
 from common.wire.chunks import digest_of, failure
 from common.wire.weight_store import WHY
-from services.weights.records import IO_S, JobRecords
-from services.weights.retention import Number
-from services.weights.sweeping import Sweeper
-from services.weights.untold import Untold
+from services.weights import home
+from services.weights.deltas import DeltaSets, WithDeltas
+from services.weights.errands import Errands, Progress
+from services.weights.keeping.records import IO_S, JOBS, JobRecords
+from services.weights.keeping.retention import Number
+from services.weights.keeping.sweeping import Pace, Sweeper
+from services.weights.keeping.untold import Untold
+from services.weights.relay.tracker import Tracker
+
+T = TypeVar("T")
+HOME_S = 900.0  # to rename and remove files at a run's home; see the deadlines of the calls
+SHARDS = 1024  # whose last samples are known: more than write at a time
 
 
-class WeightStore(Actor):
+class WeightStore(WithDeltas):
     """Manifests in `chunks` beside what they name; checkpoints as JSON files under
     `<run>/checkpoints`; what must stay on record in `chunks`' directory `jobs`.
     """
 
     interface = Weights
 
-    def __init__(self, mesh: Mesh, chunks: ChunkStore) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        chunks: ChunkStore,
+        errands: Errands | None = None,
+        pace: Pace = Pace(),  # noqa: B008 (it does not change)
+    ) -> None:
         self.mesh, self.chunks = mesh, chunks
         self._manifests: dict[str, Manifest] = {}
-        self._records = JobRecords(mesh.host, chunks.directory / "jobs")
+        # The last operation of a shard with samples, the last shards that had one.
+        self._kept: dict[tuple[str, int, int], str] = {}
+        self.records = JobRecords(mesh.host, chunks.directory / JOBS)
         self._untold = Untold(mesh)
+        self._errands = errands or Errands(mesh)
+        self._tracker = Tracker(mesh.clock, mesh.name)
+        self.deltas = DeltaSets(mesh)
         self.sweeper = Sweeper(
-            mesh, chunks, self._records, self._untold, self._manifest, self._forget
+            mesh,
+            chunks,
+            self.records,
+            self._untold,
+            self.deltas,
+            self._manifest,
+            self._forget,
+            pace,
         )
 
     def stats(self) -> dict[str, Any]:
-        return {"manifests": len(self._manifests)}
+        held = {"manifests": len(self._manifests), "sweeps": self.sweeper.sweeps}
+        held |= self._tracker.stats()
+        return held | self.sweeper.quotas.stats() | self.deltas.stats()
 
     async def start(self) -> None:
-        for lost in await self._records.open():
+        for lost in await self.records.open():
             then = "made again from Redis and the checkpoints; until then nothing is swept"
             told = damage.fields(
                 "versions", lost.path, lost.why, then, job=lost.job, aside=lost.aside
             )
             await self._untold.tell(told)
+
+    async def stop(self) -> None:
+        await self._errands.stop()
 
     async def sweep_forever(self) -> None:
         """Deletes what nothing can need again."""
@@ -71,32 +132,37 @@ class WeightStore(Actor):
     async def stage(self, request: Stage) -> Staged:
         """Makes a version's manifest durable, and keeps it until the job's commits have passed it;
         Refused when a chunk that it names is not there, AlreadyCommitted when the lineage has
-        other weights of that version.
+        other weights of that version, QuotaExceeded.
         """
         manifest = request.manifest
-        content = pack(manifest)
+        content = packed(manifest)
         digest = digest_of(content)
-        await self._refuse_a_second(manifest, digest)
-        versions = self._records.of(manifest.job).versions
+        await self._refuse_what_may_not(manifest, digest)
+        versions = self.records.of(manifest.job).versions
         # A sweep that runs meanwhile knows the version from here on.
         self._manifests[digest] = manifest
         versions[digest] = Number(manifest.lineage, manifest.version)
         try:
+            await self._touch_base(manifest)
             await self.mesh.host.run_blocking(self._touch, manifest, deadline_s=IO_S)
-        except Refused:
+        except (Refused, NotFound, Damaged):
             del versions[digest]
             self._forget(digest)
             raise
         await self.mesh.host.run_blocking(self.chunks.write, content, deadline_s=IO_S)
-        await self._records.save(manifest.job)
+        await self.records.save(manifest.job)
         return Staged(digest)
 
-    async def _refuse_a_second(self, manifest: Manifest, digest: str) -> None:
-        """A version is committed once in its lineage, also when Redis has forgotten that it was."""
-        record = self._records.of(manifest.job)
+    async def _refuse_what_may_not(self, manifest: Manifest, digest: str) -> None:
+        """A version is committed once in its lineage, also when Redis has forgotten that it was;
+        and a job's versions have no more bytes than its quota.
+        """
+        record = self.records.of(manifest.job)
         with suppress(NotFound):  # a job that Redis has lost tells nothing
             row = await jobs.job(self.mesh.state, manifest.job)
             record.saw_commit(Number(row.lineage, row.version), row.manifest)
+            if digest not in record.versions:  # those take their room already
+                await self.sweeper.quotas.refuse(row, manifest)
         number = Number(manifest.lineage, manifest.version)
         if other := record.conflict(number, digest):
             raise AlreadyCommitted(
@@ -119,7 +185,10 @@ class WeightStore(Actor):
 
     @call(Weights.manifest)
     async def manifest(self, request: Fetch) -> Manifest:
-        return await self._manifest(request.digest)
+        found = await self._manifest(request.digest)
+        if request.alone or found.base is None:
+            return found
+        return joined(found, await self._manifest(found.base.digest))
 
     async def _manifest(self, digest: str) -> Manifest:
         if digest not in self._manifests:
@@ -129,8 +198,13 @@ class WeightStore(Actor):
             except Damaged:
                 await self._examined(digest, "weights", "")
                 raise
-            self._manifests[digest] = unpack(Manifest, content)
+            self._manifests[digest] = unpacked(content, str(self.chunks.path(digest)))
         return self._manifests[digest]
+
+    @call(Weights.sources)
+    def sources(self, request: Seek) -> Sources:
+        """Who is to be asked for the chunks that a process lacks."""
+        return self._tracker.answer(request)
 
     @call(Weights.examine)
     async def examine(self, request: Examine) -> Examined:
@@ -140,12 +214,15 @@ class WeightStore(Actor):
         return Examined(await self._examined(request.digest, request.kind, request.job))
 
     async def _examined(self, digest: str, kind: str, job: str) -> bool:
-        look = self.chunks.examine
-        whole, aside = await self.mesh.host.run_blocking(look, digest, deadline_s=IO_S)
-        if aside is not None:
-            path = self.chunks.path(digest)
-            told = damage.fields(kind, path, WHY, FATES[kind].then, job=job, aside=aside)
-            await self._untold.tell(told)
+        def look() -> bool:
+            whole, aside = self.chunks.examine(digest)
+            if aside is not None:
+                path, then = self.chunks.path(digest), FATES[kind].then
+                self._untold.add(damage.fields(kind, path, WHY, then, job=job, aside=aside))
+            return whole
+
+        whole = await self.mesh.host.run_blocking(look, deadline_s=IO_S)
+        await self._untold.tell_all()
         return whole
 
     def _forget(self, digest: str) -> None:
@@ -159,12 +236,13 @@ class WeightStore(Actor):
         # Whoever writes it: a trainer that was replaced, and wakes, must not write over what its
         # successor has committed, so the name tells the weights too.
         name = checkpoint_name(request.lineage, request.step, request.weights)
+        check_paths(request.files)
         await self._still_stored(request.weights)
         row = await jobs.job(self.mesh.state, request.job)
-        record = self._records.of(request.job)
+        record = self.records.of(request.job)
         if record.run_dir != row.run_dir:
             record.run_dir = row.run_dir
-            await self._records.save(request.job)
+            await self.records.save(request.job)
         document = {
             "job": request.job,
             "lineage": request.lineage,
@@ -172,6 +250,8 @@ class WeightStore(Actor):
             "weights": request.weights,
             "account": request.account,
             "files": request.files,
+            "image": request.image,
+            "masters": request.masters,
         }
         content = sealed(document)
         path = _path(row, name)
@@ -183,7 +263,19 @@ class WeightStore(Actor):
         touched = await self.mesh.host.run_blocking(self.chunks.touch, digest, deadline_s=IO_S)
         if not touched:
             raise Refused(f"manifest {digest} is not stored any more", where=self.mesh.name)
+        await self._touch_base(manifest)
         await self.mesh.host.run_blocking(self._touch, manifest, deadline_s=IO_S)
+
+    async def _touch_base(self, manifest: Manifest) -> None:
+        """Of what adapters are added to only that counts which is not theirs."""
+        if manifest.base is None:
+            return
+        run, digest = self.mesh.host.run_blocking, manifest.base.digest
+        whole = joined(manifest, await self._manifest(digest))
+        if not await run(self.chunks.touch, digest, deadline_s=IO_S):
+            raise Refused(f"manifest {digest} is not stored any more", where=self.mesh.name)
+        shared = whole.tensors[: len(whole.tensors) - len(manifest.tensors)]
+        await run(self._touch, replace(manifest, tensors=shared), deadline_s=IO_S)
 
     def _write(self, path: Path, content: bytes) -> None:
         try:
@@ -191,6 +283,94 @@ class WeightStore(Actor):
             self.mesh.host.replace_file(path, content)
         except OSError as error:
             raise failure(error, path) from error
+
+    @call(Weights.lay_out)
+    async def lay_out(self, request: LayOut) -> LaidOut:
+        """Refused when one of its files is no chunk any more: put them again."""
+        row = await jobs.job(self.mesh.state, request.job)
+        path = _path(row, request.name)
+
+        def lay_out(moved: Progress) -> LaidOut:
+            home.lay_out(self.chunks, path, request.files, moved)
+            return LaidOut()
+
+        key = "lay out", str(path), *sorted(request.files.items())
+        what = f"checkpoint {request.name} of {row.id}"
+        return await self._errands.joined(key, lay_out, what) or LaidOut(whole=False)
+
+    @call(Weights.older)
+    async def older(self, request: Older) -> Names:
+        row = await jobs.job(self.mesh.state, request.job)
+        return Names(await self._home(older, Path(row.run_dir), request.name))
+
+    @call(Weights.set_aside)
+    async def set_aside(self, request: SetAside) -> Aside:
+        path = _path(await jobs.job(self.mesh.state, request.job), request.name)
+        aside = await self._home(self._put_aside, path, request)
+        await self._untold.tell_all()
+        return Aside(str(aside or ""))
+
+    def _put_aside(self, path: Path, request: SetAside) -> Path | None:
+        aside = set_aside(path)
+        if aside is not None:
+            self._untold.add({**request.told, "aside": str(aside)}, request.op)
+        return aside
+
+    @call(Weights.clear)
+    async def clear(self, request: Clear) -> Cleared:
+        """An older checkpoint without its manifest is damaged, and set aside."""
+        row = await jobs.job(self.mesh.state, request.job)
+
+        def tell(path: Path, aside: Path) -> None:
+            then = "what is left of it is set aside; the other kept ones are there"
+            why = "it is missing"
+            self._untold.add(
+                damage.fields("checkpoint", path, why, then, job=request.job, aside=aside)
+            )
+
+        await self._home(home.clear, _directory(row), request.committed, tell)
+        await self._untold.tell_all()
+        return Cleared()
+
+    @call(Weights.publish)
+    async def publish(self, request: Publish) -> Published:
+        """NotFound, or Damaged when a checkpoint's manifest is not what was written."""
+        row = await jobs.job(self.mesh.state, request.job)
+        if request.checkpoint:
+            _path(row, request.checkpoint)
+        chunks, checkpoint, below = self.chunks, request.checkpoint, request.below
+
+        def publish(moved: Progress) -> Published:
+            return Published(home.publish(chunks, row, checkpoint, below, moved))
+
+        key = "publish", row.run_dir, row.since_ms, checkpoint, *below
+        what = f"the files of {checkpoint or 'the bundle of'} {row.id}"
+        return await self._errands.joined(key, publish, what) or Published({}, whole=False)
+
+    @call(Weights.keep_samples)
+    async def keep_samples(self, request: KeepSamples) -> SamplesKept:
+        """StorageFull: they are left out."""
+        row, lines = await jobs.job(self.mesh.state, request.job), request.lines.encode()
+        key = request.job, row.since_ms, request.shard
+
+        def keep(_: Progress) -> SamplesKept:
+            if self._kept.get(key) != request.op:
+                home.keep_samples(self.mesh.host, row, request.shard, lines)
+                self._kept.pop(key, None)
+                self._kept[key] = request.op
+                while len(self._kept) > SHARDS:
+                    del self._kept[next(iter(self._kept))]
+            return SamplesKept()
+
+        # Who asks again while the first writes waits for that.
+        told = await self._errands.joined((*key, request.op), keep, f"samples of {row.id}")
+        if told is None:
+            raise DeadlineExceeded("the disk takes no samples", where=row.run_dir)
+        return told
+
+    async def _home(self, work: Callable[..., T], *args: Any) -> T:
+        """What is done with files at a run's home."""
+        return await self.mesh.host.run_blocking(work, *args, deadline_s=HOME_S)
 
     @call(Weights.load)
     async def load(self, request: Load) -> Checkpoint:
@@ -200,5 +380,12 @@ class WeightStore(Actor):
         return Checkpoint(**held)
 
 
+def _directory(row: jobs.JobRow) -> Path:
+    return Path(row.run_dir) / "checkpoints"
+
+
 def _path(row: jobs.JobRow, name: str) -> Path:
-    return Path(row.run_dir) / "checkpoints" / f"{name}.json"
+    """Of a checkpoint's manifest; BadMessage for what is no name of one."""
+    if not NAME.fullmatch(name):
+        raise BadMessage(f"{name!r:.80} is no name of a checkpoint")
+    return _directory(row) / f"{name}.json"

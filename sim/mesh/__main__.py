@@ -25,13 +25,15 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--budget", type=int, default=0, help="steps; 0: as many as fit")
     found.add_argument("--workers", type=int, default=2)
     found.add_argument("--shards", type=int, default=1)
+    found.add_argument("--mesh-jobs", type=int, default=1, help="jobs of the mesh")
     found.add_argument("--ranks", type=int, default=1)
     found.add_argument("--log", type=Path, help="writes all that happens to this file")
     return found
 
 
 def plan_of(a: argparse.Namespace) -> Plan:
-    return Plan(a.seed, a.faults, a.hours, a.workers, a.shards, a.ranks, a.pace, a.budget)
+    shape = a.workers, a.shards, a.ranks
+    return Plan(a.seed, a.faults, a.hours, *shape, a.pace, a.budget, a.mesh_jobs)
 
 
 def main() -> int:

@@ -7,28 +7,30 @@ What decides, keeps, sends and recovers around them is the trainer's own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.api.ranks import Meeting
 from common.errors import DeadlineExceeded, RankLost, Refused
 from common.job.config import AlgorithmConfig, OptimizerConfig
 from common.job.job_data import JobData
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
+from common.weights.laying import Part
 from services.trainer.arithmetic.learner import Learner
+from services.trainer.arithmetic.memory import LearnerMemory
 from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
-from services.trainer.core.saved_state import load_state
 from services.trainer.helpers.gradient_sum import GradientSum
 from services.trainer.ranks.rank import Rank
+from services.trainer.rows.saved import MASTER, SavedRows
 from services.trainer.running import Arithmetic
 from sim.machine import Machine, owner, takes
 
@@ -36,6 +38,7 @@ GRADIENT_S = 3.0  # of one bin
 UPDATE_S = 1.0
 MOVE_S = 0.2  # to load or save weights
 RATE = 0.01
+MOMENTUM = "momentum."  # what names of the state begin with
 
 MODEL = {
     "model_type": "qwen3",
@@ -71,6 +74,35 @@ def views(flat: Tensor) -> dict[str, Tensor]:
 
 def flat_of(weights: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([weights[name].reshape(-1) for name in shapes()])
+
+
+def own_rows(shape: torch.Size, rank: int, ranks: int) -> slice:
+    """Those of a tensor that a rank has."""
+    each = -(-shape[0] // ranks)
+    return slice(min(rank * each, shape[0]), min((rank + 1) * each, shape[0]))
+
+
+def cut(whole: Tensor, rank: int, ranks: int) -> Tensor:
+    """A rank's rows of a flat vector, tensor after tensor."""
+    parts = views(whole).items()
+    return torch.cat([part[own_rows(shapes()[n], rank, ranks)].reshape(-1) for n, part in parts])
+
+
+def parts_of(own: Tensor, rank: int, ranks: int) -> dict[str, Tensor]:
+    """A rank's rows, by tensor: views."""
+    found, start = dict[str, Tensor](), 0
+    for name, shape in shapes().items():
+        rows = own_rows(shape, rank, ranks)
+        mine = torch.Size([rows.stop - rows.start, *shape[1:]])
+        found[name] = own[start : start + mine.numel()].view(mine)
+        start += mine.numel()
+    return found
+
+
+def joined(owns: Sequence[Tensor]) -> Tensor:
+    """The flat vector of all ranks' rows."""
+    by_rank = [parts_of(own, rank, len(owns)) for rank, own in enumerate(owns)]
+    return torch.cat([torch.cat([part[name] for part in by_rank]).reshape(-1) for name in shapes()])
 
 
 def initial(seed: int) -> Tensor:
@@ -135,20 +167,40 @@ class TinyLearner(Learner):
     def copied_weights(self) -> dict[str, Tensor]:
         return views(self._flat.clone())
 
-    @takes(MOVE_S)
-    def optimizer_state(self) -> dict[str, Tensor]:
-        return {"momentum": self._momentum.clone(), "steps": torch.tensor(self.steps)}
+    def state(self) -> dict[str, Tensor]:
+        momenta = {MOMENTUM + name: part for name, part in views(self._momentum).items()}
+        return momenta | {"steps": torch.tensor(self.steps)}
 
     @takes(MOVE_S)
-    def restore(self, path: Path, weights: Mapping[str, Tensor]) -> None:
-        state = {"momentum": torch.zeros_like(self._flat), "steps": torch.tensor(0)}
-        load_state(path, state)
-        self._flat = flat_of(weights).clone()
-        self._momentum, self.steps = state["momentum"], int(state["steps"])
+    def restore(self, saved: SavedRows, fill: Callable[[str, Part], None]) -> None:
+        for name, part in self.rows(self.weights()).items():
+            fill(name, part)
+        state = self.state()
+        for name, tensor in state.items():
+            saved.fill(name, self._part(name, tensor))
+        self.steps = int(state["steps"])
 
     @takes(MOVE_S)
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         self._flat = flat_of(weights).clone()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"flat": self._flat, "momentum": self._momentum}
+
+    def derived(self) -> dict[str, Tensor]:
+        return {}
+
+    def counts(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def go_on(self, counts: Mapping[str, int]) -> None:
+        self.steps = counts["steps"]
+
+    def refresh(self) -> None:
+        """Passes compute with the vector itself."""
+
+    def forget_gradients(self) -> None:
+        """They are nobody's once they are given."""
 
 
 class Group:
@@ -209,9 +261,10 @@ class TinyRank(Rank):
         self.size = whole.numel()
         self._flat = self._own(whole).clone()
         self._momentum, self._steps = torch.zeros_like(self._flat), 0
+        self._taking: dict[str, Tensor] = {}
 
     def _own(self, whole: Tensor) -> Tensor:
-        return whole.tensor_split(self.ranks)[self.rank]
+        return cut(whole, self.rank, self.ranks)
 
     @property
     def learner(self) -> Any:
@@ -219,8 +272,63 @@ class TinyRank(Rank):
         self._formed()
         return self
 
-    def empty_state(self) -> dict[str, Tensor]:
-        return {"momentum": torch.zeros(self.size), "steps": torch.tensor(0)}
+    @property
+    def bytes(self) -> int:
+        return self._flat.nbytes + self._momentum.nbytes
+
+    def memory(self, gradients: bool) -> LearnerMemory:
+        return LearnerMemory(cast(Learner, self), self._gradients.tensors() if gradients else {})
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"flat": self._flat, "momentum": self._momentum}
+
+    def derived(self) -> dict[str, Tensor]:
+        return {}
+
+    def counts(self) -> dict[str, int]:
+        return {"steps": self._steps}
+
+    def go_on(self, counts: Mapping[str, int]) -> None:
+        self._steps = counts["steps"]
+
+    def refresh(self) -> None:
+        """Passes compute with the vector itself."""
+
+    def forget_gradients(self) -> None:
+        """They are nobody's once they are given."""
+
+    def outline(self, optimizer: bool) -> Mapping[str, Tensor]:
+        if optimizer:
+            momenta = views(torch.zeros(self.size)).items()
+            return {MOMENTUM + name: t for name, t in momenta} | {"steps": torch.tensor(0)}
+        return views(torch.zeros(self.size))
+
+    def rows(self, names: Iterable[str], part: int = 0, parts: int = 1) -> dict[str, Part]:
+        self._formed()
+        own = self._parts(self._flat)
+        return {name: own[name].slice(part, parts) for name in names}
+
+    def saved(self, masters: bool) -> dict[str, Part]:
+        self._formed()
+        found = {MOMENTUM + name: part for name, part in self._parts(self._momentum).items()}
+        if masters:
+            found |= {MASTER + name: part for name, part in self._parts(self._flat).items()}
+        return found | {"steps": Part((), 0, torch.tensor(self._steps))}
+
+    @takes(MOVE_S)
+    def restore(self, saved: SavedRows, fill: Callable[[str, Part], None]) -> None:
+        for name, part in self._parts(self._flat).items():
+            fill(name, part)
+        state = self.saved(masters=False)
+        for name, part in state.items():
+            saved.fill(name, part)
+        self._steps = int(state["steps"].rows)
+
+    def _parts(self, flat: Tensor) -> dict[str, Part]:
+        """The rows that lie here of a vector, by tensor: views."""
+        own = parts_of(flat, self.rank, self.ranks).items()
+        first = {name: own_rows(shapes()[name], self.rank, self.ranks).start for name, _ in own}
+        return {name: Part(tuple(shapes()[name]), first[name], rows) for name, rows in own}
 
     def _formed(self) -> Group:
         if self._group is None:
@@ -231,12 +339,14 @@ class TinyRank(Rank):
         return await self._formed().exchange(self._machine, self.rank, value, self._within_s)
 
     async def _whole(self, part: Tensor) -> Tensor:
-        return torch.cat(await self._all(part.clone()))
+        return joined(await self._all(part.clone()))
 
-    async def form(self, meeting: Path, deadline_s: float) -> None:  # type: ignore[override]
+    async def form(  # type: ignore[override]
+        self, meeting: Meeting, interface: str = "", door: Any = None
+    ) -> None:
         groups: dict[str, Group] = self._machine.meetings
-        self._group = groups.setdefault(meeting.name, Group(self.ranks))
-        await self._group.exchange(self._machine, self.rank, None, deadline_s)
+        self._group = groups.setdefault(meeting.where, Group(self.ranks))
+        await self._group.exchange(self._machine, self.rank, None, meeting.deadline_s)
         self._reset()
         self.begin()
 
@@ -258,7 +368,7 @@ class TinyRank(Rank):
         gradients.keep(index, self._own(summed).clone())
         return stats
 
-    def keeping(self) -> Callable[[int, NDArray[np.float32]], None]:
+    def keeping(self, cut: bool = False) -> Callable[[int, NDArray[np.float32]], None]:
         gradients = self._gradients
 
         def keep(index: int, whole: NDArray[np.float32]) -> None:
@@ -283,23 +393,14 @@ class TinyRank(Rank):
         return norm
 
     @takes(MOVE_S)
-    async def gather(self, optimizer: bool) -> dict[str, Tensor]:  # type: ignore[override]
-        whole = await self._whole(self._momentum if optimizer else self._flat)
-        if self.rank:
-            return {}
-        if optimizer:
-            return {"momentum": whole, "steps": torch.tensor(self._steps)}
-        return views(whole)
-
-    @takes(MOVE_S)
     async def take(  # type: ignore[override]
-        self, weights: Mapping[str, Tensor] | None, state: Mapping[str, Tensor] | None, all: bool
+        self, names: Sequence[str], whole: Mapping[str, Tensor] | None
     ) -> None:
-        given = (await self._all((weights, state)))[0]
-        self._flat = self._own(flat_of(given[0])).clone()
-        if all:
-            self._momentum = self._own(given[1]["momentum"]).clone()
-            self._steps = int(given[1]["steps"])
+        self._taking |= (await self._all(whole))[0]
+
+    def taken(self) -> None:
+        given, self._taking = self._taking, {}
+        self._flat = self._own(flat_of(given)).clone()
 
     def score(self, bin: Bin, what: str) -> NDArray[np.float32]:
         return np.zeros(len(bin.tokens), np.float32)

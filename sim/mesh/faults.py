@@ -217,16 +217,17 @@ class Schedule:
 
     async def _roll_back(self, random: Random, for_s: float) -> None:
         """Redis comes back as it was a while ago, alone or with all processes, or it cannot load
-        what it has. (With all files as they were then nobody could tell.)
+        what it has. (With all files as they were then nobody could tell; nor where the power has
+        gone just now, with what told of the last seconds.)
         """
         world, held = self._world, self._world.redis.server.copy()
         what = random.choice(["older", "alone", "unloadable"])
         world.record.say(f"redis will be {what} in {for_s:.3f}")
         await self._clock.sleep(for_s)
         match what:
-            case "older":
+            case "older" if world.on:
                 await world.redis_lost(held)
-            case "alone":
+            case "alone" if world.on:
                 world.redis.restart(held)
             case "unloadable":
                 await world.redis_lost(None)

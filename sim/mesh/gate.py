@@ -4,23 +4,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 from common.errors import Damaged, StateUnavailable, StorageFull
 from common.records import damage
-from common.state import rollback
+from common.state import events
 from common.state.client import State
-from common.state.events import order
-from common.state.keys import EVENTS
-from common.state.rollback import Mark
-from meshrl.launch.places import MeshPlace
+from common.state.server import rollback
+from common.state.server.rollback import Mark
+from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.redis import note as notes
 from meshrl.launch.redis.guard import INTERVAL_S
-from meshrl.launch.redis.note import Note
-from meshrl.launch.redis.recorded import recorded
-from sim.mesh.job import JOB
+from meshrl.launch.redis.note import Note, NoteFile
+from meshrl.launch.redis.recorded import RunRecord
 from sim.mesh.redis import VirtualRedis
 
 
@@ -29,9 +26,14 @@ class VirtualGate:
     compare: only what it holds is.
     """
 
-    def __init__(self, redis: VirtualRedis, state: State, root: Path) -> None:
-        self._redis, self._state, self._root = redis, state, root
+    def __init__(
+        self, redis: VirtualRedis, state: State, root: Path, runs: Mapping[str, Path]
+    ) -> None:
+        """`runs`: the jobs of the mesh with their run directories."""
+        self._redis, self._state, self._root, self._runs = redis, state, root, runs
         self._note = MeshPlace(root).redis_note
+        self._notes = NoteFile(self._note)
+        self._records: dict[str, RunRecord] = {}
         self._floor = 0
         self.known = Mark()
 
@@ -53,6 +55,10 @@ class VirtualGate:
         self._redis.restart()
         await self._let_in(why)
 
+    async def returned(self) -> None:
+        """The jobs are back, and what lineages they have is durable."""
+        await self._take_note(durable=True)
+
     async def went_back(self) -> AsyncIterator[str]:
         """Each time that it is not what it was: why."""
         while True:
@@ -64,32 +70,37 @@ class VirtualGate:
                 elif self._redis.shut:
                     await self._let_in("")
                 else:
-                    newest = await rollback.held(self._state, Mark())
-                    self.known = rollback.joined([self.known, newest])
-                    notes.write(self._note, Note(self.known, {}, self._floor))
+                    await self._take_note()
             except (StateUnavailable, StorageFull, OSError):
                 continue
 
+    async def _take_note(self, durable: bool = False) -> None:
+        newest = await rollback.held(self._state, Mark())
+        self.known = rollback.joined([self.known, newest])
+        self._notes.write(Note(self.known, {}, self._floor), durable)
+
     def _noted(self) -> Note:
-        try:
-            return notes.read(self._note)
-        except Damaged:
-            damage.set_aside(self._note, self._root)
-            return Note()
+        def damaged(path: Path, error: Damaged) -> None:
+            damage.set_aside(path, self._root)
+
+        return notes.read(self._note, damaged)
 
     async def _held(self) -> Mark:
-        self.known = rollback.joined([self.known, recorded(self._root, JOB)])
+        for job, run_dir in self._runs.items():
+            self._records.setdefault(job, RunRecord(run_dir, job))
+        told = [record.look() for record in self._records.values()]
+        self.known = rollback.joined([self.known, *told])
         return await rollback.held(self._state, self.known)
 
     async def _let_in(self, why: str) -> None:
         held = await rollback.held(self._state, self.known)
+        if not why:
+            self.known = rollback.joined([self.known, held])
         self._floor = rollback.floor_above(held, self.known, Mark(token=self._floor))
-        notes.write(self._note, Note(self.known, {}, self._floor), durable=True)
+        self._notes.write(Note(self.known, {}, self._floor), durable=True)
         await rollback.raise_tokens(self._state, self._floor)
         if why:
             then = damage.FATES["redis"].then
             told = damage.fields("redis", self._root / "redis", why, then)
-            ms = max(int(self._redis.clock.wall() * 1000), order(self.known.event)[0] + 1)
-            fields = ("kind", damage.EVENT, "fields", json.dumps(told), "extra", "{}")
-            await self._state.command("XADD", EVENTS, f"{ms}-0", *fields)
+            await events.append_above(self._state, self.known.event, damage.EVENT, told)
         self._redis.shut = False

@@ -26,9 +26,20 @@ JOB = "simulated"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;+-*/=()[]{}<>?!#$%&@^_"
 
 
-def config_of(workers: int, shards: int, ranks: int, steps: int) -> JobConfig:
+def runs_of(root: Path, jobs: int) -> dict[str, Path]:
+    """The jobs of a mesh by name, each with its run directory: a mesh of one is its run's."""
+    if jobs == 1:
+        return {JOB: root}
+    names = [JOB, *(f"{JOB}-{number}" for number in range(2, jobs + 1))]
+    return {name: root / "runs" / name for name in names}
+
+
+def config_of(
+    workers: int, shards: int, ranks: int, steps: int, name: str = JOB, seed: int = 0
+) -> JobConfig:
     return JobConfig(
-        name=JOB,
+        name=name,
+        seed=seed,
         cache="",
         mesh=MeshConfig(workers=workers),
         model=ModelConfigSection(config=MODEL),
@@ -51,7 +62,7 @@ def config_of(workers: int, shards: int, ranks: int, steps: int) -> JobConfig:
 
 
 def document_of(config: JobConfig, root: Path) -> dict[str, Any]:
-    """The job as it is submitted, with its bundle below `root`."""
+    """The job as it is submitted, with its bundle below `root`, its run's directory."""
     bundle = root / "bundle"
     (bundle / "modules").mkdir(parents=True)
     character_tokenizer(CHARACTERS, str(bundle / "tokenizer.json"))

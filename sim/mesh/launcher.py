@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from common.process.handle import Child
-from common.process.lease_watch import LeaseWatch
-from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
+from common.process.supervision.lease_watch import LeaseWatch
+from common.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.state.client import State
 from common.state.ended import Report, Reports
-from meshrl.launch import absolving, plan
-from meshrl.launch.launcher import BUDGET, GRACE_S
+from meshrl.launch import plan
+from meshrl.launch.head import absolving
+from meshrl.launch.services import BUDGET, GRACE_S
 from sim.loop import VirtualClock
 from sim.machine import ProcessHost
 from sim.mesh.programs import HOST

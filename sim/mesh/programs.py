@@ -13,11 +13,12 @@ from typing import Any
 
 from common.api.callers import CALLERS
 from common.job.job_data import JobData
+from common.pool import names
+from common.pool.seat import Seat, parser
 from common.runtime.lease import LOST
 from common.runtime.mesh import Mesh, MeshSettings
 from common.state.client import State
 from common.wire.weight_store import STORE
-from services.engine import __main__ as engine
 from services.engine import running as engine_running
 from services.engine.service import EngineService
 from services.engine.simulated import SimulatedEngine
@@ -26,7 +27,6 @@ from services.node import __main__ as node
 from services.node import worker
 from services.planner import __main__ as planner
 from services.rollout import __main__ as rollout
-from services.trainer import __main__ as trainer
 from services.trainer import running as trainer_running
 from services.weights import __main__ as weights
 from sim.machine import Machine, ProcessHost
@@ -112,7 +112,7 @@ class Surroundings:
     async def _rollout(self, process: VirtualProcess, argv: list[str]) -> None:
         a = rollout.parser().parse_args(argv)
         await self._begun(process)
-        await rollout.serve(self.mesh(process, f"rollout/{a.shard}", "rollout"))
+        await rollout.serve(self.mesh(process, names.shard(a.job, a.shard), "rollout"))
 
     async def _node(self, process: VirtualProcess, argv: list[str]) -> None:
         a = node.parser().parse_args(argv)
@@ -122,16 +122,16 @@ class Surroundings:
     async def _worker(self, process: VirtualProcess, argv: list[str]) -> None:
         a = worker.parser().parse_args(argv)
         await self._begun(process)
-        await worker.serve(self.mesh(process, worker.worker_name(a.gang, a.rank), "worker"), a)
+        await worker.serve(self.mesh(process, names.worker_process(a.worker), "worker"), a)
 
     async def _engine(self, process: VirtualProcess, argv: list[str]) -> None:
-        a = engine.parser().parse_args(argv)
+        seat = Seat.of(parser(None).parse_args(argv))
         await self._begun(process)
-        mesh = self.mesh(process, f"engine/{a.gang}", "engine")
+        mesh = self.mesh(process, f"engine/{seat.resident}", "engine")
         driver = TaskDriver(mesh)
-        await engine_running.serve(mesh, a.gang, a.job, a.epoch, self._open_engine, driver)
+        await engine_running.serve(mesh, seat, self._open_engine, driver)
 
-    async def _open_engine(self, mesh: Mesh, data: JobData, gang: str) -> SimulatedEngine:
+    async def _open_engine(self, mesh: Mesh, data: JobData, resident: str) -> SimulatedEngine:
         limits = data.config.rollout
         return SimulatedEngine(
             mesh.clock,
@@ -143,10 +143,10 @@ class Surroundings:
         )
 
     async def _trainer(self, process: VirtualProcess, argv: list[str]) -> None:
-        a = trainer.parser().parse_args(argv)
+        seat = Seat.of(parser(None).parse_args(argv))
         await self._begun(process)
-        kind, name = trainer_running.place(a)
-        await trainer_running.serve(self.mesh(process, name, kind), a, TinyArithmetic())
+        kind, name = trainer_running.place(seat)
+        await trainer_running.serve(self.mesh(process, name, kind), seat, TinyArithmetic())
 
     async def _environment(self, process: VirtualProcess, argv: list[str]) -> None:
         await self._begun(process)

@@ -37,23 +37,23 @@ class VirtualRedis:
         self.slow_s = LATENCY_S
         self.shut = False  # it has started again, and only its owner is let in
         self.lost = 0.0  # share of replies that do not come
-        self.before: Callable[[tuple[Any, ...]], None] | None = None  # told of each command
-        self.forgets: Callable[[], None] | None = None  # told when it will lose what it has
-        self.returns: Callable[[], None] | None = None  # told when it is back without it
+        self.before: list[Callable[[tuple[Any, ...]], None]] = []  # told of each command
+        self.forgets: list[Callable[[], None]] = []  # told when it will lose what it has
+        self.returns: list[Callable[[], None]] = []  # told when it is back without it
 
     def restart(self, held: Any = None) -> None:
         """Starts again with what a `server.copy` held; None: with nothing. Who owns it lets the
         mesh in.
         """
-        if self.forgets is not None:
-            self.forgets()
+        for tell in self.forgets:
+            tell()
         if held is None:
             self.server.lose()
         else:
             self.server.restart(held)
         self.shut = True
-        if self.returns is not None:
-            self.returns()
+        for tell in self.returns:
+            tell()
 
     def well(self) -> None:
         """It is there, fast, and answers."""
@@ -65,8 +65,8 @@ class VirtualRedis:
             await self.clock.sleep(self.random.expovariate(1 / self.slow_s))
         if self.away or (self.shut and not owner):
             raise RedisConnectionError("nobody listens")
-        if self.before is not None:
-            self.before(words)
+        for tell in self.before:
+            tell(words)
         reply: Any = await self.client.execute_command(*words)
         if self.lost and self.random.random() < self.lost:
             raise RedisConnectionError("the connection broke")

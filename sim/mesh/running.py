@@ -24,7 +24,7 @@ from common.records.durable import heard_by
 from sim.loop import VirtualLoop
 from sim.mesh import invariants
 from sim.mesh.faults import Schedule, kinds_of
-from sim.mesh.job import JOB, config_of
+from sim.mesh.job import config_of
 from sim.mesh.witness import Facts, Witness
 from sim.mesh.world import Size, World
 from sim.process import Exited
@@ -50,7 +50,8 @@ class Plan:
     shards: int = 1
     ranks: int = 1
     pace: float = 1.0  # times as long between two faults as `faults.PACES` says
-    budget: int = 0  # steps of the job; 0: by the time that faults go on
+    budget: int = 0  # steps of each job; 0: by the time that faults go on
+    jobs: int = 1  # on the mesh
 
     @property
     def steps(self) -> int:
@@ -58,7 +59,7 @@ class Plan:
 
     @property
     def size(self) -> Size:
-        return Size(self.workers, self.shards, self.ranks, self.steps)
+        return Size(self.workers, self.shards, self.ranks, self.steps, self.jobs)
 
     @property
     def command(self) -> str:
@@ -66,6 +67,7 @@ class Plan:
         words = ["python -m sim.mesh", f"--seed {self.seed}", f"--faults {self.faults}"]
         words.append(f"--hours {self.hours:g} --pace {self.pace:g} --budget {self.budget}")
         words += [f"--{name} {getattr(self, name)}" for name in ("workers", "shards", "ranks")]
+        words.append(f"--mesh-jobs {self.jobs}")
         return " ".join(words)
 
 
@@ -108,6 +110,7 @@ def run_in(loop: VirtualLoop, record: Record, story: Coroutine[Any, Any, T]) -> 
     """Runs to the end of `story`. Tasks of dead processes are closed only then: what they would
     clean up happens to nobody.
     """
+    logs = structlog.get_config() if structlog.is_configured() else None
     structlog.configure(processors=[_Notes(record).take], cache_logger_on_first_use=False)
     gc.freeze()  # what is imported stays: the collection at the end does not walk it
     gc.disable()  # what a collection finalises would run at another place each time
@@ -118,6 +121,10 @@ def run_in(loop: VirtualLoop, record: Record, story: Coroutine[Any, Any, T]) -> 
         record.close()
         _bury(loop)
         gc.enable()
+        if logs is None:
+            structlog.reset_defaults()
+        else:
+            structlog.configure(**logs)
 
 
 def _bury(loop: VirtualLoop) -> None:
@@ -165,28 +172,34 @@ async def _story(
     random = Random(plan.seed)
     world = World(loop, random, root, record, plan.size)
     loop.set_exception_handler(lambda _, told: _unhandled(world, told))
-    witness = Witness(world.redis, root, JOB)
+    witnesses = [Witness(world.redis, run_dir, job) for job, run_dir in world.runs.items()]
     await world.start()
     faults = Schedule(world, random.child("faults"), kinds_of(plan.faults), plan.pace)
     settled_at = plan.hours * 3600
     await _until_over(world, settled_at)
     await faults.settle()
-    bound = max(settled_at, loop.now) + SETTLED_S + LONGEST_STEP_S * plan.steps
+    bound = max(settled_at, loop.now) + SETTLED_S + LONGEST_STEP_S * plan.steps * plan.jobs
     over = await _until_over(world, bound)
     late_s = 0.0 if over else loop.now - bound + 1.0
     await world.clock.sleep(IDLE_S)
     left = await _ended(world)
-    facts = witness.facts()
-    facts.left, facts.finished_late_s, facts.errors = left, late_s, world.machine.failures
-    facts.damages, facts.lost = faults.spoiler.done, world.lost
-    facts.refused = world.refused
-    facts.replaced = {d.path for d in facts.damages if d.replaced(root)}
+    found = [witness.facts() for witness in witnesses]
+    for facts in found:
+        facts.left, facts.finished_late_s, facts.errors = left, late_s, world.machine.failures
+        facts.damages, facts.lost = faults.spoiler.done, world.lost
+        facts.refused = world.refused
+        facts.replaced = {d.path for d in facts.damages if d.replaced(root)}
     config = config_of(plan.workers, plan.shards, plan.ranks, plan.steps)
     terms = invariants.Terms(
         plan.steps, config.algorithm.max_staleness, config.training.keep_checkpoints
     )
-    outcome.violations = invariants.check(facts, terms)
-    _sum_up(outcome, world, facts, faults)
+    several = len(found) > 1
+    outcome.violations = [
+        f"{facts.name}: {told}" if several else told
+        for facts in found
+        for told in invariants.check(facts, terms)
+    ]
+    _sum_up(outcome, world, found, faults)
 
 
 async def _until_over(world: World, until_s: float) -> bool:
@@ -221,11 +234,12 @@ def _unhandled(world: World, told: dict[str, Any]) -> None:
     world.machine.failures.append(f"unhandled: {told.get('message')}: {error!r}")
 
 
-def _sum_up(outcome: Outcome, world: World, facts: Facts, faults: Schedule) -> None:
-    for kind, told in facts.events:
-        world.record.say(f"event {kind} {told}")
-    outcome.version = int(facts.job.get("version", -1))
-    outcome.lineage = int(facts.job.get("lineage", 0))
+def _sum_up(outcome: Outcome, world: World, found: list[Facts], faults: Schedule) -> None:
+    for facts in found:
+        for kind, told in facts.events:
+            world.record.say(f"event {kind} {told}")
+    outcome.version = min(int(facts.job.get("version", -1)) for facts in found)
+    outcome.lineage = max(int(facts.job.get("lineage", 0)) for facts in found)
     outcome.faults = faults.count
     outcome.processes = len(world.machine.processes)
     outcome.digest = world.record.digest

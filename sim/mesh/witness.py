@@ -5,6 +5,7 @@ by the end. It shares nothing with the services.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from common.wire.blob import unpack
 from common.wire.chunks import digest_of
 from sim.mesh.damage import Damage, unnoticed
 from sim.mesh.redis import VirtualRedis, script_of
+
+Told = tuple[str, dict[str, Any]]  # kind and fields of an event
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,9 @@ class Seen:
 
 @dataclass
 class Facts:
-    """What there is at the end, as it lies there."""
+    """What there is of one job at the end, as it lies there."""
 
+    name: str = ""
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # of Redis' stream
     history: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # and those it has lost
     job: dict[str, str] = field(default_factory=dict)
@@ -51,13 +55,15 @@ class Facts:
 
 class Witness:
     def __init__(self, redis: VirtualRedis, root: Path, job: str) -> None:
-        self._redis, self._root, self._job = redis, root, f"{{{job}}}"
+        self._redis, self._root, self._name, self._job = redis, root, job, f"{{{job}}}"
         self._trained: dict[tuple[int, int, int], Seen] = {}
         self._unseen: set[tuple[int, int, int]] = set()
         self._events: list[tuple[str, str, dict[str, Any]]] = []  # of the stream, with ids
         self._history: list[tuple[str, dict[str, Any]]] = []  # what Redis has lost since, too
-        redis.before = self._before
-        redis.forgets, redis.returns = self._look, self._forget
+        self._known: set[tuple[str, str]] = set()  # events that are in it, by id and content
+        redis.before.append(self._before)
+        redis.forgets.append(self._look)
+        redis.returns.append(self._forget)
 
     def _ask(self, *words: Any) -> Any:
         return self._redis.sync_client.execute_command(*words)
@@ -70,7 +76,7 @@ class Witness:
 
     def _before(self, words: tuple[Any, ...]) -> None:
         """Looks at what a step that is about to be committed was trained on."""
-        if script_of(words) != "commit_step":
+        if script_of(words) != "commit_step" or words[3] != self._job:
             return
         self._look()
         asked = json.loads(words[3 + int(words[2])])
@@ -84,12 +90,17 @@ class Witness:
                     self._unseen.add(key)
 
     def _look(self) -> None:
-        """Takes in what the stream has got since the last look."""
+        """Takes in what the stream has got since the last look. What comes back with an older copy
+        of Redis is no news.
+        """
         since = f"({self._events[-1][0]}" if self._events else "-"
         for id_, fields in self._ask("XRANGE", EVENTS, since, "+"):
             told = json.loads(fields["fields"]) | json.loads(fields["extra"])
             self._events.append((id_, fields["kind"], told))
-            self._history.append((fields["kind"], told))
+            event = id_, str(sorted(fields.items()))
+            if event not in self._known:
+                self._known.add(event)
+                self._history.append((fields["kind"], told))
 
     def _forget(self) -> None:
         """The stream is as it was some time ago."""
@@ -97,6 +108,10 @@ class Witness:
         last = newest[0][0] if newest else ""
         ids = [id_ for id_, _, _ in self._events]
         del self._events[ids.index(last) + 1 if last in ids else 0 :]
+
+    def _own(self, told: Iterable[Told]) -> list[Told]:
+        """What concerns this job, or the mesh."""
+        return [(kind, row) for kind, row in told if row.get("job") in (None, "", self._name)]
 
     def _seen(self, row: dict[str, str]) -> Seen | None:
         """None: the group's file is gone or damaged."""
@@ -112,9 +127,9 @@ class Witness:
     def facts(self) -> Facts:
         """What lies in Redis and on the disk now."""
         self._look()
-        found = Facts(trained=self._trained, job=self._hash(f"{self._job}:job"))
-        found.events = [(kind, told) for _, kind, told in self._events]
-        found.history, found.unseen = self._history, self._unseen
+        found = Facts(self._name, trained=self._trained, job=self._hash(f"{self._job}:job"))
+        found.events = self._own((kind, told) for _, kind, told in self._events)
+        found.history, found.unseen = self._own(self._history), self._unseen
         for state in ("open", "ready", "leased"):
             members = self._ask("ZRANGE", f"{self._job}:{state}", 0, -1)
             found.indexes[state] = [int(member) for member in members]
@@ -125,7 +140,9 @@ class Witness:
             if row := self._hash(f"{self._job}:group:{group}"):
                 found.rows[group] = row
         now_ms = self._redis.clock.wall() * 1000
-        for name in sorted({told["name"] for kind, told in found.events if kind == "registered"}):
+        for name in sorted(
+            {told["name"] for _, kind, told in self._events if kind == "registered"}
+        ):
             entry = self._hash(f"{{mesh}}:entry:{name}")
             if entry.get("gone") != "1" and float(entry.get("expires_ms", 0)) > now_ms:
                 found.leases.append(name)

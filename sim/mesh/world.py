@@ -1,4 +1,4 @@
-"""A virtual mesh from its start to its end: the services, one job, and what may go wrong."""
+"""A virtual mesh from its start to its end: the services, its jobs, and what may go wrong."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import MeshError
+from common.pool.settings import PoolSettings
 from common.random import Random
 from common.runtime.patience import patiently
 from common.state import jobs, registry
 from common.state.client import State
 from common.state.ended import forget_all
-from common.state.rollback import JobMark
+from common.state.pool import write_settings
+from common.state.server.rollback import JobMark
 from common.wire.frames import Frame
 from meshrl.launch import plan
-from meshrl.launch.restoring import put_back
+from meshrl.launch.head.restoring import put_back
 from sim.loop import VirtualLoop
 from sim.machine import Machine, MachineClock
 from sim.mesh.gate import VirtualGate
-from sim.mesh.job import JOB, config_of, document_of
+from sim.mesh.job import JOB, config_of, document_of, runs_of
 from sim.mesh.launcher import VirtualLauncher
 from sim.mesh.programs import HOST, Surroundings
 from sim.mesh.recorder import VirtualRecorder
@@ -39,6 +41,7 @@ class Size:
     shards: int = 1
     ranks: int = 1
     steps: int = 20
+    jobs: int = 1
 
 
 class World:
@@ -54,6 +57,8 @@ class World:
         self.around = Surroundings(self.machine, self.network, self.redis, root)
         self.machine.programs = self.around.programs() | {"launcher": self._launch}
         self.lost: set[str] = set()  # files that power cuts took, or a part of them
+        self.runs = runs_of(root, size.jobs)
+        self.documents: dict[str, dict[str, Any]] = {}
         self.refused = ""  # why a `meshrl resume` gave up
         self._stop = asyncio.Event()
         self._root_process: VirtualProcess | None = None
@@ -62,36 +67,48 @@ class World:
     # -- its life --------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Starts the services, and submits the job."""
+        """Starts the services, and submits the jobs."""
         process = self.machine.spawn("launcher", [], "launcher", None, tied=False)
         self._root_process = process
         self._state = state_of(self.redis, process)
         size = self.size
-        config = config_of(size.workers, size.shards, size.ranks, size.steps)
-        self.document = document_of(config, self.root)
-        await jobs.submit(self._state, JOB, self.document, str(self.root), "submit")
+        shape = size.workers, size.shards, size.ranks, size.steps
+        for seed, (name, run_dir) in enumerate(self.runs.items()):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            if run_dir != self.root:
+                (run_dir / "store").symlink_to(self.root / "store")
+            document = document_of(config_of(*shape, name, seed), run_dir)
+            self.documents[name] = document
+            await jobs.submit(self._state, name, document, str(run_dir), f"submit {name}")
 
     async def _launch(self, process: VirtualProcess, argv: list[str]) -> None:
         size = self.size
-        services = plan.services(size.workers, size.shards, "cpu", HOST, size.ranks, sandboxes=0)
+        services = plan.services(size.workers, "cpu", HOST)
         state = state_of(self.redis, process)
-        gate = VirtualGate(self.redis, state_of(self.redis, process, owner=True), self.root)
+        owner = state_of(self.redis, process, owner=True)
+        gate = VirtualGate(self.redis, owner, self.root, self.runs)
         launcher = VirtualLauncher(process, state, services)
         if not await self._tried(lambda: self._begin(gate, state, again=bool(argv))):
             return
         watching = await launcher.start()
-        recorder = VirtualRecorder(state, self.clock, self.root, JOB)
-        recording = asyncio.create_task(recorder.run(), name="record")
+        recording = [
+            asyncio.create_task(
+                VirtualRecorder(state, self.clock, run_dir, job).run(), name=f"record {job}"
+            )
+            for job, run_dir in self.runs.items()
+        ]
         guarding = asyncio.create_task(self._guard(gate, launcher, state), name="guard redis")
         await self._stop.wait()
         guarding.cancel()
         await launcher.stop()
         watching.cancel()
-        recording.cancel()
+        for task in recording:
+            task.cancel()
 
     async def _begin(self, gate: VirtualGate, state: State, again: bool) -> None:
         """What a mesh does before its services start."""
         await gate.admit()
+        await write_settings(state, PoolSettings())
         if not again:
             return
         for entry in await registry.entries(state):  # whose processes are no more
@@ -101,11 +118,15 @@ class World:
         await self._put_back(gate, state)
 
     async def _put_back(self, gate: VirtualGate, state: State) -> None:
-        """The job goes on at a checkpoint when Redis does not have it."""
-        if JOB not in {row.id for row in await jobs.jobs(state)}:
-            self.record.say("put the job back")
-            seen = gate.known.jobs.get(JOB, JobMark()).lineage
-            await put_back(state, self.root, JOB, self.document, seen)
+        """A job goes on at a checkpoint when Redis does not have it."""
+        await write_settings(state, PoolSettings())
+        there = {row.id for row in await jobs.jobs(state)}
+        for job, run_dir in self.runs.items():
+            if job not in there:
+                self.record.say(f"put {job} back")
+                seen = gate.known.jobs.get(job, JobMark())
+                await put_back(state, run_dir, job, self.documents[job], seen)
+        await gate.returned()
 
     async def _guard(self, gate: VirtualGate, launcher: VirtualLauncher, state: State) -> None:
         """What a launcher does when Redis is not what it was."""
@@ -131,8 +152,11 @@ class World:
 
     async def power_cut(self, random: Random, held: Any) -> None:
         """Every process ends at once, and the mesh is started again on what the disk has. Redis
-        comes back with `held`, a copy of its server.
+        comes back with `held`, a copy of its server. Nothing happens while the mesh is off: what
+        tells that Redis has lost something must not be lost before it is looked at.
         """
+        if not self.on:
+            return
         self.record.say("the power goes")
         self._kill_all()
         self.lost |= self.machine.disk.cut(random)
@@ -155,10 +179,15 @@ class World:
         await self.clock.sleep(BOOT_S)
         self.switch_on()
 
+    @property
+    def on(self) -> bool:
+        """Whether the power is there."""
+        assert self._root_process is not None
+        return not self._root_process.ended
+
     def switch_on(self) -> None:
         """Starts the mesh again if it was cut off."""
-        assert self._root_process is not None
-        if self._root_process.ended and not self.refused:
+        if not self.on and not self.refused:
             self.record.say("the power comes")
             argv = ["resume"]
             self._root_process = self.machine.spawn("launcher", argv, "launcher", None, tied=False)
@@ -177,13 +206,18 @@ class World:
 
     @property
     def over(self) -> bool:
-        """Whether the job has ended, or will not go on."""
-        return bool(self.refused) or self.phase in ("finished", "failed")
+        """Whether all jobs have ended, or will not go on."""
+        phases = map(self.phase_of, self.runs)
+        return bool(self.refused) or all(phase in ("finished", "failed") for phase in phases)
 
     @property
     def phase(self) -> str:
-        """The job's, as it lies in Redis."""
-        return str(self.redis.sync_client.execute_command("HGET", f"{{{JOB}}}:job", "phase"))
+        """The first job's, as it lies in Redis."""
+        return self.phase_of(JOB)
+
+    def phase_of(self, job: str) -> str:
+        """A job's phase, as it lies in Redis."""
+        return str(self.redis.sync_client.execute_command("HGET", f"{{{job}}}:job", "phase"))
 
     def beside(self, name: str) -> Path:
         """A directory of the simulation's own, which is no part of the run's."""

@@ -25,7 +25,17 @@ except ImportError:
 
 SOURCES = Path(__file__).parent / "lua"
 MICROSECONDS = 1_000_000
-PARTS = ("json", "keyspace", "strings", "hashes", "sortedsets", "streams", "scripts", "server")
+PARTS = (
+    "json",
+    "keyspace",
+    "strings",
+    "hashes",
+    "sets",
+    "sortedsets",
+    "streams",
+    "scripts",
+    "server",
+)
 # Errors that the real client has a class for; it leaves the code out of their text.
 CODES: dict[str, type[ResponseError]] = {
     "ERR": ResponseError,

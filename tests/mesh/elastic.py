@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,15 +19,16 @@ from torch import Tensor
 
 from common.api.weights import Group
 from common.errors import StateUnavailable
-from common.model.transfer import fetch
 from common.process.handle import SystemChild
 from common.process.host import SystemHost
 from common.runtime.mesh import Mesh
-from common.settings import SETTINGS_ENV, MeshSettings
-from common.state import embedded, events, groups, jobs, registry
+from common.settings import DEVICE_ENV, SETTINGS_ENV, MeshSettings
+from common.state import events, groups, jobs, registry
 from common.state.client import State
+from common.state.server import embedded
+from common.weights.receive import Receiver
 from common.wire.blob import pack
-from common.wire.bulk import BulkClient
+from common.wire.bulk.port import BulkClient
 from common.wire.weight_store import put
 from meshrl.job import bundle, jobfile
 from tests.meshes import SECRET
@@ -35,7 +37,7 @@ from tests.nursery import TestNursery
 ROOT = Path(__file__).parents[2]
 JOB_FILE = Path(__file__).parent / "jobs/digits.toml"
 RANK_MAIN = "services.trainer"
-SHARD = "rollout/0"
+SHARD = "rollout/job/0"
 STEPS = 20
 GROUPS = 2  # of a step
 MEMBERS = 4
@@ -64,6 +66,9 @@ class ElasticMesh:
         self._nursery.start()
         settings = MeshSettings(server.url, str(self.directory), host="here", secret=SECRET)
         settings.to_file(self.directory / "settings.json")
+        there = self.directory / "there"  # a host that shares no directory with the first
+        there.mkdir()
+        replace(settings, host="there", run_root=str(there)).to_file(there / "settings.json")
         for _ in range(200):
             try:
                 self.state = await State.open(server.url, connect_s=1)
@@ -90,19 +95,24 @@ class ElasticMesh:
 
     # -- processes -------------------------------------------------------------------------------
 
-    def _spawn(self, name: str, argv: list[str]) -> None:
+    def _spawn(
+        self, name: str, argv: list[str], host: str = "here", env: Mapping[str, str] = {}
+    ) -> None:
         self.children[name] = self.host.spawn(
-            argv, name=name, env=self._environment, log=self._log(name)
+            argv, name=name, env={**self._environment(host), **env}, log=self._log(name)
         )
 
-    def run(self, name: str, module: str, arguments: list[str]) -> None:
-        """Starts a module as a process."""
-        self._spawn(name, [sys.executable, "-m", module, *arguments])
+    def run(
+        self, name: str, module: str, arguments: list[str], host: str = "here", device: str = ""
+    ) -> None:
+        """Starts a module as a process of one of the two hosts, as a worker of `device` would."""
+        env = {DEVICE_ENV: device} if device else {}
+        self._spawn(name, [sys.executable, "-m", module, *arguments], host, env)
 
-    @property
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, host: str) -> dict[str, str]:
+        directory = self.directory / "there" if host == "there" else self.directory
         return {
-            SETTINGS_ENV: str(self.directory / "settings.json"),
+            SETTINGS_ENV: str(directory / "settings.json"),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
         }
@@ -153,10 +163,16 @@ class Training:
     """A job of STEPS steps, whose step n trains the same groups in every run."""
 
     def __init__(
-        self, elastic: ElasticMesh, job: str, ranks: int = 1, others: str = RANK_MAIN
+        self,
+        elastic: ElasticMesh,
+        job: str,
+        ranks: int = 1,
+        others: str = RANK_MAIN,
+        host: str = "here",
     ) -> None:
-        """`others`: the module that ranks beside the first run."""
+        """`others`: the module that ranks beside the first run, on `host`."""
         self.elastic, self.job, self.ranks, self._others = elastic, job, ranks, others
+        self.host = host
         self._admitted: list[groups.Admitted] = []
         self._released = 0
 
@@ -191,19 +207,25 @@ class Training:
 
     async def start_rank(self, rank: int) -> None:
         arguments = ["--core", *self._of_ranks(rank)]
-        await self._rank_main(f"rank/{self.job}/{rank}", *arguments, module=self._others)
+        name = f"rank/{self.job}/{rank}"
+        await self._rank_main(name, *arguments, module=self._others, host=self.host)
 
-    async def start_hybrid(self, gang: str, module: str = RANK_MAIN) -> None:
-        await self._rank_main(f"hybrid/{gang}", gang=gang, module=module)
+    async def start_hybrid(self, gang: str, module: str = RANK_MAIN, host: str = "here") -> None:
+        await self._rank_main(f"hybrid/{gang}", gang=gang, module=module, host=host)
 
     def _of_ranks(self, rank: int) -> list[str]:
         return ["--rank", str(rank), "--ranks", str(self.ranks)]
 
     async def _rank_main(
-        self, name: str, *more: str, gang: str = "g0", module: str = RANK_MAIN
+        self,
+        name: str,
+        *more: str,
+        gang: str = "g0",
+        module: str = RANK_MAIN,
+        host: str = "here",
     ) -> None:
-        place = ["--gang", gang, "--job", self.job, "--epoch", "1"]
-        self.elastic.run(name, module, [*place, *more])
+        place = ["--gang", gang, "--resident", gang, "--job", self.job, "--generation", "1"]
+        self.elastic.run(name, module, [*place, *more], host)
 
     async def _begun(self) -> bool:
         row = await jobs.job(self.elastic.state, self.job)
@@ -265,11 +287,11 @@ class Training:
         mine = [s for s in await self.elastic.events("step") if s["job"] == self.job]
         return {gang for step in mine for gang in step["metrics"]["workers"]}
 
-    async def weights(self) -> dict[str, Tensor]:
+    async def weights(self) -> Mapping[str, Tensor]:
         """Of the current version."""
         row = await jobs.job(self.elastic.state, self.job)
-        _, weights = await fetch(self.elastic.mesh, self.elastic.bulk, row.manifest)
-        return weights
+        mesh, bulk = self.elastic.mesh, self.elastic.bulk
+        return (await Receiver(mesh, bulk).receive(row.manifest)).tensors
 
 
 def group(number: int) -> Group:

@@ -5,11 +5,10 @@ Takes what services.trainer takes.
 
 from __future__ import annotations
 
-import argparse
-
 from common.api.ranks import Done, Order, Ranks, rank_name
 from common.errors import Fenced
 from common.job.job_data import JobData
+from common.pool.seat import Seat, parser
 from common.runtime.actor import call
 from common.runtime.mesh import Mesh, MeshSettings, run
 from common.state import jobs
@@ -23,12 +22,12 @@ class RefusingRank(RankActor):
         raise Fenced("this rank never begins")
 
 
-async def main(a: argparse.Namespace) -> None:
-    mesh = await Mesh.open(rank_name(a.job, a.rank), "rank", MeshSettings.from_env())
-    row = await jobs.job(mesh.state, a.job)
-    data = JobData.of(a.job, row.document, row.run_dir)
-    rank = make_rank(data, a.rank, a.ranks)
-    actor = RefusingRank(mesh, a.job, a.gang, a.epoch, rank, data.config.training.rank_deadline_s)
+async def main(seat: Seat) -> None:
+    mesh = await Mesh.open(rank_name(seat.job, seat.rank), "rank", MeshSettings.from_env())
+    row = await jobs.job(mesh.state, seat.job)
+    data = JobData.of(seat.job, row.document, row.run_dir)
+    rank = make_rank(data, seat.rank, seat.ranks)
+    actor = RefusingRank(mesh, data, seat, rank)
     await mesh.join(actor, stats=actor.stats)
     try:
         await actor.until_drained()
@@ -37,12 +36,5 @@ async def main(a: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gang", required=True)
-    parser.add_argument("--job", required=True)
-    parser.add_argument("--epoch", type=int, required=True)
-    parser.add_argument("--core", action="store_true")
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--ranks", type=int, required=True)
-    arguments = parser.parse_args()
-    run(lambda: main(arguments))
+    seat = Seat.of(parser(__doc__).parse_args())
+    run(lambda: main(seat))

@@ -17,12 +17,13 @@ import redis
 
 from common.records import ledger
 from common.records.ledger import Kind
-from meshrl.observe.audit import audit
+from meshrl.observe.recording.audit import audit
 
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).parent / "jobs/digits.toml"
 UP_S = 90.0
 END_S = 180.0
+LOOK_S = 0.03  # between two looks at what a run has done: each asks its Redis
 
 T = TypeVar("T")
 
@@ -82,7 +83,7 @@ class Run:
             if found:
                 return found
             assert self.program.poll() is None, f"the run ended before {what}:\n{self.said}"
-            time.sleep(0.01)
+            time.sleep(LOOK_S)
         raise AssertionError(f"not {what} within {within_s:g} s:\n{self.said}\n{self.logs()}")
 
     def logs(self) -> str:
@@ -146,10 +147,8 @@ class Run:
 
     def in_ledger(self, kind: Kind) -> int:
         """How many records of a kind the ledger of the first shard holds now."""
-        return sum(
-            record.kind is kind for record in ledger.read(self.directory / "ledger/rollout-0")
-        )
+        return sum(record.kind is kind for record in ledger.read(self.directory / "ledger/shard-0"))
 
     def copy_ledger(self, to: Path) -> Path:
-        shutil.copytree(self.directory / "ledger/rollout-0", to)
+        shutil.copytree(self.directory / "ledger/shard-0", to)
         return to

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common.errors import StateUnavailable
 from common.job.config import JobConfig
-from common.state import events, gangs, leader
+from common.pool.decisions import Place, Remove, Why
+from common.pool.rows import Gang, Role
+from common.pool.snapshot import Request
+from common.state import events, leader, pool
 from common.state.client import State
 from common.state.keys import MESH, PLANNER
 from services.planner.planner import LEASE_MS
-from sim.mesh.job import JOB
 from sim.state import state_on
-from tests.mesh.simulated.test_planned_meshes import PlannedMesh
+from tests.mesh.simulated.test_planned_meshes import PlannedMesh, done
 from tests.mesh.simulated.worlds import BareWorld, on_bare_world
 
 TERM_S = LEASE_MS / 1000
@@ -56,14 +59,20 @@ class Led(PlannedMesh):
     async def open(self) -> None:
         await self.start(JobConfig())
         for number in range(3):
-            await self.worker(f"g{number}")
+            await self.worker(f"w{number}")
         await self.clock.sleep(20.0)
         assert await self.roles() == ["training", "rollout", "rollout"]
 
-    async def gang(self, name: str) -> gangs.Gang:
-        found = await gangs.gang(self.state, name)
+    async def gang_of(self, worker: str) -> Gang:
+        row = await pool.worker_row(self.state, worker)
+        assert row is not None
+        found = await pool.gang(self.state, row.gang)
         assert found is not None
         return found
+
+    async def asks(self, worker: str, role: str) -> None:
+        """A person does."""
+        await pool.request(self.state, Request("asked", "move", worker=worker, role=role))
 
     async def resigned(self) -> None:
         """The planner that leads no longer does."""
@@ -86,72 +95,80 @@ def tell(story: Callable[[Led], Awaitable[None]], root: Path) -> None:
 def test_a_move_that_another_leader_made_meanwhile_is_not_made_again(tmp_path: Path) -> None:
     async def story(mesh: Led) -> None:
         async def another_leads() -> None:
-            """It makes the move, and later moves the gang back."""
+            """It makes the move, and later moves the worker back."""
             await mesh.resigned()
             token = await leader.campaign(mesh.state, PLANNER, "another", LEASE_MS)
-            for role in ("training", "rollout"):
-                await gangs.set_desired(
-                    mesh.state, token, "g1", role, JOB, False, "user", f"to {role}", pinned=True
-                )
+            gang = await mesh.gang_of("w1")
+            [engine] = gang.residents
+            for number, role in enumerate((Role.TRAINING, Role.ROLLOUT), 1):
+                moved = replace(engine, id=f"{gang.id}.{number}", role=role, pinned=True)
+                left = Remove(gang.id, f"{gang.id}.{number - 1}", Why("user"))
+                made = [left, Place(gang.id, moved, Why("user"), op="asked")]
+                await pool.write(mesh.state, token, f"to {role}", made, None)
 
-        mesh.state.before["desired"] = another_leads
-        await gangs.request_move(mesh.state, "g1", "training", "asked")
+        mesh.state.before["write"] = another_leads
+        await mesh.asks("w1", "training")
         await mesh.clock.sleep(2 * TERM_S + 10.0)
         assert (await leader.leader(mesh.state, PLANNER))[0].startswith("planner/0")
-        moved = [e["role"] for e in await mesh.told("desired") if e["reason"] == "user"]
-        assert moved == ["training", "rollout"]
+        assert await moved_to(mesh) == ["training", "rollout"]
 
     tell(story, tmp_path)
 
 
 def test_a_move_whose_answer_was_lost_is_made_once(tmp_path: Path) -> None:
     async def story(mesh: Led) -> None:
-        epoch = (await mesh.gang("g1")).epoch
-        mesh.state.unanswered.add("desired")
-        await gangs.request_move(mesh.state, "g1", "training", "asked")
+        mesh.state.unanswered.add("write")
+        await mesh.asks("w1", "training")
         await mesh.clock.sleep(10.0)
-        moved = await mesh.gang("g1")
-        assert (moved.desired_role, moved.epoch) == ("training", epoch + 1)
+        [resident] = (await mesh.gang_of("w1")).residents
+        assert resident.role == Role.TRAINING and not resident.core
+        assert await moved_to(mesh) == ["training"]
         [told] = await mesh.told("move")
-        assert (told["gang"], told["from"], told["to"]) == ("g1", "rollout", "training")
+        assert (told["resident"], told["from"], told["to"]) == (resident.id, "rollout", "training")
 
     tell(story, tmp_path)
 
 
 def test_a_move_that_the_leader_had_not_made_yet_is_made_by_the_next(tmp_path: Path) -> None:
     async def story(mesh: Led) -> None:
-        mesh.state.before["desired"] = mesh.resigned
-        await gangs.request_move(mesh.state, "g1", "training", "asked")
+        mesh.state.before["write"] = mesh.resigned
+        await mesh.asks("w1", "training")
         await mesh.clock.sleep(TERM_S + 10.0)
-        moved = [e["role"] for e in await mesh.told("desired") if e["reason"] == "user"]
-        assert moved == ["training"]
+        assert await moved_to(mesh) == ["training"]
 
     tell(story, tmp_path)
 
 
 def test_a_move_that_is_under_way_is_finished_by_the_next_leader(tmp_path: Path) -> None:
     async def story(mesh: Led) -> None:
-        obeying = next(p for p in mesh.world.processes if p.name == "worker/g1").tasks.pop()
-        obeying.cancel()  # the worker is slow
-        await gangs.request_move(mesh.state, "g1", "training", "asked")
+        slow = next(p for p in mesh.world.processes if p.name == "worker/w1")
+        slow.tasks.pop().cancel()
+        await mesh.asks("w1", "training")
         await mesh.clock.sleep(5.0)
         began = await mesh.told("desired")
-        assert not (await mesh.gang("g1")).settled
+        gang = await mesh.gang_of("w1")
+        [resident] = gang.residents
+        assert not resident.settled
         await mesh.resigned()
         await mesh.clock.sleep(5.0)
         assert await mesh.told("move") == []
-        gang = await mesh.gang("g1")
-        token = next(p for p in mesh.world.processes if p.name == "worker/g1").mesh.token
-        await gangs.report_actual(mesh.state, "g1", token, gang.epoch, "training", "ready")
+        report = done(resident, 0, slow.mesh.token)
+        await pool.report(mesh.state, "w1", gang.id, resident.id, report)
         await mesh.clock.sleep(5.0)
         await mesh.resigned()
         await mesh.clock.sleep(5.0)
         [told] = await mesh.told("move")
-        assert (told["gang"], told["epoch"], told["policy"]) == ("g1", gang.epoch, "user")
+        assert (told["gang"], told["resident"]) == (gang.id, resident.id)
         assert told["finished_ms"] - told["started_ms"] in range(9_000, 16_000)
         assert await mesh.told("desired") == began
 
     tell(story, tmp_path)
+
+
+async def moved_to(mesh: Led) -> list[str]:
+    """The roles that people's moves were decided to, in their order."""
+    told = await mesh.told("desired")
+    return [e["role"] for e in told if e["reason"] == "user" and e["role"] != Role.IDLE]
 
 
 def test_a_leader_reads_as_little_however_much_has_happened(tmp_path: Path) -> None:

@@ -24,11 +24,11 @@ START_S, STOP_S = 500.0, 20.0  # on a machine that is shared
 SLOTS, MAX_LENGTH = 64, 1000
 
 
-def start(place: Path | None = None) -> SGLangServer:
+def start(place: Path | None = None, **more: Any) -> SGLangServer:
     """From the main thread, as the server ends with the thread that started it. Afterwards the loop
     runs on another one: tests take the place of an engine's thread."""
     place = place or Path(tempfile.mkdtemp(prefix="sglang-"))
-    how = startup.launch(str(python()), TINY, place, SLOTS, MAX_LENGTH)
+    how = startup.launch(str(python()), TINY, place, SLOTS, MAX_LENGTH, **more)
     loop = asyncio.new_event_loop()
     server = loop.run_until_complete(
         startup.start(SystemHost(), SystemClock(), how, "auto", START_S)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -16,11 +17,12 @@ import pytest
 import torch
 
 from common.errors import MeshError, PeerLost, Refused, RemoteFailure
+from common.generation.contract import NO_VERSION, Quarantined
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from services.engine.sglang import startup, v0_5
 from services.engine.sglang.health import HealthWatch
-from services.engine.sglang.startup import Quarantined, SGLangEngine, SGLangServer
+from services.engine.sglang.startup import SGLangEngine, SGLangServer
 from services.engine.sglang.weights import buckets, handles
 from tests.sglang import served
 from tests.sglang.processes import scheduler_of
@@ -33,6 +35,7 @@ from tests.unit.common.generation.engines_under_test import (
     request,
 )
 
+ENDS_S = 60.0  # for a server to be gone
 TRANSPORTS = ("disk", "tensors", "distributed")
 each_transport = pytest.mark.parametrize("weights", TRANSPORTS)
 
@@ -199,14 +202,12 @@ def buried() -> Iterator[None]:
 
 
 def quarantined(engine: SGLangEngine) -> None:
-    """It serves nobody any more."""
-    for use in (
-        engine.step,
-        lambda: engine.submit([request(9)]),
-        lambda: engine.swap(decoder(0).state_dict(), 9),
-    ):
-        with pytest.raises(Quarantined):
-            use()
+    """It serves nobody; what comes waits."""
+    engine.submit([request(9)])
+    had = engine.tokens_generated
+    assert engine.version == NO_VERSION
+    assert not engine.step() and not engine.step()
+    assert engine.tokens_generated == had and engine.waiting
 
 
 def misfit() -> tuple[ModelConfig, dict[str, torch.Tensor]]:
@@ -219,15 +220,23 @@ def misfit() -> tuple[ModelConfig, dict[str, torch.Tensor]]:
 
 
 @each_transport
-def test_an_engine_whose_server_refuses_weights_half_way_is_quarantined(
+def test_an_engine_whose_server_refuses_weights_half_way_serves_nobody(
     mortal: SGLangServer, weights: str
 ) -> None:
+    """A server ends at a tensor that it cannot take, unless that was broadcast."""
     config, state = misfit()
     engine = startup.attach(mortal, config, 4, 128, weights=weights)
     with pytest.raises(Quarantined, match="version 3"):
         engine.wake(state, 3)
-    assert engine.version == -1
-    quarantined(engine)
+    if weights == "distributed":
+        quarantined(engine)
+        return
+    assert engine.version == NO_VERSION
+    with pytest.raises(PeerLost):
+        within = time.monotonic() + ENDS_S
+        while time.monotonic() < within:
+            assert not engine.step()
+    assert engine.tokens_generated == 0
 
 
 @each_transport
@@ -245,6 +254,13 @@ def test_a_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
         quarantined(engine)
     finally:
         os.kill(scheduler, signal.SIGCONT)
+    if weights == "distributed":  # what came late the others may have taken, or ended with
+        engine._control._update_s = 50.0
+        engine.swap(decoder(2).state_dict(), 2)
+        heard = Listener(engine).run(request(10, max_new=20, temperature=0.0))
+        whole = Listener(built_in("eager", seed=2)).run(request(10, max_new=20, temperature=0.0))
+        assert heard[10].tokens == whole[10].tokens
+        assert heard[10].versions == [2] * 20 and set(heard[9].versions) == {2}
 
 
 def test_a_server_that_is_killed_in_an_update_is_quarantined(mortal: SGLangServer) -> None:
@@ -258,8 +274,11 @@ def test_a_server_that_is_killed_in_an_update_is_quarantined(mortal: SGLangServe
     killer.start()
     with pytest.raises(Quarantined, match="version 1"):
         engine.swap(decoder(1).state_dict(), 1)
-    quarantined(engine)
     killer.join()
+    assert engine.version == NO_VERSION
+    with pytest.raises(PeerLost):
+        while True:
+            engine.step()
 
 
 def test_a_server_that_has_ended_is_reported_with_its_log(mortal: SGLangServer) -> None:

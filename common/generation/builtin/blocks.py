@@ -1,9 +1,10 @@
 """The blocks of the paged cache: who holds each, and which prefixes requests can share.
 
-A radix tree over blocks of 16 tokens (RadixAttention, arXiv 2312.07104, section 3), kept for one
-version of the weights. A block is freed when nobody holds it; the tree is a holder too, and lets go
-of what was used longest ago when somebody needs a block. The block behind the last whole one of a
-sequence cannot be shared, since its first holder goes on writing, but what it holds can be copied.
+A radix tree over blocks of 16 tokens (RadixAttention, arXiv 2312.07104, section 3), with a root for
+each set of weights that computes here: the base, and the base with each adapter. A block is freed
+when nobody holds it; the tree is a holder too, and lets go of what was used longest ago when
+somebody needs a block. The block behind the last whole one of a sequence cannot be shared, since
+its first holder goes on writing, but what it holds can be copied.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK = 16  # tokens; as kBlock in kernels/csrc/attention.h
-ROOT = 0
 
 TokenIds = NDArray[np.int64]
 
@@ -81,7 +81,9 @@ class Match:
 
 
 class PrefixCache:
-    """The radix tree of known prefixes, all under the loaded weights."""
+    """The radix tree of known prefixes. `weights` is the number of those that computed them: keys
+    and values of others are not theirs.
+    """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -92,8 +94,8 @@ class PrefixCache:
         """Forgets all prefixes, because there are other weights."""
         for node in self._nodes.values():
             self._pool.drop(node.block)
-        self._last = ROOT  # node ids are never used twice
-        self._root = _Node(-1, -1, np.zeros(0, np.int64))
+        self._last = 0  # node ids are never used twice
+        self._roots: dict[int, _Node] = {}  # by id; those of nodes are above 0
         self._nodes.clear()
         self._tail_at: dict[int, int] = {}  # block -> its node, while it is a tail
 
@@ -102,23 +104,25 @@ class PrefixCache:
         """The number of blocks that the tree holds."""
         return len(self._nodes)
 
-    def match(self, tokens: TokenIds) -> Match:
+    def match(self, tokens: TokenIds, weights: int = 0) -> Match:
         """The longest known prefix of `tokens`."""
-        path = self._path(tokens)
+        path = self._path(tokens, weights)
         for node in reversed(path):  # parents count as used after their children
             self._nodes.move_to_end(node)
         blocks = [self._nodes[node].block for node in path]
-        tail, copied = self._tail(path[-1] if path else ROOT, tokens[len(path) * BLOCK :])
+        tail, copied = self._tail(path[-1] if path else _root(weights), tokens[len(path) * BLOCK :])
         return Match(blocks, tail, copied)
 
-    def insert(self, tokens: TokenIds, blocks: NDArray[np.int32], tail: bool) -> None:
+    def insert(
+        self, tokens: TokenIds, blocks: NDArray[np.int32], tail: bool, weights: int = 0
+    ) -> None:
         """Makes `tokens`, which lie in `blocks`, known; `tail`: a last block that is not full, too.
 
         Blocks that the tree has already take the place of their like in `blocks`, so that whoever
         holds a block of the tree holds all that lie before it. A tail stays known when its block
         fills up, as long as the tree holds that.
         """
-        path = self._path(tokens)
+        path = self._path(tokens, weights)
         for index, node in enumerate(path):
             ours, theirs = self._nodes[node].block, int(blocks[index])
             if ours != theirs:
@@ -126,7 +130,7 @@ class PrefixCache:
                 self._pool.drop(theirs)
                 blocks[index] = ours
         whole = len(tokens) // BLOCK
-        parent = path[-1] if path else ROOT
+        parent = path[-1] if path else _root(weights)
         for index in range(len(path), whole):
             part = tokens[index * BLOCK : (index + 1) * BLOCK].copy()
             block = int(blocks[index])
@@ -180,18 +184,21 @@ class PrefixCache:
         blocks = [node.block for node in self._nodes.values()]
         return int((self._pool.holders[blocks] == 1).sum()) if blocks else 0
 
-    def _path(self, tokens: TokenIds) -> list[int]:
+    def _path(self, tokens: TokenIds, weights: int) -> list[int]:
         path: list[int] = []
+        root = _root(weights)
         for index in range(len(tokens) // BLOCK):
             key = tokens[index * BLOCK : (index + 1) * BLOCK].tobytes()
-            found = self._node(path[-1] if path else ROOT).children.get(key)
+            found = self._node(path[-1] if path else root).children.get(key)
             if found is None:
                 break
             path.append(found)
         return path
 
     def _node(self, node: int) -> _Node:
-        return self._root if node == ROOT else self._nodes[node]
+        if node > 0:
+            return self._nodes[node]
+        return self._roots.setdefault(node, _Node(-1, -1, np.zeros(0, np.int64)))
 
     def _add(self, block: int, parent: int, tokens: TokenIds) -> int:
         self._last += 1
@@ -206,4 +213,11 @@ class PrefixCache:
         parent.tails.pop(gone.block, None)
         if len(gone.tokens) == BLOCK:
             del parent.children[gone.tokens.tobytes()]
+        if gone.parent <= 0 and not parent.children and not parent.tails:
+            self._roots.pop(gone.parent, None)  # of weights that may never come back
         self._pool.drop(gone.block)
+
+
+def _root(weights: int) -> int:
+    """The id of the root of what these weights computed."""
+    return -weights

@@ -8,7 +8,7 @@ in it was sampled under other weights than these: then it is as if the session h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from common.generation.builtin.parts import Memory, StepCompute
 from common.generation.builtin.slots import Slots
 from common.generation.contract import MIXED, SessionCache
 
-OLDER = -1  # swaps before a cache that these weights did not compute, or not all of it
+OLDER = -1  # number of the weights of a cache that these weights did not compute, or not all of it
 
 
 class SessionCaches:
@@ -37,11 +37,10 @@ class SessionCaches:
         self._keep, self._drop = keep, drop
 
     def export(
-        self, session: int, start: int, most_bytes: int, swaps: int, version: int
+        self, session: int, start: int, most_bytes: int, names: Mapping[int, str]
     ) -> SessionCache | None:
         """A copy of what an idle session has computed from token `start` on, of about `most_bytes`;
-        None: nothing that another engine could take over. `swaps` counts the weights loaded so far,
-        of which `version` is the newest.
+        None: nothing that another engine could take over. `names` are those of adapters, by place.
         """
         slots = self._slots
         slot = slots.idle_slot(session)
@@ -49,7 +48,9 @@ class SessionCaches:
         if slot is None or start >= n:
             return None
         first = min(int(slots.first_sampled[slot]), n)
-        mixed = bool(slots.weights[slot] != swaps)
+        mixed = bool(slots.weights[slot] != slots.current(slot))
+        adapter = int(slots.adapter[slot])
+        version = int(slots.loaded[adapter])
         if mixed and first == n:
             return None  # nobody could take it over
         blocks = max(1, most_bytes // (BLOCK * self._compute.cache_bytes_per_token))
@@ -63,21 +64,21 @@ class SessionCaches:
             version=MIXED if mixed else version,
             first_sampled=first,
             first_version=int(slots.versions[slot, first]) if first < n else version,
+            adapter=names[adapter],
         )
 
-    def adopt(
-        self, session: int, cache: SessionCache, swaps: int, version: int, spare: int
-    ) -> bool:
-        """Takes a part of a session's cache into a slot; False if it must not or cannot be taken
-        over. `spare` blocks are left to requests that run.
+    def adopt(self, session: int, cache: SessionCache, adapter: int, spare: int) -> bool:
+        """Takes a part of a session's cache, computed with the adapter in place `adapter`, into a
+        slot; False if it must not or cannot be taken over. `spare` blocks are left to requests that
+        run.
         """
         slots = self._slots
-        weights = self._weights(cache, swaps, version)
+        weights = self._weights(cache, int(slots.numbers[adapter]), int(slots.loaded[adapter]))
         if weights is None or not self._fits(cache) or session < 0 or slots.runs(session):
             return False
         begun = cache.start > 0
-        slot = slots.idle_slot(session) if begun else self._reserve(session, cache, spare)
-        if slot is None or slots.computed[slot] != cache.start:
+        slot = slots.idle_slot(session) if begun else self._reserve(session, cache, adapter, spare)
+        if slot is None or slots.computed[slot] != cache.start or slots.adapter[slot] != adapter:
             return False
         n = len(cache.tokens)
         if slots.known[slot] != n or (slots.tokens[slot, :n] != cache.tokens).any():
@@ -85,13 +86,13 @@ class SessionCaches:
         self._compute.write(slot, cache.start, cache.end, cache.content)
         slots.computed[slot] = cache.end
         slots.weights[slot] = min(weights, slots.weights[slot]) if begun else weights
-        self._memory.publish(slot, swaps, tail=False)
+        self._memory.publish(slot, tail=False)
         return True
 
-    def _weights(self, cache: SessionCache, swaps: int, version: int) -> int | None:
+    def _weights(self, cache: SessionCache, number: int, version: int) -> int | None:
         """What `Slots.weights` says of the cache; None: it must not be taken over."""
         if cache.version == version:
-            return swaps
+            return number
         shown = cache.first_sampled < len(cache.tokens) and cache.first_version != version
         return OLDER if self._keep and shown else None
 
@@ -106,12 +107,13 @@ class SessionCaches:
             and len(cache.content) == self._compute.span_bytes(start, end)
         )
 
-    def _reserve(self, session: int, cache: SessionCache, spare: int) -> int | None:
+    def _reserve(self, session: int, cache: SessionCache, adapter: int, spare: int) -> int | None:
         """A slot with room for all of the cache, if need be at the cost of idle sessions."""
         slots, memory, n = self._slots, self._memory, len(cache.tokens)
         if not slots.available() or not memory.fits(n, spare, slots.live()):
             return None
-        slot = slots.reserve(session, cache.tokens, cache.first_sampled, cache.first_version)
+        first = cache.first_sampled, cache.first_version
+        slot = slots.reserve(session, cache.tokens, *first, adapter)
         memory.free(slot)
         while not memory.grow(slot, n, spare):
             others = [i for i in slots.idle() if i != slot and slots.computed[i]]

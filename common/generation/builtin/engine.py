@@ -17,28 +17,32 @@ from torch import Tensor
 
 from common.api.engine import Finish
 from common.clock import Clock, SystemClock
-from common.errors import ConfigError, Refused
+from common.errors import ConfigError, Damaged, Refused
+from common.generation.builtin.adapters import MOST_ADAPTERS, changes_of
 from common.generation.builtin.cache_moves import SessionCaches
 from common.generation.builtin.parts import SHARE_FROM, Memory, StepCompute
 from common.generation.builtin.prefill_rate import PrefillRate
 from common.generation.builtin.slots import Slots
 from common.generation.builtin.stop_text import StopText
-from common.generation.builtin.weights import check_shapes
+from common.generation.builtin.weights import check_shapes, shapes_of
 from common.generation.contract import (
+    NO_VERSION,
     WHOLE_BYTES,
     Flush,
     Ints,
     Request,
     SessionCache,
     check,
+    replacing,
 )
+from common.model.config import ModelConfig
 
 PREFILL_TOKENS = 512  # known tokens in a step, so that decoding rows do not wait for long
 
 
 class TorchEngine:
     """The built-in engine; it keeps to the contract `TokenEngine`. It sleeps until `wake` brings
-    the first weights, of the shapes given.
+    the first weights, of this model's shapes.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class TorchEngine:
         slots: Slots,
         compute: StepCompute,
         memory: Memory,
-        shapes: Mapping[str, tuple[int, ...]],
+        config: ModelConfig,
         *,
         path: str,
         kv_on_update: str = "keep",
@@ -54,7 +58,11 @@ class TorchEngine:
         budget_s: float = 0.02,
         decode: Callable[[Sequence[int]], str] | None = None,
         clock: Clock | None = None,
+        read_back: bool = False,
     ) -> None:
+        """`read_back`: weights are compared, after they were put in place, with what they were to
+        be: it takes as long again.
+        """
         if kv_on_update not in ("keep", "recompute"):
             raise ConfigError(
                 f"kv_on_update is {kv_on_update!r}",
@@ -62,7 +70,7 @@ class TorchEngine:
                 fix="use keep or recompute",
             )
         self.path = path  # what computes, for people
-        self.version = -1
+        self.version = NO_VERSION
         self.steps = 0
         self.tokens_generated = 0
         self.busy_s = 0.0
@@ -72,10 +80,13 @@ class TorchEngine:
         self.tensor_parallel = 1
         self.preempted = 0  # requests that gave up their cache to older ones
         self._slots, self._compute, self._memory = slots, compute, memory
-        self._shapes = shapes
+        self._config, self._shapes = config, shapes_of(config)
         self._clock = clock or SystemClock()
         self._recompute = kv_on_update == "recompute"
+        self._read_back = read_back
         self._moves = SessionCaches(slots, compute, memory, not self._recompute, self._drop)
+        self._places: dict[str, int] = {"": 0}  # of adapters that are loaded; the base has none
+        self._broken: set[int] = set()  # of which some tensors are of one version, some of another
         self._prefill_rate = PrefillRate()
         self._steps, self._budget_s = steps, budget_s  # most in one call, if nothing joins or ends
         self._stretch = max(2, compute.prefill_from)  # tokens to compute from which a slot joins
@@ -86,7 +97,7 @@ class TorchEngine:
         self._joining: list[int] = []  # slots with more than one token to compute, oldest first
         self._decoding = np.zeros(slots.count, bool)
         self._rows: NDArray[np.int64] | None = None  # the decoding slots, ascending; None: changed
-        self._swaps = 0
+        self._numbered = 0  # weights that have come, of the base or of an adapter
         self._paused = False
         self._asleep = True
 
@@ -106,6 +117,12 @@ class TorchEngine:
         return self._slots.ended
 
     @property
+    def adapters(self) -> Mapping[str, int]:
+        """The versions of the adapters that are loaded beside the base, by their names."""
+        whole = {name: at for name, at in self._places.items() if at and at not in self._broken}
+        return {name: int(self._slots.loaded[at]) for name, at in whole.items()}
+
+    @property
     def prefill_tokens_per_s(self) -> float:
         """Known tokens computed in a second, as measured lately; 0: not measured yet."""
         return self._prefill_rate.tokens_per_s
@@ -122,7 +139,7 @@ class TorchEngine:
         alone.
         """
         for request in requests:
-            check(request, self._compute.vocab_size)
+            check(request, self._compute.vocab_size, self._places)
             self._stop_text.check(request)
         for request in requests:
             if request.id in self._queue or request.id in self._slots:
@@ -167,10 +184,10 @@ class TorchEngine:
     # -- steps -----------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Runs one step of the batch, or several where no request joins. False: paused, asleep, or
-        no work.
+        """Runs one step of the batch, or several where no request joins. False: paused, asleep,
+        quarantined, or no work.
         """
-        if self._paused or self._asleep:
+        if self._paused or not self._able:
             return False
         began = self._clock.monotonic()
         while self._queue and self._slots.available():
@@ -197,7 +214,7 @@ class TorchEngine:
             rows = np.concatenate((rows, np.array(joining, np.int64)))
         before, computed = slots.known[rows], slots.computed[rows]
         began = self._clock.monotonic()
-        sampled = self._compute.run(rows, counts, steps, self._budget_s, self.version)
+        sampled = self._compute.run(rows, counts, steps, self._budget_s)
         took = self._clock.monotonic() - began
         self.compute_s += took
         if joining:
@@ -209,7 +226,7 @@ class TorchEngine:
         first = slots.first_sampled[rows]
         slots.first_sampled[rows] = np.where(grew, np.minimum(first, before), first)
         for slot in joining:
-            self._memory.publish(slot, self._swaps, tail=True)
+            self._memory.publish(slot, tail=True)
             if slots.known[slot] - slots.computed[slot] < self._stretch:
                 self._set_joining(slot, False)
         if self._stop_text:
@@ -225,7 +242,7 @@ class TorchEngine:
         for slot in list(self._joining):
             if budget <= 0:
                 break
-            self._memory.share(slot, self._swaps)
+            self._memory.share(slot)
             if self._follows(slot, chosen):
                 continue
             older = int((self._decoding & (self._started < self._started[slot])).sum())
@@ -249,8 +266,9 @@ class TorchEngine:
         least = int(self._slots.computed[slot]) + SHARE_FROM
         if end < least:
             return False
-        same = tokens[chosen, :least] == tokens[slot, :least]
-        return bool((same.all(1) & (self._slots.known[chosen] > least)).any())
+        same = (tokens[chosen, :least] == tokens[slot, :least]).all(1)
+        same &= self._slots.adapter[chosen] == self._slots.adapter[slot]
+        return bool((same & (self._slots.known[chosen] > least)).any())
 
     def _leads(self, slot: int) -> bool:
         """Whether the slot that joins next could share what this one would compute."""
@@ -297,7 +315,7 @@ class TorchEngine:
     def _drop(self, slot: int) -> None:
         self._memory.free(slot)
         self._slots.computed[slot] = 0
-        self._slots.weights[slot] = self._swaps
+        self._slots.weights[slot] = self._slots.current(slot)
 
     def _preempt(self, slot: int) -> None:
         """The slot's request gives up its cache; it is computed again when there is room."""
@@ -306,7 +324,7 @@ class TorchEngine:
         self._set_joining(slot, True)
 
     def _start(self, request: Request) -> None:
-        slot = self._slots.place(request, self._swaps)
+        slot = self._slots.place(request, self._places[request.adapter])
         self._memory.place(slot)
         self._stop_text.place(slot, request)
         self._starts += 1
@@ -319,7 +337,7 @@ class TorchEngine:
         if slot in self._joining:
             self._joining.remove(slot)
         self._stop_text.end(slot)
-        self._memory.publish(slot, self._swaps, tail=False)
+        self._memory.publish(slot, tail=False)
         for freed in self._slots.end(slot, code):
             self._memory.free(freed)
 
@@ -339,40 +357,124 @@ class TorchEngine:
         """A copy of what an idle session has computed, from token `start` on, of about
         `most_bytes`; None: nothing that could be taken over.
         """
-        if self._asleep:
+        if not self._able:
             return None
-        return self._moves.export(session, start, most_bytes, self._swaps, self.version)
+        return self._moves.export(session, start, most_bytes, self._names())
 
     def adopt(self, session: int, cache: SessionCache) -> bool:
         """Keeps what another engine computed, for the session's next request. False: there is no
         room for it beside what runs, or its weights or layout differ.
         """
-        if self._asleep or self._queue:  # who waits for a slot goes first
+        adapter = self._places.get(cache.adapter)
+        if not self._able or self._queue or adapter is None:  # who waits for a slot goes first
             return False
         spare = int(self._decoding.sum())
-        return self._moves.adopt(session, cache, self._swaps, self.version, spare)
+        return self._moves.adopt(session, cache, adapter, spare)
 
     # -- weights ---------------------------------------------------------------------------------
+
+    @property
+    def _able(self) -> bool:
+        """Whether a whole version is in place."""
+        return not self._asleep and self.version != NO_VERSION and not self._broken
+
+    def quarantine(self) -> None:
+        """It computes nothing until it gets a whole version."""
+        self.version = NO_VERSION
 
     def swap(self, state: Mapping[str, Tensor], version: int) -> None:
         """What slots have cached stays, unless the engine was told to recompute; where none of a
         slot's tokens was sampled here yet it goes in any case: see `Slots.forget_unsampled`.
         """
         check_shapes(state, self._shapes)
+        self._replace(state, version)
+
+    def _replace(self, state: Mapping[str, Tensor], version: int) -> None:
         if not self._asleep:
-            self._compute.load(state)
-        self.version = version
-        self._swaps += 1
+            with replacing(version, self.quarantine):
+                self._compute.load(state)
+                if self._read_back and (odd := self._compute.differing(state)):
+                    raise Damaged(f"{len(odd)} tensors are not what was put there: {odd[0]}")
+        slots = self._slots
+        self.version = slots.loaded[0] = version
+        for place in self._places.values():
+            self._number(place)
         self._memory.forget()
-        if self._recompute:
-            gone = self._slots.forget(np.arange(self._slots.count), self._swaps)
-        else:
-            gone = self._slots.forget_unsampled(self._swaps)
-        self._slots.weights[self._slots.computed == 0] = self._swaps
-        for slot in gone.tolist():
+        # An adapter's version stays, so its tokens would not tell.
+        self._recomputed((slots.adapter > 0) | self._outdated())
+
+    def _number(self, place: int) -> None:
+        """Other weights have come for what is computed with the adapter in `place`."""
+        self._numbered += 1
+        self._slots.numbers[place] = self._numbered
+
+    def _outdated(self) -> NDArray[np.bool_]:
+        """Slots [slots] whose cache goes if other weights come."""
+        every = np.ones(self._slots.count, np.bool_)
+        return every if self._recompute else self._slots.unsampled()
+
+    def _recomputed(self, gone: NDArray[np.bool_]) -> None:
+        """Slots [slots] that lose their cache, because there are other weights."""
+        for slot in self._slots.forget(gone):
             self._memory.free(slot)
         for slot in np.flatnonzero(self._decoding & (self._slots.computed == 0)).tolist():
             self._set_joining(slot, True)
+
+    # -- adapters --------------------------------------------------------------------------------
+
+    def load_adapter(
+        self, name: str, tensors: Mapping[str, Tensor], scale: float, version: int
+    ) -> None:
+        """Puts an adapter, or a new version of one, beside the base. What slots have cached with
+        its last version stays as over `swap`. Refused when it does not fit, or no place is left;
+        Quarantined when it broke off, and then the engine stands until it is loaded as a whole.
+        """
+        changes = changes_of(self._config, tensors, scale)
+        taken = self._places.values()
+        place = self._places.get(name) or next(
+            (i for i in range(1, MOST_ADAPTERS + 1) if i not in taken), 0
+        )
+        if not name or not place:
+            raise Refused(
+                f"adapter {name!r} has no place beside {len(taken) - 1} others",
+                where="engine",
+                fix=f"an engine takes {MOST_ADAPTERS} with names: unload one",
+            )
+
+        def quarantine() -> None:
+            if name in self._places:
+                self._broken.add(place)
+            else:
+                self._compute.drop_adapter(place)
+
+        with replacing(version, quarantine):
+            self._compute.load_adapter(place, changes)
+        self._broken.discard(place)
+        self._places[name] = place
+        self._slots.loaded[place] = version
+        self._number(place)
+        self._recomputed((self._slots.adapter == place) & self._outdated())
+
+    def unload_adapter(self, name: str) -> None:
+        """Frees an adapter. Refused while requests with it are in work."""
+        place = self._places.get(name)
+        if not place:
+            return
+        slots = self._slots
+        waits = any(request.adapter == name for request in self._queue.values())
+        if waits or (slots.adapter[slots.live()] == place).any():
+            raise Refused(
+                f"adapter {name!r} is in use", where="engine", fix="abort its requests first"
+            )
+        for slot in np.flatnonzero(slots.adapter == place).tolist():
+            self._drop(slot)
+            slots.adapter[slot] = 0  # the place may be another's, whose cache this never is
+        self._compute.drop_adapter(place)
+        self._broken.discard(place)
+        del self._places[name]
+
+    def _names(self) -> dict[int, str]:
+        return {place: name for name, place in self._places.items()}
 
     def sleep(self) -> None:
         """Gives back weights and cache; what is known stays, and is computed again on waking."""
@@ -394,16 +496,17 @@ class TorchEngine:
         if self._asleep:
             self._compute.wake()
             self._asleep = False
-        self.swap(state, version)
+        self._replace(state, version)
 
-    def score(self, tokens: Ints) -> NDArray[np.float32]:
+    def score(self, tokens: Ints, adapter: str = "") -> NDArray[np.float32]:
         """Log-probabilities at temperature 1 of all tokens but the first: float32 [n - 1]. Refused
         if the engine sleeps or the sequence does not fit.
         """
         row = np.asarray(tokens, np.int32)
-        check(Request(-1, row, 0, 1.0, (), 0, -1), self._compute.vocab_size)
-        if self._asleep:
-            raise Refused("the engine sleeps", where="engine", fix="wake it first")
+        asked = Request(-1, row, 0, 1.0, (), 0, -1, adapter=adapter)
+        check(asked, self._compute.vocab_size, self._places)
+        if not self._able:
+            raise Refused("the engine has no weights", where="engine", fix="wake it first")
         if len(tokens) > self._slots.max_length:
             raise Refused(
                 f"{len(tokens)} tokens are more than a slot of {self._slots.max_length} holds",
@@ -422,6 +525,6 @@ class TorchEngine:
             youngest = max(holders, key=lambda i: self._started[i])
             self._drop(idle[0]) if idle else self._preempt(youngest)
         try:
-            return self._compute.score(row, blocks)
+            return self._compute.score(row, blocks, self._places[adapter])
         finally:
             self._memory.give_back(blocks)

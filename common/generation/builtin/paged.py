@@ -58,15 +58,15 @@ class PagedMemory:
                 self.pool.drop(shared)
         self._untouched[slot] = self._slots.computed[slot]
 
-    def share(self, slot: int, swaps: int) -> None:
+    def share(self, slot: int) -> None:
         """Gives the slot the blocks of others that begin with the same tokens under the same
         weights.
         """
         slots = self._slots
-        computed = int(slots.computed[slot])
-        if computed != self._untouched[slot] or (computed and slots.weights[slot] != swaps):
+        computed, weights = int(slots.computed[slot]), slots.current(slot)
+        if computed != self._untouched[slot] or (computed and slots.weights[slot] != weights):
             return
-        match = self.prefixes.match(slots.tokens[slot, : slots.known[slot] - 1])
+        match = self.prefixes.match(slots.tokens[slot, : slots.known[slot] - 1], weights)
         if match.tokens <= computed:
             return
         for block in match.blocks:
@@ -86,16 +86,16 @@ class PagedMemory:
             held += 1
         self.held[slot] = held
         slots.computed[slot] = match.tokens if copied is not None else held * BLOCK
-        slots.weights[slot] = swaps
+        slots.weights[slot] = weights
         self._untouched[slot] = slots.computed[slot]
 
-    def publish(self, slot: int, swaps: int, tail: bool) -> None:
+    def publish(self, slot: int, tail: bool) -> None:
         """Lets others share the slot's full blocks, and with `tail` its last one too."""
         slots = self._slots
-        computed = int(slots.computed[slot])
-        if computed and slots.weights[slot] == swaps:
+        computed, weights = int(slots.computed[slot]), slots.current(slot)
+        if computed and slots.weights[slot] == weights:
             used = self.table[slot, : -(-computed // BLOCK)]
-            self.prefixes.insert(slots.tokens[slot, :computed], used, tail)
+            self.prefixes.insert(slots.tokens[slot, :computed], used, tail, weights)
 
     def grow(self, slot: int, tokens: int, spare: int = 0) -> bool:
         """Takes blocks for the slot's first `tokens` tokens. False: the pool has too few for them

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.generation.builtin.adapters import Changes
 from common.generation.contract import Ints
 
 SHARE_FROM = 6  # common tokens from which taking over a neighbour's beats computing them
@@ -26,7 +27,7 @@ class StepCompute(Protocol):
     layout: str  # what `read` gives: path, type, order and shape
     cache_bytes_per_token: int
 
-    def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float, version: int) -> int:
+    def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float) -> int:
         """Computes the next `counts[i]` known tokens of `slots[i]` and samples behind those that
         have no more; the number of tokens sampled. Where all counts are 1 it may go on for up to
         `steps` steps, until a request ends or `budget_s` is spent.
@@ -35,9 +36,20 @@ class StepCompute(Protocol):
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Takes weights (`Decoder`'s names, which the engine has checked)."""
 
-    def score(self, tokens: Ints, blocks: Ints) -> NDArray[np.float32]:
-        """Log-probabilities at temperature 1 of all tokens but the first; `blocks` of the cache are
-        free to use, if there are blocks."""
+    def differing(self, state: Mapping[str, Tensor]) -> list[str]:
+        """Names of the weights that it computes with otherwise than `state` has them, rounded to
+        its type."""
+
+    def load_adapter(self, place: int, changes: Changes) -> None:
+        """Puts an adapter, of `Slots.adapter` number `place`, beside the base: whole or not at all.
+        It stays when the engine sleeps."""
+
+    def drop_adapter(self, place: int) -> None:
+        """Frees an adapter that no slot computes with."""
+
+    def score(self, tokens: Ints, blocks: Ints, place: int = 0) -> NDArray[np.float32]:
+        """Log-probabilities at temperature 1 of all tokens but the first, with the adapter in
+        `place` (0: none); `blocks` of the cache are free to use, if there are blocks."""
 
     def span_bytes(self, start: int, end: int) -> int:
         """Bytes of the entries of tokens [start, end); `start` begins a block."""
@@ -61,10 +73,10 @@ class Memory(Protocol):
     def place(self, slot: int) -> None:
         """Readies a slot for its new request: what lies behind its computed tokens is given up."""
 
-    def share(self, slot: int, swaps: int) -> None:
+    def share(self, slot: int) -> None:
         """Takes what others have computed of the slot's tokens under the same weights."""
 
-    def publish(self, slot: int, swaps: int, tail: bool) -> None:
+    def publish(self, slot: int, tail: bool) -> None:
         """Lets others share what the slot has computed, if all of it is of the same weights; its
         last tokens, which do not fill a block, if `tail`.
         """

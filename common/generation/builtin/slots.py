@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.api.engine import Finish
+from common.generation.builtin.adapters import MOST_ADAPTERS
 from common.generation.contract import (
     NO_FLOATS,
     NO_SESSION,
@@ -31,7 +32,11 @@ class Slots:
     """
 
     def __init__(self, count: int, max_length: int, experts: int = 0) -> None:
-        """`experts`: to which a token is sent, all layers together; 0: the model is dense."""
+        """`experts`: to which a token is sent, all layers together; 0: the model is dense.
+
+        Weights have a number each time that others come: those of the base, place 0, and of the
+        base with each adapter, places from 1 on. A cache is of the weights that made it.
+        """
         self.count, self.max_length = count, max_length
         self.tokens = np.zeros((count, max_length), np.int64)
         self.logprobs = np.zeros((count, max_length), np.float32)
@@ -44,7 +49,10 @@ class Slots:
         self.limit = np.zeros(count, np.int64)  # known tokens at which LENGTH ends the request
         self.flushed = np.zeros(count, np.int64)
         self.first_sampled = np.zeros(count, np.int64)  # index; max_length: none sampled here
-        self.weights = np.zeros(count, np.int64)  # swaps before the cache's first entry was made
+        self.adapter = np.zeros(count, np.int32)  # place of what the slot is computed with
+        self.numbers = np.zeros(MOST_ADAPTERS + 1, np.int64)  # of the weights loaded, by place
+        self.loaded = np.full(MOST_ADAPTERS + 1, -1, np.int32)  # their versions, by place
+        self.weights = np.zeros(count, np.int64)  # number of those of the cache's first entry
         self.request = np.full(count, NOBODY, np.int64)
         self.session = np.full(count, NO_SESSION, np.int64)
         self.key = np.zeros(count, np.uint64)
@@ -81,13 +89,20 @@ class Slots:
         """Whether a request could have a slot now: one is free, or idle and may be reused."""
         return bool(self._free or self._idle)
 
-    def place(self, request: Request, weights: int) -> int:
+    def current(self, slot: int) -> int:
+        """The number of the weights that compute the slot's next token."""
+        return int(self.numbers[self.adapter[slot]])
+
+    def place(self, request: Request, adapter: int = 0) -> int:
         """The slot that now runs `request`, with what its session left there counted as computed.
 
-        `weights` is the number of swaps so far: where a session goes another way than its cache,
-        only entries of these weights are kept, since no token would show that they are mixed.
+        Where a session goes another way than its cache, only entries of the weights that are loaded
+        are kept, since no token would show that they are mixed; none of another adapter's ever.
         """
         slot = self._take(request.session)
+        weights = int(self.numbers[adapter])
+        if self.adapter[slot] != adapter:
+            self.adapter[slot], self.computed[slot] = adapter, 0
         n, tokens = len(request.tokens), request.tokens
         cached = min(int(self.computed[slot]), n)
         same = tokens[:cached] == self.tokens[slot, :cached]
@@ -120,7 +135,12 @@ class Slots:
         return first < len(tokens) and int(tokens[first]) == int(self.tokens[slot, first])
 
     def reserve(
-        self, session: int, tokens: NDArray[np.int32], first_sampled: int, version: int
+        self,
+        session: int,
+        tokens: NDArray[np.int32],
+        first_sampled: int,
+        version: int,
+        adapter: int = 0,
     ) -> int:
         """An idle slot for a session that comes from elsewhere, nothing of it computed
         yet; `first_sampled` and its `version` as `SessionCache` has them. The slot was free, or the
@@ -129,7 +149,7 @@ class Slots:
         n = len(tokens)
         self.tokens[slot, :n] = tokens
         self.known[slot] = self.flushed[slot] = n
-        self.computed[slot] = 0
+        self.computed[slot], self.adapter[slot] = 0, adapter
         self.first_sampled[slot] = first_sampled if first_sampled < n else self.max_length
         if first_sampled < n:
             self.versions[slot, first_sampled] = version
@@ -187,9 +207,10 @@ class Slots:
         self.session[np.isin(self.session, list(gone))] = NO_SESSION
         return freed
 
-    def donor(self, slot: int, weights: int) -> tuple[int, int]:
-        """(slot, n): whose first n cache entries, all made under `weights`, serve this one too."""
-        end = int(self.known[slot]) - 1
+    def donor(self, slot: int) -> tuple[int, int]:
+        """(slot, n): whose first n cache entries, all made under the weights that this one is
+        computed with, serve this one too."""
+        end, weights = int(self.known[slot]) - 1, self.current(slot)
         same = self.tokens[:, :end] == self.tokens[slot, :end]
         prefix = np.where(same.all(1), end, same.argmin(1)) if end else np.zeros(self.count, int)
         usable = np.minimum(prefix, self.computed) * (self.weights == weights)
@@ -197,18 +218,18 @@ class Slots:
         best = int(usable.argmax())
         return best, int(usable[best])
 
-    def forget_unsampled(self, weights: int) -> NDArray[np.int64]:
-        """Slots whose cache no token sampled here depends on lose it: after a swap their next token
-        would carry the new version over entries of the old one, and nobody could tell."""
-        return self.forget(np.flatnonzero(self.first_sampled >= self.known), weights)
-
-    def forget(self, slots: NDArray[np.int64], weights: int) -> NDArray[np.int64]:
-        """Marks all tokens of `slots` as not computed, under weights number `weights`; returns
-        `slots`.
+    def unsampled(self) -> NDArray[np.bool_]:
+        """Slots whose cache no token sampled here depends on [slots]: under other weights their
+        next token would carry the new version over entries of the old one, and nobody could tell.
         """
+        return self.first_sampled >= self.known
+
+    def forget(self, slots: NDArray[np.bool_]) -> list[int]:
+        """Marks all tokens of these slots [slots] as not computed; which they are."""
         self.computed[slots] = 0
-        self.weights[slots] = weights
-        return slots
+        empty = self.computed == 0
+        self.weights[empty] = self.numbers[self.adapter[empty]]
+        return np.flatnonzero(slots).tolist()
 
     def record(
         self,
@@ -216,7 +237,6 @@ class Slots:
         tokens: NDArray[np.int64],
         logprobs: NDArray[np.float32],
         unmodified: NDArray[np.float32],
-        version: int,
         experts: NDArray[np.int16] = NO_EXPERTS,
     ) -> None:
         """Appends one sampled token each; `finish` tells whose request that ends."""
@@ -224,7 +244,7 @@ class Slots:
         self.tokens[slots, at] = tokens
         self.logprobs[slots, at] = logprobs
         self.unmodified[slots, at] = unmodified
-        self.versions[slots, at] = version
+        self.versions[slots, at] = self.loaded[self.adapter[slots]]
         if self.experts.size:
             self.experts[slots, at] = experts
         self.known[slots] = at + 1

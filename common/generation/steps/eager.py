@@ -14,23 +14,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.generation.builtin.adapters import Changes
 from common.generation.builtin.parts import SHARE_FROM, Rows
 from common.generation.builtin.slots import Slots
 from common.generation.contract import Ints
 from common.generation.counter import uniforms
+from common.generation.steps.adapters import AdapterBank
 from common.generation.steps.cache import Cache
 from common.generation.steps.sampling import RowSampling, sample, unmodified
 from common.model.attention import causal_attention
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.moe import Routing
+from common.weights.images import load_tensor
 
 NO_BLOCKS = np.zeros(0, np.int64)
 
 
-def draw(
-    state: Slots, slots: Rows, logits: Tensor, version: int, experts: Tensor | None = None
-) -> None:
+def draw(state: Slots, slots: Rows, logits: Tensor, experts: Tensor | None = None) -> None:
     """Samples the next token of each of `slots` from float32 logits [n, vocab]; `experts` are those
     that the tokens before went to, [n, sparse layers, k], in a mixture of them."""
     how = RowSampling(
@@ -43,9 +44,9 @@ def draw(
     if asked.any():
         plain = np.where(asked, unmodified(logits, tokens), np.float32(np.nan))
     if experts is None:
-        return state.record(slots, tokens, logprobs, plain, version)
+        return state.record(slots, tokens, logprobs, plain)
     went = experts.flatten(1).to(torch.int16).cpu().numpy()
-    state.record(slots, tokens, logprobs, plain, version, went)
+    state.record(slots, tokens, logprobs, plain, went)
 
 
 def joined_experts(parts: Sequence[Tensor | None]) -> Tensor | None:
@@ -57,7 +58,18 @@ def joined_experts(parts: Sequence[Tensor | None]) -> Tensor | None:
 def load_into(model: Decoder, state: Mapping[str, Tensor]) -> None:
     """Copies weights by name into the model, in place. KeyError if one is missing."""
     for name, tensor in model.state_dict().items():
-        tensor.copy_(state[name])
+        load_tensor(state, name, tensor)
+
+
+def differing_from(model: Decoder, state: Mapping[str, Tensor]) -> list[str]:
+    """Names of the model's weights that are not, bit by bit, those of `state` in its type."""
+    odd = []
+    for name, tensor in model.state_dict().items():
+        wanted = torch.empty_like(tensor)
+        load_tensor(state, name, wanted)
+        if not torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8)):
+            odd.append(name)
+    return odd
 
 
 class EagerCompute:
@@ -71,12 +83,13 @@ class EagerCompute:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, slots: Slots) -> None:
         self.vocab_size = config.vocab_size
         self._config, self._dtype, self._slots = config, dtype, slots
+        self._adapters = AdapterBank(config, dtype, torch.device("cpu"))
         heads, width = config.kv_heads, config.head_dim
         self.layout = f"eager {dtype} [2, {config.layers}, {heads}, {width} x tokens]"
         self.cache_bytes_per_token = 2 * config.layers * heads * width * dtype.itemsize
 
     @torch.inference_mode()
-    def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float, version: int) -> int:
+    def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float) -> int:
         """Runs `counts[i]` known tokens of each slot, samples one token where none is left, and
         returns the number sampled. `steps` and `budget_s` are not used: it makes one step.
         """
@@ -98,7 +111,7 @@ class EagerCompute:
         if len(sampling) < len(order):
             chosen = self._tensor(sampling)
             last, went = last[chosen], went[chosen] if went is not None else None
-        draw(state, order[sampling], self.model.logits(last).float(), version, went)
+        draw(state, order[sampling], self.model.logits(last).float(), went)
         return len(sampling)
 
     def _prefill(self, slot: int, count: int) -> tuple[Tensor, Tensor | None]:
@@ -108,6 +121,7 @@ class EagerCompute:
         tokens = self._tensor(self._slots.tokens[slot, start : start + count])
         positions = torch.arange(start, start + count, device=tokens.device)
         attention, routing = self.cache.prefill(slot, start, count), Routing()
+        self._adapters.use_for(self._slots.adapter[slot : slot + 1])
         hidden: Tensor = self.model(tokens, positions, attention, routing=routing)
         self._slots.computed[slot] = start + count
         return hidden[-1:], routing.experts[-1:] if routing.experts is not None else None
@@ -116,6 +130,7 @@ class EagerCompute:
         positions = self._slots.computed[rows]
         tokens = self._tensor(self._slots.tokens[rows, positions])
         attention, routing = self.cache.decode(rows, positions), Routing()
+        self._adapters.use_for(self._slots.adapter[rows])
         hidden: Tensor = self.model(tokens, self._tensor(positions), attention, routing=routing)
         self._slots.computed[rows] = positions + 1
         return hidden, routing.experts
@@ -126,10 +141,25 @@ class EagerCompute:
         load_into(self.model, state)
 
     @torch.inference_mode()
-    def score(self, tokens: Ints, blocks: Ints) -> NDArray[np.float32]:
-        """Log-probabilities at temperature 1 of all tokens but the first: float32 [n - 1]. The
-        cache is not used.
+    def differing(self, state: Mapping[str, Tensor]) -> list[str]:
+        """Names of the weights that it computes with otherwise than `state` has them."""
+        return differing_from(self.model, state)
+
+    @torch.inference_mode()
+    def load_adapter(self, place: int, changes: Changes) -> None:
+        """Puts an adapter beside the base."""
+        self._adapters.put(place, changes)
+
+    def drop_adapter(self, place: int) -> None:
+        """Frees an adapter that no slot computes with."""
+        self._adapters.drop(place)
+
+    @torch.inference_mode()
+    def score(self, tokens: Ints, blocks: Ints, place: int = 0) -> NDArray[np.float32]:
+        """Log-probabilities at temperature 1 of all tokens but the first, with the adapter in
+        `place`: float32 [n - 1]. The cache is not used.
         """
+        self._adapters.use_for(np.array([place]))
         row = self._tensor(np.asarray(tokens, np.int64)).unsqueeze(0)
         positions = torch.arange(row.shape[1], device=row.device).unsqueeze(0)
         logits = self.model.logits(self.model(row, positions, causal_attention)[:, :-1])
@@ -176,6 +206,7 @@ class EagerCompute:
         slots = self._slots
         model = Decoder(self._config, self._dtype, max_positions=slots.max_length)
         self.model = model.eval().requires_grad_(False)
+        self._adapters.attach(self.model)
         self.cache = Cache(self._config, slots.count, slots.max_length, like=model.embedding)
 
     def _tensor(self, array: NDArray[np.int64]) -> Tensor:
@@ -188,17 +219,17 @@ class ContiguousMemory:
     def __init__(self, slots: Slots, compute: EagerCompute) -> None:
         self._slots, self._compute = slots, compute
 
-    def share(self, slot: int, swaps: int) -> None:
+    def share(self, slot: int) -> None:
         """Copies what a neighbour has computed of the slot's first tokens, where that beats
         computing them.
         """
         if self._slots.computed[slot]:
             return
-        donor, shared = self._slots.donor(slot, swaps)
+        donor, shared = self._slots.donor(slot)
         if shared >= SHARE_FROM:
             self._compute.cache.copy(donor, slot, shared)
             self._slots.computed[slot] = shared
-            self._slots.weights[slot] = swaps
+            self._slots.weights[slot] = self._slots.current(slot)
 
     def grow(self, slot: int, tokens: int, spare: int = 0) -> bool:
         """True: each slot has room for its full length."""
@@ -218,7 +249,7 @@ class ContiguousMemory:
     def place(self, slot: int) -> None:
         """Nothing to do: a slot's room is always its own."""
 
-    def publish(self, slot: int, swaps: int, tail: bool) -> None:
+    def publish(self, slot: int, tail: bool) -> None:
         """Nothing to do: `share` looks at the slots themselves."""
 
     def forget(self) -> None:

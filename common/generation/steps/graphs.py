@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from common.generation.builtin.adapters import Changes
 from common.generation.builtin.blocks import blocks_of
 from common.generation.builtin.parts import Rows
 from common.generation.builtin.slots import Slots
 from common.generation.contract import NO_FLOATS, Ints
+from common.generation.steps.adapters import AdapterBank
 from common.generation.steps.buckets import GraphBucket, GraphBuckets
-from common.generation.steps.eager import draw, joined_experts, load_into
+from common.generation.steps.eager import differing_from, draw, joined_experts, load_into
 from common.generation.steps.sampling import unmodified
 from common.model.attention import Attention, visible
 from common.model.config import ModelConfig
@@ -49,6 +51,7 @@ class Captured:
     """The buffers of a bucket, and the call that fills `logits` from the others."""
 
     tokens: Tensor  # int64 [lanes]
+    adapters: Tensor  # int64 [lanes], 0: none
     positions: Tensor  # int64 [lanes], EMPTY where there is no row
     table: Tensor  # int32 [lanes, context / BLOCK]
     logits: Tensor  # float32 [lanes, vocab]
@@ -72,6 +75,7 @@ class GraphCompute:
         self.vocab_size = config.vocab_size
         self._config, self._dtype, self._slots = config, dtype, slots
         self._blocks, self._device = blocks, device
+        self._adapters = AdapterBank(config, dtype, device)
         self._scale = config.head_dim**-0.5
         heads, width = config.kv_heads, config.head_dim
         self.layout = f"graphs {dtype} [2, {config.layers}, blocks, {heads}, {BLOCK} x {width}]"
@@ -89,7 +93,7 @@ class GraphCompute:
         self._table_there = torch.from_numpy(self._shadow).to(self._device)
 
     @torch.inference_mode()
-    def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float, version: int) -> int:
+    def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float) -> int:
         """Runs `counts[i]` known tokens of each slot, samples one token where none is left, and
         returns the number sampled. `steps` and `budget_s` are not used: it makes one step.
         """
@@ -109,7 +113,7 @@ class GraphCompute:
             chosen = self._tensor(sampling)
             logits = torch.cat([logits for logits, _ in parts])[chosen]
             went = went[chosen] if went is not None else None
-            draw(self._slots, order[sampling], logits, version, went)
+            draw(self._slots, order[sampling], logits, went)
         return len(sampling)
 
     def _refresh(self) -> None:
@@ -137,6 +141,9 @@ class GraphCompute:
             positions = np.where(lanes >= 0, slots.computed[lanes], EMPTY)
             captured.tokens.copy_(self._tensor(slots.tokens[lanes, positions]))
             captured.positions.copy_(self._tensor(positions))
+            if self._adapters.loaded:
+                own = np.where(lanes >= 0, slots.adapter[lanes], 0)
+                captured.adapters.copy_(self._tensor(own))
             width = captured.table.shape[1]
             captured.table.copy_(
                 bucket_pack(self._table_there[:, :width].contiguous(), self._tensor(lanes))
@@ -155,6 +162,7 @@ class GraphCompute:
         )
         made = Captured(
             tokens=tokens,
+            adapters=torch.zeros_like(tokens),
             positions=torch.full_like(tokens, EMPTY),
             table=table,
             logits=torch.zeros(
@@ -194,6 +202,7 @@ class GraphCompute:
             return mixed
 
         routing = Routing()
+        self._adapters.use(made.adapters)
         hidden = self.model(made.tokens, made.positions.clamp(min=0), attend, routing=routing)
         made.logits.copy_(self.model.logits(hidden))
         if routing.experts is not None:
@@ -216,6 +225,7 @@ class GraphCompute:
         fresh = int((starts == 0).sum())
         attention = self._prefill_attention(slots[order], starts[order], ends, fresh, rows, places)
         routing = Routing()
+        self._adapters.use_for(state.adapter[rows])
         hidden = self.model(tokens, places, attention, routing=routing)
         last = np.empty_like(order)
         last[order] = ends - 1
@@ -274,8 +284,31 @@ class GraphCompute:
         load_into(self.model, state)
 
     @torch.inference_mode()
-    def score(self, tokens: Ints, blocks: Ints) -> NDArray[np.float32]:
-        """Log-probabilities at temperature 1 of all tokens but the first: float32 [n - 1]."""
+    def differing(self, state: Mapping[str, Tensor]) -> list[str]:
+        """Names of the weights that it computes with otherwise than `state` has them."""
+        return differing_from(self.model, state)
+
+    @torch.inference_mode()
+    def load_adapter(self, place: int, changes: Changes) -> None:
+        """Puts an adapter beside the base; graphs that were captured without one of its shape are
+        captured anew."""
+        if self._adapters.put(place, changes):
+            self._forget_graphs()
+
+    def drop_adapter(self, place: int) -> None:
+        """Frees an adapter that no slot computes with."""
+        self._adapters.drop(place)
+        self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        self._captured.clear()
+        self._pool = None
+
+    @torch.inference_mode()
+    def score(self, tokens: Ints, blocks: Ints, place: int = 0) -> NDArray[np.float32]:
+        """Log-probabilities at temperature 1 of all tokens but the first, with the adapter in
+        `place`: float32 [n - 1]."""
+        self._adapters.use_for(np.array([place]))
         row = self._tensor(np.asarray(tokens, np.int64))
         borders = torch.tensor([0, len(row)], dtype=torch.int32, device=self._device)
 
@@ -332,16 +365,18 @@ class GraphCompute:
     def sleep(self) -> None:
         """Frees the memory of weights, cache and captured graphs."""
         del self.model, self.keys, self.values
-        self._captured.clear()
-        self._pool = None
+        self._forget_graphs()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
         """Allocates weights and cache again; graphs are captured anew when they are needed."""
         config = self._config
-        model = Decoder(config, self._dtype, max_positions=self._slots.max_length)
-        self.model = model.to(self._device).eval().requires_grad_(False)
+        with torch.device("meta"):  # weights come from the store: the host never has them whole
+            model = Decoder(config, self._dtype, max_positions=self._slots.max_length)
+        self.model = model.to_empty(device=self._device).eval().requires_grad_(False)
+        self.model.settle()
+        self._adapters.attach(self.model)
         shapes = cache_shapes(self._blocks, config.kv_heads, config.head_dim, self._dtype)
         self.keys, self.values = (
             torch.zeros(config.layers, *shape, dtype=self._dtype, device=self._device)

@@ -15,12 +15,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from common.errors import MeshError
+from common.generation.builtin.adapters import TARGETS, Changes
 from common.generation.builtin.blocks import BLOCK, blocks_of
 from common.generation.builtin.parts import Rows
 from common.generation.builtin.slots import Slots
 from common.generation.contract import Ints
 from common.model.config import ModelConfig
 from common.model.rope import rope_table
+from common.weights.images import parts_of
 from kernels.build import Library, library
 
 WIDTHS = (32, 64, 128)  # head widths with kernels; others are padded with zeros
@@ -48,6 +50,9 @@ PARTS = (  # in the order of Part in decoder.cpp
     "experts.shared_down",
 )
 
+# Kept as they come, whatever matrices are stored in.
+FLOAT32 = {"embedding", *(part for part in PARTS if part.endswith(("norm", "bias")))}
+
 _SHAPE = (
     *("vocab", "hidden", "layers", "heads", "kv_heads", "head_width", "rotary_width", "ffn"),
     *("positions", "blocks", "experts", "experts_per_token", "expert_ffn", "normalise_routing"),
@@ -60,6 +65,15 @@ class _Shape(ctypes.Structure):
         *((name, ctypes.c_int64) for name in _SHAPE),
         ("norm_epsilon", ctypes.c_float),
         ("attention_scale", ctypes.c_float),
+    )
+
+
+class _Piece(ctypes.Structure):
+    _fields_ = (
+        ("begin", ctypes.c_int64),
+        ("end", ctypes.c_int64),
+        ("at", ctypes.c_void_p),
+        ("narrow", ctypes.c_int64),
     )
 
 
@@ -81,6 +95,8 @@ _ARRAYS = {
     "wants_unmodified": np.bool_,
     "finish": np.int8,
     "experts": np.int16,
+    "adapter": np.int32,
+    "loaded": np.int32,
 }
 
 
@@ -116,6 +132,7 @@ class NativeCompute:
         self._stops: NDArray[np.int64] | None = None  # the array that the description points to
         self._lib = _declared(found.load())
         heads, item = config.kv_heads, self._lib.decoder_item_bytes()
+        self._rounds = item < torch.float32.itemsize
         shape = f"{config.layers}, 2, blocks, {heads}, {BLOCK} x {self._width}"
         self.layout = f"native, {item} bytes an item [{shape}]"
         self.cache_bytes_per_token: int = 2 * config.layers * heads * self._width * item
@@ -187,7 +204,7 @@ class NativeCompute:
         assert self._table is not None
         return self._table[slot, start // BLOCK : blocks_of(end)]
 
-    def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float, version: int) -> int:
+    def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float) -> int:
         """Runs `counts[i]` known tokens of each slot, then up to `steps` steps within `budget_s`
         seconds where all counts are 1; returns the number of tokens sampled.
         """
@@ -203,7 +220,6 @@ class NativeCompute:
             len(slots),
             steps,
             budget_s,
-            version,
         )
         if sampled < 0:
             raise _out_of_memory()
@@ -212,23 +228,76 @@ class NativeCompute:
     @torch.inference_mode()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Packs weights for the C++ code. MeshError if there is no room for them."""
-        for name, tensor in state.items():
-            _, dot, rest = name.partition("layers.")
-            layer, _, part = rest.partition(".") if dot else ("0", "", name)
-            self._set(part, int(layer), tensor)
+        for name in state:
+            part, layer = _place(name)
+            self._set(part, layer, self._given(part, state, name))
         if self._config.tie_embeddings:
-            self._set("unembedding", 0, state["embedding"])
+            self._set("unembedding", 0, self._given("unembedding", state, "embedding"))
 
-    def _set(self, part: str, layer: int, tensor: Tensor) -> None:
-        values = self._padded(part, tensor.detach().float().cpu()).contiguous()
-        answer = self._lib.decoder_load(self._decoder, PARTS.index(part), layer, values.data_ptr())
-        if answer:
+    def _given(self, part: str, state: Mapping[str, Tensor], name: str) -> list[Tensor]:
+        """A tensor's elements in their order, as they lie wherever they come from."""
+        if self._widened(part):
+            return [self._padded(part, state[name].float()).reshape(-1)]
+        return parts_of(state, name)
+
+    def _set(self, part: str, layer: int, given: list[Tensor]) -> None:
+        """Packs a part; nothing is copied before, unless it is of a type that is not native."""
+        lying = [_lying(tensor) for tensor in given if tensor.numel()]
+        pieces, end = (_Piece * len(lying))(), 0
+        for piece, tensor in zip(pieces, lying, strict=True):
+            begin, end = end, end + tensor.numel()
+            narrow = tensor.dtype == torch.bfloat16
+            piece.begin, piece.end, piece.at, piece.narrow = begin, end, tensor.data_ptr(), narrow
+        about = PARTS.index(part), layer, ctypes.byref(pieces), len(lying)
+        if self._lib.decoder_load(self._decoder, *about):
             raise _out_of_memory()
+
+    @torch.inference_mode()
+    def differing(self, state: Mapping[str, Tensor]) -> list[str]:
+        """Names of the weights that the C++ code computes with otherwise than `state` has them."""
+        odd = [name for name, tensor in state.items() if not self._holds(*_place(name), tensor)]
+        if self._config.tie_embeddings:
+            tied = self._holds("unembedding", 0, state["embedding"])
+            odd += [] if tied else ["unembedding"]
+        return odd
+
+    def _holds(self, part: str, layer: int, tensor: Tensor) -> bool:
+        wanted = self._padded(part, tensor.detach().float().cpu()).contiguous()
+        found = torch.empty_like(wanted)
+        self._lib.decoder_read(self._decoder, PARTS.index(part), layer, found.data_ptr())
+        if self._rounds and part not in FLOAT32:
+            wanted = wanted.bfloat16().float()
+        return torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+
+    @torch.inference_mode()
+    def load_adapter(self, place: int, changes: Changes) -> None:
+        """Packs an adapter, which takes its place as a whole. MeshError if there is no room."""
+        ranks = np.zeros((self._config.layers, len(TARGETS)), np.int64)
+        for (layer, name), change in changes.items():
+            ranks[layer, TARGETS.index(name)] = change.rank
+        if self._lib.decoder_adapter_begin(self._decoder, ranks.ctypes.data):
+            raise _out_of_memory()
+        for (layer, name), change in changes.items():
+            a = self._padded(name, change.a) if name == "output" else change.a
+            b = self._padded(name, change.b) if name == "qkv" else change.b
+            a, b = a.contiguous(), b.contiguous()
+            about = layer, TARGETS.index(name), change.rank
+            self._lib.decoder_adapter_set(self._decoder, *about, a.data_ptr(), b.data_ptr())
+        if self._lib.decoder_adapter_commit(self._decoder, place):
+            raise _out_of_memory()
+
+    def drop_adapter(self, place: int) -> None:
+        """Frees an adapter, of which no slot runs a request."""
+        self._lib.decoder_adapter_drop(self._decoder, place)
+
+    def _widened(self, part: str) -> bool:
+        """Whether its heads are of another width than there are kernels for."""
+        return self._width != self._config.head_dim and part in ("qkv", "qkv_bias", "output")
 
     def _padded(self, part: str, tensor: Tensor) -> Tensor:
         """Heads widened to the width that there are kernels for."""
         config, more = self._config, self._width - self._config.head_dim
-        if not more or part not in ("qkv", "qkv_bias", "output"):
+        if not self._widened(part):
             return tensor
         if part == "output":
             columns = torch.unflatten(tensor, 1, (config.heads, config.head_dim))
@@ -237,18 +306,19 @@ class NativeCompute:
         rows = torch.unflatten(tensor, 0, (heads, config.head_dim))
         return pad(rows, (0, more) if rows.dim() == 2 else (0, 0, 0, more)).flatten(0, 1)
 
-    def score(self, tokens: Ints, blocks: Ints) -> NDArray[np.float32]:
-        """Log-probabilities at temperature 1 of all tokens but the first: float32 [n - 1]. It
-        writes into `blocks`.
+    def score(self, tokens: Ints, blocks: Ints, place: int = 0) -> NDArray[np.float32]:
+        """Log-probabilities at temperature 1 of all tokens but the first, by the adapter in
+        `place`: float32 [n - 1]. It writes into `blocks`.
         """
         scored = np.zeros(max(len(tokens) - 1, 0), np.float32)
         row = np.ascontiguousarray(tokens, np.int64)
         table = np.ascontiguousarray(blocks, np.int32)
-        computed = np.zeros(1, np.int64)
+        computed, adapter = np.zeros(1, np.int64), np.array([place], np.int32)
         alone = _Slots(
             tokens=row.ctypes.data,
             computed=computed.ctypes.data,
             table=table.ctypes.data,
+            adapter=adapter.ctypes.data,
             length=len(row),
             table_width=len(table),
         )
@@ -268,6 +338,20 @@ class NativeCompute:
         """Allocates weights and cache again; MeshError if there is no room for them."""
         if self._lib.decoder_wake(self._decoder):
             raise _out_of_memory()
+
+
+def _place(name: str) -> tuple[str, int]:
+    """Part and layer of a tensor by its name."""
+    _, dot, rest = name.partition("layers.")
+    layer, _, part = rest.partition(".") if dot else ("0", "", name)
+    return part, int(layer)
+
+
+def _lying(tensor: Tensor) -> Tensor:
+    """Elements [n] that native code reads where they are."""
+    tensor = tensor.detach().cpu()
+    native = tensor.dtype in (torch.float32, torch.bfloat16)
+    return (tensor if native else tensor.float()).contiguous()
 
 
 def _described(slots: Slots, table: NDArray[np.int32]) -> _Slots:
@@ -296,12 +380,20 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.decoder_read_blocks.restype = None
     lib.decoder_write_blocks.argtypes = (address, address, number, address)
     lib.decoder_write_blocks.restype = None
-    lib.decoder_load.argtypes = (address, ctypes.c_int, number, address)
+    lib.decoder_load.argtypes = (address, ctypes.c_int, number, address, number)
+    lib.decoder_read.argtypes = (address, ctypes.c_int, number, address)
+    lib.decoder_read.restype = None
+    lib.decoder_adapter_begin.argtypes = (address, address)
+    lib.decoder_adapter_set.argtypes = (address, number, ctypes.c_int, number, address, address)
+    lib.decoder_adapter_set.restype = None
+    lib.decoder_adapter_commit.argtypes = (address, number)
+    lib.decoder_adapter_drop.argtypes = (address, number)
+    lib.decoder_adapter_drop.restype = None
     lib.decoder_score.argtypes = (address, address, number, number, address)
     lib.decoder_run.restype = number
     lib.decoder_run.argtypes = (
         *(address, address, address, address),
-        *(number, number, ctypes.c_double, ctypes.c_int32),
+        *(number, number, ctypes.c_double),
     )
     return lib
 

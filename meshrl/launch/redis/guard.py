@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -15,8 +16,8 @@ from redis.exceptions import BusyLoadingError, RedisError, ResponseError
 from common.clock import Clock
 from common.errors import StateUnavailable
 from common.process.handle import Child
-from common.state import embedded
-from meshrl.launch.places import MeshPlace
+from common.state.server import embedded
+from meshrl.launch.directory.places import MeshPlace
 from meshrl.logs import tail
 
 INTERVAL_S = 1.0
@@ -32,15 +33,23 @@ def free_port() -> int:
 
 
 def server_in(
-    place: MeshPlace, secret: str, port: int = 0, binary: str = ""
+    place: MeshPlace,
+    secret: str,
+    port: int = 0,
+    binary: str = "",
+    listening: embedded.Listening | None = None,
+    users: Sequence[str] = (),
 ) -> tuple[embedded.EmbeddedServer, int]:
     """The server of a mesh, and its port: 0, a socket in its directory, or, if the path of that is
-    too long, `port` or a free one.
+    too long, `port` or a free one; `listening`: where it does so for other hosts beside that.
 
     Only this user can open the socket, so it is what is taken when there is a choice.
     """
     embedded.find_server()  # without a server it is this that fails, and says so
     config = place.directory / "redis.conf"
+    if listening is not None:
+        told = embedded.command(place.redis, 0, binary, secret, config, listening, users)
+        return told, 0
     try:
         return embedded.command(place.redis, 0, binary, secret, config), 0
     except StateUnavailable:

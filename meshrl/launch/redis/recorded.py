@@ -8,7 +8,7 @@ from pathlib import Path
 from common.records.checkpoints import all_checkpoints
 from common.records.lines import Row, is_checked, row_of
 from common.state.events import order
-from common.state.rollback import FIRST, JobMark, Mark, joined
+from common.state.server.rollback import FIRST, JobMark, Mark, joined
 
 STANDS = ("initial", "step", "lineage", "restored")  # events that tell a lineage and a version
 ISSUED = ("registered", "leader")  # events that tell a fencing token

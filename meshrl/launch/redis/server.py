@@ -5,47 +5,48 @@ What it holds is compared with the launcher's note and with the records of the r
 older than these, or that cannot load its file, is treated as lost: its file is set aside and it
 begins empty, above all fencing tokens and event ids that there have been. A server of the user's
 has no gate and no file of ours: what is older there is renamed.
+
+With a `Network` other hosts may join the mesh: each role of each host is a user, behind the same
+gate, also in a server of the user's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import re
 import sys
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from redis.exceptions import ResponseError
-
+from common.access.hosts import Admitted
 from common.clock import Clock
-from common.errors import Damaged, DeadlineExceeded, MeshError, StateUnavailable, StorageFull
+from common.errors import (
+    DeadlineExceeded,
+    MeshError,
+    Refused,
+    StateUnavailable,
+    StorageFull,
+)
 from common.process.handle import Child
 from common.process.host import Host
-from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
+from common.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.records import damage
-from common.state import embedded, events, rollback
+from common.state import events
 from common.state.client import State
-from common.state.events import order
-from common.state.keys import EVENTS, MESH, job_prefix
-from common.state.rollback import Mark
-from meshrl.launch.places import MeshPlace
-from meshrl.launch.redis import aof, guard
-from meshrl.launch.redis import note as notes
-from meshrl.launch.redis.note import Note
-from meshrl.launch.redis.recorded import RunRecord
+from common.state.server import embedded, rollback
+from common.state.server.rollback import Mark
+from meshrl.launch.directory.places import MeshPlace
+from meshrl.launch.redis import guard, strangers
+from meshrl.launch.redis.aside import complaint, rename
+from meshrl.launch.redis.network import Network, far_url
+from meshrl.launch.redis.progress import Progress
+from meshrl.launch.redis.serving import Serving, Told
+from meshrl.launch.redis.users import HostUsers
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
 NOTE_S = 4.0  # for one look at how far it has come
 ROOM_S = 60.0  # that a start waits for room on the disk
-# A line in which a server says that its file is no good, and one that blames the host for it.
-UNLOADABLE = re.compile(r"append.?only|\bAOF\b|\bRDB\b|loading DB|manifest", re.IGNORECASE)
-OF_THE_HOST = re.compile(
-    r"permission denied|no space left|too many open|cannot allocate|address|chdir", re.IGNORECASE
-)
 
 
 class MeshRedis(Hooks):
@@ -65,32 +66,40 @@ class MeshRedis(Hooks):
         budget: tuple[int, float],
         owner: Hooks,
         went_back: Callable[[str], None],
+        network: Network | None = None,
     ) -> None:
         self._host, self._clock, self._place = host, clock, place
-        self._secret, self._budget = secret, budget
+        self._budget = budget
         self._owner, self._went_back = owner, went_back
+        self._network = network
+        self._users = HostUsers(place.directory, network.head) if network else None
+        self._serving = Serving(place, secret, network, self._users, clock.wall)
         self.supervisor: Supervisor | None = None
-        self.url = embedded.configured_url()
-        self.known = Mark()  # as far as it has come by all that is known
+        self.url = embedded.configured_url()  # for the launcher
+        self.told = Told(self.url)  # for all others
         self.why = ""  # why it was not as it had been, when it was let in last
-        self.returning = False
-        self._gone: frozenset[str] = frozenset()  # jobs that were lost and are not missed
+        self._progress = Progress(place)
         self._untold = False  # the mesh has no event yet that tells `why`
         self._own = not self.url
         self._owner_url = self.url
         self._state: State | None = None  # as its owner
         self._children: list[Child] = []
-        self._records: dict[str, RunRecord] = {}  # of the mesh's runs
-        self._aof = aof.Follower(place.redis)
-        self._files: dict[str, aof.Extent] = {}
         self._log = place.log("redis")
         self._said = 0  # length of its log when it ended last
-        self._port = 0  # 0: it is on a socket
-        self._floor = 0  # the highest below which no fencing token has been issued since
         self._aside: Path | None = None  # where what it had lies
         self._starting = False  # by `_serve`, which looks at it itself
         self._admitted = False  # the mesh may use it
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def known(self) -> Mark:
+        """As far as it has come by all that is known."""
+        return self._progress.known
+
+    @property
+    def returning(self) -> bool:
+        """Whether the jobs of a Redis that was lost are to be put back."""
+        return self._progress.returning
 
     # -- its life --------------------------------------------------------------------------------
 
@@ -98,19 +107,19 @@ class MeshRedis(Hooks):
         """The server answers its owner, whose connection this is; nobody else is let in. A file
         that differs from what was noted, or does not load, has been set aside.
         """
-        note = self._noted()
-        self._floor, self.returning = note.floor, note.returning
-        self._gone = frozenset(note.gone)
-        told = await asyncio.to_thread(self._recorded, note.mark)
-        self.known = rollback.joined([note.mark, *told])
-        self._files = dict(note.files)
+        await asyncio.to_thread(self._progress.recall)
         if not self._own:
             await guard.wait_until_ready(self.url, self._clock, None, None)
+            if self._network is not None:
+                far, authority = far_url(self.url, self._network.listen)
+                self.told = Told(far, authority, far, authority)
         else:
-            if why := await asyncio.to_thread(self._differs):
+            if why := await asyncio.to_thread(self._progress.differs):
                 await self._set_aside(why, ROOM_S)
-            await self._serve()
+            await self._serve(first=True)
         self._state = await State.open(self._owner_url)
+        if self._users is not None and not self._own:
+            await self._users.shut(self._state)
         return self._state
 
     async def admit(self) -> None:
@@ -118,8 +127,8 @@ class MeshRedis(Hooks):
         been set aside, and `why` says so.
         """
         if not self.why:
-            found = await self._held()
-            why = self._older(found)
+            found = await self._progress.held(self._owned)
+            why = self._progress.older(found)
             ours = self._own or bool(found.jobs.keys() & self.known.jobs.keys())
             if why and (not self._own if found.empty else ours):  # a rename may have been cut off
                 await self.begin_anew(why, ROOM_S)
@@ -130,14 +139,18 @@ class MeshRedis(Hooks):
         if self._own:
             watching = guard.watch(self._owner_url, self._clock, self._children)
             self._tasks.append(self._task("watch redis", watching))
+            if self._users is not None:  # others than this user reach it
+                cutting = strangers.cut_off(self._owned, self._clock)
+                self._tasks.append(self._task("cut strangers off from redis", cutting))
 
     async def begin_anew(self, why: str, room_s: float | None = None) -> None:
         """Sets aside what there is, and begins without it; `readmit` lets the mesh in. Waits for
-        room on the disk, for `room_s` at most: StorageFull.
+        room on the disk, for `room_s` at most: StorageFull. StateUnavailable: it does not start,
+        perhaps as another process has taken its port meanwhile.
         """
         self._admitted = False
         if not self._own:
-            await self._rename()
+            await rename(self._owned, self.known.jobs, int(self._clock.wall() * 1000))
             self._say(why)
             return
         await self._stop_server()
@@ -148,12 +161,41 @@ class MeshRedis(Hooks):
         """Lets the mesh in after `begin_anew`."""
         await self._let_in()
 
+    async def admit_host(self, host: Admitted) -> None:
+        """Lets a host's processes in, now and whenever the mesh runs. Safe twice. Refused: its name
+        is another's, or it cannot be let in; StateUnavailable: it may be by now, or with the next
+        try.
+        """
+        self._users_of_hosts.remember(host)
+        if self._own:
+            self._serving.write()
+        if self._admitted:
+            await self._users_of_hosts.let_in(self._owned, host)
+
+    async def expel_host(self, host: str) -> bool:
+        """Lets them in no more, and cuts off those that are; whether it was let in. Safe twice.
+        Refused for the head; StateUnavailable as above.
+        """
+        self._users_of_hosts.refuse_head(host)
+        await self._users_of_hosts.let_out(self._owned, host)  # first: a full disk keeps nobody in
+        was = self._users_of_hosts.forget(host)
+        if self._own:
+            self._serving.write()
+        return was
+
+    @property
+    def _users_of_hosts(self) -> HostUsers:
+        if self._users is None:
+            raise Refused(
+                "this mesh is one host's alone",
+                fix="`meshrl up --listen HOST` starts one that others may join",
+            )
+        return self._users
+
     async def returned(self) -> None:
         """The jobs are back that go on: those that are not there now are not missed any more."""
-        found = await self._held()
-        self._gone = frozenset(self.known.jobs.keys() - found.jobs.keys())
-        self.returning = False
-        await self._with_room(self._write_note, None)
+        self._progress.have_returned(await self._progress.held(self._owned))
+        await self._with_room(self._progress.write, None)
 
     async def stop(self) -> None:
         """Ends the server, if it is our own, and notes how far it has come."""
@@ -171,8 +213,10 @@ class MeshRedis(Hooks):
 
     # -- the server ------------------------------------------------------------------------------
 
-    async def _serve(self) -> None:
-        """Starts our own; one that cannot load its file does so without it."""
+    async def _serve(self, first: bool = False) -> None:
+        """Starts our own; one that cannot load its file does so without it. `first`: nobody has
+        been told yet where it is, and one whose port another process has taken does so at another.
+        """
         self._starting = True
         try:
             since = self._log_length()
@@ -180,16 +224,17 @@ class MeshRedis(Hooks):
                 await self._start()
             except StateUnavailable:
                 await self._stop_server()
-                complaint = self._complaint(since)
-                if not complaint:
+                said = complaint(self._log, since)
+                if said:
+                    await self._set_aside(f"it cannot be loaded: {said}", ROOM_S)
+                elif not (first and await asyncio.to_thread(self._serving.lost_port)):
                     raise
-                await self._set_aside(f"it cannot be loaded: {complaint}", ROOM_S)
                 await self._start()
         finally:
             self._starting = False
 
     async def _start(self) -> None:
-        server, self._port = guard.server_in(self._place, self._secret, self._port)
+        server, self.told = await self._serving.configured()
         self.url, self._owner_url = server.url, server.owner_url
         spec = ChildSpec(
             "redis",
@@ -220,13 +265,13 @@ class MeshRedis(Hooks):
         if end.asked or self._starting:
             return
         had_been_in, self._admitted = self._admitted, False
-        complaint = ""
+        said = ""
         if not had_been_in and end.code > 0:
-            complaint = self._complaint(since)
+            said = complaint(self._log, since)
         self._place.redis.mkdir(parents=True, exist_ok=True, mode=0o700)
         await self._owner.ended(child, end)
-        if complaint:
-            self._went_back(f"it cannot be loaded: {complaint}")
+        if said:
+            self._went_back(f"it cannot be loaded: {said}")
 
     async def gave_up(self, spec: ChildSpec, why: str) -> None:
         await self._owner.gave_up(spec, why)
@@ -239,7 +284,10 @@ class MeshRedis(Hooks):
         while child.poll() is None:
             try:
                 await guard.wait_until_ready(self._owner_url, self._clock, child, self._log)
-                why = await asyncio.to_thread(self._differs) or self._older(await self._held())
+                progress = self._progress
+                why = await asyncio.to_thread(progress.differs) or progress.older(
+                    await progress.held(self._owned)
+                )
                 if why:
                     self._went_back(why)
                 else:
@@ -268,62 +316,7 @@ class MeshRedis(Hooks):
     def _log_length(self) -> int:
         return self._log.stat().st_size if self._log.is_file() else 0
 
-    def _complaint(self, since: int) -> str:
-        """The warning in which the server blames its file; empty when it does not."""
-        with self._log.open("rb") as file:
-            file.seek(since)
-            lines = file.read().decode(errors="replace").splitlines()
-        warnings = [line.partition(" # ")[2] for line in lines if " # " in line]
-        if any(OF_THE_HOST.search(warning) for warning in warnings):
-            return ""
-        return next((one for one in reversed(warnings) if UNLOADABLE.search(one)), "").strip()
-
-    # -- how far it has come ---------------------------------------------------------------------
-
-    def _noted(self) -> Note:
-        try:
-            return notes.read(self._place.redis_note)
-        except Damaged as error:
-            aside = damage.set_aside(self._place.redis_note, self._place.root)
-            print(
-                f"the note of how far redis had come is damaged: {error}; it lies in {aside}, and "
-                "the records of the runs tell the rest",
-                file=sys.stderr,
-                flush=True,
-            )
-            return Note()
-
-    def _recorded(self, mark: Mark) -> list[Mark]:
-        """By the records of the runs that the mesh has had."""
-        runs = {job: Path(one.run_dir) for job, one in mark.jobs.items() if one.run_dir}
-        about = self._place.root / "job.json"
-        if about.is_file():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # told when it is read
-                runs[str(json.loads(about.read_bytes())["job"])] = self._place.root
-        for job, directory in runs.items():
-            self._records.setdefault(job, RunRecord(directory, job))
-        return [record.look() for record in self._records.values()]
-
-    def _differs(self) -> str:
-        try:
-            return aof.differs(self._place.redis, self._files)
-        except OSError as error:
-            return f"its file cannot be read: {error}"
-
-    async def _held(self) -> Mark:
-        """What it holds now, to be compared with `known`, which is brought up to date."""
-        told = await asyncio.to_thread(self._recorded, self.known)
-        self.known = rollback.joined([self.known, *told])
-        return await rollback.held(self._owned, self.known)
-
-    def _older(self, found: Mark) -> str:
-        if self.returning:
-            return rollback.older(found, self.known, self.known.jobs)
-        if again := self._gone & found.jobs.keys():  # as others, perhaps, of the same names
-            jobs = {**self.known.jobs, **{job: found.jobs[job] for job in again}}
-            self.known, self._gone = replace(self.known, jobs=jobs), self._gone - again
-            self._records = {job: told for job, told in self._records.items() if job not in again}
-        return rollback.older(found, self.known, self._gone)
+    # -- who is let in, and how far it has come --------------------------------------------------
 
     @property
     def _owned(self) -> State:
@@ -332,25 +325,24 @@ class MeshRedis(Hooks):
 
     async def _let_in(self, room_s: float | None = None) -> None:
         """Opens the gate, when nobody can be issued a token that somebody has had already."""
-        found = await rollback.held(self._owned, self.known)
-        self._floor = rollback.floor_above(found, self.known, Mark(token=self._floor))
-        await self._with_room(self._write_note, room_s)
-        await rollback.raise_tokens(self._owned, self._floor)
+        floor = self._progress.raised(await rollback.held(self._owned, self.known))
+        await self._with_room(self._progress.write, room_s)
+        await rollback.raise_tokens(self._owned, floor)
         if self._untold:
             await self._tell(self.why)
             self._untold = False
         if self._own:
             await self._owned.command("ACL", "SETUSER", embedded.USER, "on")
-        self._aof = aof.Follower(self._place.redis)  # the server may have cut off half a command
+        if self._users is not None:
+            await self._users.open(self._owned)
+        self._progress.follow_anew()  # the server may have cut off half a command
         self._admitted = True
 
     async def _tell(self, why: str) -> None:
         """An event whose id is above all that were seen, whatever the clock says."""
         then = damage.FATES["redis"].then
         told = damage.fields("redis", self._place.redis, why, then, aside=self._aside)
-        ms = max(int(self._clock.wall() * 1000), order(self.known.event)[0] + 1)
-        fields = ("kind", damage.EVENT, "fields", json.dumps(told), "extra", "{}")
-        await self._owned.command("XADD", EVENTS, f"{ms}-0", *fields)
+        await events.append_above(self._owned, self.known.event, damage.EVENT, told)
 
     async def _note_forever(self) -> None:
         while True:
@@ -362,29 +354,24 @@ class MeshRedis(Hooks):
                 if why and self._admitted:
                     self._admitted = False
                     self._went_back(why)
+                elif self._users is not None and await self._users.missing(self._owned):
+                    await self._users.open(self._owned)
 
     async def _note(self, durable: bool = False) -> str:
         """Notes how far it has come; why it is older than it was, if it is."""
         async with self._clock.timeout(NOTE_S, "a look at how far Redis has come"):
             found = await rollback.held(self._owned, self.known)
-            if why := self._older(found):
+            if why := self._progress.older(found):
                 return why
-            files = await asyncio.to_thread(self._aof.look) if self._own else {}
+            files = await asyncio.to_thread(self._progress.look) if self._own else {}
             # It answers when what it was writing while it was looked at is there as a whole, or was
             # taken back: half a command, which is cut off when it is loaded, is not noted.
             newest = await events.last_id(self._owned)
             if not self._admitted:
                 return ""
-            if aof.holds(self._place.redis, files):
-                self._files = files
-            self.known = rollback.joined([self.known, found, Mark(newest)])
-            self._write_note(durable)
+            self._progress.come_to(found, newest, files)
+            self._progress.write(durable)
         return ""
-
-    def _write_note(self, durable: bool = True) -> None:
-        gone = tuple(sorted(self._gone))
-        note = Note(self.known, self._files, self._floor, gone, self.returning)
-        notes.write(self._place.redis_note, note, durable)
 
     async def _with_room(self, write: Callable[[], None], room_s: float | None) -> None:
         """Again until the disk has room, for `room_s` at most, or for as long as the mesh runs:
@@ -406,7 +393,7 @@ class MeshRedis(Hooks):
 
     async def _set_aside(self, why: str, room_s: float | None) -> None:
         """Waits for room on the disk, for `room_s` at most: StorageFull."""
-        self._files, self._aside = {}, None
+        self._progress.files, self._aside = {}, None
         await self._with_room(self._move, room_s)
         self._say(why)
 
@@ -423,26 +410,7 @@ class MeshRedis(Hooks):
             ) from error
 
     def _say(self, why: str) -> None:
-        self.why, self.returning, self._untold = why, True, True
+        self.why, self._progress.returning, self._untold = why, True, True
         where = f"; its file lies in {self._aside}" if self._aside else ""
         print(f"redis is not as it was: {why}{where}", file=sys.stderr, flush=True)
         print(f"what follows: {damage.FATES['redis'].then}", file=sys.stderr, flush=True)
-
-    async def _rename(self) -> None:
-        """The keys of the mesh in a server that is the user's; those that say whose they are come
-        last, so that it is done again when it is cut off.
-        """
-        state, stamp = self._owned, int(self._clock.wall() * 1000)
-        for prefix in [*map(job_prefix, self.known.jobs), MESH]:
-            cursor: Any = "0"
-            while True:
-                cursor, keys = await state.command("SCAN", cursor, "MATCH", f"{prefix}*")
-                for key in keys:
-                    try:
-                        await state.command("RENAME", key, f"aside:{stamp}:{key}")
-                    except ResponseError as error:
-                        if "no such key" not in str(error):  # it has expired since
-                            raise
-                if str(cursor) == "0":
-                    break
-        print(f"the names of its keys begin with aside:{stamp}: now", file=sys.stderr, flush=True)

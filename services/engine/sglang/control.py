@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from common.errors import MeshError
-from services.engine.sglang import v0_5
+from common.model.config import ModelConfig
+from services.engine.sglang import reading_back, v0_5
 from services.engine.sglang.health import HealthWatch
 from services.engine.sglang.http import Http
 from services.engine.sglang.weights import WeightTransport
@@ -17,13 +17,6 @@ CONTROL_S = 20.0  # for an answer of the scheduler, which ends the step it is in
 UPDATE_S = 50.0  # for new weights; the service that asks waits 60
 
 RETRACT, IN_PLACE = "retract", "in_place"  # give their cache up, or keep it
-
-
-class Quarantined(MeshError):
-    """An update of weights failed half-way: nobody knows what the server holds, so it serves no
-    more."""
-
-    code = "engine_quarantined"
 
 
 class Control:
@@ -41,15 +34,12 @@ class Control:
         self.released = False  # it has given back its memory
         self.updates = 0
         self._http, self._watch, self._transport = http, watch, transport
-        self._on_cpu, self._update_s = on_cpu, update_s
-        self._failed: MeshError | None = None
+        self.on_cpu, self._update_s = on_cpu, update_s
 
     def check_alive(self) -> None:
-        """Raises when the server has ended, does not answer, or holds nobody knows what."""
-        if self._failed is None:
-            self._failed = self._watch.failure()
-        if self._failed is not None:
-            raise self._failed
+        """Raises when the server has ended or does not answer."""
+        if (failed := self._watch.failure()) is not None:
+            raise failed
 
     def heard(self) -> None:
         """It has said something; from any thread."""
@@ -73,7 +63,7 @@ class Control:
     def go(self) -> None:
         if self.stands:
             self._settled = False
-            self._post(v0_5.CONTINUE, {"torch_empty_cache": not self._on_cpu})
+            self._post(v0_5.CONTINUE, {"torch_empty_cache": not self.on_cpu})
             self.stands = ""
             self._watch.stands = False
 
@@ -89,20 +79,19 @@ class Control:
             self.released = False
 
     def put(self, theirs: Mapping[str, Tensor], version: int) -> None:
-        """Weights by Hugging Face's names, into a server that stands; Quarantined if they do not
-        arrive whole."""
+        """Weights by Hugging Face's names, into a server that stands. After an error nobody knows
+        what it holds: it must not go on before this has succeeded."""
         flush = self.stands == RETRACT  # what stands in place still needs its cache
-        try:
-            with self._watch.grace():
-                self._transport.push(theirs, version, flush, self._update_s)
-        except (MeshError, OSError) as error:
-            self._failed = Quarantined(
-                f"version {version} did not arrive whole: {error}",
-                where=self._http.url,
-                fix="the engine's process ends and starts with a whole version",
-            )
-            raise self._failed from error
+        with self._watch.grace():
+            self._transport.push(theirs, version, flush, self._update_s)
         self.updates += 1
+
+    def differing(self, config: ModelConfig, theirs: Mapping[str, Tensor]) -> list[str]:
+        """Names of the server's tensors that are not, bit by bit, of this version."""
+        with self._watch.grace():
+            body = {"action": "checksum"}
+            told = self._http.call("POST", v0_5.READ_BACK, body, deadline_s=self._update_s)
+        return reading_back.differing(config, told, theirs)
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
         with self._watch.grace():

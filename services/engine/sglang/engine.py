@@ -22,10 +22,11 @@ from torch import Tensor
 
 from common.api.engine import Finish
 from common.clock import Clock, SystemClock
-from common.errors import MeshError, Refused
+from common.errors import Damaged, MeshError, Refused
 from common.generation.builtin.stop_text import StopText
-from common.generation.builtin.weights import check_shapes
+from common.generation.builtin.weights import check_shapes, shapes_of
 from common.generation.contract import (
+    NO_VERSION,
     WHOLE_BYTES,
     Flush,
     Ints,
@@ -34,14 +35,15 @@ from common.generation.contract import (
     SessionCache,
     check,
     flush_of,
+    replacing,
 )
 from common.model.config import ModelConfig
 from common.model.hf import state_to_hf
 from services.engine.sglang import v0_5
+from services.engine.sglang.adapters import ServerAdapters
 from services.engine.sglang.control import IN_PLACE, RETRACT, Control
 from services.engine.sglang.http import Http, Pending
 from services.engine.sglang.requests import Decode, Sent
-from services.engine.sglang.shapes import shapes_of
 
 ARRIVAL_S = 0.01  # a step waits this long for tokens
 SCORE_S = 60.0
@@ -68,9 +70,14 @@ class SGLangEngine:
         clock: Clock | None = None,
         path: str = "sglang",
         tensor_parallel: int = 1,
+        adapters: bool = False,
+        read_back: bool = False,
     ) -> None:
+        """`adapters`: the server was started for them. `read_back`: what it computes with is
+        compared with each version that was put in place, and is Damaged where it differs.
+        """
         self.path, self.tensor_parallel = path, tensor_parallel
-        self.version = -1
+        self.version = NO_VERSION
         self.steps = self.tokens_generated = self.tokens_computed = self.preempted = 0
         self.relabelled = 0  # tokens that were handed on under another version than they are of
         self.busy_s = 0.0
@@ -79,6 +86,9 @@ class SGLangEngine:
         self.cache_bytes_per_token = 0  # it cannot be moved
         self._http, self._control = http, control
         self._config, self._shapes = config, shapes_of(config)
+        ranks = tensor_parallel if adapters else 0
+        self._adapters = ServerAdapters(http, config, ranks, on_cpu=control.on_cpu)
+        self._read_back = read_back
         self._slots, self._max_length = slots, max_length
         self._recompute = kv_on_update == "recompute"
         self._seeded, self._decode = seeded, decode
@@ -110,7 +120,7 @@ class SGLangEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         self._control.check_alive()
         for request in requests:
-            check(request, self._config.vocab_size)
+            check(request, self._config.vocab_size, self._adapters.loaded)
             self._stop_text.check(request)
             v0_5.check_sampling(request, self._config.vocab_size, self._seeded)
         for request in requests:
@@ -157,11 +167,14 @@ class SGLangEngine:
             request = self._queue.pop(next(iter(self._queue)))
             most = min(request.max_new, self._max_length - len(request.tokens))
             sent = Sent(request, f"{self._start}{next(self._numbers):010d}", most)
+            sent.adapter = self._adapters.loaded.get(request.adapter)
             self._sent[sent.rid] = sent
             self._rids[request.id] = sent.rid
             # By update too: a new lineage gives the same numbers to other weights.
             cache = f"w:{self.version}.{self._control.updates}"
-            body = v0_5.generate(request, most, sent.rid, cache, self._config.vocab_size)
+            adapter = sent.adapter.there if sent.adapter is not None else ""
+            about = request, most, sent.rid, cache + adapter, self._config.vocab_size
+            body = v0_5.generate(*about, adapter)
             sent.stream = self._http.stream(v0_5.GENERATE, body, partial(self._put, sent.rid))
 
     def _put(self, rid: str, event: dict[str, Any] | Exception | None) -> None:
@@ -171,7 +184,7 @@ class SGLangEngine:
 
     @property
     def _halted(self) -> bool:
-        return self._paused or self._asleep
+        return self._paused or self._asleep or self.version == NO_VERSION
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -188,6 +201,7 @@ class SGLangEngine:
         began = self._clock.monotonic()
         self._take(ARRIVAL_S)
         self._press_aborts()
+        self._sweep_adapters()
         self._fill()
         self.busy_s += self._clock.monotonic() - began
         return bool(self._sent)
@@ -293,7 +307,9 @@ class SGLangEngine:
         if self._asleep:
             self.version = version
             return
-        self._halt(RETRACT if self._recompute else IN_PLACE)
+        # The version of an adapter stays, so its tokens would not tell of a cache of another base.
+        beside = any(sent.adapter is not None for sent in self._sent.values())
+        self._halt(RETRACT if self._recompute or beside else IN_PLACE)
         self._load(state, version)
 
     def wake(self, state: Mapping[str, Tensor], version: int) -> None:
@@ -307,6 +323,31 @@ class SGLangEngine:
         self._asleep = False
         self._load(state, version)
 
+    @property
+    def adapters(self) -> Mapping[str, int]:
+        return self._adapters.versions
+
+    def load_adapter(
+        self, name: str, tensors: Mapping[str, Tensor], scale: float, version: int
+    ) -> None:
+        """What runs goes on with the version that it began with."""
+        self._control.check_alive()
+        self._adapters.load(name, tensors, scale, version)
+        self._sweep_adapters()
+
+    def unload_adapter(self, name: str) -> None:
+        in_work = [*self._queue.values(), *(sent.request for sent in self._sent.values())]
+        if any(request.adapter == name for request in in_work):
+            raise Refused(
+                f"adapter {name!r} is in use", where="engine", fix="abort its requests first"
+            )
+        self._adapters.unload(name)
+        self._sweep_adapters()
+
+    def _sweep_adapters(self) -> None:
+        used = (sent.adapter.there for sent in self._sent.values() if sent.adapter is not None)
+        self._adapters.sweep(used)
+
     def _halt(self, mode: str) -> None:
         self._control.halt(mode)
         self._take(0.0)
@@ -318,9 +359,26 @@ class SGLangEngine:
 
     def _load(self, state: Mapping[str, Tensor], version: int) -> None:
         self._take_back()
-        self._control.put(state_to_hf(self._config, state), version)
+        theirs = state_to_hf(self._config, state)
+        with replacing(version, self.quarantine):
+            self._control.put(theirs, version)
+            if self._read_back and (odd := self._control.differing(self._config, theirs)):
+                raise Damaged(f"{len(odd)} tensors are not what was put there: {odd[0]}")
         self.version = version
         self._go()
+
+    def quarantine(self) -> None:
+        """The server stands, and stays so: see `_go`. One that cannot be told to may go on, so that
+        what it works on ends here: it is asked for again where there is a whole version.
+        """
+        self.version = NO_VERSION
+        if self._control.stands:
+            return
+        try:
+            self._halt(RETRACT)
+        except MeshError:
+            for sent in list(self._sent.values()):
+                self._hang_up(sent)
 
     def _take_back(self) -> None:
         """What has no token yet: its cache would be of other weights than its key."""
@@ -337,9 +395,10 @@ class SGLangEngine:
 
     # -- scores ----------------------------------------------------------------------------------
 
-    def score(self, tokens: Ints) -> NDArray[np.float32]:
+    def score(self, tokens: Ints, adapter: str = "") -> NDArray[np.float32]:
         row = np.asarray(tokens, np.int32)
-        check(Request(-1, row, 0, 1.0, (), 0, -1), self._config.vocab_size)
+        asked = Request(-1, row, 0, 1.0, (), 0, -1, adapter=adapter)
+        check(asked, self._config.vocab_size, self._adapters.loaded)
         self._control.check_alive()
         if self._halted:
             raise Refused("the engine rests", where="engine", fix="resume or wake it first")
@@ -350,7 +409,8 @@ class SGLangEngine:
                 fix="raise rollout.max_tokens",
             )
         rid = f"{self._start}{next(self._numbers):010d}"
-        body = v0_5.score(row.tolist(), rid)
+        there = self._adapters.loaded[adapter].there if adapter else ""
+        body = v0_5.score(row.tolist(), rid, there)
         return v0_5.scores(self._http.call("POST", v0_5.GENERATE, body, deadline_s=SCORE_S))
 
     def close(self) -> None:

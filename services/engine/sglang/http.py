@@ -48,6 +48,8 @@ class Pending(Protocol[R_co]):
 
     def cancelled(self) -> bool: ...
 
+    def done(self) -> bool: ...
+
 
 class Http:
     """Made on the loop that talks, where `get` and `probe` are awaited; the rest is for other

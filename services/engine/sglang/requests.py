@@ -10,6 +10,7 @@ import numpy as np
 from common.api.engine import Finish
 from common.generation.builtin.stop_text import MARGIN, begin_of
 from common.generation.contract import Piece, Request
+from services.engine.sglang.adapters import Loaded
 from services.engine.sglang.http import Pending
 from services.engine.sglang.v0_5 import Chunk
 
@@ -31,6 +32,7 @@ class Sent:
     drained: int = 0
     retractions: int = 0  # how often it gave up its cache
     abort_by_s: float | None = None  # asked to end: without an answer by then it ends here
+    adapter: Loaded | None = None  # that it computes with, beside the base
     asked_s: float = 0.0  # when the server was last asked to abort it
 
     def hang_up(self) -> None:
@@ -42,12 +44,15 @@ class Sent:
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs
         self.unmodified += chunk.unmodified
-        self.versions += [chunk.version] * len(chunk.tokens)
+        version = chunk.version if self.adapter is None else self.adapter.version
+        self.versions += [version] * len(chunk.tokens)
 
     def settle_versions(self, spans: Sequence[tuple[int, int, int]]) -> int:
         """Takes what the server says of all tokens at the end; how many had been told otherwise
         and are drained already."""
         wrong = 0
+        if self.adapter is not None:  # spans are of the base
+            return 0
         for version, start, end in spans:
             for place in range(start, min(end, len(self.versions))):
                 wrong += self.versions[place] != version and place < self.drained

@@ -22,6 +22,7 @@ from services.engine.sglang.http import UNAUTHORIZED, Http
 
 START_S = 280.0  # some 30 s on a quiet core; below what a role process is given to load
 PROBE_S, LOOK_S = 5.0, 0.25
+DESCRIBE_S = 60.0  # for its description, which it works out when it is first asked
 STOP_S = 5.0  # for a killed process to be gone
 TAIL_LINES, LINE = 25, 300  # lines of the log in an error, and characters of each
 ROOM = 16  # positions beyond a slot: SGLang keeps some for itself
@@ -38,6 +39,19 @@ ON_GPU = ("--enable-memory-saver",)  # without it, sleep gives nothing back
 
 
 @dataclass(frozen=True)
+class Adapting:
+    """Adapters that a server is to take."""
+
+    rank: int  # at most
+    projections: tuple[str, ...]  # by Hugging Face's names
+
+    def flags(self, device: str) -> list[str]:
+        rank = ("--enable-lora", "--max-lora-rank", str(self.rank))
+        backend = ("--lora-backend", "torch_native") if device == "cpu" else ()  # others want a GPU
+        return [*rank, "--lora-target-modules", *self.projections, *backend]
+
+
+@dataclass(frozen=True)
 class Launch:
     """How a server is started."""
 
@@ -51,6 +65,8 @@ class Launch:
     device: str = "cpu"
     seed: int = 0
     exact_switch: bool = True  # no step is under way when weights change, see `arguments`
+    adapters: Adapting | None = None  # what adapters it is to take beside its base
+    read_back: bool = False  # it is to tell what it computes with
     options: tuple[str, ...] = ()  # further flags; the last of a kind holds
 
     @property
@@ -77,6 +93,8 @@ class Launch:
             tokens = self.slots * (self.max_length + ROOM)
         if tokens:
             flags += ["--max-total-tokens", str(tokens)]
+        if self.adapters is not None:
+            flags += self.adapters.flags(self.device)
         return [*flags, *self.options, "--config", str(self.secrets)]
 
     def command(self, port: int) -> list[str]:
@@ -210,9 +228,18 @@ class SGLangServer:
                 where=self.launch.python,
                 fix="install SGLang 0.5: `meshrl engine install sglang`",
             )
-        lacking = v0_5.missing(
-            await self._fetch("/openapi.json"), v0_5.NEEDS | v0_5.NEEDS_OF[weights]
-        )
+        if self.launch.read_back and self.ranks > 1:
+            raise ConfigError(
+                f"{self.ranks} processes of SGLang share the model, and each tells of its part",
+                where="rollout.read_back",
+                fix="leave it out, or --tp and --pp of rollout.sglang_options",
+            )
+        described = await self._fetch("/openapi.json", DESCRIBE_S)
+        lacking = v0_5.missing(described, v0_5.NEEDS | v0_5.NEEDS_OF[weights])
+        if self.launch.adapters is not None:
+            lacking += v0_5.missing(described, v0_5.NEEDS_OF_ADAPTERS)
+        if self.launch.read_back:
+            lacking += v0_5.missing(described, v0_5.NEEDS_TO_READ_BACK)
         if lacking:
             raise ConfigError(
                 f"SGLang {self.version} offers no {', '.join(lacking)}",
@@ -220,8 +247,8 @@ class SGLangServer:
                 fix="install the version of `meshrl engine install sglang`",
             )
 
-    async def _fetch(self, path: str) -> Mapping[str, Any]:
-        answer = await self.http.get(path, PROBE_S)
+    async def _fetch(self, path: str, deadline_s: float = PROBE_S) -> Mapping[str, Any]:
+        answer = await self.http.get(path, deadline_s)
         if not isinstance(answer, dict):
             raise RemoteFailure(f"{path} is no object", where=self.http.url)
         return answer

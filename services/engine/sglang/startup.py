@@ -13,17 +13,17 @@ from common.errors import ConfigError
 from common.generation.served_by_sglang import served_by_sglang
 from common.model.config import ModelConfig
 from common.process.host import Host
-from services.engine.sglang.control import UPDATE_S, Control, Quarantined
+from services.engine.sglang.control import UPDATE_S, Control
 from services.engine.sglang.engine import SGLangEngine
 from services.engine.sglang.health import HealthWatch
 from services.engine.sglang.requests import Decode
-from services.engine.sglang.server import START_S, Launch, SGLangServer, write_model
+from services.engine.sglang.server import START_S, Adapting, Launch, SGLangServer, write_model
 from services.engine.sglang.weights import TRANSPORTS, transport
 
 __all__ = [
     "TRANSPORTS",
+    "Adapting",
     "Launch",
-    "Quarantined",
     "SGLangEngine",
     "SGLangServer",
     "attach",
@@ -44,6 +44,8 @@ def launch(
     device: str = "cpu",
     seed: int = 0,
     kv_on_update: str = "keep",
+    adapters: Adapting | None = None,
+    read_back: bool = False,
     options: tuple[str, ...] = (),
 ) -> Launch:
     """How to serve a model; its config.json and the log go into `directory`."""
@@ -66,6 +68,8 @@ def launch(
         device,
         seed,
         exact_switch=kv_on_update == "keep",
+        adapters=adapters,
+        read_back=read_back,
         options=options,
     )
 
@@ -106,4 +110,6 @@ def attach(
         clock=clock,
         path=f"sglang {server.version}, {how.dtype}, {how.device}",
         tensor_parallel=server.ranks,
+        adapters=how.adapters is not None,
+        read_back=how.read_back,
     )

@@ -9,6 +9,14 @@ Read in the source of 0.5.23. Things that its interface does not say by itself:
 - Spans of weight versions come with a request's last chunk only; the chunks before carry the
   version that was current when they were handled.
 - An aborted request that was waiting says its last token again.
+- Adapters come by `/load_lora_adapter_from_tensors`: `/load_lora_adapter` reads them as the model
+  was read, and a server whose weights are yet to come reads none. They want an accelerator, or a
+  torch that takes ordinary memory for pinned.
+- An update from disk or from tensors that fails at a tensor ends the server, which has no way back;
+  one by broadcast is answered, and the server stands.
+- `/weights_checker` tells a digest of each tensor as the server has it: of q, k and v as one, with
+  zeros up to the next multiple of `VOCABULARY_ROWS` words and, on a CPU, of `INNER_ROWS` in an MLP.
+  There it is the first eight bytes of a SHA-256. `/get_weights_by_name` knows few models.
 """
 
 from __future__ import annotations
@@ -40,6 +48,9 @@ VERSION = "/update_weight_version"
 BEGIN_UPDATE, END_UPDATE = "/begin_weight_update", "/end_weight_update"
 FROM_DISK, FROM_TENSORS = "/update_weights_from_disk", "/update_weights_from_tensor"
 FROM_GROUP = "/update_weights_from_distributed"
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/load_lora_adapter_from_tensors", "/unload_lora_adapter"
+READ_BACK = "/weights_checker"
+VOCABULARY_ROWS, INNER_ROWS = 64, 32
 JOIN_GROUP, LEAVE_GROUP = "/init_weights_update_group", "/destroy_weights_update_group"
 
 # path -> fields of its body that are used
@@ -64,6 +75,12 @@ NEEDS: dict[str, tuple[str, ...]] = {
     RESUME: (),
     VERSION: ("new_version", "abort_all_requests"),
 }
+NEEDS_OF_ADAPTERS: dict[str, tuple[str, ...]] = {
+    GENERATE: ("lora_path",),
+    LOAD_ADAPTER: ("lora_name", "config_dict", "serialized_named_tensors"),
+    UNLOAD_ADAPTER: ("lora_name",),
+}
+NEEDS_TO_READ_BACK: dict[str, tuple[str, ...]] = {READ_BACK: ()}  # its body is optional
 IN_SESSION = {BEGIN_UPDATE: (), END_UPDATE: ()}
 NEEDS_OF: dict[str, dict[str, tuple[str, ...]]] = {
     "disk": {FROM_DISK: ("model_path", "load_format", "flush_cache", "weight_version")},
@@ -128,9 +145,11 @@ def check_sampling(request: Request, vocab_size: int, seeded: bool) -> None:
         )
 
 
-def generate(request: Request, most: int, rid: str, cache: str, vocab_size: int) -> dict[str, Any]:
+def generate(
+    request: Request, most: int, rid: str, cache: str, vocab_size: int, adapter: str = ""
+) -> dict[str, Any]:
     """The body of a streamed request for at most `most` tokens. `cache` names whose keys and values
-    it may find."""
+    it may find, `adapter` what the server calls the one to compute with."""
     body = {
         "rid": rid,
         "input_ids": request.tokens.tolist(),
@@ -147,6 +166,8 @@ def generate(request: Request, most: int, rid: str, cache: str, vocab_size: int)
             "sampling_seed": request.seed & (2**63 - 1),  # heard by servers that sample from seeds
         },
     }
+    if adapter:
+        body["lora_path"] = adapter
     if not plain(request):
         body["return_sampling_mask"] = True
         body["sampling_logprobs_mode"] = "selected"
@@ -205,14 +226,15 @@ def chunk(event: Mapping[str, Any], had: int, plain: bool) -> Chunk:
 # -- scores --------------------------------------------------------------------------------------
 
 
-def score(tokens: Sequence[int], rid: str) -> dict[str, Any]:
-    return {
+def score(tokens: Sequence[int], rid: str, adapter: str = "") -> dict[str, Any]:
+    body: dict[str, Any] = {
         "rid": rid,
         "input_ids": list(tokens),
         "return_logprob": True,
         "logprob_start_len": 0,
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
     }
+    return body | ({"lora_path": adapter} if adapter else {})
 
 
 def scores(answer: Mapping[str, Any]) -> NDArray[np.float32]:

@@ -1,7 +1,7 @@
 """Brings new weights to a server in one of three ways: a file in memory, shared memory, broadcast.
 
 Each takes Hugging Face's names and ends with all of the weights in place, or with an error after
-which nobody knows what the server holds.
+which nobody knows what the server holds, until another push succeeds.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import base64
 import contextlib
 import io
 import os
+import pickle
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -105,13 +106,19 @@ class _Session(ABC):
 
     def __init__(self, http: Http) -> None:
         self._http = http
+        self._open = False  # an update that has begun, and of which no end is known
 
     def push(self, state: StateDict, version: int, flush: bool, deadline_s: float) -> None:
+        if self._open:
+            with contextlib.suppress(RemoteFailure):  # it was not open there after all
+                self._post(v0_5.END_UPDATE, {}, deadline_s)
+        self._open = True
         self._post(v0_5.BEGIN_UPDATE, {}, deadline_s)
         parts = buckets(state)
         for place, part in enumerate(parts, 1):
             self._send(part, flush and place == len(parts), deadline_s)
         self._post(v0_5.END_UPDATE, {}, deadline_s)
+        self._open = False
         label = {"new_version": str(version), "abort_all_requests": False}
         self._post(v0_5.VERSION, label, deadline_s)
 
@@ -128,8 +135,8 @@ class _Session(ABC):
 class FromTensors(_Session):
     """SGLang's own format: names and handles of shared memory, which it writes as a pickle.
 
-    That pickle is made here and read by SGLang, through its list of allowed names. It is the only
-    one in the product, and only where a job asks for this transport.
+    That pickle is made here and read by SGLang, through its list of allowed names. It and `inline`
+    are the only ones in the product, and only where a job asks for them.
     """
 
     def __init__(self, http: Http, ranks: int) -> None:
@@ -156,6 +163,8 @@ class FromGroup(_Session):
         self._name = ""
 
     def push(self, state: StateDict, version: int, flush: bool, deadline_s: float) -> None:
+        if self._open:  # what a group is good for after a failed broadcast, nobody knows
+            self.close()
         if self._group is None:
             self._group = self._join(min(deadline_s, JOIN_S))
         super().push(state, version, flush, deadline_s)
@@ -252,6 +261,12 @@ def handles(part: StateDict, ranks: int) -> list[str]:
         ForkingPickler(stream).dump(tensors)
         texts.append(base64.b64encode(stream.getvalue()).decode())
     return texts
+
+
+def inline(tensors: StateDict) -> str:
+    """SGLang's format of tensors by name, with their contents in it; for what is small."""
+    whole = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    return base64.b64encode(pickle.dumps(whole)).decode()
 
 
 def buckets(state: StateDict, most: int = BUCKET) -> list[dict[str, Tensor]]:

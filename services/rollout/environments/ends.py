@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.errors import ConfigError, MeshError, PeerLost
-from common.process.failure import end_of
+from common.process.ends.failure import end_of
 from common.process.handle import Child
 from common.runtime.mesh import Mesh
 from common.state.ended import Report, Reports

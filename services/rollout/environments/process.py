@@ -13,7 +13,7 @@ import msgpack
 from common.environment.framing import frames, packed
 from common.errors import BadMessage, DeadlineExceeded, MeshError, ToolFailed
 from common.process.handle import Child
-from common.runtime.batcher import Batcher
+from common.runtime.calls.batcher import Batcher
 from common.runtime.mesh import Mesh
 from common.settings import WITHOUT_SETTINGS
 from services.rollout.environments.ends import EnvironmentEnds, EnvironmentLost

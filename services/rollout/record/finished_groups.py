@@ -15,7 +15,7 @@ from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
 from common.state import groups as rows
 from common.wire.blob import pack
-from common.wire.bulk import BulkClient
+from common.wire.bulk.port import BulkClient
 from common.wire.weight_store import put
 from services.rollout.rewards.scoring import beside
 from services.rollout.trajectory import Ending, Trajectory

@@ -15,6 +15,7 @@ import numpy as np
 
 from common.errors import Damaged, StorageFull
 from common.job.job_data import JobData
+from common.pool.names import service
 from common.records import damage
 from common.records.ledger import (
     HEADER,
@@ -38,6 +39,8 @@ FULL_RETRY_S = 0.5
 PART_BYTES = MAX_RECORD // 2  # most in a record of tokens, which grows while the disk is full
 WRITE_S = 60.0  # a disk that takes longer has failed
 
+HOME = "home"  # a word of Redis' scripts: where segments lie that the head sees
+HOST_LOST = "host_lost"  # why groups are given back whose ledger another host has
 NAMED = 20  # groups that an event names
 AGAIN = 256  # records that are written down again at a time
 
@@ -115,13 +118,17 @@ class ShardLedger:
     """Writes records down before they count; Redis names each segment and where it is sealed."""
 
     def __init__(self, mesh: Mesh, job: JobData) -> None:
-        self._mesh, self._job, self._run_dir = mesh, job.id, job.run_dir
-        directory = job.run_dir / "ledger" / mesh.name.replace("/", "-")
+        self._mesh, self._job, self._here = mesh, job.id, job.here
+        # A name of where the segments lie, which all that see them have for it.
+        self._place = HOME if job.at_home else f"host {mesh.settings.host}"
+        directory = job.here / "ledger" / f"shard-{service(mesh.name)[2]}"
         self._ledger = Ledger(mesh.host, directory, f"{mesh.token:012d}")
         self._queue: list[tuple[tuple[tuple[Kind, Any], ...], Iterable[int], Written]] = []
         self._writer: asyncio.Task[None] | None = None
         self._under_way: Written | None = None
         self._writing = asyncio.Lock()  # held while the open segment must stay the same
+        self._changed = asyncio.Event()  # there may be something to write or to sync
+        self._changed.set()
 
     @property
     def directory(self) -> Path:
@@ -141,6 +148,11 @@ class ShardLedger:
         """
         mesh, job = self._mesh, self._job
         on_record = await rows.claim_shard(mesh.state, job, mesh.name, mesh.token)
+        before = await rows.ledger_place(mesh.state, job, mesh.name)
+        if before not in ("", self._place):
+            await self._begin_anew(before, on_record)
+            on_record = {}
+        await rows.note_place(mesh.state, job, mesh.name, mesh.token, self._place)
         restored = Restored()
         mentioned: set[int] = set()
         found: list[_Found] = []
@@ -165,6 +177,21 @@ class ShardLedger:
         for group in mentioned - open_now:
             await self.forget(group)
         return left
+
+    async def _begin_anew(self, before: str, on_record: Iterable[str]) -> None:
+        """Its predecessor's ledger lies on another host, and perhaps is gone with it: the groups
+        that it had under way are lost, and their prompts go back.
+        """
+        mesh, job, token = self._mesh, self._job, self._mesh.token
+        lost = await rows.open_groups(mesh.state, job, mesh.name)
+        mesh.telemetry.log.warning("begins anew", ledger=before, groups=len(lost))
+        for a in lost:
+            op = f"anew.{token}.{a.group}"
+            await rows.group_requeued(mesh.state, job, mesh.name, token, a.group, HOST_LOST, op)
+        for name in on_record:
+            await rows.forget_segment(mesh.state, job, mesh.name, token, name)
+        for path in segments(self.directory):  # of an earlier time of the shard on this host
+            self._ledger.delete(path)
 
     async def _adopt(self, one: _Found) -> None:
         mesh, job, name = self._mesh, self._job, one.path.name
@@ -196,7 +223,7 @@ class ShardLedger:
 
     async def _set_aside(self, one: _Found, then: str) -> None:
         mesh, path = self._mesh, one.path
-        aside = damage.set_aside(path, self._run_dir) if path.exists() else None
+        aside = damage.set_aside(path, self._here) if path.exists() else None
         told = damage.fields("ledger", path, one.damage, then, job=self._job, aside=aside)
         mesh.telemetry.log.error("damaged", **told)
         await patiently(mesh.clock, lambda: events.append(mesh.state, damage.EVENT, told))
@@ -224,6 +251,7 @@ class ShardLedger:
     def defer(self, kind: Kind, payload: Any, group: int) -> None:
         """A record that may go with the next one: see `Ledger.defer`."""
         self._ledger.defer(kind, payload, group)
+        self._changed.set()
 
     async def log(self, *records: tuple[Kind, Any], groups: Iterable[int] = ()) -> None:
         """Writes records down; a full disk makes the trajectory wait, and loses nothing.
@@ -232,6 +260,8 @@ class ShardLedger:
         """
         done: Written = asyncio.get_running_loop().create_future()
         self._queue.append((records, groups, done))
+        if records:
+            self._changed.set()
         if self._writer is None:
             self._writer = asyncio.create_task(self._write_queue(), name="ledger")
         await done
@@ -278,11 +308,15 @@ class ShardLedger:
         await self.log(*parts, groups=groups)
 
     async def sync_forever(self) -> None:
-        """Brings what was written to the disk, and goes on in a new segment when one is full."""
+        """Brings what was written to the disk, and goes on in a new segment when one is full. It
+        rests while nothing is written.
+        """
         synced = -1
         while True:
+            await self._changed.wait()
             await self._mesh.clock.sleep(SYNC_S)
-            await self.log()
+            self._changed.clear()
+            await self.log()  # after all that was logged, and with what was deferred
             if synced != self._ledger.bytes_written:
                 synced = self._ledger.bytes_written
                 await self._mesh.host.run_blocking(self._ledger.sync, deadline_s=WRITE_S)

@@ -1,5 +1,5 @@
-"""A client of the sandboxes for tools and rewards: it spreads calls by load, repeats them when a
-sandbox fails, and reports failures of the author's code as typed errors.
+"""A client of a job's sandboxes for tools and rewards: it spreads calls by load, repeats them when
+a sandbox fails, and reports failures of the author's code as typed errors.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ from common.api.sandbox import (
     TIMEOUT,
     UNSUPPORTED,
     EndSessions,
-    JailSettings,
     LoadJob,
     Outcome,
     RewardBatch,
     RewardCall,
-    RewardPart,
     RunTools,
     Sandbox,
     ToolCall,
 )
 from common.errors import DeadlineExceeded, MeshError, NotFound, Overloaded, ToolFailed
-from common.job import builtin
-from common.job.config import JobConfig
-from common.job.job_data import JobData
-from common.runtime.batcher import Batcher
+from common.job import builtin, bundle_files, loading
+from common.job.job_data import MODULES, JobData
+from common.pool.names import sandbox, service
+from common.runtime.calls.batcher import Batcher
 from common.runtime.mesh import Mesh
 from common.state import registry
 from services.rollout.failures import REWARD, Failures, TrajectoryFailed
@@ -64,55 +62,23 @@ SAID = {  # how a call of the author's code failed, by its status
 }
 FINAL = (OK, RAISED, BAD_VALUE, UNSUPPORTED)  # asked again, such a call would end the same way
 KEPT = (OK, OUT_OF_MEMORY, REFUSED)  # how a cell may end whose session goes on
-SANDBOX = "sandbox/0"  # the one that every mesh has
 
 
 def load_request(job: JobData) -> LoadJob:
-    """What a sandbox is told of a job."""
-    config = job.config
-    parts = []
-    for part in config.reward.declared:
-        options = dict(part.options)
-        if builtin.is_builtin(part.use):  # what ends a turn is no part of the answer
-            options.setdefault("strip", [*config.rollout.stop, *config.rollout.stop_text])
-        parts.append(RewardPart(part.use, part.weight, options))
-    return LoadJob(
-        job.id,
-        str(job.modules),
-        dict(config.environment.tools),
-        parts,
-        config.environment.mcp,
-        jail_settings(config),
-    )
-
-
-def jail_settings(config: JobConfig) -> JailSettings:
-    sandbox = config.sandbox
-    return JailSettings(
-        tier=sandbox.tier,
-        python=sandbox.python,
-        root=sandbox.root,
-        runner=sandbox.runner,
-        imports=sandbox.imports,
-        wall_s=sandbox.wall_s,
-        cpu_s=sandbox.cpu_s,
-        memory_bytes=sandbox.memory_mb << 20,
-        processes=sandbox.max_processes,
-        open_files=sandbox.open_files,
-        scratch_bytes=sandbox.scratch_mb << 20,
-        files=sandbox.files,
-        output_bytes=sandbox.output_kb << 10,
-        sessions=sandbox.sessions,
-        session_idle_s=sandbox.session_idle_s,
-    )
+    """What a sandbox is told of a job. Damaged: the author's code is not what was packed."""
+    bundle_files.check(job.bundle, job.files, MODULES)
+    return loading.load_request(job)
 
 
 class Sandboxes:
-    """Which sandbox a batch goes to: the one with the fewest calls of ours, of those alive."""
+    """Which of a job's sandboxes a batch goes to: the one with the fewest calls of ours, of those
+    alive. Those of other jobs serve none of it.
+    """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._names: list[str] = [SANDBOX]
+    def __init__(self, mesh: Mesh, job: str) -> None:
+        self._mesh, self._job = mesh, job
+        self._first = sandbox(job, 0)  # the one that every job with tools or rewards has
+        self._names: list[str] = [self._first]
         self._looked = float("-inf")
         self._out: dict[str, int] = {}
 
@@ -122,7 +88,9 @@ class Sandboxes:
         if now - self._looked > LOOK_S:
             self._looked = now
             entries = await registry.entries(self._mesh.state, "sandbox")
-            self._names = sorted(e.name for e in entries if e.alive) or [SANDBOX]
+            alive = (e.name for e in entries if e.alive)
+            ours = (name for name in alive if service(name)[1] == self._job)
+            self._names = sorted(ours) or [self._first]
         return self._names
 
     async def choose(self, avoid: str = "") -> str:
@@ -170,7 +138,7 @@ class SandboxClient:
         self._mesh, self._job = mesh, job
         self._failures = failures or Failures(mesh, job.id)
         config = job.config
-        self._sandboxes = Sandboxes(mesh)
+        self._sandboxes = Sandboxes(mesh, job.id)
         self._jailed = {
             name for name, use in config.environment.tools.items() if builtin.jailed([use])
         }
@@ -188,14 +156,9 @@ class SandboxClient:
         )
         self._slow_reward = bool(jailed_reward)
 
-    @property
-    def _needed(self) -> bool:
-        config = self._job.config
-        return bool(config.environment.tools or config.reward.declared)
-
     async def load(self) -> None:
         """Tells the sandboxes about the job; one without tools and reward needs none."""
-        if self._needed:
+        if self._job.config.sandboxes:
             for name in await self._sandboxes.look():
                 await self._mesh.ref(name).call(Sandbox.load, load_request(self._job))
 
@@ -261,7 +224,7 @@ class SandboxClient:
         """The outcome, asked for again when the process that ran the call was lost or too slow, and
         when nobody has begun it in time.
         """
-        clock = self._mesh.clock
+        clock = self._mesh.job_clock
         began = clock.monotonic()
         once = isinstance(call, _Call) and (call.once or call.name in self._jailed)
         attempts = hangs = 0
@@ -370,7 +333,7 @@ class SandboxClient:
         self, method: Any, request: Any, calls: int, deadline_s: float
     ) -> list[Outcome | Exception]:
         """Sandboxes may die and come back: what is asked here is safe to run again, elsewhere."""
-        clock = self._mesh.clock
+        clock = self._mesh.job_clock
         started = clock.monotonic()
         avoid = ""
         while True:
@@ -404,7 +367,7 @@ class SandboxClient:
         except MeshError as error:
             if not error.retryable:
                 raise
-            return SANDBOX
+            return sandbox(self._job.id, 0)
 
     async def _load_on(self, name: str) -> None:
         """Damaged, if the modules are not what was packed: a sandbox imports them again."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from common.api.scoring import JudgeBatch, ScoreBatch, Scoring, scoring_name
 from common.errors import MeshError, RemoteFailure, ToolFailed
 from common.job.job_data import JobData
-from common.runtime.batcher import Batcher
+from common.runtime.calls.batcher import Batcher
 from common.runtime.interface import Call
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
@@ -99,7 +99,7 @@ class Scorer:
         """The answer, waited for while nobody is there to give it; RemoteFailure when the request
         has broken the process.
         """
-        ref, clock = self._mesh.ref(self._name), self._mesh.clock
+        ref, clock = self._mesh.ref(self._name), self._mesh.job_clock
         try:
             with self._mesh.wait(f"{method.name} by frozen models", on=self._name):
                 return await patiently(

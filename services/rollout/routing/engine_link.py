@@ -21,8 +21,9 @@ from common.api.engine import (
     Tokens,
 )
 from common.errors import MeshError, Refused
-from common.runtime.batcher import Batcher
-from common.runtime.mesh import Mesh, Ref
+from common.runtime.calls.batcher import Batcher
+from common.runtime.mesh import Mesh
+from common.runtime.ref import Ref
 from services.rollout.record.staging import OpenRequest
 from services.rollout.routing import balance
 from services.rollout.routing.cache_moves import MoveCosts
@@ -171,7 +172,7 @@ class EngineLink:
     def listen(self) -> None:
         """Publishes that this shard waits for the engine once it has been silent for a while."""
         silent = self._mesh.clock.monotonic() - self._heard > SILENT_S
-        if not self._busy:
+        if not self._busy or self._mesh.job_clock.held:
             self._silence.close()
         elif silent:
             self._silence.close()
@@ -202,7 +203,7 @@ class EngineLink:
 
     async def _ended(self, request: OpenRequest) -> int:
         """How a turn ends; one that takes too long as aborted, behind what has come of it."""
-        clock = self._mesh.clock
+        clock = self._mesh.job_clock
         try:
             async with clock.timeout(TURN_S, f"a turn on {self.name}"):
                 return await asyncio.shield(request.done)
@@ -287,7 +288,7 @@ class EngineLink:
         self._silence.close()
         self._heard = self._mesh.clock.monotonic()
         weights = flush.lineage, flush.version  # a new lineage may begin at an earlier version
-        if weights > self._weights:
+        if weights > self._weights or flush.version < 0:  # it holds nobody knows what
             self._weights = weights
             self._on_version()
         if len(flush.ids):

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from common.api.engine import Sampling
-from common.clock import Clock
 from common.errors import MeshError
 from common.runtime.mesh import Mesh
 from services.rollout.routing import balance
@@ -53,7 +52,7 @@ class Router:
         scheduler: Scheduler | None = None,
     ) -> None:
         self._mesh, self._sink, self._sampling, self._seats = mesh, sink, sampling, seats
-        self.clock: Clock = mesh.clock
+        self.clock = mesh.job_clock
         self.stop = frozenset(sampling.stop)
         self.scheduler = scheduler or Scheduler([LengthBucket(1 << 30, seats)], 1, Lengths())
         self.links: dict[str, EngineLink] = {}
@@ -63,7 +62,7 @@ class Router:
         self._queue: list[Stay] = []  # in the order of their turn
         self._lack = ExitStack()  # holds the wait that is published while no engine may serve them
         self._arrivals = 0
-        self._balanced_at = mesh.clock.monotonic()
+        self._balanced_at = self.clock.monotonic()
         self.caches: Counter[str] = Counter()  # what became of them: move, recompute
         self.continued = 0  # trajectories that went on elsewhere after their engine failed
         self.moved = 0  # moves made because another engine was better
@@ -102,7 +101,7 @@ class Router:
             link.listen()
         self.dispatch()  # one that rested may serve again
         self._tell()
-        now = self._mesh.clock.monotonic()
+        now = self.clock.monotonic()
         if now - self._balanced_at >= BALANCE_S:
             self._balanced_at = now
             self._balance()
@@ -133,18 +132,21 @@ class Router:
 
     def _tell(self) -> None:
         """Publishes that trajectories wait for an engine that is not there: none has their version.
-        To wait for room is no news.
+        To wait for room is no news, and a job that is paused waits for nobody.
         """
         self._lack.close()
+        if self.clock.held:
+            return
         newest = max(self.links.values(), key=lambda link: link.version, default=None)
         version = NO_VERSION if newest is None else newest.version
         lacking = [stay for stay in self._queue if stay.trajectory.version > version]
         if lacking:
             wanted = min(stay.trajectory.version for stay in lacking)
             on = "an engine" if newest is None else newest.name
-            since = min(stay.since for stay in lacking)
+            waited_s = self.clock.monotonic() - min(stay.since for stay in lacking)
+            waits = self._mesh.waits
             self._lack.enter_context(
-                self._mesh.waits.wait(f"an engine at version {wanted}", on, since)
+                waits.wait(f"an engine at version {wanted}", on, waits.began(waited_s))
             )
 
     def _loads(self) -> list[EngineLoad]:

@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Protocol
 
 from common.api.engine import Finish
-from common.clock import Clock
 from common.errors import MeshError, ToolFailed
+from common.job_clock import JobClock
 from services.rollout.record.staging import OpenRequest
 from services.rollout.routing.cmlfq import Course
 from services.rollout.routing.engine_link import EngineLink
@@ -41,7 +41,7 @@ class Whereabouts(Enum):
 class Engines(Protocol):
     """What a stay asks of the shard's engines as a whole; see `Router`."""
 
-    clock: Clock
+    clock: JobClock
     stop: frozenset[int]  # tokens that end a turn
     caches: Counter[str]  # what became of those that were left behind: move, recompute
     continued: int  # trajectories that went on elsewhere after their engine failed
@@ -257,7 +257,11 @@ class Stay:
         self._engines.dispatch()
 
     def _failed(self, finish: Finish) -> None:
-        """Counts an engine that did not finish a turn; ToolFailed when that makes too many."""
+        """Counts an engine that did not finish a turn; ToolFailed when that makes too many. The
+        engines of a job that is paused were taken from it.
+        """
+        if self._engines.clock.held:
+            return
         now = self._engines.clock.monotonic()
         identity = self.trajectory.id
         self._failing_since = self._failing_since or now

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.errors import DeadlineExceeded
-from common.grading.cases import BadTests as BadTests
 from services.sandbox.grading.equality import Tolerance
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import Jail, JailFailed
@@ -27,12 +26,11 @@ class Attempt:
         self,
         launcher: JailLauncher,
         slots: JailSlots,
-        job: str,
         limits: JailLimits,
         options: dict[str, Any],
     ) -> None:
         self.launcher, self.clock, self.slots = launcher, launcher.clock, slots
-        self.job, self.options = job, options
+        self.options = options
         self.partial = bool(options.get("partial", True))
         self.tolerance = Tolerance.of(options)
         self.late = 0  # cases that ended their jail

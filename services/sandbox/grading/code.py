@@ -35,14 +35,13 @@ class Grading:
         self,
         launcher: JailLauncher,
         slots: JailSlots,
-        job: str,
         limits: JailLimits,
         options: dict[str, Any],
         suites: real_pytest.Suites | None = None,
     ) -> None:
         """`suites` is where the runner `pytest` runs; without it, there is none."""
         self._options, self._suites = options, suites
-        self._attempt = Attempt(launcher, slots, job, limits, options)
+        self._attempt = Attempt(launcher, slots, limits, options)
 
     async def reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> Answer:
         """The share of tests passed; all or nothing without `partial`."""

@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 from common.errors import BadMessage, PeerLost
+from common.grading.cases import BadTests
 from common.grading.support import Unsupported
 from services.sandbox.grading.attempt import (
     RETRIES,
     SEND_S,
     Attempt,
-    BadTests,
     answering,
     ended,
 )
@@ -35,7 +35,7 @@ async def passed(attempt: Attempt, source: str, tests: str) -> list[bool]:
     """Which of the tests the solution passes, in the order of their source."""
     found: list[bool] = []
     count = 1
-    async with attempt.slots.of(attempt.job):
+    async with attempt.slots.one():
         early = 0
         while len(found) < count and not attempt.over(found):
             pair = await _pair(attempt, source, tests)

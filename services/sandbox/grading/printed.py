@@ -24,7 +24,7 @@ async def _printed(attempt: Attempt, source: str, case: Printed) -> bool:
     wanted = max(len(text.encode()) for text in case.accepted)
     limits = attempt.limits
     limits = replace(limits, output_bytes=limits.output_bytes + SPACES * wanted)
-    async with attempt.slots.of(attempt.job):
+    async with attempt.slots.one():
         program = {"mode": "program", "source": source, "graded": True}
         ran = await attempt.launcher.run(program, limits, case.stdin.encode())
     attempt.late += ran.status == TIMEOUT

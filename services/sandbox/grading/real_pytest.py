@@ -44,7 +44,7 @@ class Suites:
 async def passed(attempt: Attempt, suite: Suites, source: str, tests: str) -> list[bool]:
     """Which of the tests the solution passes, in the order in which pytest runs them."""
     found: list[bool] = []
-    async with attempt.slots.of(attempt.job):
+    async with attempt.slots.one():
         known = await _known(attempt, suite, tests)
         early = 0
         while len(found) < len(known) and not attempt.over(found):

@@ -18,7 +18,7 @@ import psutil
 from common.clock import Clock
 from common.errors import MeshError, PeerLost
 from common.job.runners import Runner
-from common.process import limits as host_limits
+from common.process.ends import limits as host_limits
 from common.process.host import Host
 from common.runtime.waits import WaitTable
 from services.sandbox.ends import KILLED, Ends

@@ -164,7 +164,7 @@ def main() -> None:
             image = [outer.root] if outer.root else []
             gathered = gather([*outer.places, *outer.packages, jail, *image])
             own_users = users.namespace(users.PLAIN_ID)
-            users.become(users.PLAIN_ID)
+            kernel.become(users.PLAIN_ID)
         else:
             users.become_able_to_change(users.PLAIN_ID)
     os.chdir("/")

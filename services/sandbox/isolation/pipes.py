@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import socket
 from abc import ABC, abstractmethod
@@ -207,22 +206,10 @@ class Pipe(_Reader):
             yield frame
 
     def _frame(self) -> Any:
-        if len(self._buffer) < frames.LENGTH:
-            return None
-        length = int.from_bytes(self._buffer[: frames.LENGTH], "little")
-        if length > self._limit:
-            raise BadMessage(f"a frame of {length} bytes from a jail")
-        if len(self._buffer) < frames.LENGTH + length:
-            return None
-        body = bytes(self._buffer[frames.LENGTH : frames.LENGTH + length])
-        del self._buffer[: frames.LENGTH + length]
         try:
-            value = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise BadMessage(f"a frame from a jail that is not JSON: {error}") from None
-        if not isinstance(value, dict):
-            raise BadMessage("a frame from a jail that is no object")
-        return value
+            return frames.taken(self._buffer, self._limit)
+        except frames.Closed as error:
+            raise BadMessage(f"from a jail: {error}") from None
 
 
 def _wake(future: asyncio.Future[None]) -> None:

@@ -20,6 +20,7 @@ from common.clock import Clock, SystemClock
 from common.errors import MeshError
 from common.job.isolation import MEANING
 from common.job.runners import Runner
+from common.process import container
 from common.process.host import Host, SystemHost
 from services.sandbox.isolation import cgroups
 from services.sandbox.isolation.interpreters import Interpreter, interpreter_of
@@ -39,6 +40,7 @@ class Found:
     tier: str
     fix: str  # how to reach a better one; empty: it is the best
     runner: str = ""  # the program that starts its containers, in the tier that is named so
+    sure: bool = True  # else a better one was tried and failed, which it may not do again
 
     @property
     def meaning(self) -> str:
@@ -60,8 +62,9 @@ async def find(host: Host, clock: Clock, log: Path | None = None) -> Found:
                 return Found("cgroup", no_cores(homes.missing))
             return Found("bwrap", no_groups())
     if landlock.abi() >= landlock.TIER and not await tried("landlock", host, clock, log):
-        return Found("landlock", no_bwrap(problem))
-    return Found("none", no_bwrap(problem))
+        return Found("landlock", no_bwrap(problem), sure=lacks_bwrap())
+    sure = lacks_bwrap() and landlock.abi() < landlock.TIER
+    return Found("none", f"{no_bwrap(problem)}; {no_landlock()}", sure=sure)
 
 
 async def of_runner(interpreter: Interpreter, host: Host, clock: Clock, log: Path | None) -> Found:
@@ -70,7 +73,7 @@ async def of_runner(interpreter: Interpreter, host: Host, clock: Clock, log: Pat
     problem = await tried("runner", host, clock, log, interpreter)
     if not problem:
         return Found("runner", "", runner.name)
-    return Found("none", f"sandbox.runner: {problem}")
+    return Found("none", f"sandbox.runner: {problem}", sure=False)
 
 
 async def tried(
@@ -129,6 +132,21 @@ def no_groups() -> str:
     return "run as root, or delegate a control group: systemd-run --user --scope -p Delegate=yes"
 
 
+def no_landlock() -> str:
+    """Why the tier below bubblewrap is not left either."""
+    abi = landlock.abi()
+    if abi >= landlock.TIER:
+        return "Landlock does not work here"
+    return f"Landlock of this kernel is of version {abi}, and {landlock.TIER} (Linux 6.12) it takes"
+
+
+def lacks_bwrap() -> bool:
+    """Whether this host's settings keep bubblewrap from working, whatever a try of it said."""
+    if not shutil.which("bwrap") or _reads(DEBIAN, "0") or _reads(USERNS, "0"):
+        return True
+    return _contained() and bool(container.user_namespaces_refused() or container.masked_proc())
+
+
 def no_bwrap(problem: str) -> str:
     """What keeps bubblewrap from working, as far as the host says."""
     if not shutil.which("bwrap"):
@@ -143,12 +161,23 @@ def no_bwrap(problem: str) -> str:
     if _reads(USERNS, "0"):
         return "user namespaces are off: sysctl -w user.max_user_namespaces=65536"
     if _contained():
-        return (
-            "the container's profile keeps processes from namespaces: docker run --security-opt "
-            "seccomp=unconfined --security-opt apparmor=unconfined --security-opt "
-            "systempaths=unconfined"
-        )
+        return in_container(container.user_namespaces_refused(), container.masked_proc(), problem)
     return f"bwrap does not work here: {problem}"
+
+
+def in_container(refused: str, masked: bool, problem: str) -> str:
+    """What of a container's settings keeps bubblewrap from working, and what to add to them."""
+    why, ways = [], []
+    if refused:
+        why.append(refused)
+        ways.append("--security-opt seccomp=compose/seccomp.json")
+    if masked:
+        why.append("/proc is masked, and jails have one of their own")
+        ways.append("--security-opt systempaths=unconfined (Kubernetes: procMount: Unmasked)")
+    if not why:
+        why.append(f"bwrap does not work in this container ({problem})")
+        ways.append("--security-opt apparmor=unconfined, where the host has AppArmor")
+    return f"{'; '.join(why)}: add {', '.join(ways)}"
 
 
 def _reads(path: Path, text: str) -> bool:
@@ -159,10 +188,7 @@ def _reads(path: Path, text: str) -> bool:
 
 
 def _contained() -> bool:
-    if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists():
-        return True
-    status = Path("/proc/self/status").read_text()
-    return "\nSeccomp:\t2" in status  # a filter above us: some runtime's
+    return bool(container.kind()) or container.rights().seccomp == "filtered"  # some runtime's
 
 
 async def _main() -> None:
@@ -184,7 +210,7 @@ async def _main() -> None:
             found = Found("none", error.fix or error.message)
             problem = error.message
     said = {"tier": found.tier, "fix": found.fix, "meaning": found.meaning, "problem": problem}
-    print(json.dumps(said))
+    print(json.dumps({**said, "sure": found.sure}))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def namespace(plain: int) -> int:
     wait, over = os.pipe()
     child = os.fork()
     if child == 0:
-        become(plain)
+        kernel.become(plain)
         kernel.unshare(kernel.CLONE_NEWUSER)
         os.write(made, b"y")
         os.close(over)
@@ -63,12 +63,5 @@ def namespace(plain: int) -> int:
 def become_able_to_change(user: int) -> None:
     """Becomes that user, who may become others, and nothing else that root may."""
     kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
-    become(user)
+    kernel.become(user)
     kernel.keep_capabilities((kernel.CAP_SETGID, kernel.CAP_SETUID))
-
-
-def become(user: int) -> None:
-    """Becomes that user, of the group of that number, and of no other group."""
-    os.setgroups([])
-    os.setresgid(user, user, user)
-    os.setresuid(user, user, user)

@@ -40,13 +40,31 @@ def receive(fd: int, wait: Callable[[], None] | None = None) -> Any:
     if length > LIMIT:
         raise Closed(f"a frame of {length} bytes")
     try:
-        text = _exactly(fd, length, wait).decode()
-        value, end = _scan(text, 0)
-        if end != len(text):
-            raise ValueError("more than a value")
-        return value
+        return parsed(_exactly(fd, length, wait))
     except (ValueError, StopIteration, RecursionError, MemoryError) as error:
         raise Closed(f"not JSON: {type(error).__name__}") from None
+
+
+def taken(buffer: bytearray, limit: int) -> dict[str, Any] | None:
+    """The next frame of what has come, which the buffer loses; None if it is not all there. Closed
+    when it is longer than `limit`, or no object.
+    """
+    if len(buffer) < LENGTH:
+        return None
+    length = int.from_bytes(buffer[:LENGTH], "little")
+    if length > limit:
+        raise Closed(f"a frame of {length} bytes")
+    if len(buffer) < LENGTH + length:
+        return None
+    body = bytes(buffer[LENGTH : LENGTH + length])
+    del buffer[: LENGTH + length]
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Closed(f"a frame that is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise Closed("a frame that is no object")
+    return value
 
 
 def parsed(body: bytes) -> Any:

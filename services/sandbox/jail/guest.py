@@ -179,6 +179,7 @@ def _cells(fd: int) -> None:
     """One cell after the other in one namespace, as in a notebook: a last expression is shown."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
+    own = os.getpid()
     number = 0
     while True:
         cell = frames.receive(fd)
@@ -196,6 +197,8 @@ def _cells(fd: int) -> None:
                 stream.flush()
             except (OSError, ValueError):
                 continue
+        if os.getpid() != own:  # a process that the cell has forked came back
+            os._exit(status)
         frames.send(fd, {"cell": cell["token"], "exit": status})
 
 
@@ -220,6 +223,7 @@ def _calls(program: dict[str, Any], fd: int) -> None:
     """Calls one function of the program with what comes, and says what it returned."""
     module = _module(program["source"], "solution")
     judged.named(module, program["function"])
+    own = os.getpid()
     frames.send(fd, {"ready": True})
     while True:
         asked = frames.receive(fd)
@@ -233,4 +237,6 @@ def _calls(program: dict[str, Any], fd: int) -> None:
         except BaseException as error:
             answer["raised"] = type(error).__name__
             show(error)
+        if os.getpid() != own:
+            os._exit(0)
         frames.send(fd, answer)

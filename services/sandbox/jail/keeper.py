@@ -139,9 +139,7 @@ def _namespaces(limits: dict[str, Any], user: int, proc: int) -> None:
 
 def _become(user: int) -> None:
     """The jail's own user. A change hides our files in /proc, which are still to be written."""
-    os.setgroups([])
-    os.setresgid(user, user, user)
-    os.setresuid(user, user, user)
+    kernel.become(user)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
 
 

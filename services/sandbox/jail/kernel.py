@@ -71,6 +71,13 @@ def prctl(option: int, value: int, third: int = 0) -> None:
     called("prctl", option, value, third, 0, 0)
 
 
+def become(user: int) -> None:
+    """Becomes that user, of the group of that number, and of no other group."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
 def drop_capabilities() -> None:
     """None is left, and as no program gives new privileges any more, none can be had again."""
     header = struct.pack("Ii", CAP_VERSION_3, 0)

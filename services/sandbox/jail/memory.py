@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 
 LOOK_S = 0.05  # between two looks; a core fills some 100 MB meanwhile
-LOOK_SHARE = 50  # times what a look took: looking costs 2 % of a core at most
+LOOK_SHARE = 50  # times the CPU time that a look took: looking costs 2 % of a core at most
+LOOKS = 20  # at processes that come and go, before they are over the limit
 PAGE = os.sysconf("SC_PAGE_SIZE")
 OVERHEAD_BYTES = 16 << 20  # as of control groups: what a fork has beside what the program asks for
 
@@ -34,19 +35,29 @@ class Watched:
 
     def over(self) -> bool:
         """Whether they are over the limit now."""
-        begun = time.monotonic()
+        begun = time.thread_time()
         found = self._newest() != self._only and self._is_over()
-        now = time.monotonic()
-        self.due = now + max(LOOK_S, LOOK_SHARE * (now - begun))
+        self.due = time.monotonic() + max(LOOK_S, LOOK_SHARE * (time.thread_time() - begun))
         return found
 
     def _is_over(self) -> bool:
-        members = self._members()
-        resident = {pid: _resident(pid) for pid in members}
-        if sum(resident.values()) <= self._limit:
-            return False
-        # Pages that several have count for each above, and by their share here.
-        return sum(_share(pid, resident[pid]) for pid in members) > self._limit
+        # When one of them ends, its part of what is shared becomes the others': looks at each in
+        # turn are believed when nobody came or went meanwhile, or when all of many say the same.
+        for _ in range(LOOKS):
+            resident = self._resident()
+            if sum(resident.values()) <= self._limit:
+                return False
+            # Pages that several have count for each above, and by their share here.
+            if sum(_share(pid, most) for pid, most in resident.items()) <= self._limit:
+                return False
+            if self._resident().keys() == resident.keys():
+                return True
+        return True
+
+    def _resident(self) -> dict[int, int]:
+        """Bytes of those that have memory: of one that has ended there may still be a number."""
+        found = {pid: _resident(pid) for pid in self._members()}
+        return {pid: size for pid, size in found.items() if size}
 
 
 def _resident(pid: int) -> int:
@@ -58,12 +69,16 @@ def _resident(pid: int) -> int:
 
 
 def _share(pid: int, most: int) -> int:
-    """Its pages, those that it shares by its part of them; `most` where it keeps that from us."""
+    """Its pages, those that it shares by its part of them; `most` where it keeps that from us, none
+    once it has ended.
+    """
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
             for line in file:
                 if line.startswith(b"Pss:"):
                     return int(line.split()[1]) << 10
-    except OSError:
+    except PermissionError:
         return most
+    except OSError:  # it has ended
+        return 0
     return most

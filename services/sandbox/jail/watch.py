@@ -15,7 +15,7 @@ from .refusals import Refusals
 LOOK_S = 0.005  # the least between two looks at the clocks of a guest
 FIRST_LOOK_S = 0.02  # from a call's begin to the first: most have ended, and no time is so short
 BLIND_LOOK_S = 0.03  # most between two looks once processes have come and gone unseen
-LOOK_SHARE = 20  # times what a look took: the keeper of a large jail does not only look
+LOOK_SHARE = 20  # times the CPU time of a look: the keeper of a large jail does not only look
 SLOWEST, SLOWEST_S = 10, 20.0  # times its wall clock limit, and more: waiting for cores included
 SETTING_UP_S = 0.1  # between two looks whether a guest has been set up that takes long
 FROZEN_S = 3600.0  # between two looks at who cannot run
@@ -94,14 +94,14 @@ class Watch:
                     return {**self._ended(""), "memory": True}
                 now = time.monotonic()
             if now >= self._next_look:
+                begun = time.thread_time()
                 left, which = self._left()
                 if left <= 0:
                     return self._ended(which)
                 if self._cpu.blind and not self._paused:
                     left = min(left, BLIND_LOOK_S)
-                after = time.monotonic()
-                self._next_look = after + max(left, LOOK_S, LOOK_SHARE * (after - now))
-                now = after
+                now, took = time.monotonic(), time.thread_time() - begun
+                self._next_look = now + max(left, LOOK_S, LOOK_SHARE * took)
             next_look = self._next_look
             if self._memory is not None and not self._stopped:
                 next_look = min(next_look, self._memory.due)

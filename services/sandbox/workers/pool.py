@@ -26,8 +26,8 @@ from common.errors import (
     ToolFailed,
 )
 from common.job.authored import placed
-from common.process import limits as host_limits
 from common.process.child import FRAME_LIMIT
+from common.process.ends import limits as host_limits
 from common.process.handle import Child, Usage
 from common.process.host import Host
 from common.runtime.waits import WaitTable

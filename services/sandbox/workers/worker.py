@@ -157,7 +157,7 @@ def described(error: BaseException, directory: str) -> str:
     """Type, text, and the line of the job's code that raised."""
     text = shown_error(error)
     if isinstance(error, OSError | MemoryError | RuntimeError):
-        from common.process import limits  # hardly ever needed
+        from common.process.ends import limits  # hardly ever needed
 
         if limit := limits.hit(error):
             text = f"{text}. {limit}"

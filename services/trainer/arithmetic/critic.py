@@ -58,6 +58,16 @@ def attach(policy: Decoder) -> None:
 
 
 @torch.no_grad()
+def begin(policy: Decoder) -> None:
+    """Sets the values of a critic that was attached on a `meta` device; nothing without one."""
+    if hasattr(policy, "critic"):
+        found = critic_of(policy)
+        found.head.zero_()
+        found.bias.zero_()
+        follow(policy)
+
+
+@torch.no_grad()
 def follow(policy: Decoder) -> None:
     """The critic's trunk becomes the policy's: what it starts from before it learns anything."""
     own = dict(policy.named_parameters())

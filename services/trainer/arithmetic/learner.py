@@ -7,8 +7,7 @@ the sums are added.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -18,16 +17,18 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
 from common.model.decoder import Decoder
+from common.weights.images import load_tensor
+from common.weights.laying import Part
 from services.trainer.algorithms import algorithm
-from services.trainer.arithmetic import critic, lora
+from services.trainer.arithmetic import critic, cut_rows, lora
 from services.trainer.arithmetic.forward import Outputs, forward, fuse
 from services.trainer.arithmetic.optimizers import Optimizer
 from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.precision import WorkingCopy
 from services.trainer.arithmetic.stats import BinStats, describe, describe_values
-from services.trainer.core.saved_state import load_state
 from services.trainer.losses.objective import objective
 from services.trainer.losses.terms import Terms
+from services.trainer.rows.saved import MASTER, SavedRows
 
 
 class Learner:
@@ -139,7 +140,7 @@ class Learner:
         if norm > self._rates.clip_norm:
             gradient *= self._rates.clip_norm / (norm + 1e-6)
         self._optimizer.step(gradient, lr_factor)
-        self._refresh()
+        self.refresh()
         self.steps += 1
         return norm
 
@@ -147,36 +148,92 @@ class Learner:
         """The model's parameters by name, no critic's; views, which the next step changes."""
         return critic.published((name, p.detach()) for name, p in self.model.named_parameters())
 
+    def rows(self, names: Iterable[str], part: int = 0, parts: int = 1) -> dict[str, Part]:
+        """Part number `part` of `parts` of the rows of some weights that lie here; views."""
+        own = self.weights()
+        return {name: self._part(name, own[name]).slice(part, parts) for name in names}
+
+    def saved(self, masters: bool) -> dict[str, Part]:
+        """What a checkpoint keeps of the rows that lie here: the state, and with `masters` the
+        weights in float32; views, but for counts.
+        """
+        found = {name: self._part(name, tensor) for name, tensor in self.state().items()}
+        if masters:
+            found |= {MASTER + name: part for name, part in self.rows(self.weights()).items()}
+        return found
+
+    def _part(self, name: str, tensor: Tensor) -> Part:
+        """What lies here of a tensor, which is all of it."""
+        return Part(tuple(tensor.shape), 0, tensor)
+
     def copied_weights(self) -> dict[str, Tensor]:
         """What `weights` gives, as copies in the host's memory, which stay."""
         return {name: tensor.to("cpu", copy=True) for name, tensor in self.weights().items()}
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """All that the next step depends on beside the weights; copies in the host's memory."""
-        valued = critic.own((name, p.detach()) for name, p in self.model.named_parameters())
-        copied = {name: tensor.clone() for name, tensor in valued.items()}
-        state = self._optimizer.state() | copied | {"steps": torch.tensor(self.steps)}
-        return {name: tensor.to("cpu") for name, tensor in state.items()}
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.state().items()}
 
-    def restore(self, path: Path, weights: Mapping[str, Tensor]) -> None:
-        """Goes on from weights and what `checkpoint.save_state` wrote of `optimizer_state`."""
-        state = self.optimizer_state()
-        load_state(path, state)
-        self.load_weights(weights)
+    def state(self) -> dict[str, Tensor]:
+        """What `optimizer_state` copies; all but the counts in place."""
+        valued = critic.own((name, p.detach()) for name, p in self.model.named_parameters())
+        return self._optimizer.state() | valued | {"steps": torch.tensor(self.steps)}
+
+    @torch.no_grad()
+    def restore(self, saved: SavedRows, fill: Callable[[str, Part], None]) -> None:
+        """Goes on from what somebody has saved of `saved`, and from weights that `fill` puts into
+        their rows. Damaged when some of it is missing.
+        """
+        for name, part in self.rows(self.weights()).items():
+            fill(name, part)
+        state = self.state()
+        for name, tensor in state.items():
+            saved.fill(name, self._part(name, tensor))
         self._optimizer.load(state)
-        if self._critic:
-            critic.load(self.model, state)
-        self._refresh()
+        self.refresh()
         self.steps = int(state["steps"])
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Takes over weights only; what follows from them, passes and a critic, begins anew."""
         with torch.no_grad():
             for name, parameter in critic.published(self.model.named_parameters()).items():
-                parameter.copy_(weights[name])
+                load_tensor(weights, name, parameter)
         if self._critic:
             critic.follow(self.model)
-        self._refresh()
+        self.refresh()
+
+    # -- what it goes on from --------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors that the next step depends on, by name: no copies, of a rank its rows."""
+        named = {f"model.{name}": cut_rows.local(p) for name, p in self.model.named_parameters()}
+        moments = self._optimizer.tensors()
+        return named | {f"optimizer.{name}": tensor for name, tensor in moments.items()}
+
+    def derived(self) -> dict[str, Tensor]:
+        """Tensors that `refresh` makes of the others."""
+        return {} if self._copy is None else dict(self._copy.model.named_parameters())
+
+    def counts(self) -> dict[str, int]:
+        """The numbers that the next step depends on beside the tensors."""
+        return {"steps": self.steps, "updates": self._optimizer.updates}
+
+    def go_on(self, counts: Mapping[str, int]) -> None:
+        """Its tensors have been given other values, and `counts` belongs to them."""
+        self.steps, self._optimizer.updates = counts["steps"], counts["updates"]
+        self.refresh()
+
+    def forget_gradients(self) -> None:
+        """Lets go of the gradient that was computed last; the next one has memory of its own."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self._copy is not None:
+            self._copy.collect([None for _ in self.model.parameters()])
+
+    @property
+    def bytes(self) -> int:
+        """That its tensors take."""
+        return sum(t.nbytes for t in (*self.tensors().values(), *self.derived().values()))
 
     def _norm(self, gradient: Tensor) -> float:
         return float(gradient.norm())
@@ -190,7 +247,8 @@ class Learner:
         """The model that passes run on."""
         return self.model if self._copy is None else self._copy.model
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Passes compute with the weights as they are now."""
         if self._copy is not None:
             self._copy.refresh()
 
@@ -226,10 +284,12 @@ class Learner:
 
 def add(results: Iterable[tuple[Tensor, BinStats]]) -> tuple[Tensor, BinStats]:
     """The sum over bins, in the order given: float addition has one."""
-    (total, stats), *rest = results
-    for gradient, more in rest:
+    found = iter(results)
+    total, stats = next(found)
+    for gradient, more in found:
         total += gradient
         stats += more
+        del gradient  # before there is the next one
     return total, stats
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -17,25 +19,40 @@ def adapt(model: Decoder, config: LoraConfig, seed: int) -> None:
     Parameters that train are from then on those with `requires_grad`. ConfigError when adapters do
     not fit the model.
     """
+    attach(model, config)
+    fill(model, seed)
+
+
+def attach(model: Decoder, config: LoraConfig) -> None:
+    """Does so without values, as on a `meta` device: `drawn` has them."""
     check_adapters(model.config, config.rank, config.targets)
-    generator = torch.Generator()
-    generator.manual_seed(seed)
     names = targeted(model.config, config.targets)
     model.requires_grad_(False)
     for layer in model.layers:
         assert isinstance(layer, Layer)
         layer.adapters = Adapters(model.config, names, config.rank, config.scale, like=layer.qkv)
-        for part in layer.adapters.children():
-            assert isinstance(part, LowRank)
-            _normal(part.a, generator)
 
 
 @torch.no_grad()
-def _normal(a: Tensor, generator: torch.Generator) -> None:
-    """Normal values with the model's own spread, std fan_in**-0.5; drawn on the CPU, wherever `a`
-    lies.
+def fill(model: Decoder, seed: int) -> None:
+    """Gives the adapters of a whole model their values."""
+    for parameter, values in drawn(model, seed):
+        parameter.copy_(values)
+
+
+def drawn(model: Decoder, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Each parameter of the adapters with what it begins with, drawn on the CPU: A normal with the
+    model's own spread, std fan_in**-0.5, and B zero. None where there are no adapters.
     """
-    a.copy_(torch.empty(a.shape).normal_(std=a.shape[1] ** -0.5, generator=generator))
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    every = (part for layer in model.layers for part in layer.modules())
+    for part in every:
+        if isinstance(part, LowRank):
+            rank, fan_in = part.a.shape
+            a = torch.empty(rank, fan_in).normal_(std=fan_in**-0.5, generator=generator)
+            yield part.a, a
+            yield part.b, torch.zeros(part.b.shape)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

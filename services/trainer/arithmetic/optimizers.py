@@ -72,11 +72,27 @@ class Optimizer:
             muon.step(gradient, lr_factor)
 
     def state(self) -> dict[str, Tensor]:
-        """Flat and by parameter name, so that it does not depend on how parameters are grouped."""
+        """Flat and by parameter name, so that it does not depend on how parameters are grouped. No
+        copies: writing to a moment changes it.
+        """
         state = self._adamw.state()
         for muon in self._muons:
             state |= muon.state()
         return state
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that it keeps, as it lies in memory."""
+        moments = {f"muon.{i}": muon.momentum for i, muon in enumerate(self._muons)}
+        return {"adamw.mean": self._adamw.mean, "adamw.square": self._adamw.square, **moments}
+
+    @property
+    def updates(self) -> int:
+        """How many AdamW has made, which its bias corrections go by."""
+        return self._adamw.steps
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        self._adamw.steps = count
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         self._adamw.load(state)
@@ -119,35 +135,35 @@ class AdamW:
         self._parts, self.lr, self.weight_decay = parts, lr, weight_decay
         self._sizes = [part.numel for part in parts]
         device = parts[0].parameter.device if parts else None
-        self._mean = torch.zeros(sum(self._sizes), device=device)
-        self._square = torch.zeros_like(self._mean)
-        self._steps = 0
+        self.mean = torch.zeros(sum(self._sizes), device=device)
+        self.square = torch.zeros_like(self.mean)
+        self.steps = 0
 
     def step(self, gradient: Tensor, lr_factor: float) -> None:
         if not self._parts:
             return
         own = torch.cat([gradient[part.span] for part in self._parts])
-        self._steps += 1
-        self._mean.lerp_(own, 1 - BETAS[0])
-        self._square.mul_(BETAS[1]).addcmul_(own, own, value=1 - BETAS[1])
+        self.steps += 1
+        self.mean.lerp_(own, 1 - BETAS[0])
+        self.square.mul_(BETAS[1]).addcmul_(own, own, value=1 - BETAS[1])
         lr = self.lr * lr_factor
-        scale = math.sqrt(1 - BETAS[1] ** self._steps)
-        move = self._mean / (self._square.sqrt().div_(scale).add_(EPSILON))
-        move *= -lr / (1 - BETAS[0] ** self._steps)
+        scale = math.sqrt(1 - BETAS[1] ** self.steps)
+        move = self.mean / (self.square.sqrt().div_(scale).add_(EPSILON))
+        move *= -lr / (1 - BETAS[0] ** self.steps)
         for part, delta in zip(self._parts, torch.split(move, self._sizes), strict=True):
             values = part.values.mul_(1 - lr * self.weight_decay)
             values.add_(delta.view(part.shape))
 
     def state(self) -> dict[str, Tensor]:
-        state = {"adamw.steps": torch.tensor(self._steps)}
-        for kind, moment in (("mean", self._mean), ("square", self._square)):
+        state = {"adamw.steps": torch.tensor(self.steps)}
+        for kind, moment in (("mean", self.mean), ("square", self.square)):
             for part, piece in zip(self._parts, torch.split(moment, self._sizes), strict=True):
-                state[f"adamw.{kind}.{part.name}"] = piece.view(part.shape).clone()
+                state[f"adamw.{kind}.{part.name}"] = piece.view(part.shape)
         return state
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        self._steps = int(state["adamw.steps"])
-        for kind, moment in (("mean", self._mean), ("square", self._square)):
+        self.steps = int(state["adamw.steps"])
+        for kind, moment in (("mean", self.mean), ("square", self.square)):
             for part, piece in zip(self._parts, torch.split(moment, self._sizes), strict=True):
                 piece.copy_(state[f"adamw.{kind}.{part.name}"].reshape(-1))
 
@@ -160,14 +176,14 @@ class Muon:
         first = parts[0].parameter
         self._height = first.shape[-2]
         self._stretch = max(1.0, first.shape[-2] / first.shape[-1]) ** 0.5  # tall ones move further
-        self._momentum = torch.zeros(len(parts), *parts[0].shape, device=first.device)
+        self.momentum = torch.zeros(len(parts), *parts[0].shape, device=first.device)
         # A stack of matrices is cut between matrices, which stay whole.
         self._group = group_of(first) if first.dim() == 2 else None
 
     def step(self, gradient: Tensor, lr_factor: float) -> None:
         own = torch.stack([gradient[part.span].view(part.shape) for part in self._parts])
-        self._momentum.lerp_(own, 1 - MOMENTUM)
-        own.lerp_(self._momentum, MOMENTUM)
+        self.momentum.lerp_(own, 1 - MOMENTUM)
+        own.lerp_(self.momentum, MOMENTUM)
         if self._group is None:
             update = orthogonal(own)
         else:
@@ -178,11 +194,11 @@ class Muon:
             values.add_(delta, alpha=-lr * self._stretch)
 
     def state(self) -> dict[str, Tensor]:
-        moments = zip(self._parts, self._momentum, strict=True)
-        return {f"muon.momentum.{part.name}": momentum.clone() for part, momentum in moments}
+        moments = zip(self._parts, self.momentum, strict=True)
+        return {f"muon.momentum.{part.name}": momentum for part, momentum in moments}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        for part, momentum in zip(self._parts, self._momentum, strict=True):
+        for part, momentum in zip(self._parts, self.momentum, strict=True):
             momentum.copy_(state[f"muon.momentum.{part.name}"])
 
 

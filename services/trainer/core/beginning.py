@@ -4,10 +4,12 @@ now), or the given weights.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +21,8 @@ from common.job.job_data import JobData
 from common.job.model_shape import model_config
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
-from common.model.hf import load_model
+from common.model.formats.checkpoint import load_config
+from common.model.rows import Beginning, Drawn, Stored, begin
 from common.model.tokenizer import Tokenizer
 from common.random import Random
 from common.records import damage
@@ -28,7 +31,8 @@ from services.trainer.arithmetic.forward import checkpoint_layers
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.core import warm_start
 
-L = TypeVar("L", bound=Learner)
+T = TypeVar("T")
+Pieces = Generator[None, None, T]  # of arithmetic, and what it returns in the end
 Tell = Callable[[dict[str, Any]], None]  # takes the fields of an event `damaged`
 
 COMPILE_S = 600.0  # some 10 s on a quiet core; processes of one host wait for each other
@@ -45,28 +49,35 @@ def compile_kernels() -> None:
 
 def fresh_learner(data: JobData) -> Learner:
     """A learner on the job's model as it is given, or initialised from the job's seed."""
-    return fresh(data, Learner)
-
-
-def fresh(data: JobData, make: Callable[..., L]) -> L:
-    """What `fresh_learner` gives, for a learner of another kind."""
     config = data.config
-    if config.model.path:
-        _, model = load_model(str(data.bundle / config.model.path), torch.float32)
-    else:
-        model = Decoder(ModelConfig.from_hf(config.model.config))
-        generator = torch.Generator()
-        generator.manual_seed(config.seed)
-        model.initialise(generator)
-    if config.training.activation_checkpointing:
-        checkpoint_layers(model)
-    return make(
-        model.to(config.mesh.device),
+    model, beginning = outlined(data)
+    return Learner(
+        begin(model, beginning, config.mesh.device),
         config.optimizer,
         config.algorithm,
         config.rollout.temperature,
         DTYPES[config.training.dtype],
     )
+
+
+def outlined(data: JobData) -> tuple[Decoder, Beginning]:
+    """The model that `fresh_learner` begins with, on the `meta` device, and where the values of its
+    parameters come from, row by row.
+    """
+    config = data.config
+    beginning: Beginning
+    if config.model.path:
+        directory = data.bundle / config.model.path
+        shape = load_config(directory)
+        beginning = Stored(directory, shape)
+    else:
+        shape = ModelConfig.from_hf(config.model.config)
+        beginning = Drawn(shape, config.seed)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    if config.training.activation_checkpointing:
+        checkpoint_layers(model)
+    return model, beginning
 
 
 def outline(data: JobData) -> tuple[ModelConfig, int]:
@@ -78,22 +89,26 @@ def outline(data: JobData) -> tuple[ModelConfig, int]:
 
 def first_weights(
     data: JobData, progress: Callable[[int, float], None], tell: Tell
-) -> tuple[dict[str, Tensor] | None, bool]:
-    """What `start` makes of a learner that lives no longer than this, and what it returns; None for
-    the weights that every fresh learner has.
+) -> Pieces[tuple[dict[str, Tensor] | None, bool]]:
+    """What `start` makes of a learner that lives no longer than this, and what it returns, in its
+    pieces; None for the weights that every fresh learner has.
     """
     if not data.config.warm_start.demonstrations:
         return None, False
     learner = fresh_learner(data)
-    cached = start(data, learner, progress, tell)
+    cached = yield from start(data, learner, progress, tell)
     return learner.copied_weights(), cached
 
 
 def start(
     data: JobData, learner: Learner, progress: Callable[[int, float], None], tell: Tell
-) -> bool:
-    """Makes version 0 of a fresh learner; True when its warm start was in the cache."""
-    cached = bool(data.config.warm_start.demonstrations) and warm(data, learner, progress, tell)
+) -> Pieces[bool]:
+    """Makes version 0 of a fresh learner, in pieces between which others may compute; True when its
+    warm start was in the cache.
+    """
+    cached = False
+    if data.config.warm_start.demonstrations:
+        cached = yield from warm(data, learner, progress, tell)
     adapt(data, learner)
     return cached
 
@@ -106,7 +121,7 @@ def adapt(data: JobData, learner: Learner) -> None:
 
 def warm(
     data: JobData, learner: Learner, progress: Callable[[int, float], None], tell: Tell
-) -> bool:
+) -> Pieces[bool]:
     """Runs the job's warm start in place, or takes it from the cache; True when it was cached. One
     that is damaged there is set aside, and made again.
     """
@@ -123,7 +138,7 @@ def warm(
         if weights is not None:
             learner.load_weights(weights)
             return True
-    warm_start.warm_start(
+    yield from warm_start.pieces(
         learner,
         demonstrations(data),
         Tokenizer.load(str(data.tokenizer)),
@@ -140,8 +155,19 @@ def warm(
         progress=progress,
     )
     if path is not None:
-        warm_start.save(path, learner.weights())
+        _keep(path, learner)
     return False
+
+
+def _keep(path: Path, learner: Learner) -> None:
+    """For jobs that begin the same; not where this host has no such directory: the job may have
+    been written on another one, and containers write to few places.
+    """
+    try:
+        warm_start.save(path, learner.weights())
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
 
 
 def cache_key(data: JobData) -> dict[str, Any]:

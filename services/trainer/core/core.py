@@ -4,15 +4,16 @@ commits.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from common.api.engine import Engine
 from common.api.hint import Look
-from common.api.role import Drain, Drained
+from common.api.role import Drain, Drained, Settle, Settled
 from common.api.trainer import (
+    Gather,
+    Gathered,
     Joined,
     JoinHybrids,
     LeaveHybrids,
@@ -26,30 +27,51 @@ from common.api.trainer import (
     Trainer,
 )
 from common.api.weights import Group
-from common.errors import MeshError, NotFound, RankLost
+from common.errors import MeshError, NotFound, RankLost, Refused
 from common.job.changing import in_force
 from common.job.config import JobConfig
 from common.job.job_data import JobData
+from common.job.pace import training_profile
+from common.pool.seat import Seat
 from common.records import damage
 from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
+from common.runtime.residents.tiers import Nap, Tiers
+from common.runtime.residents.turns import Turns
 from common.state import events, jobs, registry, steps
-from common.wire.bulk import BulkClient
+from common.weights.ways.broadcasting import Broadcasts, files_here
+from common.wire.bulk.port import BulkClient
 from kernels.cost import Calibration, expected
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.stats import update_metrics
 from services.trainer.core.batch import Batch, Refill, staleness
-from services.trainer.core.beginning import Tell, adapt, first_weights, outline, start
+from services.trainer.core.beginning import (
+    Pieces,
+    Tell,
+    adapt,
+    first_weights,
+    outline,
+    start,
+)
 from services.trainer.core.checkpointing import Checkpoints
 from services.trainer.core.evaluation_gate import evaluated
-from services.trainer.core.intake import POLL_S, Intake
-from services.trainer.core.publishing import Publisher
+from services.trainer.core.intake import Intake
+from services.trainer.core.publishing import NOBODY, Identity, Publisher
 from services.trainer.core.recovery import Recovery
+from services.trainer.core.restoring import Restoring
+from services.trainer.core.sleeping import CoreSleeper
 from services.trainer.core.step import Step, Stepped
 from services.trainer.helpers.gradients import Gradients
+from services.trainer.ranks.by_turns import ByTurns
 from services.trainer.ranks.compute import COMPUTE_S, Compute, LocalCompute
 from services.trainer.ranks.losses import RankLosses
+from services.trainer.ranks.paced import PacedCompute
+
+T = TypeVar("T")
+
+PHASE_S = 0.1  # between two looks whether the job trains: evaluations before it take minutes
+SLICE_S = 0.2  # of a warm start, until others of the gang have their turns: as engines have
 
 
 class TrainerCore(Actor):
@@ -61,33 +83,52 @@ class TrainerCore(Actor):
         self,
         mesh: Mesh,
         data: JobData,
-        gang: str,
-        epoch: int,
+        seat: Seat,
         arithmetic: Learner | Compute,
     ) -> None:
-        self.mesh, self.data, self.gang, self.epoch = mesh, data, gang, epoch
+        self.mesh, self.data, self.seat = mesh, data, seat
         self.learner = arithmetic if isinstance(arithmetic, Learner) else None
         self.bulk = BulkClient(mesh)
         self.ready = False
         self.phase = "starting"  # phase of its work, for its published counters
         self._entered = 0  # phases so far
         self._updating = 0  # the last step that has changed the weights
-        self.steps_done, self.lineage, self.manifest = 0, 0, ""
+        self._computed = 0  # the last step whose updates were all made
+        self._staged: tuple[int, Identity] = (0, NOBODY)  # the last of these that is in the store
+        self._whole = False  # whether the weights are those of a step, and not being restored
+        self.covered = -1  # version of the committed checkpoint, as far as this process knows
+        self.steps_done, self.lineage = 0, 0
+        self.weights = NOBODY  # of the current version
         self.tokens = 0
         self.busy_s, self.wait_s = 0.0, 0.0
         self.warm_fraction = 0.0
-        self._restaging = asyncio.Lock()
         self._born = 0  # the lineage that the current version was made in
-        self.compute: Compute = (
-            LocalCompute(mesh, arithmetic) if isinstance(arithmetic, Learner) else arithmetic
-        )
+        self.turns = Turns(mesh, seat.keeper, seat.resident, seat.generation, enabled=seat.turns)
+        compute = LocalCompute(mesh, arithmetic) if isinstance(arithmetic, Learner) else arithmetic
+        self._paced: PacedCompute | None = None
+        if pace := data.config.training.pace:
+            self._paced = PacedCompute(compute, training_profile(pace), mesh.clock)
+        self.nap = Nap(mesh.clock)
+        self.compute = ByTurns(self._paced or compute, self.turns, self.nap)
         training, (model, parameters) = data.config.training, outline(data)
         prior = expected(parameters, model.heads * model.head_dim, model.layers)
         costs = Calibration(prior, training.bin_tokens)
-        self.gradients = Gradients(mesh, self.compute, gang, training.bin_deadline_s, costs)
-        self.publisher = Publisher(mesh, self.bulk, data)
+        self.gradients = Gradients(
+            mesh, self.compute, seat.resident, training.bin_deadline_s, costs
+        )
+        self.gradients.idle_s = lambda: self.nap.total_s + self.turns.waited_s
+        self.publisher = Publisher(mesh, data, self.compute)
+        files = files_here(mesh, self.bulk)
+        self.broadcasts = Broadcasts(mesh, files, data.config.rollout.broadcast)
         self.intake = Intake(mesh, self.bulk, data.id)
-        self.checkpoints = Checkpoints(mesh, data, self.compute, model, self.enter)
+        self.checkpoints = Checkpoints(mesh, data, self.compute, model, self.publisher, self.enter)
+        self.sleeper = CoreSleeper(self)
+        self.tiers = Tiers(mesh, self.sleeper, *mesh.settings.places, turns=self.turns.settle)
+
+    async def stop(self) -> None:
+        await self.publisher.stop()
+        await self.broadcasts.stop()
+        await self.tiers.stop()
 
     def enter(self, phase: str, step: int) -> None:
         """A step goes through waiting, computing, updating, staging, checkpointing, committing and
@@ -99,13 +140,20 @@ class TrainerCore(Actor):
         if phase == "updating":
             self._updating = step
 
+    @property
+    def manifest(self) -> str:
+        """Names the current version."""
+        return self.weights.manifest
+
     def stats(self) -> dict[str, Any]:
         return {
-            "job": self.data.id,
-            "epoch": self.epoch,
+            **self.seat.stats(),
+            **self.tiers.stats(),
+            **self.turns.stats(),
+            **self.publisher.stats(),
+            **(self._paced.late if self._paced is not None else {}),
             "ready": self.ready,
-            "gang": self.gang,
-            "core": True,
+            "published": self.publisher.published,
             "phase": self.phase,
             "progress": [self._entered, self.warm_fraction, sum(self.gradients.busy_s.values())],
             "step": self.steps_done,
@@ -120,11 +168,13 @@ class TrainerCore(Actor):
 
     @call(Trainer.join)
     def join(self, request: JoinHybrids) -> Joined:
-        return Joined(self.gradients.joined(request.gang))
+        if why := self.publisher.unhelped:
+            raise Refused(why, where=self.mesh.name, fix="set training.dtype to rollout.dtype")
+        return Joined(self.gradients.joined(request.helper))
 
     @call(Trainer.leave)
     def leave(self, request: LeaveHybrids) -> Left:
-        self.gradients.left(request.gang, request.generation)
+        self.gradients.left(request.helper, request.generation)
         return Left()
 
     @call(Trainer.lease_round)
@@ -137,23 +187,78 @@ class TrainerCore(Actor):
         await self.gradients.done(result)
         return RoundTaken()
 
+    @call(Trainer.gather)
+    async def gather(self, request: Gather) -> Gathered:
+        """Where hosts that lack the version committed last meet to have it by broadcast."""
+        await self.broadcasts.publish(self.manifest)
+        return await self.broadcasts.gather(request)
+
     @call(Trainer.restage)
     async def restage(self, request: Restage) -> Restaged:
         """Writes the current version again, as long as no update has changed the weights."""
-        async with self._restaging:  # who asks meanwhile finds it done
-            if not self.ready or request.manifest != self.manifest:
-                return Restaged(False, later=True)
-            about = self._born, self.steps_done
-            weights = await self.compute.weights()
-            done = await self.publisher.stage_again(*about, weights, request.manifest)
+        if not self.intake.awake.is_set() or not self.ready or request.manifest != self.manifest:
+            return Restaged(False, later=True)
+        about = self._born, self.steps_done, request.manifest
+        done = await self.publisher.joined_staging(*about, partial(self._mended, request.manifest))
         self.mesh.telemetry.log.warning("restage", manifest=request.manifest, done=done)
+        if done is None:
+            return Restaged(False, later=True)
         # An evaluation may hold the next version back for long, and it comes.
         return Restaged(done, later=not done and self._updating > self.steps_done)
+
+    async def _mended(self, manifest: str) -> bool:
+        """Writes the current version again from the last checkpoint: other ranks have staged it, or
+        an earlier MeshRL, in chunks that these would cut otherwise.
+        """
+        if not self.checkpoints.name:
+            return False
+        about = self.mesh, self.bulk, self.data, self.compute, self.enter
+        return await Restoring(*about).mended(self.checkpoints.name, manifest)
 
     @call(Trainer.drain)
     def drain(self, request: Drain) -> Drained:
         """A step that is cut off is repeated by the next core, from its own lease of the groups."""
         return Drained()
+
+    @call(Trainer.settle)
+    async def settle(self, wish: Settle) -> Settled:
+        return await self.tiers.settle(wish)
+
+    def standing(self, tier: str = "") -> dict[str, Any]:
+        """What the weights are now, for who goes on from them; version -1: those of none. `tier` is
+        where they are kept. `manifest` names them, committed or not; empty: nothing does yet.
+        """
+        version, born, manifest = -1, self.lineage, ""
+        if self._whole and self._updating <= self.steps_done:
+            version, born, manifest = self.steps_done, self._born, self.manifest
+        elif self._whole and self._updating == self._computed:
+            version = self._computed
+            manifest = self._staged[1].manifest if self._staged[0] == version else ""
+        return {
+            "job": self.data.id,
+            "lineage": self.lineage,
+            "version": version,
+            "manifest": manifest,
+            "born": born,
+            "tier": str(tier),
+            "ranks": self.compute.ranks,
+            "checkpoint": self.checkpoints.name,
+            "checkpoint_step": self.checkpoints.step,
+        }
+
+    def stands_at(self, row: jobs.JobRow, about: dict[str, Any]) -> None:
+        """The compute goes on from what stood as `about` says, and the job stands as `row` does."""
+        self.steps_done, self.lineage = row.version, row.lineage
+        self.weights = Identity(row.manifest, row.image, row.masters)
+        self._made_anew(about["born"])
+        self.checkpoints.name = about["checkpoint"]
+        self.checkpoints.step = self.covered = about["checkpoint_step"]
+        self.gradients.announce(self.manifest)
+
+    def _made_anew(self, born: int) -> None:
+        """The weights are those of `steps_done`; no later step has been computed with them."""
+        self._born, self._whole = born, True
+        self._updating, self._computed, self._staged = 0, 0, (0, NOBODY)
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -173,7 +278,11 @@ class TrainerCore(Actor):
             if self.learner is not None:
                 adapt(self.data, self.learner)
             with self.mesh.loading():
-                await self._recover(row)
+                if not await self.sleeper.resumed(row):
+                    await self._recover(row)
+            await self.publisher.look(self.manifest)
+        if why := self.publisher.unhelped:
+            self.mesh.telemetry.log.warning("no helpers", why=why)
         self.warm_fraction = 1.0
         if row.phase in (jobs.Phase.QUEUED, jobs.Phase.WARM_START):
             await self._phase(jobs.Phase.BASELINE)
@@ -181,6 +290,7 @@ class TrainerCore(Actor):
         await self.mesh.publish()  # its worker waits for this, and the next renewal is late
 
     async def _recover(self, row: jobs.JobRow) -> None:
+        self._whole = False
         recovery = Recovery(
             self.mesh,
             self.bulk,
@@ -192,13 +302,10 @@ class TrainerCore(Actor):
             self.enter,
         )
         stands = await recovery.recover(row)
-        self.steps_done, self.lineage, self.manifest = (
-            stands.version,
-            stands.lineage,
-            stands.manifest,
-        )
-        self._born, self._updating = stands.born, 0
+        self.steps_done, self.lineage, self.weights = stands.version, stands.lineage, stands.weights
+        self._made_anew(stands.born)
         self.checkpoints.name, self.checkpoints.step = stands.checkpoint, stands.checkpoint_step
+        self.covered = stands.checkpoint_step
         self.gradients.announce(self.manifest)
 
     def _make_step(self, number: int, manifest: str, config: JobConfig) -> Step:
@@ -233,22 +340,39 @@ class TrainerCore(Actor):
         return cached
 
     async def _made(self, progress: Callable[[int, float], None], tell: Tell) -> bool:
-        run = self.mesh.host.run_blocking
         if self.learner is not None:
-            return await run(start, self.data, self.learner, progress, tell, deadline_s=COMPUTE_S)
-        weights, cached = await run(first_weights, self.data, progress, tell, deadline_s=COMPUTE_S)
+            return await self._by_turns(start(self.data, self.learner, progress, tell))
+        weights, cached = await self._by_turns(first_weights(self.data, progress, tell))
         await self.compute.form()  # now, because ranks hold memory from here on
         if weights is not None:
-            await self.compute.load_weights(weights)
+            await self.compute.take(weights)
+            await self.compute.taken()
         return cached
+
+    async def _by_turns(self, pieces: Pieces[T]) -> T:
+        """What `pieces` returns: a turn for as many as take `SLICE_S`, for others compute here."""
+        clock, found = self.mesh.clock, list[T]()
+
+        def compute() -> None:
+            until = clock.monotonic() + SLICE_S
+            try:
+                next(pieces)
+                while clock.monotonic() < until:
+                    next(pieces)
+            except StopIteration as ended:
+                found.append(ended.value)
+
+        slice = partial(self.mesh.host.run_blocking, compute, deadline_s=COMPUTE_S)
+        while not found:
+            await self.turns.run("warm_start", slice)
+        return found[0]
 
     async def _commit_initial(self, cached: bool) -> None:
         self.enter("staging", 0)
-        weights = await self.compute.weights()
-        manifest = await self.publisher.stage(self.lineage, 0, weights, "")
+        staged = await self._stage(0)
         self.enter("checkpointing", 0)
         account = {"version": 0, "warm_start_cached": cached}
-        await self.checkpoints.begin(self.lineage, 0, manifest, weights, account)
+        await self.checkpoints.begin(self.lineage, 0, staged, account)
         await self.checkpoints.settled(required=True)
         await patiently(
             self.mesh.clock,
@@ -258,22 +382,24 @@ class TrainerCore(Actor):
                 self.mesh.name,
                 self.mesh.token,
                 self.lineage,
-                manifest,
+                staged.manifest,
                 self.checkpoints.name,
+                staged.image,
+                staged.masters,
             ),
         )
-        self.manifest = manifest
-        self.gradients.announce(manifest)
+        self.weights, self._whole, self.covered = staged, True, 0
+        self.gradients.announce(self.manifest)
 
     async def train(self) -> None:
-        """Steps until the budget is spent, or the job has ended; RankLost when no step gets done
-        because ranks are lost.
+        """Steps until the budget is spent, while the job trains: one that has ended may go on.
+        RankLost when no step gets done because ranks are lost.
         """
         row, losses = await self._row(), RankLosses(self.mesh, self.data.id)
         budget = self.data.config.budget.steps
-        while self.steps_done < budget and row.phase not in jobs.ENDED:
+        while self.steps_done < budget:
             if row.phase != jobs.Phase.TRAINING:
-                await self.mesh.clock.sleep(POLL_S)
+                await self.mesh.clock.sleep(PHASE_S)
                 row = await self._row()
                 continue
             try:
@@ -290,6 +416,7 @@ class TrainerCore(Actor):
     async def _regain(self) -> None:
         """The gang is formed anew, and stands where the last committed step left the job."""
         self.enter("forming", self.steps_done + 1)
+        self._whole = False
         with self.mesh.loading():
             await self.compute.form()
             await self.checkpoints.settled()
@@ -300,13 +427,17 @@ class TrainerCore(Actor):
     async def _step(self, step: int) -> None:
         clock = self.mesh.clock
         started, waited_before = clock.monotonic(), self.intake.waited_s
+        asleep_before = self.nap.total_s
+        turned_before = self.turns.waited_s
         self.enter("waiting", step)
         self.gradients.busy_s = {}
         refill = Refill(self.data.config)
         groups = self.intake.groups(step, self._stale, refill.replaces)
         done = await self._make_step(step, self.manifest, self.data.config).run(groups)
+        self._computed = step
         waited = self.intake.waited_s - waited_before
-        busy = clock.monotonic() - started - waited
+        asleep = self.nap.total_s - asleep_before
+        busy = clock.monotonic() - started - waited - asleep
         done.batch.refilled = refill.count
         metrics = done.batch.metrics() | update_metrics(
             done.bins, done.norm, done.stats, done.counted
@@ -315,11 +446,13 @@ class TrainerCore(Actor):
             "step": step,
             "wait_s": waited,
             "train_s": busy,
+            "turn_wait_s": self.turns.waited_s - turned_before,
             "wall": clock.wall(),
             "workers": dict(self.gradients.busy_s),
         }
         await self._commit(step, done, metrics)
-        self.busy_s += clock.monotonic() - started - waited
+        asleep = self.nap.total_s - asleep_before
+        self.busy_s += clock.monotonic() - started - waited - asleep
         self.wait_s += waited
         self.tokens += done.batch.tokens
 
@@ -332,12 +465,12 @@ class TrainerCore(Actor):
     async def _commit(self, step: int, done: Stepped, metrics: dict[str, Any]) -> None:
         await evaluated(self.mesh, self.data, step - 1)
         self.enter("staging", step)
-        weights = await self.compute.weights()
-        manifest = await self.publisher.stage(self.lineage, step, weights, self.manifest)
+        staged = await self._stage(step)
+        self._staged = step, staged
         if self.checkpoints.due(step):
             self.enter("checkpointing", step)
             account = await self._account(done.batch)
-            await self.checkpoints.begin(self.lineage, step, manifest, weights, account)
+            await self.checkpoints.begin(self.lineage, step, staged, account)
             metrics["checkpoint_pause_s"] = self.checkpoints.pause_s
         if step == self.data.config.budget.steps:
             await self.checkpoints.settled(required=True)
@@ -347,6 +480,7 @@ class TrainerCore(Actor):
             "updates": done.updates,
             "settings": in_force(self.data.config),
         }
+        checkpoint, covered = self.checkpoints.name, self.checkpoints.step
         committed = await patiently(
             self.mesh.clock,
             lambda: steps.commit_step(
@@ -358,17 +492,25 @@ class TrainerCore(Actor):
                 step,
                 done.batch.groups,
                 done.batch.filtered,
-                manifest,
-                self.checkpoints.name,
+                staged.manifest,
+                checkpoint,
                 metrics,
                 record,
-                covered=self.checkpoints.step,
+                covered=covered,
+                image=staged.image,
+                masters=staged.masters,
             ),
         )
-        self.steps_done, self.manifest, self._born = committed.version, manifest, self.lineage
-        self.gradients.announce(manifest)
+        self.covered = covered
+        self.steps_done, self.weights, self._born = committed.version, staged, self.lineage
+        self.gradients.announce(self.manifest)
         self.enter("telling", step)
         await self._tell_engines()
+
+    async def _stage(self, step: int) -> Identity:
+        """Writes the weights as they are now as a version that nobody sees yet."""
+        staged = await self.publisher.stage(self.lineage, step, self.manifest)
+        return Identity(staged.digest, staged.image, staged.masters)
 
     async def _account(self, batch: Batch) -> dict[str, Any]:
         return await patiently(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from common.job.evaluation_plan import due
 from common.job.job_data import JobData
+from common.pool.names import shard
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
 from common.state import jobs
 
 LOOK_S = 0.1
-EVALUATOR = "rollout/0"
 
 
 async def evaluated(mesh: Mesh, data: JobData, version: int) -> None:
@@ -19,12 +21,17 @@ async def evaluated(mesh: Mesh, data: JobData, version: int) -> None:
     plan = due(data.config, version)
     if plan is None:
         return
-    until = mesh.clock.monotonic() + data.config.evaluation.hold_s
-    with mesh.wait(f"the evaluation of version {version}", on=EVALUATOR):
-        while await patiently(
-            mesh.clock, lambda: jobs.awaits_evaluation(mesh.state, data.id, plan.tag)
-        ):
-            if mesh.clock.monotonic() > until:
-                mesh.log.warning("going on without the evaluation", version=version)
-                return
-            await mesh.clock.sleep(LOOK_S)
+    until = mesh.job_clock.monotonic() + data.config.evaluation.hold_s
+    waited_for = f"the evaluation of version {version}"
+    while True:
+        held = mesh.job_clock.held  # nobody is late in a pause: the wait begins anew after it
+        with nullcontext() if held else mesh.wait(waited_for, on=shard(data.id, 0)):
+            while mesh.job_clock.held == held:
+                if not await patiently(
+                    mesh.clock, lambda: jobs.awaits_evaluation(mesh.state, data.id, plan.tag)
+                ):
+                    return
+                if mesh.job_clock.monotonic() > until:
+                    mesh.log.warning("going on without the evaluation", version=version)
+                    return
+                await mesh.clock.sleep(LOOK_S)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from common.api.weights import Group
 from common.errors import BadMessage, Damaged, NotFound
+from common.pool.names import shard
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
 from common.state.groups import (
@@ -19,18 +21,21 @@ from common.state.groups import (
     lease_groups,
 )
 from common.wire.blob import unpack
-from common.wire.bulk import BulkClient
+from common.wire.bulk.port import BulkClient
 from common.wire.weight_store import get
 from services.trainer.core.batch import whole
 
-POLL_S = 0.03  # how often ready groups are looked for
+POLL_S = 0.03  # how often ready groups are looked for,
+PAUSED_POLL_S = 0.5  # and while the job is paused
 LOOK_S = 60.0  # deadline of a look at one group's rewards
 
 
 class Intake:
     def __init__(self, mesh: Mesh, bulk: BulkClient, job: str) -> None:
         self._mesh, self._bulk, self._job = mesh, bulk, job
-        self.waited_s = 0.0  # seconds of waiting for groups, over all steps
+        self.waited_s = 0.0  # seconds of waiting for groups, over all steps, and not asleep
+        self.awake = asyncio.Event()  # no group is leased while it is not set
+        self.awake.set()
 
     async def groups(
         self,
@@ -65,15 +70,30 @@ class Intake:
 
     async def _lease(self, step: int, given: set[int]) -> LeasedGroups:
         """A lease that holds groups beyond `given`, or all of the step's."""
-        began = self._mesh.clock.monotonic()
+        await self._until_awake()
+        began, asleep = self._mesh.clock.monotonic(), 0.0
         answer = await self._try_lease(step, given)
-        if answer.waiting is not None and not answer.groups:
-            with self._mesh.wait("ready groups", on=answer.waiting.on or "rollout/0"):
+        while answer.waiting is not None and not answer.groups:
+            with self._waits(answer.waiting.on or shard(self._job, 0)):
+                held = self._mesh.job_clock.held
                 while answer.waiting is not None and not answer.groups:
-                    await self._mesh.clock.sleep(POLL_S)
+                    await self._mesh.clock.sleep(PAUSED_POLL_S if held else POLL_S)
+                    if not self.awake.is_set() or self._mesh.job_clock.held != held:
+                        break
                     answer = await self._try_lease(step, given)
-        self.waited_s += self._mesh.clock.monotonic() - began
+            asleep += await self._until_awake()
+        self.waited_s += self._mesh.clock.monotonic() - began - asleep
         return answer
+
+    def _waits(self, on: str) -> AbstractContextManager[None]:
+        """The wait for `on`, anew after a sleep or a pause; none while it is paused."""
+        return nullcontext() if self._mesh.job_clock.held else self._mesh.wait("ready groups", on)
+
+    async def _until_awake(self) -> float:
+        """Seconds for which it was asleep."""
+        began = self._mesh.clock.monotonic()
+        await self.awake.wait()
+        return self._mesh.clock.monotonic() - began
 
     async def _try_lease(self, step: int, given: set[int]) -> LeasedGroups:
         mesh = self._mesh

@@ -8,16 +8,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from common.api.weights import Checkpoint
-from common.errors import AlreadyCommitted, ConfigError
+from common.errors import ConfigError
 from common.job.changing import as_it_was
 from common.job.config import JobConfig
 from common.job.job_data import JobData
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
 from common.state import jobs, steps
-from common.wire.bulk import BulkClient
+from common.weights.staging import keep
+from common.wire.bulk.port import BulkClient
 from services.trainer.core.intake import Intake
-from services.trainer.core.publishing import Publisher
+from services.trainer.core.publishing import Identity, Publisher
 from services.trainer.core.restoring import Restoring
 from services.trainer.core.step import Enter, Step
 from services.trainer.ranks.compute import Compute
@@ -32,7 +33,7 @@ class Standing:
 
     version: int
     lineage: int
-    manifest: str
+    weights: Identity
     born: int  # the lineage that the version was made in, as its manifest says
     checkpoint: str
     checkpoint_step: int
@@ -76,7 +77,8 @@ class Recovery:
         alike = checkpoint.account.get("ranks", 1) == self._compute.ranks
         if (alike or row.lineage > checkpoint.lineage) and await self._replayed(checkpoint, row):
             born = row.lineage if row.version > checkpoint.step else checkpoint.lineage
-            return Standing(row.version, row.lineage, row.manifest, born, name, checkpoint.step)
+            weights = Identity(row.manifest, row.image, row.masters)
+            return Standing(row.version, row.lineage, weights, born, name, checkpoint.step)
         if row.version > checkpoint.step:
             await self._restoring.restore(name, checkpoint)
         return await self._reopened(name, checkpoint, row)
@@ -99,35 +101,40 @@ class Recovery:
                 name,
                 operation,
                 account,
+                checkpoint.image,
+                checkpoint.masters,
             ),
         )
         self._mesh.telemetry.log.warning(
             "new lineage", lineage=lineage, version=checkpoint.step, was=row.version
         )
         held = checkpoint
-        return Standing(held.step, lineage, held.weights, held.lineage, name, held.step)
+        weights = Identity(held.weights, held.image, held.masters)
+        return Standing(held.step, lineage, weights, held.lineage, name, held.step)
 
     async def _replayed(self, checkpoint: Checkpoint, row: jobs.JobRow) -> bool:
-        """Whether the steps since the checkpoint gave the committed weights again."""
+        """Whether the steps since the checkpoint gave the masters of the committed version again.
+        A commit of an earlier MeshRL does not tell who they were.
+        """
         records = await self._ask(
             lambda: steps.step_records(self._mesh.state, self._data.id, checkpoint.step)
         )
         expected = list(range(checkpoint.step + 1, row.version + 1))
         if [record.step for record in records] != expected:
             return False
+        if records and not row.masters:
+            return False  # what the steps give could not be compared
         again = await self._repeated(records)
         await self._adopt(self._data.config)
         if not again or not records:
             return again
         self._enter("staging", row.version)
-        weights = await self._compute.weights()
-        try:
-            manifest = await self._publisher.stage(
-                row.lineage, row.version, weights, checkpoint.weights
-            )
-        except AlreadyCommitted:
+        staged = await self._publisher.laid(row.lineage, row.version, checkpoint.weights)
+        if staged.masters != row.masters:
             return False
-        return manifest == row.manifest
+        if staged.digest == row.manifest:  # else it was published in another type than it is now
+            await keep(self._mesh, staged)
+        return True
 
     async def _repeated(self, records: list[steps.StepRecord]) -> bool:
         """Does the steps again, each as it was done; False when one of them cannot be."""

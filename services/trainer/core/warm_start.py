@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ DIGEST = "xxh3_128"  # of the tensors, among the metadata of the cache's file
 MAX_REFUSED = 10_000  # demonstrations in a row that cannot be used, before giving up
 
 
-def warm_start(
+def pieces(
     learner: Learner,
     demonstrate: Demonstrate,
     tokenizer: Tokenizer,
@@ -43,8 +43,9 @@ def warm_start(
     bin_tokens: int,
     chat: bool = False,
     progress: Progress = lambda steps, loss: None,
-) -> None:
-    """Trains the learner's model in place; its own optimizer is left as it was.
+) -> Iterator[None]:
+    """A warm start, step by step: nothing is computed between two of them. It trains the learner's
+    model in place; its own optimizer is left as it was.
 
     The outcome depends on the arguments alone. Demonstrations of a prompt in `held_out`, or longer
     than `max_tokens`, are left out and others drawn. Those of a `chat` hold all that its format
@@ -63,6 +64,7 @@ def warm_start(
         gradient, stats = add(teacher.supervised_gradient(bin) for bin in bins)
         teacher.apply(gradient, stats.tokens, lr_factor(step, config))
         progress(step + 1, stats.loss_sum / stats.tokens)
+        yield
     learner.load_weights(learner.weights())  # so that its own passes and critic begin with them
 
 

@@ -1,4 +1,4 @@
 """Hybrids, which lend gradients to a core for some rounds. Open `gradients.py` first.
 
-*Hybrid* is Libra's word for a gang that helps to train; elsewhere it would be called a helper.
+*Hybrid* is Libra's word for a resident that helps to train; elsewhere it would be called a helper.
 """

@@ -30,6 +30,11 @@ class GradientSum:
             self._sum = following if self._sum is None else self._sum.add_(following)
             self._added += 1
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is kept, as it lies in memory; nobody may bring any meanwhile."""
+        waiting = {f"round.{index}": tensor for index, tensor in self._waiting.items()}
+        return waiting if self._sum is None else {"sum": self._sum, **waiting}
+
     def total(self, rounds: int) -> Tensor:
         """The sum of rounds 0 .. rounds - 1; Refused if one of them is missing."""
         if self._sum is None or self._added != rounds:

@@ -1,21 +1,24 @@
 """Transfers a hybrid's gradient: to the core in pieces, over the hybrid's own bulk port and beside
-the control traffic; from there to the ranks of a gang, which are on one host, as a file.
+the control traffic; from there to the ranks of a gang, on its host as a file, elsewhere as the
+pieces of each rank's rows.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.api.ranks import LentGradient
 from common.errors import BadMessage, PeerLost
 from common.runtime.mesh import Mesh
 from common.state import registry
-from common.wire.bulk import BulkClient, BulkServer, bulk_key
+from common.wire.bulk.port import BulkClient, serve
 from common.wire.chunks import ChunkStore, digest_of, failure
 
 PIECE_BYTES = 64 << 20
@@ -23,26 +26,24 @@ PIECE_S = 30.0  # deadline of moving one
 FILE_S = 600.0  # to write or read a whole gradient
 
 
-def hybrid_name(gang: str) -> str:
-    """What the hybrid of a gang is called in the mesh."""
-    return f"hybrid/{gang}"
+def hybrid_name(helper: str) -> str:
+    """What a hybrid is called in the mesh."""
+    return f"hybrid/{helper}"
 
 
 class Outbox:
-    """A hybrid's: holds one gradient, which nobody needs any more once its round was answered.
+    """Holds one gradient, which nobody needs any more once its round was answered: that of a
+    hybrid, or what the ranks of a core on other hosts take of it.
 
     Its files are not made durable: what is lost with its process is computed again.
     """
 
-    def __init__(self, mesh: Mesh, gang: str) -> None:
-        settings = mesh.settings
-        directory = Path(settings.run_root) / "mesh" / "lent" / gang
-        shutil.rmtree(directory, ignore_errors=True)  # left by an earlier process of the gang
+    def __init__(self, mesh: Mesh, name: str) -> None:
+        directory = Path(mesh.settings.run_root) / "mesh" / "lent" / name
+        shutil.rmtree(directory, ignore_errors=True)  # left by an earlier process of it
         self._run = mesh.host.run_blocking
         self._chunks = ChunkStore(directory, mesh.clock.wall)
-        self._server = BulkServer(
-            self._chunks, mesh.host, settings.bind, settings.advertise, key=bulk_key(settings)
-        )
+        self._server = serve(mesh, self._chunks)
         self._pieces: list[str] = []
 
     @property
@@ -53,9 +54,16 @@ class Outbox:
         """Digests of the pieces of a flat gradient, which takes the place of the one before;
         StorageFull.
         """
+        whole = await self._run(lambda: gradient.cpu().numpy(), deadline_s=FILE_S)
+        return (await self.put_parts([whole]))[0]
+
+    async def put_parts(self, parts: Sequence[NDArray[np.float32]]) -> list[list[str]]:
+        """Digests of the pieces of each part of a gradient, which take the place of the one before;
+        StorageFull.
+        """
         await self.clear()
-        self._pieces = await self._run(self._write, gradient, deadline_s=FILE_S)
-        return self._pieces
+        found = [await self._run(self._write, part, deadline_s=FILE_S) for part in parts]
+        return found
 
     async def clear(self) -> None:
         pieces, self._pieces = self._pieces, []
@@ -65,12 +73,13 @@ class Outbox:
         self._server.close()
         shutil.rmtree(self._chunks.directory, ignore_errors=True)
 
-    def _write(self, gradient: Tensor) -> list[str]:
-        content = gradient.cpu().numpy().data.cast("B")
+    def _write(self, numbers: NDArray[np.float32]) -> list[str]:
+        content = numbers.view(np.uint8).data
         pieces = []
         for start in range(0, len(content), PIECE_BYTES):
             piece = content[start : start + PIECE_BYTES]
             pieces.append(digest_of(piece))
+            self._pieces.append(pieces[-1])
             _write(piece, self._chunks.path(pieces[-1]))
         return pieces
 
@@ -80,23 +89,42 @@ class Outbox:
 
 
 async def collect(
-    mesh: Mesh, bulk: BulkClient, gang: str, pieces: Sequence[str], size: int
+    mesh: Mesh, bulk: BulkClient, helper: str, pieces: Sequence[str], size: int
 ) -> NDArray[np.float32]:
     """The gradient of `size` numbers that a hybrid has put; PeerLost, and BadMessage when it is not
     that long.
     """
-    entry = await registry.lookup(mesh.state, hybrid_name(gang))
+    entry = await _there(mesh, hybrid_name(helper))
+    return await _collected(mesh, bulk, entry, pieces, size)
+
+
+async def collect_rows(
+    mesh: Mesh, bulk: BulkClient, core: str, lent: LentGradient
+) -> NDArray[np.float32]:
+    """What rank 0, the process `core`, lends a rank on another host; errors as for `collect`."""
+    entry = replace(await _there(mesh, core), bulk=lent.bulk)
+    return await _collected(mesh, bulk, entry, lent.pieces, lent.size)
+
+
+async def _there(mesh: Mesh, name: str) -> registry.Entry:
+    entry = await registry.lookup(mesh.state, name)
     if entry is None or not entry.alive:
-        raise PeerLost("the hybrid has gone with its gradient", where=hybrid_name(gang))
+        raise PeerLost(f"{name} has gone with its gradient", where=name)
+    return entry
+
+
+async def _collected(
+    mesh: Mesh, bulk: BulkClient, entry: registry.Entry, pieces: Sequence[str], size: int
+) -> NDArray[np.float32]:
     whole = np.empty(size, np.float32)
-    room, start = whole.data.cast("B"), 0
+    room, start = whole.view(np.uint8).data, 0
     if len(pieces) != -(-len(room) // PIECE_BYTES):
-        raise _strange(gang, f"{len(pieces)} pieces", size)
+        raise _strange(entry.name, f"{len(pieces)} pieces", size)
     for digest in pieces:
         piece = await bulk.get(entry, digest, deadline_s=PIECE_S)
         part = room[start : start + PIECE_BYTES]
         if len(piece) != len(part):
-            raise _strange(gang, f"a piece of {len(piece)} bytes", size)
+            raise _strange(entry.name, f"a piece of {len(piece)} bytes", size)
         await mesh.host.run_blocking(part.__setitem__, slice(None), piece, deadline_s=PIECE_S)
         start += len(part)
     return whole
@@ -135,5 +163,5 @@ def _write(content: memoryview, path: Path) -> None:
         raise failure(error, path) from error
 
 
-def _strange(gang: str, what: str, size: int) -> BadMessage:
-    return BadMessage(f"{what} for a gradient of {size} numbers", where=hybrid_name(gang))
+def _strange(name: str, what: str, size: int) -> BadMessage:
+    return BadMessage(f"{what} for a gradient of {size} numbers", where=name)

@@ -5,12 +5,12 @@ some.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from common.api.trainer import RoundLease, RoundRequest, RoundResult
-from common.errors import DeadlineExceeded
+from common.errors import DeadlineExceeded, Refused
 from common.runtime.mesh import Mesh
-from common.wire.bulk import BulkClient
+from common.wire.bulk.port import BulkClient
 from kernels.cost import Calibration
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.helpers.gradient_transfer import collect
@@ -38,35 +38,38 @@ class Gradients:
     """Offers the rounds of one update at a time; `busy_s` says who spent how long on them."""
 
     def __init__(
-        self, mesh: Mesh, compute: Compute, gang: str, bin_deadline_s: float, costs: Calibration
+        self, mesh: Mesh, compute: Compute, helper: str, bin_deadline_s: float, costs: Calibration
     ) -> None:
         """`costs` learns from what the core computes."""
-        self._mesh, self._compute, self._gang = mesh, compute, gang
+        self._mesh, self._compute, self._core = mesh, compute, helper
         self._bulk = BulkClient(mesh)
         self._bin_deadline_s = bin_deadline_s
         self.costs = costs
-        self.busy_s: dict[str, float] = {}  # by gang
+        self.busy_s: dict[str, float] = {}  # by helper
         self._work: StepWork | None = None
         self._offered = asyncio.Event()  # there may be a round for a hybrid
         self._progress = asyncio.Event()  # something to look at for the core
         self._round_s = 0.0  # moving average of a round's time
         self._begun = 0  # updates, repeated ones among them: a result counts in its own alone
         self.hybrids = Membership()
+        self.asleep = False  # no round is given, and none is taken
+        # seconds for which the core has slept, and waited for its turns, so far
+        self.idle_s: Callable[[], float] = float
         self._current = ""  # manifest of the weights that the next step begins with
 
     # -- hybrids ---------------------------------------------------------------------------------
 
-    def joined(self, gang: str) -> int:
+    def joined(self, helper: str) -> int:
         """The generation of a hybrid's new join."""
         now = self._mesh.clock.monotonic()
-        for silent in [gang, *self.hybrids.silent(now)]:
+        for silent in [helper, *self.hybrids.silent(now)]:
             self._free(silent)
-        return self.hybrids.join(gang, now)
+        return self.hybrids.join(helper, now)
 
-    def left(self, gang: str, generation: int) -> None:
+    def left(self, helper: str, generation: int) -> None:
         """A hybrid is gone: what it had is anybody's."""
-        if self.hybrids.leave(gang, generation):
-            self._free(gang)
+        if self.hybrids.leave(helper, generation):
+            self._free(helper)
 
     async def lease(self, request: RoundRequest) -> RoundLease | None:
         """The next round for a hybrid, or word of the weights that it needs first; None when there
@@ -86,15 +89,16 @@ class Gradients:
     def _lease(self, request: RoundRequest) -> RoundLease | None:
         work, now = self._work, self._mesh.clock.monotonic()
         wanted = self._current if work is None else work.manifest
-        gang, has = request.gang, request.manifest
+        helper, has = request.helper, request.manifest
         index = None
-        if self.hybrids.asks(gang, request.generation, has, wanted, now) and work is not None:
-            index = work.board.lease(gang, now + self._patience_s())
+        may = self.hybrids.asks(helper, request.generation, has, wanted, now) and not self.asleep
+        if may and work is not None:
+            index = work.board.lease(helper, now + self._patience_s())
         if not wanted or (index is None and has == wanted):
             return None
         bins = []
         if index is not None and work is not None:
-            self.hybrids.leased(gang)
+            self.hybrids.leased(helper)
             bins = [bin.to_arrays() for bin in work.rounds[index]]
         return RoundLease(
             epoch=work.epoch if work is not None else "",
@@ -108,8 +112,8 @@ class Gradients:
         expected_s = PATIENT_ROUNDS * self._compute.ranks * self._round_s
         return min(max(LEAST_ROUND_S, expected_s), self._bin_deadline_s)
 
-    def _free(self, gang: str) -> None:
-        if self._work is not None and self._work.board.release(gang):
+    def _free(self, helper: str) -> None:
+        if self._work is not None and self._work.board.release(helper):
             self._offered.set()
             self._progress.set()
 
@@ -117,17 +121,20 @@ class Gradients:
         """Counts a hybrid's result, unless the step has moved on or another came first. Fenced if
         it is no hybrid any more.
         """
-        self.hybrids.gives(result.gang, result.generation, self._mesh.clock.monotonic())
+        self.hybrids.gives(result.helper, result.generation, self._mesh.clock.monotonic())
         work = self._work
         if work is None or result.epoch != work.epoch:
             return
+        if self.asleep:
+            self._free(result.helper)
+            raise Refused("the core sleeps", where=self._mesh.name, fix="ask for a round again")
         stats = BinStats(**result.stats)
-        self._spent(result.gang, result.busy_s)
+        self._spent(result.helper, result.busy_s)
         if not work.board.claim(result.index):
             return
         try:
             gradient = await collect(
-                self._mesh, self._bulk, result.gang, result.pieces, self._compute.size
+                self._mesh, self._bulk, result.helper, result.pieces, self._compute.size
             )
             if self._work is not work:  # the core has computed it meanwhile
                 return
@@ -194,19 +201,19 @@ class Gradients:
         return self._work
 
     async def _own(self, work: StepWork, index: int) -> None:
-        began = self._mesh.clock.monotonic()
+        began = self._mesh.clock.monotonic() - self.idle_s()
         stats = await self._compute.compute(index, work.rounds[index])
-        took = self._mesh.clock.monotonic() - began
+        took = self._mesh.clock.monotonic() - self.idle_s() - began
         self._round_s = took if not self._round_s else 0.8 * self._round_s + 0.2 * took
-        self._spent(self._gang, took)
+        self._spent(self._core, took)
         lengths = [bin.lengths.tolist() for bin in work.rounds[index]]
         self.costs.learn(max(lengths, key=self.costs.cost().of), took)  # the others wait for it
         if work.board.done(index):
             work.stats[index] = stats
             self._offered.set()
 
-    def _spent(self, gang: str, seconds: float) -> None:
-        self.busy_s[gang] = self.busy_s.get(gang, 0.0) + seconds
+    def _spent(self, helper: str, seconds: float) -> None:
+        self.busy_s[helper] = self.busy_s.get(helper, 0.0) + seconds
 
     async def _others(self, work: StepWork) -> None:
         """Returns when a round or a result comes, or a hybrid's lease runs out."""

@@ -47,10 +47,10 @@ class Membership:
         self._members: dict[str, Helper] = {}
         self._generations = 0
 
-    def join(self, gang: str, now: float) -> int:
-        """The generation of a new join, which ends an earlier one of the gang."""
+    def join(self, helper: str, now: float) -> int:
+        """The generation of a new join, which ends an earlier one of the helper."""
         self._generations += 1
-        self._members[gang] = Helper(self._generations, HelperStage.REQUESTED, "", now)
+        self._members[helper] = Helper(self._generations, HelperStage.REQUESTED, "", now)
         return self._generations
 
     def wanted(self, manifest: str) -> None:
@@ -61,11 +61,11 @@ class Membership:
             if member.manifest != manifest:
                 member.stage = HelperStage.FETCHING
 
-    def asks(self, gang: str, generation: int, manifest: str, wanted: str, now: float) -> bool:
+    def asks(self, helper: str, generation: int, manifest: str, wanted: str, now: float) -> bool:
         """Whether a member that has the weights `manifest` may lease rounds that need `wanted`.
         Fenced if its join has ended.
         """
-        member = self._member(gang, generation)
+        member = self._member(helper, generation)
         member.heard_s, member.manifest = now, manifest
         if not manifest or manifest != wanted:
             member.stage = HelperStage.READY if manifest and not wanted else HelperStage.FETCHING
@@ -74,39 +74,39 @@ class Membership:
             member.stage = HelperStage.READY
         return True
 
-    def leased(self, gang: str) -> None:
+    def leased(self, helper: str) -> None:
         """Takes in that a member was given a round, which makes it ACTIVE."""
-        self._members[gang].stage = HelperStage.ACTIVE
+        self._members[helper].stage = HelperStage.ACTIVE
 
-    def gives(self, gang: str, generation: int, now: float) -> None:
+    def gives(self, helper: str, generation: int, now: float) -> None:
         """Takes in that a member brings a result; Fenced if its join has ended."""
-        self._member(gang, generation).heard_s = now
+        self._member(helper, generation).heard_s = now
 
-    def leave(self, gang: str, generation: int) -> bool:
+    def leave(self, helper: str, generation: int) -> bool:
         """Ends a join; False if it has ended before."""
-        member = self._members.get(gang)
+        member = self._members.get(helper)
         if member is None or member.generation != generation:
             return False
-        del self._members[gang]
+        del self._members[helper]
         return True
 
     def silent(self, now: float) -> list[str]:
         """Gangs that have failed: not heard of for long. Their joins end."""
         failed = [g for g, m in self._members.items() if now - m.heard_s > self._silent_s]
-        for gang in failed:
-            del self._members[gang]
+        for helper in failed:
+            del self._members[helper]
         return failed
 
     def stages(self) -> dict[str, str]:
-        """The stage of each hybrid, by gang."""
-        return {gang: str(member.stage) for gang, member in self._members.items()}
+        """The stage of each hybrid, by helper."""
+        return {helper: str(member.stage) for helper, member in self._members.items()}
 
-    def _member(self, gang: str, generation: int) -> Helper:
-        member = self._members.get(gang)
+    def _member(self, helper: str, generation: int) -> Helper:
+        member = self._members.get(helper)
         if member is None or member.generation != generation:
             now = f"generation {member.generation}" if member else "no member"
             raise Fenced(
-                f"hybrid {gang} speaks for generation {generation}, and is {now}",
+                f"hybrid {helper} speaks for generation {generation}, and is {now}",
                 where="trainer",
                 fix="it joins again",
             )

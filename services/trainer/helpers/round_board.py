@@ -19,7 +19,7 @@ AHEAD = 16
 class RoundHolder:
     """A round that a hybrid computes."""
 
-    gang: str
+    helper: str
     until: float  # seconds; past it the core computes the round itself
 
 
@@ -44,11 +44,11 @@ class RoundBoard:
         """Adds so many rounds to the end."""
         self.count += rounds
 
-    def lease(self, gang: str, until: float) -> int | None:
+    def lease(self, helper: str, until: float) -> int | None:
         """The first round that nobody has; None when there is none."""
         index = self._free()
         if index is not None:
-            self._leases[index] = RoundHolder(gang, until)
+            self._leases[index] = RoundHolder(helper, until)
         return index
 
     def take(self, now: float) -> int | None:
@@ -67,9 +67,9 @@ class RoundBoard:
             self._taken.add(index)
         return index
 
-    def release(self, gang: str) -> bool:
+    def release(self, helper: str) -> bool:
         """The rounds that a hybrid had are free; whether there were any."""
-        held = [i for i, lease in self._leases.items() if lease.gang == gang]
+        held = [i for i, lease in self._leases.items() if lease.helper == helper]
         for index in held:
             del self._leases[index]
         return any(not self._is_sure(index) for index in held)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, TypeVar
 
 from common.api.ranks import (
@@ -20,24 +19,52 @@ from common.api.ranks import (
     Norm,
     Order,
     Ranks,
+    Rest,
+    RestoreRows,
     RoundPart,
     RoundStats,
+    RowsRestored,
+    RowsSaved,
+    RowsStaged,
+    SavedFiles,
+    SaveRows,
     ScorePart,
     Scores,
+    StagedRows,
+    StageRows,
+    Standing,
     Taking,
+    Trouble,
     Update,
 )
-from common.api.role import Drain, Drained
+from common.api.role import Drain, Drained, Settle, Settled
 from common.errors import Fenced
 from common.job.config import AlgorithmConfig, OptimizerConfig
+from common.job.job_data import JobData
+from common.pool.rows import Tier
+from common.pool.seat import Seat
+from common.process.interfaces import address_of
+from common.records.below import below
 from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh
+from common.runtime.residents.places import Places
+from common.wire.bulk.port import BulkClient
+from common.wire.meeting import meetings_of, spans_hosts
 from services.trainer.arithmetic.packing import Bin
-from services.trainer.helpers.gradient_transfer import read
+from services.trainer.helpers.gradient_transfer import collect_rows, read
+from services.trainer.ranks import interfaces
+from services.trainer.ranks.asleep import RankRows
 from services.trainer.ranks.rank import Rank
 from services.trainer.ranks.thread import RankThread
+from services.trainer.rows.gang_restoring import RankRestoring
+from services.trainer.rows.gang_saving import RankSaving
+from services.trainer.rows.gang_staging import RankStaging
 
 T = TypeVar("T")
+
+ORDERED_S = 600.0  # for rank 0 to bring all ranks to a tier
+LOOK_S = 0.05  # how often it is seen whether it has
+FORGOTTEN_S = 10.0  # for rank 0 to say, after that, that what was kept may go
 
 
 class RankActor(Actor):
@@ -45,17 +72,28 @@ class RankActor(Actor):
 
     interface = Ranks
 
-    def __init__(
-        self, mesh: Mesh, job: str, gang: str, epoch: int, rank: Rank, group_s: float
-    ) -> None:
-        self._mesh, self._rank = mesh, rank
-        self._about = {"job": job, "gang": gang, "epoch": epoch, "rank": rank.rank, "ready": True}
+    def __init__(self, mesh: Mesh, data: JobData, seat: Seat, rank: Rank) -> None:
+        group_s = data.config.training.rank_deadline_s
+        self._mesh, self._seat, self._rank = mesh, seat, rank
         self._generation = 0
+        # Where rank 0 is on this host, all that it names lies there.
+        self._meetings = meetings_of(mesh.settings)
         self._thread = RankThread(mesh, group_s)
+        self._bulk = BulkClient(mesh)
+        self._staging = RankStaging(mesh, self._bulk, rank, self._thread.run)
+        about = mesh, self._bulk, data, rank, self._thread.run
+        self._saving, self._restoring = RankSaving(*about), RankRestoring(*about)
         self._drained = asyncio.Event()
+        self._epoch = 0  # of the last wish
+        places = Places(mesh, *mesh.settings.places)
+        self._rows = RankRows(rank, self._thread.run, places, mesh.name)
 
     def stats(self) -> dict[str, Any]:
-        return {**self._about, "generation": self._generation}
+        return {**self._seat.stats(), "ready": True, "group": self._generation, **self._tier}
+
+    @property
+    def _tier(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "tier": str(self._rows.tier)}
 
     @call(Ranks.drain)
     def drain(self, request: Drain) -> Drained:
@@ -63,22 +101,71 @@ class RankActor(Actor):
         self._drained.set()
         return Drained()
 
+    @call(Ranks.settle)
+    async def settle(self, wish: Settle) -> Settled:
+        """Answers when its rows are at the tier, to which rank 0 brings those of all ranks; absent
+        once rank 0 has gathered them. A rank of no group has none: one that has begun anew while
+        its gang sleeps is asleep with it, until rank 0 forms the gang again.
+        """
+        if wish.epoch < self._epoch:
+            raise Fenced(
+                f"a wish of epoch {wish.epoch}; the last one is of {self._epoch}",
+                where=self._mesh.name,
+                fix="read the record again",
+            )
+        self._epoch = wish.epoch
+        places = self._rows.places
+        places.told(wish.segments, wish.files)
+        async with self._mesh.clock.timeout(ORDERED_S, "an order of rank 0"):
+            while self._rows.tier != wish.tier and self._epoch == wish.epoch:
+                if wish.tier != Tier.ACCELERATOR and not self._generation:
+                    self._rows.sleeps_without(Tier(wish.tier))
+                    break
+                await self._mesh.clock.sleep(LOOK_S)
+        if wish.tier == Tier.ACCELERATOR:
+            await self._copy_goes()
+        held = places.held
+        return Settled(self._rows.bytes, held[Tier.MEMORY], held[Tier.DISK])
+
+    async def _copy_goes(self) -> None:
+        """Until rank 0 has had what it kept forgotten, when all ranks have theirs again; if that
+        does not come, it is told as held.
+        """
+        until = self._mesh.clock.monotonic() + FORGOTTEN_S
+        while self._rows.copied and self._mesh.clock.monotonic() < until:
+            await self._mesh.clock.sleep(LOOK_S)
+
+    @call(Ranks.rest)
+    async def rest(self, order: Rest) -> Done:
+        self._check(order.generation)
+        await self._rows.obey(order)
+        return Done()
+
     async def until_drained(self) -> None:
         await self._drained.wait()
 
     @call(Ranks.stand_by)
-    async def stand_by(self, order: Order) -> Done:
+    async def stand_by(self, order: Order) -> Standing:
         if order.generation < self._generation:
             raise self._fenced(order.generation)
         self._generation = order.generation
+        self._rows.left_group()
+        await self._staging.close()
+        await self._restoring.close()
         await self._thread.leave(self._rank.leave)
         await self._thread.ended()
-        return Done()
+        await self._saving.clear()
+        settings = self._mesh.settings
+        return Standing(settings.host, address_of(interfaces.wide(settings)))
 
     @call(Ranks.form)
     async def form(self, meeting: Meeting) -> Done:
         self._check(meeting.generation)
-        await self._work(FORM_S, self._rank.form, Path(meeting.path), meeting.deadline_s)
+        wide = spans_hosts(meeting.where)
+        if not wide:
+            below(self._meetings, meeting.where, self._mesh.name)
+        interface = interfaces.wide(self._mesh.settings) if wide else interfaces.LOOPBACK
+        await self._work(FORM_S, self._rank.form, meeting, interface)
         return Done()
 
     @call(Ranks.begin)
@@ -97,12 +184,14 @@ class RankActor(Actor):
     @call(Ranks.keep)
     async def keep(self, lent: LentGradient) -> Done:
         self._check(lent.generation)
-        keep = self._rank.keeping()
-
-        def take() -> None:
-            keep(lent.index, read(lent.path, lent.size))
-
-        await self._mesh.host.run_blocking(take, deadline_s=MOVE_S)
+        path = below(self._meetings, lent.path, self._mesh.name) if lent.path else None
+        keep = self._rank.keeping(cut=path is None)
+        if path is not None:
+            numbers = await self._blocking(read, str(path), lent.size)
+        else:
+            core = f"trainer/{self._seat.job}"
+            numbers = await collect_rows(self._mesh, self._bulk, core, lent)
+        await self._blocking(keep, lent.index, numbers)
         return Done()
 
     @call(Ranks.adopt)
@@ -126,17 +215,46 @@ class RankActor(Actor):
         bin = Bin.from_arrays(part.bin)
         return Scores(await self._work(COMPUTE_S, self._rank.score, bin, part.what))
 
-    @call(Ranks.gather)
-    async def gather(self, taking: Taking) -> Done:
-        self._check(taking.generation)
-        await self._work(MOVE_S, self._rank.gather, taking.optimizer)
+    @call(Ranks.stage)
+    async def stage(self, order: StageRows) -> Done:
+        self._check(order.generation)
+        await self._staging.stage(order)
         return Done()
+
+    @call(Ranks.staged)
+    async def staged(self, order: RowsStaged) -> StagedRows:
+        self._check(order.generation)
+        return await self._staging.staged(order)
+
+    @call(Ranks.save)
+    async def save(self, order: SaveRows) -> Trouble:
+        self._check(order.generation)
+        return await self._saving.save(order)
+
+    @call(Ranks.saved)
+    async def saved(self, order: RowsSaved) -> SavedFiles:
+        self._check(order.generation)
+        return await self._saving.saved(order)
+
+    @call(Ranks.restore)
+    async def restore(self, order: RestoreRows) -> RowsRestored:
+        self._check(order.generation)
+        return await self._restoring.restore(order)
 
     @call(Ranks.take)
     async def take(self, taking: Taking) -> Done:
         self._check(taking.generation)
-        await self._work(MOVE_S, self._rank.take, None, None, taking.optimizer)
+        await self._work(MOVE_S, self._rank.take, taking.names, None)
         return Done()
+
+    @call(Ranks.taken)
+    async def taken(self, taking: Taking) -> Done:
+        self._check(taking.generation)
+        await self._work(MOVE_S, self._rank.taken)
+        return Done()
+
+    async def _blocking(self, work: Callable[..., T], *args: Any) -> T:
+        return await self._mesh.host.run_blocking(work, *args, deadline_s=MOVE_S)
 
     async def _work(self, deadline_s: float, work: Callable[..., T], *args: Any) -> T:
         return await self._thread.run(work, *args, deadline_s=deadline_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,13 +12,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.errors import Damaged
 from common.job.config import AlgorithmConfig, OptimizerConfig
+from common.process.serial_executor import looked_at
 from common.runtime.mesh import Mesh
+from common.runtime.residents.tiers import Keep, Take
+from common.weights.laying import How
+from common.weights.staging import Stager
+from common.wire.bulk.port import BulkClient
 from services.trainer.arithmetic.learner import Learner
+from services.trainer.arithmetic.memory import LearnerMemory, taken_again
 from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
-from services.trainer.core import saved_state
 from services.trainer.helpers.gradient_sum import GradientSum
+from services.trainer.rows.filling import masters_of
+from services.trainer.rows.saved import SavedRows
+from services.trainer.rows.saving import LocalSaving, Saving
+from services.trainer.rows.staging import LocalStaging, Staging
 
 COMPUTE_S = 3600.0  # deadline of one piece of arithmetic
 SAVE_S = 3600.0
@@ -60,20 +70,56 @@ class Compute(Protocol):
     async def score(self, bins: Sequence[Bin], what: str) -> list[NDArray[np.float32]]:
         """`logprobs` or `values` at each place of each bin, 0 where nothing is trained."""
 
-    async def weights(self) -> dict[str, Tensor]:
-        """The whole model's float32 master weights, by name; copies."""
+    @property
+    def outline(self) -> Mapping[str, Tensor]:
+        """The whole weights, of which only names, types and shapes are looked at."""
 
-    async def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Begins from these weights, with a new optimizer."""
+    def staging(self, how: How, what: str) -> Staging:
+        """How all of them are staged as they are when they are copied; RankLost without a gang."""
 
-    async def snapshot(self) -> Any:
-        """What `write` takes: all that the next step depends on beside the weights; copies."""
+    def saving(self, path: Path, masters: bool) -> Saving:
+        """How all that a checkpoint keeps of it is written below `path`, as it is when it is
+        copied: what the next step depends on beside the weights, with `masters` these too.
+        RankLost without a gang.
+        """
 
-    async def write(self, snapshot: Any, path: Path) -> None:
-        """Makes a snapshot durable in the directory `path`, while training goes on."""
+    async def take(self, weights: dict[str, Tensor]) -> None:
+        """Takes some whole weights; `taken` follows when all of them were given."""
 
-    async def restore(self, path: Path, weights: dict[str, Tensor]) -> None:
-        """Goes on from what was written, on as many ranks as there are now."""
+    async def taken(self) -> None:
+        """Goes on from the weights that were given, and with an optimizer that is new."""
+
+    async def restore(self, name: str, files: dict[str, str], manifest: str, path: Path) -> None:
+        """Goes on from a checkpoint whose state lies below `path`, and where that has no weights
+        from the version of this manifest. Damaged or NotFound: the store does not hold that as it
+        was written, and it is to be restored again.
+        """
+
+    # -- sleep: nothing else is asked of it from `sleep` to the end of `wake` --------------------
+
+    @property
+    def bytes(self) -> int:
+        """That its tensors take on this process's accelerator now."""
+
+    async def sleep(self, about: dict[str, Any], keep: Keep) -> None:
+        """Has all of it kept, with what is said `about` it, and frees its memory. As before when
+        `keep` raises.
+        """
+
+    async def wake(self, take: Take) -> None:
+        """Takes its memory and what was kept again. Damaged when what was kept is, and its state is
+        to be given anew; whatever else it raises, it sleeps on.
+        """
+
+    async def move(self, tier: str) -> None:
+        """What others than this process have kept goes to a tier; once more changes nothing.
+        Absent: nobody has need of it any more; accelerator: of what was awake there is.
+        """
+
+    async def resume(self, about: Mapping[str, Any], take: Take) -> bool:
+        """Goes on from what another process has kept when it slept, and said about it. False, and
+        its state is to be given otherwise, when that is of another kind, or damaged.
+        """
 
 
 class LocalCompute:
@@ -83,8 +129,12 @@ class LocalCompute:
 
     def __init__(self, mesh: Mesh, learner: Learner) -> None:
         self._mesh, self.learner = mesh, learner
+        self._bulk = BulkClient(mesh)
         self._gradients = GradientSum()
         self._busy = asyncio.Lock()  # one piece of arithmetic at a time
+        self._memory: LearnerMemory | None = None  # of a learner that sleeps
+        self._taken: dict[str, Tensor] = {}  # weights that it is given
+        self._running: set[asyncio.Task[Any]] = set()
 
     @property
     def size(self) -> int:
@@ -92,10 +142,6 @@ class LocalCompute:
 
     async def form(self) -> None:
         """There is nobody to meet."""
-
-    async def load_weights(self, weights: dict[str, Tensor]) -> None:
-        async with self._busy:
-            await self._run(self.learner.load_weights, weights)
 
     async def begin(self) -> None:
         self._gradients = GradientSum()
@@ -127,24 +173,81 @@ class LocalCompute:
         async with self._busy:
             return [await self._run(self.learner.score, bin, what) for bin in bins]
 
-    async def weights(self) -> dict[str, Tensor]:
-        async with self._busy:
-            copied: dict[str, Tensor] = await self._run(self.learner.copied_weights)
-            return copied
+    @property
+    def outline(self) -> Mapping[str, Tensor]:
+        return self.learner.weights()
 
-    async def snapshot(self) -> dict[str, Tensor]:
-        async with self._busy:
-            copied: dict[str, Tensor] = await self._run(self.learner.optimizer_state)
-            return copied
+    def staging(self, how: How, what: str) -> Staging:
+        stager = Stager(self._mesh, self._bulk, how, what)
+        return LocalStaging(stager, self.learner, self._busy, self._run)
 
-    async def write(self, snapshot: dict[str, Tensor], path: Path) -> None:
-        await self._mesh.host.run_blocking(
-            saved_state.save_state, path, snapshot, deadline_s=SAVE_S
-        )
+    def saving(self, path: Path, masters: bool) -> Saving:
+        return LocalSaving(self.learner, self._busy, self._run, path, masters)
 
-    async def restore(self, path: Path, weights: dict[str, Tensor]) -> None:
+    async def take(self, weights: dict[str, Tensor]) -> None:
+        self._taken |= weights
+
+    async def taken(self) -> None:
+        weights, self._taken = self._taken, {}
         async with self._busy:
-            await self._run(self.learner.restore, path, weights)
+            await self._run(self.learner.load_weights, weights)
+
+    async def restore(self, name: str, files: dict[str, str], manifest: str, path: Path) -> None:
+        async with self._busy:
+            saved = await self._run(SavedRows, path)
+            own = self.learner.rows(self.learner.weights())
+            fill = await masters_of(self._mesh, self._bulk, manifest, saved, own)
+            await self._run(self.learner.restore, saved, fill)
+
+    @property
+    def bytes(self) -> int:
+        return self.learner.bytes if self._memory is None else 0
+
+    async def sleep(self, about: dict[str, Any], keep: Keep) -> None:
+        await self._ended()
+        memory = await self._run(LearnerMemory, self.learner, self._gradients.tensors())
+        await keep(about | {"counts": self.learner.counts()}, memory.kept)
+        await self._run(memory.give_back)
+        self._memory = memory
+
+    async def wake(self, take: Take) -> None:
+        memory = self._memory
+        assert memory is not None, "it sleeps"
+        await taken_again(memory, self._run, self._mesh.name)
+        try:
+            await take(memory.kept)
+        except Damaged:
+            self._memory = None
+            raise
+        except BaseException:
+            await self._run(memory.give_back)
+            raise
+        await self._run(memory.filled)
+        self._memory = None
+
+    async def move(self, tier: str) -> None:
+        """There are no others."""
+
+    async def resume(self, about: Mapping[str, Any], take: Take) -> bool:
+        memory = await self._run(LearnerMemory, self.learner)
+        try:
+            await take(memory.kept)
+        except Damaged as error:
+            self._mesh.telemetry.log.warning("not resumed", error=str(error))
+            return False
+        await self._run(self.learner.go_on, about["counts"])
+        return True
 
     async def _run(self, work: Any, *args: Any) -> Any:
-        return await self._mesh.host.run_blocking(work, *args, deadline_s=COMPUTE_S)
+        """What `work` returns; a cancellation leaves it running, see `_ended`."""
+        running = self._mesh.host.run_blocking(work, *args, deadline_s=COMPUTE_S)
+        task = asyncio.create_task(running, name="arithmetic")
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        task.add_done_callback(looked_at)
+        return await asyncio.shield(task)
+
+    async def _ended(self) -> None:
+        """Returns when nothing runs that nobody waits for any more."""
+        if self._running:
+            await asyncio.wait(self._running)

@@ -1,15 +1,16 @@
 """Runs a core's arithmetic on a gang of ranks: this process is rank 0, and the others follow it.
 
-Every order runs on all ranks at once. When one of them is lost the group is aborted, whatever is
-awaited raises RankLost, and `form` makes a new group, of a new generation, when all ranks are
-there again; their models are then still to be given.
+What it orders of them runs on all ranks at once; see `Group`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,39 +21,49 @@ from torch import Tensor
 from common.api.ranks import (
     ADOPT_S,
     COMPUTE_S,
-    FORM_S,
     MOVE_S,
     Adopt,
-    LentGradient,
-    Meeting,
     Order,
     Ranks,
+    Rest,
+    RestoreRows,
     RoundPart,
     ScorePart,
     Taking,
     Update,
-    rank_name,
 )
-from common.errors import ConfigError, MeshError, RankLost, RemoteFailure
+from common.errors import (
+    Damaged,
+    MeshError,
+    Refused,
+    StateUnavailable,
+    StorageFull,
+)
 from common.job.config import AlgorithmConfig, OptimizerConfig
 from common.process.serial_executor import looked_at
-from common.runtime.interface import Call
 from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
+from common.runtime.residents.tiers import Keep, Take
+from common.weights.laying import How
+from common.weights.staging import Stager
+from common.wire.bulk.port import BulkClient
+from services.trainer.arithmetic.memory import LearnerMemory, taken_again
 from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
-from services.trainer.core import saved_state
-from services.trainer.helpers.gradient_transfer import Shelf
-from services.trainer.ranks.compute import SAVE_S, Round
+from services.trainer.ranks.compute import Round
+from services.trainer.ranks.group import Group
+from services.trainer.ranks.lending import Lending
 from services.trainer.ranks.rank import Rank, filler
-from services.trainer.ranks.thread import RankThread
+from services.trainer.rows.filling import masters_of
+from services.trainer.rows.gang_saving import GangSaving
+from services.trainer.rows.gang_staging import GangStaging
+from services.trainer.rows.saved import SavedRows
+from services.trainer.rows.saving import Saving
+from services.trainer.rows.staging import Staging
+from services.trainer.rows.trouble import UNREADABLE, raise_first, tried
 
-WHOLE_S = 280.0  # until all ranks are there: below what a worker gives a role process to get ready
-GENERATIONS = 1_000_000  # most in one incarnation of the core; the next one's are higher
-
-Q = TypeVar("Q")
-R = TypeVar("R")
 T = TypeVar("T")
+
+_numbers = itertools.count(1)  # of restorings
 
 
 class GangCompute:
@@ -60,89 +71,46 @@ class GangCompute:
 
     def __init__(self, mesh: Mesh, job: str, rank: Rank, meetings: Path, group_s: float) -> None:
         self.ranks = rank.ranks
-        self.generation = 0  # 0: in no group
-        self._mesh, self._job, self._rank = mesh, job, rank
-        self._meetings, self._group_s = meetings, group_s
-        self._shelf = Shelf(mesh, meetings / "lent" / job)
-        self._formed = 0
-        self._broken: Exception | None = None  # why the group is none any more
-        self._thread = RankThread(mesh, group_s)
-        self._others = [mesh.ref(rank_name(job, other)) for other in range(1, rank.ranks)]
-        self._busy = asyncio.Lock()  # one order at a time: all ranks take them in the same order
+        self._mesh, self._rank = mesh, rank
+        self._bulk = BulkClient(mesh)
+        self._lending = Lending(mesh, job, rank.ranks, meetings)
+        about = mesh, job, rank, meetings, group_s
+        self._group = Group(*about, prepare=self._lending.begin, ended=self._ended)
         self._claimed: set[int] = set()  # rounds whose gradient is kept or on its way
         self._sending: set[asyncio.Task[Any]] = set()
+        self._memory: LearnerMemory | None = None  # of this rank's rows while all sleep
+        self._about: dict[str, Any] = {}  # what was said of them
+
+    @property
+    def generation(self) -> int:
+        """Of the group; 0: there is none."""
+        return self._group.generation
 
     @property
     def size(self) -> int:
         return self._rank.learner.size
 
-    # -- the group -------------------------------------------------------------------------------
-
     async def form(self) -> None:
-        """Makes a group of all ranks as soon as they are there; RankLost if they do not come."""
-        clock = self._mesh.clock
-        until = clock.monotonic() + WHOLE_S
-        while True:
-            try:
-                await self._try_to_form(until - clock.monotonic())
-                return
-            except MeshError as error:
-                await self._disband()
-                if clock.monotonic() > until or isinstance(error, ConfigError | RemoteFailure):
-                    raise
-                self._mesh.telemetry.log.warning("forming the gang again", error=str(error))
-                await clock.sleep(0.2)
-
-    async def _try_to_form(self, within_s: float) -> None:
-        await self._disband()
-        await self._thread.ended()
-        await self._shelf.clear()
-        self._formed += 1
-        self._broken = None
-        generation = self._mesh.token * GENERATIONS + self._formed
-        with self._mesh.wait("the ranks of the gang", on=rank_name(self._job, 1)):
-            await patiently(
-                self._mesh.clock,
-                lambda: self._ask_all(Ranks.stand_by, [Order(generation)] * len(self._others)),
-                for_s=max(1.0, within_s),
-            )
-        meeting = self._meetings / f"{self._job}-{generation}"
-        request = Meeting(generation, str(meeting), self._group_s)
-        self.generation = generation
-        await self._together(
-            FORM_S,
-            Ranks.form,
-            [request] * len(self._others),
-            self._rank.form,
-            meeting,
-            self._group_s,
-        )
+        """See `Group.form`."""
+        await self._group.form()
         self._claimed.clear()
 
-    async def _disband(self) -> None:
-        """Ends this rank's part in the group, and with it whatever the others wait for."""
-        self.generation = 0
+    def _ended(self) -> None:
+        """The group is none any more."""
+        self._memory = None
         for task in self._sending - {asyncio.current_task()}:  # one may be why
             task.cancel()
         self._sending.clear()
-        await self._thread.leave(self._rank.leave)
-
-    async def _ask_all(self, method: Call[Q, R], requests: Sequence[Q]) -> list[R]:
-        asking = [
-            other.call(method, request)
-            for other, request in zip(self._others, requests, strict=True)
-        ]
-        return list(await asyncio.gather(*asking))
 
     # -- orders ----------------------------------------------------------------------------------
 
     async def begin(self) -> None:
         self._claimed.clear()
-        async with self._busy:
+        async with self._group.busy:
             await self._all_sent()
-            generation = self._current()
+            orders = self._group.to_all(Order(self._group.current()))
             self._rank.begin()
-            await self._or_lost(self._ask_all(Ranks.begin, [Order(generation)] * len(self._others)))
+            await self._group.or_lost(self._group.ask_all(Ranks.begin, orders))
 
     async def compute(self, index: int, round: Round) -> BinStats:
         if index in self._claimed:  # by a hybrid: all ranks must keep the same one first
@@ -150,10 +118,10 @@ class GangCompute:
         self._claimed.add(index)
         like = next(bin for bin in round if bin.trained)
         bins = [bin if bin.trained else filler(like) for bin in round]
-        async with self._busy:
-            generation = self._current()
+        async with self._group.busy:
+            generation = self._group.current()
             parts = [RoundPart(generation, index, bin.to_arrays()) for bin in bins[1:]]
-            own, others = await self._together(
+            own, others = await self._group.together(
                 COMPUTE_S, Ranks.compute, parts, self._rank.compute, index, bins[0]
             )
         found = [own, *(BinStats(**other.stats) for other in others)]
@@ -167,8 +135,8 @@ class GangCompute:
         if index in self._claimed:
             return
         self._claimed.add(index)
-        sending = self._send_to_all(self._current(), index, gradient)
-        task = asyncio.create_task(self._or_lost(sending))
+        sending = self._send_to_all(self._group.current(), index, gradient)
+        task = asyncio.create_task(self._group.or_lost(sending))
         task.add_done_callback(looked_at)
         self._sending.add(task)  # until `apply`; a hybrid does not wait for it
 
@@ -177,30 +145,27 @@ class GangCompute:
     ) -> None:
         """Gives a hybrid's gradient to all ranks."""
         keep = self._rank.keeping()
-        path = await self._shelf.put(f"{generation}-{index}", gradient)
-        try:
+        cut = self._rank.learner.own_part
+        async with self._lending.lent(generation, index, gradient, cut) as orders:
             await self._mesh.host.run_blocking(keep, index, gradient, deadline_s=MOVE_S)
-            lent = LentGradient(generation, index, str(path), gradient.size)
-            await self._ask_all(Ranks.keep, [lent] * len(self._others))
-        finally:
-            await self._shelf.remove(path)
+            await self._group.ask_all(Ranks.keep, orders)
 
     async def adopt(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
-        async with self._busy:
-            order = Adopt(self._current(), asdict(algorithm), asdict(optimizer))
-            orders = [order] * len(self._others)
-            await self._together(
+        async with self._group.busy:
+            order = Adopt(self._group.current(), asdict(algorithm), asdict(optimizer))
+            orders = self._group.to_all(order)
+            await self._group.together(
                 ADOPT_S, Ranks.adopt, orders, self._rank.adopt, algorithm, optimizer
             )
 
     async def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
-        async with self._busy:
+        async with self._group.busy:
             await self._all_sent()
-            update = Update(self._current(), rounds, denominator, lr_factor)
-            norm, _ = await self._together(
+            update = Update(self._group.current(), rounds, denominator, lr_factor)
+            norm, _ = await self._group.together(
                 COMPUTE_S,
                 Ranks.apply,
-                [update] * len(self._others),
+                [update] * len(self._group.others),
                 self._rank.apply,
                 rounds,
                 denominator,
@@ -214,97 +179,14 @@ class GangCompute:
         for start in range(0, len(bins), self.ranks):
             some = list(bins[start : start + self.ranks])
             some += [filler(some[0])] * (self.ranks - len(some))
-            async with self._busy:
-                generation = self._current()
+            async with self._group.busy:
+                generation = self._group.current()
                 parts = [ScorePart(generation, bin.to_arrays(), what) for bin in some[1:]]
-                own, others = await self._together(
+                own, others = await self._group.together(
                     COMPUTE_S, Ranks.score, parts, self._rank.score, some[0], what
                 )
             found += [own, *(other.scores for other in others)]
         return found[: len(bins)]
-
-    async def weights(self) -> dict[str, Tensor]:
-        return await self._gather(optimizer=False)
-
-    async def snapshot(self) -> dict[str, Tensor]:
-        return await self._gather(optimizer=True)
-
-    async def write(self, snapshot: dict[str, Tensor], path: Path) -> None:
-        await self._mesh.host.run_blocking(
-            saved_state.save_state, path, snapshot, deadline_s=SAVE_S
-        )
-
-    async def restore(self, path: Path, weights: dict[str, Tensor]) -> None:
-        """The state lies whole in `path`, whatever number of ranks it was gathered from."""
-        run = self._mesh.host.run_blocking
-        state = await run(self._rank.learner.empty_state, deadline_s=MOVE_S)
-        await run(saved_state.load_state, path, state, deadline_s=MOVE_S)
-        await self._take(weights, state)
-
-    async def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """The weights alone, with the optimizer as it is at the beginning."""
-        await self._take(weights, None)
-
-    async def _gather(self, optimizer: bool) -> dict[str, Tensor]:
-        async with self._busy:
-            taking = Taking(self._current(), optimizer)
-            whole, _ = await self._together(
-                MOVE_S, Ranks.gather, [taking] * len(self._others), self._rank.gather, optimizer
-            )
-        return whole
-
-    async def _take(self, weights: dict[str, Tensor], state: dict[str, Tensor] | None) -> None:
-        async with self._busy:
-            taking = Taking(self._current(), state is not None)
-            await self._together(
-                MOVE_S,
-                Ranks.take,
-                [taking] * len(self._others),
-                self._rank.take,
-                weights,
-                state,
-                state is not None,
-            )
-
-    # -- all ranks at once -----------------------------------------------------------------------
-
-    async def _together(
-        self,
-        deadline_s: float,
-        method: Call[Q, R],
-        requests: Sequence[Q],
-        own: Callable[..., T],
-        *args: Any,
-    ) -> tuple[T, list[R]]:
-        """What this rank and the others return. The first that fails ends it for all."""
-        here = asyncio.create_task(self._thread.run(own, *args, deadline_s=deadline_s))
-        there = [
-            asyncio.create_task(other.call(method, request, deadline_s=deadline_s))
-            for other, request in zip(self._others, requests, strict=True)
-        ]
-        try:
-            await asyncio.wait([here, *there], return_when=asyncio.FIRST_EXCEPTION)
-            errors = [
-                error
-                for task in (here, *there)
-                if task.done() and isinstance(error := task.exception(), Exception)
-            ]
-            if errors:
-                raise await self._lost(max(errors, key=_is_wrong))
-            return here.result(), [task.result() for task in there]
-        except asyncio.CancelledError:
-            self.generation = 0  # some rank may have done it, another not
-            raise
-        finally:
-            for task in (here, *there):
-                task.cancel()
-            await asyncio.gather(here, *there, return_exceptions=True)
-
-    async def _or_lost(self, asked: Awaitable[T]) -> T:
-        try:
-            return await asked
-        except Exception as error:
-            raise await self._lost(error) from error
 
     async def _all_sent(self) -> None:
         """Returns when the gradients of hybrids are where they belong."""
@@ -316,35 +198,119 @@ class GangCompute:
                 task.result()
         self._sending.difference_update(sending)
 
-    async def _lost(self, error: Exception) -> Exception:
-        """What to raise for an error of one rank: the group is of no use any more, but after one in
-        the job that all ranks have.
-        """
-        if isinstance(error, ConfigError):
-            return error
-        if self.generation or self._broken is None:  # others come of the group's end
-            self._broken = error if _is_wrong(error) else self._loss(error)
-            self._mesh.telemetry.log.warning("rank lost", error=str(error))
-        await self._disband()
-        return self._broken
+    @property
+    def outline(self) -> Mapping[str, Tensor]:
+        return self._rank.outline(False)
 
-    def _loss(self, error: Exception) -> RankLost:
-        return RankLost(
-            f"the gang of {self.ranks} ranks has lost one ({error})",
-            where=self._mesh.name,
-            fix="it goes on from the last committed step when all ranks are there again",
+    def staging(self, how: How, what: str) -> Staging:
+        stager = Stager(self._mesh, self._bulk, how, what)
+        return GangStaging(self._group, self._rank, stager, how, what)
+
+    def saving(self, path: Path, masters: bool) -> Saving:
+        return GangSaving(self._mesh, self._group, self._rank, path, masters)
+
+    async def take(self, weights: dict[str, Tensor]) -> None:
+        """Each rank takes its rows of some tensors, which rank 0 has."""
+        async with self._group.busy:
+            names = list(weights)
+            orders = self._group.to_all(Taking(self._group.current(), names))
+            await self._group.together(MOVE_S, Ranks.take, orders, self._rank.take, names, weights)
+
+    async def taken(self) -> None:
+        async with self._group.busy:
+            orders = self._group.to_all(Taking(self._group.current()))
+            await self._group.together(MOVE_S, Ranks.taken, orders, self._rank.taken)
+
+    async def restore(self, name: str, files: dict[str, str], manifest: str, path: Path) -> None:
+        """Each rank reads its own rows."""
+        async with self._group.busy:
+            host = self._mesh.settings.host
+            number = next(_numbers)
+            order = RestoreRows(self._group.current(), number, host, name, files, manifest)
+            run = self._mesh.host.run_blocking
+            saved = await run(SavedRows, path, deadline_s=MOVE_S)
+            own = self._rank.rows(self._rank.outline(False))
+            fill = await masters_of(self._mesh, self._bulk, manifest, saved, own)
+            orders = self._group.to_all(order)
+            restore = partial(tried, UNREADABLE, self._rank.restore, saved, fill)
+            here, there = await self._group.together(MOVE_S, Ranks.restore, orders, restore)
+        raise_first([here, *(answer.trouble for answer in there)])
+
+    # -- sleep: every rank keeps its own rows, all of them or none ------------------------------
+
+    @property
+    def bytes(self) -> int:
+        return self._rank.bytes if self._memory is None else 0
+
+    async def sleep(self, about: dict[str, Any], keep: Keep) -> None:
+        await self._all_sent()
+        memory = await self._group.thread.run(partial(self._rank.memory, True), deadline_s=MOVE_S)
+        about = about | {"counts": self._rank.learner.counts()}
+        try:
+            await all_of(keep(about, memory.kept), self._rest("keep", about))
+        except BaseException:
+            with suppress(MeshError):
+                await self._rest("discard", about)
+            raise
+        await self._group.or_lost(self._rest("release", about))
+        await self._group.thread.run(memory.give_back, deadline_s=MOVE_S)
+        self._memory, self._about = memory, about
+
+    async def wake(self, take: Take) -> None:
+        memory, about = self._memory, self._about
+        assert memory is not None, "it sleeps"
+        try:
+            await all_of(self._take_own(memory, take), self._rest("take", about))
+        except (Refused, StorageFull, StateUnavailable):  # it sleeps on, all ranks of it
+            await self._rest("release", about)
+            await self._group.thread.run(memory.give_back, deadline_s=MOVE_S)
+            raise
+        except MeshError as error:  # a rank, or what it kept, is lost
+            self._memory = None
+            lost = await self._group.lost(error)
+            raise Damaged(str(lost), where=self._mesh.name) from error
+        self._memory = None
+        with suppress(MeshError):
+            await self._rest("forget", about)
+
+    async def _take_own(self, memory: LearnerMemory, take: Take) -> None:
+        async def run(work: Callable[..., Any], *args: Any) -> Any:
+            return await self._group.thread.run(work, *args, deadline_s=MOVE_S)
+
+        await taken_again(memory, run, self._mesh.name)
+        await take(memory.kept)
+        await run(memory.filled)
+
+    async def move(self, tier: str) -> None:
+        await self._rest("move", self._about | {"tier": tier})
+
+    async def resume(self, about: Mapping[str, Any], take: Take) -> bool:
+        told = dict(about)
+        try:
+            own = partial(self._rank.memory, False)
+            memory = await self._group.thread.run(own, deadline_s=MOVE_S)
+            await all_of(take(memory.kept), self._rest("resume", told))
+        except MeshError as error:
+            self._mesh.telemetry.log.warning("not resumed", error=str(error))
+            return False
+        finally:
+            with suppress(MeshError):
+                await self._rest("forget", told)
+        await self._group.thread.run(
+            partial(self._rank.learner.go_on, about["counts"]), deadline_s=MOVE_S
         )
+        return True
 
-    def _current(self) -> int:
-        if not self.generation:
-            raise self._broken or RankLost(
-                f"the gang of {self.ranks} ranks is not formed", where=self._mesh.name
-            )
-        return self.generation
+    async def _rest(self, what: str, about: dict[str, Any]) -> None:
+        """Orders it of all others; the first error of any."""
+        order = Rest(self._group.current(), what, about["tier"], about)
+        asked = (other.call(Ranks.rest, order) for other in self._group.others)
+        await all_of(*asked)
 
 
-def _is_wrong(error: Exception) -> bool:
-    """Whether a rank raised it by a mistake of its own, which would come again; lost ranks are not
-    that.
-    """
-    return isinstance(error, RemoteFailure) or not isinstance(error, MeshError)
+async def all_of(*asked: Awaitable[Any]) -> None:
+    """Waits for all of them; raises the first error of any."""
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    for error in found:
+        if isinstance(error, BaseException):
+            raise error

@@ -6,10 +6,10 @@ Everything here blocks and is called from a thread, by all ranks in the same ord
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from datetime import timedelta
-from pathlib import Path
+from ipaddress import ip_address
 
 import numpy as np
 import torch
@@ -17,48 +17,89 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _abort_process_group
+from torch.distributed.distributed_c10d import _abort_process_group, _world
 
+from common.api.ranks import Meeting
 from common.errors import RankLost, Refused
 from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
 from common.model.decoder import Decoder
-from common.process.peers import foreign_clients, own_listeners
+from common.model.rows import Beginning
+from common.process.peers import End, client_hosts, foreign_clients, listeners
+from common.weights.laying import Part
+from common.wire.meeting import store_at
 from services.trainer.algorithms import algorithm
 from services.trainer.arithmetic import critic, lora
 from services.trainer.arithmetic.cut_rows import group_of, local
 from services.trainer.arithmetic.learner import Learner
+from services.trainer.arithmetic.memory import LearnerMemory
 from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.helpers.gradient_sum import GradientSum
-from services.trainer.ranks.sharding import cut, gather, reshard, scatter, shard
+from services.trainer.ranks import interfaces
+from services.trainer.ranks.sharding import begin, cut, reshard, rows, scatter, shard
+from services.trainer.rows.saved import SavedRows
+
+NORM_NUMBERS = 1 << 20  # of a gradient that are squared at a time
 
 
-def join_group(meeting: Path, rank: int, ranks: int, device: str, deadline_s: float) -> DeviceMesh:
-    """Meets the other ranks at a file that all of them can reach and none has used before.
+def join_group(
+    meeting: Meeting,
+    rank: int,
+    ranks: int,
+    device: str,
+    interface: str = interfaces.LOOPBACK,
+    door: socket.socket | None = None,
+) -> DeviceMesh:
+    """Meets the other ranks where none has met before, and reaches them by `interface`; rank 0
+    serves the store of a meeting over hosts at `door`.
 
-    From then on a collective that one of them does not join fails after `deadline_s`. RankLost when
-    they do not meet, or when a process of another user has joined: gloo asks nobody who it is.
+    From then on a collective that one of them does not join fails after the meeting's deadline.
+    RankLost when they do not meet, or when a process of another user of this host has joined, or
+    one on a host where no rank is: gloo asks nobody who it is.
     """
-    for library in ("GLOO", "NCCL"):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # a gang lives on one host
-    meeting.parent.mkdir(parents=True, exist_ok=True)
-    within = timedelta(seconds=deadline_s)
-    store = dist.FileStore(str(meeting), ranks)  # type: ignore[attr-defined]
-    store.set_timeout(within)
+    interfaces.use(interface)
+    if device == "cuda":  # the one that its worker sees, whatever LOCAL_RANK a launcher has left
+        torch.cuda.set_device(0)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    within = timedelta(seconds=meeting.deadline_s)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    before = own_listeners()
+    before = listeners() - ({_end_of(door)} if door is not None else set())
+    # The keys of a store begin with the number of groups that a process has begun to make. One that
+    # failed may have been begun by some ranks alone, which would wait for the others for ever.
+    _world.group_count = 0
     try:
+        store = store_at(meeting.where, ranks, within, door)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=within)
         group = init_device_mesh(device, (ranks,))
     except RuntimeError as error:
         raise RankLost(f"rank {rank} did not meet the others: {error}") from error
-    if strangers := foreign_clients(own_listeners() - before):
+    try:
+        _refuse_strangers(meeting, rank, listeners() - before)
+    except RankLost:
         leave_group()
+        raise
+    return group
+
+
+def _refuse_strangers(meeting: Meeting, rank: int, places: Set[End]) -> None:
+    """RankLost when somebody is connected who is no rank, as far as the kernel can tell."""
+    if strangers := foreign_clients(places):
         raise RankLost(
             f"a process of user {min(strangers)} has connected to rank {rank}",
             fix="keep other users from this host while several ranks train; see docs/security.md",
         )
-    return group
+    hosts = client_hosts(places) if meeting.addresses else set()
+    if unknown := hosts - set(meeting.addresses):
+        raise RankLost(
+            f"a process at {min(unknown)}, where no rank is, has connected to rank {rank}",
+            fix="keep others from the network of the ranks; if it is a host's other address, name "
+            "the interface: `meshrl join --interface`; see docs/security.md",
+        )
+
+
+def _end_of(door: socket.socket) -> End:
+    host, port = door.getsockname()[:2]
+    return End(ip_address(host), port)
 
 
 def leave_group() -> None:
@@ -88,20 +129,24 @@ class ShardedLearner(Learner):
         dtype: torch.dtype = torch.float32,
         *,
         mesh: DeviceMesh,
+        beginning: Beginning,
         adapters: LoraConfig | None = None,
         seed: int = 0,
     ) -> None:
-        if adapters is not None and adapters.rank:
-            lora.adapt(model, adapters, seed)
-        if algorithm(algorithm_config.name).critic:
-            critic.attach(model)
-        shard(model, mesh, dtype)
+        """`model` lies on the `meta` device: it takes its rows, and no others, from `beginning`."""
+        with torch.device("meta"):
+            if adapters is not None and adapters.rank:
+                lora.attach(model, adapters)
+            if algorithm(algorithm_config.name).critic:
+                critic.attach(model)
+        shard(model, mesh, dtype, lambda: begin(model, mesh, beginning, seed))
         super().__init__(model, optimizer, algorithm_config, temperature)
         group = group_of(self._parameters[0])
         assert group is not None
         self._group = group
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
         self._trained = [parameter.shape for parameter in self._parameters]
+        self._outlines = {False: self._outline(self.weights()), True: self._outline(self.state())}
 
     def gradient(self, bin: Bin) -> tuple[Tensor, BinStats]:
         """This rank's rows of the flat gradient, summed over the ranks; statistics of `bin`."""
@@ -121,9 +166,22 @@ class ShardedLearner(Learner):
         reshard(self.model)
         return super().weights()
 
-    def optimizer_state(self) -> dict[str, Tensor]:
+    def _part(self, name: str, tensor: Tensor) -> Part:
+        """This rank's rows of it; what is the same on all ranks is whole."""
+        shape = self._shape_of(name)
+        if shape is None:
+            return Part(tuple(tensor.shape), 0, tensor)
+        own = rows(shape[0], self._group.rank(), self._group.size())
+        return Part(tuple(shape), own.start, local(tensor))
+
+    def forget_gradients(self) -> None:
+        """Also what of the model is whole: from then on there are rows alone."""
+        super().forget_gradients()
         reshard(self.model)
-        return super().optimizer_state()
+
+    def state(self) -> dict[str, Tensor]:
+        reshard(self.model)
+        return super().state()
 
     def _fresh_gradient(self) -> Tensor:
         for parameter in self._parameters:
@@ -131,7 +189,9 @@ class ShardedLearner(Learner):
         return torch.empty(0)
 
     def _norm(self, gradient: Tensor) -> float:
-        squares = gradient.double().square().sum()
+        # Some at a time: in float64 all of it would be twice as large again.
+        sums = [part.double().square().sum() for part in torch.split(gradient, NORM_NUMBERS)]
+        squares = torch.stack(sums).sum()
         dist.all_reduce(squares, group=self._group)
         return float(squares.sqrt())
 
@@ -139,60 +199,30 @@ class ShardedLearner(Learner):
         """The part of a rank in a flat gradient over all that learns."""
         return cut(whole, self._trained, rank, self._group.size())
 
-    # -- the whole state, which rank 0 has -------------------------------------------------------
+    # -- whole weights, of which rank 0 has some at a time ----------------------------------------
 
-    def gathered_weights(self) -> dict[str, Tensor]:
-        """Whole weights on rank 0, nothing elsewhere; all ranks call it."""
-        return self._gathered(self.weights())
-
-    def gathered_optimizer_state(self) -> dict[str, Tensor]:
-        """The optimizer's whole state on rank 0, as one process has it; all ranks call it."""
-        return self._gathered(self.optimizer_state())
-
-    def empty_state(self) -> dict[str, Tensor]:
-        """Room for the whole state of the optimizer."""
-        return {
-            name: torch.empty(self._shape_of(name) or piece.shape, dtype=piece.dtype)
-            for name, piece in self.optimizer_state().items()
-        }
-
-    def take_over(self, state: Mapping[str, Tensor] | None) -> None:
-        """Every rank takes its rows of the weights and the optimizer's state that rank 0 has."""
-        own = self.optimizer_state()
-        for name, piece in own.items():
-            self._scattered(None if state is None else state[name], name, piece)
-        self._optimizer.load(own)
-        if self._critic:
-            critic.load(self.model, own)
-        self.steps = int(own["steps"])
+    def outline(self, optimizer: bool) -> Mapping[str, Tensor]:
+        """The whole weights, or with `optimizer` its state, on the `meta` device."""
+        return self._outlines[optimizer]
 
     @torch.no_grad()
-    def take_weights(self, weights: Mapping[str, Tensor] | None) -> None:
-        """Every rank takes its rows of the weights that rank 0 has; a critic begins with them."""
-        reshard(self.model)
-        for name, parameter in critic.published(self.model.named_parameters()).items():
-            whole = None if weights is None else weights[name]
-            self._scattered(whole, name, parameter)
+    def take(self, names: Sequence[str], whole: Mapping[str, Tensor] | None) -> None:
+        """Every rank takes its rows of those that rank 0 has `whole`; `taken` follows the last."""
+        own = self.weights()
+        for name in names:
+            given = None if whole is None else whole[name]
+            scatter(given, local(own[name]), self._shapes[name], self._group)
+
+    def taken(self) -> None:
+        """All of them are there; a critic begins with them."""
         if self._critic:
             critic.follow(self.model)
 
-    def _gathered(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        whole: dict[str, Tensor] = {}
-        for name, piece in rows.items():
-            shape, piece = self._shape_of(name), local(piece)
-            found = piece.clone() if shape is None else gather(piece, shape, self._group)
-            if found is not None and self._group.rank() == 0:
-                whole[name] = found.cpu()
-        return whole
-
-    def _scattered(self, whole: Tensor | None, name: str, piece: Tensor) -> None:
-        shape, piece = self._shape_of(name), local(piece)
-        if shape is not None:
-            scatter(whole, piece, shape, self._group)
-            return
-        if whole is not None:
-            piece.copy_(whole)
-        dist.broadcast(piece, group=self._group, group_src=0)
+    def _outline(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: torch.empty(self._shape_of(name) or piece.shape, dtype=piece.dtype, device="meta")
+            for name, piece in rows.items()
+        }
 
     def _shape_of(self, name: str) -> torch.Size | None:
         """The shape of the parameter that a tensor of the state belongs to; None: it is the same on
@@ -239,9 +269,14 @@ class Rank:
             raise Refused(f"rank {self.rank} is in no group", where="trainer")
         return self._learner
 
-    def form(self, meeting: Path, deadline_s: float) -> None:
+    def form(
+        self,
+        meeting: Meeting,
+        interface: str = interfaces.LOOPBACK,
+        door: socket.socket | None = None,
+    ) -> None:
         """Joins the group and makes the model anew: its weights are still to be given."""
-        mesh = join_group(meeting, self.rank, self.ranks, self._device, deadline_s)
+        mesh = join_group(meeting, self.rank, self.ranks, self._device, interface, door)
         self._learner = self._make(mesh)
         self.begin()
 
@@ -258,14 +293,14 @@ class Rank:
         self._gradients.keep(index, gradient)
         return stats
 
-    def keeping(self) -> Callable[[int, NDArray[np.float32]], None]:
-        """What keeps a hybrid's whole gradient of a round, this rank's part of it, in the step of
-        now and in no later one.
+    def keeping(self, cut: bool = False) -> Callable[[int, NDArray[np.float32]], None]:
+        """What keeps a hybrid's gradient of a round, this rank's part of it, in the step of now and
+        in no later one. It is given the whole, or with `cut` that part alone.
         """
         learner, gradients = self.learner, self._gradients
 
-        def keep(index: int, whole: NDArray[np.float32]) -> None:
-            part = learner.own_part(whole, self.rank)
+        def keep(index: int, numbers: NDArray[np.float32]) -> None:
+            part = numbers if cut else learner.own_part(numbers, self.rank)
             gradients.keep(index, torch.from_numpy(part).to(self._device))
 
         return keep
@@ -279,18 +314,39 @@ class Rank:
         self.begin()
         return norm
 
-    def gather(self, optimizer: bool) -> dict[str, Tensor]:
-        """The whole weights, or the optimizer's state, on rank 0; nothing elsewhere."""
-        learner = self.learner
-        return learner.gathered_optimizer_state() if optimizer else learner.gathered_weights()
+    def outline(self, optimizer: bool) -> Mapping[str, Tensor]:
+        """The whole weights, or with `optimizer` its state, on the `meta` device."""
+        return self.learner.outline(optimizer)
 
-    def take(
-        self, weights: Mapping[str, Tensor] | None, state: Mapping[str, Tensor] | None, all: bool
-    ) -> None:
-        """Weights, and with `all` the optimizer's state, which rank 0 has whole."""
-        self.learner.take_weights(weights)
-        if all:
-            self.learner.take_over(state)
+    def rows(self, names: Iterable[str], part: int = 0, parts: int = 1) -> dict[str, Part]:
+        """See `Learner.rows`."""
+        return self.learner.rows(names, part, parts)
+
+    def saved(self, masters: bool) -> dict[str, Part]:
+        """See `Learner.saved`."""
+        return self.learner.saved(masters)
+
+    def restore(self, saved: SavedRows, fill: Callable[[str, Part], None]) -> None:
+        """See `Learner.restore`."""
+        self.learner.restore(saved, fill)
+
+    def take(self, names: Sequence[str], whole: Mapping[str, Tensor] | None) -> None:
+        """Its rows of weights that rank 0 has whole."""
+        self.learner.take(names, whole)
+
+    def taken(self) -> None:
+        """All weights were given."""
+        self.learner.taken()
 
     def score(self, bin: Bin, what: str) -> NDArray[np.float32]:
         return self.learner.score(bin, what)
+
+    @property
+    def bytes(self) -> int:
+        """That its rows take; 0 while it is in no group."""
+        return 0 if self._learner is None else self._learner.bytes
+
+    def memory(self, gradients: bool) -> LearnerMemory:
+        """That of its rows, and with `gradients` of those of the rounds that are kept."""
+        beside = self._gradients.tensors() if gradients else {}
+        return LearnerMemory(self.learner, beside)

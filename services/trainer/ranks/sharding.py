@@ -6,7 +6,7 @@ sends is cut the same way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -16,11 +16,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from common.model.decoder import Decoder
+from common.model.lora import is_adapter
+from common.model.rows import Beginning
+from services.trainer.arithmetic import critic, lora
+from services.trainer.arithmetic.cut_rows import local
+
 KEEP_BYTES = 2 << 30  # float32 parameters that a rank may hold whole beside its rows
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
-    """Cuts a model in place: its layers one by one, a critic, then the rest. Passes are in `dtype`.
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    begin: Callable[[], None],
+) -> None:
+    """Cuts a model on the `meta` device in place: its layers one by one, a critic, then the rest;
+    gives it memory for its rows, and has `begin` fill them. Passes are in `dtype`.
 
     Gradients are summed over ranks, not averaged: a round's gradient is the sum over its bins.
     A model of at most KEEP_BYTES stays whole on every rank from a step's first pass until
@@ -34,6 +46,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32
         for unit in part.children() if name == "layers" else [part]:
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    model.to_empty(device=mesh.device_type)
+    begin()
     # The root must be known as such before a part of it, such as a critic, runs alone.
     fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]
     for module in model.modules():
@@ -41,6 +55,24 @@ def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_reshard_after_backward(not keep)
+
+
+@torch.no_grad()
+def begin(model: Decoder, mesh: DeviceMesh, beginning: Beginning, seed: int) -> None:
+    """Gives a cut model the values of this rank's rows: the decoder's from `beginning`, its
+    adapters' from `seed`, its critic's are the decoder's.
+    """
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    for name, parameter in critic.published(model.named_parameters()).items():
+        if not is_adapter(name):
+            own = rows(parameter.shape[0], rank, ranks)
+            beginning.fill(name, parameter.shape, own.start, local(parameter.detach()))
+    for parameter, values in lora.drawn(model, seed):
+        local(parameter.detach()).copy_(values[rows(len(values), rank, ranks)])
+    for part in model.modules():
+        if isinstance(part, Decoder):
+            part.settle()
+    critic.begin(model)
 
 
 def reshard(model: nn.Module) -> None:
@@ -68,17 +100,6 @@ def cut(
     return np.concatenate(pieces)
 
 
-def gather(piece: Tensor, shape: torch.Size, group: dist.ProcessGroup) -> Tensor | None:
-    """The whole tensor of `shape`, on rank 0; every rank calls it with its rows."""
-    ranks = group.size()
-    padded = piece.new_zeros(-(-shape[0] // ranks), *shape[1:])
-    padded[: len(piece)] = piece
-    first = group.rank() == 0
-    parts = [torch.empty_like(padded) for _ in range(ranks)] if first else None
-    dist.gather(padded, parts, group=group, group_dst=0)
-    return torch.cat(parts)[: shape[0]] if parts is not None else None
-
-
 def scatter(
     whole: Tensor | None, piece: Tensor, shape: torch.Size, group: dist.ProcessGroup
 ) -> None:
@@ -89,8 +110,10 @@ def scatter(
     parts = None
     if group.rank() == 0:
         assert whole is not None, "rank 0 has what is scattered"
-        spread = piece.new_zeros(each * ranks, *shape[1:])
-        spread[: shape[0]] = whole
+        spread = whole.to(piece.device)
+        if shape[0] != each * ranks:
+            spread = piece.new_zeros(each * ranks, *shape[1:])
+            spread[: shape[0]] = whole
         parts = list(torch.split(spread, each))
     dist.scatter(padded, parts, group=group, group_src=0)
     piece.copy_(padded[: len(piece)])

@@ -53,6 +53,12 @@ command('HMGET', -3, '', function(space, args, n)
   return found
 end)
 
+command('HVALS', 2, '', function(space, args)
+  local hash, found = value(space, args[2], 'hash'), {}
+  for _, one in pairs(hash and hash.fields or {}) do found[#found + 1] = one end
+  return found
+end)
+
 command('HGETALL', 2, '', function(space, args)
   local hash = value(space, args[2], 'hash')
   if not hash then return {} end

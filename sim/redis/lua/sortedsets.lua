@@ -2,7 +2,7 @@
 local parts = ...
 
 local command, decimal, fail, missing = parts.command, parts.decimal, parts.fail, parts.missing
-local places, value = parts.places, parts.value
+local places, text, value = parts.places, parts.text, parts.value
 local floor, insert, remove = math.floor, table.insert, table.remove
 local sub, upper = string.sub, string.upper
 
@@ -79,12 +79,27 @@ end)
 
 local function length_of(set) return #set.members end
 
-command('ZRANGE', -4, '', function(space, args, n)
-  if n > 4 then missing('ZRANGE with ' .. args[5]) end
-  local set, start, stop = places(space, args, 'zset', length_of)
+command('ZSCORE', 3, '', function(space, args)
+  local set = value(space, args[2], 'zset')
+  return set and set.scores[args[3]] and text(set.scores[args[3]]) or false
+end)
+
+-- Members by their places, with their scores if the command says so.
+local function members_of(set, first, last, args, n)
+  if n > 5 or n == 5 and upper(args[5]) ~= 'WITHSCORES' then
+    missing(args[1] .. ' with ' .. args[5])
+  end
   local found = {}
-  for i = start, stop do found[#found + 1] = set.members[i + 1] end
+  for i = first, last do
+    found[#found + 1] = set.members[i]
+    if n == 5 then found[#found + 1] = text(set.scores[set.members[i]]) end
+  end
   return found
+end
+
+command('ZRANGE', -4, '', function(space, args, n)
+  local set, start, stop = places(space, args, 'zset', length_of)
+  return members_of(set, start + 1, stop + 1, args, n)
 end)
 
 local function bound(text)
@@ -107,11 +122,8 @@ local function between(space, args)
 end
 
 command('ZRANGEBYSCORE', -4, '', function(space, args, n)
-  if n > 4 then missing('ZRANGEBYSCORE with ' .. args[5]) end
   local set, first, last = between(space, args)
-  local found = {}
-  for i = first, last do found[#found + 1] = set.members[i] end
-  return found
+  return members_of(set, first, last, args, n)
 end)
 
 command('ZREMRANGEBYSCORE', 4, 'w', function(space, args)

@@ -25,6 +25,16 @@ command('DBSIZE', 1, 'o', function(space)
   return found
 end)
 
+command('KEYS', 2, 'o', function(space, args)
+  local prefix, rest = string.match(args[2], '^([^*?%[]*)(.*)$')
+  if rest ~= '*' then missing('KEYS with ' .. args[2]) end
+  local found = {}
+  for key in pairs(space.keys) do
+    if string.sub(key, 1, #prefix) == prefix and exists(space, key) then found[#found + 1] = key end
+  end
+  return found
+end)
+
 command('EXISTS', -2, '', function(space, args, n)
   local found = 0
   for i = 2, n do

@@ -55,6 +55,10 @@ COMMANDS = st.one_of(
     many("RPUSH", TEXTS),
     words("LPOP", KEYS),
     words("LRANGE", KEYS, PLACES, PLACES),
+    many("SADD", MEMBERS),
+    many("SREM", MEMBERS),
+    words("SISMEMBER", KEYS, MEMBERS),
+    words("SMEMBERS", KEYS),
     many("ZADD", SCORES, MEMBERS),
     many("ZREM", MEMBERS),
     words("ZCARD", KEYS),
@@ -66,7 +70,9 @@ VIA = st.sampled_from(["", "", PASSED, CAUGHT])
 
 
 def alike(name: str, answer: Any) -> Any:
-    """HGETALL has no order."""
+    """HGETALL and SMEMBERS have no order."""
+    if name == "SMEMBERS" and isinstance(answer, list):
+        return set(answer)
     if name == "HGETALL" and isinstance(answer, list):
         return dict(zip(answer[::2], answer[1::2], strict=True))
     return answer

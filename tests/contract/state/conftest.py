@@ -1,4 +1,6 @@
-"""The backends that the contract binds: in-process under a clock of ours, and two real servers."""
+"""The backends that the contract binds: in-process under a clock of ours, and two real servers. On
+one of these each script runs with the rights to its own keys alone.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import pytest
 
 from common.state.client import State
 from sim.state import simulated_state
+from tests.contract.state.by_script import restricted
 from tests.contract.state.state_bench import Bench, HandClock, Server
 
 BACKENDS = [
@@ -25,7 +28,9 @@ async def bench(
         clock = HandClock()
         found = Bench(simulated_state(clock), clock)
     else:
-        found = Bench(await State.open(servers(request.param).url), None)
+        url = servers(request.param).url
+        by_script = request.param == "redis-server"
+        found = Bench(restricted(url) if by_script else await State.open(url), None)
         await found.state.command("FLUSHALL")
     yield found
     await found.state.close()

@@ -16,12 +16,13 @@ from typing import Any
 
 import redis
 
-from common.state import embedded, groups, jobs, steps
+from common.state import groups, jobs, steps
 from common.state.client import State
 from common.state.registry import Entry, evict, lookup, register
+from common.state.server import embedded
 
 JOB = "job"
-SHARD = "rollout/0"
+SHARD = f"rollout/{JOB}/0"
 TRAINER = "trainer/job"
 
 
@@ -189,6 +190,7 @@ def document(
 ) -> dict[str, Any]:
     return {
         "algorithm": {
+            "name": "grpo",
             "groups_per_step": groups_per_step,
             "group_size": group_size,
             "max_staleness": max_staleness,
@@ -196,4 +198,14 @@ def document(
         "budget": {"steps": steps},
         "mesh": {},
         "stop": [],
+        "pool": {"priority": 0, "share": 1.0, "workers": {"least": 0, "most": 0}},
+        "models": {},
+        "reward": {"use": "math", "parts": []},
+        "environment": {"tools": {}},
+        "sandbox": {"processes": 1},
+        "rollout": {"shards": 1, "engine": "torch", "dtype": "float32"},
+        "lora": {"rank": 0},
+        "optimizer": {"muon_lr": 0.003},
+        "training": {"ranks": 1, "dtype": "float32"},
+        "planner": {},
     }

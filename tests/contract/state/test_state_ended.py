@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from common.errors import ConfigError, PeerLost
-from common.process.failure import Failure
+from common.process.ends.failure import Failure
 from common.state import events, jobs
 from common.state.ended import Report, ended, tell
+from common.state.keys import job_prefix
 from common.state.registry import Entry, register
 from tests.contract.state.state_bench import JOB, TRAINER, Bench
 
@@ -236,6 +237,31 @@ async def test_nothing_fails_while_a_process_waits_for_room_on_a_disk(simulated:
         await register(bench.state, entry)
         assert not await tell(bench.state, report(failure))
         await passes(bench, 29.0)
+    assert (await phase(bench))[0] == "training"
+
+
+async def hold(bench: Bench, held: str) -> None:
+    """What the planner writes when it pauses a job, or lets it go on."""
+    await bench.state.command("HSET", f"{job_prefix(JOB)}:job", "held", held)
+    if not held:
+        await bench.state.command("HINCRBY", f"{job_prefix(JOB)}:job", "resumed", 1)
+
+
+async def test_a_pause_is_no_time_without_progress(simulated: Bench) -> None:
+    bench = simulated
+    await bench.training_job()
+    failure = Failure.of(PeerLost("gone", where="engine/g0.0"))
+    for _ in range(3):
+        assert not await tell(bench.state, report(failure))
+        await passes(bench, 10.0)
+    await hold(bench, "paused: preempted")
+    for _ in range(9):
+        assert not await tell(bench.state, report(failure)), "while it sleeps nothing can succeed"
+        await passes(bench, 800.0)
+    await hold(bench, "")
+    for _ in range(9):
+        assert not await tell(bench.state, report(failure))
+        await passes(bench, 60.0)
     assert (await phase(bench))[0] == "training"
 
 

@@ -7,7 +7,8 @@ import uuid
 import pytest
 
 from common.errors import Fenced, NotFound, Refused
-from common.state import events, groups, jobs, registry, steps
+from common.pool.decisions import Admit, Why
+from common.state import events, groups, jobs, leader, pool, registry, steps
 from common.state.client import State
 from common.state.groups import LeasedGroups, LeaseWait
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, document
@@ -128,6 +129,25 @@ async def test_nothing_is_admitted_before_training_nor_beyond_the_budget(bench: 
     assert await groups.admit(bench.state, JOB, SHARD, shard, 9, "op2") == []
     await steps.commit_initial(bench.state, JOB, TRAINER, trainer, 0, "m0", "c0")
     assert len(await groups.admit(bench.state, JOB, SHARD, shard, 9, "op3")) == 2
+
+
+async def test_nothing_is_admitted_while_the_job_is_paused(bench: Bench) -> None:
+    seats = await bench.training_job()
+    led = await leader.campaign(bench.state, "planner", "planner/0", 600_000)
+
+    async def hold(held: str) -> None:
+        admit = Admit(JOB, held, Why("preempt"))
+        assert await pool.write(bench.state, led, f"hold {held}", [admit], None) == []
+
+    await hold("paused: preempted by another")
+    assert await seats.admit() == []
+    assert (await jobs.job(bench.state, JOB)).paused and await jobs.paused(bench.state, JOB)
+    await hold("")
+    assert len(await seats.admit()) == 6
+    assert not await jobs.paused(bench.state, JOB)
+    await hold("paused: preempted again")
+    assert await jobs.cancel(bench.state, JOB, "cancel")
+    assert not await jobs.paused(bench.state, JOB) and not await jobs.paused(bench.state, "other")
 
 
 async def test_an_admission_sent_twice_opens_its_groups_once(bench: Bench) -> None:

@@ -7,8 +7,9 @@ import uuid
 import pytest
 
 from common.errors import HistoryLost
-from common.state import accounting, events, groups, jobs, readers, steps
+from common.state import events, groups, jobs, readers, steps
 from common.state.client import State
+from common.state.lifecycle import accounting
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, document
 
 RECORDER = readers.recorder_of(JOB)

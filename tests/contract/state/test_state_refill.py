@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from common.errors import Refused
-from common.state import accounting, events, groups, jobs
+from common.state import events, groups, jobs
 from common.state.groups import LeaseWait
+from common.state.lifecycle import accounting
 from tests.contract.state.state_bench import JOB, TRAINER, Bench
 
 

@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from common.errors import Fenced, Refused
-from common.state import epoch, events, leader, registry
+from common.state import events, leader, registry
 from common.state.client import State
 from common.state.registry import LEASE_MS, Entry
+from common.state.server import epoch
 from sim.state import simulated_state
 from tests.contract.state.state_bench import Bench, HandClock
 
@@ -34,7 +35,7 @@ async def test_a_registered_process_is_found_with_all_it_said(state: State) -> N
     token = await registry.register(state, entry("a"), LONG_MS)
     waits = [{"what": "call Weights.stage", "on": "weights", "since_ms": 5}]
     stats = {"lag_s": 0.1, "nothing": [], "nested": {"empty": {}}, "text": "naïve ✓"}
-    assert registry.renew(state, "rollout/0", token, LONG_MS, stats, waits)
+    assert registry.renew(state, "rollout/0", token, LONG_MS, stats, waits).held
     found = await registry.lookup(state, "rollout/0")
     assert found is not None
     assert found.alive and found.token == token and found.incarnation == "a"
@@ -86,11 +87,11 @@ async def test_an_expired_lease_is_lost_and_its_name_is_free(bench: Bench) -> No
     state = bench.state
     first = await registry.register(state, entry("a"), 20)
     await bench.pass_ms(50)
-    assert not registry.renew(state, "rollout/0", first, LONG_MS, {}, [])
+    assert not registry.renew(state, "rollout/0", first, LONG_MS, {}, []).held
     second = await registry.register(state, entry("b"), LONG_MS)
     assert second > first
-    assert not registry.renew(state, "rollout/0", first, LONG_MS, {}, [])
-    assert registry.renew(state, "rollout/0", second, LONG_MS, {}, [])
+    assert not registry.renew(state, "rollout/0", first, LONG_MS, {}, []).held
+    assert registry.renew(state, "rollout/0", second, LONG_MS, {}, []).held
 
 
 async def test_a_server_whose_clock_is_set_back_keeps_no_dead_names(simulated: Bench) -> None:
@@ -103,7 +104,7 @@ async def test_a_server_whose_clock_is_set_back_keeps_no_dead_names(simulated: B
     token = await registry.register(state, living, LEASE_MS)
     await leader.campaign(state, "planner", "dead", LEASE_MS)
     clock.now -= 3600.0
-    assert registry.renew(state, "engine/g0", token, LEASE_MS, {}, [])
+    assert registry.renew(state, "engine/g0", token, LEASE_MS, {}, []).held
     dead.incarnation = "two"
     assert await registry.register(state, dead, LEASE_MS)
     assert await leader.campaign(state, "planner", "standby", LEASE_MS)
@@ -124,7 +125,7 @@ async def test_a_lease_lasts_six_virtual_seconds_and_its_entry_ten_minutes(
     token = await registry.register(state, entry("a"))
     for _ in range(20):  # half a virtual minute, renewed in time
         await simulated.pass_ms(1500)
-        assert registry.renew(state, "rollout/0", token, 6000, {}, [])
+        assert registry.renew(state, "rollout/0", token, 6000, {}, []).held
     await simulated.pass_ms(5900)
     assert (await registry.entries(state))[0].alive
     await simulated.pass_ms(200)
@@ -154,14 +155,14 @@ async def test_a_process_that_leaves_frees_its_name_at_once(state: State) -> Non
     token = await registry.register(state, entry("a"), LONG_MS)
     assert await registry.release(state, "rollout/0", token)
     assert not await registry.release(state, "rollout/0", token)
-    assert not registry.renew(state, "rollout/0", token, LONG_MS, {}, [])
+    assert not registry.renew(state, "rollout/0", token, LONG_MS, {}, []).held
     assert await registry.register(state, entry("b"), LONG_MS) > token
 
 
 async def test_a_supervisor_evicts_the_incarnation_it_saw_end_and_no_other(state: State) -> None:
     token = await registry.register(state, entry("a"), LONG_MS)
     assert not await registry.evict(state, "rollout/0", "b")
-    assert registry.renew(state, "rollout/0", token, LONG_MS, {}, [])
+    assert registry.renew(state, "rollout/0", token, LONG_MS, {}, []).held
     assert await registry.evict(state, "rollout/0", "a")
     assert await registry.register(state, entry("b"), LONG_MS) > token
 
@@ -233,8 +234,20 @@ async def test_events_come_back_in_order_and_page_by_page(state: State) -> None:
     assert await events.read_all(state) == first + rest
 
 
+async def test_an_event_can_be_above_one_that_is_there_no_more(state: State) -> None:
+    """Also when what is there is above that, as after a clock was set back."""
+    await events.append(state, "now", {})
+    now_ms = (await events.read_all(state))[0].ms
+    for seen_ms in (now_ms + 90_000, now_ms + 10_000, now_ms - 1):
+        await events.append_above(state, f"{seen_ms}-3", "above", {"seen": seen_ms})
+    first, *told = await events.read_all(state)
+    assert [event.fields["seen"] - now_ms for event in told] == [90_000, 10_000, -1]
+    assert told[0].ms > now_ms + 90_000 and first.kind == "now"
+
+
 async def test_scripts_are_loaded_again_by_a_server_that_forgot_them(state: State) -> None:
-    await events.append(state, "before", {})
+    for _ in range(2):
+        await events.append(state, "before", {}, "its own operation")
     await state.command("SCRIPT", "FLUSH")
     await events.append(state, "after", {})
     assert [event.kind for event in await events.read_all(state)] == ["before", "after"]

@@ -7,9 +7,11 @@ import dataclasses
 import pytest
 
 from common.errors import Fenced
-from common.state import events, registry, rollback, steps
+from common.state import events, jobs, registry, steps
 from common.state.keys import EVENTS, TRIMMED
-from common.state.rollback import JobMark, Mark
+from common.state.lifecycle import deleting
+from common.state.server import rollback
+from common.state.server.rollback import JobMark, Mark
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, Seats
 
 
@@ -126,3 +128,14 @@ def test_joined_marks_are_as_far_as_the_furthest() -> None:
     assert rollback.joined([one, two]) == Mark(
         "10-1", 6, {"a": JobMark(1, 3, 8, "/a", "training"), "b": JobMark(0, 1)}
     )
+
+
+async def test_a_job_that_was_deleted_is_not_missed(bench: Bench) -> None:
+    await trained(bench, 2)
+    known = await rollback.held(bench.state, Mark())
+    await jobs.cancel(bench.state, JOB, "stop")
+    await deleting.delete(bench.state, JOB, "delete")
+    now = await rollback.held(bench.state, known)
+    assert rollback.older(now, known) == ""
+    assert JOB in now.deleted and JOB not in rollback.without(known, now.deleted).jobs
+    assert rollback.older(dataclasses.replace(now, deleted={}), known)

@@ -12,8 +12,10 @@ import pytest
 from redis.exceptions import ResponseError
 
 from common.errors import StateUnavailable
-from common.state import accounting, epoch, events, groups, jobs, registry
+from common.state import events, groups, jobs, registry
 from common.state.client import State
+from common.state.lifecycle import accounting
+from common.state.server import epoch
 from tests.contract.state.state_bench import JOB, SHARD, Bench, Server, binary_of, running_server
 
 SERVERS = [
@@ -117,7 +119,7 @@ async def test_a_lease_survives_an_outage_that_outlasts_it(server: Server) -> No
     token = await registry.register(state, entry)
 
     def renew() -> bool:
-        return registry.renew(state, SHARD, token, 300, {}, [])
+        return registry.renew(state, SHARD, token, 300, {}, []).held
 
     assert await asyncio.to_thread(renew)
     server.kill()

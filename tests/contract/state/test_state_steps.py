@@ -6,7 +6,8 @@ import pytest
 
 from common.errors import Fenced, Refused
 from common.records.lineages import NATIVE
-from common.state import accounting, events, groups, jobs, steps
+from common.state import events, groups, jobs, steps
+from common.state.lifecycle import accounting
 from common.state.steps import Committed
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, Seats, document
 
@@ -152,6 +153,27 @@ async def test_a_replay_finds_groups_and_record_until_a_checkpoint_covers_them(
     await seats.commit(3, await seats.leased(3), covered=1)
     assert [record.step for record in await steps.step_records(bench.state, JOB)] == [2, 3]
     assert len(await steps.step_rows(bench.state, JOB)) == 3
+
+
+async def test_a_checkpoint_beside_the_steps_covers_the_current_version(bench: Bench) -> None:
+    seats = await bench.training_job()
+    await fill(seats)
+    await seats.step(1)
+    open_before = await steps.checkpoint_state(bench.state, JOB)
+    for lineage, step in ((0, 0), (1, 1)):
+        with pytest.raises(Refused, match="not the current one"):
+            about = lineage, step, "other"
+            await steps.cover(bench.state, JOB, TRAINER, seats.trainer, *about)
+    with pytest.raises(Fenced):
+        await steps.cover(bench.state, JOB, TRAINER, seats.trainer - 1, 0, 1, "other")
+    for _ in range(2):  # it may be asked again
+        await steps.cover(bench.state, JOB, TRAINER, seats.trainer, 0, 1, "beside")
+    row = await jobs.job(bench.state, JOB)
+    assert (row.version, row.checkpoint) == (1, "beside")
+    assert await steps.step_records(bench.state, JOB) == []
+    assert await steps.checkpoint_state(bench.state, JOB) == open_before
+    await fill(seats)
+    await seats.step(2)  # goes on
 
 
 async def test_a_new_lineage_trains_the_abandoned_groups_again(bench: Bench) -> None:

@@ -13,7 +13,8 @@ import pytest
 from common.clock import SystemClock
 from common.random import Random
 from common.transport.base import Frames, Peer, Transport
-from common.transport.zmq import JOIN_BYTES, ZmqTransport
+from common.transport.pump import JOIN_BYTES
+from common.transport.zmq import ZmqTransport
 from common.wire.frames import Frame
 from sim.network import MemoryNetwork, MemoryTransport
 from tests.meshes import keys_of

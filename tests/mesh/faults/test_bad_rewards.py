@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from common.records import lines
-from meshrl.observe import samples
+from meshrl.observe.report import samples
 from tests.mesh.running import Run
 
 pytestmark = pytest.mark.timeout(300)
@@ -24,7 +24,7 @@ def test_rows_that_cannot_be_scored_are_dropped_by_type_and_the_others_train(
     assert summary["typed_drops"] >= 4
     told = " ".join(fields["reason"] for fields in mesh.events("dropped"))
     assert "failed" in told
-    log = (mesh.directory / "mesh/logs/rollout-0.log").read_text()
+    log = (mesh.directory / "mesh/logs/rollout-digits-0.log").read_text()
     assert "reward: raised: ValueError: no (digits.py:" in log
     assert "reward: timeout: reward took more than 0.3 s" in log
     assert "reward: bad_value: reward returned 'a lot', a str" in log

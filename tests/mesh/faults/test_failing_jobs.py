@@ -1,4 +1,5 @@
-"""Jobs that cannot run end with the reason within seconds, and the mesh goes on with the next.
+"""Jobs that cannot run end with the reason within seconds, with their processes, and the mesh goes
+on with the next.
 
 Their documents go to the mesh as they are: nothing looks at them before its processes do.
 """
@@ -20,8 +21,8 @@ from common.state import events, jobs
 from common.state.ended import ended
 from meshrl.commands import diagnosis
 from meshrl.job import bundle, jobfile
-from meshrl.launch.launcher import Launcher, Shape
-from meshrl.launch.places import MeshPlace
+from meshrl.launch.directory.places import MeshPlace
+from meshrl.launch.head.launcher import Launcher, Shape
 from tests.mesh.running import JOB
 
 pytestmark = pytest.mark.timeout(300)
@@ -93,7 +94,7 @@ CASES: dict[str, tuple[Changes, dict[str, str], list[str]]] = {
     "environment": (
         {"environment": {"use": "game:Game"}},
         {"game.py": MISSING},
-        [LOST, "game.py:3", "environment-rollout-0"],
+        [LOST, "game.py:3", "environment-rollout-environment-0"],
     ),
     "prompts": (
         {"rollout": {"max_tokens": 5}},
@@ -103,20 +104,25 @@ CASES: dict[str, tuple[Changes, dict[str, str], list[str]]] = {
 }
 
 
+def of_jobs(mesh: Launcher) -> set[str]:
+    """The processes that run for one job alone."""
+    return {name for name in mesh.pids.values() if name.startswith(("rollout/", "sandbox/"))}
+
+
 async def test_a_job_that_cannot_run_says_why_and_the_next_one_runs(mesh: Launcher) -> None:
-    shards = {pid for pid, name in mesh.pids.items() if name == "rollout/0"}
     for name, (changes, modules, wanted) in CASES.items():
         await submitted(mesh, name, changes, modules)
         row = await ends(mesh, name, SOON_S)
         assert row.phase == "failed"
         for part in wanted:
             assert part in row.error, (part, row.error)
-    assert {pid for pid, name in mesh.pids.items() if name == "rollout/0"} == shards
     await submitted(mesh, "unforeseen", {"rollout": {"lengths": ["x"]}})
     row = await ends(mesh, "unforeseen", ENDS_S)
-    assert "rollout/0 ended by TypeError" in row.error and "meshrl logs rollout/0" in row.error
+    assert "rollout/unforeseen/0 ended by TypeError" in row.error
+    assert "meshrl logs rollout/unforeseen/0" in row.error
     await submitted(mesh, "sound", {"budget": {"steps": 1}})
-    assert (await ends(mesh, "sound", ENDS_S)).phase == "finished"
+    row = await ends(mesh, "sound", ENDS_S)
+    assert row.phase == "finished", row.error
     told = [e.fields for e in await events.read_all(mesh.state) if e.kind == "process_ended"]
     tries = [t["times"] for t in told if t["job"] == "unforeseen"]
     assert len(tries) >= 3, "it is tried again"
@@ -125,3 +131,6 @@ async def test_a_job_that_cannot_run_says_why_and_the_next_one_runs(mesh: Launch
     assert {t["job"] for t in told} == {"positions", "sglang", "environment"}
     assert all(t["final"] and t["error"]["type"] == "ConfigError" for t in told), json.dumps(told)
     assert {end.job for end in await ended(mesh.state)} <= {*CASES, "unforeseen"}
+    async with asyncio.timeout(ENDS_S):
+        while of_jobs(mesh):
+            await asyncio.sleep(0.1)

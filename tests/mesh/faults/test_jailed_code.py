@@ -30,7 +30,7 @@ def test_sessions_of_a_mesh_survive_what_they_can_and_are_lost_by_type(
         budget__steps=8,
     )
     mesh.until("tools have answered", lambda: mesh.in_ledger(Kind.TOOL), within_s=150.0)
-    first, second = mesh.pid("sandbox/0"), mesh.pid("sandbox/1")
+    first, second = mesh.pid("sandbox/digits/0"), mesh.pid("sandbox/digits/1")
     for process in psutil.Process(first).children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # jails come and go
             if process.name() == "bwrap":

@@ -15,7 +15,7 @@ from common.api.weights import Group
 from common.records import ledger
 from common.records.ledger import Kind, trajectory_id
 from common.wire.blob import unpack
-from meshrl.launch.leftovers import belonging_to
+from meshrl.launch.directory.leftovers import belonging_to
 from services.rollout.trajectory import Restored, Trajectory
 from tests.mesh.running import Run
 
@@ -64,7 +64,7 @@ def test_a_new_shard_continues_each_trajectory_after_its_last_written_token(
         return mesh.in_ledger(Kind.TOKENS) >= 8
 
     mesh.until("tokens in the ledger", many_tokens)
-    shard = mesh.pid("rollout/0")
+    shard = mesh.pid("rollout/digits/0")
     os.kill(shard, signal.SIGSTOP)  # so that the copy is what its successor finds
     left = written(mesh.copy_ledger(tmp_path / "left"))
     os.kill(shard, signal.SIGKILL)
@@ -102,5 +102,5 @@ def test_a_role_process_that_is_killed_while_it_loads_is_started_again(
         killed.add(pid)
     assert mesh.finish() == 0, mesh.said
     assert_nothing_lost(mesh, 2)
-    told = [fields["detail"] for fields in mesh.events("actual") if fields["gang"] == "g0"]
+    told = [fields["detail"] for fields in mesh.events("actual") if fields["role"] == "training"]
     assert any(detail.endswith("ended: signal 9") for detail in told), told

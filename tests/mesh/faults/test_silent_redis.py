@@ -13,7 +13,7 @@ from tests.mesh.running import Run
 
 pytestmark = pytest.mark.timeout(300)
 SILENT_S = 6.5  # longer than a lease, shorter than what Redis is restarted for
-AT_WORK = ("rollout/0", "trainer/digits", "weights", "worker/g0", "worker/g1", "planner/0")
+AT_WORK = ("rollout/digits/0", "trainer/digits", "weights", "worker/w0", "worker/w1", "planner/0")
 
 
 def test_all_processes_outlive_an_outage_that_outlasts_their_leases(

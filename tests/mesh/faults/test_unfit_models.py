@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from common.pool.seat import Seat
 from common.state import jobs
 from meshrl.job import bundle, jobfile
 from tests.mesh.elastic import JOB_FILE, RANK_MAIN, ElasticMesh
@@ -28,12 +30,15 @@ async def test_a_job_whose_model_cannot_be_made_fails_with_the_reason() -> None:
             for job, (change, why) in CHANGES.items():
                 for ranks in (1, 2):
                     await fails(elastic, f"{job}-{ranks}", ranks, change, why)
+            if not torch.cuda.is_available():
+                why = "the trainer cannot compute on a GPU: torch"
+                await fails(elastic, "no-gpu", 1, {}, why, device="cuda")
         finally:
             await elastic.close()
 
 
 async def fails(
-    elastic: ElasticMesh, job: str, ranks: int, change: dict[str, Any], why: str
+    elastic: ElasticMesh, job: str, ranks: int, change: dict[str, Any], why: str, device: str = ""
 ) -> None:
     config, base = jobfile.load(JOB_FILE, [])
     run_dir = elastic.directory / job
@@ -42,8 +47,8 @@ async def fails(
     changed = document["model"]["config"] | change
     document["model"]["config"] = {k: v for k, v in changed.items() if v is not None}
     await jobs.submit(elastic.state, job, document, str(run_dir), job)
-    place = ["--gang", "g0", "--job", job, "--epoch", "1", "--core", "--ranks", str(ranks)]
-    elastic.run(f"trainer/{job}", RANK_MAIN, place)
+    seat = Seat("g0", "g0.0", job, 1, core=True, ranks=ranks)
+    elastic.run(f"trainer/{job}", RANK_MAIN, seat.words(), device=device)
 
     async def failed() -> str:
         row = await jobs.job(elastic.state, job)

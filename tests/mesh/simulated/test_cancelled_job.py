@@ -1,12 +1,12 @@
-"""A job that a person stops lets go of its gangs, and loses nothing when it goes on."""
+"""A job that a person stops lets go of its workers, and loses nothing when it goes on."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.state import events, gangs, groups, jobs
-from common.state.accounting import account
+from common.state import events, groups, jobs, pool
+from common.state.lifecycle.accounting import account
 from sim.mesh.job import JOB
 from sim.mesh.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
@@ -15,13 +15,13 @@ STEPS = 3
 
 
 @pytest.mark.timeout(200)
-def test_a_cancelled_job_frees_its_gangs_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_cancelled_job_frees_its_workers_and_goes_on_where_it_was(tmp_path: Path) -> None:
     async def story(world: World) -> dict[str, Any]:
         state, clock = world.state, world.clock
         while (await jobs.job(state, JOB)).version < 1:
             await clock.sleep(0.5)
         assert await jobs.cancel(state, JOB, "cancelled")
-        while any(gang.actual_role != "idle" for gang in await gangs.gangs(state)):
+        while await pool.gangs(state):
             await clock.sleep(1.0)
         stopped = await jobs.job(state, JOB)
         await clock.sleep(10.0)

@@ -28,7 +28,7 @@ def test_a_signal_at_each_start_fails_the_job_and_leaves_the_mesh_up(tmp_path: P
         told = [e for e in await events.read_all(world.state) if e.kind == "process_ended"]
         assert {e.fields["name"].split("/")[0] for e in told} == {"engine"}
         there = {e.kind for e in await registry.entries(world.state) if e.alive}
-        assert {"planner", "weights", "rollout", "node", "worker"} <= there
+        assert {"planner", "weights", "node", "worker"} <= there
         await jobs.reopen(world.state, JOB, AGAIN)
         await until_over(world)
 

@@ -8,7 +8,7 @@ from typing import Any
 from common.records import ledger
 from common.records.damage import EVENT, QUARANTINE
 from common.state import events, groups
-from common.state.accounting import account
+from common.state.lifecycle.accounting import account
 from sim.mesh.job import JOB
 from sim.mesh.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
@@ -31,11 +31,11 @@ def test_a_flipped_byte_in_a_header_costs_what_was_under_way_and_no_trajectory(
 ) -> None:
     async def story(world: World) -> dict[str, Any]:
         await world.clock.sleep(DAMAGED_AT_S)
-        shard = next(p for p in world.machine.alive if p.name == "rollout/0")
+        shard = next(p for p in world.machine.alive if p.name == "rollout/simulated/0")
         shard.kill()
         segment = damage_last_segment(tmp_path)
         await until_over(world)
-        state = world.around.meshes["rollout/0"].state
+        state = world.around.meshes["rollout/simulated/0"].state
         return {
             "segment": segment,
             "events": await events.read_all(state),

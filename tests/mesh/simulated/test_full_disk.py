@@ -7,7 +7,7 @@ from typing import Any
 
 from common.records import ledger
 from common.state import events, groups, jobs, registry
-from common.state.accounting import account
+from common.state.lifecycle.accounting import account
 from services.rollout.shard import RolloutShard
 from services.rollout.trajectory import Restored
 from sim.mesh.job import JOB
@@ -22,7 +22,7 @@ def test_trajectories_wait_for_room_and_none_is_lost(tmp_path: Path) -> None:
     async def story(world: World) -> dict[str, Any]:
         clock = world.clock
         await clock.sleep(FULL_AT_S)
-        mesh = world.around.meshes["rollout/0"]
+        mesh = world.around.meshes["rollout/simulated/0"]
         shard = mesh._actor
         assert isinstance(shard, RolloutShard) and shard.serving is not None
         world.machine.disk.room = 0
@@ -33,7 +33,7 @@ def test_trajectories_wait_for_room_and_none_is_lost(tmp_path: Path) -> None:
         for record in ledger.read(shard.serving.ledger.directory):
             restored.apply(record, shard.serving.seed_of)
         waiting = {t.id: t.tokens.tolist() for t in shard.serving.active}
-        entry = await registry.lookup(mesh.state, "rollout/0")
+        entry = await registry.lookup(mesh.state, "rollout/simulated/0")
         row = await jobs.job(mesh.state, JOB)
         assert entry is not None and row is not None
         seen = {

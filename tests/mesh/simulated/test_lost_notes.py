@@ -18,7 +18,7 @@ def test_workers_are_adopted_by_what_the_registry_says(tmp_path: Path) -> None:
         await world.clock.sleep(30.0)
         after = {p.name: p.pid for p in world.machine.alive}
         assert after["node/one"] != before["node/one"]
-        for worker in ("worker/g0", "worker/g1"):
+        for worker in ("worker/w0", "worker/w1"):
             assert after[worker] == before[worker]
             started = [p for p in world.machine.processes.values() if p.name == worker]
             assert len(started) == 1
@@ -31,7 +31,7 @@ def test_a_worker_that_registers_too_late_makes_room(tmp_path: Path) -> None:
 
     async def story(world: World) -> None:
         def workers() -> list[VirtualProcess]:
-            return [p for p in world.machine.alive if p.name == "worker/g0"]
+            return [p for p in world.machine.alive if p.name == "worker/w0"]
 
         await world.clock.sleep(10.0)
         workers()[0].kill()

@@ -15,14 +15,18 @@ from common.job.config import (
     PlannerConfig,
     TrainingConfig,
 )
+from common.pool import names
+from common.pool.rows import Doing, Report, Resident, Tier, Worker
+from common.pool.settings import PoolSettings
 from common.runtime.actor import Actor
-from common.state import gangs, jobs
-from services.planner.feasibility import SHORT_S
+from common.state import jobs, pool
 from services.planner.planner import LOOK_S, Planner
-from services.planner.presence import GONE_S, LOST_S
 from sim.mesh.job import JOB
 from tests.mesh.simulated.worlds import Bare, BareWorld, on_bare_world
 
+HOST = "one"
+SETTINGS = PoolSettings()
+SHORT_S, GONE_S, LOST_S = SETTINGS.short_s, SETTINGS.gone_s, SETTINGS.lost_s
 FROZEN = ModelsConfig(reference=FrozenModelConfig(path="initial"))
 Story = Callable[["PlannedMesh"], Any]
 
@@ -41,21 +45,24 @@ class PlannedMesh:
         await process.join(planner, planner.stats)
         process.run(planner.serve())
 
-    async def worker(self, gang: str, rank: int = 0, size: int = 1) -> Bare:
-        name = f"worker/{gang}.{rank}" if rank else f"worker/{gang}"
-        process = self.world.process(name, "worker")
+    async def worker(self, id: str) -> Bare:
+        process = self.world.process(names.worker_process(id), "worker")
         await process.join(Actor(), dict)
         state, mesh = self.world.state, process.mesh
-        await gangs.join_gang(state, gang, name, mesh.token, "simulated", size)
+        await pool.join_worker(state, Worker(id, HOST, "simulated", mesh.token))
 
         async def obey() -> None:
             while True:
                 await self.clock.sleep(1.0)
-                row = await gangs.gang(state, gang)
-                if row is not None and not row.settled:
-                    role = row.desired_role
-                    does = "idle" if role == "idle" else "ready"
-                    await gangs.report_actual(state, gang, mesh.token, row.epoch, role, does)
+                row = await pool.worker_row(state, id)
+                gang = await pool.gang(state, row.gang) if row is not None and row.gang else None
+                for resident in gang.residents if gang is not None else ():
+                    assert gang is not None
+                    rank = gang.workers.index(id)
+                    if rank in resident.ranks and not resident.settled:
+                        await pool.report(
+                            state, id, gang.id, resident.id, done(resident, rank, mesh.token)
+                        )
 
         process.run(obey())
         return process
@@ -74,7 +81,19 @@ class PlannedMesh:
         return row
 
     async def roles(self) -> list[str]:
-        return [g.desired_role for g in await gangs.gangs(self.world.state)]
+        """What each worker is to do, by its number."""
+        found = dict.fromkeys((w.id for w in await pool.workers(self.world.state)), "idle")
+        for gang in await pool.gangs(self.world.state):
+            for resident in gang.residents:
+                for rank in resident.ranks:
+                    found[gang.workers[rank]] = resident.role
+        return list(found.values())
+
+
+def done(resident: Resident, rank: int, token: int) -> Report:
+    """What a worker says that does what was wished."""
+    doing = Doing.GONE if resident.tier == Tier.ABSENT else Doing.READY
+    return Report(rank, resident.generation, resident.epoch, token, doing, resident.tier)
 
 
 def tell(story: Story, root: Path) -> None:
@@ -85,21 +104,19 @@ def tell(story: Story, root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "sizes", "fix"),
+    ("config", "workers", "fix"),
     [
-        (JobConfig(models=FROZEN), [1, 1], "--workers 3`"),
-        (JobConfig(training=TrainingConfig(ranks=2)), [2], "--workers 3 --ranks 2`"),
-        (JobConfig(models=FROZEN, training=TrainingConfig(ranks=2)), [2, 1], "--workers 4 --"),
-        (JobConfig(training=TrainingConfig(ranks=2)), [1, 1], "--ranks 2`"),
+        (JobConfig(models=FROZEN), 1, "--workers 2`"),
+        (JobConfig(training=TrainingConfig(ranks=3)), 2, "--workers 3`"),
+        (JobConfig(models=FROZEN, training=TrainingConfig(ranks=2)), 2, "--workers 3`"),
     ],
 )
 def test_a_job_that_needs_more_workers_than_there_are_fails_and_says_how_many(
-    tmp_path: Path, config: JobConfig, sizes: list[int], fix: str
+    tmp_path: Path, config: JobConfig, workers: int, fix: str
 ) -> None:
     async def story(mesh: PlannedMesh) -> None:
-        for number, size in enumerate(sizes):
-            for rank in range(size):
-                await mesh.worker(f"g{number}", rank, size)
+        for number in range(workers):
+            await mesh.worker(f"w{number}")
         await mesh.start(config)
         await mesh.clock.sleep(SHORT_S + 10.0)
         row = await mesh.job()
@@ -112,7 +129,7 @@ def test_workers_that_join_late_are_waited_for(tmp_path: Path) -> None:
     async def story(mesh: PlannedMesh) -> None:
         await mesh.start(JobConfig(models=FROZEN))
         for number in range(3):
-            await mesh.worker(f"g{number}")
+            await mesh.worker(f"w{number}")
             await mesh.clock.sleep(SHORT_S / 3)
         await mesh.clock.sleep(60.0)
         assert (await mesh.job()).phase == "queued"
@@ -121,13 +138,29 @@ def test_workers_that_join_late_are_waited_for(tmp_path: Path) -> None:
     tell(story, tmp_path)
 
 
-def test_a_lost_worker_is_waited_for_until_it_counts_as_gone(tmp_path: Path) -> None:
+def test_a_job_whose_only_engine_is_lost_goes_on_by_turns(tmp_path: Path) -> None:
     async def story(mesh: PlannedMesh) -> None:
         await mesh.start(JobConfig())
-        await mesh.worker("g0")
-        last = await mesh.worker("g1")
+        await mesh.worker("w0")
+        last = await mesh.worker("w1")
         await mesh.clock.sleep(20.0)
         assert await mesh.roles() == ["training", "rollout"]
+        last.stop()
+        await mesh.clock.sleep(2 * LOST_S)
+        assert (await mesh.job()).phase == "queued"
+        [gang] = [g for g in await pool.gangs(mesh.world.state) if "w0" in g.workers]
+        assert sorted(r.role for r in gang.residents) == ["rollout", "training"]
+        assert all(r.turns for r in gang.residents)
+
+    tell(story, tmp_path)
+
+
+def test_a_lost_worker_is_waited_for_until_it_counts_as_gone(tmp_path: Path) -> None:
+    async def story(mesh: PlannedMesh) -> None:
+        await mesh.start(JobConfig(models=FROZEN))
+        await mesh.worker("w0")
+        last = await mesh.worker("w1")
+        await mesh.clock.sleep(20.0)
         last.stop()
         await mesh.clock.sleep(GONE_S - LOST_S)
         assert (await mesh.job()).phase == "queued"
@@ -150,7 +183,7 @@ def test_stage_times_are_looked_at_once_in_an_interval(tmp_path: Path) -> None:
         now = mesh.clock.monotonic
         await mesh.start(config)
         for number in range(3):
-            await mesh.worker(f"g{number}")
+            await mesh.worker(f"w{number}")
         await mesh.clock.sleep(20.0)
         assert await mesh.roles() == ["training", "rollout", "rollout"]
         await mesh.member("engine", lambda: {"occupied_s": now() / 10})
@@ -167,10 +200,10 @@ def test_stage_times_are_looked_at_once_in_an_interval(tmp_path: Path) -> None:
     tell(story, tmp_path)
 
 
-def test_all_gangs_get_their_places_in_one_look(tmp_path: Path) -> None:
+def test_all_workers_get_their_places_in_one_look(tmp_path: Path) -> None:
     async def story(mesh: PlannedMesh) -> None:
         for number in range(4):
-            await mesh.worker(f"g{number}")
+            await mesh.worker(f"w{number}")
         await mesh.start(JobConfig())
         while not any(role != "idle" for role in await mesh.roles()):
             await mesh.clock.sleep(0.01)

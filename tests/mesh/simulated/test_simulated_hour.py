@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from common.errors import Fenced
-from common.state import events, gangs, groups, jobs, leader
-from common.state.accounting import account
+from common.pool.decisions import Dissolve, Why
+from common.state import events, groups, jobs, leader, pool
+from common.state.lifecycle.accounting import account
 from sim.mesh.job import JOB
 from sim.mesh.world import Size, World
 from tests.mesh.simulated.worlds import on_world
@@ -33,7 +34,7 @@ def test_an_hour_with_a_stopped_leader_loses_nothing(tmp_path: Path, record_prop
             await clock.sleep(0.1)
         takeover_s = clock.monotonic() - stopped
         with pytest.raises(Fenced):
-            await gangs.set_desired(state, token, "g0", "idle", "", False, "a late one", "late")
+            await pool.write(state, token, "late", [Dissolve("g0", Why("a late one"))], None)
         await clock.sleep(HOUR_S - clock.monotonic())
         return {
             "takeover_s": takeover_s,
@@ -41,7 +42,7 @@ def test_an_hour_with_a_stopped_leader_loses_nothing(tmp_path: Path, record_prop
             "events": await events.read_all(state),
             "in_flight": (await groups.in_flight(state, JOB)).samples,
             "job": await jobs.job(state, JOB),
-            "gangs": await gangs.gangs(state),
+            "gangs": await pool.gangs(state),
             "new_leader": (await leader.leader(state, "planner"))[0],
             "old_leader": owner,
         }
@@ -52,7 +53,7 @@ def test_an_hour_with_a_stopped_leader_loses_nothing(tmp_path: Path, record_prop
     assert seen["job"].version > seen["before"].version > 10
     assert all(gang.settled for gang in seen["gangs"])
     moved = [e for e in seen["events"] if e.kind == "move"]
-    assert moved and moved[0].fields["policy"] == "stage_time"
+    assert moved and moved[0].fields["rule"] == "stage_time"
     assert moved[0].fields["train_s"] > moved[0].fields["rollout_s"]
     terms = account(seen["events"], seen["in_flight"], JOB)
     assert terms["lost"] == terms["trained_twice"] == terms["typed_drops"] == 0

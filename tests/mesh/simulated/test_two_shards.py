@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.state import events, groups
-from common.state.accounting import account
+from common.state.lifecycle.accounting import account
 from sim.mesh.job import JOB
 from sim.mesh.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
@@ -41,4 +41,4 @@ def test_two_shards_give_the_same_accounting_as_one(tmp_path: Path) -> None:
     assert one == two
     assert two["lost"] == two["trained_twice"] == two["in_flight"] == 0
     assert prompts_of_one == prompts_of_two
-    assert set(by_shard) == {"rollout/0", "rollout/1"}
+    assert set(by_shard) == {"rollout/simulated/0", "rollout/simulated/1"}

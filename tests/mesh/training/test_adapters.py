@@ -17,8 +17,8 @@ import torch
 from common.api.weights import Manifest
 from common.model.hf import load_model
 from common.model.lora import is_adapter
-from common.wire.blob import unpack
-from common.wire.bulk import ChunkStore
+from common.weights.manifest import read_whole
+from common.wire.bulk.port import ChunkStore
 from meshrl.exporting import export
 from tests.mesh.running import Run
 
@@ -34,7 +34,7 @@ def kept(run: Run) -> list[Manifest]:
     """Of the versions that the store still has, in the order of steps."""
     chunks = ChunkStore(run.directory / "store")
     digests = [fields["manifest"] for fields in run.events("initial") + run.events("step")]
-    return [unpack(Manifest, chunks.read(digest)) for digest in digests if chunks.has(digest)]
+    return [read_whole(chunks.read, digest) for digest in digests if chunks.has(digest)]
 
 
 @pytest.mark.timeout(240)
@@ -43,11 +43,13 @@ def test_adapters_are_trained_published_monitored_and_exported(run: Callable[...
         **{"lora__rank": 4, "optimizer__adamw_lr": 0.01, "budget__steps": STEPS},
         **{"algorithm__filter_zero_variance": "false", "algorithm__max_staleness": 0},
         **{"mesh__workers": 3, "planner__training": 2, "training__checkpoint_every": 3},
+        lora__engines="beside",
         rollout__pace="25/32/6000",  # a second or more for a step: there is time to look at it
         tracking__tensorboard="true",
     )
     one.until("a few steps", lambda: one.version >= 4, 90.0)
-    for name in ("trainer/digits", "weights", "rollout/0", "sandbox/0", "planner/0"):
+    of_job = ("trainer/digits", "rollout/digits/0", "sandbox/digits/0")
+    for name in (*of_job, "weights", "planner/0"):
         address = one.until(f"{name}'s endpoint", lambda n=name: one.entry(n).get("metrics", ""))
         assert get(address, "/livez") == get(address, "/readyz") == "ok\n"
         assert f'meshrl_live{{job="{one.entry(name)["stats"].get("job", "")}"' in get(
@@ -73,6 +75,8 @@ def base_stays_and_adapters_move(versions: list[Manifest]) -> None:
     moving = [{t.chunk for t in v.tensors if is_adapter(t.name)} for v in versions]
     assert len(versions) >= 2 and all(chunks == frozen[0] for chunks in frozen)
     assert not any(later & earlier for earlier, later in pairwise(moving))
+    alone = [v.base.version for v in versions if v.base is not None]
+    assert len(alone) >= len(versions) - 1 and set(alone) == {0}
 
 
 def exported_and_shown(run_dir: Path) -> None:

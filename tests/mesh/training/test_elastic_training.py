@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ import pytest_asyncio
 import torch
 from torch import Tensor
 
-from common.api.role import Drain, Drainable
+from common.api.role import Drain, Resting, Settle, Settled
+from common.errors import Refused
 from tests.mesh.elastic import STEPS, ElasticMesh, Training
 
 TOLERANCE = 1e-5  # float32 sums of a step in another order, 20 times
@@ -73,20 +76,43 @@ async def come_and_go(training: Training) -> None:
     await training.release(5)
     await training.start_hybrid(third)  # joins while steps run
     leaving = elastic.worker.ref(f"hybrid/{second}")
-    await leaving.call(Drainable.drain, Drain("it is needed elsewhere"))
+    await leaving.call(Resting.drain, Drain("it is needed elsewhere"))
     await training.caught_up()
     await training.hybrid_waits(third)
+    await sleep_and_wake(training, [third], ("disk", "accelerator"))
     await training.train(STEPS - 7 - steps)
     assert {"g0", second, third} >= await training.computed() > {"g0"}
     for gang in (second, third):
         elastic.kill(f"hybrid/{gang}")
 
 
+async def sleep_and_wake(training: Training, hybrids: Sequence[str], tiers: Sequence[str]) -> None:
+    """All of its processes go from tier to tier together."""
+    elastic, job = training.elastic, training.job
+    names = [f"trainer/{job}", *(f"rank/{job}/{n}" for n in range(1, training.ranks))]
+    names += [f"hybrid/{gang}" for gang in hybrids]
+    files = str(elastic.directory / "kept")
+    for epoch, tier in enumerate(tiers, 1):
+        wish = Settle(tier, epoch, False, "", files)
+        asked = [settled(elastic, name, wish) for name in names]
+        for name, held in zip(names, await asyncio.gather(*asked), strict=True):
+            assert (held.accelerator > 0) == (tier == "accelerator"), name
+            assert (held.disk > 0) == (tier == "disk" and not name.startswith("hybrid")), name
+
+
+async def settled(elastic: ElasticMesh, name: str, wish: Settle) -> Settled:
+    """Asks again, as workers do: a rank may be asked to sleep before it was told where."""
+    while True:
+        with suppress(Refused):
+            return await elastic.worker.ref(name).call(Resting.settle, wish)
+        await asyncio.sleep(0.05)
+
+
 async def test_any_hybrids_at_any_time_leave_the_weights_of_one_process(
     elastic: ElasticMesh, expected: dict[str, Tensor]
 ) -> None:
-    for ranks in (1, 2):
-        training = Training(elastic, f"ranks{ranks}", ranks)
+    for ranks, host in ((1, "here"), (2, "there")):
+        training = Training(elastic, f"ranks{ranks}", ranks, host=host)
         await training.start()
         await come_and_go(training)
         assert_alike(await training.weights(), expected)
@@ -103,6 +129,7 @@ async def test_a_rank_that_dies_or_hangs_costs_the_step_it_was_in(
 
     elastic.kill(rank)
     await training.release(3)
+    training.host = "there"  # a gang goes on over two hosts too
     await training.start_rank(1)
     await training.caught_up()
     killed = await elastic.events("rank_lost")
@@ -137,3 +164,17 @@ async def test_a_core_gives_up_when_ranks_are_lost_at_one_step_again_and_again(
 
 async def more_than(elastic: ElasticMesh, count: int) -> bool:
     return len(await elastic.events("rank_lost")) > count
+
+
+async def test_a_hybrid_on_another_host_lends_its_gradients_over_its_bulk_port(
+    elastic: ElasticMesh, expected: dict[str, Tensor]
+) -> None:
+    training = Training(elastic, "far")
+    await training.start()
+    await training.start_hybrid("far-h", host="there")
+    await training.hybrid_waits("far-h")
+    await training.train(STEPS)
+    assert await training.computed() == {"g0", "far-h"}
+    assert_alike(await training.weights(), expected)
+    for name in ("trainer/far", "hybrid/far-h"):
+        elastic.kill(name)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.hf import load_model, save_model
-from common.wire.bulk import ChunkStore
+from common.wire.bulk.port import ChunkStore
 from meshrl.preflight.weights import READ_BYTES
 from tests.mesh.running import JOB, ROOT, Run
 

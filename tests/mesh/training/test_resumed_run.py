@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.launch import leftovers
+from meshrl.launch.directory import leftovers
 from tests.mesh.running import Run
 
 STEPS, STALENESS = 10, 1
@@ -27,9 +27,9 @@ def test_a_run_that_is_cut_off_accounts_for_all_and_keeps_its_staleness(
         algorithm__max_staleness=STALENESS,
         algorithm__filter_zero_variance="false",
         training__checkpoint_every=2,
-        rollout__pace="5/64/100000",  # trajectories are under way whenever it is cut off
+        rollout__pace="5/64/100000",
     )
-    mesh.until("three steps in the record", lambda: len(mesh.events("step")) >= 3)
+    mesh.until("three steps and groups under way in the record", lambda: under_way(mesh, 3))
     first = mesh.pid("trainer/digits")
     crash(mesh)
 
@@ -61,6 +61,13 @@ def test_a_run_that_is_cut_off_accounts_for_all_and_keeps_its_staleness(
     assert len(steps[0]) >= 6
     assert steps[1] == list(range(steps[1][0], STEPS + 1))
     assert steps[1][0] <= len(steps[0]) + 1, "without it, from the last checkpoint"
+
+
+def under_way(mesh: Run, steps: int) -> set[int]:
+    """Groups that were opened and not trained on, once there were so many steps."""
+    trained = [row["group"] for event in mesh.events("step") for row in event["groups"]]
+    opened = {group for event in mesh.events("opened") for group in event["groups"]}
+    return opened - set(trained) if len(mesh.events("step")) >= steps else set()
 
 
 def crash(mesh: Run) -> None:

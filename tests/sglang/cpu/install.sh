@@ -18,8 +18,11 @@ pip install torch==2.13.0  # exactly: an open range would pull gigabytes of CUDA
 pip install --requirement "$here/requirements.txt" torch==2.13.0
 pip install --no-deps sglang==0.5.23 torchvision==0.28.0
 site=$("$venv/bin/python" -c "import site; print(site.getsitepackages()[0])")
-cp -r "$here/sgl_kernel" "$here/torchvision_without_ops.py" "$site/"
-echo "import torchvision_without_ops" >"$site/torchvision_without_ops.pth"
+cp -r "$here/sgl_kernel" "$site/"
+for stand_in in torchvision_without_ops memory_without_pinning; do
+    cp "$here/$stand_in.py" "$site/"
+    echo "import $stand_in" >"$site/$stand_in.pth"
+done
 said=$("$venv/bin/python" -P -c "import sglang.launch_server, torchvision" 2>&1) ||
     { echo "$said" >&2; exit 1; }
 echo "$built" >"$venv/built"

@@ -10,17 +10,25 @@ from pathlib import Path
 import pytest
 
 import common.api
-from common.api.callers import CALLERS, ROLES
+from common.api.bulk import BULK, GET
+from common.api.callers import CALLERS, CLIENT, JOINER, ROLES
 from common.runtime.interface import Interface
 
 ROOT = Path(__file__).parents[3]
 CALL_SITE = re.compile(
-    r"\b(Drainable|Engine|Ranks|Sandbox|Scoring|Trainer|Weights|Worker)\.([a-z_]+)\b"
+    r"\b(Engine|Node|Ranks|Resting|Sandbox|Scoring|Trainer|Weights|Worker)\.([a-z_]+)\b"
 )
 LOADERS = {"engine", "hybrid", "scoring", "trainer"}  # of weights
 # What runs in processes of several roles, or is not in the package of its role.
 ALSO = {
-    "common/model/transfer.py": LOADERS,
+    # whoever has files of a job to read
+    "common/job/local_files.py": LOADERS | {"node", "rank", "rollout"},
+    "common/weights/pull": LOADERS | {"rank"},
+    "common/weights/staging.py": {"trainer"},
+    "common/weights/receive.py": LOADERS,
+    "common/weights/ways/collective.py": {"engine", "hybrid"},
+    "common/weights/delta/receiving.py": LOADERS,
+    "common/weights/delta/sending.py": {"trainer"},
     "common/wire/weight_store.py": LOADERS,
     "services/node": {"worker"},
     "services/trainer/helpers/hybrid.py": {"hybrid"},
@@ -40,20 +48,23 @@ def methods() -> set[str]:
 
 def test_every_method_is_in_the_table_and_nothing_else() -> None:
     assert methods() == CALLERS.keys()
-    assert frozenset().union(*CALLERS.values()) <= ROLES
+    assert frozenset().union(*CALLERS.values()) <= ROLES | {CLIENT, JOINER}
 
 
 def test_every_role_is_a_kind_of_process_that_there_is() -> None:
     trainers = {"trainer", "rank", "hybrid"}  # services.trainer
     programs = {path.parent.name for path in (ROOT / "services").glob("*/__main__.py")}
-    assert programs - {"environment"} | trainers | {"worker"} == ROLES  # an environment has no mesh
+    people = {"person"}  # commands
+    # an environment has no mesh
+    assert programs - {"environment"} | trainers | {"worker"} | people == ROLES
 
 
 def call_sites() -> list[tuple[str, str]]:
     """(file, method) wherever a service names a method that it does not itself answer."""
     found = []
     for source in [*(ROOT / "services").rglob("*.py"), *(ROOT / "common").rglob("*.py")]:
-        if source.parent.name in ("api", "runtime"):  # they declare, and explain
+        place = source.relative_to(ROOT).parts[:2]
+        if place in (("common", "api"), ("common", "runtime")):  # they declare, and explain
             continue
         for line in source.read_text().splitlines():
             if line.lstrip().startswith("@") or '"' in line:  # answered, or spoken of
@@ -72,9 +83,12 @@ def test_who_calls_may_call(file: str, method: str) -> None:
     assert allowed & roles, f"{file} calls {method}, which only {sorted(allowed)} may call"
 
 
-@pytest.mark.parametrize("method", ["Weights.manifest", "Weights.examine"])
-def test_whoever_loads_weights_may_ask_for_them(method: str) -> None:
-    assert CALLERS[method] == LOADERS
+def test_whoever_loads_weights_may_ask_for_them() -> None:
+    assert CALLERS["Weights.manifest"] == LOADERS | {"rank"}  # its rows, when it is restored
+
+
+def test_whoever_may_get_chunks_may_say_that_one_is_damaged() -> None:
+    assert CALLERS["Weights.examine"] == BULK["weights", GET] >= LOADERS
 
 
 def test_code_is_brought_to_a_sandbox_by_shards_alone() -> None:

@@ -34,7 +34,7 @@ from sim.state import simulated_state
 from tests.unit.common.generation.engines_under_test import StandingClock, built_in, decoder
 from tests.unit.common.generation.test_torch_engine import words
 
-SHARD = "rollout/0"
+SHARD = "rollout/job/0"
 SESSION = 7
 SLOTS = 4
 STEP_S = 0.01

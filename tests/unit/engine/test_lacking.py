@@ -11,12 +11,14 @@ import pytest
 from common.errors import ConfigError
 from common.job.config import ModelConfigSection
 from common.job.job_data import JobData
+from common.pool.seat import Seat
 from common.wire.chunks import digest_of
 from services.engine.lacking import PATIENCE_S, Versions
 from services.trainer.core.beginning import fresh_learner
 from services.trainer.core.core import TrainerCore
+from services.trainer.core.publishing import Identity
 from tests.unit.trainer.core.groups_under_test import job
-from tests.unit.weights.store_bench import StoreBench, on_store
+from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
 JOBS = Path(__file__).parents[2] / "mesh/jobs"
 LACKING = digest_of(b"a version that the store does not hold")
@@ -25,7 +27,7 @@ LOOK_S = 100.0
 
 async def looks(bench: StoreBench, versions: Versions, seconds: float) -> None:
     for _ in range(int(seconds / LOOK_S)):
-        assert await versions.fetched(LACKING) is None
+        assert await versions.received(LACKING) is None
         await bench.clock.sleep(LOOK_S)
 
 
@@ -36,13 +38,15 @@ def test_a_trainer_that_replays_or_holds_its_next_version_is_waited_for(tmp_path
 
     async def story(bench: StoreBench) -> None:
         trainer, engine = bench.mesh("trainer/other", "trainer"), bench.mesh("engine/g0", "engine")
-        core = TrainerCore(trainer, data, "g1", 1, fresh_learner(data))
+        core = TrainerCore(
+            trainer, data, Seat("g1", "g1", data.id, 1, core=True), fresh_learner(data)
+        )
         await trainer.join(core)
         await engine.join(None)
         versions = Versions(engine, "other")
         await looks(bench, versions, 2 * PATIENCE_S)  # it is not ready
 
-        core.ready, core.manifest = True, LACKING
+        core.ready, core.weights = True, Identity(LACKING)
         core.enter("updating", 1)
         await looks(bench, versions, 2 * PATIENCE_S)
 
@@ -51,5 +55,20 @@ def test_a_trainer_that_replays_or_holds_its_next_version_is_waited_for(tmp_path
             await looks(bench, versions, 2 * PATIENCE_S)
         for mesh in (engine, trainer):
             await mesh.leave()
+
+    on_store(tmp_path, story)
+
+
+def test_a_version_that_the_job_has_gone_on_from_is_not_waited_for(tmp_path: Path) -> None:
+    async def story(bench: StoreBench) -> None:
+        await bench.submit()
+        newest = await bench.begin()
+        engine = bench.mesh("engine/g0", "engine")
+        await engine.join(None)
+        versions = Versions(engine, JOB)
+        await looks(bench, versions, 2 * PATIENCE_S)  # nobody could write that one again
+        image = await versions.received(newest)
+        assert image is not None and JOB in image.tensors
+        await engine.leave()
 
     on_store(tmp_path, story)

@@ -121,3 +121,20 @@ def test_a_profile_is_a_name_or_three_numbers() -> None:
     for wrong in ("tpu", "18/32", "0/32/6000", "18/x/6000", ""):
         with pytest.raises(ConfigError, match="there is no pace"):
             profile(wrong)
+
+
+def test_steps_that_end_late_are_counted_and_waiting_for_a_turn_is_none() -> None:
+    engine, clock = paced()
+    engine.submit([request(1, (1,), max_new=10)])
+    for pause_s in (0.01, 0.0105, 0.02):  # of 10 ms each: in time, within a tenth, late
+        engine.begin()
+        engine.step()
+        clock.pass_(pause_s)
+        engine.drain()
+        clock.pass_(5.0)  # others compute
+    assert engine.late == {"paced": 3, "late": 1}
+    began = clock.monotonic()
+    engine.begin()
+    engine.step()
+    assert engine.due_s == pytest.approx(0.01)  # nothing is made up for
+    assert clock.monotonic() == began

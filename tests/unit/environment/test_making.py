@@ -8,7 +8,7 @@ import pytest
 
 from common.environment.making import making
 from common.errors import ConfigError, DeadlineExceeded
-from common.process.failure import Failure
+from common.process.ends.failure import Failure
 
 
 def with_cause(error: Exception, cause: Exception) -> Exception:

@@ -46,7 +46,7 @@ def configured(tmp_path: Path) -> JobData:
 @pytest.fixture
 async def pool(tmp_path: Path) -> AsyncIterator[EnvironmentPool]:
     clock = SystemClock()
-    mesh = alone("rollout/0", clock, Random(1), SystemHost())
+    mesh = alone("rollout/job/0", clock, Random(1), SystemHost())
     pool = EnvironmentPool(mesh, configured(tmp_path), tmp_path)
     yield pool
     await pool.close()

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from common.generation.steps.native import DTYPES
+from kernels import build as libraries
+from kernels import prebuilt
+
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -25,10 +29,23 @@ extern "C" int half(int n) { return n / DIVISOR; }
 """
 
 
-def build(tmp_path: Path, source: str = SOURCE, path: str | None = None, *more: str) -> list[str]:
-    """[answer or reason, path] of a library that a process of its own asks for."""
+MADE_BEFORE = """
+import sys
+from pathlib import Path
+from kernels import build
+build.SOURCES, build.LIBRARIES = Path(sys.argv[1]), (("half", ""),)
+build.for_all_kinds(Path(sys.argv[2]))
+"""
+
+
+def build(
+    tmp_path: Path, source: str = SOURCE, path: str | None = None, *more: str, native: str = ""
+) -> list[str]:
+    """[answer or reason, path] of a library that a process of its own asks for; `native` is a
+    folder of libraries that were made before.
+    """
     (tmp_path / "half.cpp").write_text(source)
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "MESHRL_NATIVE": native}
     environment["TMPDIR"] = str(tmp_path)
     if path is not None:
         environment["PATH"] = path
@@ -105,3 +122,29 @@ def test_what_others_may_have_written_is_built_again_and_not_loaded(tmp_path: Pa
     library.parent.chmod(0o777)
     _, elsewhere = build(tmp_path)
     assert Path(elsewhere).parent != library.parent
+
+
+@pytest.mark.needs("compiler")
+def test_a_host_without_a_compiler_loads_what_was_made_for_such_a_processor(tmp_path: Path) -> None:
+    folder, empty = tmp_path / "native", tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "half.cpp").write_text(SOURCE)
+    command = [sys.executable, "-c", MADE_BEFORE, str(tmp_path), str(folder)]
+    subprocess.run(command, timeout=100, check=True)
+    assert len(list(folder.glob("half-*.so"))) == len(prebuilt.kinds())
+    answer, found = build(tmp_path, SOURCE, str(empty), native=str(folder))
+    if not prebuilt.kinds():
+        pytest.skip("none is made for this architecture")
+    assert answer == "42" and Path(found).parent == folder
+    assert not (tmp_path / "cache").exists()
+    # Not of other sources, and not what anybody may have written to.
+    assert build(tmp_path, f"{SOURCE}// newer", str(empty), native=str(folder))[1] == "None"
+    for made in folder.glob("half-*.so"):
+        made.chmod(0o777)
+    assert build(tmp_path, SOURCE, str(empty), native=str(folder))[1] == "None"
+
+
+def test_all_libraries_that_anybody_asks_for_can_be_made_before() -> None:
+    asked = {("decoder", define) for define in DTYPES.values()} | {("ops", ""), ("delta", "")}
+    assert asked | {(name, "") for name in libraries.TRAINING} == set(libraries.LIBRARIES)
+    assert {f"{name}.cpp" for name, _ in asked} <= {p.name for p in libraries.SOURCES.iterdir()}

@@ -22,7 +22,7 @@ from common.runtime.mesh import Mesh
 from common.transport.zmq import ZmqTransport
 from loadtests.doors.plan import ANSWERED, GREETED, METRICS, REFUSED, Plan, Port, Process, Tried
 from sim.state import simulated_state
-from tests.meshes import keys_of
+from tests.meshes import PATIENT, keys_of
 from tests.unit.common.runtime.talking import Talker
 
 ROOT = Path(__file__).parents[3]
@@ -89,6 +89,7 @@ async def test_open_and_shut_doors_are_told_apart(reachable: Path, talkative: in
             clock=clock,
             random=Random.system(),
             host=SystemHost(),
+            **PATIENT,
         )
         for name, transport in transports.items()
     ]

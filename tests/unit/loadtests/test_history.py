@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,11 @@ import pytest
 
 from common.records.ledger import HEADER, Kind, frame, trajectory_id
 from common.records.token_record import TokenRows
-from common.state.accounting import WRONG
+from common.state.events import Event
+from common.state.lifecycle.accounting import WRONG
 from loadtests.history.checking import check
-from meshrl.observe.audit import audit, show
+from meshrl.observe.recording.audit import audit, show
+from meshrl.observe.recording.belonging import Belonging
 
 SAMPLES = 2
 Told = list[tuple[str, dict[str, Any]]]
@@ -54,30 +58,31 @@ def right() -> Told:
     ]
 
 
+def numbered(told: Told, job: str) -> list[Event]:
+    """The events of a job, a minute apart."""
+    every = enumerate(told, 1)
+    return [
+        Event(f"{n * 60_000}-0", n * 60_000, k, {"job": job} | about) for n, (k, about) in every
+    ]
+
+
+def write(there: Path, job: str, events: list[Event], clean: bool = True) -> Path:
+    """The record of a run, and unless it was cut off what was in flight at its end."""
+    (there / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (there / "job.json").write_text(json.dumps({"job": job, "document": {}}))
+    lines = "".join(json.dumps(asdict(event)) + "\n" for event in events)
+    (there / "events.jsonl").write_text(lines)
+    mark = {"event": events[-1].id if clean else "", "samples": SAMPLES}
+    (there / "in_flight.json").write_text(json.dumps(mark))
+    held = {"job": job, "lineage": 0, "step": 1, "weights": "m0.1"}
+    (there / "checkpoints/step-000-000001-m0.1.json").write_text(json.dumps(held))
+    (there / "ledger/shard-0").mkdir(parents=True, exist_ok=True)
+    return there
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[[Told], Path]:
-    def write(told: Told) -> Path:
-        (tmp_path / "job.json").write_text(json.dumps({"job": "j", "document": {}}))
-        rows = [
-            {
-                "id": f"{n * 60_000}-0",
-                "ms": n * 60_000,
-                "kind": kind,
-                "fields": {"job": "j"} | about,
-            }
-            for n, (kind, about) in enumerate(told, 1)
-        ]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / "events.jsonl").write_text(lines)
-        mark = {"event": rows[-1]["id"], "samples": SAMPLES}
-        (tmp_path / "in_flight.json").write_text(json.dumps(mark))
-        held = {"job": "j", "lineage": 0, "step": 1, "weights": "m0.1"}
-        (tmp_path / "checkpoints").mkdir(exist_ok=True)
-        (tmp_path / "checkpoints/step-000-000001-m0.1.json").write_text(json.dumps(held))
-        (tmp_path / "ledger/rollout-0").mkdir(parents=True, exist_ok=True)
-        return tmp_path
-
-    return write
+    return lambda told: write(tmp_path, "j", numbered(told, "j"))
 
 
 def records(group: int) -> bytes:
@@ -99,7 +104,7 @@ def test_a_history_that_is_right_has_the_account_that_audit_gives(
     run: Callable[[Told], Path],
 ) -> None:
     there = run(right())
-    segment = there / "ledger/rollout-0/1-1.ledger"
+    segment = there / "ledger/shard-0/1-1.ledger"
     segment.write_bytes(HEADER + records(1_000_000_002) + records(3)[:-5])
     found = check(there)
     assert found["problems"] == []
@@ -168,12 +173,68 @@ def test_a_history_that_cannot_be_is_refused_by_both(
 
 def test_what_no_event_tells_is_refused_by_the_files(run: Callable[[Told], Path]) -> None:
     there = run(right())
-    (there / "ledger/rollout-0/1-1.ledger").write_bytes(HEADER + records(IDS + 7))
+    (there / "ledger/shard-0/1-1.ledger").write_bytes(HEADER + records(IDS + 7))
     assert check(there)["problems"] == [f"the ledger tells of group {IDS + 7}: nobody opened it"]
-    (there / "ledger/rollout-0/1-1.ledger").write_bytes(b"another file")
+    (there / "ledger/shard-0/1-1.ledger").write_bytes(b"another file")
     assert "is no segment" in check(there)["problems"][0]
     there = run([*right(), step(4, IDS + 2, lineage=1)])
     assert "step 4 of lineage 1 follows version 2" in str(check(there)["problems"])
     path = there / "checkpoints/step-000-000001-m0.1.json"
     path.write_text(path.read_text().replace("m0.1", "other"))
     assert "holds other, and m0.1 was committed" in str(check(there)["problems"])
+
+
+MESH: Told = [
+    ("gang", {"gang": "g0", "workers": ["w0"], "formed": True, "dissolved": False}),
+    ("lost", {"worker": "w0", "reason": "its lease has lapsed"}),
+    ("leader", {"election": "planner", "owner": "planner/1", "token": 7}),
+    ("services", {"host": "h0", "services": ["rollout/j/0", "rollout/k/0"]}),
+]
+
+
+def preempted(told: Told) -> Told:
+    """The same history of a job that waits first, and is paused in the middle."""
+    held = [("admission", {"held": held}) for held in ("waiting: workers", "", "paused: k", "")]
+    place = [{"gang": "g0", "resident": "g0.0", "role": "rollout", "workers": ["w0"]}]
+    seat = [("desired", fields) for fields in place]
+    return [held[0], held[1], *seat, *told[:4], held[2], held[3], *told[4:]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_jobs_in_one_stream_have_each_its_own_account(tmp_path: Path, seed: int) -> None:
+    random = Random(seed)
+    told = {"j": preempted(right()), "k": preempted(back_behind_a_checkpoint())}
+    turns = [name for name, events in told.items() for _ in events] + [""] * len(MESH)
+    random.shuffle(turns)
+    left = {"": iter(MESH)} | {name: iter(events) for name, events in told.items()}
+    stream = []
+    for n, name in enumerate(turns, 1):
+        kind, fields = next(left[name])
+        stream.append(
+            Event(f"{n * 60_000}-0", n * 60_000, kind, fields | ({"job": name} if name else {}))
+        )
+    for job, alone in told.items():
+        there, belonging = tmp_path / job, Belonging(job)
+        write(there, job, [event for event in stream if belonging.takes(event)])
+        found = check(there)
+        assert found["problems"] == []
+        assert audit(there).items() <= found.items()
+        write(tmp_path / "alone", job, numbered(alone, job))
+        assert found == check(tmp_path / "alone")
+
+
+def test_groups_that_were_opened_as_the_job_was_paused_are_not_lost(tmp_path: Path) -> None:
+    told = [*right(), ("admission", {"held": "paused: k has priority 1"})]
+    events = numbered(told, "j")
+    opened_ms = events[-1].ms - 1
+    kind, fields = opened(IDS + 9)
+    events.insert(-1, Event(f"{opened_ms}-0", opened_ms, kind, fields | {"job": "j"}))
+    late = events[-1].ms + 600_000
+    leads = Event(f"{late}-0", late, "leader", {"election": "planner", "token": 8})
+    write(tmp_path, "j", [*events, leads], clean=False)
+    (tmp_path / "ledger/shard-0").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "ledger/shard-0/1-1.ledger").write_bytes(HEADER + records(IDS + 2))
+    assert check(tmp_path)["lost"] == audit(tmp_path)["lost"] == 0
+    goes_on = Event(f"{late - 300_000}-0", late - 300_000, "admission", {"job": "j", "held": ""})
+    write(tmp_path, "j", [*events, goes_on, leads], clean=False)
+    assert check(tmp_path)["lost"] == audit(tmp_path)["lost"] == SAMPLES

@@ -11,12 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from common.job.config import JobConfig
+from common.job.schema import JOB
 from meshrl.cli import app
 from meshrl.job.jobfile import at
-from meshrl.job.schema import kinds
+from meshrl.launch.directory.mesh_file import MESH, MeshFile
 
 ROOT = Path(__file__).parents[3]
-KEYS = [key for key, kind in kinds().items() if not is_dataclass(kind)]
+KEYS = [key for key, kind in JOB.kinds.items() if not is_dataclass(kind)]
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -25,6 +26,13 @@ def test_every_key_of_a_job_file_is_documented_with_its_default(key: str) -> Non
     row = re.search(rf"^\| `{re.escape(key)}` \| `(.*?)` \|", text, re.MULTILINE)
     assert row, f"{key} is not in docs/job-file.md"
     assert row.group(1) == json.dumps(at(JobConfig(), key))
+
+
+@pytest.mark.parametrize("key", [k for k, kind in MESH.kinds.items() if not is_dataclass(kind)])
+def test_every_key_of_a_mesh_toml_is_documented_with_its_default(key: str) -> None:
+    text = (ROOT / "docs/operations.md").read_text()
+    row = re.search(rf"^\| `{re.escape(key)}` \| `(.*?)` \|", text, re.MULTILINE)
+    assert row and row.group(1) == json.dumps(at(MeshFile(), key))
 
 
 def test_no_document_names_a_key_that_is_not_there() -> None:
@@ -67,4 +75,4 @@ def test_every_command_shows_an_example() -> None:
 def test_the_example_job_is_valid() -> None:
     result = CliRunner().invoke(app, ["run", str(ROOT / "examples/calculator.toml"), "--dry-run"])
     assert result.exit_code == 0, result.output
-    assert "worker/g2" in result.output
+    assert "worker/w2" in result.output

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from meshrl.cli import app
 from meshrl.job import jobfile
-from meshrl.starter.creating import FILES, GAME
+from meshrl.starter.creating import EXAMPLES, FILES, GAME
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,6 +29,22 @@ def test_a_new_job_is_valid_and_called_as_its_directory(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "mine").iterdir()) == sorted(FILES)
     config, _ = jobfile.load(tmp_path / "mine/job.toml", [])
     assert config.name == "mine"
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_is_a_job_of_its_own(tmp_path: Path, example: str) -> None:
+    found = CliRunner().invoke(app, ["init", str(tmp_path / "own"), "--example", example])
+    assert found.exit_code == 0 and f"meshrl run {tmp_path / 'own'}/{example}.toml" in found.output
+    config, _ = jobfile.load(tmp_path / "own" / f"{example}.toml", [])
+    assert config.name == "own"
+    known = {path.stem for path in (ROOT / "examples").glob("*.toml")}
+    assert known == set(EXAMPLES), "each example can be asked for"
+
+
+def test_an_example_that_there_is_not_is_said(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["init", str(tmp_path / "own"), "--example", "chess"])
+    assert found.exit_code == 1 and "calculator, chat, code" in str(found.exception)
+    assert not (tmp_path / "own").exists()
 
 
 def test_nothing_is_overwritten_and_a_bad_name_is_said(tmp_path: Path) -> None:

@@ -6,23 +6,25 @@ import asyncio
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from common.errors import StateUnavailable
+from common.pool.decisions import Decision, Form, Place, Remove, Why
+from common.pool.rows import Resident, Role
 from common.process.handle import SystemChild, start_time
 from common.process.host import SystemHost
 from common.settings import SETTINGS_ENV, MeshSettings
-from common.state import events, gangs, leader, registry
+from common.state import events, leader, pool, registry
 from common.state.client import State
-from common.state.embedded import command
-from common.state.gangs import Gang
 from common.state.keys import PLANNER
+from common.state.server.embedded import command
 from tests.meshes import SECRET
 
-LOOK_S = 0.01  # between two looks
+LOOK_S = 0.03  # between two looks: each runs a script
 SOON_S = 60.0  # for whatever should happen, on a busy host
+WHY = Why("test")
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -52,7 +54,9 @@ class SmallMesh:
                     await asyncio.sleep(LOOK_S)
         self.leader_token = await leader.campaign(self.state, PLANNER, "test", 120_000)
 
-    def start_agent(self, *options: str, workers: int = 1) -> SystemChild:
+    def start_agent(
+        self, *options: str, workers: int = 1, env: Mapping[str, str] = {}
+    ) -> SystemChild:
         roles = []
         for role, kind in (("rollout", "engine"), ("training", "hybrid")):
             program = shlex.join([sys.executable, "-m", "standin_role", "--kind", kind])
@@ -62,31 +66,56 @@ class SmallMesh:
             [*module, *roles, *options],
             name="node/here",
             env={
+                **env,
                 SETTINGS_ENV: str(self.directory / "settings.json"),
                 "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}",
             },
             log=self.directory / "agent.log",
         )
 
-    async def decide(self, role: str, job: str = "j", core: bool = False, gang: str = "g0") -> int:
+    async def write(self, *decisions: Decision) -> None:
+        """What a leader decides; no hint is sent."""
         self._decisions += 1
-        return await gangs.set_desired(
-            self.state, self.leader_token, gang, role, job, core, "test", f"d{self._decisions}"
-        )
+        op = f"d{self._decisions}"
+        refused = await pool.write(self.state, self.leader_token, op, decisions, None)
+        assert not refused, refused
 
-    async def until(
-        self, what: str, holds: Callable[[Gang], bool], gang: str = "g0", within_s: float = SOON_S
-    ) -> Gang:
-        found = None
-        for _ in range(int(within_s / LOOK_S)):
-            found = await gangs.gang(self.state, gang)
-            if found is not None and holds(found):
+    async def form(self, *workers: str, gang: str = "g0") -> None:
+        """Waits for these workers, and makes them a gang."""
+        for worker in workers:
+            await self.pid_of(f"worker/{worker}")
+            while await pool.worker_row(self.state, worker) is None:
+                await asyncio.sleep(LOOK_S)
+        await self.write(Form(gang, workers, WHY))
+
+    async def place(
+        self, id: str, role: Role = Role.ROLLOUT, job: str = "j", **fields: Any
+    ) -> Resident:
+        """A resident, as its gang is to have it."""
+        resident = Resident(id, job, role, **fields)
+        await self.write(Place(id.partition(".")[0], resident, WHY))
+        return resident
+
+    async def remove(self, id: str) -> None:
+        await self.write(Remove(id.partition(".")[0], id, WHY))
+
+    async def resident(self, id: str) -> Resident:
+        """As it is on record."""
+        found = await pool.gang(self.state, id.partition(".")[0])
+        assert found is not None, self.logs()
+        [resident] = [one for one in found.residents if one.id == id]
+        return resident
+
+    async def until(self, what: str, id: str, holds: Callable[[Resident], bool]) -> Resident:
+        for _ in range(int(SOON_S / LOOK_S)):
+            found = await self.resident(id)
+            if holds(found):
                 return found
             await asyncio.sleep(LOOK_S)
-        raise AssertionError(f"not {what} after {within_s:g} s: {found}\n{self.logs()}")
+        raise AssertionError(f"{id} is not {what}: {found}\n{self.logs()}")
 
-    async def until_ready(self, epoch: int, gang: str = "g0") -> Gang:
-        return await self.until("ready", lambda g: g.settled and g.epoch == epoch, gang)
+    async def until_settled(self, id: str) -> Resident:
+        return await self.until("settled", id, lambda resident: resident.settled)
 
     async def pid_of(self, name: str, other_than: int = 0) -> int:
         """The pid of the live process with that name."""
@@ -96,6 +125,15 @@ class SmallMesh:
                 return entry.pid
             await asyncio.sleep(LOOK_S)
         raise AssertionError(f"no {name} but {other_than}\n{self.logs()}")
+
+    async def publishes(self, name: str, key: str, value: object) -> None:
+        """Waits until the process of that name has this among its stats."""
+        for _ in range(int(SOON_S / LOOK_S)):
+            entry = await registry.lookup(self.state, name)
+            if entry is not None and entry.stats.get(key) == value:
+                return
+            await asyncio.sleep(LOOK_S)
+        raise AssertionError(f"{name} does not publish {key} = {value}\n{self.logs()}")
 
     async def told(self, kind: str, count: int) -> list[dict[str, Any]]:
         """The first `count` events of a kind."""
@@ -130,3 +168,11 @@ async def gone(pid: int) -> bool:
             return True
         await asyncio.sleep(LOOK_S)
     return False
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(int(SOON_S / LOOK_S)):
+        if holds():
+            return
+        await asyncio.sleep(LOOK_S)
+    raise AssertionError("it does not come about")

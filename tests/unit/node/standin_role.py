@@ -1,16 +1,19 @@
-"""A role process without a model: registers, says that it is ready, drains."""
+"""A role process without a model: registers, says that it is ready, settles, drains."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 from pathlib import Path
 from typing import Any
 
 from common.api.callers import ROLES
-from common.api.role import Drain, Drainable, Drained
+from common.api.role import Drain, Drained, Resting, Settle, Settled
 from common.clock import SystemClock
+from common.errors import Fenced
+from common.pool.rows import Tier
+from common.pool.seat import Seat
+from common.pool.seat import parser as seats
 from common.process.host import SystemHost
 from common.random import Random
 from common.runtime.actor import Actor, call
@@ -19,29 +22,42 @@ from common.state.client import State
 from common.transport.keys import MeshKeys
 from common.transport.zmq import ZmqTransport
 
+BYTES = 1000  # that it has, wherever they are
+
 
 class Standin(Actor):
-    interface = Drainable
+    interface = Resting
 
-    def __init__(self, note: Path) -> None:
+    def __init__(self, note: Path, seat: Seat) -> None:
         self._note = note
+        self.about: dict[str, Any] = seat.stats()
 
-    @call(Drainable.drain)
-    def drain(self, m: Drain) -> Drained:
+    @call(Resting.drain)
+    async def drain(self, m: Drain) -> Drained:
+        if self.about["job"] == "slow":
+            await asyncio.sleep(60.0)
         with self._note.open("a") as file:
             file.write(f"{m.reason}\n")
         return Drained()
 
+    @call(Resting.settle)
+    def settle(self, m: Settle) -> Settled:
+        if m.epoch < self.about["epoch"]:
+            raise Fenced("a later wish has come")
+        self.about |= {"epoch": m.epoch, "tier": m.tier}
+        sizes = {tier: BYTES if tier == m.tier else 0 for tier in Tier}
+        return Settled(sizes[Tier.ACCELERATOR], sizes[Tier.MEMORY], sizes[Tier.DISK])
 
-async def main(a: argparse.Namespace) -> None:
+
+async def main(kind: str, seat: Seat) -> None:
     settings = MeshSettings.from_env()
-    name = f"trainer/{a.job}" if a.core else f"{a.kind}/{a.gang}"
-    if a.rank:
-        name = f"rank/{a.job}/{a.rank}"
-    keys = MeshKeys(settings.secret, a.kind, ROLES)
+    name = f"trainer/{seat.job}" if seat.core else f"{kind}/{seat.resident}"
+    if seat.rank:
+        name = f"rank/{seat.job}/{seat.rank}"
+    keys = MeshKeys(settings.secret, kind, ROLES)
     mesh = Mesh(
         name=name,
-        kind=a.kind,
+        kind=kind,
         state=await State.open(settings.redis_url),
         transport=ZmqTransport(settings.bind, settings.advertise, keys=keys),
         clock=SystemClock(),
@@ -51,10 +67,10 @@ async def main(a: argparse.Namespace) -> None:
         renew_s=0.3,
         settings=settings,
     )
-    about: dict[str, Any] = {"epoch": a.epoch, "job": a.job}
+    standin = Standin(Path(settings.run_root) / "drained", seat)
     mesh.ready = False
-    await mesh.join(Standin(Path(settings.run_root) / "drained"), stats=lambda: about)
-    if a.job == "broken":
+    await mesh.join(standin, stats=lambda: standin.about)
+    if seat.job == "broken":
         os._exit(9)
     mesh.ready = True
     try:
@@ -64,13 +80,7 @@ async def main(a: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kind", required=True)
-    parser.add_argument("--gang", required=True)
-    parser.add_argument("--job", required=True)
-    parser.add_argument("--epoch", type=int, required=True)
-    parser.add_argument("--core", action="store_true")
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--ranks", type=int, default=1)
-    arguments = parser.parse_args()
-    run(lambda: main(arguments))
+    options = seats(__doc__)
+    options.add_argument("--kind", required=True)
+    arguments = options.parse_args()
+    run(lambda: main(arguments.kind, Seat.of(arguments)))

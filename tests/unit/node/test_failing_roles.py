@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, PeerLost
+from common.pool.rows import Doing
 from common.random import Random
 from common.runtime.mesh import MeshSettings
 from common.state import events, jobs
 from common.state.ended import ended
 from common.state.jobs import JobRow
-from services.node.roleprocess import RoleProcess
-from services.node.roles import Assignment
+from services.node.residents.process import RoleProcess
 from sim.host import SimulatedChannel, SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
+from tests.unit.node.standing import ENGINE, looking, role_process
 
-ENGINE = Assignment("rollout", "calc", False, 3)
 DOCUMENT = {
     "algorithm": {"groups_per_step": 1, "group_size": 1, "max_staleness": 1},
     "budget": {"steps": 3},
@@ -40,24 +41,17 @@ def with_program(
     async def main(clock: VirtualClock, random: Random) -> None:
         host = SimulatedHost(clock, random, {"services.engine": fails})
         settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
-        mesh = alone("worker/g0", clock, random, host, settings=settings)
+        mesh = alone("worker/w0", clock, random, host, settings=settings)
         await jobs.submit(mesh.state, "calc", DOCUMENT, str(tmp_path), "submit")
-        role = RoleProcess(mesh, "g0", {"rollout": ["python", "-m", "services.engine"]}, tmp_path)
-        await role.start(ENGINE)
-        await looking(clock, role, for_s)
+        role = role_process(mesh, tmp_path, ENGINE)
+        await role.start()
+        await looking(role, for_s)
         told = [e.fields for e in await events.read_all(mesh.state) if e.kind == "process_ended"]
         await look(await jobs.job(mesh.state, "calc"), told, host, role)
         assert (await ended(mesh.state))[0].times == len(told)
         await role.stop("done", leaving=True)
 
     run_virtual(main)
-
-
-async def looking(clock: VirtualClock, role: RoleProcess, for_s: float) -> None:
-    """What a worker does for so long, until the job would have ended its role."""
-    for _ in range(int(for_s)):
-        await clock.sleep(1.0)
-        await role.look()
 
 
 def test_an_error_in_the_job_ends_it_at_once_and_nothing_is_started_again(tmp_path: Path) -> None:
@@ -67,7 +61,7 @@ def test_an_error_in_the_job_ends_it_at_once_and_nothing_is_started_again(tmp_pa
         assert row.phase == "failed"
         assert "ConfigError: too long (at rollout.max_tokens). lower it" in row.error
         assert len(host.children) == 1 and [t["final"] for t in told] == [True]
-        assert role.state == "failed" and "too long" in role.detail
+        assert role.doing == Doing.FAILED and "too long" in role.detail
 
     error = ConfigError("too long", where="rollout.max_tokens", fix="lower it")
     with_program(error, tmp_path, look)
@@ -109,7 +103,7 @@ def test_a_role_that_ends_as_if_it_were_done_ends_the_job_too(tmp_path: Path) ->
     async def look(
         row: JobRow, told: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
     ) -> None:
-        assert row.phase == "failed" and "engine/g0 ended by exit status 0" in row.error
+        assert row.phase == "failed" and "engine/g0.0 ended by exit status 0" in row.error
 
     with_program(None, tmp_path, look, for_s=300.0)
 
@@ -130,9 +124,9 @@ def test_a_process_of_a_job_that_nobody_knows_is_told_too(tmp_path: Path) -> Non
     async def main(clock: VirtualClock, random: Random) -> None:
         host = SimulatedHost(clock, random, {"services.engine": fails})
         settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
-        mesh = alone("worker/g0", clock, random, host, settings=settings)
-        role = RoleProcess(mesh, "g0", {"rollout": ["python", "-m", "services.engine"]}, tmp_path)
-        await role.start(Assignment("rollout", "unknown", False, 1))
+        mesh = alone("worker/w0", clock, random, host, settings=settings)
+        role = role_process(mesh, tmp_path, replace(ENGINE, job="unknown"))
+        await role.start()
         await clock.sleep(5.0)
         (end,) = await ended(mesh.state)
         assert end.told.startswith("ConfigError: no job") and end.job == "unknown"

@@ -7,18 +7,17 @@ import errno
 from pathlib import Path
 from typing import Any
 
+from common.pool.rows import Doing
 from common.random import Random
 from common.runtime.mesh import Mesh, MeshSettings
-from services.node.accelerators import cpu_slots
 from services.node.agent import TRY_AGAIN_S as WORKER_AGAIN_S
 from services.node.agent import NodeAgent
-from services.node.roleprocess import TRY_AGAIN_S, RoleProcess
-from services.node.roles import Assignment
+from services.node.gpus.accelerators import cpu_slots
+from services.node.residents.process import TRY_AGAIN_S
 from sim.host import SimulatedChannel, SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
-
-ENGINE = Assignment("rollout", "calc", False, 3)
+from tests.unit.node.standing import ENGINE, role_process
 
 
 async def forever(arguments: list[str], channel: SimulatedChannel) -> None:
@@ -39,7 +38,7 @@ class FullHost(SimulatedHost):
 def full_host(clock: VirtualClock, random: Random, root: Path) -> tuple[FullHost, Mesh]:
     host = FullHost(clock, random, {"services.engine": forever, "services.node.worker": forever})
     settings = MeshSettings(redis_url="simulated", run_root=str(root), host="one")
-    return host, alone("worker/g0", clock, random, host, settings=settings)
+    return host, alone("worker/w0", clock, random, host, settings=settings)
 
 
 def alive(host: FullHost) -> list[str]:
@@ -49,18 +48,18 @@ def alive(host: FullHost) -> list[str]:
 def test_a_role_that_cannot_be_started_says_why_and_is_started_when_it_can(tmp_path: Path) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
         host, mesh = full_host(clock, random, tmp_path)
-        role = RoleProcess(mesh, "g0", {"rollout": ["python", "-m", "services.engine"]}, tmp_path)
-        await role.start(ENGINE)
-        assert role.state == "failed" and "temporarily unavailable" in role.detail
+        role = role_process(mesh, tmp_path, ENGINE)
+        await role.start()
+        assert role.doing == Doing.FAILED and "temporarily unavailable" in role.detail
         await clock.sleep(TRY_AGAIN_S + 1)
         await role.look()
-        assert role.state == "failed"
+        assert role.doing == Doing.FAILED
         host.full = False
         await clock.sleep(TRY_AGAIN_S + 1)
         await role.look()
-        assert role.state == "starting" and role.pid
+        assert role.doing == Doing.STARTING and role.pid
         await role.stop("the test ends")
-        assert role.assignment is None
+        assert role.doing == Doing.GONE and not alive(host)
 
     run_virtual(main, limit_s=3600.0)
 
@@ -68,10 +67,10 @@ def test_a_role_that_cannot_be_started_says_why_and_is_started_when_it_can(tmp_p
 def test_a_role_that_could_not_be_started_is_given_up_without_an_error(tmp_path: Path) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
         _, mesh = full_host(clock, random, tmp_path)
-        role = RoleProcess(mesh, "g0", {"rollout": ["python", "-m", "services.engine"]}, tmp_path)
-        await role.start(ENGINE)
+        role = role_process(mesh, tmp_path, ENGINE)
+        await role.start()
         await role.stop("the worker ends", leaving=True)
-        assert role.state == "idle" and role.assignment is None
+        assert role.doing == Doing.GONE and not role.pid
 
     run_virtual(main, limit_s=3600.0)
 
@@ -80,7 +79,7 @@ def test_a_worker_whose_budget_is_spent_is_started_when_the_host_can_again(tmp_p
     async def main(clock: VirtualClock, random: Random) -> None:
         host, mesh = full_host(clock, random, tmp_path)
         (tmp_path / "mesh").mkdir()
-        agent = NodeAgent(mesh, cpu_slots(1), [], "g")
+        agent = NodeAgent(mesh, cpu_slots(1), [], "w")
         host.full = False
         await agent.start()
         host.full = True
@@ -89,7 +88,7 @@ def test_a_worker_whose_budget_is_spent_is_started_when_the_host_can_again(tmp_p
         assert not alive(host)
         host.full = False
         await clock.sleep(WORKER_AGAIN_S + 5.0)
-        assert alive(host) == ["worker/g0"]
-        await agent.stop()
+        assert alive(host) == ["worker/w0"]
+        await agent.leave()
 
     run_virtual(main, limit_s=3600.0)

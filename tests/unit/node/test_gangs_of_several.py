@@ -1,54 +1,39 @@
-"""A gang of two workers as real processes: ready, moved and lost as one."""
+"""A gang of two workers as real processes: a resident is ready when all its ranks are."""
 
 from __future__ import annotations
 
 import os
 import signal
 
-import pytest
-
-from common.errors import ConfigError
-from services.node.agent import Seat, seats
+from common.pool.rows import Role
 from tests.unit.node.smallmesh import SmallMesh, gone
 
 
-def test_the_first_workers_of_a_host_make_its_gang() -> None:
-    assert seats(4, "a", 2) == [
-        Seat("a0", 0, 2),
-        Seat("a0", 1, 2),
-        Seat("a1", 0, 1),
-        Seat("a2", 0, 1),
-    ]
-    assert seats(2, "g", 1) == [Seat("g0", 0, 1), Seat("g1", 0, 1)]
-    with pytest.raises(ConfigError, match="3 ranks"):
-        seats(2, "g", 3)
-
-
-async def test_a_gang_is_ready_when_all_its_workers_are(mesh: SmallMesh) -> None:
-    mesh.start_agent("--ranks", "2", workers=3)
-    whole = await mesh.until("whole", lambda g: g.whole and g.size == 2)
-    assert whole.workers == ["worker/g0", "worker/g0.1"]
-    alone = await mesh.until("idle", lambda g: g.actual_state == "idle", gang="g1")
-    assert (alone.size, alone.workers) == (1, ["worker/g1"])
-
-    await mesh.until_ready(await mesh.decide("training", core=True))
+async def test_a_resident_is_ready_when_all_its_ranks_are(mesh: SmallMesh) -> None:
+    mesh.start_agent(workers=3)
+    await mesh.form("w2", "w0")
+    await mesh.form("w1", gang="g1")
+    await mesh.place("g0.0", Role.TRAINING, core=True, ranks=(0, 1))
+    await mesh.place("g0.1", ranks=(1,))  # beside the second rank, which is on w0
+    await mesh.until_settled("g0.0")
+    await mesh.until_settled("g0.1")
     core, rank = await mesh.pid_of("trainer/j"), await mesh.pid_of("rank/j/1")
+    engine = await mesh.pid_of("engine/g0.1")
 
-    os.kill(rank, signal.SIGKILL)  # its worker starts it again; the gang is not ready meanwhile
+    os.kill(rank, signal.SIGKILL)  # its worker starts it again; the others have no part in it
     again = await mesh.pid_of("rank/j/1", other_than=rank)
-    ready = await mesh.until_ready(1)
-    assert ready.actual_role == "training"
+    await mesh.until_settled("g0.0")
+    assert [await mesh.pid_of(name) for name in ("trainer/j", "engine/g0.1")] == [core, engine]
+
+    worker = await mesh.pid_of("worker/w0")
+    os.kill(worker, signal.SIGKILL)  # takes its role processes with it
+    assert await gone(again) and await gone(engine)
+    await mesh.pid_of("worker/w0", other_than=worker)
+    await mesh.until_settled("g0.0")
+    await mesh.until_settled("g0.1")
     assert await mesh.pid_of("trainer/j") == core
 
-    worker = await mesh.pid_of("worker/g0.1")
-    os.kill(worker, signal.SIGKILL)  # takes its role process with it
-    assert await gone(again)
-    lost = await mesh.until("not ready", lambda g: not g.settled)
-    assert lost.workers == ["worker/g0", "worker/g0.1"]
-    await mesh.pid_of("worker/g0.1", other_than=worker)
-    await mesh.until_ready(1)
-
-    await mesh.until_ready(await mesh.decide("idle", job=""))
+    await mesh.remove("g0.0")
     assert await gone(core)
     drained = (mesh.directory / "drained").read_text().splitlines()
-    assert drained == ["idle from epoch 2"] * 2
+    assert drained == ["g0.0 is gone from the record"] * len(drained) and drained

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.pool.decisions import Admit, Why
+from common.pool.rows import Doing
 from common.random import Random
 from common.runtime.mesh import Mesh, MeshSettings
-from common.state import registry
-from services.node.roleprocess import LOADING_S, RoleProcess
-from services.node.roles import Assignment
+from common.state import jobs, leader, pool, registry
+from common.state.keys import PLANNER
+from services.node.residents.process import LOADING_S
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.state import simulated_state
+from tests.unit.node.standing import CORE, role_process
 
-NAME, HOST, EPOCH = "trainer/j", "here", 3
-TRAINING = Assignment("training", "j", core=True, epoch=EPOCH)
+NAME, HOST, TRAINER = "trainer/j", "here", "services.trainer"
 
 
 @dataclass
@@ -37,7 +40,7 @@ class World:
         self.starts = 0
         self.state = simulated_state(self.clock)
         mesh = Mesh(
-            name="worker/g0",
+            name="worker/w0",
             kind="worker",
             state=self.state,
             transport=MemoryTransport(
@@ -45,18 +48,22 @@ class World:
             ),
             clock=self.clock,
             random=self.random,
-            host=SimulatedHost(self.clock, self.random.child("host"), {"role": program}),
+            host=SimulatedHost(
+                self.clock, self.random.child("host"), {"services.trainer": program}
+            ),
             settings=MeshSettings(redis_url="simulated", run_root="", host=HOST),
         )
-        self.role = RoleProcess(mesh, "g0", {"training": ["python", "-m", "role"]}, Path())
+        self.news = asyncio.Event()
+        self.role = role_process(mesh, Path(), CORE, self.news.set)
 
     async def look_for(self, seconds: float, publish: Callable[[float], dict[str, Any]]) -> None:
         """The worker looks each ten seconds at what its process publishes by then."""
         entry = registry.Entry(NAME, "trainer", host=HOST, pid=self.role.pid, incarnation="a")
         until = self.clock.monotonic() + seconds
         while self.clock.monotonic() < until and self.starts == 1:
-            stats = {"epoch": EPOCH, "ready": False} | publish(self.clock.monotonic())
-            await registry.register(self.state, replace(entry, stats=stats), 60_000)
+            about = {"generation": CORE.generation, "ready": False}
+            entry.stats = about | publish(self.clock.monotonic())
+            await registry.register(self.state, entry, 60_000)
             await self.role.look()
             await self.clock.sleep(10.0)
 
@@ -64,7 +71,7 @@ class World:
 def in_world(story: Callable[[World], Awaitable[None]]) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
         world = World(clock, random)
-        await world.role.start(TRAINING)
+        await world.role.start()
         await clock.sleep(1.0)
         await story(world)
 
@@ -74,9 +81,9 @@ def in_world(story: Callable[[World], Awaitable[None]]) -> None:
 def test_one_that_replays_for_an_hour_is_let_do_so() -> None:
     async def story(world: World) -> None:
         await world.look_for(3600.0, lambda now: {"progress": [int(now) // 250, 0.0]})
-        assert world.starts == 1 and world.role.state == "starting"
+        assert world.starts == 1 and not world.role.up
         await world.look_for(20.0, lambda now: {"ready": True, "progress": [99, 0.0]})
-        assert world.role.state == "ready"
+        assert world.role.up
 
     in_world(story)
 
@@ -101,14 +108,36 @@ def test_one_that_tells_nothing_is_killed_after_a_while() -> None:
     in_world(story)
 
 
+def test_nobody_is_late_while_its_job_is_paused() -> None:
+    async def story(world: World) -> None:
+        document = {
+            "algorithm": {"groups_per_step": 1, "group_size": 1, "max_staleness": 1},
+            "budget": {"steps": 3},
+        }
+        await jobs.submit(world.state, "j", document, "", "submit")
+        led = await leader.campaign(world.state, PLANNER, "test", 1_000_000)
+        why = Why("share", "j")
+        await pool.write(world.state, led, "pause", [Admit("j", "paused: another one", why)], None)
+        await world.look_for(3 * LOADING_S, lambda now: {"progress": [1, 0.5]})
+        assert world.starts == 1
+        await pool.write(world.state, led, "go on", [Admit("j", "", why)], None)
+        await world.look_for(LOADING_S - 50.0, lambda now: {"progress": [1, 0.5]})
+        assert world.starts == 1
+        await world.look_for(90.0, lambda now: {"progress": [1, 0.5]})
+        assert world.starts == 2
+
+    in_world(story)
+
+
 def test_its_end_is_news_to_the_worker_at_once() -> None:
     async def story(world: World) -> None:
         await world.look_for(5.0, lambda now: {"ready": True})
-        assert not world.role.changed.is_set()
-        [child] = world.role._supervisor.children.values()
+        assert world.role.up
+        world.news.clear()
+        [child] = world.role.supervisor.children.values()
         child.kill()
         async with world.clock.timeout(0.1, "the news"):
-            await world.role.changed.wait()
-        assert world.role.state == "starting"
+            await world.news.wait()
+        assert not world.role.up and world.role.doing == Doing.STARTING
 
     in_world(story)

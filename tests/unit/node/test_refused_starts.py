@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Mapping
 
 import pytest
 
-from common.process.failure import Failure
+from common.process.ends.failure import Failure
 from common.process.host import SystemHost
 from common.settings import SETTINGS_ENV, MeshSettings
+from tests.gpus.driver import Gpus
 from tests.meshes import SECRET
 from tests.unit.common.process.modules import python
 from tests.unit.node.smallmesh import SmallMesh
@@ -16,12 +17,16 @@ from tests.unit.node.smallmesh import SmallMesh
 ENDS_S = 60.0
 
 
-async def refused(mesh: SmallMesh, settings: MeshSettings, *words: str) -> Failure:
+async def refused(
+    mesh: SmallMesh, settings: MeshSettings, *words: str, env: Mapping[str, str] = {}
+) -> Failure:
     """The error that ends a process of the mesh under these settings."""
     path, log = mesh.directory / "refusing.json", mesh.directory / "refused.log"
     settings.to_file(path)
     host = SystemHost()
-    child = host.spawn(python(*words), name="refused", env={SETTINGS_ENV: str(path)}, log=log)
+    child = host.spawn(
+        python(*words), name="refused", env={**env, SETTINGS_ENV: str(path)}, log=log
+    )
     assert await child.wait(ENDS_S) == 1, log.read_text()
     failure = host.failure_of(child.pid, log)
     assert failure is not None and failure.fatal, log.read_text()
@@ -42,8 +47,15 @@ async def test_an_address_that_is_not_of_this_host_is_named(mesh: SmallMesh, mod
     assert failure.where == "mesh.bind" and failure.fix
 
 
-@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this host may have a GPU")
-async def test_a_host_without_a_gpu_says_so(mesh: SmallMesh) -> None:
-    words = ["services.node", "--device", "cuda", "--workers", "1"]
-    failure = await refused(mesh, mesh.settings, *words)
-    assert "no NVIDIA GPU" in failure.text and "mesh.device" in failure.fix
+@pytest.mark.needs("compiler")
+async def test_a_host_without_gpus_or_with_too_few_says_so(mesh: SmallMesh, gpus: Gpus) -> None:
+    words = ["services.node", "--device", "cuda", "--workers", "2"]
+    failure = await refused(mesh, mesh.settings, *words, env=gpus.environment)
+    assert "the driver lists 0 GPUs" in failure.text and "mesh.device" in failure.fix
+    gpus.gpu("GPU-a")
+    failure = await refused(mesh, mesh.settings, *words, env=gpus.environment)
+    assert "2 workers are asked for, and there are 1 GPUs" in failure.text
+    gpus.gpu("GPU-b")
+    hidden = gpus.environment | {"CUDA_VISIBLE_DEVICES": "GPU-b"}
+    failure = await refused(mesh, mesh.settings, *words, env=hidden)
+    assert "there are 1 GPUs (cuda:1 NVIDIA H100)" in failure.text

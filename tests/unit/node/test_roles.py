@@ -1,40 +1,59 @@
-"""From a gang's record to a command line, and from a host to its accelerators."""
+"""From a gang's record to the processes of a worker, and from a host to its accelerators."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 
 from common.errors import ConfigError
-from common.process.host import SystemHost
-from services.node.accelerators import cpu_slots, discover, parsed, shared
-from services.node.roles import COMMANDS, Assignment, with_overrides
+from common.gpus.devices import Device
+from common.pool.rows import Gang, Resident, Role, Tier
+from services.node.gpus.accelerators import cpu_slots, of_gpus
+from services.node.job_services import command
+from services.node.residents.roles import COMMANDS, wishes, with_overrides
+
+GANG = Gang(
+    "g1",
+    ("w3", "w1"),
+    7,
+    (
+        Resident("g1.0", "calc", Role.ROLLOUT, ranks=(1,), generation=3, turns=True),
+        Resident("g1.1", "calc", Role.TRAINING, core=True, ranks=(0, 1), generation=4),
+        Resident("g1.2", "calc", Role.TRAINING, generation=4),
+        Resident("g1.3", "calc", Role.SCORING, tier=Tier.ABSENT),
+    ),
+)
 
 
-def test_each_role_has_its_process_and_its_name_in_the_registry() -> None:
-    engine = Assignment("rollout", "calc", False, 3)
-    core = Assignment("training", "calc", True, 4)
-    hybrid = Assignment("training", "calc", False, 4)
-    frozen = Assignment("scoring", "calc", False, 4)
-    assert [a.name("g1") for a in (engine, core, hybrid, frozen)] == [
-        "engine/g1",
-        "trainer/calc",
-        "hybrid/g1",
-        "scoring/calc",
+def test_a_worker_runs_what_occupies_its_rank_under_the_names_of_the_registry() -> None:
+    first, second = wishes(GANG, "w3"), wishes(GANG, "w1")
+    assert list(first) == ["trainer/calc", "hybrid/g1.2", "scoring/calc"]
+    assert list(second) == ["engine/g1.0", "rank/calc/1"]
+    assert first["scoring/calc"].absent and not first["hybrid/g1.2"].absent
+    assert wishes(GANG, "w0") == {} == wishes(None, "w3")
+
+
+def test_command_lines_say_whose_process_it_is_and_who_keeps_the_turns() -> None:
+    found = wishes(GANG, "w1")
+    assert found["engine/g1.0"].argv(COMMANDS) == [
+        *[sys.executable, "-m", "services.engine", "--gang", "g1", "--resident", "g1.0"],
+        *["--job", "calc", "--generation", "3", "--keeper", "worker/w3", "--turns"],
     ]
-    assert engine.argv("g1", COMMANDS) == [
-        *[sys.executable, "-m", "services.engine"],
-        *["--gang", "g1", "--job", "calc", "--epoch", "3"],
+    rank = found["rank/calc/1"].argv(COMMANDS)
+    assert rank[-5:] == ["--core", "--rank", "1", "--ranks", "2"]
+    with pytest.raises(ConfigError, match="no process serves the role 'rollout'"):
+        found["engine/g1.0"].argv({})
+
+
+def test_services_of_jobs_are_told_their_job() -> None:
+    python = [sys.executable, "-m"]
+    assert command("rollout/calc/2", []) == [
+        *[*python, "services.rollout", "--job", "calc", "--shard", "2"]
     ]
-    assert core.argv("g1", COMMANDS)[-1] == "--core"
-    second = Assignment("training", "calc", True, 4, rank=1, ranks=2)
-    assert second.name("g0") == "rank/calc/1"
-    assert second.argv("g0", COMMANDS)[-5:] == ["--core", "--rank", "1", "--ranks", "2"]
-    with pytest.raises(ConfigError, match="no process serves the role 'serving'"):
-        Assignment("serving", "calc", False, 1).argv("g1", COMMANDS)
+    sandbox = command("sandbox/a/b/0", ["--orphan-s", "3"])
+    assert sandbox == [*python, "services.sandbox", "--name", "sandbox/a/b/0", "--orphan-s", "3"]
 
 
 def test_commands_are_replaced_by_role() -> None:
@@ -46,17 +65,16 @@ def test_commands_are_replaced_by_role() -> None:
             with_overrides([wrong])
 
 
-def test_slots_see_one_accelerator_each() -> None:
+def test_each_worker_sees_one_device_by_its_uuid() -> None:
     assert [a.name for a in cpu_slots(2)] == ["cpu:0", "cpu:1"]
-    gpus = parsed("0, NVIDIA H200\n1, NVIDIA H200\nNo devices were found\n")
-    assert gpus == [("0", "NVIDIA H200"), ("1", "NVIDIA H200")]
-    assert [a.name for a in shared(gpus, 0)] == ["cuda:0 NVIDIA H200", "cuda:1 NVIDIA H200"]
-    assert [a.env["CUDA_VISIBLE_DEVICES"] for a in shared(gpus, 3)] == ["0", "1", "0"]
-
-
-async def test_a_host_without_gpus_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r'mesh\.device = "cpu"'):
-        await discover(SystemHost(), "cuda", 0, tmp_path)
+    whole = Device("GPU-a", "NVIDIA H200", 1000, 0)
+    part = Device("MIG-b", "NVIDIA H200 MIG 1g.18gb", 100, 1, "GPU-b", (7, 0))
+    found = of_gpus([whole, part], 0)
+    assert [a.name for a in found] == ["cuda:0 NVIDIA H200", "cuda:1/7/0 NVIDIA H200 MIG 1g.18gb"]
+    assert [a.env["CUDA_VISIBLE_DEVICES"] for a in found] == ["GPU-a", "MIG-b"]
+    assert [a.bytes for a in found] == [1000, 100]
+    assert of_gpus([whole, part], 1) == found[:1]
+    with pytest.raises(ConfigError, match=r"3 workers are asked for, and there are 2 GPUs"):
+        of_gpus([whole, part], 3)
+    with pytest.raises(ConfigError, match="by turns in a mesh that stands"):
+        of_gpus([whole], 2)  # which no run can do with less

@@ -1,33 +1,75 @@
-"""Moves that people ask for."""
+"""What people ask for: granted, or declined with the reason."""
+
+from __future__ import annotations
 
 import pytest
 
-from common.state.gangs import Gang, MoveRequest
-from services.planner.placement import RoleDecision
-from services.planner.requests import granted, refusal
-from tests.unit.planner.seen import gang
+from common.pool.decisions import Decline
+from common.pool.snapshot import Request
+from tests.unit.planner.pools import Looks, job, pool, seen
+
+
+def ask(looks: Looks, **about: str) -> list[str]:
+    """What comes of a request, at the looks until all is at rest; reasons of refusals."""
+    looks.change(requests=(Request("op", about.pop("kind", "move"), **about),))
+    return [d.reason for d in looks.settle() if isinstance(d, Decline)]
+
+
+def test_a_worker_is_moved_by_hand_and_stays_there() -> None:
+    looks = Looks(pool([4], job()))
+    looks.settle()
+    assert ask(looks, worker="w1", role="training") == []
+    assert looks.roles()["w1"] == "training"
+    resident = dict(looks.residents())["w1"]
+    assert resident.pinned
+    for steps in (10, 12, 14, 16):
+        seen(looks, steps, rollout_s=9.0, train_s=1.0)
+        looks.look()
+    assert looks.roles()["w1"] == "training", "the policy leaves it alone"
+
+
+def test_a_worker_is_put_aside_and_taken_back() -> None:
+    looks = Looks(pool([3], job()))
+    looks.settle()
+    ask(looks, worker="w2", role="idle")
+    assert looks.roles() == {"w0": "core", "w1": "rollout"}
+    ask(looks, worker="w2", role="rollout")
+    assert looks.roles() == {"w0": "core", "w1": "rollout", "w2": "rollout"}
 
 
 @pytest.mark.parametrize(
-    ("role", "named", "why"),
+    ("about", "reason"),
     [
-        ("training", None, "no gang is called g1"),
-        ("serving", gang(1), "choose from rollout, training, idle"),
-        ("rollout", gang(1, "training", desired_core=True), "core of training"),
-        ("rollout", gang(1, "scoring"), "frozen models"),
-        ("rollout", gang(1, size=2), "a gang of 2 workers"),
-        ("rollout", gang(1, "rollout"), ""),
-        ("idle", gang(1, "training"), ""),
+        ({"worker": "w9", "role": "rollout"}, "no worker is called w9"),
+        ({"worker": "w1", "role": "dance"}, "dance is no role"),
+        ({"worker": "w0", "role": "rollout"}, "w0 is in the core of job"),
+        ({"worker": "w2", "role": "training", "job": "x"}, "no job is called x"),
+        ({"worker": "w1", "role": "rollout"}, "hosts the frozen models"),
+        ({"kind": "drain", "host": "nowhere"}, "no host is called nowhere"),
     ],
 )
-def test_a_move_is_made_or_declined_with_the_reason(
-    role: str, named: Gang | None, why: str
-) -> None:
-    told = refusal(MoveRequest("g1", role, "op"), named)
-    assert why in told and bool(why) == bool(told)
+def test_a_request_that_cannot_be_granted_is_declined(about: dict[str, str], reason: str) -> None:
+    looks = Looks(pool([4], job(scoring=True)))
+    looks.settle()
+    roles = looks.roles()
+    refusals = ask(looks, **about)
+    assert len(refusals) == 1 and reason in refusals[0]
+    assert looks.roles() == roles
 
 
-def test_a_move_that_is_made_says_whose_it_was() -> None:
-    details = {"policy": "user", "from": "rollout", "to": "training"}
-    made = granted(MoveRequest("g1", "training", "op"), gang(1, "rollout"))
-    assert made == RoleDecision("g1", "training", False, "user", details)
+def test_a_worker_is_moved_from_one_job_to_another() -> None:
+    looks = Looks(pool([6], job("a"), job("b", submitted_ms=1)))
+    looks.settle()
+    worker = next(w for w, role in looks.roles("b").items() if role == "rollout")
+    ask(looks, worker=worker, role="rollout", job="a")
+    assert looks.roles("a")[worker] == "rollout"
+    assert (looks.workers_of("a"), looks.workers_of("b")) == (3, 3), "each keeps its share"
+
+
+def test_a_drain_is_settled_when_nobody_is_left() -> None:
+    looks = Looks(pool([2, 2], job(checkpointed=True)))
+    looks.settle()
+    looks.drain("host0")
+    looks.change(rests=frozenset(n for host in looks.snapshot.hosts for n in host.services))
+    assert ask(looks, kind="drain", host="host0") == [""]
+    assert set(looks.roles()) == {"w2", "w3"}

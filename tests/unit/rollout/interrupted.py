@@ -8,7 +8,8 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 from common.errors import MeshError
-from common.runtime.mesh import Mesh, Ref
+from common.runtime.mesh import Mesh
+from common.runtime.ref import Ref
 from common.state.client import State
 
 
@@ -65,9 +66,12 @@ class Faults:
 
 
 class FaultyRef(Ref):
+    def __init__(self, mesh: FaultyMesh, name: str) -> None:
+        super().__init__(mesh._asking, name)
+        self._faults = mesh.faults
+
     async def call(self, method: Any, request: Any, *, deadline_s: float | None = None) -> Any:
-        faults: Faults = self._mesh.faults  # type: ignore[attr-defined]
-        faults.check(f"{method.name} of {self.name}")
+        self._faults.check(f"{method.name} of {self.name}")
         return await super().call(method, request, deadline_s=deadline_s)
 
 

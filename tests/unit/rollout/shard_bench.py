@@ -42,7 +42,7 @@ from common.random import Random
 from common.runtime.actor import Actor, call, cast
 from common.runtime.mesh import Mesh
 from common.state import groups, jobs, steps
-from common.wire.bulk import ChunkStore
+from common.wire.bulk.port import ChunkStore
 from services.engine.service import EngineService
 from services.engine.simulated import SimulatedEngine
 from services.environment.environments import Environments
@@ -96,6 +96,7 @@ class TrivialSandbox(Actor):
         self.scores: Callable[[RewardCall], Outcome] = lambda c: Outcome(c.id, OK, 1.0, "")
         self.scores_most = -1  # calls that `scores` answers; every one
         self.takes_s = 0.0  # a batch of rewards
+        self.scoring = 0  # batches of rewards so far
 
     @call(Sandbox.load)
     def load(self, request: LoadJob) -> Loaded:
@@ -109,6 +110,7 @@ class TrivialSandbox(Actor):
 
     @call(Sandbox.score)
     async def score(self, request: RewardBatch) -> Outcomes:
+        self.scoring += 1
         if self.takes_s:
             await self._clock.sleep(self.takes_s)
         outcomes = []
@@ -150,11 +152,10 @@ class ShardBench:
         config = self._config()
         await self._submit(config)
         await self._serve_weights()
-        sandbox = self._mesh("sandbox/0")
-        await sandbox.join(self.sandbox)
+        await self._serve_sandbox()
         for number in range(ENGINES):
             await self._add_engine(number)
-        mesh = self._mesh("rollout/0", FaultyMesh)
+        mesh = self._mesh(f"rollout/{JOB}/0", FaultyMesh)
         assert isinstance(mesh, FaultyMesh)
         mesh.faults = self.calls
         shard_state = FaultyState(self.state.url, self.state.client, self.state._sync)
@@ -202,6 +203,26 @@ class ShardBench:
         chunks = ChunkStore(self.root / "store")
         mesh = self._mesh("weights")
         await mesh.join(WeightStore(mesh, chunks), bulk_address=chunks.local_address)
+
+    async def _serve_sandbox(self) -> None:
+        self.sandbox_mesh = self._mesh(f"sandbox/{JOB}/0")
+        await self.sandbox_mesh.join(self.sandbox)
+
+    async def leave(self) -> None:
+        """The engines and the sandbox leave, and nobody looks."""
+        for task in self.tasks:
+            task.cancel()
+        self.tasks.clear()
+        for service in self.engines:
+            await service.mesh.leave()
+        await self.sandbox_mesh.leave()
+
+    async def join_again(self) -> None:
+        """New processes in place of the sandbox and the engines, which have left."""
+        await self._serve_sandbox()
+        self.engines.clear()
+        for number in range(ENGINES, 2 * ENGINES):
+            await self._add_engine(number)
 
     async def _add_engine(self, number: int) -> None:
         engine = SimulatedEngine(

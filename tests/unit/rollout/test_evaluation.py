@@ -82,10 +82,10 @@ def evaluation(
 
     shard.run = run  # type: ignore[method-assign]
     shard.mesh = SimpleNamespace(  # type: ignore[assignment]
-        name="rollout/0",
+        name="rollout/job/0",
         clock=SystemClock(),
         host=SystemHost(),
-        telemetry=Telemetry("rollout/0"),
+        telemetry=Telemetry("rollout/job/0"),
     )
     shard.samples = Samples(shard.mesh, shard.job, Transcript(str, (), ()))
     made = Recorded(shard, PLAN, LINEAGE)

@@ -160,18 +160,16 @@ def test_a_prompt_that_leaves_no_room_fails_its_trajectory_by_name(tmp_path: Pat
     on_shard(tmp_path, story)
 
 
-def test_a_job_whose_document_cannot_be_read_fails_and_the_shard_is_free_for_the_next(
+def test_a_job_whose_document_cannot_be_read_fails_and_its_shard_ends_by_itself(
     tmp_path: Path,
 ) -> None:
     async def story(bench: ShardBench) -> None:
         row = await jobs.job(bench.state, JOB)
         document = json.dumps(row.document | {"renamed": 1})
-        await bench.state.command("HSET", f"{job_prefix(JOB)}:job", "document", document)
-        serving = asyncio.create_task(RolloutShard(bench.mesh, tmp_path).serve())
-        await bench.clock.sleep(5.0)
-        assert not serving.done()
+        await bench.state.command("HSET", f"{job_prefix(JOB)}:given", "document", document)
+        async with bench.clock.timeout(5.0, "the end of the shard"):
+            await RolloutShard(bench.mesh, tmp_path).serve()
         failed = await jobs.job(bench.state, JOB)
         assert failed.phase == jobs.Phase.FAILED and "renamed" in failed.error
-        serving.cancel()
 
     on_shard(tmp_path, story)

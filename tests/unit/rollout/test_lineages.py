@@ -26,7 +26,7 @@ from services.rollout.shard import RolloutShard
 from services.rollout.trajectory import Ending, Trajectory
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
-from tests.contract.state.state_bench import JOB, TRAINER, Bench, Seats, document
+from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, Seats, document
 from tests.meshes import alone
 
 EVERY = 2
@@ -39,7 +39,7 @@ class World:
 
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         self.clock = clock
-        self.mesh = alone("rollout/0", clock, random, SimulatedHost(clock, random.child("host")))
+        self.mesh = alone(SHARD, clock, random, SimulatedHost(clock, random.child("host")))
         self.state = self.mesh.state
         self.going = asyncio.Event()
         self.entered: list[int] = []

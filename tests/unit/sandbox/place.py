@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.api.sandbox import (
@@ -15,12 +16,13 @@ from common.errors import StateUnavailable
 from common.process.handle import Child
 from common.process.host import SystemHost
 from common.random import Random
-from common.runtime.mesh import Mesh, MeshSettings, Ref
+from common.runtime.mesh import Mesh, MeshSettings
+from common.runtime.ref import Ref
 from common.settings import SETTINGS_ENV
 from common.state.client import State
-from common.state.embedded import command
+from common.state.server.embedded import command
 from common.transport.zmq import ZmqTransport
-from tests.meshes import SECRET, keys_of
+from tests.meshes import PATIENT, SECRET, keys_of
 
 CALC = "def tool(x):\n    return str(eval(x))\ndef reward(row, turns):\n    return len(turns)\n"
 ROOT = Path(__file__).parents[3]
@@ -40,14 +42,19 @@ class Place:
         self.start()
 
     def start(self) -> None:
-        self.sandbox = self.spawned("sandbox/0")
+        self.sandbox = self.spawned("sandbox/j/0")
 
-    def spawned(self, name: str, path: str = os.environ["PATH"]) -> Child:
+    def spawned(
+        self, name: str, path: str = os.environ["PATH"], options: Sequence[str] = ()
+    ) -> Child:
         settings = str(self.directory / "settings.json")
         env = {SETTINGS_ENV: settings, "PYTHONPATH": str(ROOT), "PATH": path}
         log = self.directory / "sandbox.log"
         child = self.host.spawn(
-            [sys.executable, "-m", "services.sandbox", "--name", name], name=name, env=env, log=log
+            [sys.executable, "-m", "services.sandbox", "--name", name, *options],
+            name=name,
+            env=env,
+            log=log,
         )
         self.children.append(child)
         return child
@@ -67,8 +74,9 @@ class Place:
             clock=self.clock,
             random=Random.system(),
             host=self.host,
+            **PATIENT,
         )
-        return self.caller.ref("sandbox/0")
+        return self.caller.ref("sandbox/j/0")
 
     def job(self, tool: str = "calc:tool") -> LoadJob:
         return LoadJob("j", str(self.directory), {"calculate": tool}, [RewardPart("calc:reward")])

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from common.clock import SystemClock
+from common.job_clock import JobClock
 from common.process.host import SystemHost
 from services.sandbox.isolation import cgroups
 from services.sandbox.isolation.interpreters import Interpreter
@@ -46,6 +47,15 @@ async def test_an_error_is_shown_and_the_session_goes_on(sessions: Sessions) -> 
     assert failed.status == "ok" and b"ZeroDivisionError" in failed.stderr
     assert b'"cell 2", line 2' in failed.stderr
     assert (await sessions.run("a", "x")).stdout == b"6\n"
+
+
+async def test_a_forked_process_that_falls_out_of_its_cell_answers_nothing_for_its_parent(
+    sessions: Sessions,
+) -> None:
+    falls = "import os\nchild = os.fork()\nif not child:\n    raise ValueError('of the child')\n"
+    ran = await sessions.run("a", falls + "os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])")
+    assert (ran.status, ran.stdout) == ("ok", b"1\n") and b"of the child" in ran.stderr
+    assert (await sessions.run("a", "child > 0")).stdout == b"True\n"
 
 
 async def test_a_cell_that_takes_too_long_ends_its_session_and_says_so(sessions: Sessions) -> None:
@@ -106,6 +116,21 @@ async def test_an_idle_session_is_ended_and_its_next_call_told(launcher: JailLau
     sessions.sweep()
     assert sessions.size == 0
     assert (await sessions.run("a", "x")).status == "evicted"
+    sessions.close()
+
+
+async def test_a_session_of_a_paused_job_is_not_idle(launcher: JailLauncher) -> None:
+    clock = JobClock(SystemClock())
+    sessions = Sessions(launcher, SystemClock(), LIMITS, 3, 0.2, clock)
+    await sessions.run("a", "x = 1")
+    clock.hold(True)
+    await asyncio.sleep(0.3)
+    sessions.sweep()
+    clock.hold(False)
+    assert (await sessions.run("a", "x")).stdout == b"1\n"
+    await asyncio.sleep(0.3)
+    sessions.sweep()
+    assert sessions.size == 0
     sessions.close()
 
 

@@ -12,7 +12,8 @@ from common.process.host import SystemHost
 from common.random import Random
 from common.state import events
 from common.state.events import Event
-from meshrl.observe.watch import unforeseen
+from meshrl.observe.live.watch import unforeseen
+from meshrl.observe.recording.belonging import Belonging
 from services.sandbox.ends import TELL_S, Ends, ToldEnds
 from services.sandbox.workers.pool import Pool, PoolLimits, Work
 from sim.host import SimulatedHost
@@ -27,8 +28,8 @@ def counted(found: list[Event]) -> list[tuple[str, int]]:
 
 def test_many_ends_of_one_name_are_one_event_each_few_seconds() -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
-        mesh = alone("sandbox/0", clock, random, SimulatedHost(clock, random))
-        ends = ToldEnds(mesh.state, clock, "sandbox/0")
+        mesh = alone("sandbox/calc/0", clock, random, SimulatedHost(clock, random))
+        ends = ToldEnds(mesh.state, clock, "sandbox/calc/0", "calc")
         ends.saw("worker of calc", -11, "it ended by SIGSEGV", None, "calc")
         await clock.sleep(0.1)
         for _ in range(40):
@@ -36,9 +37,11 @@ def test_many_ends_of_one_name_are_one_event_each_few_seconds() -> None:
         ends.saw("zygote", -9, "it was killed: somebody has stopped it (pid 7)", None)
         await clock.sleep(2 * TELL_S)
         told = await events.read_all(mesh.state)
-        name = "worker of calc of sandbox/0"
-        assert counted(told) == [(name, 1), (name, 40), ("zygote of sandbox/0", 1)]
+        name = "worker of calc of sandbox/calc/0"
+        assert counted(told) == [(name, 1), (name, 40), ("zygote of sandbox/calc/0", 1)]
         assert told[1].fields["times"] == 41 and told[1].fields["job"] == "calc"
+        assert all(Belonging("calc").takes(event) for event in told)
+        assert not any(Belonging("other").takes(event) for event in told)
         ends.stop()
 
     run_virtual(main)

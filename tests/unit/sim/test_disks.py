@@ -91,6 +91,14 @@ def test_a_directory_that_was_renamed_brings_what_was_synced_in_it(root: Path, d
     assert not (root / "scratch").exists()
 
 
+def test_a_link_to_what_is_not_there_yet_stays_one(root: Path, disk: Disk) -> None:
+    (root / "store").symlink_to(root / "shared")
+    sync(root)
+    sync(root)
+    disk.cut(Random(0))
+    assert (root / "store").is_symlink()
+
+
 def test_a_disk_that_lies_loses_what_it_said_was_synced(root: Path, disk: Disk) -> None:
     chunks = ChunkStore(root / "store")
     before = chunks.write(b"before")

@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import pytest
+import structlog
+
 from common.errors import PeerLost
 from common.random import Random
 from sim.loop import VirtualLoop
@@ -146,3 +149,15 @@ def test_a_channel_ends_with_its_process(tmp_path: Path) -> None:
 
     on_machine(tmp_path, story)
     assert heard == [b"one", "lost", -9]
+
+
+def test_what_is_logged_afterwards_goes_where_it_went_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def nothing(machine: Machine) -> None:
+        structlog.get_logger().warning("within")
+
+    on_machine(tmp_path, nothing)
+    structlog.get_logger().warning("afterwards")
+    said = "".join(capsys.readouterr())
+    assert "afterwards" in said and "within" not in said

@@ -10,8 +10,9 @@ import pytest
 from common.clock import SystemClock
 from common.process.host import SystemHost
 from common.runtime.mesh import Mesh, MeshSettings
-from common.wire.bulk import BulkServer, ChunkStore, bulk_key
+from common.wire.bulk.port import BulkServer, ChunkStore, SecretDoor
 from common.wire.weight_store import STORE
+from services.weights.errands import Errands
 from services.weights.store import WeightStore
 from sim.state import simulated_state
 from tests.meshes import on_sockets
@@ -30,9 +31,11 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
     (tmp_path / "store").mkdir()
     chunks = ChunkStore(tmp_path / "store")
     serving, asking = mesh(STORE, "there"), mesh("trainer", "here")
-    key = bulk_key(serving.settings)
-    bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*", key=key)
-    await serving.join(WeightStore(serving, chunks), bulk_address=bulk.address)
+    door = SecretDoor.of(serving.settings)
+    bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*", door=door)
+    # Who asks for what takes a moment is told to ask again.
+    keeping = WeightStore(serving, chunks, Errands(serving, answer_s=0.0))
+    await serving.join(keeping, bulk_address=bulk.address)
     await asking.join(None)
     yield Store(asking, chunks)
     await asking.leave()

@@ -14,12 +14,13 @@ import torch
 from common.api.weights import Checkpoint, Weights
 from common.errors import NotFound
 from common.job.config import BudgetConfig, JobConfig, TrainingConfig
-from common.model.transfer import fetch, stage
 from common.random import Random
 from common.runtime.mesh import Mesh, MeshSettings
 from common.state import groups, jobs, steps
 from common.state.client import State
-from common.wire.bulk import BulkClient, ChunkStore
+from common.weights.receive import Receiver
+from common.weights.staging import staged_whole
+from common.wire.bulk.port import BulkClient, ChunkStore
 from common.wire.weight_store import STORE, put
 from services.weights.store import WeightStore
 from sim.host import SimulatedHost
@@ -28,7 +29,7 @@ from sim.network import MemoryNetwork, MemoryTransport
 from sim.redis.server import RedisServer
 from sim.state import state_on
 
-JOB, SHARD, TRAINER = "job", "rollout/0", "trainer/job"
+JOB, SHARD, TRAINER = "job", "rollout/job/0", "trainer/job"
 EVERY, STEPS = 4, 9
 
 
@@ -126,7 +127,7 @@ class StoreBench:
     async def stage(self, version: int, lineage: int = 0, job: str = JOB) -> str:
         """Weights that tell job, lineage and version; the manifest."""
         weights = {job: torch.full((8,), lineage * 1000.0 + version)}
-        return await stage(self.trainer, self.bulk, job, lineage, version, weights)
+        return await staged_whole(self.trainer, self.bulk, job, lineage, version, weights)
 
     async def begin(self, job: str = JOB) -> str:
         """Version 0 with its checkpoint."""
@@ -158,7 +159,7 @@ class StoreBench:
     async def stored(self, manifest: str) -> bool:
         """Whether the store holds all of a version."""
         try:
-            await fetch(self.trainer, self.bulk, manifest)
+            await Receiver(self.trainer, self.bulk).receive(manifest)
         except NotFound:
             return False
         return True
@@ -177,9 +178,13 @@ class StoreBench:
 
     async def end_groups(self, step: int) -> None:
         """A step takes what is ready, and its checkpoint covers it."""
+        manifest = await self.stage(step)
+        await self.end_groups_with(step, manifest, await self.save(step, manifest))
+
+    async def end_groups_with(self, step: int, manifest: str, checkpoint: str) -> None:
+        """The same of a version that is staged, with its checkpoint."""
         token = self.trainer.token
         leased = await groups.lease_groups(self.state, JOB, TRAINER, token, step)
-        manifest = await self.stage(step)
         await steps.commit_step(
             self.state,
             JOB,
@@ -190,7 +195,7 @@ class StoreBench:
             [row.group for row in leased.groups],
             [],
             manifest,
-            await self.save(step, manifest),
+            checkpoint,
             {},
             {},
             covered=step,

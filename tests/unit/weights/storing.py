@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.runtime.mesh import Mesh
-from common.wire.bulk import BulkClient, ChunkStore
+from common.wire.bulk.port import BulkClient, ChunkStore
 
 
 class Store:

@@ -1,13 +1,18 @@
-"""Versions of a model with adapters: the model lies in the store once, engines fetch the rest."""
+"""Versions of adapters alone: the model that they are added to lies in the store once, and stays
+while one of them does.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from common.api.weights import Base, Fetch, Manifest, Weights
 from common.errors import MeshError
-from common.model.lora import is_adapter
-from common.model.transfer import Fetcher, stage
+from common.weights.manifest import Rows, by_chunk, read_whole
+from common.weights.receive import Receiver
+from common.weights.staging import staged_whole
+from common.wire.weight_store import STORE
 from tests.unit.weights.storing import Store
 
 JOB = "job"
@@ -26,51 +31,97 @@ def adapters(version: int) -> dict[str, torch.Tensor]:
     }
 
 
-MODEL_BYTES = 4 * 256 * 256 * 4
 ADAPTER_BYTES = 8 * 2 * 256 * 4
 
 
-async def test_a_version_costs_its_adapters(store: Store) -> None:
-    fetcher = Fetcher(store.mesh, store.bulk)
-    first = await stage(store.mesh, store.bulk, JOB, 0, 0, model() | adapters(0))
-    manifest, tensors = await fetcher.fetch(first)
-    assert fetcher.bytes == MODEL_BYTES + ADAPTER_BYTES == sum(t.size for t in manifest.tensors)
+class Versions:
+    """A base that has adapters as well, and what is staged on it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.base = store, Base(0, 0, "")
+
+    async def begin(self) -> None:
+        digest = await self._staged(0, model() | adapters(0))
+        self.base = Base(0, 0, digest)
+
+    async def add(self, version: int) -> str:
+        return await self._staged(version, adapters(version), self.base, 0.5)
+
+    async def _staged(
+        self,
+        version: int,
+        tensors: dict[str, torch.Tensor],
+        base: Base | None = None,
+        scale: float = 0.0,
+    ) -> str:
+        about = self.store.mesh, self.store.bulk, JOB, 0, version, tensors
+        return await staged_whole(*about, base=base, scale=scale)
+
+    async def manifest(self, digest: str, alone: bool) -> Manifest:
+        asked = Fetch(digest, alone)
+        found: Manifest = await self.store.mesh.ref(STORE).call(Weights.manifest, asked)
+        return found
+
+
+@pytest.fixture
+async def versions(store: Store) -> Versions:
+    made = Versions(store)
+    await made.begin()
+    return made
+
+
+async def test_a_version_costs_its_adapters(store: Store, versions: Versions) -> None:
     for version in (1, 2, 3):
-        stored, fetched = store.bytes, fetcher.bytes
-        digest = await stage(
-            store.mesh, store.bulk, JOB, 0, version, adapters(version), base=manifest
-        )
+        stored = store.bytes
+        digest = await versions.add(version)
         assert store.bytes - stored < ADAPTER_BYTES + 4096  # the manifest is beside them
-        manifest, tensors = await fetcher.fetch(digest)
-        assert fetcher.bytes - fetched == ADAPTER_BYTES
-        expected = model() | adapters(version)
-        assert tensors.keys() == expected.keys()
-        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-        assert manifest.version == version
+        alone = await versions.manifest(digest, alone=True)
+        assert {piece.name for piece in alone.tensors} == adapters(0).keys()
+        assert alone.base == versions.base and alone.scale == 0.5
 
 
-async def test_a_newcomer_gets_the_whole_model_of_any_version(store: Store) -> None:
-    base = await stage(store.mesh, store.bulk, JOB, 0, 0, model() | adapters(0))
-    manifest, _ = await Fetcher(store.mesh, store.bulk).fetch(base)
-    later = await stage(store.mesh, store.bulk, JOB, 0, 1, adapters(1), base=manifest)
-    _, tensors = await Fetcher(store.mesh, store.bulk).fetch(later)
-    assert torch.equal(tensors["layers.3.qkv"], model()["layers.3.qkv"])
-    assert torch.equal(tensors["layers.3.adapters.q_proj.a"], torch.full((2, 256), 4.0))
+async def test_whoever_asks_gets_the_whole_model_of_any_version(
+    store: Store, versions: Versions
+) -> None:
+    await versions.add(1)
+    digest = await versions.add(2)
+    image = await Receiver(store.mesh, store.bulk).receive(digest)
+    expected = model() | adapters(2)
+    assert image.tensors.keys() == expected.keys()
+    assert all(torch.equal(image.tensors[name], expected[name]) for name in expected)
+    assert image.manifest.version == 2
+    assert read_whole(store.chunks.read, digest).tensors == image.manifest.tensors
 
 
-async def test_a_version_whose_base_is_gone_is_refused(store: Store) -> None:
-    base = await stage(store.mesh, store.bulk, JOB, 0, 0, model() | adapters(0))
-    manifest, _ = await Fetcher(store.mesh, store.bulk).fetch(base)
-    frozen = {t.chunk for t in manifest.tensors if not is_adapter(t.name)}
-    for digest in frozen:
-        store.chunks.path(digest).unlink()
+async def test_who_has_the_base_receives_the_adapters(store: Store, versions: Versions) -> None:
+    digest = await versions.add(2)
+    wanted: dict[str, Rows | None] = dict.fromkeys(adapters(0))
+    image = await Receiver(store.mesh, store.bulk).receive(digest, wanted)
+    assert image.bytes == ADAPTER_BYTES and image.tensors.keys() == adapters(0).keys()
+
+
+async def test_a_version_whose_base_is_gone_is_refused(store: Store, versions: Versions) -> None:
+    base = await versions.manifest(versions.base.digest, alone=True)
+    for digest, pieces in by_chunk(base.tensors).items():
+        if pieces[0].name in model():
+            store.chunks.path(digest).unlink()
     with pytest.raises(MeshError, match="is not stored"):
-        await stage(store.mesh, store.bulk, JOB, 0, 1, adapters(1), base=manifest)
+        await versions.add(1)
+    store.chunks.path(versions.base.digest).unlink()
+    with pytest.raises(MeshError):
+        await versions.add(1)
 
 
-async def test_nothing_is_kept_of_versions_without_adapters(store: Store) -> None:
-    fetcher = Fetcher(store.mesh, store.bulk)
-    digest = await stage(store.mesh, store.bulk, JOB, 0, 0, model())
-    for fetches in (1, 2):
-        await fetcher.fetch(digest)
-        assert fetcher.bytes == fetches * MODEL_BYTES
+async def test_the_adapters_of_the_base_may_be_gone(store: Store, versions: Versions) -> None:
+    """A version that is made again from its own checkpoint brings nothing of them."""
+    base = await versions.manifest(versions.base.digest, alone=True)
+    own = {piece.chunk for piece in base.tensors if piece.name in adapters(0)}
+    others = {piece.chunk for piece in base.tensors} - own
+    if own & others:
+        pytest.fail("adapters lie in a chunk with what they are added to")
+    for digest in own:
+        store.chunks.path(digest).unlink()
+    digest = await versions.add(1)
+    assert (await Receiver(store.mesh, store.bulk).receive(digest)).tensors.keys() == (
+        model() | adapters(1)
+    ).keys()

@@ -21,14 +21,14 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.hf import load_model, save_model
 from common.model.output import write_version
+from common.model.safetensors_file import NAMES
 from common.model.tokenizer import character_tokenizer
-from common.model.transfer import NAMES
 from common.records.checkpoints import STATE, checkpoint_name, digests_below
 from common.records.sealed import sealed
 from common.wire.blob import pack, unpack
-from common.wire.bulk import ChunkStore
+from common.wire.bulk.port import ChunkStore
 from services.trainer.arithmetic import lora
-from services.weights.export import Version, chosen, versions, write
+from services.weights.export import Version, chosen, versions, write, write_below
 from tests.unit.common.records.harms import flip
 
 SHAPE = ModelConfig(
@@ -86,6 +86,9 @@ class Run:
         listed = [Described(n, d, s, chunk, at, size) for n, d, s, at, size in described]
         return self.chunks.write(pack(Manifest("j", 0, version, listed)))
 
+    def chunks_of(self, manifest: str) -> set[str]:
+        return {tensor.chunk for tensor in unpack(Manifest, self.chunks.read(manifest)).tensors}
+
     def event(self, kind: str, **fields: Any) -> None:
         with (self.directory / "events.jsonl").open("a") as file:
             file.write(json.dumps({"id": "1-0", "ms": 0, "kind": kind, "fields": fields}) + "\n")
@@ -107,6 +110,18 @@ def run(tmp_path: Path) -> Run:
     for version in range(4):
         made.commit(version, weights(model(version)), "initial" if version == 0 else "step")
     return made
+
+
+def test_each_version_has_a_directory_of_its_own_that_does_not_change(
+    run: Run, tmp_path: Path
+) -> None:
+    below = tmp_path / "exports"
+    first = write_below(run.directory, below, None, False)
+    assert write_below(run.directory, below, 2, False) != first
+    before = (first / "model.safetensors").stat()
+    assert write_below(run.directory, below, 3, False) == first
+    assert (first / "model.safetensors").stat() == before
+    assert torch.equal(logits(load_model(first)[1]), logits(model(3)))
 
 
 def test_what_the_store_has_not_whole_is_copied_from_its_checkpoint(

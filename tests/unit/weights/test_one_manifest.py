@@ -15,8 +15,8 @@ from common.process.host import SystemHost
 from common.state import jobs, steps
 from common.state.client import State
 from common.wire.weight_store import STORE
-from services.weights.records import JobRecords
-from services.weights.retention import Number
+from services.weights.keeping.records import JobRecords
+from services.weights.keeping.retention import Number
 from tests.contract.state.state_bench import JOB, TRAINER, Bench, document
 from tests.unit.weights.storing import Store
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from common.errors import BadMessage
-from common.model.transfer import fetch, stage, tensors_of
-from common.wire.bulk import BulkClient
+from common.weights.receive import Receiver
+from common.weights.staging import staged_whole
+from common.wire.bulk.port import BulkClient
 from services.weights.export import read_tensors
 from tests.unit.weights.storing import Store
 
@@ -24,33 +23,25 @@ TENSORS = {
 
 async def test_a_tensor_larger_than_the_bulk_port_takes_travels_in_pieces(store: Store) -> None:
     bulk = BulkClient(store.mesh, largest_bytes=MOST)
-    digest = await stage(store.mesh, bulk, "job", 0, 0, TENSORS, chunk_bytes=MOST)
-    manifest, found = await fetch(store.mesh, bulk, digest)
-    assert found.keys() == TENSORS.keys()
+    digest = await staged_whole(store.mesh, bulk, "job", 0, 0, TENSORS, most=MOST)
+    image = await Receiver(store.mesh, bulk).receive(digest)
+    assert image.tensors.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor)
-    for chunk in {t.chunk for t in manifest.tensors}:
-        assert store.chunks.path(chunk).stat().st_size <= MOST
-    assert len([t for t in manifest.tensors if t.name == "layers.0.qkv"]) == 10
+        assert image.tensors[name].dtype == tensor.dtype
+        assert torch.equal(image.tensors[name], tensor)
+    described = image.manifest.tensors
+    assert all(store.chunks.path(t.chunk).stat().st_size <= MOST for t in described)
+    assert len([t for t in described if t.name == "layers.0.qkv"]) == 10
     exported = read_tensors(store.chunks, digest)
     assert all(torch.equal(exported[name], tensor) for name, tensor in TENSORS.items())
 
 
-async def test_pieces_of_a_base_are_kept_for_its_adapters(store: Store) -> None:
-    first = await stage(store.mesh, store.bulk, "job", 0, 0, TENSORS, chunk_bytes=MOST)
-    base, _ = await fetch(store.mesh, store.bulk, first)
-    adapters = {"layers.3.adapters.q_proj.a": torch.ones(300)}
-    second = await stage(store.mesh, store.bulk, "job", 0, 1, adapters, base=base, chunk_bytes=MOST)
-    _, found = await fetch(store.mesh, store.bulk, second)
-    assert found.keys() == TENSORS.keys()
-    assert all(torch.equal(found[n], t) for n, t in (TENSORS | adapters).items())
-
-
-async def test_a_tensor_that_lacks_a_piece_is_told_by_name(store: Store) -> None:
-    digest = await stage(store.mesh, store.bulk, "job", 0, 0, TENSORS, chunk_bytes=MOST)
-    manifest, _ = await fetch(store.mesh, store.bulk, digest)
-    chunks = {t.chunk: store.chunks.read(t.chunk) for t in manifest.tensors}
-    lacking = [t for t in manifest.tensors if t.name == "layers.0.qkv"][1:]
-    with pytest.raises(BadMessage, match=r"layers\.0\.qkv"):
-        tensors_of(lacking, chunks)
+async def test_a_version_is_read_some_tensors_at_a_time(store: Store) -> None:
+    digest = await staged_whole(store.mesh, store.bulk, "job", 0, 0, TENSORS, most=MOST)
+    version = await Receiver(store.mesh, store.bulk).source(digest)
+    assert sorted(version.outline) == sorted(TENSORS)
+    for names in (["one", "layers.0.qkv"], list(version.outline)):
+        found = await version.some(names)
+        assert list(found) == names
+        assert all(torch.equal(found[name], TENSORS[name]) for name in names)
+        assert all(found[name].dtype == version.outline[name].dtype for name in names)

@@ -1,7 +1,7 @@
 """Which checkpoints may go."""
 
 from common.state.jobs import COUNTS, JobRow
-from services.weights.retention import Number, awaited, expired, pinned
+from services.weights.keeping.retention import Number, awaited, expired, pinned
 
 NAMES = [f"step-000-{n:06d}" for n in range(6)]
 

@@ -11,11 +11,12 @@ import pytest
 
 from common.api.weights import Examine, Fetch, Load, Weights
 from common.errors import Damaged, DeadlineExceeded, NotFound, StorageFull
-from common.model.transfer import fetch
 from common.records.checkpoints import committed
 from common.state import events, jobs, steps
+from common.state.lifecycle import deleting
+from common.weights.receive import Receiver
 from common.wire.weight_store import STORE
-from services.weights.records import JobRecords
+from services.weights.keeping.records import JobRecords
 from sim.host import SimulatedHost
 from tests.unit.common.records.harms import HARMS, Harm, delete, flip, older_copy
 from tests.unit.weights.store_bench import EVERY, JOB, STEPS, StoreBench, on_store
@@ -60,6 +61,24 @@ def test_a_store_that_starts_anew_knows_what_it_had(tmp_path: Path) -> None:
         await store.restart_store()
         await store.clock.sleep(LONG_S)
         assert not await store.stored(second)
+
+    on_store(tmp_path, story)
+
+
+def test_the_store_lets_go_of_a_job_that_was_deleted(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        await store.begin()
+        name = await store.save(1, first := await store.stage(1))
+        await store.commit(1, first, name)
+        state = store.state
+        await jobs.cancel(state, JOB, "stop")
+        await deleting.delete(state, JOB, "delete")
+        await store.clock.sleep(SOON_S)
+        assert await deleting.in_store(state) == []
+        await store.clock.sleep(LONG_S)
+        assert not await store.stored(first)
+        assert not [path for path in store.chunks.directory.parent.rglob(f"{JOB}.json")]
 
     on_store(tmp_path, story)
 
@@ -367,7 +386,7 @@ def test_a_damaged_chunk_is_set_aside_and_can_be_written_again(tmp_path: Path, h
             harm(path, b"another chunk's")
             await store.restart_store()
             with pytest.raises((Damaged, NotFound)):
-                await fetch(store.trainer, store.bulk, first)
+                await Receiver(store.trainer, store.bulk).receive(first)
             assert await store.stage(1) == first
             assert await store.stored(first)
             aside = store.chunks.directory / "quarantine" / digest[:2] / digest

@@ -8,7 +8,8 @@ local job = KEYS[1] .. ':job'
 local row = hash(job)
 if not row.phase then return refuse('not_found', 'there is no job ' .. a.job) end
 local version = tonumber(row.version)
-redis.call('HSET', job, 'document', a.document, 'budget_steps', a.budget_steps,
+redis.call('HSET', KEYS[1] .. ':given', 'document', a.document)
+redis.call('HSET', job, 'digest', a.digest, 'budget_steps', a.budget_steps,
   'max_staleness', a.max_staleness)
 local over = ORDER[row.phase] >= ORDER.evaluation and version >= tonumber(row.budget_steps)
 local extended = over and version < a.budget_steps

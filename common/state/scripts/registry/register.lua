@@ -1,3 +1,4 @@
+-- uses: counted
 -- A name and its fencing token. The same incarnation keeps its token: its command was sent twice,
 -- or it comes back after an outage and nobody took the name.
 local key = MESH .. ':entry:' .. a.name
@@ -15,4 +16,5 @@ redis.call('HSET', key, 'incarnation', a.incarnation, 'token', token, 'expires_m
   'renewed_ms', NOW, 'about', a.about, 'stats', a.stats, 'waits', a.waits, 'gone', '0',
   'epoch', redis.call('GET', MESH .. ':epoch') or '0')
 redis.call('ZADD', MESH .. ':entries', NOW + a.ttl_ms, a.name)
+show_counted(a.name, a.incarnation, a.counted)
 return cjson.encode({token = token})

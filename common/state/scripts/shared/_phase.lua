@@ -2,8 +2,21 @@
 local ORDER = {queued = 0, warm_start = 1, baseline = 2, training = 3, evaluation = 4,
   finished = 5, failed = 5, stopped = 5}
 
-local function enter_phase(phase, error_text)
-  local job = KEYS[1] .. ':job'
-  redis.call('HSET', job, 'phase', phase, 'error', error_text, 'progress_ms', NOW)
-  return event('phase', {job = a.job, phase = phase, error = error_text})
+-- Jobs that have not ended have an index of their own, by submission: a look reads no others. Those
+-- that have are kept by the time of their end.
+local function enter_phase(phase, error_text, job)
+  job = job or a.job
+  local key = '{' .. job .. '}:job'
+  redis.call('HSET', key, 'phase', phase, 'error', error_text, 'progress_ms', NOW)
+  if ORDER[phase] == ORDER.stopped then
+    redis.call('HSET', key, 'held', '', 'held_ms', NOW)
+    redis.call('ZREM', MESH .. ':jobs:paused', job)
+    redis.call('ZREM', MESH .. ':jobs:going', job)
+    redis.call('ZADD', MESH .. ':jobs:ended', NOW, job)
+  else
+    redis.call('ZREM', MESH .. ':jobs:ended', job)
+    local submitted = redis.call('ZSCORE', MESH .. ':jobs', job) or NOW
+    redis.call('ZADD', MESH .. ':jobs:going', submitted, job)
+  end
+  return event('phase', {job = job, phase = phase, error = error_text})
 end

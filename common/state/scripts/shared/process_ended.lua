@@ -1,4 +1,4 @@
--- uses: phase
+-- uses: phase ended
 -- A process has ended unasked: told as an event, kept as the last end of its name, and charged to
 -- its job, which fails by an error that no restart mends, and by any other that comes again and
 -- again while the job makes no progress. Who tells it needs no lease: that it has ended stays true.
@@ -20,9 +20,7 @@ local UP_S = 30 -- a process that ran for so long had come up
 local SLOWER, SOON = 3, 600000
 local ANY = {20, 600000} -- ends of whatever causes
 local CAUSES = 16 -- that are told apart
-local KEY = MESH .. ':ended'
-local known = redis.call('HGET', KEY, a.name)
-local row = known and cjson.decode(known) or {times = 0}
+local row = last_end()
 local job = {}
 if a.job ~= '' then job = hash(KEYS[1] .. ':job') end
 local goes_on = job.phase and ORDER[job.phase] < 5
@@ -54,20 +52,18 @@ local function over(streak, kind, bound)
   return streak.n >= bound[1] and NOW - streak.since >= least
 end
 
-row.name, row.job, row.code, row.why = a.name, a.job, a.code, a.why
-row.at_ms, row.final, row.log = NOW, a.final, a.log
-if a.event then row.times = row.times + a.count end -- else it was counted when it was told
-row.error = a.error
 if a.restart == 'always' then redis.call('SET', MESH .. ':outage_ms', NOW) end
+-- A job that is held makes no progress by intention; once it goes on it is judged anew.
+local held = (job.held or '') ~= ''
 local progress = a.job .. ' ' .. (job.phase or '') .. ' ' .. (job.progress or '') .. ' '
-  .. (redis.call('GET', MESH .. ':outage_ms') or '')
+  .. (redis.call('GET', MESH .. ':outage_ms') or '') .. ' ' .. (job.resumed or '')
 if row.progress ~= progress or not row.causes then
   row.progress, row.causes, row.told_apart, row.all = progress, {}, 0, nil
 end
 local kind, streak = a.restart, nil
 if kind == 'crash' and a.ran_s >= UP_S then kind = 'killed' end
 local bound = BOUNDS[kind]
-if a.event and bound and a.charged then
+if a.event and bound and a.charged and not held then
   local cause = a.error.type .. ' ' .. a.error.where
   if a.error.type == '' then cause = a.why end
   if kind == 'killed' then
@@ -92,10 +88,6 @@ if fails and lasting then
     streak.n, math.floor((NOW - streak.since) / 1000))
 end
 if fails then row.causes, row.told_apart, row.all = {}, 0, nil end
-redis.call('HSET', KEY, a.name, cjson.encode(row))
-if a.event then
-  event('process_ended', {name = a.name, code = a.code, why = a.why, job = a.job, times = row.times,
-    count = a.count, final = a.final, log = a.log, error = a.error})
-end
+tell_end(row)
 if fails then enter_phase('failed', told .. a.advice) end
 return done({failed = fails and true or false})

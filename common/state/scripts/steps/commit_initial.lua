@@ -11,8 +11,9 @@ if tonumber(job.version) >= 0 then
     ' already, begun from other weights')
 end
 redis.call('HSET', key, 'lineage', a.lineage, 'version', 0, 'manifest', a.manifest,
-  'checkpoint', a.checkpoint, 'initial_manifest', a.manifest, 'steps_done', 0)
+  'checkpoint', a.checkpoint, 'image', a.image, 'masters', a.masters,
+  'initial_manifest', a.manifest, 'steps_done', 0)
 progressed(KEYS[1])
 event('initial', {job = a.job, lineage = a.lineage, version = 0, manifest = a.manifest,
-  checkpoint = a.checkpoint})
+  checkpoint = a.checkpoint, image = a.image, masters = a.masters})
 return cjson.encode({version = 0})

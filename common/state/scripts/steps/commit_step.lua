@@ -53,7 +53,7 @@ count('trained', trained)
 count('filtered', left_out)
 count('typed_drops', drops)
 redis.call('HSET', JOB .. ':job', 'version', a.step, 'steps_done', a.step, 'manifest', a.manifest,
-  'checkpoint', a.checkpoint)
+  'checkpoint', a.checkpoint, 'image', a.image, 'masters', a.masters)
 -- Trajectories that have ended since the commit before, in groups of this step and in those that
 -- were dropped meanwhile. A job that was put back, or went back, begins to count at this step.
 local total = redis.call('HMGET', JOB .. ':job', 'trained', 'filtered', 'typed_drops', 'told_ended',
@@ -66,6 +66,7 @@ local ended = all_ended - tonumber(total[4] or (first and 0 or all_ended - here)
 local failed = all_failed - tonumber(total[5] or (first and 0 or all_failed - drops))
 redis.call('HSET', JOB .. ':job', 'told_ended', all_ended, 'told_failed', all_failed)
 redis.call('HSET', step_key, 'lineage', a.lineage, 'step', a.step, 'manifest', a.manifest,
+  'image', a.image, 'masters', a.masters,
   'checkpoint', a.checkpoint, 'committed_ms', NOW, 'trained', trained, 'filtered', left_out,
   'ended', ended, 'failed', failed, 'groups', cjson.encode(rows), 'metrics', a.metrics,
   'record', a.record)
@@ -78,7 +79,8 @@ for _, id in ipairs(covered) do
 end
 redis.call('HSET', JOB .. ':job', 'covered', math.max(a.covered, tonumber(job.covered)))
 event('step', {job = a.job, lineage = a.lineage, step = a.step, version = a.step,
-  manifest = a.manifest, checkpoint = a.checkpoint, groups = taken}, a.metrics_field)
+  manifest = a.manifest, checkpoint = a.checkpoint, image = a.image, masters = a.masters,
+  groups = taken}, a.metrics_field)
 if a.step >= tonumber(job.budget_steps) and ORDER[job.phase] < ORDER.evaluation then
   enter_phase('evaluation', '')
 end

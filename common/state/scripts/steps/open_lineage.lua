@@ -83,10 +83,11 @@ redis.call('ZREMRANGEBYSCORE', JOB .. ':steps', '(' .. a.version, '+inf')
 unrecord(a.job, a.version)
 local lineage = tonumber(job.lineage) + 1
 redis.call('HSET', JOB .. ':job', 'lineage', lineage, 'version', a.version,
-  'steps_done', a.version, 'manifest', a.manifest, 'checkpoint', a.checkpoint)
+  'steps_done', a.version, 'manifest', a.manifest, 'checkpoint', a.checkpoint,
+  'image', a.image, 'masters', a.masters)
 local told = {job = a.job, lineage = lineage, from_lineage = tonumber(job.lineage),
   version = a.version, manifest = a.manifest, checkpoint = a.checkpoint,
-  abandoned_steps = #abandoned, returned_groups = #returned}
+  image = a.image, masters = a.masters, abandoned_steps = #abandoned, returned_groups = #returned}
 if a.back then -- the groups of steps up to `lost_through` are none that come back
   told.host_lost, told.counts, told.lost_through = lost, a.back.counts, tonumber(job.covered)
 end

@@ -359,23 +359,10 @@ def plain(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _taken(buffer: bytearray) -> dict[str, Any] | None:
-    """The next frame of a buffer, which it leaves; None if there is none yet."""
-    if len(buffer) < frames.LENGTH:
-        return None
-    length = int.from_bytes(buffer[: frames.LENGTH], "little")
-    if length > frames.LIMIT:
-        raise Failed(f"a frame of {length} bytes")
-    if len(buffer) < frames.LENGTH + length:
-        return None
-    body = bytes(buffer[frames.LENGTH : frames.LENGTH + length])
-    del buffer[: frames.LENGTH + length]
     try:
-        frame = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Failed(f"a frame that is not JSON: {error}") from None
-    if not isinstance(frame, dict):
-        raise Failed("a frame that is no object")
-    return frame
+        return frames.taken(buffer, frames.LIMIT)
+    except frames.Closed as error:
+        raise Failed(str(error)) from None
 
 
 def _raise(*_: Any) -> None:

@@ -16,6 +16,8 @@ from common.generation.builtin.build import TorchEngine, build
 from common.generation.contract import Flush, Request, TokenEngine
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
+from common.model.lora import merged
+from common.model.projections import projections, targeted
 from services.engine.simulated import SimulatedEngine
 
 VOCAB = 40
@@ -78,6 +80,34 @@ def decoder(seed: int = 0, config: ModelConfig = TINY) -> Decoder:
     return model
 
 
+ATTENTION, EVERY = ("qkv", "output"), ("qkv", "output", "gate_up", "down")
+SCALE = 0.5
+
+
+def adapter(
+    seed: int, rank: int = 4, targets: Sequence[str] = EVERY, config: ModelConfig = TINY
+) -> dict[str, torch.Tensor]:
+    """Random factors, large enough that tokens change."""
+    draw, found = torch.Generator().manual_seed(seed), {}
+    parts = projections(config)
+    for layer in range(config.layers):
+        for name in targeted(config, targets):
+            part = parts[name]
+            for factor, shape in (("a", (rank, part.columns)), ("b", (part.rows, rank))):
+                values = torch.randn(shape, generator=draw) * shape[1] ** -0.5
+                found[f"layers.{layer}.adapters.{name}.{factor}"] = values
+    return found
+
+
+def with_adapter(
+    tensors: dict[str, torch.Tensor], seed: int = 0, config: ModelConfig = TINY
+) -> Decoder:
+    """The model of `decoder` with an adapter merged."""
+    model = decoder(seed, config)
+    model.load_state_dict(merged(config, model.state_dict() | tensors, SCALE))
+    return model
+
+
 BUILT_IN = ("native", "eager", "graphs")  # paths of the built-in engine; see `built_in`
 
 
@@ -95,7 +125,9 @@ def built_in(
     **more: Any,
 ) -> TorchEngine:
     more = {"decode": text_of, "clock": StandingClock(), **more}
-    engine = build(config, slots, max_length, path=path, **more)
+    gpu = path == "graphs" and torch.cuda.is_available()
+    device = "cuda" if gpu else "cpu"
+    engine = build(config, slots, max_length, path=path, device=device, **more)
     engine.wake(decoder(seed, config).state_dict(), 0)
     return engine
 

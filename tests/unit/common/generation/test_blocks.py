@@ -63,9 +63,11 @@ def test_what_was_used_longest_ago_goes_first_and_leaves_before_their_parents() 
 
 
 class Memory(RuleBasedStateMachine):
-    """Slots that start, grow, share, diverge and end, against what their tokens say.
+    """Slots that start, grow, share, diverge and end, with and without an adapter, against what
+    their tokens say.
 
-    The cache is imitated by the token that each place of each block was written for.
+    The cache is imitated by the token that each place of each block was written for, and the
+    adapter that it was written with.
     """
 
     SLOTS, LENGTH, BLOCKS = 4, 4 * BLOCK, 11
@@ -73,16 +75,23 @@ class Memory(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.slots = Slots(self.SLOTS, self.LENGTH)
-        self.written = np.full((self.BLOCKS, BLOCK), -1)
+        self.written = np.full((self.BLOCKS, BLOCK, 2), -1)
         self.memory = PagedMemory(self.slots, self.BLOCKS, self.copy)
-        self.swaps = 0
+        self.slots.numbers[1] = self.numbered = 1
 
     def copy(self, source: int, target: int) -> None:
         self.written[target] = self.written[source]
 
-    @rule(slot=st.integers(0, 3), tokens=tokens_of, kept=st.integers(0, 4 * BLOCK))
-    def place(self, slot: int, tokens: np.ndarray, kept: int) -> None:
+    @rule(
+        slot=st.integers(0, 3),
+        tokens=tokens_of,
+        kept=st.integers(0, 4 * BLOCK),
+        adapter=st.integers(0, 1),
+    )
+    def place(self, slot: int, tokens: np.ndarray, kept: int, adapter: int) -> None:
         """A request whose first tokens may be those that the slot has."""
+        if self.slots.adapter[slot] != adapter:
+            self.slots.adapter[slot], self.slots.computed[slot] = adapter, 0
         have = int(self.slots.computed[slot])
         kept = min(kept, have)
         whole = np.concatenate((self.slots.tokens[slot, :kept], tokens, [0, 1]))[: self.LENGTH - 1]
@@ -90,9 +99,9 @@ class Memory(RuleBasedStateMachine):
         self.slots.known[slot] = len(whole)
         self.slots.computed[slot] = min(kept, len(whole) - 1)
         if self.slots.computed[slot] == 0:
-            self.slots.weights[slot] = self.swaps
+            self.slots.weights[slot] = self.slots.current(slot)
         self.memory.place(slot)
-        self.memory.share(slot, self.swaps)
+        self.memory.share(slot)
 
     @rule(slot=st.integers(0, 3), count=st.integers(1, 3 * BLOCK))
     def compute(self, slot: int, count: int) -> None:
@@ -101,12 +110,13 @@ class Memory(RuleBasedStateMachine):
         if end == computed or not self.memory.grow(slot, end):
             return
         if computed == 0:
-            self.slots.weights[slot] = self.swaps
+            self.slots.weights[slot] = self.slots.current(slot)
         for position in range(computed, end):
             block = self.memory.table[slot, position // BLOCK]
-            self.written[block, position % BLOCK] = self.slots.tokens[slot, position]
+            about = self.slots.tokens[slot, position], self.slots.adapter[slot]
+            self.written[block, position % BLOCK] = about
         self.slots.computed[slot] = end
-        self.memory.publish(slot, self.swaps, tail=end % 2 == 0)
+        self.memory.publish(slot, tail=end % 2 == 0)
 
     @rule(slot=st.integers(0, 3))
     def free(self, slot: int) -> None:
@@ -115,15 +125,24 @@ class Memory(RuleBasedStateMachine):
 
     @rule()
     def swap(self) -> None:
-        self.swaps += 1
+        self.slots.numbers[:2] = self.numbered + 1, self.numbered + 2
+        self.numbered += 2
         self.memory.forget()
+
+    @rule()
+    def load(self) -> None:
+        """A new version of the adapter."""
+        self.numbered += 1
+        self.slots.numbers[1] = self.numbered
 
     @invariant()
     def every_slot_reads_its_own_tokens(self) -> None:
         for slot in range(self.SLOTS):
             for position in range(int(self.slots.computed[slot])):
                 block = self.memory.table[slot, position // BLOCK]
-                assert self.written[block, position % BLOCK] == self.slots.tokens[slot, position]
+                token, adapter = self.written[block, position % BLOCK]
+                assert token == self.slots.tokens[slot, position]
+                assert adapter == self.slots.adapter[slot]
 
     @invariant()
     def every_holder_is_counted(self) -> None:

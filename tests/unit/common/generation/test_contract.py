@@ -15,8 +15,10 @@ from common.generation.contract import TokenEngine
 from services.engine.sglang.engine import SGLangEngine
 from tests.sglang import served
 from tests.unit.common.generation.engines_under_test import (
+    SCALE,
     VOCAB,
     Listener,
+    adapter,
     built_in,
     decoder,
     request,
@@ -195,6 +197,46 @@ def test_a_session_that_is_released_while_it_runs_ends_as_usual(listener: Listen
     steps(listener, 2)
     listener.engine.release([9, 10])
     assert len(listener.run()[1].tokens) == 5
+
+
+def test_adapters_are_loaded_beside_the_base_and_tokens_carry_their_versions(
+    listener: Listener,
+) -> None:
+    engine = listener.engine
+    if isinstance(engine, SGLangEngine):
+        pytest.skip("the server that tests share is not started for adapters")
+    engine.load_adapter("a", adapter(1), SCALE, 10)
+    engine.load_adapter("b", adapter(2), SCALE, 20)
+    assert dict(engine.adapters) == {"a": 10, "b": 20}
+    names = ("", "a", "b", "a")
+    engine.submit([request(i, max_new=50, adapter=name) for i, name in enumerate(names)])
+    steps(listener, 10)
+    engine.load_adapter("a", adapter(3), SCALE, 11)
+    heard = listener.run(request(9, max_new=5, adapter="a"))
+    assert heard[0].versions == [0] * 50 and heard[2].versions == [20] * 50
+    for i in (1, 3):
+        assert set(heard[i].versions) <= {10, 11} and heard[i].versions[0] == 10
+        assert heard[i].versions == sorted(heard[i].versions)
+    assert heard[9].versions == [11] * 5 and engine.version == 0
+
+
+def test_an_adapter_is_not_unloaded_under_its_requests(listener: Listener) -> None:
+    engine = listener.engine
+    if isinstance(engine, SGLangEngine):
+        pytest.skip("the server that tests share is not started for adapters")
+    engine.load_adapter("a", adapter(1), SCALE, 10)
+    engine.submit([request(1, max_new=100, adapter="a")])
+    steps(listener, 5)
+    with pytest.raises(Refused, match="in use"):
+        engine.unload_adapter("a")
+    engine.abort([1])
+    heard = listener.run()
+    assert heard[1].finish == [Finish.ABORTED]
+    engine.unload_adapter("a")
+    engine.unload_adapter("a")
+    assert not engine.adapters
+    with pytest.raises(Refused, match="not loaded"):
+        engine.submit([request(2, adapter="a")])
 
 
 actions = st.lists(

@@ -35,10 +35,8 @@ def test_it_computes_what_the_model_says(target: str, storage: str, tmp_path: Pa
     compute = NativeCompute(Library(path), TINY, slots, 80)
     memory = PagedMemory(slots, 80, compute.copy)
     compute.attach(memory.table)
-    state = decoder().state_dict()
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    engine = TorchEngine(slots, compute, memory, shapes, path=target)
-    engine.wake(state, 0)
+    engine = TorchEngine(slots, compute, memory, TINY, path=target)
+    engine.wake(decoder().state_dict(), 0)
     contexts = {i: words(i, 3 + 45 * i) for i in range(5)}
     heard = Listener(engine).run(*(request(i, c, max_new=20) for i, c in contexts.items()))
     for i, context in contexts.items():

@@ -103,7 +103,7 @@ def test_sleep_loses_no_token_and_waking_goes_on(make: Make) -> None:
         engine.step()
     engine.sleep()
     assert not engine.step()
-    with pytest.raises(Refused, match="sleeps"):
+    with pytest.raises(Refused, match="no weights"):
         engine.score(np.array([1, 2]))
     engine.wake(decoder().state_dict(), 1)
     heard = listener.run()

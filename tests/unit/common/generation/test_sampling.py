@@ -24,6 +24,7 @@ from tests.unit.common.generation.test_torch_engine import (
     expected_logprobs,
     holds,
     make,
+    next_logprobs,
     words,
 )
 
@@ -32,8 +33,7 @@ CONTEXT = words(8, 12)
 
 
 def model_probabilities(context: list[int], temperature: float = 1.0) -> np.ndarray:
-    found = [expected_logprobs(decoder(), context, [w], temperature)[0] for w in range(VOCAB)]
-    return np.exp(np.array(found, np.float64))
+    return np.exp(next_logprobs(decoder(), context, temperature).astype(np.float64))
 
 
 def kept_by(how: dict[str, float], probability: np.ndarray) -> set[int]:

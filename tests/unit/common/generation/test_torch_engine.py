@@ -24,11 +24,23 @@ from tests.unit.common.generation.engines_under_test import (
 
 
 def expected_logprobs(model: Decoder, context: list[int], new: list[int], temperature: float = 1.0):  # type: ignore[no-untyped-def]
-    row = torch.tensor([[*context, *new]])
+    row = torch.tensor([*context, *new])
+    found = _logprobs(model, row, temperature)[len(context) - 1 : -1]
+    return found.gather(1, row[len(context) :, None]).flatten().numpy()
+
+
+def next_logprobs(model: Decoder, context: list[int], temperature: float = 1.0) -> np.ndarray:
+    """Of every token that may come next."""
+    found: np.ndarray = _logprobs(model, torch.tensor(context), temperature)[-1].numpy()
+    return found
+
+
+def _logprobs(model: Decoder, row: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Behind each token of a row, of every token that may come next."""
     with torch.inference_mode():
-        hidden = model(row, torch.arange(row.shape[1]).unsqueeze(0), causal_attention)
-        logits = model.logits(hidden)[0, len(context) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(1, row[0, len(context) :, None]).flatten().numpy()
+        places = torch.arange(len(row)).unsqueeze(0)
+        hidden = model(row.unsqueeze(0), places, causal_attention)
+        return (model.logits(hidden)[0] / temperature).log_softmax(-1)
 
 
 def holds(heard: Heard, model: Decoder, context: list[int], temperature: float = 1.0) -> None:
@@ -78,7 +90,7 @@ def test_tokens_are_sampled_as_often_as_they_are_likely(make: Make) -> None:
     engine = make(slots=64)
     heard = Listener(engine).run(*(request(i, [3, 8], max_new=1) for i in range(4000)))
     counts = np.bincount([h.tokens[0] for h in heard.values()], minlength=VOCAB)
-    probability = np.exp([expected_logprobs(decoder(), [3, 8], [w])[0] for w in range(VOCAB)])
+    probability = np.exp(next_logprobs(decoder(), [3, 8]))
     likely = probability * 4000 > 5
     chi2 = ((counts - probability * 4000) ** 2 / (probability * 4000))[likely].sum()
     assert likely.sum() > 5

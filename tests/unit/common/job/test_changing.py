@@ -19,10 +19,10 @@ from common.job.changing import (
     rule_of,
 )
 from common.job.config import JobConfig
-from meshrl.job.schema import kinds
+from common.job.schema import JOB
 
-KEYS = [key for key, kind in kinds().items() if not is_dataclass(kind)]
-TABLES = [key for key, kind in kinds().items() if is_dataclass(kind)]
+KEYS = [key for key, kind in JOB.kinds.items() if not is_dataclass(kind)]
+TABLES = [key for key, kind in JOB.kinds.items() if is_dataclass(kind)]
 
 
 @pytest.mark.parametrize("key", KEYS)

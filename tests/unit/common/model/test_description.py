@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from common.errors import ConfigError
 from common.model.config import ModelConfig
+from common.model.decoder import Decoder
 from common.model.formats.architectures import ARCHITECTURES
 from common.model.formats.checkpoint import load_config
 
@@ -48,6 +50,25 @@ def test_a_key_that_is_absent_has_the_value_that_transformers_gives_it(architect
     if "no_rope_layers" in theirs:
         assert ours.unrotated_layers == (3,)
     assert bool(ours.sliding_layers) == (architecture == "mistral")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"tie_embeddings": True, "qk_norm": True, "kv_heads": 4},
+        {"attention_bias": True, "head_dim": 6},
+        {"attention_bias": True, "architecture": "qwen2"},
+        {"experts": 4, "experts_per_token": 2, "expert_ffn_size": 24},
+        {"experts": 4, "experts_per_token": 2, "expert_ffn_size": 24, "dense_layers": (1, 2)},
+        {"experts": 3, "experts_per_token": 1, "expert_ffn_size": 8, "shared_ffn_size": 40},
+    ],
+)
+def test_its_size_is_that_of_the_decoder_which_it_describes(keys: dict[str, Any]) -> None:
+    config = replace(of("llama"), **keys)
+    with torch.device("meta"):
+        made = sum(parameter.numel() for parameter in Decoder(config).parameters())
+    assert config.parameters == made
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.process.birth import NURSERY_ENV, OFF
+from common.process.forking.birth import NURSERY_ENV, OFF
 from common.process.handle import SystemChild
 from common.process.host import SystemHost
 from tests.nursery import wait_until_listening
@@ -24,7 +24,7 @@ def open_nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Op
     def start(*modules: str) -> SystemChild:
         socket = tmp_path / f"nursery-{len(children)}"
         child = SystemHost().spawn(
-            [sys.executable, "-m", "common.process.nursery", str(socket), *modules],
+            [sys.executable, "-m", "common.process.forking.nursery", str(socket), *modules],
             name="nursery",
             env={NURSERY_ENV: OFF},
             log=tmp_path / "nursery.log",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from common.process.forking.newborn import let_go
 from common.process.handle import SystemChild
 from common.process.host import SystemHost
-from common.process.newborn import let_go
 from tests.unit.common.process.modules import module, python
 
 IMPORTED = """

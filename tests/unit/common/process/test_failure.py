@@ -19,10 +19,10 @@ from common.errors import (
     StorageFull,
     ToolFailed,
 )
-from common.process.failure import Failure, told
+from common.process.ends.failure import Failure, told
 from common.process.handle import SystemChild
 from common.process.host import SystemHost
-from common.process.supervisor import ChildSpec, Supervisor
+from common.process.supervision.supervisor import ChildSpec, Supervisor
 from tests.unit.common.process.modules import module, python
 from tests.unit.common.process.test_supervisor import Recorded, eventually
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from common.clock import Clock
 from common.errors import StateUnavailable
 from common.process.handle import Child
-from common.process.lease_watch import GRACE_S, LeaseWatch
+from common.process.supervision.lease_watch import GRACE_S, LeaseWatch
 from common.random import Random
 from common.state import registry
 from common.state.client import State

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from common.process import limits
-from common.process.failure import Failure
+from common.process.ends import limits
+from common.process.ends.failure import Failure
 from common.process.host import SystemHost
 from tests.unit.common.process.modules import module, python
 
@@ -22,7 +23,7 @@ while True:
 # Root has no limit of processes: as somebody else it prints what it would have left.
 PROCESSES = """
 import os, resource, subprocess, sys, threading, time
-from common.process import limits
+from common.process.ends import limits
 if os.getuid() == 0:
     os.setresuid(64219, 64219, 64219)
 resource.setrlimit(resource.RLIMIT_NPROC, (9, 9))
@@ -84,3 +85,54 @@ def test_a_kill_by_the_kernel_for_memory_is_told_from_somebodys() -> None:
     kills = limits.oom_kills()
     assert limits.killed_for_memory(kills) == ""
     assert "for want of memory" in limits.killed_for_memory(kills - 1)
+
+
+def test_what_is_left_of_a_host_is_told_also_for_a_directory_that_is_not_there_yet(
+    tmp_path: Path,
+) -> None:
+    room, disk = SystemHost().room(tmp_path / "not" / "yet"), os.statvfs(tmp_path)
+    assert 0 < room.memory < 1 << 50
+    assert 0 < room.disk <= disk.f_blocks * disk.f_frsize
+
+
+def test_memory_that_is_left_to_a_control_group(tmp_path: Path) -> None:
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert limits.group_left(tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50\n")
+    assert limits.group_left(tmp_path) == 150
+    (tmp_path / "memory.current").write_text("1200\n")
+    assert limits.group_left(tmp_path) == 0
+
+
+def test_the_same_of_control_groups_of_the_first_version(tmp_path: Path) -> None:
+    (tmp_path / "memory.usage_in_bytes").write_text("900\n")
+    (tmp_path / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert limits.group_left(tmp_path) is None
+    (tmp_path / "memory.limit_in_bytes").write_text("1000\n")
+    (tmp_path / "memory.stat").write_text("inactive_file 10\ntotal_inactive_file 50\n")
+    assert limits.group_left(tmp_path) == 150
+
+
+def test_cores_that_a_control_group_may_use(tmp_path: Path) -> None:
+    assert limits.group_cores(tmp_path) is None
+    (tmp_path / "cpu.cfs_quota_us").write_text("-1\n")
+    (tmp_path / "cpu.cfs_period_us").write_text("100000\n")
+    assert limits.group_cores(tmp_path) is None
+    (tmp_path / "cpu.cfs_quota_us").write_text("150000\n")
+    assert limits.group_cores(tmp_path) == 1.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert limits.group_cores(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert limits.group_cores(tmp_path) == 0.5
+    assert 1 <= limits.cores() <= len(os.sched_getaffinity(0))
+
+
+def test_a_group_above_ours_bounds_us_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "0::" not in Path("/proc/self/cgroup").read_text():
+        pytest.skip("this host has no hierarchy of the second version")
+    (tmp_path / "cpu.max").write_text("20000 100000\n")
+    (tmp_path / "memory.max").write_text(f"{1 << 30}\n")
+    monkeypatch.setattr(limits, "CGROUPS", tmp_path)
+    assert limits.cores() == 1 and limits.memory_limit() == 1 << 30

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from common.process.birth import NURSERY_ENV
+from common.process.forking.birth import NURSERY_ENV
 from common.process.handle import UNKNOWN_EXIT, SystemChild, start_time
 from common.process.host import SystemHost
 from tests.unit.common.process.modules import ended, module, python, written
@@ -273,7 +273,9 @@ async def test_the_path_of_a_nursery_may_be_long(
     place = tmp_path / ("a" * 100) / ("b" * 100)
     place.mkdir(parents=True)
     nursery = SystemHost().spawn(
-        python("common.process.nursery", str(place / "socket")), name="nursery", own_session=True
+        python("common.process.forking.nursery", str(place / "socket")),
+        name="nursery",
+        own_session=True,
     )
     monkeypatch.setenv(NURSERY_ENV, str(place / "socket"))
     for _ in range(1000):
@@ -318,7 +320,7 @@ async def test_what_a_child_leaves_in_its_session_ends_with_it(
 async def test_an_owner_that_ends_before_it_says_go_has_started_nothing(
     tmp_path: Path, open_nursery: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from common.process.birth import Birth
+    from common.process.forking.birth import Birth
 
     nursery = open_nursery()
     monkeypatch.setattr(Birth, "go", lambda birth: birth.close())
@@ -337,7 +339,7 @@ async def test_threads_of_an_import_are_refused(tmp_path: Path) -> None:
     )
     log = tmp_path / "log"
     nursery = SystemHost().spawn(
-        python("common.process.nursery", str(tmp_path / "socket"), "threaded"),
+        python("common.process.forking.nursery", str(tmp_path / "socket"), "threaded"),
         name="nursery",
         env=env,
         log=log,

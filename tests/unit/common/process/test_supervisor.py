@@ -14,8 +14,8 @@ from common.clock import SystemClock
 from common.errors import NotFound, Refused
 from common.process.handle import Child
 from common.process.host import SystemHost
-from common.process.restarts import Restarts
-from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
+from common.process.supervision.restarts import Restarts
+from common.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
 
 
 class Recorded(Hooks):

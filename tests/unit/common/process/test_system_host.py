@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from common.errors import BadMessage, DeadlineExceeded, PeerLost
-from common.process.birth import NURSERY_ENV, OFF
+from common.process.forking.birth import NURSERY_ENV, OFF
 from common.process.handle import start_time
 from common.process.host import SystemHost
+from common.settings import MESH_ENV
 from tests.unit.common.process.modules import ended, module, python
 
 SOON_S = 30.0  # for whatever should happen, on a busy host
@@ -152,6 +153,28 @@ async def test_a_frame_that_cannot_be_one_is_a_typed_error(tmp_path: Path) -> No
     with pytest.raises(BadMessage):
         await child.recv(SOON_S)
     child.kill()
+
+
+async def test_a_process_of_another_mesh_or_name_is_not_adopted_on_the_word_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MESH_ENV, "ours")
+    code = "import os, time; open(os.environ['THERE'], 'w'); time.sleep(600)"
+    there = tmp_path / "there"
+    for mark in ("ours", "another's"):
+        env = {**module(tmp_path, "lasts", code), MESH_ENV: mark, "THERE": str(there)}
+        host = SystemHost()
+        child = host.spawn(python("lasts", "--name", "a"), name="a", env=env)
+        while not there.exists():
+            assert await child.wait(0.01) is None
+        process = child.pid, child.start_time
+        adopted = host.adopt(*process, name="a", program=["lasts", "--name", "a"])
+        assert (adopted is not None) == (mark == "ours")
+        assert host.adopt(*process, name="a", program=["lasts", "--name", "b"]) is None
+        assert host.adopt(*process, name="a") is not None, "by what was noted"
+        child.kill()
+        await child.wait(SOON_S)
+        there.unlink()
 
 
 async def test_a_process_is_adopted_only_by_its_pid_and_start_time_together() -> None:

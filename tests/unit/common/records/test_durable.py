@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import Damaged
 from common.process.host import replace_file
 from common.records.checkpoints import appear
-from common.wire.bulk import ChunkStore
+from common.records.sealed import digest_of_file
+from common.wire.bulk.port import ChunkStore
 
 Calls = list[tuple[str, Path]]
 
@@ -74,6 +76,20 @@ def test_a_checkpoint_that_appears_is_on_the_disk_with_its_name(
     }
     assert calls[renamed + 1 :] == [("fsync", tmp_path)]
     assert (final / "state" / "shard").read_bytes() == b"state"
+
+
+def test_a_checkpoint_with_a_file_that_is_not_as_it_was_written_does_not_appear(
+    tmp_path: Path,
+) -> None:
+    scratch, final = tmp_path / "step.scratch", tmp_path / "step"
+    (scratch / "state").mkdir(parents=True)
+    (scratch / "state" / "shard").write_bytes(b"state")
+    written = {"state/shard": digest_of_file(scratch / "state" / "shard")}
+    (scratch / "state" / "shard").write_bytes(b"stat")
+    with pytest.raises(Damaged, match="a moment ago") as raised:
+        appear(scratch, final, written)
+    assert raised.value.where == str(scratch / "state" / "shard")
+    assert not final.exists()
 
 
 def test_a_checkpoint_that_is_there_already_stays_if_it_is_the_same(

@@ -10,12 +10,14 @@ import pytest
 from common.errors import (
     BadMessage,
     DeadlineExceeded,
+    MeshError,
     PeerLost,
     Refused,
     RemoteFailure,
     UnknownMethod,
 )
-from common.runtime.calling import CREDITS
+from common.runtime.actor import call
+from common.runtime.calls.calling import CREDITS
 from common.runtime.interface import Call, Interface
 from common.state import registry
 from tests.unit.common.runtime.talking import Block, Join, Number, Talk, Talker, Text, until
@@ -43,6 +45,26 @@ async def test_errors_arrive_as_the_class_that_was_raised(join: Join) -> None:
         await ref.call(Talk.fail, Text("boom"))
     with pytest.raises(RemoteFailure, match="returned a Number"):
         await ref.call(Talk.fail, Text("lie"))
+
+
+class Unmakeable(MeshError):
+    code = "unmakeable"
+
+    def __init__(self, message: str, *, where: str, needed: str) -> None:
+        super().__init__(message, where=where, fix=needed)
+
+
+async def test_an_error_that_cannot_be_made_again_ends_its_call_all_the_same(join: Join) -> None:
+    class Odd(Talker):
+        @call(Talk.fail)
+        async def fail(self, m: Text) -> Text:
+            raise Unmakeable(m.text, where="here", needed="this")
+
+    await join("a", Odd())
+    ref = (await join("b")).ref("a")
+    async with asyncio.timeout(10.0):
+        with pytest.raises(BadMessage, match="an error of a cannot be taken in: TypeError"):
+            await ref.call(Talk.fail, Text("x"), deadline_s=2.0)
 
 
 async def test_an_unknown_method_is_named_and_those_there_are_are_not(join: Join) -> None:

@@ -18,7 +18,7 @@ from common.runtime.actor import call
 from common.runtime.mesh import Mesh, MeshSettings
 from common.state import registry
 from common.state.client import State
-from common.state.embedded import command
+from common.state.server.embedded import command
 from common.transport.zmq import ZmqTransport
 from sim.state import simulated_state
 from tests.meshes import SECRET

@@ -11,10 +11,11 @@ import pytest
 import zmq
 
 from common.clock import SystemClock
-from common.errors import ConfigError, HandshakeFailed, NotAllowed
+from common.errors import ConfigError, HandshakeFailed, MeshError, NotAllowed
 from common.process.host import SystemHost
 from common.random import Random
-from common.runtime.calling import REFUSED_S
+from common.runtime.calls.calling import REFUSED_S
+from common.runtime.calls.serving import MAX_OF_ONE
 from common.runtime.mesh import Mesh, MeshSettings
 from common.secret import SECRET_BYTES
 from common.state import registry
@@ -22,8 +23,8 @@ from common.transport.keys import MeshKeys
 from common.transport.zmq import ZmqTransport
 from common.wire.frames import CALL, encode, pack_header, unpack_error
 from sim.state import simulated_state
-from tests.meshes import begun, curve, keys_of
-from tests.unit.common.runtime.talking import Join, Talk, Talker, Text, until
+from tests.meshes import PATIENT, begun, curve, keys_of
+from tests.unit.common.runtime.talking import Join, Number, Talk, Talker, Text, until
 
 OTHER = "c4" * SECRET_BYTES  # the secret of another mesh
 HELLO = encode(Text("hello"))[0]
@@ -34,9 +35,14 @@ Guarded = Callable[[str, str, Talker | None], Awaitable[Mesh]]
 
 @pytest.fixture
 async def guarded() -> AsyncIterator[Guarded]:
-    """`await guarded(name, role, actor)` -> a mesh where a rollout may call `Talk.echo`."""
+    """`await guarded(name, role, actor)` -> a mesh where a rollout may call `Talk.echo`, and
+    `Talk.sleep`.
+    """
     clock = SystemClock()
-    state, callers = simulated_state(clock), {Talk.echo.label: frozenset({"rollout"})}
+    state, callers = (
+        simulated_state(clock),
+        {method.label: frozenset({"rollout"}) for method in (Talk.echo, Talk.sleep)},
+    )
     meshes: list[Mesh] = []
 
     async def joined(name: str, role: str, actor: Talker | None = None) -> Mesh:
@@ -48,6 +54,7 @@ async def guarded() -> AsyncIterator[Guarded]:
             clock=clock,
             random=Random.system(),
             host=SystemHost(),
+            **PATIENT,
             callers=callers,
         )
         meshes.append(mesh)
@@ -81,6 +88,9 @@ class Caller:
     def send(self, actor: str, method: str, target: str, call_id: int = 1) -> None:
         header = pack_header(CALL, call_id, actor, method, "someone", target, 1000)
         self._socket.send(begun(header, HELLO))
+
+    def send_raw(self, frame: bytes) -> None:
+        self._socket.send(frame)
 
     @property
     def answered(self) -> bool:
@@ -124,12 +134,13 @@ async def test_a_stranger_is_not_answered(
 async def test_a_call_to_a_process_with_other_keys_says_so(
     guarded: Guarded, keys: MeshKeys | None
 ) -> None:
-    caller = (await guarded("b", "rollout", None)).ref("a")
+    mesh = await guarded("b", "rollout", None)
+    caller = mesh.ref("a")
     other = ZmqTransport(keys=keys)
     heard: list[object] = []
     other.start(lambda *all: heard.append(all), lambda *_: None, lambda *_: None)
     entry = registry.Entry("a", "engine", address=other.address, incarnation="x" * 16)
-    await registry.register(caller._mesh.state, entry, 60_000)
+    await registry.register(mesh.state, entry, 60_000)
     with pytest.raises(HandshakeFailed, match=r"other keys.*`meshrl down`"):
         await caller.call(Talk.echo, Text("secret"), deadline_s=2.0)
     assert not heard
@@ -151,6 +162,20 @@ async def test_after_a_while_it_is_no_restart_that_explains_other_keys(guarded: 
         await caller.call(Talk.echo, Text(""), deadline_s=60.0)  # it does not go on until then
     assert not later.value.retryable
     await other.close()
+
+
+async def test_who_does_not_answer_at_all_has_refused_nothing(guarded: Guarded) -> None:
+    """It stands still, and may go on: that is no matter of keys, however long it takes."""
+    mesh = await guarded("b", "rollout", None)
+    mesh.transport._handshake_s = 0.5
+    with socket.create_server(("127.0.0.1", 0)) as still:
+        place = f"tcp://127.0.0.1:{still.getsockname()[1]}"
+        entry = registry.Entry("a", "engine", address=place, incarnation="x" * 16)
+        await registry.register(mesh.state, entry, 60_000)
+        mesh._caller._refused_since[entry.incarnation] = -REFUSED_S
+        with pytest.raises(MeshError) as heard:
+            await mesh.ref("a").call(Talk.echo, Text(""), deadline_s=3.0)
+        assert heard.value.retryable and not isinstance(heard.value, HandshakeFailed)
 
 
 async def test_who_squats_a_port_learns_nothing(guarded: Guarded) -> None:
@@ -214,6 +239,33 @@ async def test_a_request_that_comes_early_is_refused_at_once_if_it_may_not(
     joining.cancel()
     with pytest.raises(asyncio.CancelledError):
         await joining
+
+
+async def test_one_requester_cannot_keep_all_others_out(guarded: Guarded) -> None:
+    """However many calls it has sent, and does not wait for."""
+    mesh = await guarded("a", "engine", Talker())
+    friend = (await guarded("b", "rollout", None)).ref("a")
+    body = encode(Number(600))[0]
+    with Caller(mesh.transport.address, keys_of("rollout")) as greedy:
+
+        def flood() -> None:
+            for call_id in range(1, MAX_OF_ONE + 2):
+                header = pack_header(CALL, call_id, "a", "sleep", "one", mesh.incarnation, 600_000)
+                greedy.send_raw(begun(header, body))
+
+        await asyncio.to_thread(flood)
+        assert await greedy.answer() == (
+            "overloaded",
+            f"a has {MAX_OF_ONE} calls of this process under way",
+        )
+        assert mesh.serving == MAX_OF_ONE
+        assert await friend.call(Talk.echo, Text("friend")) == Text("friend")
+        mesh._server._running[next(iter(mesh._server._running))].end(None)
+        await until(lambda: mesh.serving < MAX_OF_ONE, SOON_S)
+        greedy.send_raw(
+            begun(pack_header(CALL, 9999, "a", "sleep", "two", mesh.incarnation, 600_000), body)
+        )
+        await until(lambda: mesh.serving == MAX_OF_ONE, SOON_S)
 
 
 async def test_a_process_does_not_even_ask_what_it_may_not(guarded: Guarded) -> None:

@@ -13,10 +13,11 @@ import pytest
 from redis.exceptions import ResponseError
 
 from common.clock import SystemClock
-from common.errors import ConfigError, StateUnavailable
-from common.state import embedded, registry
+from common.errors import ConfigError, NotAllowed, StateUnavailable
+from common.state import registry
 from common.state.client import State
 from common.state.registry import Entry
+from common.state.server import embedded
 from meshrl.launch.redis import guard
 from tests.contract.state.state_bench import binary_of
 
@@ -113,7 +114,7 @@ async def test_nobody_is_served_until_its_owner_says_so(backend: str, port: bool
             await owner.command("ACL", "SETUSER", embedded.USER, "on")
             state = await State.open(found.url)
             await registry.register(state, Entry("a", "a", incarnation="1"))
-            with pytest.raises(ResponseError, match="permission"):
+            with pytest.raises(NotAllowed, match="permission"):
                 await state.command("CONFIG", "GET", "dir")
             await state.close()
             await owner.close()

@@ -37,5 +37,5 @@ def test_a_script_is_sent_with_the_prelude_and_what_it_uses(name: str) -> None:
 
 def test_scripts_that_write_and_are_not_idempotent_by_nature_replay_by_operation() -> None:
     replaying = {name for name in SENT if "replayed()" in script_file(name).read_text()}
-    assert {"admit", "group_ready", "group_returned", "desired", "open_lineage"} <= replaying
-    assert {"submit", "append", "request_move"} <= replaying
+    assert {"admit", "group_ready", "group_returned", "write", "open_lineage"} <= replaying
+    assert {"submit", "append", "request"} <= replaying

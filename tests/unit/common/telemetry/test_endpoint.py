@@ -21,8 +21,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.errors import ConfigError
+from common.ports import ports
 from common.process.host import SystemHost
-from common.settings import metrics_ports
 from common.telemetry.endpoint import CLIENTS, MetricsEndpoint, health
 from common.transport.zmq import ZmqTransport
 
@@ -169,8 +169,8 @@ async def test_a_whole_endpoint_is_advertised_as_it_is() -> None:
 
 @pytest.mark.parametrize("where", ["9400", "here:", "here:a-b", "here:9-8", "here:70000"])
 def test_a_place_that_is_none_is_refused(where: str) -> None:
-    with pytest.raises(ConfigError, match="no place to serve metrics"):
-        metrics_ports(where)
+    with pytest.raises(ConfigError, match="no place to listen"):
+        ports(where, "mesh.metrics")
 
 
 def test_clients_that_stay_cost_few_threads_and_keep_nobody_out() -> None:

@@ -13,26 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import PeerLost
+from common.errors import HandshakeFailed, PeerLost
 from common.process.host import SystemHost
 from common.settings import MeshSettings
 from common.state.registry import Entry
-from common.wire.bulk import (
-    CONNECTIONS,
-    PROOF_S,
-    STRANGERS,
-    BulkClient,
-    BulkServer,
-    ChunkStore,
-    bulk_key,
-)
-from common.wire.handshake import CHALLENGE, HELLO, MAGIC, TAG_BYTES, Answering, Asking
+from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
+from common.wire.bulk.server import CONNECTIONS, PROOF_S, STRANGERS
+from common.wire.bulk.session import ANSWER, GET, HAS, PUT, REQUEST
+from common.wire.handshake import CHALLENGE, HELLO, MAGIC, TAG_BYTES
 from tests.unit.common.runtime.talking import Join
 
 CONTENT = os.urandom(100_000)
 SETTINGS = MeshSettings("memory://", "", host="here", secret="5e" * 32)
 OF_ANOTHER_START = replace(SETTINGS, secret="a7" * 32)
-GET, PUT, HAS = b"G", b"P", b"H"
 
 
 class Served:
@@ -41,8 +34,8 @@ class Served:
     def __init__(self, directory: Path) -> None:
         self.chunks = ChunkStore(directory)
         self.digest = self.chunks.write(CONTENT)
-        key = bulk_key(SETTINGS)
-        self.server = BulkServer(self.chunks, SystemHost(), "tcp://127.0.0.1:*", key=key)
+        door = SecretDoor.of(SETTINGS)
+        self.server = BulkServer(self.chunks, SystemHost(), "tcp://127.0.0.1:*", door=door)
         self.place = self.server.address.partition("#")[0]
         self.port = int(self.place.rpartition(":")[2])
         self.entry = Entry("store", "test", bulk=self.server.address, host="there")
@@ -51,7 +44,7 @@ class Served:
         return socket.create_connection(("127.0.0.1", self.port), timeout=PROOF_S + 20)
 
     def request(self, verb: bytes, length: int = 0) -> bytes:
-        return verb + bytes.fromhex(self.digest) + length.to_bytes(8, "little")
+        return REQUEST.pack(verb, bytes.fromhex(self.digest), 0, length, length)
 
 
 @pytest.fixture
@@ -77,7 +70,7 @@ def all_of(connection: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("verb", [GET, PUT, HAS])
 def test_a_verb_without_a_proof_is_not_answered(served: Served, verb: bytes) -> None:
-    guessed = Asking(bulk_key(OF_ANOTHER_START), served.place).hello()
+    guessed = SecretDoor.of(OF_ANOTHER_START).asking("", served.place).hello()
     for first in (b"", MAGIC, MAGIC + bytes(HELLO.size - len(MAGIC)), guessed):
         with served.connect() as connection:
             connection.sendall(first + served.request(verb, 1 << 20) + bytes(HELLO.size))
@@ -86,13 +79,14 @@ def test_a_verb_without_a_proof_is_not_answered(served: Served, verb: bytes) -> 
 
 
 def test_a_recorded_hello_opens_nothing(served: Served) -> None:
-    asking = Asking(bulk_key(SETTINGS), served.place)
+    asking = SecretDoor.of(SETTINGS).asking("", served.place)
     with served.connect() as honest:
         honest.sendall(asking.hello())
         proof = asking.proof(honest.recv(CHALLENGE.size, socket.MSG_WAITALL))
         assert proof is not None
         honest.sendall(proof + served.request(HAS))
-        assert honest.recv(10, socket.MSG_WAITALL)[-1:] == b"\x01"
+        honest.shutdown(socket.SHUT_WR)
+        assert all_of(honest)[ANSWER.size :] == b"\x01"
     for replayed in (proof, bytes(TAG_BYTES)):
         with served.connect() as connection:
             connection.sendall(asking.hello() + replayed + served.request(GET))
@@ -103,9 +97,9 @@ async def test_a_client_of_another_start_is_refused_by_a_typed_error(
     served: Served, join: Join
 ) -> None:
     other = BulkClient(await join("other", settings=OF_ANOTHER_START))
-    with pytest.raises(PeerLost, match="does not take the key of this mesh"):
+    with pytest.raises(HandshakeFailed, match="keys\\? A bulk port does not let"):
         await other.get(served.entry, served.digest, deadline_s=10)
-    with pytest.raises(PeerLost, match="does not take the key of this mesh"):
+    with pytest.raises(HandshakeFailed, match="keys\\? A bulk port does not let"):
         await other.put(served.entry, b"planted", deadline_s=10)
 
 
@@ -137,14 +131,14 @@ def squatting(answer: bytes | None, onwards: int = 0) -> Iterator[int]:
 
 
 async def test_a_foreign_server_cannot_pass_for_ours(served: Served, client: BulkClient) -> None:
-    key = bulk_key(OF_ANOTHER_START)
+    other = SecretDoor.of(OF_ANOTHER_START)
     for answer in (bytes(CHALLENGE.size), os.urandom(CHALLENGE.size)):
         with squatting(answer) as port:
             there = Entry("store", "test", bulk=f"tcp://127.0.0.1:{port}", host="there")
-            with pytest.raises(PeerLost, match="another program"):
+            with pytest.raises(HandshakeFailed, match="Another program"):
                 await client.put(there, b"for the store alone", deadline_s=10)
     place = f"tcp://127.0.0.1:{served.port}"
-    assert Answering(key, place).challenge(Asking(bulk_key(SETTINGS), place).hello()) is None
+    assert other.answering(place).whose(SecretDoor.of(SETTINGS).asking("", place).hello()) is None
 
 
 async def test_a_proof_is_not_passed_on_from_another_port(

@@ -10,7 +10,8 @@ import pytest
 from common.errors import ConfigError
 from common.job.config import AlgorithmConfig
 from common.job.correction_bounds import LARGEST
-from meshrl.job import algorithm, jobfile, schema
+from common.job.schema import JOB
+from meshrl.job import algorithm, jobfile
 from services.trainer.algorithms import ALGORITHMS
 from services.trainer.algorithms.hooks import advantage_of_one
 from services.trainer.losses import aggregation
@@ -19,7 +20,7 @@ EXAMPLE = Path(__file__).parents[4] / "examples/calculator.toml"
 
 
 def test_the_choices_of_a_job_file_are_those_of_the_trainer() -> None:
-    choices = {key: get_args(kind) for key, kind in schema.kinds().items()}
+    choices = {key: get_args(kind) for key, kind in JOB.kinds.items()}
     assert sorted(choices["algorithm.name"]) == sorted(ALGORITHMS)
     assert choices["algorithm.aggregation"] == ("", *aggregation.NAMES)
     assert choices["algorithm.correction"] == ("none", *LARGEST)

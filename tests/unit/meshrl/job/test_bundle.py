@@ -7,6 +7,7 @@ from pathlib import Path
 from common.job.bundle_files import digest_of, listed
 from meshrl.job.bundle import pack
 from meshrl.job.jobfile import load
+from meshrl.job.models import size
 from meshrl.job.references import neighbours
 from tests.unit.meshrl.conftest import NO_TENSORS
 
@@ -25,7 +26,8 @@ def test_a_bundle_holds_code_rows_and_tokenizer(job: Path, tmp_path: Path) -> No
     assert (directory / "data/train.jsonl").read_text().count("\n") == 2
     assert document["dataset"]["train"] == "data/train.jsonl"
     files = document["bundle"].pop("files")
-    assert document["bundle"] == {"dir": str(directory), "digest": directory.name}
+    about = {"dir": str(directory), "digest": directory.name, "parameters": size(config)}
+    assert document["bundle"] == about and size(config) > 0
     assert list(files) == held and files == listed(directory)
     assert digest_of(listed(directory)) == directory.name
 

@@ -22,7 +22,7 @@ MODEL = (
         (["lora.rank=4", "lora.targets=['heads']"], r"lora\.targets.*no projection 'heads'"),
         (["lora.rank=9"], "rank 9 for a projection of width 8"),
         (["lora.rank=4", "lora.alpha=0"], r"lora\.alpha = 0.* must be above 0"),
-        (["mesh.metrics=everywhere"], r"no place to serve metrics from.*HOST:LOW-HIGH"),
+        (["mesh.metrics=everywhere"], r"mesh\.metrics.*no place to listen at.*HOST:LOW-HIGH"),
     ],
 )
 def test_what_cannot_be_is_told_with_its_place(

@@ -9,9 +9,9 @@ import pytest
 
 from common.errors import ConfigError
 from common.job.config import JobConfig
+from common.job.schema import JOB
 from meshrl.dryrun import to_toml
 from meshrl.job.jobfile import apply_override, load
-from meshrl.job.schema import kinds, nearest
 from meshrl.job.toml_lines import key_lines, line_of
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
@@ -140,7 +140,7 @@ def test_a_value_out_of_range_is_refused(job: Path, override: str) -> None:
 
 
 def test_every_key_has_a_nearest_key_which_is_itself() -> None:
-    assert all(nearest(key) == key for key in kinds())
+    assert all(JOB.nearest(key) == key for key in JOB.kinds)
 
 
 def test_lines_are_found_through_multi_line_strings_and_arrays() -> None:
@@ -182,6 +182,7 @@ def test_buckets_and_pace_are_taken_as_written(job: Path) -> None:
     ]
     assert JobConfig.from_document(config.document()) == config
     assert "there is no pace 'tpu'" in refusal(job, "rollout.pace=tpu")
+    assert "there is no pace 'tpu' of training" in refusal(job, "training.pace=tpu")
 
 
 @pytest.mark.parametrize("example", ["calculator", "chat", "code"])

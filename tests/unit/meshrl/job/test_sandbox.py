@@ -9,7 +9,9 @@ import pytest
 
 from common.errors import ConfigError, Refused
 from common.job.isolation import ORDER
-from meshrl.job import isolation, jobfile, schema
+from common.job.schema import JOB
+from common.process import containment
+from meshrl.job import jobfile
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "calculator.toml"
 
@@ -84,7 +86,7 @@ def test_parts_of_all_kinds_and_tools_of_all_kinds_are_accepted() -> None:
 
 
 def test_the_tiers_of_a_job_file_are_those_of_isolation_the_best_first() -> None:
-    assert get_args(schema.kinds()["sandbox.tier"]) == ORDER[:0:-1]
+    assert get_args(JOB.kinds["sandbox.tier"]) == ORDER[:0:-1]
 
 
 def test_a_job_that_runs_no_code_of_the_model_needs_no_isolation(
@@ -93,7 +95,7 @@ def test_a_job_that_runs_no_code_of_the_model_needs_no_isolation(
     monkeypatch.setenv("PATH", "/nowhere")  # no bwrap there
     config, _ = jobfile.load(EXAMPLE, [])
     assert config.jailed == []
-    isolation.require(config)
+    containment.require(config)
 
 
 def test_a_job_that_does_is_refused_with_the_fix_where_there_is_too_little(
@@ -102,15 +104,15 @@ def test_a_job_that_does_is_refused_with_the_fix_where_there_is_too_little(
     monkeypatch.setenv("PATH", "/nowhere")
     config, _ = jobfile.load(EXAMPLE.with_name("code.toml"), [])
     with pytest.raises(Refused, match=r"code_tests run code that the model wrote") as caught:
-        isolation.require(config)
+        containment.require(config)
     assert "apt-get install bubblewrap" in str(caught.value)
 
 
 @pytest.mark.needs("bwrap")
 def test_the_isolation_that_is_found_is_one_that_a_program_ran_in() -> None:
-    found = isolation.found()
+    found = containment.found()
     assert found.tier in ("bwrap", "cgroup")
     assert found.meaning.startswith("bwrap + seccomp")
     assert bool(found.fix) == (found.tier != "cgroup")
     config, _ = jobfile.load(EXAMPLE.with_name("code.toml"), [])
-    isolation.require(config)
+    containment.require(config)

@@ -10,8 +10,8 @@ import pytest
 
 from common.errors import ConfigError
 from common.job.config import JobConfig
+from common.job.schema import JOB
 from meshrl.job.jobfile import load
-from meshrl.job.schema import validated
 from meshrl.job.toml_lines import key_lines
 
 
@@ -25,7 +25,7 @@ def test_every_default_keeps_to_its_own_declaration() -> None:
     def fail(key: str, message: str, fix: str) -> ConfigError:
         return ConfigError(message)
 
-    assert validated(JobConfig().document(), fail) == JobConfig()
+    assert JOB.validated(JobConfig().document(), fail) == JobConfig()
 
 
 def test_processes_that_read_jobs_do_without_pydantic() -> None:
@@ -67,6 +67,14 @@ def test_processes_that_read_jobs_do_without_pydantic() -> None:
         ("[sandbox]\nopen_files = 2000", 19, "sandbox.open_files = 2000 must be at most 1024"),
         ("[mesh]\nbind = 'localhost'", 19, "= 'localhost' must be tcp://INTERFACE:PORT"),
         ("[lora]\nrank = 1000", 19, "lora.rank: adapters of rank 1000"),
+        ("[pool]\nshare = 0", 19, "pool.share = 0 must be above 0"),
+        ("[pool]\nworkers = 3", 19, "pool.workers must be a table, not 3. Write [pool.workers]"),
+        ("[pool.workers]\nleast = 4\nmost = 3", 20, "most = 3 is below pool.workers.least = 4"),
+        (
+            "[pool.workers]\nmost = 1\n[training]\nranks = 2",
+            19,
+            "pool.workers.most = 1, and the job takes 2: one",
+        ),
         # choices
         ("[rollout]\nengine = 'Torch'", 19, "must be one of torch, sglang. Did you mean torch?"),
         ("[mesh]\ndevice = 'gpu'", 19, "mesh.device = 'gpu' must be one of cpu, cuda"),

@@ -8,19 +8,19 @@ from pathlib import Path
 
 from common.clock import Clock
 from common.errors import PeerLost, StateUnavailable, StorageFull
-from common.process.failure import Failure
-from common.process.supervisor import ChildSpec, End
+from common.process.ends.failure import Failure
+from common.process.supervision.supervisor import ChildSpec, End
 from common.random import Random
 from common.runtime.mesh import Mesh
 from common.state import jobs
 from common.state.ended import Reports
-from meshrl.launch.absolving import PATIENCE_S, PROGRESS_S, absolved
+from meshrl.launch.head.absolving import PATIENCE_S, PROGRESS_S, absolved
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.unit.node.test_failing_roles import DOCUMENT
 
-SPEC = ChildSpec("rollout/0", [])
+SPEC = ChildSpec("rollout/job/0", [])
 ODD = End(1, "exit status 1", Failure.of(ValueError("odd")))
 LOST = End(1, "exit status 1", Failure.of(PeerLost("gone")))
 Ask = Callable[[End], Awaitable[bool]]
@@ -75,6 +75,6 @@ def test_a_job_whose_errors_spend_the_budget_fails_and_the_mesh_goes_on(tmp_path
         await clock.sleep(PROGRESS_S + 1.0)
         assert await ask(End(1, "exit status 1", Failure.of(ValueError("odd"), job="calc")))
         row = await jobs.job(mesh.state, "calc")
-        assert row.phase == "failed" and "rollout/0 ended by ValueError: odd" in row.error
+        assert row.phase == "failed" and "rollout/job/0 ended by ValueError: odd" in row.error
 
     with_mesh(look)

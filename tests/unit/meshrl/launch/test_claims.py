@@ -10,8 +10,9 @@ import pytest
 
 from common.errors import Refused, StorageFull
 from common.job.config import JobConfig
-from meshrl.launch.claims import claimed, writing
-from meshrl.launch.places import MeshPlace
+from common.settings import MeshSettings
+from meshrl.launch.directory.claims import claimed, writing
+from meshrl.launch.directory.places import MeshPlace
 
 MINE = JobConfig(name="sum", out="mine")
 
@@ -145,7 +146,7 @@ def test_force_refuses_a_submitted_run_that_waits_for_its_mesh(here: Path) -> No
 def test_force_refuses_a_submitted_run_whose_live_mesh_does_not_answer(here: Path) -> None:
     mesh = MeshPlace(here / ".meshrl")
     mesh.directory.mkdir(parents=True)
-    mesh.settings.write_text('{"redis_url": "redis://127.0.0.1:1"}')
+    MeshSettings("redis://127.0.0.1:1", str(mesh.root)).to_file(mesh.settings)
     make_run(here / "mine", mesh=str(mesh.root))
     with mesh.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -16,11 +16,11 @@ from common.records import damage
 from common.settings import MESH_ENV, SETTINGS_ENV, mark_of
 from common.state import events, jobs, registry
 from common.state.registry import Entry
-from common.state.rollback import JobMark
+from common.state.server.rollback import JobMark
 from meshrl.commands import diagnosis
-from meshrl.launch import leftovers
-from meshrl.launch.launcher import Launcher, Shape
-from meshrl.launch.places import MeshPlace, write_json
+from meshrl.launch.directory import leftovers
+from meshrl.launch.directory.places import MeshPlace, write_json
+from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.launch.redis import guard
 from meshrl.launch.redis import note as notes
 from tests.contract.state.state_bench import JOB, Bench, document
@@ -86,7 +86,7 @@ async def all_back(mesh: Launcher, names: set[str]) -> bool:
 
 async def test_services_that_die_or_stop_come_back(mesh: Launcher) -> None:
     before = await alive(mesh)
-    assert {"planner/0", "planner/1", "weights", "sandbox/0", "rollout/0"} <= set(before)
+    assert {"planner/0", "planner/1", "weights"} <= set(before)
     assert sum(e.kind == "worker" for e in before.values()) == 2
     os.kill(before["weights"].pid, signal.SIGKILL)
     os.kill(before["planner/1"].pid, signal.SIGSTOP)
@@ -95,7 +95,7 @@ async def test_services_that_die_or_stop_come_back(mesh: Launcher) -> None:
     ended = [e.fields for e in await events.read_all(mesh.state) if e.kind == "process_ended"]
     assert {"weights", "planner/1"} <= {fields["name"] for fields in ended}
     after = await alive(mesh)
-    assert after["rollout/0"].incarnation == before["rollout/0"].incarnation
+    assert after["planner/0"].incarnation == before["planner/0"].incarnation
 
 
 async def test_a_silent_redis_is_named_and_restarted_with_its_data(mesh: Launcher) -> None:
@@ -125,7 +125,7 @@ async def test_a_redis_that_goes_back_while_the_mesh_starts_is_begun_anew_once_i
     async def begin() -> None:
         bench = Bench(mesh.state, None)
         await bench.training_job()
-        await mesh.state.command("HSET", f"{{{JOB}}}:job", "run_dir", str(run_dir))
+        await mesh.state.command("HSET", f"{{{JOB}}}:given", "run_dir", str(run_dir))
         await until(lambda: is_(noted(), 0))
         await mesh.state.command("HSET", f"{{{JOB}}}:job", "version", -1)
         await asyncio.sleep(2.5 * guard.INTERVAL_S)  # it is noticed before there are services
@@ -134,7 +134,7 @@ async def test_a_redis_that_goes_back_while_the_mesh_starts_is_begun_anew_once_i
     try:
         await until(lambda: is_(lineage(mesh), 1))
         assert (tmp_path / damage.QUARANTINE / "mesh/redis").is_dir()
-        await until(lambda: registered(mesh, {"planner/0", "weights", "rollout/0"}))
+        await until(lambda: registered(mesh, {"planner/0", "weights"}))
         assert not mesh.failed.is_set()
     finally:
         await mesh.stop()
@@ -156,7 +156,8 @@ async def test_a_start_that_fails_leaves_nothing_that_had_begun(
     with pytest.raises(Refused):
         await mesh.start(begin)
     try:
-        assert leftovers.belonging_to(mesh.place.settings.resolve()) == []
+        pids = leftovers.belonging_to(mesh.place.settings.resolve())
+        assert [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids] == []  # noqa: ASYNC240
     finally:
         if left[0].returncode is None:
             left[0].kill()

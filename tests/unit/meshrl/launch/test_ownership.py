@@ -11,8 +11,8 @@ import pytest
 
 from common.errors import Refused
 from common.settings import MeshSettings
-from meshrl.launch.ownership import made_private
-from meshrl.launch.places import MeshPlace, find_mesh, home, point_to
+from meshrl.launch.directory.ownership import made_private
+from meshrl.launch.directory.places import MeshPlace, find_mesh, home, point_to
 
 NOBODY = 65534
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")

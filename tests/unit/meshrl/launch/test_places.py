@@ -13,9 +13,8 @@ import pytest
 from common.errors import NotFound, Refused
 from common.job.config import JobConfig
 from common.settings import MESH_ENV, mark_of
-from meshrl.launch import leftovers, places
-from meshrl.launch.places import MeshPlace
-from meshrl.observe.usage import Tally
+from meshrl.launch.directory import leftovers, places
+from meshrl.launch.directory.places import MeshPlace
 
 
 @pytest.fixture
@@ -80,28 +79,3 @@ async def test_what_a_mesh_left_behind_is_found_and_ended(
     assert leftovers.belonging_to(tmp_path / "other.json") == []
     assert await leftovers.end_all(settings, 10.0) == [lingering.pid]
     assert leftovers.belonging_to(settings) == []
-
-
-def test_the_tally_adds_up_over_incarnations_and_sessions(tmp_path: Path) -> None:
-    tally = Tally()
-    tally.see_tokens("rollout/0", "first", 100)
-    tally.see_tokens("rollout/0", "first", 150)
-    tally.see_tokens("rollout/0", "second", 10)
-    tally.see_tokens("engine/g1", "third", 1000)
-    tally.see_processes({os.getpid(): "meshrl"}, [os.getpid()])
-    tally.write(tmp_path / "usage.json", 12.5)
-    again = Tally.read(tmp_path / "usage.json")
-    assert again.total_tokens("rollout/") == 160
-    assert again.wall_s == 12.5
-    assert again.cpu_by_name()["meshrl"] > 0
-
-
-def test_a_process_that_gets_its_name_late_is_counted_once() -> None:
-    tally, me = Tally(), os.getpid()
-    tally.see_processes({}, [me])
-    before = sum(tally.cpu_by_name().values())
-    tally.see_processes({me: "engine/g0"}, [me])
-    tally.see_processes({}, [me])  # its lease has lapsed: the name is still its own
-    found = tally.cpu_by_name()
-    assert found["engine/g0"] >= before > 0
-    assert sum(found.values()) == found["engine/g0"]

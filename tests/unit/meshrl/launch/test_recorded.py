@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.records import lines
-from common.state.rollback import JobMark, Mark
+from common.state.server.rollback import JobMark, Mark
 from meshrl.launch.redis.recorded import RunRecord, recorded
 
 

@@ -17,16 +17,19 @@ import pytest
 from common.clock import SystemClock
 from common.errors import Fenced, StateUnavailable
 from common.process.host import SystemHost
-from common.process.supervisor import ChildSpec, Hooks
+from common.process.supervision.supervisor import ChildSpec, Hooks
 from common.records import damage
-from common.state import embedded, events, jobs, rollback
+from common.records.documents import in_the_making
+from common.state import events, jobs, steps
 from common.state.client import State
-from meshrl.launch.places import MeshPlace, write_json
+from common.state.server import embedded, rollback
+from meshrl.launch.directory.places import MeshPlace, write_json
+from meshrl.launch.head.restoring import put_all_back
 from meshrl.launch.redis import note as notes
 from meshrl.launch.redis.server import MeshRedis
-from meshrl.launch.restoring import put_all_back
 from tests.contract.state.state_bench import (
     JOB,
+    SHARD,
     TRAINER,
     Bench,
     Seats,
@@ -286,6 +289,22 @@ async def test_while_jobs_are_put_back_none_is_missed_and_a_start_that_was_cut_o
         assert mesh.redis.why == "" and not mesh.redis.returning
 
 
+async def test_a_lineage_that_was_given_out_is_durable_before_anybody_uses_it(mesh: Mesh) -> None:
+    def noted() -> rollback.JobMark:
+        return notes.read(mesh.place.redis_note).mark.jobs[JOB]
+
+    async with mesh.up() as bench:
+        await bench.training_job()
+    shutil.rmtree(mesh.place.redis)
+    async with mesh.up() as bench:
+        await steps.restart_job(bench.state, JOB, document(), str(mesh.place.root), 0)
+        await mesh.redis.returned()
+        assert noted().lineage == 1 and not notes.newest(mesh.place.redis_note).exists()
+    mesh.place.redis_note.unlink()
+    async with mesh.up():
+        assert noted().lineage == 1, "what is there at the start is, too"
+
+
 async def test_a_server_that_was_only_killed_goes_on(mesh: Mesh) -> None:
     async with mesh.up() as bench:
         seats = await bench.training_job()
@@ -344,9 +363,9 @@ async def test_a_start_waits_for_room_on_the_disk(
         await train(bench, await bench.training_job(), 1)
     mesh.file.write_bytes(b"")
     quarantine, note = mesh.place.root / damage.QUARANTINE, mesh.place.redis_note
-    fresh = note.with_name(note.name + ".new")
+    fresh = in_the_making(note)
     quarantine.write_bytes(b"")  # neither can be written
-    fresh.mkdir()
+    fresh.mkdir()  # a directory is in the way of the file
 
     async def room() -> str:
         said = ""
@@ -372,7 +391,7 @@ async def test_records_of_the_run_tell_an_older_state_when_the_note_is_older_too
         await train(bench, seats, 1)
     shutil.copytree(root / "mesh", root / "copy")
     async with mesh.up() as bench:
-        again = Seats(bench.state, await bench.seat("rollout/0"), await bench.seat(TRAINER))
+        again = Seats(bench.state, await bench.seat(SHARD), await bench.seat(TRAINER))
         await train(bench, again, 2)
         told = await events.read_all(bench.state)
     (root / "job.json").write_text(json.dumps({"job": JOB}))
@@ -446,12 +465,12 @@ async def test_a_disk_without_room_for_the_note_delays_the_mesh_and_no_more(mesh
         seats = await bench.training_job()
         await train(bench, seats, 1)
         note = mesh.place.redis_note
-        note.with_name(note.name + ".new").mkdir()  # it cannot be written
+        in_the_making(note).mkdir()  # it cannot be written
         mesh.kill()
         await asyncio.sleep(0)
         with pytest.raises(StateUnavailable):
             await State.open(mesh.redis.url, connect_s=0.5)
-        note.with_name(note.name + ".new").rmdir()
+        in_the_making(note).rmdir()
         async with asyncio.timeout(WITHIN_S):
             while (await jobs.job(bench.state, JOB)).version != 1:
                 pass

@@ -13,7 +13,7 @@ from common.records import lines
 from common.state.events import Event
 from common.state.jobs import Phase
 from meshrl.launch.session import status
-from meshrl.observe.audit import audit, show, without_fate
+from meshrl.observe.recording.audit import audit, show, without_fate
 
 LATE_MS = 60_000
 

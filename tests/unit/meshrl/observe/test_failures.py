@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from common.state.events import Event
-from meshrl.observe.failures import AGAIN_S, Heard, Told, of_share
-from meshrl.observe.view import Lines, evaluation_line, step_line
-from meshrl.observe.watch import History, evaluation, snapshot
+from meshrl.observe.live.view import Lines, evaluation_line, step_line
+from meshrl.observe.live.watch import History, evaluation, snapshot
+from meshrl.observe.standing.failures import AGAIN_S, Heard, Told, of_share
 from tests.unit.meshrl.observe.test_watch import reading, row
 
 WHERE = "digits.py:12 in reward()"

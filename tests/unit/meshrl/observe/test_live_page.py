@@ -14,10 +14,10 @@ import pytest
 from common.job.config import JobConfig
 from common.state import jobs
 from meshrl.launch import session
-from meshrl.launch.launcher import Launcher, Shape
-from meshrl.launch.places import MeshPlace, write_json
-from meshrl.observe import report
-from meshrl.observe.recorder import Recorder
+from meshrl.launch.directory.places import MeshPlace, write_json
+from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.observe.recording.recorder import Recorder
+from meshrl.observe.report import report
 from sim.state import simulated_state
 
 PATIENCE_S = 40.0
@@ -84,8 +84,8 @@ async def test_what_keeps_the_page_from_being_written_is_said_once_and_it_is_tri
     await followed.until(told)
     for _ in range(3):
         await followed.another_look()  # which tries again
+    followed.page.mkdir()  # before a look finds nothing in its way
     samples.rmdir()
-    followed.page.mkdir()
     await followed.until(lambda: told() and "report.html" in said)
     followed.page.rmdir()
     await followed.until(followed.page.is_file)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.records.lines import LineFile
-from meshrl.observe.recorded import EVENTS, RECENT, Recorded, rare_events, thinned
+from meshrl.observe.recording.recorded import EVENTS, RECENT, Recorded, rare_events, thinned
 
 MANY = 3 * RECENT
 

@@ -19,11 +19,11 @@ from common.records.damage import EVENT, QUARANTINE
 from common.records.lines import read
 from common.state import events, jobs, readers
 from common.state.client import State
-from meshrl.launch.launcher import Launcher, Shape
-from meshrl.launch.places import MeshPlace, read_json, write_json
-from meshrl.observe import report
-from meshrl.observe.recorded import Recorded
-from meshrl.observe.recorder import Recorder, read_events
+from meshrl.launch.directory.places import MeshPlace, read_json, write_json
+from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.observe.recording.recorded import Recorded
+from meshrl.observe.recording.recorder import Recorder, read_events
+from meshrl.observe.report import report
 from sim.state import simulated_as
 
 JOB = "one"

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from asyncio import Event
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,13 @@ from common.job.config import JobConfig, TrackingConfig
 from common.records.damage import EVENT
 from common.state import events, jobs
 from common.state.registry import Entry, register
-from meshrl.launch.launcher import Launcher, Shape
-from meshrl.launch.places import MeshPlace, read_json, write_json
-from meshrl.observe import records
-from meshrl.observe.recorder import read_events
-from meshrl.observe.records import record_all
+from meshrl.launch.directory.places import MeshPlace, read_json, write_json
+from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.launch.session import _conclude
+from meshrl.observe.recording import records
+from meshrl.observe.recording.recorder import Recorder, read_events
+from meshrl.observe.recording.records import record_all
+from meshrl.run.outcome import INTERRUPTED
 from sim.state import simulated_state
 
 PATIENCE_S = 40.0
@@ -174,3 +177,39 @@ async def test_a_tracker_that_hangs_at_the_end_of_a_job_holds_up_no_other(
     await recorded.until((one / "summary.json").exists, "the report")
     assert json.loads((one / "tracking.json").read_text())["wandb"]["dropped"] == 1
     await recorded.end()
+
+
+async def test_what_is_recorded_of_a_job_is_at_the_url_that_it_names(
+    recorded: Recorded, tmp_path: Path
+) -> None:
+    there = tmp_path / "there"
+    there.write_text("in the way")
+    run_dir = await recorded.submit("one", JobConfig(out=f"file://{there}"))
+    told: list[str] = []
+
+    def look() -> bool:
+        told[:] = [e.kind for e in read_events(run_dir)]
+        return "out_failed" in told
+
+    await recorded.until(look, "what is in the way")
+    there.unlink()
+    await recorded.note("one", "last")
+    await recorded.noted(run_dir, "last")
+    await recorded.end()
+    for name in ("summary.json", "events.jsonl", "report.html", "job.json", "in_flight.json"):
+        assert (there / name).read_bytes() == (run_dir / name).read_bytes(), name
+
+
+async def test_a_recorder_that_is_left_copies_nothing_more_and_who_waits_is_told_of_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher, run_dir, stop = Launcher(MeshPlace(tmp_path), Shape()), tmp_path / "one", Event()
+    document = JobConfig(name="one", out=f"file://{tmp_path}/there").document()
+    write_json(run_dir / "job.json", {"job": "one", "document": document})
+    assert await _conclude(Recorder(launcher, "one", run_dir), launcher, stop) == INTERRUPTED
+    said = capsys.readouterr().out
+    assert 0 < said.index("To go on") < said.index(f"copying what is left to file://{tmp_path}/")
+    assert (tmp_path / "there/summary.json").is_file()
+    recorder = Recorder(launcher, "one", run_dir)
+    await recorder.abandon()
+    assert "its copying has ended" in await recorder.delivered(stop)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +11,10 @@ from typing import Any
 import pytest
 import redis
 
-from common.state import embedded
+from common.settings import MeshSettings
+from common.state.server import embedded
 from meshrl.commands import diagnosis
-from meshrl.launch.places import MeshPlace
+from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.redis import guard
 from tests.contract.state.state_bench import Server, running_server
 
@@ -55,7 +55,7 @@ def test_a_redis_that_takes_no_writes_is_named_in_its_own_words(
 ) -> None:
     place = MeshPlace(tmp_path)
     place.redis.mkdir(parents=True)
-    place.settings.write_text(json.dumps({"redis_url": server.url}))
+    MeshSettings(redis_url=server.url, run_root=str(tmp_path)).to_file(place.settings)
     assert diagnosis(place) == ([], {})
     with redis.Redis.from_url(server.url) as client:
         spoil(client, server)

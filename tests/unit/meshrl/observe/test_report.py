@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import html
+from html import unescape
 from html.parser import HTMLParser
 from typing import Any
 
@@ -11,10 +11,12 @@ import pytest
 from common.job.config import BudgetConfig, JobConfig
 from common.state.events import Event
 from meshrl.dryrun import to_toml
-from meshrl.observe import charts, report, sections
-from meshrl.observe.summary import stage_time_moves, summarize
-from meshrl.observe.usage import Tally
-from meshrl.observe.watch import Evaluation
+from meshrl.observe.live.watch import Evaluation
+from meshrl.observe.recording.summary import stage_time_moves, summarize
+from meshrl.observe.recording.usage import Tally
+from meshrl.observe.report import charts, sections
+from meshrl.observe.report.decided import decisions
+from meshrl.observe.report.page import html, spans
 
 ACCOUNT = {
     "opened": 512,
@@ -36,26 +38,48 @@ EVALUATIONS = [
 ]
 
 
-def move(ms: int, policy: str = "stage_time", to: str = "training") -> Event:
+def move(ms: int, policy: str = "stage_time", to: str = "training", undone: bool = False) -> Event:
     source = "rollout" if to == "training" else "training"
     fields = {"gang": "g1", "from": source, "to": to, "policy": policy, "started_ms": ms - 5}
+    fields |= {"resident": f"g1.{ms}", "undone": undone, "job": "tiny"}
     return Event(f"{ms}-0", ms, "move", {**fields, "rollout_s": 1.0, "train_s": 2.0})
 
 
-def actual(ms: int, role: str, status: str) -> Event:
-    return Event(f"{ms}-0", ms, "actual", {"gang": "g1", "role": role, "status": status})
+def desired(ms: int, resident: str, role: str, *workers: str, **more: Any) -> Event:
+    fields = {"gang": "g1", "resident": resident, "job": "tiny", "role": role, "core": False}
+    fields |= {"tier": "accelerator", "reason": "share", "workers": list(workers)}
+    return Event(f"{ms}-0", ms, "desired", fields | more)
+
+
+def actual(ms: int, resident: str, role: str, status: str, tier: str = "accelerator") -> Event:
+    fields = {"gang": "g1", "resident": resident, "job": "tiny", "role": role}
+    return Event(f"{ms}-0", ms, "actual", fields | {"status": status, "tier": tier})
+
+
+def admission(ms: int, held: str, rule: str) -> Event:
+    fields = {"job": "tiny", "held": held, "rule": rule, "idle": 1, "needed": 2}
+    return Event(f"{ms}-0", ms, "admission", fields)
 
 
 GROUPS = [{"group": 0, "samples": 8, "scored": 6}, {"group": 1, "samples": 8, "scored": 8}]
 EVENTS = [
-    actual(1000, "rollout", "starting"),
-    actual(3000, "rollout", "ready"),
+    admission(0, "waiting: it needs 2 workers, and 1 is idle", "floor"),
+    admission(1000, "", "floor"),
+    desired(1000, "g1.0", "rollout", "w1", entitled=2.5),
+    actual(1000, "g1.0", "rollout", "starting"),
+    actual(3000, "g1.0", "rollout", "ready"),
     move(3500),
     Event("4000-0", 4000, "step", {"step": 1, "groups": GROUPS}),
-    actual(5000, "rollout", "draining"),
-    actual(6000, "training", "ready"),
+    desired(4500, "g1.0", "idle", "w1", from_role="rollout"),
+    desired(4500, "g1.1", "training", "w1", tier="memory"),
+    actual(5000, "g1.0", "rollout", "draining"),
+    actual(5500, "g1.0", "idle", "gone"),
+    actual(6000, "g1.1", "training", "ready", "memory"),
     move(6010),
+    move(6015),
+    move(6020, undone=True),
     move(7000, policy="user"),
+    admission(7500, "paused: job big has priority 1", "preempt"),
     move(8000, to="idle"),
 ]
 ROWS: list[dict[str, Any]] = [
@@ -83,7 +107,12 @@ ROWS: list[dict[str, Any]] = [
 
 
 def summary() -> dict[str, Any]:
-    tally = Tally(cpu={"redis": {"1-1": 1.0, "2-2": 2.5}}, tokens={"rollout/0": {"a": 5, "b": 6}})
+    tally = Tally(
+        cpu={"trainer/tiny": {"1-1": 1.0, "2-2": 2.5}},
+        tokens={"rollout/tiny/0": {"a": 5, "b": 6}},
+        shared={"redis": 0.75},
+        accelerator_s=90.0,
+    )
     return summarize(
         job="tiny",
         phase="finished",
@@ -104,7 +133,9 @@ def test_a_summary_has_the_keys_that_are_promised() -> None:
         "before": {"sampled": 0.3, "greedy": 0.02},
         "after": {"sampled": 0.85, "greedy": 0.9},
     }
-    assert found["cpu_s"] == {"redis": 3.5}
+    assert found["cpu_s"] == {"redis": 0.75, "trainer/tiny": 3.5}
+    assert (found["cpu_total_s"], found["cpu_shared_s"], found["accelerator_s"]) == (4.2, 0.8, 90.0)
+    assert (found["waiting_s"], found["paused_s"]) == (1.0, 0.5)
     assert (found["tokens_rolled_out"], found["tokens_trained"]) == (480, 400)
     assert found["tokens_sampled"] == 11
     assert (found["lost"], found["trained_twice"], found["typed_drops"]) == (0, 0, 0)
@@ -113,8 +144,8 @@ def test_a_summary_has_the_keys_that_are_promised() -> None:
 
 
 def test_only_moves_by_stage_time_after_the_first_step_count() -> None:
-    assert [e.ms for e in stage_time_moves(EVENTS)] == [6010]
-    assert summary()["workers_moved"] == 1
+    assert [e.ms for e in stage_time_moves(EVENTS)] == [6010, 6015]
+    assert summary()["workers_moved"] == 2
 
 
 class _Page(HTMLParser):
@@ -137,7 +168,7 @@ class _Page(HTMLParser):
 
 def test_the_report_is_one_page_that_needs_nothing_else() -> None:
     document = JobConfig(name="<b>&").document()
-    page = report.html(summary(), ROWS, EVALUATIONS, EVENTS, document)
+    page = html(summary(), ROWS, EVALUATIONS, EVENTS, document)
     parsed = _Page()
     parsed.feed(page)
     assert parsed.open == []
@@ -170,25 +201,42 @@ def test_what_was_measured_is_told_point_by_point() -> None:
 def test_the_defaults_of_a_job_are_folded_away() -> None:
     document = JobConfig(name="mine", budget=BudgetConfig(steps=7)).document()
     shown, folded = sections.job(document).split("<details>")
-    assert 'name = "mine"' in html.unescape(shown) and "steps = 7" in shown
+    assert 'name = "mine"' in unescape(shown) and "steps = 7" in shown
     assert "group_size" not in shown and "group_size" in folded
 
 
 def test_only_the_page_of_a_run_that_goes_on_loads_itself_again() -> None:
     document = JobConfig().document()
-    ended = report.html(summary(), ROWS, EVALUATIONS, EVENTS, document)
-    live = report.html(summary(), ROWS, EVALUATIONS, EVENTS, document, refresh_s=10)
+    ended = html(summary(), ROWS, EVALUATIONS, EVENTS, document)
+    live = html(summary(), ROWS, EVALUATIONS, EVENTS, document, refresh_s=10)
     assert "http-equiv" not in ended and '<meta http-equiv="refresh" content="10">' in live
 
 
-def test_the_timeline_has_a_span_for_each_state_of_a_gang() -> None:
-    spans = report.spans(EVENTS, 1000, 7.0)
-    assert [(s.role, s.state, s.start, s.end) for s in spans] == [
-        ("rollout", "starting", 0.0, 2.0),
-        ("rollout", "ready", 2.0, 4.0),
-        ("rollout", "draining", 4.0, 5.0),
-        ("training", "ready", 5.0, 7.0),
+def test_the_timeline_has_a_span_for_each_state_of_a_resident() -> None:
+    lost = Event("6500-0", 6500, "lost", {"worker": "w1", "reason": "gone"})
+    shown = spans([*EVENTS, lost], 1000, 7.0)
+    assert [(s.row, s.role, s.state, s.start, s.end) for s in shown] == [
+        ("w1", "rollout", "starting", 0.0, 2.0),
+        ("w1", "rollout", "ready", 2.0, 4.0),
+        ("w1", "rollout", "draining", 4.0, 4.5),
+        ("w1", "training", "ready, memory", 5.0, 5.5),
     ]
+
+
+def test_the_report_has_each_decision_with_its_rule_and_figures() -> None:
+    assert [d.text for d in decisions(EVENTS)] == [
+        "waiting: it needs 2 workers, and 1 is idle: floor (idle 1, needed 2)",
+        "it runs: floor (idle 1, needed 2)",
+        "rollout on w1: share (entitled 2.5)",
+        "rollout leaves w1: share",
+        "training on w1, asleep in memory: share",
+        "paused: job big has priority 1: preempt (idle 1, needed 2)",
+    ]
+    assert not list(decisions(EVENTS, job="big"))
+    assert len(list(decisions(EVENTS, gang="g1"))) == 3
+    page = html(summary(), ROWS, EVALUATIONS, EVENTS, JobConfig(name="tiny").document())
+    assert "What the planner decided" in page and "entitled 2.5" in page
+    assert "90 accelerator-seconds, 0:01 waiting" in page
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from meshrl.cli import app
-from meshrl.observe.samples import come, ends, heading, parts, read, section
+from meshrl.observe.report.samples import come, ends, heading, parts, read, section
 
 
 def sample(n: int, reward: float | None, step: int = 1, **more: Any) -> dict[str, Any]:

@@ -11,9 +11,9 @@ import pytest
 
 from common.records import lines
 from common.state.registry import Entry
-from meshrl.observe import storage
-from meshrl.observe.view import Lines
-from meshrl.observe.watch import History, snapshot
+from meshrl.observe.live.view import Lines
+from meshrl.observe.live.watch import History, snapshot
+from meshrl.observe.recording import storage
 from tests.unit.meshrl.observe.test_watch import reading
 
 NO_ROOM_THERE = Path("/proc")  # a file system that never has any

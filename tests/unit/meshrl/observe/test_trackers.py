@@ -20,9 +20,9 @@ from common.job.config import JobConfig, TrackingConfig
 from common.process.host import SystemHost
 from common.state.events import Event
 from meshrl.job import jobfile
-from meshrl.launch.places import read_json
-from meshrl.observe import trackers
-from meshrl.observe.trackers import (
+from meshrl.launch.directory.places import read_json
+from meshrl.observe.recording import trackers
+from meshrl.observe.recording.trackers import (
     TrackerLimits,
     TrackerProcess,
     TrackerProgress,

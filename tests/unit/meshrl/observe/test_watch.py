@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 from rich.console import Console
 
 from common.job.config import JobConfig
+from common.pool.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
 from common.state.events import Event
-from common.state.gangs import Gang
 from common.state.jobs import JobRow
 from common.state.registry import Entry
-from meshrl.observe.view import Lines, clock, screen, sparkline
-from meshrl.observe.watch import History, Reading, snapshot, time_to_go, told
+from meshrl.observe.live.view import Lines, clock, screen, sparkline
+from meshrl.observe.live.watch import History, Reading, snapshot, time_to_go, told
+from meshrl.observe.standing.pool import Pool
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:
@@ -52,21 +54,30 @@ def job(phase: str, steps_done: int) -> JobRow:
     )
 
 
-GANG = Gang(
-    id="g1",
-    workers=["worker/g1"],
-    accelerator="cpu:1",
-    desired_role="training",
-    desired_job="tiny",
-    desired_core=False,
-    epoch=2,
-    actual_role="rollout",
-    actual_state="draining",
-    actual_epoch=1,
-    changed_ms=0,
-    pinned=False,
+def resident(gang: str, number: int, of: str, role: Role, **more: Any) -> Resident:
+    """One that is ready where it is to be, unless `more` says otherwise."""
+    report = Report(0, 1, 1, 7, more.pop("doing", Doing.READY), more.pop("at", Tier.ACCELERATOR))
+    return Resident(f"{gang}.{number}", of, role, reports={0: report}, **more)
+
+
+POOL = Pool(
+    tuple(Worker(f"w{n}", "h0", f"cpu:{n}", 7) for n in range(4)),
+    (
+        Gang("g0", ("w0",), 1, (resident("g0", 0, "tiny", Role.TRAINING, core=True),)),
+        Gang(
+            "g1",
+            ("w1",),
+            1,
+            (
+                resident("g1", 0, "tiny", Role.ROLLOUT),
+                resident("g1", 1, "big", Role.ROLLOUT, tier=Tier.MEMORY, doing=Doing.MOVING),
+            ),
+        ),
+        Gang("g2", ("w2",), 1, (resident("g2", 0, "big", Role.TRAINING, core=True),)),
+    ),
 )
 
+WAITS = "waiting: it needs 2 workers, and 1 is idle"
 EVALUATIONS = [
     {"tag": "before", "step": 0, "sampled": 0.25, "greedy": 0.01},
     {"tag": "step-10", "step": 10, "sampled": 0.6},
@@ -75,18 +86,26 @@ EVALUATIONS = [
 
 def reading(at: float, tokens: float, *events: Event) -> Reading:
     rollout = Entry(
-        name="rollout/0",
+        name="rollout/tiny/0",
         kind="rollout",
         alive=True,
         stats={"tokens": tokens, "in_flight": 7, "bounds": [64, 128], "histogram": [5, 1, 1]},
     )
-    engine = Entry(name="engine/g1", kind="engine", alive=True, stats={"running": 31, "version": 9})
+    other = Entry(
+        name="rollout/big/0",
+        kind="rollout",
+        alive=True,
+        stats={"tokens": 10 * tokens, "in_flight": 90, "bounds": [64, 128], "histogram": [9, 9, 9]},
+    )
+    said = {"running": 31, "version": 9, "job": "tiny"}
+    engine = Entry(name="engine/g1.0", kind="engine", alive=True, stats=said)
     return Reading(
         at=at,
         job=job("training", 3),
         rows=[row(1), row(2), row(3)],
-        entries=[rollout, engine],
-        gangs=[GANG],
+        entries=[rollout, other, engine],
+        pool=POOL,
+        jobs=[job("training", 3), replace(job("queued", 0), id="big", held=WAITS)],
         evaluations=EVALUATIONS,
         events=events,
     )
@@ -102,10 +121,40 @@ def test_a_snapshot_says_where_the_run_stands() -> None:
     assert (shot.in_flight, shot.histogram, shot.bounds) == (7, (5, 1, 1), (64, 128))
 
 
-def test_a_worker_on_the_way_shows_both_roles() -> None:
-    (worker,) = snapshot(reading(10.0, 0), History()).workers
-    assert (worker.role, worker.wanted, worker.state) == ("rollout", "training", "draining")
-    assert worker.doing == "31 running, version 9"
+def test_workers_are_shown_with_all_that_resides_on_them() -> None:
+    shot = snapshot(reading(10.0, 0), History())
+    told = [(w.worker, w.gang, w.job, w.role, w.tier, w.state, w.doing) for w in shot.workers]
+    on, training, rollout = Tier.ACCELERATOR, Role.TRAINING, Role.ROLLOUT
+    assert told == [
+        ("w0", "g0", "tiny", training, on, "ready", "core"),
+        ("w1", "g1", "tiny", rollout, on, "ready", "31 running, version 9"),
+        ("w1", "g1", "big", rollout, on, "moving", ""),
+        ("w3", "", "", Role.IDLE, Tier.ABSENT, "idle", ""),
+    ]
+    assert shot.workers[2].wanted == Tier.MEMORY
+    assert (shot.elsewhere.others, shot.elsewhere.idle) == (1, 0), "w2 serves the other job alone"
+
+
+def test_another_job_is_one_line_and_none_of_its_figures_is_this_one_s() -> None:
+    shot = snapshot(reading(10.0, 0), History())
+    assert [(o.job, o.state, o.workers) for o in shot.others] == [("big", WAITS, 2)]
+    assert (shot.in_flight, shot.histogram) == (7, (5, 1, 1))
+
+
+def test_a_job_that_waits_or_is_paused_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    paused = "paused: job big has priority 1"
+    lines, history = Lines(), History()
+    for held in ("", paused, paused, ""):
+        look = reading(10.0, 0)
+        look.job = replace(look.job, held=held)
+        shot = snapshot(look, history)
+        lines.show(shot, [])
+        if held:
+            console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+            console.print(screen(shot, Path("runs/tiny")))
+            assert paused in console.export_text()
+    printed = capsys.readouterr().out
+    assert printed.count(paused) == 1 and printed.count("the job runs") == 1
 
 
 def test_the_rate_is_over_the_last_seconds_and_survives_a_restart() -> None:
@@ -144,6 +193,11 @@ def test_events_become_news_for_people() -> None:
     assert told(MOVE) == (
         "g1 moved from rollout to training: rollout 0.80 s, training 1.30 s a step"
     )
+    late = replace(MOVE, fields=MOVE.fields | {"undone": True})
+    assert told(late) == "g1 is rollout again: it did not become training in time"
+    paused = Event("2-0", 2, "admission", {"job": "tiny", "held": "paused: job big"})
+    assert told(paused) == "the job is paused: job big"
+    assert told(replace(paused, fields={"job": "tiny", "held": ""})) == "the job runs"
     killed = Event("2-0", 2, "process_ended", {"name": "weights", "why": "signal 9", "code": -9})
     asked = Event("3-0", 3, "process_ended", {"name": "weights", "why": "stopped", "code": 0})
     assert "weights ended (signal 9)" in told(killed)
@@ -166,7 +220,12 @@ def test_the_live_view_holds_everything_that_was_asked_for() -> None:
         "trained",
         "staleness 0.50 (at most 2)",
         "log-probability gap",
-        "rollout -> training",
+        "w1",
+        "accelerator -> memory",
+        "job big",
+        "beside",
+        WAITS,
+        "workers not shown: 1 for other jobs",
         "7 trajectories",
         "128",
         "more",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import ConfigError
 from meshrl.preflight import addresses
 from tests.unit.meshrl.preflight.conftest import read, refusal
 
@@ -25,6 +26,16 @@ def test_an_address_of_another_host_is_refused(place: Path) -> None:
 def test_one_port_is_too_few_for_the_processes_of_a_mesh(place: Path) -> None:
     said = refusal(addresses.bind, place, "mesh.bind=tcp://127.0.0.1:5555")
     assert "names one port" in said and "Write * in place of the port" in said
+
+
+def test_a_range_with_too_few_ports_says_how_many_are_needed() -> None:
+    addresses.room("tcp://127.0.0.1:*", 12)
+    addresses.room("tcp://127.0.0.1:29400-29900", 12)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=r"0 of the 1 ports .* take 12") as caught:
+            addresses.room(f"tcp://127.0.0.1:{port}-{port}", 12)
+    assert "LOW-HIGH" in caught.value.fix
 
 
 def test_metrics_take_a_free_port_for_each_process(place: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from common.errors import ConfigError
 from meshrl.preflight import devices, programs
+from tests.gpus.driver import DRIVER_NOT_LOADED, Gpus
 from tests.unit.meshrl.preflight.conftest import read, refusal
 
 SGLANG = "rollout.engine=sglang"
@@ -59,6 +59,45 @@ def test_an_interpreter_without_sglang_is_no_engine(place: Path) -> None:
     assert programs.without(Path(sys.executable), "json") == ""
 
 
+def test_what_sglang_cannot_tell_of_its_weights_is_not_read_back(place: Path) -> None:
+    """SGLang is there, by what a shell says."""
+    python = f"rollout.sglang_python={script(place.parent / 'bin/python', 'exit 0')}"
+    reading = (SGLANG, python, "rollout.read_back=true")
+    programs.sglang(read(place, *reading))
+    cuda = ("mesh.device=cuda", "rollout.dtype=bfloat16")
+    said = refusal(programs.sglang, place, *reading, *cuda)
+    assert said.startswith("--set rollout.read_back") and "on a GPU" in said
+    programs.sglang(read(place, SGLANG, python, *cuda))
+    programs.sglang(read(place, "rollout.read_back=true", *cuda))  # the built-in engine does
+    experts = (
+        "model.config.model_type=qwen3_moe",
+        "model.config.num_experts=4",
+        "model.config.num_experts_per_tok=2",
+        "model.config.moe_intermediate_size=32",
+        "model.config.norm_topk_prob=true",
+        "model.config.decoder_sparse_step=1",
+        "model.config.mlp_only_layers=[]",
+        "model.config.num_key_value_heads=2",
+        "model.config.router_aux_loss_coef=0.001",
+    )
+    assert "experts" in refusal(programs.sglang, place, *reading, *experts)
+
+
+def test_adapters_beside_a_model_want_pinned_memory_of_sglang(place: Path) -> None:
+    """An interpreter that has SGLang and no accelerator, by what a shell says."""
+    text = 'case "$3" in *pin_memory*) echo "no pinned memory" >&2; exit 1;; esac'
+    python = f"rollout.sglang_python={script(place.parent / 'bin/python', text)}"
+    asked = (SGLANG, python, "lora.rank=4")
+    beside = "lora.engines=beside"
+    said = refusal(programs.sglang, place, *asked, beside)
+    assert said.startswith("--set lora.engines") and "no pinned memory" in said
+    for fine in ((), ("lora.engines=merged",), (beside, "mesh.device=cuda")):
+        programs.sglang(read(place, *asked, *fine))
+    programs.sglang(read(place, SGLANG, python, beside))  # there are no adapters
+    able = f"rollout.sglang_python={script(place.parent / 'other/python', 'exit 0')}"
+    programs.sglang(read(place, SGLANG, able, "lora.rank=4", beside))
+
+
 def test_the_interpreter_of_the_models_code_has_what_the_job_imports(place: Path) -> None:
     python = f"sandbox.python={sys.executable}"
     programs.sandbox(read(place, python, 'sandbox.imports=["json", "math"]'))
@@ -78,28 +117,35 @@ def test_commands_of_mcp_servers_are_there(place: Path) -> None:
     assert f"there is no file {place.parent}/nothing.py" in said
 
 
-def test_a_gpu_that_is_not_there_is_said_with_what_the_driver_says(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.needs("compiler")
+def test_gpus_that_are_not_there_are_said_with_what_was_looked_for(
+    place: Path, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices.present(read(place))
     cuda = "mesh.device=cuda"
-    path = place.parent / "bin"
-    path.mkdir()
-    monkeypatch.setenv("PATH", str(path))
-    assert "there is no nvidia-smi" in refusal(devices.present, place, cuda)
-    words = "NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver."
-    script(path / "nvidia-smi", f'echo "{words}"; exit 9')
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
     said = refusal(devices.present, place, cuda)
-    assert words in said and said.startswith("--set mesh.device=cuda")
-    script(path / "nvidia-smi", "")
-    assert "lists no GPU" in refusal(devices.present, place, cuda)
+    assert said.startswith("--set mesh.device=cuda")
+    for what in ("libnvidia-ml.so.1", "CUDA_VISIBLE_DEVICES='GPU-b'", "; torch is built "):
+        assert what in said
+    for name, value in gpus.environment.items():
+        monkeypatch.setenv(name, value)
+    gpus.gpu("GPU-a")
+    assert "the driver lists no GPU-b" in refusal(devices.present, place, cuda)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    said = refusal(devices.present, place, cuda)
+    assert "mesh.workers: 3 workers are asked for, and there are 1 GPUs" in said
+    gpus.init_fails(DRIVER_NOT_LOADED)
+    assert "kernel module is not loaded" in refusal(devices.present, place, cuda)
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.skipif(devices.built_for_cuda(), reason="this torch has CUDA")
-def test_a_torch_without_cuda_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script(tmp_path / "nvidia-smi", "echo NVIDIA H100")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(ConfigError, match="built without CUDA, and this host has NVIDIA H100"):
+def test_a_torch_without_cuda_is_said(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus.gpu("GPU-a")
+    for name, value in gpus.environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="built without CUDA, and this host has cuda:0 NVIDIA"):
         devices.usable("cuda")
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError, MeshError, StateUnavailable
-from common.state import embedded
 from common.state.client import State
+from common.state.server import embedded
 from meshrl.preflight import redis_server
 
 PASSWORD = "sesame-sesame"

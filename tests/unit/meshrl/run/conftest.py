@@ -14,10 +14,11 @@ import pytest
 
 from common.job.config import BudgetConfig, JobConfig
 from common.settings import MeshSettings
-from common.state import embedded, events, jobs
+from common.state import events, jobs
 from common.state.client import State
 from common.state.registry import Entry, register
-from meshrl.launch.places import write_json
+from common.state.server import embedded
+from meshrl.launch.directory.places import write_json
 from tests.contract.state.state_bench import running_server
 
 T = TypeVar("T")

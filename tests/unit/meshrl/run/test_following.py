@@ -17,13 +17,13 @@ from typer.testing import CliRunner, Result
 from common.clock import SystemClock
 from common.errors import Refused
 from common.job.config import AlgorithmConfig, JobConfig
-from common.state import steps
+from common.state import jobs, steps
 from common.state.jobs import Phase
 from common.state.registry import Entry, register
 from meshrl.__main__ import main
 from meshrl.cli import app
-from meshrl.launch.claims import claimed
-from meshrl.launch.places import MeshPlace
+from meshrl.launch.directory.claims import claimed
+from meshrl.launch.directory.places import MeshPlace
 from meshrl.run.outcome import outcome_of
 from meshrl.run.target import Run
 from meshrl.run.watching import Onlooker
@@ -246,6 +246,24 @@ def test_a_watched_run_is_shown_to_its_end_and_nothing_is_written(held: HeldMesh
     held.record("failed")
     found = meshrl("watch", str(held.run))
     assert found.exit_code == 1 and "the reward is not there" in found.stdout
+
+
+def test_several_jobs_are_watched_until_the_last_has_ended(held: HeldMesh) -> None:
+    held.phase(Phase.TRAINING)
+    document = held.row.document | {"name": "second"}
+    run = str(held.run.with_name("second"))
+    held.ask(lambda state: jobs.submit(state, "second", document, run, "second"))
+
+    def end() -> None:
+        time.sleep(1.5)
+        held.phase(Phase.FAILED, "the reward is not there")
+        held.ask(lambda state: jobs.cancel(state, "second", "enough"))
+
+    ending = beside(end)
+    found = meshrl("watch", "--mesh", str(held.root))
+    ending.join(PATIENCE_S)
+    assert found.exit_code == 1 and "tiny: the reward is not there" in found.stdout, found.output
+    assert f"second: stopped; {run}" in found.stdout
 
 
 async def test_each_step_after_the_checkpoint_of_a_restored_run_is_seen_once(

@@ -13,8 +13,8 @@ from common.errors import ConfigError, MeshError, NotFound, Refused
 from common.job.config import JobConfig
 from common.state.jobs import Phase
 from meshrl.job import jobfile
-from meshrl.launch.claims import claimed
-from meshrl.launch.places import MeshPlace, read_json, write_json
+from meshrl.launch.directory.claims import claimed
+from meshrl.launch.directory.places import MeshPlace, read_json, write_json
 from meshrl.launch.session import pack_run
 from meshrl.run.resuming import resume
 from tests.unit.meshrl.run.conftest import HeldMesh
@@ -40,6 +40,12 @@ def run(packed: Path) -> Path:
     (packed / "events.jsonl").write_text(json.dumps(step) + "\n")
     (packed / "summary.json").unlink(missing_ok=True)
     return packed
+
+
+def test_a_run_is_told_from_others_of_its_name(run: Path, tmp_path: Path) -> None:
+    config, base = jobfile.load(JOB, [])
+    pack_run(config, base, tmp_path, {"job": config.name}, JOB)
+    assert read_json(tmp_path / "job.json")["run_id"] != read_json(run / "job.json")["run_id"]
 
 
 def test_a_finished_run_says_how_to_extend_it(run: Path) -> None:

@@ -54,7 +54,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
     """`make(deadline_s)` -> a process whose answers have that long."""
     (tmp_path / "program.py").write_text(PROGRAM)
     clock = SystemClock()
-    mesh = alone("rollout/0", clock, Random(1), SystemHost())
+    mesh = alone("rollout/job/0", clock, Random(1), SystemHost())
     argv = [sys.executable, str(tmp_path / "program.py"), str(ROOT), str(tmp_path / "mark")]
     made: list[EpisodeProcess] = []
 

@@ -62,7 +62,7 @@ async def pool(tmp_path: Path) -> AsyncIterator[EnvironmentPool]:
     environment = EnvironmentConfig(use="counting:Counting", step_deadline_s=DEADLINE_S)
     job = JobData("job", JobConfig(environment=environment), tmp_path, tmp_path)
     clock = SystemClock()
-    mesh = alone("rollout/0", clock, Random(1), SystemHost())
+    mesh = alone("rollout/job/0", clock, Random(1), SystemHost())
     pool = EnvironmentPool(mesh, job, tmp_path)
     yield pool
     await pool.close()

@@ -50,7 +50,9 @@ class Written:
 class Bench:
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         self.clock = clock
-        self.mesh = alone("rollout/0", clock, random, SimulatedHost(clock, random.child("host")))
+        self.mesh = alone(
+            "rollout/job/0", clock, random, SimulatedHost(clock, random.child("host"))
+        )
         self.written = Written(clock)
         self.commits = GroupCommit(self.mesh, self.written)
         self.made = 0

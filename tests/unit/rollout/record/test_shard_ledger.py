@@ -18,6 +18,7 @@ from common.records.ledger import HEADER, Kind, frame, read, segments, trajector
 from common.records.token_record import MEMBER_BITS, TokenRows
 from common.runtime.mesh import Mesh
 from common.state import events, groups, jobs, registry, steps
+from meshrl.observe.recording.audit import without_fate
 from services.rollout.record.shard_ledger import ShardLedger
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
@@ -30,7 +31,7 @@ class Bench:
     def __init__(self, clock: VirtualClock, random: Random, directory: Path) -> None:
         self.clock, self.random = clock, random
         self.host = SimulatedHost(clock, random.child("host"))
-        self.mesh = alone("rollout/0", clock, random, self.host)
+        self.mesh = alone(f"rollout/{JOB}/0", clock, random, self.host)
         self.data = JobData(JOB, JobConfig(name=JOB), directory, directory / "run")
 
     async def start(self) -> ShardLedger:
@@ -53,7 +54,7 @@ class Bench:
         """The shard dies, and starts again."""
         state = self.mesh.state
         await registry.evict(state, self.mesh.name, self.mesh.incarnation)
-        self.mesh = alone("rollout/0", self.clock, self.random, self.host, state=state)
+        self.mesh = alone(f"rollout/{JOB}/0", self.clock, self.random, self.host, state=state)
         await self.mesh.join(None)
         return self.mesh
 
@@ -147,6 +148,45 @@ def test_records_go_on_in_new_segments_and_finished_ones_are_struck_off(tmp_path
         assert len(left) == 1 and list(on_record) == left
         syncing.cancel()
         await ledger.close()
+
+    on_bench(tmp_path, story)
+
+
+def test_groups_whose_ledger_is_on_another_host_are_host_lost_and_their_prompts_come_again(
+    tmp_path: Path,
+) -> None:
+    async def story(bench: Bench) -> None:
+        ledger = await bench.start()
+        await bench.admit(2)
+        await ledger.log((Kind.OPEN, [0, 0, 0, 0, [1, 2]]), groups=[0])
+        await ledger.close()
+        mesh = await bench.follow()
+        size = bench.data.config.algorithm.group_size
+
+        bench.data = bench.data.elsewhere(tmp_path / "bundles/b", tmp_path / "runs/j/1")
+        moved = ShardLedger(mesh, bench.data)
+        assert await moved.take_over(lambda group, member: 0) == {}
+        row = await jobs.job(mesh.state, JOB)
+        assert row.host_lost == 2 * size
+        assert await groups.open_groups(mesh.state, JOB, mesh.name) == []
+        again = await groups.admit(mesh.state, JOB, mesh.name, mesh.token, 2, "again")
+        assert [a.prompt for a in again] == [0, 1] and {a.group for a in again} == {2, 3}
+        told = await events.read_all(mesh.state)
+        opened = [e.fields.get("ledger") for e in told if e.kind == "opened"]
+        assert opened == [None, f"host {mesh.settings.host}"]
+        # the head, which sees no ledger of it, takes them for what is under way
+        assert without_fate(told, JOB, set()).keys() == {2, 3}
+        assert [e.fields["reason"] for e in told if e.kind == "requeued"] == ["host_lost"] * 2
+        assert not [e for e in told if e.kind == EVENT]
+        on_record = await groups.claim_shard(mesh.state, JOB, mesh.name, mesh.token)
+        assert list(on_record) == [path.name for path in segments(moved.directory)]
+        assert (bench.data.run_dir / "ledger/shard-0").is_dir()  # nobody has touched it
+
+        await moved.log((Kind.OPEN, [2, 0, 0, 0, [1, 2]]), groups=[2])
+        await moved.close()
+        back = ShardLedger(await bench.follow(), bench.data)
+        assert set(await back.take_over(lambda group, member: 0)) == {2}  # on the same host
+        await back.close()
 
     on_bench(tmp_path, story)
 

@@ -77,7 +77,7 @@ async def judged_by(server: Server, **settings: Any) -> AsyncIterator[ServerJudg
 
 def mesh() -> Mesh:
     """Real time and sockets; the judge asks nobody of the mesh."""
-    return alone("rollout/0", SystemClock(), Random(0), SystemHost())
+    return alone("rollout/job/0", SystemClock(), Random(0), SystemHost())
 
 
 async def test_the_template_is_asked_and_the_answer_is_the_reward() -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from common.api.role import Drain
+from common.api.role import Drain, Settle
 from common.generation.builtin.build import TorchEngine
 from common.job.config import FrozenModelConfig, JobConfig, JudgeConfig, ModelsConfig, RewardConfig
 from common.job.job_data import JobData
@@ -95,7 +95,7 @@ class Bench:
             models=ModelsConfig(given, given, given),
             reward=RewardConfig(judge=JudgeConfig(use="model", yes="y", no="no")),
         )
-        self.shard = self._mesh("rollout/0", "shard")
+        self.shard = self._mesh("rollout/job/0", "shard")
         self.job = JobData("calc", config, Path(), Path())
         self.scorer = Scorer(self.shard, self.job)
         self.threads = Threads(clock, random.child("threads"))
@@ -116,15 +116,15 @@ class Bench:
         """The process, started once more."""
         mesh = self._mesh("scoring/calc", f"scoring-{self.starts}", self.threads)
         self.starts += 1
-        served = FrozenModels(mesh)
+        served = FrozenModels(mesh, self.load)
         await mesh.join(served)
         if loaded:
-            self.load(served)
+            served.serve(await self.load())
         return served
 
-    def load(self, served: FrozenModels) -> None:
+    async def load(self) -> dict[str, FrozenModel]:
         models = {role: FrozenModel(engine) for role, engine in self.engines.items()}
-        served.serve({"reward": FrozenModel(eager(5), self.tokenizer)} | models)
+        return {"reward": FrozenModel(eager(5), self.tokenizer)} | models
 
     async def keep_up(self) -> None:
         """Starts the process, and again whenever it is broken, as its worker does."""
@@ -227,6 +227,25 @@ def test_a_draining_process_sends_those_who_ask_to_its_successor(on_bench: Run) 
         await first.mesh.leave()
         await bench.models()
         assert set(await asked) == {"reference", "teacher"}
+
+    on_bench(story)
+
+
+def test_models_that_sleep_score_the_same_when_they_wake(on_bench: Run) -> None:
+    async def story(bench: Bench) -> None:
+        served = await bench.models()
+        before = await bench.scorer.score(tokens(1, 2, 3))
+        for epoch, tier in enumerate(("memory", "disk"), 1):
+            held = await served.settle(Settle(tier, epoch, turns=False, segments="", files=""))
+            assert (held.accelerator, held.memory, held.disk) == (0, 0, 0) and not served._models
+        asked = asyncio.ensure_future(bench.scorer.score(tokens(1, 2, 3)))
+        await bench.clock.sleep(5.0)
+        assert not asked.done()
+        await served.settle(Settle("accelerator", 3, turns=False, segments="", files=""))
+        after = await asked
+        assert before.keys() == after.keys()
+        for role, logprobs in before.items():
+            np.testing.assert_array_equal(logprobs, after[role])
 
     on_bench(story)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 
-from common.api.engine import Engine, Rest
 from services.rollout.routing.engine_link import TURN_S
 from services.rollout.trajectory import Trajectory
 from tests.unit.rollout.routing.test_router import LOOK_S, Bench, on_bench
@@ -35,14 +34,14 @@ def test_a_turn_that_takes_too_long_goes_on_elsewhere_after_its_last_token() -> 
     async def story(bench: Bench) -> None:
         turn = begin(bench, 0)
         await bench.clock.sleep(1.0)
-        stuck = bench.rollout.ref("engine/g0")
-        await stuck.call(Engine.rest, Rest(paused=True, asleep=False))
+        stuck = bench.engine
+        stuck.command(stuck.engine.pause)
         await bench.add("engine/g1")
         await bench.clock.sleep(TURN_S / 2)
         assert not turn.done()
         await bench.clock.sleep(TURN_S / 2 + 10.0)
         assert turn.done() and turn.result().turn.tolist() == expected
-        await stuck.call(Engine.rest, Rest(paused=False, asleep=False))
+        stuck.command(stuck.engine.resume)
         await bench.clock.sleep(5.0)
         assert turn.result().length == 3 + NEW, "what came late was taken in"
 

@@ -11,6 +11,7 @@ import pytest
 
 from common.api.engine import Finish
 from common.errors import ToolFailed
+from common.job_clock import JobClock
 from common.random import Random
 from services.rollout.routing.stay import ATTEMPTS, PATIENCE_S, Stay
 from services.rollout.trajectory import Trajectory
@@ -48,7 +49,7 @@ class OneEngine:
     stop: frozenset[int] = frozenset()
 
     def __init__(self, clock: VirtualClock, link: ScriptedLink) -> None:
-        self.clock, self.link = clock, link
+        self.clock, self.link = JobClock(clock), link
         self.caches: Counter[str] = Counter()
         self.continued = self.moved = 0
 

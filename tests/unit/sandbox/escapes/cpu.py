@@ -92,8 +92,11 @@ import os
 if os.fork() == 0:
     while True:
         for _ in range(10_000): pass
-        if os.fork():
-            os._exit(0)
+        try:
+            if os.fork():
+                os._exit(0)
+        except BlockingIOError:  # its forebears still count among the user's processes
+            pass
 x = 1
 """
 TIMER = """

@@ -47,7 +47,7 @@ class Grader:
     ) -> dict[str, Any]:
         runner = "pytest" if self._suites else "isolated"
         options = {"case_s": case_s, "runner": runner}
-        place = (self._launcher, self._slots, "model", self._limits)
+        place = (self._launcher, self._slots, self._limits)
         grading = Grading(*place, options, self._suites)
         answer = await grading.reward(
             {"tests": tests}, [{"role": "model", "text": f"```python\n{source}\n```"}]

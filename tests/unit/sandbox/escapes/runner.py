@@ -49,7 +49,7 @@ LIMITS = JailLimits(
 )
 BRIEFLY = replace(LIMITS, wall_s=0.8, cpu_s=0.4)  # for what can but run out of time
 UNHURRIED = replace(LIMITS, wall_s=8.0)  # nothing of a poison takes time, but the host may
-PATIENT = replace(LIMITS, wall_s=20.0, cpu_s=10.0)  # for a sender, which is ended when it is heard
+PATIENT = replace(LIMITS, wall_s=20.0, cpu_s=10.0)  # for what is heard before its time is over
 GOOD = {"mode": "program", "source": "print(6 * 7)"}
 WORD = b"ESCAPED"
 QUIET_LOOKS, LOOK_S, QUIET_S = 10, 0.005, 3.0  # until a session counts as left running
@@ -97,7 +97,7 @@ class Runner:
     async def escape(self, escape: Escape) -> dict[str, Any]:
         limits = BRIEFLY if escape.ends == ("timeout",) else LIMITS
         asked = {"mode": escape.mode, "source": self._placed(escape.source)}
-        async with self.slots.of("model"):
+        async with self.slots.one():
             ran = await self.launcher.run(asked, limits)
         said = ran.stdout + ran.stderr
         return {
@@ -115,7 +115,7 @@ class Runner:
             self._placed(source).replace(program.SECRET, secret).replace(program.NAME, name)
             for source in (pair.sender, pair.receiver)
         ]
-        async with self.at_once, self.slots.of("model"):
+        async with self.at_once, self.slots.one():
             jail = await self.launcher.open({"mode": "program", "source": sources[0]}, PATIENT)
             try:
                 sending = await self._sends(jail)
@@ -149,7 +149,9 @@ class Runner:
 
     async def left(self, left: Left) -> dict[str, Any]:
         """One at a time, as all that runs below the launcher is looked at."""
-        sessions = Sessions(self.launcher, self.clock, UNHURRIED, 8, 600.0)
+        # What is left running takes of the time of the cell that is to answer.
+        limits = PATIENT if left.said else UNHURRIED
+        sessions = Sessions(self.launcher, self.clock, limits, 8, 600.0)
         said, running = [], []
         try:
             for cell in left.cells:
@@ -242,8 +244,12 @@ class Runner:
 def _scratch() -> list[str]:
     """Scratch directories of this user, who is no other test's."""
     mine = os.getuid()
-    places = Path(tempfile.gettempdir()).glob("meshrl-jail-*")
-    return [place.name for place in places if place.stat().st_uid == mine != 0]
+    found = []
+    for place in Path(tempfile.gettempdir()).glob("meshrl-jail-*"):
+        with contextlib.suppress(FileNotFoundError):  # another user's, who has removed it since
+            if place.stat().st_uid == mine != 0:
+                found.append(place.name)
+    return found
 
 
 def _threads(pid: int) -> list[str]:

@@ -50,6 +50,7 @@ RETURNS: dict[str, tuple[Any, str, float]] = {  # (what is wanted, the body of f
     "async": (5, "return 5", 1.0),
     "ended": (5, "exit()", 0.0),
     "left": (5, "import os\n os._exit(0)", 0.0),
+    "a child's": (5, "import os\n if not os.fork(): return 4\n os.wait()\n return 5", 1.0),
     "too deep": (5, "return f()", 0.0),
     "70 bits": (2**70, "return 2**70", 1.0),
     "70 bits but one": (2**70, "return 2**70 + 1", 0.0),

@@ -124,7 +124,7 @@ def test_a_sum_is_a_score_only_if_every_part_is() -> None:
 @pytest.mark.needs("bwrap")
 async def test_broken_tests_are_an_error_and_no_score(launcher: JailLauncher) -> None:
     async def graded(tests: Any, text: str = "def f(x):\n    return x") -> Answer:
-        grading = Grading(launcher, JailSlots(SystemClock(), 2), "j", JailLimits(), {"case_s": 2.0})
+        grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": 2.0})
         return await grading.reward({"tests": tests}, said(text))
 
     for tests in (
@@ -150,7 +150,7 @@ async def test_broken_tests_are_an_error_and_no_score(launcher: JailLauncher) ->
 async def test_a_case_that_hangs_or_crashes_costs_only_itself(launcher: JailLauncher) -> None:
     source = "def f(x):\n    if x == 2:\n        while True: pass\n    if x == 3:\n"
     source += "        import os; os._exit(0)\n    return x"
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), "j", JailLimits(), {"case_s": 0.5})
+    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": 0.5})
     cases = [{"args": [x], "output": x} for x in range(5)]
     answer = await grading.reward({"tests": {"function": "f", "cases": cases}}, said(source))
     assert answer == Answer("ok", 0.6, "")
@@ -163,7 +163,7 @@ async def test_a_case_that_hangs_or_crashes_costs_only_itself(launcher: JailLaun
 async def test_limits_are_of_each_case(launcher: JailLauncher) -> None:
     source = "import time\ndef f(x):\n    end = time.process_time() + 0.2\n"
     source += "    while time.process_time() < end: pass\n    return x"
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), "j", JailLimits(), {"case_s": 0.35})
+    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": 0.35})
     cases = [{"args": [x], "output": x} for x in range(5)]
     tests = {"function": "f", "cases": cases}
     assert await grading.reward({"tests": tests}, said(source)) == Answer("ok", 1.0, "")
@@ -175,7 +175,7 @@ async def test_limits_are_of_each_case(launcher: JailLauncher) -> None:
 @pytest.mark.needs("bwrap")
 async def test_all_or_nothing(launcher: JailLauncher) -> None:
     options = {"partial": False, "prefix": "def f(x): "}
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), "j", JailLimits(), options)
+    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), options)
     cases = [{"args": [x], "output": x * 2} for x in (0, 1, 2)]
     tests = {"tests": {"function": "f", "cases": cases}}
     assert (await grading.reward(tests, said("return x + x"))).value == 1.0
@@ -188,7 +188,7 @@ async def test_a_program_that_ends_itself_between_cases_gains_nothing_by_it(
 ) -> None:
     source = "import os, threading\nthreading.Timer(0.05, os._exit, [0]).start()\n"
     source += "def f(x):\n    import time\n    time.sleep(0.2)\n    return x"
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), "j", JailLimits(), {"case_s": 1.0})
+    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": 1.0})
     cases = [{"args": [x], "output": x} for x in range(4)]
     tests = {"function": "f", "cases": cases}
     assert await grading.reward({"tests": tests}, said(source)) == Answer("ok", 0.0, "")
@@ -236,7 +236,7 @@ GCD = Vector = Yes
 
 @pytest.mark.needs("bwrap")
 async def test_only_a_class_under_test_has_a_say_in_its_verdicts(launcher: JailLauncher) -> None:
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), "j", JailLimits(), {"case_s": 2.0})
+    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": 2.0})
     assert (await grading.reward({"tests": FORGED}, said(VECTORS))).value == 1.0
     assert (await grading.reward({"tests": FORGED}, said(YES))).value == 0.0
 
@@ -278,13 +278,13 @@ async def test_only_a_class_under_test_has_a_say_in_its_verdicts(launcher: JailL
 async def test_a_wrong_answer_never_becomes_an_error_that_spares_it_the_zero(
     launcher: JailLauncher, tests: Any, source: str
 ) -> None:
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), "j", JailLimits(), {"case_s": 1.0})
+    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": 1.0})
     assert await grading.reward({"tests": tests}, said(source)) == Answer("ok", 0.0, "")
 
 
 @pytest.mark.needs("bwrap")
 async def test_methods_sets_and_fast_input_are_as_people_write_them(launcher: JailLauncher) -> None:
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), "j", JailLimits(), {"case_s": 2.0})
+    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": 2.0})
     source = "class Solution:\n    def __init__(self): self.seen = set()\n"
     source += "    def f(self, x):\n        self.seen |= {x, 10}\n        return self.seen"
     cases = [{"args": [2], "output": [2, 10]}, {"args": [3], "output": [3, 10]}]
@@ -299,7 +299,7 @@ async def test_methods_sets_and_fast_input_are_as_people_write_them(launcher: Ja
 
 @pytest.mark.needs("bwrap")
 async def test_an_answer_that_hangs_in_every_case_is_given_up(launcher: JailLauncher) -> None:
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), "j", JailLimits(), {"case_s": 0.2})
+    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": 0.2})
     cases = [{"input": "", "output": str(x)} for x in range(200)]
     hung = await grading.reward({"tests": cases}, said("while True: pass"))
     assert hung == Answer("ok", 0.0, "")

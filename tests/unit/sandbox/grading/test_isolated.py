@@ -21,7 +21,7 @@ CASE_S = 4.0  # nothing of these takes time, but the host may
 
 async def passed(launcher: JailLauncher, solution: str, tests: str, case_s: float = CASE_S) -> str:
     slots, options = JailSlots(SystemClock(), 2), {"case_s": case_s}
-    attempt = Attempt(launcher, slots, "j", JailLimits(), options)
+    attempt = Attempt(launcher, slots, JailLimits(), options)
     return "".join("01"[one] for one in await isolated.passed(attempt, solution, tests))
 
 

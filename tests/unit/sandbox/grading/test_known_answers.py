@@ -128,7 +128,7 @@ def test_an_answer_that_would_take_for_ever_is_wrong_and_soon_told(
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("style", ["stdin", "calls", "pytest"])
 async def test_programs_are_graded_right(launcher: JailLauncher, style: str) -> None:
-    grading = Grading(launcher, JailSlots(SystemClock(), 4), "j", JailLimits(), {})
+    grading = Grading(launcher, JailSlots(SystemClock(), 4), JailLimits(), {})
 
     async def graded(row: dict[str, Any], source: str) -> Any:
         text = f"I think so:\n```python\n{source}\n```\nThat is it."

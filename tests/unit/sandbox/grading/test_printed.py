@@ -106,7 +106,7 @@ def said(text: str) -> list[dict[str, Any]]:
 class Judge:
     def __init__(self, launcher: JailLauncher, **options: Any) -> None:
         slots = JailSlots(SystemClock(), 4)
-        self.grading = Grading(launcher, slots, "j", JailLimits(), {"case_s": 5.0} | options)
+        self.grading = Grading(launcher, slots, JailLimits(), {"case_s": 5.0} | options)
 
     async def answer(self, tests: Any, source: str) -> Answer:
         return await self.grading.reward({"tests": tests}, said(f"```python\n{source}\n```"))

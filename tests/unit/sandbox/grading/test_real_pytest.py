@@ -41,7 +41,7 @@ async def suites(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suit
 async def graded(suites: Suites, tests: str, source: str, **options: Any) -> Answer:
     options = {"case_s": 2.0, "runner": "pytest", **options}
     slots = JailSlots(SystemClock(), 2)
-    grading = Grading(suites.launcher, slots, "j", JailLimits(), options, suites)
+    grading = Grading(suites.launcher, slots, JailLimits(), options, suites)
     return await grading.reward({"tests": tests}, [{"role": "model", "text": source}])
 
 

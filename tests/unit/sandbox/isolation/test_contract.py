@@ -88,19 +88,19 @@ async def ran(launcher: JailLauncher, source: str, limits: JailLimits = LIMITS) 
 async def test_programs_end_by_type(launcher: JailLauncher) -> None:
     read = "import sys\nprint(sys.stdin.read().upper())\nprint('oh', file=sys.stderr)\nsys.exit(3)"
     cases = [
-        (read, LIMITS, "ok", 3),
-        ("import time\ntime.sleep(60)", QUICK, "timeout", -9),
-        ("while True: pass", QUICK, "timeout", -9),
+        (read, LIMITS, "ok", {3}),
+        ("import time\ntime.sleep(60)", QUICK, "timeout", {-9}),
+        ("while True: pass", QUICK, "timeout", {-9, -24}),  # by the keeper, or by its own limit
         ("print('x' * 10_000)", QUICK, "output_limit", None),
-        ("bytearray(1 << 30)", LIMITS, "out_of_memory", 72),
-        ("open('/usr/x', 'w')", LIMITS, "refused", 77),
-        ("import socket\nsocket.socket()", LIMITS, "refused", 77),
-        ("import os\nos.kill(os.getpid(), 11)", LIMITS, "crashed", -11),
+        ("bytearray(1 << 30)", LIMITS, "out_of_memory", {72}),
+        ("open('/usr/x', 'w')", LIMITS, "refused", {77}),
+        ("import socket\nsocket.socket()", LIMITS, "refused", {77}),
+        ("import os\nos.kill(os.getpid(), 11)", LIMITS, "crashed", {-11}),
     ]
     found = await asyncio.gather(*(ran(launcher, source, limits) for source, limits, _, _ in cases))
-    for (source, _, status, code), each in zip(cases, found, strict=True):
+    for (source, _, status, codes), each in zip(cases, found, strict=True):
         assert each.status == status, (source, each)
-        assert code is None or each.exit == code, (source, each)
+        assert codes is None or each.exit in codes, (source, each)
     assert (found[0].stdout, found[0].stderr) == (b"HELLO\n", b"oh\n")
     assert len(found[3].stdout) <= 4096
 
@@ -146,7 +146,7 @@ def test_b():
     slots = JailSlots(SystemClock(), 4)
 
     async def score(answer: str, tests: object) -> float:
-        grading = Grading(launcher, slots, "job", LIMITS, {"tests": "tests"})
+        grading = Grading(launcher, slots, LIMITS, {"tests": "tests"})
         turns = [{"role": "model", "text": answer}]
         graded = await grading.reward({"tests": tests}, turns)
         assert graded.status == "ok", graded

@@ -17,8 +17,8 @@ from common.clock import SystemClock
 from common.errors import ConfigError
 from common.job import images
 from common.job.config import SandboxConfig
+from common.process import containment
 from common.process.host import SystemHost
-from meshrl.job import isolation
 from services.sandbox.isolation import cgroups
 from services.sandbox.isolation.interpreters import interpreter_of
 from services.sandbox.isolation.jail_launcher import JailLauncher
@@ -169,11 +169,11 @@ def test_a_python_that_is_too_old_and_a_module_that_is_missing_are_named(
     )
     old.chmod(0o755)
     try:
-        said = isolation.found(SandboxConfig(root=str(place), python="/etc/python3")).problem
+        said = containment.found(SandboxConfig(root=str(place), python="/etc/python3")).problem
     finally:
         old.unlink()
     assert "3.8 or newer, this is 3.7.3" in said
-    found = isolation.found(
+    found = containment.found(
         SandboxConfig(root=str(place), python=python, imports=["only_here", "absent_here"])
     )
     assert "No module named 'absent_here'" in found.problem

@@ -354,7 +354,7 @@ async def test_a_killed_zygote_makes_no_right_answer_wrong(
     launcher: JailLauncher, tests: object
 ) -> None:
     limits = JailLimits(wall_s=20.0, cpu_s=20.0, memory_bytes=128 * MIB)
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), "j", limits, {"case_s": 20.0})
+    grading = Grading(launcher, JailSlots(SystemClock(), 2), limits, {"case_s": 20.0})
     source = "import time\ntime.sleep({})\nprint(1)\ndef f(x): return x"
     row = {"tests": tests}
 

@@ -12,8 +12,8 @@ import pytest
 from common.clock import SystemClock
 from common.job import isolation
 from common.job.config import SandboxConfig
+from common.process import containment
 from common.process.host import SystemHost
-from meshrl.job import isolation as probed
 from services.sandbox.isolation import cgroups, tiers
 from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.isolation.jail_launcher import JailLauncher
@@ -46,6 +46,16 @@ def test_what_keeps_bubblewrap_from_working_is_named(
     assert fix in tiers.no_bwrap("it failed")
 
 
+def test_what_a_container_lacks_for_bubblewrap_is_named_with_what_to_add() -> None:
+    seccomp, proc = "seccomp=compose/seccomp.json", "systempaths=unconfined"
+    both = tiers.in_container("the profile refuses", masked=True, problem="x")
+    assert both.startswith("the profile refuses; /proc is masked") and both.endswith("Unmasked)")
+    assert seccomp in both and proc in both
+    assert proc not in tiers.in_container("the profile refuses", masked=False, problem="x")
+    assert seccomp not in tiers.in_container("", masked=True, problem="x")
+    assert "(it failed)" in tiers.in_container("", masked=False, problem="it failed")
+
+
 @pytest.mark.needs("bwrap")
 async def test_what_is_found_was_tried(tmp_path: Path) -> None:
     found = await tiers.find(SystemHost(), SystemClock(), tmp_path / "log")
@@ -72,6 +82,17 @@ async def test_a_tier_that_does_not_work_says_why(
     assert "ended at its start" in problem
 
 
+def test_of_a_bubblewrap_that_fails_for_no_setting_nobody_is_sure(
+    failing_bwrap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(failing_bwrap))
+    found = containment.tiers()
+    assert found.known and found.sure == tiers.lacks_bwrap()
+    assert not {"bwrap", "cgroup", "runner"} & {*found.tiers}
+    monkeypatch.setattr(containment, "PROBE_S", 0.01)
+    assert containment.tiers() == containment.Tiers((), sure=False, known=False)
+
+
 @pytest.mark.needs("cgroups")
 class TestGroups:
     @pytest.mark.needs("bwrap")
@@ -85,17 +106,22 @@ class TestGroups:
         source = """
 import os
 reading, writing = os.pipe()
+waiting, going = os.pipe()
 for _ in range(4):
     if os.fork() == 0:
         block = bytearray(60 << 20)  # four of them are too much, each alone is not
         for place in range(0, len(block), 4096):
             block[place] = 1
         os.write(writing, b"x")
-        os.read(os.pipe()[0], 1)
+        os.read(waiting, 1)  # until all have theirs: one may be killed for the next one's
+        os.write(writing, b"x")
+        os._exit(0)
 os.close(writing)
-got = 0
-while got < 4:
-    got += len(os.read(reading, 1))
+for answers in (4, 8):
+    got = answers - 4
+    while got < answers:
+        got += len(os.read(reading, 8)) or len(os.read(os.pipe()[0], 1))  # for ever
+    os.write(going, b"gogo")
 print("all four")
 """
         limits = JailLimits(wall_s=3.0, cpu_s=3.0, memory_bytes=128 * MIB)
@@ -123,8 +149,8 @@ print("all four")
 @pytest.mark.needs("bwrap", "python3")
 def test_a_runner_is_a_tier_of_its_own_if_it_runs_a_program() -> None:
     works = SandboxConfig(runner=[STANDIN], python="/usr/bin/python3")
-    found = probed.found(works)
+    found = containment.found(works)
     assert (found.tier, found.problem) == ("runner", "")
     assert found.meaning == "a container for each call (standin)"
-    broken = probed.found(SandboxConfig(runner=["false"], python="/usr/bin/python3"))
+    broken = containment.found(SandboxConfig(runner=["false"], python="/usr/bin/python3"))
     assert broken.tier == "none" and "ended at its start with status 1" in broken.fix

@@ -16,9 +16,9 @@ from services.trainer.arithmetic.forward import checkpoint_layers
 from services.trainer.arithmetic.learner import Learner, add
 from services.trainer.arithmetic.packing import Sequence, fill, make_bins, packed
 from services.trainer.arithmetic.stats import update_metrics
-from services.trainer.core.saved_state import save_state
 from services.trainer.losses.aggregation import denominator
 from services.trainer.losses.terms import Terms
+from tests.unit.trainer.handing_over import handed_over
 
 MODEL = ModelConfig(
     architecture="llama",
@@ -222,8 +222,7 @@ def test_a_critic_goes_on_where_its_state_was_taken(tmp_path):
         one.apply(gradient, denominator(made, job), 1.0)
 
     step(first, 1)
-    save_state(tmp_path / "state", first.optimizer_state())
-    second.restore(tmp_path / "state", first.copied_weights())
+    handed_over(first, second, tmp_path / "state")
     for one in (first, second):
         step(one, 2)
     own = dict(second.model.named_parameters())

@@ -1,5 +1,8 @@
 """Gradients of bins and steps of the learner."""
 
+import weakref
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +14,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from services.trainer.arithmetic.learner import BinStats, Learner, add
 from services.trainer.arithmetic.packing import Sequence, make_bins
-from services.trainer.core.saved_state import save_state
+from tests.unit.trainer.handing_over import handed_over
 
 MODEL = ModelConfig(
     architecture="llama",
@@ -151,8 +154,7 @@ def test_a_learner_goes_on_where_its_state_was_taken(tmp_path):
     for _ in range(2):
         gradient, stats = add(first.gradient(bin) for bin in bins)
         first.apply(gradient, stats.tokens, 1.0)
-    save_state(tmp_path / "state", first.optimizer_state())
-    second.restore(tmp_path / "state", first.copied_weights())
+    handed_over(first, second, tmp_path / "state")
     assert second.steps == 2
     for one in (first, second):
         gradient, stats = add(one.gradient(bin) for bin in bins)
@@ -178,3 +180,21 @@ def test_the_supervised_gradient_is_that_of_the_cross_entropy():
 def test_stats_add_up():
     total = BinStats(tokens=2, gap_sum=1.0, gap_max=0.7) + BinStats(tokens=3, gap_max=0.2)
     assert total == BinStats(tokens=5, gap_sum=1.0, gap_max=0.7)
+
+
+def test_of_all_gradients_that_are_added_few_are_there_at_once() -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+
+    def results() -> Iterator[tuple[torch.Tensor, BinStats]]:
+        nonlocal most
+        for number in range(5):
+            gradient = torch.full((3,), float(number))
+            alive.add(gradient)
+            most = max(most, len(alive))
+            yield gradient, BinStats(tokens=1)
+            del gradient
+
+    total, stats = add(results())
+    assert total.tolist() == [10.0] * 3 and stats.tokens == 5
+    assert most == 2

@@ -12,6 +12,7 @@ from common.model.lora import is_adapter
 from services.trainer.arithmetic.learner import Learner, add
 from services.trainer.arithmetic.packing import make_bins
 from tests.unit.trainer.arithmetic.test_learner import MODEL, sequences
+from tests.unit.trainer.handing_over import handed_over
 
 RATES = OptimizerConfig(muon_lr=0.0, adamw_lr=0.01)
 
@@ -60,14 +61,12 @@ def test_adapters_learn_and_the_base_stands_still():
 
 
 def test_adapters_go_on_where_their_state_was_taken(tmp_path):
-    from services.trainer.core.saved_state import save_state
 
     first, second = learner(), learner()
     for one in (first, second):
         one.adapt(LoraConfig(rank=4), seed=1)
     trained(first, steps=2)
-    save_state(tmp_path / "state", first.optimizer_state())
-    second.restore(tmp_path / "state", first.copied_weights())
+    handed_over(first, second, tmp_path / "state")
     assert trained(first, steps=1) == trained(second, steps=1)
 
 

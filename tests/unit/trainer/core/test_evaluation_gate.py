@@ -27,7 +27,9 @@ HOLD_S = 60.0
 class Bench:
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         self.clock = clock
-        self.mesh = alone("rollout/0", clock, random, SimulatedHost(clock, random.child("host")))
+        self.mesh = alone(
+            "rollout/calc/0", clock, random, SimulatedHost(clock, random.child("host"))
+        )
         config = JobConfig(
             dataset=DatasetConfig(held_out="held_out.jsonl"),
             reward=RewardConfig(use="m:f"),
@@ -73,7 +75,7 @@ def test_the_commit_waits_until_the_result_is_on_record_and_says_so() -> None:
         await bench.clock.sleep(20.0)
         assert not waiting.done()
         [wait] = bench.mesh.waits.published([])
-        assert (wait["on"], wait["what"]) == ("rollout/0", "the evaluation of version 4")
+        assert (wait["on"], wait["what"]) == ("rollout/calc/0", "the evaluation of version 4")
         await bench.record(4)
         assert 20.0 <= await waiting < 21.0
         assert await bench.waited(4) < 1.0, "a predecessor's result counts"
@@ -84,6 +86,22 @@ def test_the_commit_waits_until_the_result_is_on_record_and_says_so() -> None:
 def test_training_goes_on_when_the_evaluation_does_not_come() -> None:
     async def story(bench: Bench) -> None:
         assert HOLD_S <= await bench.waited(4) < HOLD_S + 1.0
+
+    on_bench(story)
+
+
+def test_a_pause_is_no_part_of_what_the_commit_waits() -> None:
+    async def story(bench: Bench) -> None:
+        waiting = asyncio.ensure_future(bench.waited(4))
+        await bench.clock.sleep(HOLD_S / 2)
+        bench.mesh.job_clock.hold(True)
+        await bench.clock.sleep(10 * HOLD_S)
+        assert not waiting.done() and not bench.mesh.waits.published([])
+        bench.mesh.job_clock.hold(False)
+        await bench.clock.sleep(5.0)
+        [wait] = bench.mesh.waits.published([])
+        assert bench.clock.wall() - wait["since_ms"] / 1000 <= 5.0
+        assert 11 * HOLD_S <= await waiting < 11 * HOLD_S + 1.0
 
     on_bench(story)
 

@@ -15,22 +15,26 @@ from common.api.weights import Group
 from common.clock import SystemClock
 from common.job.config import JobConfig
 from common.process.host import SystemHost
+from common.random import Random
 from common.runtime.mesh import Mesh, MeshSettings
-from common.state import accounting, events, groups, jobs, steps
+from common.state import events, groups, jobs, steps
 from common.state.client import State
+from common.state.lifecycle import accounting
 from common.wire.blob import pack
-from common.wire.bulk import BulkClient, BulkServer, ChunkStore, bulk_key
+from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
 from common.wire.weight_store import STORE, put
 from services.rollout.record.finished_groups import hand_in
 from services.trainer.core.batch import Refill, staleness
 from services.trainer.core.intake import Intake
 from services.weights.store import WeightStore
+from sim.host import SimulatedHost
+from sim.loop import VirtualClock, run_virtual
 from sim.state import simulated_state
-from tests.meshes import on_sockets
+from tests.meshes import alone, on_sockets
 from tests.unit.common.records.harms import flip
 from tests.unit.trainer.core.groups_under_test import group, job
 
-JOB, SHARD = "job", "rollout/0"
+JOB, SHARD = "job", "rollout/job/0"
 CONFIG = job("dapo", groups_per_step=2, group_size=2)
 
 
@@ -91,8 +95,8 @@ async def rollout(tmp_path: Path) -> AsyncIterator[Rollout]:
     (tmp_path / "store").mkdir()
     chunks = ChunkStore(tmp_path / "store")
     serving, asking = mesh(STORE, "there"), mesh("trainer/job", "here")
-    key = bulk_key(serving.settings)
-    bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*", key=key)
+    door = SecretDoor.of(serving.settings)
+    bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*", door=door)
     await serving.join(WeightStore(serving, chunks), bulk_address=bulk.address)
     await asking.join(None)
     rolling = mesh(SHARD, "here")
@@ -212,3 +216,39 @@ async def test_tokens_that_are_staler_than_their_row_says_go_back_as_stale(
         assert [one.group for one in await taking] == [good, another]
     account = await rollout.account()
     assert (account["stale_requeued"], account["host_lost"], account["lost"]) == (2, 0, 0)
+
+
+@pytest.mark.parametrize("still", ["asleep", "paused"])
+def test_who_sleeps_or_is_paused_waits_for_nobody_and_then_from_the_beginning(still: str) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        mesh = alone("trainer/job", clock, random, SimulatedHost(clock, random.child("host")))
+        await mesh.join(None)
+        await _training(mesh.state, CONFIG, mesh)
+        intake = Intake(mesh, BulkClient(mesh), JOB)
+        taking = asyncio.ensure_future(anext(intake.groups(1, lambda group: False)))
+
+        def stand(stands: bool) -> None:
+            if still == "paused":
+                mesh.job_clock.hold(stands)
+            elif stands:
+                intake.awake.clear()
+            else:
+                intake.awake.set()
+
+        def said() -> list[float]:
+            waits = mesh.waits.published([])
+            assert all(wait["what"] == "ready groups" for wait in waits)
+            return [clock.wall() - wait["since_ms"] / 1000 for wait in waits]
+
+        await clock.sleep(30.0)
+        assert said() == [pytest.approx(30.0, abs=0.1)]
+        stand(True)
+        await clock.sleep(3600.0)
+        assert said() == []
+        stand(False)
+        await clock.sleep(5.0)
+        assert said() == [pytest.approx(5.0, abs=0.1)]
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+
+    run_virtual(main, limit_s=1e5)

@@ -10,6 +10,7 @@ from pathlib import Path
 from common.clock import SystemClock
 from common.job.config import ModelConfigSection
 from common.job.job_data import JobData
+from common.pool.seat import Seat
 from common.process.host import SystemHost
 from common.random import Random
 from services.trainer.core.beginning import fresh_learner
@@ -26,7 +27,7 @@ def core(tmp_path: Path) -> TrainerCore:
     clock = SystemClock()
     mesh = alone("trainer/j", clock, Random(0), SystemHost())
     data = JobData("j", config, tmp_path, tmp_path)
-    return TrainerCore(mesh, data, "g0", 1, fresh_learner(data))
+    return TrainerCore(mesh, data, Seat("g0", "g0", data.id, 1, core=True), fresh_learner(data))
 
 
 async def test_each_replayed_step_and_each_step_of_a_warm_start_shows(tmp_path: Path) -> None:

@@ -14,18 +14,23 @@ import pytest
 import torch
 
 from common.api.weights import Fetch, Weights
-from common.errors import ConfigError
+from common.errors import ConfigError, Damaged
 from common.job.config import JobConfig, LoraConfig
 from common.job.job_data import JobData
 from common.model.config import ModelConfig
+from common.pool.planned import Published, planned
 from common.records.checkpoints import STATE
 from common.state import events, steps
+from common.state.registry import COUNTED
+from common.weights.staging import staged_whole
 from common.wire.weight_store import STORE
 from services.trainer.core.beginning import adapt, fresh_learner
 from services.trainer.core.checkpointing import Checkpoints
-from services.trainer.core.publishing import Publisher
+from services.trainer.core.publishing import Identity, Publisher
 from services.trainer.core.restoring import Restoring
 from services.trainer.ranks.compute import LocalCompute
+from services.trainer.rows.filling import masters_of
+from services.trainer.rows.saved import SavedRows
 from sim.mesh.arithmetic import MODEL
 from sim.mesh.job import config_of, document_of
 from tests.unit.common.records.harms import HARMS, Harm, delete
@@ -35,37 +40,54 @@ from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 class Trained:
     """A job with two checkpoints, and the trainer that wrote them."""
 
-    def __init__(self, store: StoreBench, config: JobConfig) -> None:
+    def __init__(self, store: StoreBench, config: JobConfig, away: bool = False) -> None:
+        """`away`: its trainer is on a host that does not see where the run is at home."""
         self.store = store
         config = replace(config, name=JOB)
         self.data = JobData.of(JOB, document_of(config, store.root), str(store.root))
+        if away:
+            self.data = self.data.elsewhere(self.data.bundle, store.root / "away")
         self.learner = fresh_learner(self.data)
         adapt(self.data, self.learner)
-        mesh, enter = store.trainer, lambda phase, step: None
-        compute = LocalCompute(mesh, self.learner)
-        shape = ModelConfig.from_hf(MODEL)
-        self.checkpoints = Checkpoints(mesh, self.data, compute, shape, enter)
-        self.publisher = Publisher(mesh, store.bulk, self.data)
-        self.restoring = Restoring(mesh, store.bulk, self.data, compute, enter)
+        self.open()
         self.names: list[str] = []
         self.weights: list[dict[str, torch.Tensor]] = []
         self.manifests: list[str] = []
+
+    def resume(self, config: JobConfig) -> None:
+        """The job goes on as another start of its trainer finds it, after a change."""
+        self.data = replace(self.data, config=replace(config, name=JOB))
+        self.open()
+
+    def open(self) -> None:
+        store, mesh, enter = self.store, self.store.trainer, lambda phase, step: None
+        compute = LocalCompute(mesh, self.learner)
+        shape = ModelConfig.from_hf(MODEL)
+        self.publisher = Publisher(mesh, self.data, compute)
+        self.checkpoints = Checkpoints(mesh, self.data, compute, shape, self.publisher, enter)
+        self.restoring = Restoring(mesh, store.bulk, self.data, compute, enter)
 
     async def begin(self) -> None:
         await self.store.submit()
         for step in (0, 1):
             await self.checkpoint(step)
 
-    async def checkpoint(self, step: int) -> None:
-        """One whose weights and state tell its step."""
+    async def checkpoint(self, step: int, most: int = 0) -> None:
+        """One whose weights and state tell its step; `most`: bytes of a chunk, as of others who
+        have staged it.
+        """
         torch.manual_seed(step)
         gradient = torch.randn(self.learner.size)
         self.learner.apply(gradient, 1.0, 1.0)
         weights, state = self.learner.copied_weights(), self.store.state
         before = self.manifests[-1] if self.manifests else ""
-        manifest = await self.publisher.stage(0, step, weights, before)
+        if most:
+            about = self.store.trainer, self.store.bulk, JOB, 0, step, weights
+            manifest = await staged_whole(*about, most=most)
+        else:
+            manifest = (await self.publisher.stage(0, step, before)).digest
         account: dict[str, Any] = {"version": step}
-        await self.checkpoints.begin(0, step, manifest, weights, account)
+        await self.checkpoints.begin(0, step, Identity(manifest), account)
         await self.checkpoints.settled(required=True)
         name, token = self.checkpoints.name, self.store.trainer.token
         if step == 0:
@@ -109,11 +131,14 @@ class Trained:
 
 
 def trained(
-    root: Path, story: Callable[[Trained], Awaitable[None]], config: JobConfig | None = None
+    root: Path,
+    story: Callable[[Trained], Awaitable[None]],
+    config: JobConfig | None = None,
+    away: bool = False,
 ) -> None:
     async def on(store: StoreBench) -> None:
         asyncio.get_running_loop().limit = 1e6  # type: ignore[attr-defined]
-        bench = Trained(store, config or config_of(1, 1, 1, 9))
+        bench = Trained(store, config or config_of(1, 1, 1, 9), away)
         await bench.begin()
         await story(bench)
 
@@ -202,3 +227,137 @@ def test_an_older_checkpoint_that_lost_its_manifest_is_set_aside(tmp_path: Path)
         assert not any(path.exists() for path in unfinished)
 
     trained(tmp_path, story)
+
+
+@pytest.mark.parametrize("adapters", [0, 2])
+def test_training_goes_on_from_its_own_float32_weights_whatever_is_published(
+    tmp_path: Path, adapters: int
+) -> None:
+    """`usable` compares them bit by bit."""
+
+    async def story(bench: Trained) -> None:
+        asked = Fetch(bench.manifests[1])
+        held = await bench.store.trainer.ref(STORE).call(Weights.manifest, asked)
+        assert {tensor.dtype for tensor in held.tensors} == {"BF16"}
+        assert await bench.usable() == 1
+        for path in await bench.chunks(1):  # nothing of them is needed for that
+            path.unlink()
+        await bench.store.restart_store()
+        assert await bench.usable() == 1
+        assert await bench.store.stored(bench.manifests[1]), "engines need them"
+
+    config = config_of(1, 1, 1, 9)
+    half = replace(config, rollout=replace(config.rollout, dtype="bfloat16"))
+    trained(tmp_path, story, replace(half, lora=LoraConfig(rank=adapters)))
+
+
+@pytest.mark.parametrize("which", range(3), ids=["manifest", "base", "adapters"])
+def test_what_the_store_has_lost_of_a_version_is_there_again_though_masters_are_saved(
+    tmp_path: Path, which: int
+) -> None:
+    async def story(bench: Trained) -> None:
+        lost = (await bench.chunks(1))[which]
+        lost.unlink()
+        assert await bench.usable() == 1
+        assert lost.exists()
+
+    config = config_of(1, 1, 1, 9)
+    half = replace(config, rollout=replace(config.rollout, dtype="bfloat16"))
+    trained(tmp_path, story, replace(half, lora=LoraConfig(rank=2)))
+
+
+def test_the_checkpoint_before_takes_the_place_of_one_whose_model_cannot_be_read(
+    tmp_path: Path,
+) -> None:
+    """Its weights are no numbers any more, and the store has lost them."""
+
+    async def story(bench: Trained) -> None:
+        next(iter(bench.learner.weights().values())).detach().fill_(float("nan"))
+        await bench.checkpoint(2)
+        for path in await bench.chunks(2):
+            path.unlink(missing_ok=True)
+        await bench.store.restart_store()
+        assert await bench.usable() == 1
+
+    trained(tmp_path, story)
+
+
+def planned_helped(bench: Trained, config: JobConfig) -> bool:
+    """Whether the planner would place helpers, once it has read what the core publishes."""
+    assert "published" in COUNTED, "it is read of stats"
+    told = Published("core", "trainer", "1", {"published": bench.publisher.published})
+    row = {"id": JOB, "phase": "training", "groups_per_step": 1, "submitted_ms": 0}
+    row |= {"steps_done": 0, "held": "", "checkpoint": ""}
+    return planned(row, config.document(), [told]).need.helped
+
+
+def test_adapters_that_are_published_in_float32_from_now_on_keep_the_float32_of_their_base(
+    tmp_path: Path,
+) -> None:
+    """Which was published in bfloat16; `usable` compares bit by bit."""
+    wide = replace(config_of(1, 1, 1, 9), lora=LoraConfig(rank=2))
+    half = replace(wide, rollout=replace(wide.rollout, dtype="bfloat16"))
+
+    async def story(bench: Trained) -> None:
+        assert "bfloat16" in bench.publisher.unhelped and not planned_helped(bench, half)
+        bench.resume(wide)
+        assert not bench.publisher.unhelped, "nobody has looked"
+        assert planned_helped(bench, wide)
+        await bench.publisher.look(bench.manifests[1])
+        assert "bfloat16" in bench.publisher.unhelped
+        assert not planned_helped(bench, wide), "the planner does as the core says"
+        await bench.checkpoint(2)
+        asked = Fetch(bench.manifests[2])
+        held = await bench.store.trainer.ref(STORE).call(Weights.manifest, asked)
+        assert {tensor.dtype for tensor in held.tensors} == {"BF16", "F32"}
+        assert "bfloat16" in bench.publisher.unhelped
+        assert await bench.usable() == 2
+
+    trained(tmp_path, story, half)
+
+
+def test_a_model_that_is_published_in_float32_from_now_on_is_whole_in_its_next_version(
+    tmp_path: Path,
+) -> None:
+    wide = config_of(1, 1, 1, 9)
+    half = replace(wide, rollout=replace(wide.rollout, dtype="bfloat16"))
+
+    async def story(bench: Trained) -> None:
+        bench.resume(wide)
+        await bench.publisher.look(bench.manifests[1])
+        assert bench.publisher.narrow and bench.publisher.unhelped, "that version is in bfloat16"
+        await bench.checkpoint(2)
+        assert not bench.publisher.narrow and not bench.publisher.unhelped
+        assert await bench.usable() == 2
+
+    trained(tmp_path, story, half)
+
+
+def test_masters_that_nobody_saved_are_not_made_of_a_narrower_version(tmp_path: Path) -> None:
+    half = config_of(1, 1, 1, 9)
+    half = replace(half, rollout=replace(half.rollout, dtype="bfloat16"))
+
+    async def story(bench: Trained) -> None:
+        own, empty = bench.learner.rows(bench.learner.weights()), SavedRows(tmp_path / "nothing")
+        about = bench.store.trainer, bench.store.bulk, bench.manifests[1]
+        with pytest.raises(Damaged, match="masters were not saved"):
+            await masters_of(*about, empty, own)
+
+    trained(tmp_path, story, half)
+
+
+def test_a_base_that_others_have_cut_otherwise_is_written_again_from_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    async def story(bench: Trained) -> None:
+        await bench.checkpoint(2, most=64)
+        await bench.checkpoint(3)
+        lost = set(await bench.chunks(3)) & set(await bench.chunks(2))
+        assert len(lost) > 3, "of the base"
+        next(iter(lost)).unlink()
+        await bench.store.restart_store()
+        assert not await bench.publisher.stage_again(0, 3, bench.manifests[3])
+        assert await bench.restoring.mended(bench.names[3], bench.manifests[3])
+        assert await bench.store.stored(bench.manifests[3])
+
+    trained(tmp_path, story, replace(config_of(1, 1, 1, 9), lora=LoraConfig(rank=2)))

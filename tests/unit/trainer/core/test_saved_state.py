@@ -1,24 +1,97 @@
-"""A checkpoint's files: what was saved is what is loaded, and what went wrong has a name."""
+"""A checkpoint's state: what any writers saved is what any readers load, by rows, and what went
+wrong has a name.
+"""
 
+from __future__ import annotations
+
+import json
 import resource
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_loader as loader
+from torch.distributed.checkpoint import state_dict_saver as saver
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 
-from common.errors import MeshError
-from services.trainer.core.saved_state import load_state, save_state
+from common.errors import Damaged, MeshError
+from common.records.sealed import digest_of_file
+from common.weights.laying import Part
+from services.trainer.rows.saved import SavedRows, files_for, load_state, save_rows, save_state
+
+STATE = {
+    "a": torch.randn(5, 3),
+    "b.c": torch.arange(4),
+    "steps": torch.tensor(7),
+    "w": torch.randn(7, 2, 2).to(torch.bfloat16),
+}
 
 
-def test_what_was_saved_is_loaded_bit_by_bit(tmp_path):
-    state = {"a": torch.randn(5, 3), "b.c": torch.arange(4), "steps": torch.tensor(7)}
-    save_state(tmp_path / "state", state)
-    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+def rows(tensor: torch.Tensor, rank: int, ranks: int) -> Part:
+    if not tensor.dim():
+        return Part((), 0, tensor)
+    each = -(-len(tensor) // ranks)
+    low, high = min(rank * each, len(tensor)), min((rank + 1) * each, len(tensor))
+    return Part(tuple(tensor.shape), low, tensor[low:high])
+
+
+def save_by_ranks(path: Path, ranks: int) -> None:
+    for rank in range(ranks):
+        parts = {name: rows(tensor, rank, ranks) for name, tensor in STATE.items()}
+        parts = {n: p for n, p in parts.items() if p.rows.numel() and (p.shape or not rank)}
+        save_rows(path, name_of(rank), parts)
+
+
+def name_of(rank: int) -> str:
+    return f"part-{rank:05d}-00000.safetensors"
+
+
+def test_the_digest_is_that_of_what_was_written(tmp_path: Path) -> None:
+    digest = save_rows(tmp_path, "part.safetensors", {n: rows(t, 0, 1) for n, t in STATE.items()})
+    assert digest == digest_of_file(tmp_path / "part.safetensors")
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3, 6])
+@pytest.mark.parametrize("readers", [1, 2, 5])
+def test_what_any_ranks_saved_is_loaded_by_any_others(
+    tmp_path: Path, writers: int, readers: int
+) -> None:
+    save_by_ranks(tmp_path, writers)
+    saved = SavedRows(tmp_path)
+    for rank in range(readers):
+        for name, tensor in STATE.items():
+            expected = rows(tensor, rank, readers)
+            found = Part(expected.shape, expected.first, torch.zeros_like(expected.rows))
+            saved.fill(name, found)
+            assert torch.equal(found.rows, expected.rows), name
+
+
+def test_what_was_saved_is_loaded_bit_by_bit(tmp_path: Path) -> None:
+    save_state(tmp_path / "state", STATE)
+    found = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
     load_state(tmp_path / "state", found)
-    assert all(torch.equal(tensor, found[name]) for name, tensor in state.items())
+    assert all(torch.equal(tensor, found[name]) for name, tensor in STATE.items())
     assert not any(b"pickle" in file.read_bytes() for file in (tmp_path / "state").iterdir())
 
 
-def test_a_file_that_cannot_be_written_is_an_error_that_can_be_handled(tmp_path):
+def test_states_of_an_earlier_meshrl_are_read_and_torch_reads_ours(tmp_path: Path) -> None:
+    """Those were written by torch.distributed.checkpoint."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    writer = HuggingFaceStorageWriter(str(old), save_distributed=True)
+    saver.save(dict(STATE), storage_writer=writer, no_dist=True)
+    found = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
+    load_state(old, found)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in STATE.items())
+    save_by_ranks(new, 3)
+    found = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
+    loader.load(found, storage_reader=HuggingFaceStorageReader(str(new)), no_dist=True)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in STATE.items())
+
+
+def test_a_file_that_cannot_be_written_is_an_error_that_can_be_handled(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
@@ -28,7 +101,68 @@ def test_a_file_that_cannot_be_written_is_an_error_that_can_be_handled(tmp_path)
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_state_of_another_model_is_refused(tmp_path):
-    save_state(tmp_path / "state", {"a": torch.zeros(3)})
-    with pytest.raises((OSError, MeshError)):
-        load_state(tmp_path / "state", {"b": torch.zeros(3)})
+def test_a_state_of_another_model_or_without_some_rows_is_refused(tmp_path: Path) -> None:
+    save_state(tmp_path / "state", {"a": torch.zeros(3), "b": torch.zeros(2, 2)})
+    for wanted in ({"c": torch.zeros(3)}, {"a": torch.zeros(4)}, {"b": torch.zeros(2, 3)}):
+        with pytest.raises(Damaged, match="not all there"):
+            load_state(tmp_path / "state", wanted)
+
+
+def test_a_rank_goes_on_from_its_own_files_and_what_all_have_alike(tmp_path: Path) -> None:
+    save_by_ranks(tmp_path / "all/state", 3)
+    names = [f"state/{file.name}" for file in (tmp_path / "all/state").iterdir()]
+    for rank in range(3):
+        found = files_for(names, rank, 3)
+        assert found == [f"state/{name_of(writer)}" for writer in sorted({0, rank})]
+        for name in found:
+            target = tmp_path / f"{rank}" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.hardlink_to(tmp_path / "all" / name)
+        saved = SavedRows(tmp_path / f"{rank}/state")
+        for name, tensor in STATE.items():
+            expected = rows(tensor, rank, 3)
+            part = Part(expected.shape, expected.first, torch.zeros_like(expected.rows))
+            saved.fill(name, part)
+            assert torch.equal(part.rows, expected.rows), name
+    assert files_for(names, 0, 2) == files_for(names, 3, 4) == files_for(names[:2], 1, 3) == []
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_state_without_the_rows_of_one_of_its_ranks_is_refused(
+    tmp_path: Path, missing: int
+) -> None:
+    save_by_ranks(tmp_path, 3)
+    (tmp_path / name_of(missing)).unlink()
+    saved = SavedRows(tmp_path)
+    with pytest.raises(Damaged, match="not all there"):
+        saved.fill("a", Part((5, 3), 0, torch.zeros(5, 3)))
+    there = rows(STATE["a"], 1 if missing != 1 else 0, 3)
+    found = Part(there.shape, there.first, torch.zeros_like(there.rows))
+    saved.fill("a", found)
+    assert torch.equal(found.rows, there.rows), "of the others all is there"
+
+
+@pytest.mark.parametrize("how", ["empty", "cut", "another"])
+def test_a_file_that_is_none_is_told_by_name(tmp_path: Path, how: str) -> None:
+    save_state(tmp_path, {"a": torch.zeros(1000)})
+    [file] = tmp_path.iterdir()
+    content = file.read_bytes()
+    head = json.dumps({"a": {"dtype": "F32", "shape": 3}}).encode()
+    another = len(head).to_bytes(8, "little") + head
+    file.write_bytes({"empty": b"", "cut": content[:-100], "another": another}[how])
+    with pytest.raises(Damaged) as told:
+        load_state(tmp_path, {"a": torch.zeros(1000)})
+    assert told.value.where == str(file)
+
+
+def test_files_that_have_nothing_of_what_is_loaded_are_opened_once(tmp_path: Path) -> None:
+    """Or a state of many files would be read as many times as it has."""
+    for number in range(3):
+        tensor = torch.full((2,), float(number))
+        save_rows(tmp_path, f"{number}.safetensors", {f"t{number}": Part((2,), 0, tensor)})
+    saved, files = SavedRows(tmp_path), sorted(tmp_path.iterdir())
+    for number, file in enumerate(files):
+        found = torch.zeros(2)
+        saved.fill(f"t{number}", Part((2,), 0, found))
+        assert found.tolist() == [number, number]
+        file.write_bytes(b"")  # who opens it again fails

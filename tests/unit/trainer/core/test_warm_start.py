@@ -1,5 +1,6 @@
 """The warm start and its cache."""
 
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -51,7 +52,7 @@ def run(tokenizer, demonstrate=echo, seed=3, learner=None, **changes):
     learner = learner or fresh()
     losses = []
     limits = {"held_out": set(), "max_tokens": 32, "bin_tokens": 256} | changes
-    warm.warm_start(
+    steps = warm.pieces(
         learner,
         demonstrate,
         tokenizer,
@@ -60,6 +61,7 @@ def run(tokenizer, demonstrate=echo, seed=3, learner=None, **changes):
         progress=lambda step, loss: losses.append((step, loss)),
         **limits,
     )
+    deque(steps, maxlen=0)
     return learner, losses
 
 

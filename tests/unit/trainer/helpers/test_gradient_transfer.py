@@ -12,7 +12,7 @@ from common.clock import SystemClock
 from common.errors import BadMessage, NotFound, PeerLost
 from common.process.host import SystemHost
 from common.runtime.mesh import Mesh, MeshSettings
-from common.wire.bulk import BulkClient
+from common.wire.bulk.port import BulkClient
 from services.trainer.helpers.gradient_transfer import PIECE_BYTES, Outbox, collect, hybrid_name
 from sim.state import simulated_state
 from tests.meshes import on_sockets

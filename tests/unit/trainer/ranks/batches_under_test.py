@@ -17,6 +17,7 @@ from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.packing import Bin, Sequence, make_bins
 
 STEPS = 4
+MODEL_SEED = 7
 BINS = 5  # of each step: no multiple of two or three ranks
 VOCABULARY = 37
 OPTIMIZER = OptimizerConfig(muon_lr=0.003, adamw_lr=0.001, weight_decay=0.01)
@@ -66,7 +67,7 @@ VARIANTS = {
 def fresh_model(variant: str = "plain") -> Decoder:
     model = Decoder(ModelConfig.from_hf(VARIANTS[variant].model))
     generator = torch.Generator()
-    generator.manual_seed(7)
+    generator.manual_seed(MODEL_SEED)
     model.initialise(generator)
     return model
 

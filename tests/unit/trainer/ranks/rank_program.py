@@ -2,27 +2,36 @@
 
 They are forks of one process, because importing PyTorch costs more than all that they do. Each
 trains the batches of `batches_under_test` for a few steps, in each variant. Some rounds are
-computed as a hybrid would, by a plain learner; halfway the whole state moves to new ranks. Rank 0
-writes weights and the optimizer's state.
+computed as a hybrid would, by a plain learner; halfway the whole state moves to new ranks, which
+meet as those on several hosts do. Rank 0 writes weights and the optimizer's state.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import traceback
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch._dynamo  # which FSDP imports in each process, for two CPU-seconds
+import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed.device_mesh import DeviceMesh
 
-from services.trainer.ranks.rank import Rank, ShardedLearner, filler
+from common.api.ranks import Meeting
+from common.model.source import batches
+from common.records import kept
+from common.records.kept import File
+from common.wire.meeting import listen, place_of
+from services.trainer.ranks.rank import Rank, filler
+from services.trainer.rows.gang_saving import write
+from services.trainer.rows.saved import MASTER, SavedRows, load_state
 from tests.unit.trainer.ranks.batches_under_test import (
-    OPTIMIZER,
     STEPS,
     VARIANTS,
     bins_of_step,
@@ -30,46 +39,94 @@ from tests.unit.trainer.ranks.batches_under_test import (
     fresh_model,
     given_weights,
 )
+from tests.unit.trainer.ranks.rows_under_test import sharded_learner
+
+SOME_BYTES = 4096  # of tensors that are gathered together
 
 
-def make(variant: str, mesh: DeviceMesh) -> ShardedLearner:
-    chosen = VARIANTS[variant]
-    return ShardedLearner(
-        fresh_model(variant),
-        OPTIMIZER,
-        chosen.algorithm,
-        dtype=chosen.dtype,
-        mesh=mesh,
-        adapters=chosen.adapters,
-        seed=3,
-    )
+def assert_begins_whole(rank: Rank, variant: str, place: Path) -> None:
+    """Rows that each rank drew for itself are those of a model that was drawn whole, to the last
+    bit; a critic begins with them.
+    """
+    keep(rank, place)
+    if rank.rank:
+        return
+    found, plain = whole(rank, place), fresh_learner(variant)
+    expected = named(plain.weights()) | plain.optimizer_state()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    decoder = rank.learner.model
+    assert torch.equal(decoder.rope, fresh_model(variant).rope)
 
 
-def train_all(number: int, ranks: int, directory: Path) -> None:
+def named(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As they are called where a checkpoint keeps them."""
+    return {MASTER + name: tensor for name, tensor in weights.items()}
+
+
+def outline(rank: Rank) -> dict[str, torch.Tensor]:
+    return named(rank.outline(False)) | dict(rank.outline(True))
+
+
+def keep(rank: Rank, place: Path) -> None:
+    """Each rank writes its rows of all, some tensors to a file; returns when all have."""
+    for number, names in enumerate(batches(outline(rank), SOME_BYTES)):
+        write(rank, place, names, number, masters=True)
+    dist.barrier()
+
+
+def whole(rank: Rank, place: Path) -> dict[str, torch.Tensor]:
+    """What all ranks have kept."""
+    state = {n: torch.empty_like(t, device="cpu") for n, t in outline(rank).items()}
+    load_state(place, state)
+    return state
+
+
+def restore(rank: Rank, place: Path) -> None:
+    """It has its rows of what was kept, whoever did."""
+    saved = SavedRows(place)
+    rank.restore(saved, lambda name, part: saved.fill(MASTER + name, part))
+
+
+def take(rank: Rank, given: dict[str, torch.Tensor]) -> None:
+    """What rank 0 was given."""
+    for names in batches(rank.outline(False), SOME_BYTES):
+        rank.take(names, None if rank.rank else given)
+    rank.taken()
+
+
+def train_all(number: int, ranks: int, directory: Path, doors: dict[str, socket.socket]) -> None:
     torch.set_num_threads(1)
     for variant in VARIANTS:
-        rank = Rank(partial(make, variant), number, ranks, "cpu")
-        rank.form(directory / f"{variant}-first", 60.0)
-        rank.take(given_weights(variant) if number == 0 else None, None, all=False)
+        rank = Rank(partial(sharded_learner, variant), number, ranks, "cpu")
+        rank.form(Meeting(1, str(directory / f"{variant}-first"), 60.0))
+        assert_begins_whole(rank, variant, directory / f"{variant}-begun")
+        take(rank, given_weights(variant))
         norms = []
         for step in range(STEPS):
             if step == STEPS // 2:
-                weights, state = rank.gather(optimizer=False), rank.gather(optimizer=True)
+                halfway = directory / f"{variant}-halfway"
+                keep(rank, halfway)
                 rank.leave()
-                rank.form(directory / f"{variant}-second", 60.0)
-                rank.take(weights or None, state or None, all=True)
-            norms.append(train(rank, step, variant))
-        weights, state = rank.gather(optimizer=False), rank.gather(optimizer=True)
+                door = doors[variant]
+                second = Meeting(2, place_of(door, variant), 60.0)
+                rank.form(second, "lo", door if number == 0 else None)
+                restore(rank, halfway)
+            norms.append(train(rank, step, variant, directory / f"{number}.kept"))
+        ended = directory / f"{variant}-ended"
+        keep(rank, ended)
         what = "values" if variant == "critic" else "logprobs"
         scores = torch.from_numpy(rank.score(bins_of_step(0)[number], what))
         save_file({"scores": scores}, directory / f"{variant}{number}.safetensors")
         if number == 0:
+            found = whole(rank, ended)
+            weights = {n: found.pop(MASTER + n) for n in rank.outline(False)}
             save_file({**weights, "norms": torch.tensor(norms)}, directory / f"{variant}.weights")
-            save_file(state, directory / f"{variant}.state")
+            save_file(found, directory / f"{variant}.state")
         rank.leave()
 
 
-def train(rank: Rank, step: int, variant: str) -> float:
+def train(rank: Rank, step: int, variant: str, place: Path) -> float:
     bins = bins_of_step(step)
     rounds = [bins[i : i + rank.ranks] for i in range(0, len(bins), rank.ranks)]
     weights = {
@@ -86,16 +143,36 @@ def train(rank: Rank, step: int, variant: str) -> float:
         else:
             of_round += [filler(of_round[0])] * (rank.ranks - len(of_round))
             rank.compute(index, of_round[rank.rank])
+    nap(rank, place)
     return rank.apply(len(rounds), 100.0, 1.0)
 
 
-def fork(number: int, ranks: int, directory: Path) -> int:
+def nap(rank: Rank, place: Path) -> None:
+    """Its rows and the step's gradient go to a file and come back; meanwhile there are none."""
+    memory = rank.memory(gradients=True)
+    tensors = rank.learner.tensors()
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    file = File(place, fresh=True)
+    kept.keep(file, {}, memory.kept)
+    memory.give_back()
+    left = [n for n, t in tensors.items() if t.untyped_storage().nbytes()]
+    assert not left, left
+    memory.take_again()
+    for name in memory.kept.sizes:
+        memory.kept.write(name, 0, np.full(memory.kept.sizes[name], 255, np.uint8))
+    kept.take(file, kept.head_of(file), memory.kept)
+    memory.filled()
+    file.close()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())
+
+
+def fork(number: int, ranks: int, directory: Path, doors: dict[str, socket.socket]) -> int:
     """The process of a rank."""
     pid = os.fork()
     if pid:
         return pid
     try:
-        train_all(number, ranks, directory)
+        train_all(number, ranks, directory, doors)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -104,7 +181,8 @@ def fork(number: int, ranks: int, directory: Path) -> int:
 
 def main(ranks: int, directory: Path) -> int:
     """Ends the other ranks when one of them fails; its exit status."""
-    running = {fork(number, ranks, directory) for number in range(ranks)}
+    doors = {variant: listen("127.0.0.1", range(1)) for variant in VARIANTS}
+    running = {fork(number, ranks, directory, doors) for number in range(ranks)}
     failed = 0
     while running:
         pid, status = os.wait()

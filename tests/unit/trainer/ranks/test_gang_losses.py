@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Set
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,31 +21,56 @@ from common.api.ranks import (
     Norm,
     Order,
     Ranks,
+    Rest,
+    RestoreRows,
     RoundPart,
     RoundStats,
+    RowsRestored,
+    RowsSaved,
+    RowsStaged,
+    SavedFiles,
+    SaveRows,
     ScorePart,
     Scores,
+    StagedRows,
+    StageRows,
+    Standing,
     Taking,
+    Trouble,
     Update,
     rank_name,
 )
-from common.api.role import Drain, Drained
+from common.api.role import Drain, Drained, Settle, Settled
 from common.clock import SystemClock
-from common.errors import ConfigError, Fenced, MeshError, RankLost, Refused, RemoteFailure
+from common.errors import (
+    BadMessage,
+    ConfigError,
+    Damaged,
+    Fenced,
+    MeshError,
+    NotFound,
+    PeerLost,
+    RankLost,
+    Refused,
+    RemoteFailure,
+    StorageFull,
+)
+from common.records.kept import Content
 from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh
+from common.settings import MeshSettings
+from common.weights.laying import How
+from common.wire.meeting import NoPort
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.helpers.gradient_transfer import read
 from services.trainer.ranks.gang import GangCompute
+from services.trainer.ranks.group import Group
 from services.trainer.ranks.rank import Rank, ShardedLearner, join_group, of_the_group
+from services.trainer.rows.saving import Saving
 from sim.state import simulated_state
 from tests.meshes import on_sockets
-from tests.unit.trainer.ranks.batches_under_test import (
-    OPTIMIZER,
-    VARIANTS,
-    bins_of_step,
-    fresh_model,
-)
+from tests.unit.trainer.ranks.batches_under_test import OPTIMIZER, VARIANTS, bins_of_step
+from tests.unit.trainer.ranks.rows_under_test import sharded_learner
 
 JOB = "job"
 
@@ -50,8 +78,10 @@ JOB = "job"
 class FirstRank(Rank):
     """The rank 0 of two, whose process group has itself alone: the other one only answers."""
 
-    def form(self, meeting: Path, deadline_s: float) -> None:
-        self._learner = self._make(join_group(meeting, 0, 1, "cpu", deadline_s))
+    def form(
+        self, meeting: Meeting, interface: str = "lo", door: socket.socket | None = None
+    ) -> None:
+        self._learner = self._make(join_group(meeting, 0, 1, "cpu", interface, door))
         self.begin()
 
 
@@ -64,6 +94,12 @@ class OtherRank(Actor):
         self.raises: dict[str, Exception] = {}
         self.given: dict[int, np.ndarray[Any, Any]] = {}
         self.adopted: list[tuple[float, float]] = []
+        self.rested: list[str] = []
+        self.staged_names: list[str] = []
+        self.restored = RowsRestored()
+        self.trouble, self.saved_files = Trouble(), SavedFiles()
+        self.answers: list[SavedFiles] = []  # first
+        self.stands, self.stood_by = Standing("", ""), 0
 
     def _done(self, order: str) -> Done:
         if order in self.raises:
@@ -71,8 +107,10 @@ class OtherRank(Actor):
         return Done()
 
     @call(Ranks.stand_by)
-    def stand_by(self, order: Order) -> Done:
-        return self._done("stand_by")
+    def stand_by(self, order: Order) -> Standing:
+        self._done("stand_by")
+        self.stood_by += 1
+        return self.stands
 
     @call(Ranks.form)
     def form(self, meeting: Meeting) -> Done:
@@ -107,13 +145,47 @@ class OtherRank(Actor):
         self._done("score")
         return Scores(np.zeros(len(part.bin["tokens"]), np.float32))
 
-    @call(Ranks.gather)
-    def gather(self, taking: Taking) -> Done:
-        return self._done("gather")
+    @call(Ranks.stage)
+    def stage(self, order: StageRows) -> Done:
+        self.staged_names += order.names
+        return self._done("stage")
+
+    @call(Ranks.staged)
+    def staged(self, order: RowsStaged) -> StagedRows:
+        self._done("staged")
+        return StagedRows()
+
+    @call(Ranks.save)
+    def save(self, order: SaveRows) -> Trouble:
+        self._done("save")
+        return self.trouble
+
+    @call(Ranks.saved)
+    def saved(self, order: RowsSaved) -> SavedFiles:
+        self._done("saved")
+        return self.answers.pop() if self.answers else self.saved_files
+
+    @call(Ranks.restore)
+    def restore(self, order: RestoreRows) -> RowsRestored:
+        self._done("restore")
+        return self.restored
 
     @call(Ranks.take)
     def take(self, taking: Taking) -> Done:
         return self._done("take")
+
+    @call(Ranks.taken)
+    def taken(self, taking: Taking) -> Done:
+        return self._done("taken")
+
+    @call(Ranks.rest)
+    def rest(self, order: Rest) -> Done:
+        self.rested.append(order.what)
+        return self._done(f"rest {order.what}")
+
+    @call(Ranks.settle)
+    def settle(self, wish: Settle) -> Settled:
+        return Settled(0, 0, 0)
 
     @call(Ranks.drain)
     def drain(self, request: Drain) -> Drained:
@@ -125,7 +197,7 @@ class Gang:
 
     def __init__(self, mesh: Mesh, other: OtherRank, directory: Path) -> None:
         def make(group: Any) -> ShardedLearner:
-            return ShardedLearner(fresh_model(), OPTIMIZER, VARIANTS["plain"].algorithm, mesh=group)
+            return sharded_learner("plain", group)
 
         self.other, self.directory = other, directory
         self.rank = FirstRank(make, 0, 2, "cpu")
@@ -189,6 +261,178 @@ async def test_another_ranks_mistake_is_raised_as_what_it_is(gang: Gang) -> None
         await gang.compute.form()
 
 
+async def test_what_a_lost_group_began_is_not_gone_on_with_by_the_next(
+    gang: Gang, tmp_path: Path
+) -> None:
+    names = list(gang.compute.outline)[:2]
+    staging = gang.compute.staging(How("F32", 1 << 20), "a version")
+    saving = gang.compute.saving(tmp_path / "scratch/state", masters=False)
+    await staging.copy(names, 0, 1)
+    await saving.copy(list(saving.outline)[:2], 0)
+    assert gang.other.staged_names == names
+    await gang.compute.form()
+    for going_on in (
+        staging.copy(names, 0, 1),
+        staging.end(),
+        saving.copy(list(saving.outline)[:2], 1),
+        saving.end(),
+    ):
+        with pytest.raises(RankLost, match="formed anew"):
+            await going_on
+    await staging.close()
+    assert gang.in_a_group
+    await gang.compute.begin()
+
+
+@pytest.mark.parametrize("order", ["stage", "staged"])
+async def test_a_rank_that_is_lost_while_it_stages_ends_the_group_and_the_next_one_stages_anew(
+    gang: Gang, order: str
+) -> None:
+    names = list(gang.compute.outline)
+
+    async def staged() -> None:
+        staging = gang.compute.staging(How("BF16", 1 << 20, write=False), "a version")
+        try:
+            await staging.copy(names, 0, 1)
+            await staging.settled()
+            own, _ = await staging.end()
+        finally:
+            await staging.close()
+        assert {piece.name for piece in own.pieces} == own.masters.keys() == set(names)
+
+    await staged()
+    gang.other.raises[order] = PeerLost("the rank was killed")
+    with pytest.raises(RankLost, match="was killed"):
+        await staged()
+    assert not gang.in_a_group
+    gang.other.raises.clear()
+    await gang.compute.form()
+    await staged()
+
+
+async def test_what_hinders_a_rank_from_going_on_is_told_as_what_it_is(
+    gang: Gang, tmp_path: Path
+) -> None:
+    """It is mended then, by the same group."""
+    saving = gang.compute.saving(tmp_path / "scratch/state", masters=True)
+    await saving.copy(list(saving.outline), 0)
+    await saving.end()
+    about = "step-000-000001-00000000", {"state/part": "digest"}, "manifest"
+    for kind in (Damaged, NotFound):
+        gang.other.restored = RowsRestored(Trouble(kind.code, "a chunk is gone", "/somewhere"))
+        with pytest.raises(kind, match="a chunk is gone") as told:
+            await gang.compute.restore(*about, tmp_path / "scratch/state")
+        assert told.value.where == "/somewhere" and gang.in_a_group
+    gang.other.restored = RowsRestored()
+    await gang.compute.restore(*about, tmp_path / "scratch/state")
+
+
+async def test_what_rank_0_finds_damaged_is_told_and_the_group_restores_something_older(
+    gang: Gang, tmp_path: Path
+) -> None:
+    whole, cut_short = tmp_path / "whole/state", tmp_path / "cut/state"
+    for path in (whole, cut_short):
+        saving = gang.compute.saving(path, masters=True)
+        await saving.copy(list(saving.outline), 0)
+        await saving.end()
+    (part,) = cut_short.iterdir()
+    os.truncate(part, part.stat().st_size - 8)
+    about = "step-000-000001-00000000", {"state/part": "digest"}, "manifest"
+    with pytest.raises(Damaged, match="cut short"):
+        await gang.compute.restore(*about, cut_short)
+    assert gang.in_a_group
+    await gang.compute.restore(*about, whole)
+
+
+async def test_a_checkpoint_that_cannot_be_written_leaves_the_group_as_it_is(
+    gang: Gang, tmp_path: Path
+) -> None:
+    def saving(name: str) -> Saving:
+        return gang.compute.saving(tmp_path / name / "state", masters=True)
+
+    first, *rest = list(saving("names").outline)
+    (tmp_path / "own").write_bytes(b"no directory")
+    with pytest.raises(OSError, match=r"NotADirectoryError.*own"):
+        await saving("own").copy([first], 0)
+    gang.other.trouble = Trouble(
+        StorageFull.code, "no room for a checkpoint", "/there", "free some"
+    )
+    with pytest.raises(StorageFull, match="no room") as told:
+        await saving("full").copy([first], 0)
+    assert told.value.where == "/there" and told.value.fix == "free some"
+    gang.other.trouble = Trouble()
+    gang.other.saved_files = SavedFiles(trouble=Trouble("os_error", "OSError: [Errno 5]"))
+    unread = saving("unread")
+    await unread.copy([first], 0)
+    with pytest.raises(OSError, match="Errno 5"):
+        await unread.end()
+    gang.other.saved_files, gang.other.answers = SavedFiles(), [SavedFiles(goes_on=True)] * 2
+    whole = saving("whole")
+    await whole.copy([first], 0)
+    await whole.copy(rest, 1)
+    await whole.end()
+    assert gang.in_a_group and not gang.other.answers
+
+
+@pytest.mark.parametrize(
+    "name", ["../../id", "/etc/x", "part-00000-00000.safetensors", "part-00001-00000.safetensors/x"]
+)
+async def test_a_rank_decides_on_no_file_but_its_own(gang: Gang, tmp_path: Path, name: str) -> None:
+    saving = gang.compute.saving(tmp_path / "scratch/state", masters=False)
+    await saving.copy(list(saving.outline), 0)
+    before = files_of(tmp_path)
+    gang.other.saved_files = SavedFiles({name: "0" * 32})
+    with pytest.raises(BadMessage, match="no file of rank 1's rows"):
+        await saving.end()
+    assert files_of(tmp_path) == before and gang.in_a_group
+
+
+async def test_an_error_of_an_earlier_group_leaves_the_next_one_as_it_is(gang: Gang) -> None:
+    asked, failed = asyncio.Event(), asyncio.Event()
+
+    async def order() -> None:
+        asked.set()
+        await failed.wait()
+        raise PeerLost("the rank was killed")
+
+    group = gang.compute._group
+    late = asyncio.create_task(group.or_lost(order()))
+    await asked.wait()
+    await gang.compute.form()
+    failed.set()
+    with pytest.raises(RankLost, match="was killed"):
+        await late
+    assert gang.in_a_group
+    await gang.compute.begin()
+
+
+async def test_a_gang_over_hosts_without_a_port_to_meet_at_says_so_at_once(tmp_path: Path) -> None:
+    clock = SystemClock()
+    state = simulated_state(clock)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        bind = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        settings = MeshSettings(state.url, "", host="here", bind=bind, interface="lo")
+        core = on_sockets(f"trainer/{JOB}", state, clock, settings=settings)
+        elsewhere = on_sockets(rank_name(JOB, 1), state, clock)
+        other = OtherRank()
+        other.stands = Standing("elsewhere", "127.0.0.1")
+        await elsewhere.join(other)
+        await core.join(None)
+        rank, far = Gang(core, other, tmp_path).rank, list[int]()
+
+        async def prepare(ranks: Set[int]) -> None:
+            far.extend(ranks)
+
+        group = Group(core, JOB, rank, tmp_path, 20.0, prepare=prepare, ended=lambda: None)
+        async with asyncio.timeout(60.0):
+            with pytest.raises(NoPort, match=bind.rpartition(":")[2]):
+                await group.form()
+        assert far == [1] and other.stood_by == 1 and not group.generation
+    await core.leave()
+    await elsewhere.leave()
+    await state.close()
+
+
 async def test_this_ranks_mistake_is_raised_as_what_it_is(gang: Gang) -> None:
     first, second = a_round()
     wrong = replace(first, tokens=first.tokens + 10_000)  # in no vocabulary
@@ -243,3 +487,77 @@ async def test_a_gradient_that_a_rank_cannot_take_ends_the_group_and_is_told(
 def test_only_what_collectives_raise_tells_of_a_lost_rank() -> None:
     assert of_the_group(RuntimeError("[/x/gloo/transport/tcp/pair.cc:553] Connection closed"))
     assert not of_the_group(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))
+
+
+class Drawer:
+    """Keeps what a rank has, in this process."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, np.ndarray[Any, Any]] = {}
+
+    async def keep(self, about: Any, content: Content) -> None:
+        sizes = content.sizes.items()
+        self.runs = {name: np.array(content.read(name, 0, size)) for name, size in sizes}
+
+    async def take(self, content: Content) -> None:
+        for name, run in self.runs.items():
+            content.write(name, 0, run)
+
+
+def files_of(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def first_rank_bytes(gang: Gang) -> int:
+    tensors = gang.rank.learner.tensors().values()
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+ABOUT = {"tier": "memory", "job": JOB, "lineage": 0, "version": 1, "ranks": 2}
+
+
+async def test_all_ranks_sleep_and_wake_as_they_were(gang: Gang) -> None:
+    drawer = Drawer()
+    gradient = np.arange(gang.compute.size, dtype=np.float32)
+    await gang.compute.keep(0, gradient)
+    await gang.compute.sleep(dict(ABOUT), drawer.keep)
+    assert first_rank_bytes(gang) == gang.compute.bytes == 0
+    await gang.compute.move("disk")
+    await gang.compute.wake(drawer.take)
+    assert gang.other.rested == ["keep", "release", "move", "take", "forget"]
+    norm = await gang.compute.apply(1, 1.0, 1.0)  # with the gradient of before
+    assert norm == pytest.approx(float(np.linalg.norm(gradient.astype(np.float64))))
+
+
+async def test_no_rank_sleeps_where_another_has_no_room(gang: Gang) -> None:
+    for _ in range(2):
+        gang.other.raises["rest keep"] = StorageFull("the disk is full")
+        with pytest.raises(StorageFull):
+            await gang.compute.sleep(dict(ABOUT), Drawer().keep)
+        assert gang.other.rested[-2:] == ["keep", "discard"]
+        assert gang.in_a_group and first_rank_bytes(gang) > 0
+    await gang.compute.begin()
+
+
+async def test_no_rank_wakes_where_another_has_no_memory(gang: Gang) -> None:
+    drawer = Drawer()
+    await gang.compute.sleep(dict(ABOUT), drawer.keep)
+    gang.other.raises["rest take"] = Refused("no memory")
+    with pytest.raises(Refused, match="no memory"):
+        await gang.compute.wake(drawer.take)
+    assert first_rank_bytes(gang) == 0 and gang.other.rested[-1] == "release"
+    gang.other.raises.clear()
+    await gang.compute.wake(drawer.take)
+    assert first_rank_bytes(gang) > 0
+
+
+async def test_a_rank_that_is_lost_asleep_ends_the_group_when_it_wakes(gang: Gang) -> None:
+    drawer = Drawer()
+    await gang.compute.sleep(dict(ABOUT), drawer.keep)
+    gang.other.raises["rest take"] = Fenced("an order of another generation")
+    with pytest.raises(Damaged, match="has lost one"):
+        await gang.compute.wake(drawer.take)
+    assert not gang.in_a_group
+    gang.other.raises.clear()
+    await gang.compute.form()
+    await gang.compute.begin()

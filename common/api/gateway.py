@@ -1,0 +1,285 @@
+"""The interface of the gateway: what a person who was given a token may ask of a mesh. A token
+reaches the jobs that were submitted with it, and no others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.runtime.interface import Call, Interface, Stream
+from common.wire.frames import message
+
+PIECE_BYTES = 1 << 20  # of a file in one message: enough to fill a link, little to keep in memory
+
+
+@message
+class JobState:
+    """How a job stands."""
+
+    name: str
+    phase: str  # see common.state.jobs.Phase
+    held: str  # `waiting: WHY` or `paused: WHY`; empty: it runs, or has ended
+    step: int  # steps done
+    steps: int  # steps that it is to do
+    version: int  # of its weights; -1: there are none yet
+    trained: int  # trajectories
+    error: str
+    run_dir: str  # on the mesh's host
+    over: bool  # it has finished, failed or been stopped
+
+
+@message
+class Begin:
+    """Opens an upload: the job as it is to be submitted, and what files its bundle has."""
+
+    document: Any
+    digest: str  # of the bundle
+    files: Any  # name -> [bytes, digest]
+    parameters: int  # of the model
+
+
+@message
+class Uploading:
+    """The answer to Begin; the upload is given up when the stream that brought it ends."""
+
+    upload: str
+    piece_bytes: int
+
+
+@message
+class Piece:
+    """Bytes of one file of an upload."""
+
+    upload: str
+    name: str
+    offset: int
+    content: bytes
+
+
+@message
+class Taken:
+    """The answer to a Piece: it is written."""
+
+
+@message
+class Finish:
+    """Says that all pieces have arrived: the job is to be submitted."""
+
+    upload: str
+
+
+@message
+class Submitted:
+    """The answer to Finish."""
+
+    job: str  # its name on the mesh, numbered where the mesh had one of that name
+    run_dir: str
+
+
+@message
+class All:
+    """Asks for all jobs."""
+
+
+@message
+class Jobs:
+    """The answer to All, in the order of submission."""
+
+    jobs: list[JobState]
+
+
+@message
+class One:
+    """Names a job; `op` tells repetitions of one request from another request."""
+
+    job: str
+    op: str = ""
+
+
+@message
+class Done:
+    """The answer to what stops or deletes a job; False: it had ended already."""
+
+    changed: bool
+
+
+@message
+class Since:
+    """Asks for what has happened to a job after an event, waiting up to `wait_s` for it."""
+
+    job: str
+    since: str  # id of an event; "0": from the first
+    wait_s: float
+
+
+@message
+class Happened:
+    """The answer to Since. An event is {id, ms, kind, fields}; `cursor` is where to go on."""
+
+    events: list[Any]
+    cursor: str
+
+
+@message
+class Want:
+    """Asks for a version of a job's model as a Hugging Face directory: of a step, the best one, or
+    the last one (-1).
+    """
+
+    job: str
+    step: int
+    best: bool
+
+
+@message
+class Model:
+    """The answer to Want: the files, by name -> [bytes, digest]."""
+
+    name: str  # by which its files are read
+    files: Any
+
+
+@message
+class Read:
+    """Asks for bytes of one file of a model."""
+
+    job: str
+    model: str
+    name: str
+    offset: int
+
+
+@message
+class Content:
+    """The answer to Read, at most PIECE_BYTES."""
+
+    content: bytes
+
+
+@message
+class OnVersions:
+    """Asks for the versions of a job (`list`), or has one pinned or unpinned (`pin`, `unpin`)."""
+
+    job: str
+    act: str
+    version: str = ""
+    note: str = ""  # of a pin
+
+
+@message
+class Told:
+    """The answer to OnVersions, as `meshrl weights --json` prints it."""
+
+    answer: Any
+
+
+@message
+class Join:
+    """A host with a token asks to be let in; again with the same words while it has no answer."""
+
+    host: str  # its name, which no other has had
+    key: str  # public half of the pair that it made to be known by as a member; Z85
+    address: str  # by which others reach it, as it says
+    workers: int
+    standby: bool  # it would run a planner that stands by
+    version: str  # of MeshRL
+    ephemeral: bool = False  # the mesh may forget it when it has been away for `pool.gone_s`
+
+
+@message
+class Joined:
+    """The answer to Join: what the host's settings are made of. The secret is told once, to who
+    holds the token and names the same key.
+    """
+
+    redis_url: str  # without user and password
+    secret: str  # the host's own
+    authority: str  # certificate that Redis' own is signed with, PEM; empty: there is none
+    prefix: str  # of its workers' names
+    planner: str  # name of the planner that it is to run; empty: none
+    settings: Any  # what all hosts of the mesh share, by their names in MeshSettings
+
+
+@message
+class Leave:
+    """The host whose member key this is leaves: the mesh forgets it."""
+
+
+@message
+class Drain:
+    """The host that has joined with this key is about to end: everything is to move away from it,
+    until it is back.
+    """
+
+
+@message
+class Back:
+    """The host that has joined with this key is there again: it drains no more, unless a person has
+    asked for that.
+    """
+
+    address: str  # by which others reach it now
+
+
+@message
+class Remaining:
+    """Asks what is left on the host that has joined with this key."""
+
+
+@message
+class Remains:
+    """The answer to Remaining: names of residents, services and processes; empty: it is drained.
+    `drains`: whether it is to become empty.
+    """
+
+    names: list[str]
+    drains: bool
+
+
+@message
+class Whereabouts:
+    """A member asks where Redis is now: the head may have moved."""
+
+
+@message
+class There:
+    """The answer to Whereabouts, as in Joined."""
+
+    redis_url: str
+    authority: str
+    settings: Any
+
+
+@message
+class Membership:
+    """Asks what the mesh knows of the host whose member key this is."""
+
+
+@message
+class Member:
+    """The answer to Membership."""
+
+    host: str
+
+
+class Gateway(Interface):
+    """The methods of the gateway."""
+
+    upload = Stream(Begin, Uploading)
+    put = Call(Piece, Taken, deadline_s=30.0, idempotent=True)
+    finish = Call(Finish, Submitted, deadline_s=300.0, idempotent=True)
+    jobs = Call(All, Jobs, deadline_s=15.0, idempotent=True)
+    job = Call(One, JobState, deadline_s=15.0, idempotent=True)
+    events = Call(Since, Happened, deadline_s=40.0, idempotent=True)
+    stop = Call(One, Done, deadline_s=20.0, idempotent=True)
+    delete = Call(One, Done, deadline_s=60.0, idempotent=True)
+    model = Call(Want, Model, deadline_s=600.0, idempotent=True)
+    read = Call(Read, Content, deadline_s=30.0, idempotent=True)
+    versions = Call(OnVersions, Told, deadline_s=60.0, idempotent=True)
+    join = Call(Join, Joined, deadline_s=60.0, idempotent=True)
+    leave = Call(Leave, Done, deadline_s=60.0, idempotent=True)
+    drain = Call(Drain, Done, deadline_s=60.0, idempotent=True)
+    back = Call(Back, Done, deadline_s=60.0, idempotent=True)
+    remaining = Call(Remaining, Remains, deadline_s=10.0, idempotent=True)
+    whereabouts = Call(Whereabouts, There, deadline_s=60.0, idempotent=True)
+    membership = Call(Membership, Member, deadline_s=10.0, idempotent=True)

@@ -1,0 +1,13 @@
+"""Names of jobs on a mesh that has others."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """`name`, or else `name-2`, `name-3` and so on: the first that nobody has."""
+    number, chosen = 2, name
+    while chosen in taken:
+        chosen, number = f"{name}-{number}", number + 1
+    return chosen

@@ -1,0 +1,38 @@
+"""The bytes that residents take of a worker, and whether it has them."""
+
+from __future__ import annotations
+
+from common.pool.needs import Need
+from common.pool.rows import Budget, Resident, Role, Tier
+
+
+def takes(role: Role, core: bool, ranks: int, need: Need) -> int:
+    """Bytes of each worker's accelerator that such a resident takes at least; 0 where it is not
+    known. Beside the parameters a helper has gradients of what is trained, a core moments, too.
+    """
+    if role == Role.ROLLOUT:
+        return need.bytes // 2 if need.half else need.bytes
+    if role != Role.TRAINING:
+        return 0
+    trained = 0 if need.adapters else need.bytes
+    return (need.bytes + trained * (1 + need.moments)) // ranks if core else need.bytes + trained
+
+
+def sleeps(resident: Resident, need: Need) -> int:
+    """Bytes of each worker's memory or disk that a core takes asleep: it keeps no gradients."""
+    if not resident.core:
+        return 0
+    trained = 0 if need.adapters else need.bytes
+    return (need.bytes + trained * need.moments) // len(resident.ranks)
+
+
+def room(budget: Budget, tier: Tier, taken: int, more: int) -> bool:
+    """Whether a worker has `more` bytes of that tier, when so many are taken."""
+    if tier == Tier.ABSENT:
+        return True
+    limit = {
+        Tier.ACCELERATOR: budget.accelerator,
+        Tier.MEMORY: budget.memory,
+        Tier.DISK: budget.disk,
+    }[tier]
+    return not limit or taken + more <= limit

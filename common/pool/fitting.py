@@ -1,0 +1,87 @@
+"""Whether a job could ever run on these workers, if it had them all to itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from common.pool.budgets import room, takes
+from common.pool.needs import Need
+from common.pool.rows import Role, Tier, Worker
+from common.pool.settings import PoolSettings
+
+
+def tight_floor(need: Need) -> int:
+    """Workers that a job takes at least where engines and cores compute by turns."""
+    return need.ranks + int(need.scoring) if need.alternates else need.floor
+
+
+def least_workers(need: Need, turns: bool) -> int:
+    """Workers without which a job does not run."""
+    return max(need.least, tight_floor(need) if turns else need.floor)
+
+
+def never_fits(need: Need, workers: Sequence[Worker], settings: PoolSettings) -> str:
+    """Why a job can never run on these workers, and what to do; empty when it can."""
+    places = Counter(map(settings.place, workers))
+    return never_fits_on(need, places, settings) or too_large(need, workers, settings)
+
+
+def never_fits_on(need: Need, places: Mapping[str, int], settings: PoolSettings) -> str:
+    """The same but for its bytes, where the workers of each place of gangs are counted."""
+    turns = settings.turns
+    total, least = sum(places.values()), least_workers(need, turns)
+    if total < least:
+        roles = {
+            f"{need.ranks} for its core": True,
+            "1 to roll out": need.rolls_out and not (turns and need.alternates),
+            "1 for its frozen models": need.scoring,
+        }
+        parts = ", ".join(role for role, wanted in roles.items() if wanted)
+        asked = "pool.workers.least" if need.least == least else parts
+        return (
+            f"the job needs {least} workers ({asked}), and this mesh has {total}: start one with "
+            f"`meshrl up --workers {least}`, or, when workers of this one were lost, go on with "
+            "`meshrl resume RUN`"
+        )
+    largest = max(places.values(), default=0)
+    if largest < need.ranks:
+        kind = settings.gangs
+        wider = ', or set pool.gangs = "network" where hosts have one' if kind == "host" else ""
+        return (
+            f"the job trains with ranks = {need.ranks}, and no {kind} of this mesh has more than "
+            f"{largest} workers: set training.ranks to {largest} or less, or join a larger {kind}"
+            f"{wider}"
+        )
+    if need.most and need.most < least:
+        return (
+            f"the job needs {least} workers, and pool.workers.most is {need.most}: raise it to "
+            f"{least}, or set 0 for as many as there are"
+        )
+    return ""
+
+
+def too_large(need: Need, workers: Sequence[Worker], settings: PoolSettings) -> str:
+    """Why no accelerators of these workers have the bytes of a job's core, or of its engine, and
+    what to do; empty when some have, and while its bytes are not known.
+    """
+    roles = [("core", need.ranks, takes(Role.TRAINING, True, need.ranks, need))]
+    if need.rolls_out:
+        roles.append(("engine", 1, takes(Role.ROLLOUT, False, 1, need)))
+    for role, count, more in roles:
+        fit = Counter(
+            settings.place(worker)
+            for worker in workers
+            if room(worker.budget, Tier.ACCELERATOR, 0, more)
+        )
+        if max(fit.values(), default=0) >= count:
+            continue
+        largest = max((worker.budget.accelerator for worker in workers), default=0)
+        spread = ", or raise training.ranks" if role == "core" else ""
+        return (
+            f"the job's {role} takes {more} bytes of each of {count} accelerators of one "
+            f"{settings.gangs} (its model has {need.bytes} in float32), no {settings.gangs} has "
+            f"them, and the largest has {largest}: "
+            f"join larger ones (`--accelerator-bytes`), or train a smaller model{spread}"
+        )
+    return ""

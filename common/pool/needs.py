@@ -1,0 +1,66 @@
+"""What a job asks of the pool, and how far it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.job.config import PlannerConfig
+from common.state.jobs import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a job asks for. `least` and `most` are workers of all its roles together."""
+
+    ranks: int = 1  # of its core, a worker each
+    rolls_out: bool = True  # whether anything is generated for it
+    alternates: bool = True  # whether its engines can compute by turns with its core
+    scoring: bool = False  # whether it has frozen models, which one worker hosts
+    shards: int = 1
+    sandboxes: int = 0
+    # The isolation that a host has which its sandboxes are on, where its model's code runs in them;
+    # empty: any.
+    tier: str = ""
+    least: int = 0  # workers that it runs with at least; 0: its floor
+    most: int = 0  # 0: as many as there are
+    priority: int = 0  # higher ones take from lower ones
+    share: float = 1.0  # weight beside jobs of the same priority
+    bytes: int = 0  # of its trained model's parameters in float32; 0: not known
+    adapters: bool = False  # low-rank adapters are trained in place of the model
+    moments: int = 2  # of the optimizer, each as large as what is trained
+    helped: bool = True  # whether others than its core can compute gradients for it
+    half: bool = False  # its engines have the parameters in 16 bits
+
+    @property
+    def floor(self) -> int:
+        """Workers for the core, one engine and the frozen models, each of its own."""
+        return self.ranks + int(self.rolls_out) + int(self.scoring)
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a job's processes have published so far, by which its stage times are told."""
+
+    sources: frozenset[str] = frozenset()  # processes that they come from, with incarnations
+    engines: int = 0
+    occupied_s: float = 0.0
+    groups: int = 0
+    train_busy_s: float = 0.0
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedJob:
+    """A job of the mesh as the planner sees it."""
+
+    id: str
+    phase: Phase
+    need: Need = Need()
+    config: PlannerConfig = field(default_factory=PlannerConfig)  # of the stage-time policy
+    groups_per_step: int = 1
+    submitted_ms: int = 0
+    steps_done: int = 0
+    held: str = ""  # `waiting: WHY` or `paused: WHY`; empty: it runs
+    checkpointed: bool = False  # whether a committed checkpoint holds all that it would go on from
+    counters: Counters = Counters()
+    progress: dict[str, int] = field(default_factory=dict)  # what each resident has done so far

@@ -1,0 +1,74 @@
+"""A job as the planner sees it, from its row, its document and what its processes publish."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from common.job.config import PlannerConfig
+from common.pool.asking import need_of, unhelped
+from common.pool.needs import Counters, Need, PlannedJob
+from common.state.jobs import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A live process, and what it has published."""
+
+    name: str
+    kind: str
+    incarnation: str
+    stats: Mapping[str, Any]
+
+
+PROGRESS = {"engine": "tokens", "trainer": "step", "hybrid": "bins"}  # what a process has done
+
+
+def planned(
+    row: Mapping[str, Any], document: Mapping[str, Any], processes: Sequence[Published] = ()
+) -> PlannedJob:
+    """The job of a row, its document (the resolved job file) and its live processes."""
+    return PlannedJob(
+        id=row["id"],
+        phase=Phase(row["phase"]),
+        need=_needed(document, processes),
+        config=PlannerConfig(**document.get("planner", {})),
+        groups_per_step=row["groups_per_step"],
+        submitted_ms=row["submitted_ms"],
+        steps_done=row["steps_done"],
+        held=row["held"],
+        checkpointed=bool(row["checkpoint"]),
+        counters=counters(processes),
+        progress={
+            process.stats["resident"]: int(process.stats.get(PROGRESS[process.kind], 0))
+            for process in processes
+            if process.kind in PROGRESS and process.stats.get("resident")
+        },
+    )
+
+
+def _needed(document: Mapping[str, Any], processes: Sequence[Published]) -> Need:
+    """What the document asks for, and what its core has said: a version may be in other types than
+    the document asks for, or the base of its adapters.
+    """
+    need, trainers = need_of(document), (p for p in processes if p.kind == "trainer")
+    there = {name for process in trainers for name in process.stats.get("published", ())}
+    if unhelped(there, document["training"]["dtype"]):
+        return replace(need, helped=False)
+    return need
+
+
+def counters(processes: Sequence[Published]) -> Counters:
+    """What a job's live processes have published."""
+    engines = [process for process in processes if process.kind == "engine"]
+    trainers = [process for process in processes if process.kind == "trainer"]
+    shards = [process for process in processes if process.kind == "rollout"]
+    return Counters(
+        sources=frozenset(p.name + p.incarnation for p in (*engines, *trainers, *shards)),
+        engines=len(engines),
+        occupied_s=sum(float(p.stats.get("occupied_s", 0.0)) for p in engines),
+        groups=sum(int(p.stats.get("groups", 0)) for p in shards),
+        train_busy_s=sum(float(p.stats.get("busy_s", 0.0)) for p in trainers),
+        steps=sum(int(p.stats.get("step", 0)) for p in trainers),
+    )

@@ -1,0 +1,153 @@
+"""The rows of the pool: workers, the gangs that they compute in, and the residents of a gang.
+
+The planner writes what is wanted, workers report what is; nobody writes the other's half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What a resident does."""
+
+    IDLE = "idle"
+    ROLLOUT = "rollout"
+    TRAINING = "training"
+    SCORING = "scoring"  # it hosts the job's frozen models
+
+
+class Tier(StrEnum):
+    """Where a resident's tensors are."""
+
+    ACCELERATOR = "accelerator"
+    MEMORY = "memory"  # of the host, in segments that its worker owns
+    DISK = "disk"  # of the host, in files with digests
+    ABSENT = "absent"  # there is no process: a checkpoint is what is left
+
+
+class Doing(StrEnum):
+    """What a worker says of one resident's process."""
+
+    STARTING = "starting"
+    READY = "ready"  # it is at the tier that was wanted, and does what it can there
+    MOVING = "moving"  # from tier to tier
+    DRAINING = "draining"
+    FAILED = "failed"
+    GONE = "gone"  # there is no process, and none is wanted now: it is absent, or to be asleep
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes that residents of a worker may take; 0: as many as there are."""
+
+    accelerator: int = 0  # on a CPU worker a declared number, which is accounted all the same
+    memory: int = 0
+    disk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One accelerator, or a slot of a CPU host. Its record is all that it polls."""
+
+    id: str  # the registry has its process as worker/<id>
+    host: str
+    accelerator: str  # as cpu:0
+    token: int  # of its process's lease
+    alive: bool = True
+    budget: Budget = Budget()
+    uuid: str = ""  # of its GPU or MIG instance; empty: a CPU slot
+    market: str = "reserved"  # reserved | spot | lent
+    network: str = ""  # that its host is in, by name; empty: the head's
+    gang: str = ""  # the one that it is in; empty: idle
+    membership: int = 0  # counts the workers' gangs: another gang, or another place in one
+    revision: int = 0  # raised with each change of its gang's record
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a worker says of a resident's process on it."""
+
+    rank: int  # of the worker in its gang
+    generation: int  # of the process
+    epoch: int  # the wish that it acts under
+    token: int  # of the worker's lease
+    doing: Doing
+    tier: Tier  # where the tensors are now
+    detail: str = ""
+    held: Budget = Budget()  # bytes that it takes of each
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A role of a job on a gang: a role process on each of the gang's ranks that it occupies.
+
+    Another `generation` is another process; another `epoch` is another wish, and never a restart.
+    """
+
+    id: str  # <gang>.<number>, never used again
+    job: str
+    role: Role
+    core: bool = False  # in a training role: owns parameters and optimizer
+    ranks: tuple[int, ...] = (0,)  # of the gang
+    tier: Tier = Tier.ACCELERATOR  # wanted
+    turns: bool = False  # it computes by turns with the other residents of its gang
+    pinned: bool = False  # put there by hand: the policy leaves it alone
+    generation: int = 1
+    epoch: int = 1
+    changed_ms: int = 0  # when the wish was written
+    reports: Mapping[int, Report] = field(default_factory=dict)  # by rank
+
+    @property
+    def settled(self) -> bool:
+        """Whether all its ranks do what was wished last."""
+        return all(self._done(self.reports.get(rank)) for rank in self.ranks)
+
+    @property
+    def doing(self) -> Doing:
+        """What the rank does that is furthest from done."""
+        return max(map(self._does, map(self.reports.get, self.ranks)), key=_FAR.index)
+
+    @property
+    def detail(self) -> str:
+        """What the first rank that is furthest from done says."""
+        far = self.doing
+        told = (r.detail for r in self.reports.values() if r.doing == self._does(r) == far)
+        return next(filter(None, told), "")
+
+    def _does(self, report: Report | None) -> Doing:
+        """What a rank does; what it said of an earlier wish says nothing of how this one goes."""
+        if report is None or report.generation != self.generation:
+            return Doing.STARTING
+        if report.epoch == self.epoch or report.doing == Doing.STARTING:
+            return report.doing
+        return Doing.MOVING
+
+    def _done(self, report: Report | None) -> bool:
+        if report is None or (report.generation, report.epoch) != (self.generation, self.epoch):
+            return False
+        if report.doing == Doing.GONE:  # one that died asleep starts when it is to wake
+            return self.tier != Tier.ACCELERATOR
+        return report.doing == Doing.READY and report.tier == self.tier != Tier.ABSENT
+
+
+_FAR = (Doing.GONE, Doing.READY, Doing.MOVING, Doing.STARTING, Doing.DRAINING, Doing.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """Workers that compute together, in rank order, and who resides on them."""
+
+    id: str
+    workers: tuple[str, ...]  # ids, in rank order
+    membership: int  # of its workers' records
+    residents: tuple[Resident, ...] = ()
+    formed_ms: int = 0
+    placed: int = 0  # residents that it has had: the next one is <gang>.<this>
+
+    @property
+    def settled(self) -> bool:
+        """Whether all its residents do what was wished last."""
+        return all(resident.settled for resident in self.residents)

@@ -1,0 +1,106 @@
+"""Whether this process runs in a container, and what that leaves it: what the kernel says of its
+user, its rights and its files. Only the standard library, because sandboxes ask too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
+KUBERNETES = "KUBERNETES_SERVICE_HOST"  # in the environment of every process of a pod
+NEW_USER = 0x10000000  # CLONE_NEWUSER of <linux/sched.h>
+KERNELS = {"proc", "sysfs", "cgroup", "cgroup2", "devtmpfs", "devpts", "mqueue"}
+SECCOMP = {"0": "none", "1": "strict", "2": "filtered"}
+
+
+@dataclass(frozen=True)
+class Rights:
+    """What the kernel lets this process do."""
+
+    user: int
+    capabilities: int  # how many are effective
+    seccomp: str  # none | strict | filtered
+    gains_none: bool  # no program gets it more rights (no_new_privs)
+    read_only_root: bool
+
+
+def kind() -> str:
+    """`docker`, `podman`, `kubernetes`, or what else says that it is one; empty: none does."""
+    if os.environ.get(KUBERNETES):
+        return "kubernetes"
+    for mark, name in MARKS.items():
+        if Path(mark).exists():
+            return name
+    return os.environ.get("container", "")  # noqa: SIM112 - as systemd-nspawn and LXC set it
+
+
+def rights() -> Rights:
+    """Those of this process."""
+    status = dict(
+        line.split(":\t", 1)
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if ":\t" in line
+    )
+    return Rights(
+        user=os.geteuid(),
+        capabilities=int(status.get("CapEff", "0"), 16).bit_count(),
+        seccomp=SECCOMP.get(status.get("Seccomp", "0").strip(), "none"),
+        gains_none=status.get("NoNewPrivs", "0").strip() == "1",
+        read_only_root=bool(os.statvfs("/").f_flag & os.ST_RDONLY),
+    )
+
+
+def writable() -> list[str]:
+    """Where files may be made: mounted places, and the root if it is one."""
+    found = []
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, place, system, *_ = line.split(" ")
+        place = place.encode().decode("unicode_escape")
+        if system in KERNELS or not os.path.isdir(place):
+            continue
+        made = place != "/dev" and not place.startswith(("/proc/", "/sys/"))
+        if made and os.access(place, os.W_OK) and _takes_files(place):
+            found.append(place)
+    return sorted(set(found))
+
+
+def masked_proc() -> bool:
+    """Whether parts of /proc are covered: the kernel then lets no namespace have a /proc of its
+    own, which a jail of bubblewrap does.
+    """
+    lines = Path("/proc/self/mounts").read_text().splitlines()
+    return any(line.split(" ")[1].startswith("/proc/") for line in lines)
+
+
+def user_namespaces_refused() -> str:
+    """Why a process may make no user namespace here; empty: it may. Tried in a child."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        libc = ctypes.CDLL(None, use_errno=True)
+        number = 0 if libc.unshare(NEW_USER) == 0 else ctypes.get_errno()
+        os.write(writes, bytes([number]))
+        os._exit(0)
+    os.close(writes)
+    said = os.read(reads, 1)
+    os.close(reads)
+    os.waitpid(child, 0)
+    number = said[0] if said else errno.EIO
+    if number == 0:
+        return ""
+    if number == errno.EPERM and rights().seccomp == "filtered":
+        return "the container's seccomp profile refuses user namespaces"
+    return f"user namespaces are refused: {os.strerror(number)}"
+
+
+def _takes_files(place: str) -> bool:
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return True
+    except OSError:
+        return False

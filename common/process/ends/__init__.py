@@ -1,0 +1,1 @@
+"""How a process ended, and what a person can do about it. Open `failure.py` first."""

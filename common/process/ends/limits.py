@@ -1,0 +1,291 @@
+"""Limits of the host that an error tells of: which one was hit, its value, and how to raise it.
+
+An error itself says "Too many open files" or "can't start new thread". Asked in the process that
+has it, whose limits these are; only the standard library, because sandboxes ask too.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import resource
+from pathlib import Path
+from typing import NamedTuple
+
+CGROUPS = Path("/sys/fs/cgroup")
+NO_MEMORY = (
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "out of memory",
+)
+NO_THREAD = ("can't start new thread", "cannot create thread", "resource temporarily unavailable")
+GPU = ("cuda", "hip", "gpu")  # their memory is no limit of the host
+STARTS = {"_execute_child", "_answer"}  # of subprocess, and of our nursery: they fork
+UNLIMITED = resource.RLIM_INFINITY
+# Files of a control group, of its second version and its first: the limit of memory, its use, and
+# in its statistics the cache that is dropped first.
+MEMORY = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+NO_LIMIT = 1 << 60  # bytes: the first version has a number this large where there is none
+
+
+class Room(NamedTuple):
+    """Bytes that are left of this host's memory, within our control groups, and of a disk."""
+
+    memory: int
+    disk: int
+
+
+def room(directory: Path) -> Room:
+    """What is left now; the disk is the one below `directory`, or below the nearest directory above
+    it that there is.
+    """
+    there = next(place for place in (directory, *directory.absolute().parents) if place.is_dir())
+    found = os.statvfs(there)
+    groups = (left for place in _groups("memory") if (left := group_left(place)) is not None)
+    return Room(min([_meminfo("MemAvailable"), *groups]), found.f_bavail * found.f_frsize)
+
+
+def group_left(place: Path) -> int | None:
+    """Bytes of memory that a control group may still take; None: it has no limit of its own."""
+    for limit, use, cache in MEMORY:
+        most, now = _read(place / limit), _read(place / use)
+        if most.isdigit() and now.isdigit() and int(most) < NO_LIMIT:
+            dropped = _count(place / "memory.stat", cache) or 0  # before anything else is
+            return max(0, int(most) - int(now) + dropped)
+    return None
+
+
+def memory_limit() -> int | None:
+    """The most bytes of memory that our control groups let us have; None: as many as there are."""
+    found = [
+        int(most)
+        for place in _groups("memory")
+        for limit, _, _ in MEMORY
+        if (most := _read(place / limit)).isdigit() and int(most) < NO_LIMIT
+    ]
+    return min(found, default=None)
+
+
+def cores() -> int:
+    """Cores that this process may use: those it may run on, or the share of them that its control
+    groups have, rounded up.
+    """
+    shares = [share for place in _groups("cpu") if (share := group_cores(place)) is not None]
+    return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, shares)]))
+
+
+def group_cores(place: Path) -> float | None:
+    """How many cores' time a control group may use; None: it has no limit of its own."""
+    quota, _, period = _read(place / "cpu.max").partition(" ")
+    if not quota:
+        quota, period = _read(place / "cpu.cfs_quota_us"), _read(place / "cpu.cfs_period_us")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+
+
+def hit(error: BaseException) -> str:
+    """What limit of the host an error tells of, in a sentence or two; empty for none."""
+    number = error.errno if isinstance(error, OSError) else None
+    text = str(error).lower() if isinstance(error, RuntimeError | OSError) else ""
+    if any(word in text for word in GPU):
+        return ""
+    if number == errno.EMFILE:
+        return descriptors()
+    if number == errno.ENFILE:
+        most = _read("/proc/sys/fs/file-max")
+        return (
+            f"The host has no file descriptors left (fs.file-max is {most}): "
+            "raise it with `sysctl -w fs.file-max=...`"
+        )
+    if number == errno.ENOMEM or isinstance(error, MemoryError) or _says(text, NO_MEMORY):
+        return memory()
+    if (number == errno.EAGAIN and _of_a_start(error)) or _says(text, NO_THREAD):
+        return processes()
+    return ""
+
+
+def _says(text: str, words: tuple[str, ...]) -> bool:
+    return any(word in text for word in words)
+
+
+def _of_a_start(error: BaseException) -> bool:
+    """Whether EAGAIN is of a fork, and not of a socket: the calls that it came through say so."""
+    trace, names = error.__traceback__, set()
+    while trace is not None:
+        names.add(trace.tb_frame.f_code.co_name)
+        trace = trace.tb_next
+    return bool(names & STARTS)
+
+
+def descriptors() -> str:
+    """That of open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"The limit of open files of a process (RLIMIT_NOFILE) is {soft}: raise it with "
+        f"`ulimit -n {_more(soft, hard)}` before the start, or LimitNOFILE= of its systemd unit"
+    )
+
+
+def memory() -> str:
+    """That of address space if there is one and it is near; else the control group's, or the host's
+    memory.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != UNLIMITED:
+        used = _status("VmPeak")
+        return (
+            f"The limit of a process's address space (RLIMIT_AS) is {_size(soft)}, of which it has "
+            f"had {_size(used)}: raise it with `ulimit -v`"
+        )
+    if group := _group_memory():
+        return group
+    return (
+        f"The host has {_size(_meminfo('MemAvailable'))} of memory left of "
+        f"{_size(_meminfo('MemTotal'))}: use a smaller model or fewer processes, or more memory"
+    )
+
+
+def processes() -> str:
+    """That of processes and threads: the one that is nearest of the user's, the control group's and
+    the host's; a thread also takes address space for its stack.
+    """
+    found: list[tuple[float, str]] = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft != UNLIMITED:
+        used = _threads_of(os.getuid())
+        how = f"`ulimit -u {_more(soft, hard)}`, or TasksMax= and LimitNPROC= of its systemd unit"
+        what = (
+            f"The limit of this user's processes and threads (RLIMIT_NPROC) is {soft}, {used} are"
+        )
+        found.append((used / max(1, soft), f"{what} there: raise it with {how}"))
+    for place in _groups("pids"):
+        most, now = _read(place / "pids.max"), _read(place / "pids.current")
+        if most.isdigit() and now.isdigit():
+            what = f"The control group {place} may have {most} processes and threads (pids.max)"
+            how = "`docker run --pids-limit`, or TasksMax= of its systemd unit"
+            found.append((int(now) / max(1, int(most)), f"{what}, {now} are there: raise {how}"))
+    most = _read("/proc/sys/kernel/threads-max")
+    loads = _read("/proc/loadavg").split()
+    if most.isdigit() and len(loads) > 3:
+        now = loads[3].partition("/")[2]
+        what = f"The host may have {most} threads (kernel.threads-max), {now} are there"
+        found.append((int(now) / max(1, int(most)), f"{what}: raise it with `sysctl -w`"))
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != UNLIMITED:
+        found.append((_status("VmPeak") / max(1, soft), memory()))
+    return max(found, default=(0.0, ""))[1]
+
+
+def killed_for_memory(before: int) -> str:
+    """Why the kernel has killed a process for memory since it had killed `before`, as `oom_kills`
+    counted; empty if it has not.
+    """
+    if oom_kills() <= before:
+        return ""
+    return f"the kernel has killed it for want of memory. {_group_memory() or memory()}"
+
+
+def oom_kills() -> int:
+    """Processes that the kernel has killed for want of memory, in our control group or, where it
+    does not say, on this host.
+    """
+    counts = [
+        count
+        for place in _groups("memory")
+        for name in ("memory.events", "memory.oom_control")
+        if (count := _count(place / name, "oom_kill")) is not None
+    ]
+    return max([*counts, _count(Path("/proc/vmstat"), "oom_kill") or 0])
+
+
+def _group_memory() -> str:
+    """The limit of memory of the nearest control group that has one."""
+    for place in _groups("memory"):
+        for limit, use, _ in MEMORY:
+            most, now = _read(place / limit), _read(place / use)
+            if most.isdigit() and int(most) < _meminfo("MemTotal"):
+                return (
+                    f"The control group {place} may have {_size(int(most))} of memory ({limit}), "
+                    f"and has {_size(int(now or 0))}: raise it with `docker run --memory`, or "
+                    "MemoryMax= of its systemd unit"
+                )
+    return ""
+
+
+def _groups(controller: str) -> list[Path]:
+    """Our control group for a controller and those above it, the nearest first."""
+    found: list[Path] = []
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        base = CGROUPS / controllers if controllers else CGROUPS
+        if controllers and controller not in controllers.split(","):
+            continue
+        place = base / path.lstrip("/")
+        for above in (place, *place.parents):
+            found += [above] if above.is_dir() else []
+            if above == base:
+                break
+    return found
+
+
+def _threads_of(user: int) -> int:
+    count = 0
+    for number in filter(str.isdigit, _listed("/proc")):
+        try:
+            if os.stat(f"/proc/{number}").st_uid == user:
+                count += len(_listed(f"/proc/{number}/task"))
+        except OSError:  # it has ended
+            continue
+    return count
+
+
+def _listed(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:  # no descriptor is left for it, or it has ended
+        return []
+
+
+def _count(path: Path, name: str) -> int | None:
+    for line in _read(path).splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return None
+
+
+def _status(name: str) -> int:
+    """Bytes of a line of our own status, which is in KiB."""
+    return _kib("/proc/self/status", name)
+
+
+def _meminfo(name: str) -> int:
+    return _kib("/proc/meminfo", name)
+
+
+def _kib(path: str, name: str) -> int:
+    for line in _read(path).splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def _read(path: Path | str) -> str:
+    """The content of a file of the kernel; empty where it has none, or no descriptor is left."""
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _more(soft: int, hard: int) -> str:
+    """Twice as much as there is, as far as one may without being root."""
+    return str(2 * soft if hard == UNLIMITED else max(soft, min(2 * soft, hard)))
+
+
+def _size(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count >> 20} MiB"

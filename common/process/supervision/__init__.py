@@ -1,0 +1,1 @@
+"""Keeping children running: supervisors, their budgets, leases. Open `supervisor.py` first."""

@@ -1,0 +1,70 @@
+"""What the gateway asks of the launcher, who alone lets hosts in and out: by Redis, as neither is
+an actor of the other. No secret passes: of a host's passwords the launcher is told digests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.clock import Clock
+from common.errors import DeadlineExceeded, MeshError, from_wire, to_wire
+from common.state.client import State
+from common.state.keys import MESH
+
+# Kinds of what is asked.
+JOIN, LEAVE, DRAIN, BACK, WHERE = "join", "leave", "drain", "back", "where"
+WAITS_S = 60.0  # who asks gives up then
+KEPT_S = 300.0
+LOOK_S = 0.2  # between two looks for the answer
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One question."""
+
+    id: str
+    kind: str
+    about: Mapping[str, Any]
+
+
+async def ask(
+    state: State,
+    clock: Clock,
+    id: str,
+    kind: str,
+    about: Mapping[str, Any],
+    deadline_s: float = WAITS_S,
+) -> dict[str, Any]:
+    """The launcher's answer, once for `id`; the MeshError of its refusal; DeadlineExceeded."""
+    until = clock.monotonic() + deadline_s
+    args = {"id": id, "kind": kind, "about": dict(about)}
+    while True:
+        text = (await state.run("ask", [MESH], args))["answer"]
+        if text:
+            answer: dict[str, Any] = json.loads(text)
+            if "refusal" in answer:
+                raise from_wire(*answer["refusal"])
+            return answer
+        if clock.monotonic() > until:
+            raise DeadlineExceeded(
+                f"the launcher of the mesh has not answered within {deadline_s:g} s",
+                fix="See its log, mesh/logs/launcher.log at the head, and try again",
+            )
+        await clock.sleep(LOOK_S)
+
+
+async def asked(state: State) -> list[Asked]:
+    """What has no answer yet, in the order in which it was asked."""
+    rows = (await state.run("asked", [MESH], {"waits_ms": int(1000 * WAITS_S)}))["rows"]
+    found = [json.loads(text) for text in rows or []]
+    return [Asked(row["id"], row["kind"], row["about"] or {}) for row in found]
+
+
+async def answer(state: State, id: str, answer: Mapping[str, Any] | MeshError) -> None:
+    """Gives an answer, or a refusal."""
+    told = {"refusal": to_wire(answer)} if isinstance(answer, MeshError) else dict(answer)
+    args = {"id": id, "answer": json.dumps(told), "kept_ms": int(1000 * KEPT_S)}
+    await state.run("answer", [MESH], args)

@@ -1,0 +1,76 @@
+"""The doors of a mesh whose processes have a key each: whose key is let in, as what, from where.
+
+Redis keeps a hash for each role of each host, which only that host's user of that role may write:
+to stand there is to have proved both. Keys are public halves, in hexadecimal digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from common.api.callers import ROLES
+from common.state.client import State, SyncClient, asked_once
+from common.state.keys import MESH
+from common.transport.keys import Holders
+
+ADMITTED = f"{MESH}:admitted"
+_ROLES = sorted(ROLES)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A key that is let in, and the name of its process: what stands at a door."""
+
+    role: str
+    host: str
+    public: str
+    name: str
+
+
+async def admit_host(state: State, host: str) -> bool:
+    """Lets keys of this host in; whether it was not before. Its owner's to do."""
+    return bool((await state.run("admit_host", [MESH], {"host": host}))["new"])
+
+
+async def hosts(state: State) -> list[str]:
+    """The hosts whose keys are let in."""
+    return sorted(await state.command("SMEMBERS", ADMITTED))
+
+
+async def enter(state: State, row: Row) -> int:
+    """Shows the key of a process at the door of its role and host; the number of `revoke_*` so far.
+    Keys of processes that have gone for long are removed. Refused: host or key is let in no more.
+    """
+    return int((await state.run("enter", [MESH], asdict(row)))["doors"])
+
+
+async def leave(state: State, row: Row) -> None:
+    """Takes it away again."""
+    await state.run("withdraw", [MESH], asdict(row))
+
+
+def who(client: SyncClient, publics: Sequence[str]) -> list[Holders]:
+    """Whose each of these keys is; nobody's who is let in: none. Of several holders one alone has
+    the other half, and the others may have entered it to be taken for that one. Blocks;
+    StateUnavailable.
+    """
+    answer = asked_once(client, "who", [MESH], {"keys": list(publics), "roles": _ROLES})
+    return [tuple(sorted(holders.split())) for holders in answer["who"]]
+
+
+async def revoke_host(state: State, host: str) -> bool:
+    """Lets no key of this host in from now on, nor those that are in; whether any was."""
+    return bool((await state.run("revoke", [MESH], {"host": host, "roles": _ROLES}))["revoked"])
+
+
+async def revoke_key(state: State, public: str) -> bool:
+    """Lets this one key in no more; False when it was revoked before."""
+    args = {"public": public, "roles": _ROLES}
+    return bool((await state.run("revoke", [MESH], args))["revoked"])
+
+
+async def rows(state: State) -> list[Row]:
+    """All keys that are let in, by host, role and name."""
+    found = (await state.run("door_rows", [MESH], {"roles": _ROLES}))["rows"] or []
+    return sorted((Row(**row) for row in found), key=lambda row: (row.host, row.role, row.name))

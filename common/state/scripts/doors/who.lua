@@ -1,0 +1,18 @@
+-- uses: doors
+-- All of role@host at whose doors each of these keys stands: none who entered another's key takes
+-- the other's place by that.
+local at = {}
+for place, public in ipairs(a.keys) do
+  at[place] = {revoked = redis.call('SISMEMBER', REVOKED, public) == 1}
+end
+for _, host in ipairs(redis.call('SMEMBERS', ADMITTED)) do
+  for _, role in ipairs(a.roles) do
+    local found = redis.call('HMGET', door(role, host), unpack(a.keys))
+    for place, shown in ipairs(found) do
+      if shown and not at[place].revoked then table.insert(at[place], role .. '@' .. host) end
+    end
+  end
+end
+local answer = {}
+for place, holders in ipairs(at) do answer[place] = table.concat(holders, ' ') end
+return cjson.encode({who = answer})

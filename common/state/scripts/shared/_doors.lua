@@ -1,0 +1,24 @@
+-- Whose keys are whose: a hash for each role of each host, which only that host's user of that role
+-- may write, so that who stands there has proved both. It may enter a key that is another's, too:
+-- that takes nothing from the other, who stands at a door of its own. Beside each key stand when it
+-- was shown last, in ms, and the name of its process.
+local ADMITTED, REVOKED, DOORS = MESH .. ':admitted', MESH .. ':revoked', MESH .. ':doors'
+local GONE_MS = 600000 -- who has not shown its key for so long has left without a word
+
+local function door(role, host) return MESH .. ':door:' .. role .. ':' .. host end
+
+-- Why a key of that host does not come in; nothing when it does.
+local function barred(host, public)
+  if redis.call('SISMEMBER', ADMITTED, host) == 0 then
+    return 'the host ' .. host .. ' is none of this mesh, or was expelled from it'
+  end
+  if redis.call('SISMEMBER', REVOKED, public) == 1 then
+    return 'the key ' .. string.sub(public, 1, 8) .. ' was revoked'
+  end
+end
+
+local function show_key(role, host, public, name)
+  redis.call('HSET', door(role, host), public, NOW .. ' ' .. name)
+end
+
+local function doors_number() return tonumber(redis.call('GET', DOORS) or 0) end

@@ -1,0 +1,192 @@
+"""Stages the rows of weights that somebody holds: puts them into the store as chunks, and tells
+what lies where. Ranks do so each with its own, and nobody has a whole version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from common.api.weights import Base, Manifest, Stage, Tensor, Weights
+from common.errors import BadMessage
+from common.model.safetensors_file import NAMES
+from common.model.source import nbytes
+from common.process.serial_executor import looked_at
+from common.runtime.mesh import Mesh
+from common.runtime.patience import patiently
+from common.weights.identity import Described, added, identity
+from common.weights.laying import Chunk, How, Laid, Laying, Part, whole
+from common.weights.manifest import check, chunk_bytes, packed
+from common.wire import host_chunks
+from common.wire.bulk.port import BulkClient
+from common.wire.chunks import digest_of
+from common.wire.weight_store import STORE, put, store_entry
+
+WRITTEN_AT_ONCE = 2  # chunks: one is hashed while another waits for the disk
+UNWRITTEN = 4  # chunks that may be in memory before who lays more has to wait
+COPY_S = 600.0  # deadline of what is done off the loop, because it takes as long as memory does
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version that was staged: its manifest with its digest, and who its masters are."""
+
+    manifest: Manifest
+    digest: str
+    masters: str
+
+    @property
+    def image(self) -> str:
+        """The identity of what is published."""
+        return self.manifest.image
+
+
+class Stager:
+    """What one process stages of one version. `async with`: what is still being written when it
+    ends otherwise is given up.
+    """
+
+    def __init__(self, mesh: Mesh, bulk: BulkClient, how: How, what: str) -> None:
+        """`what`: said of it while the store is waited for."""
+        self._mesh, self._bulk, self._how, self._what = mesh, bulk, how, what
+        self._laying = Laying(how)
+        self._tasks: list[asyncio.Task[list[Tensor]]] = []
+        self._turn = asyncio.Semaphore(WRITTEN_AT_ONCE)
+        self._far: bool | None = None  # whether the store is on another host, once it was asked
+
+    async def __aenter__(self) -> Stager:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    def lay(self, rows: Callable[[], Mapping[str, Part]]) -> list[Chunk]:
+        """Copies rows, which may change afterwards: the chunks to be written now. It blocks."""
+        return self._laying.add(rows())
+
+    def write(self, chunks: Iterable[Chunk]) -> None:
+        """They go on being written."""
+        for chunk in chunks:
+            task = asyncio.create_task(self._written(chunk), name="stage a chunk")
+            task.add_done_callback(looked_at)
+            self._tasks.append(task)
+
+    async def _written(self, chunk: Chunk) -> list[Tensor]:
+        async with self._turn:
+            if self._how.write:
+                digest = await put(self._mesh, self._bulk, chunk.content, self._what)
+                await self._kept(digest, chunk.content)
+            else:
+                run = self._mesh.host.run_blocking
+                digest = await run(digest_of, chunk.content, deadline_s=COPY_S)
+        return [replace(piece, chunk=digest) for piece in chunk.pieces]
+
+    async def _kept(self, digest: str, content: memoryview) -> None:
+        """Keeps a chunk on this host, where the store is on another: deltas of it are made here."""
+        if self._far is None:
+            entry = await patiently(self._mesh.clock, lambda: store_entry(self._mesh))
+            self._far = entry.host != self._mesh.settings.host
+        if self._far:
+            await host_chunks.keep(self._mesh, digest, content)
+
+    async def settled(self, most: int = UNWRITTEN) -> None:
+        """Returns once at most so many chunks are not in the store; raises what hinders that."""
+        while True:
+            pending = [task for task in self._tasks if not task.done()]
+            for task in self._tasks:
+                if task.done():
+                    task.result()
+            if len(pending) <= most:
+                return
+            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+
+    async def end(self) -> Laid:
+        """What was staged, once all of it is in the store."""
+        self.write(self._laying.rest())
+        await self.settled(0)
+        pieces = [piece for task in self._tasks for piece in task.result()]
+        return Laid(pieces, self._laying.image, self._laying.masters)
+
+    async def close(self) -> None:
+        """Nothing is written any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def in_order(outline: Mapping[str, torch.Tensor], laid: Iterable[Laid]) -> list[Tensor]:
+    """The pieces of the tensors of `outline`, in its order, that all have laid together."""
+    order = {name: place for place, name in enumerate(outline)}
+    pieces = [piece for one in laid for piece in one.pieces if piece.name in order]
+    return sorted(pieces, key=lambda piece: (order[piece.name], piece.begin))
+
+
+def assembled(
+    job: str,
+    lineage: int,
+    version: int,
+    outline: Mapping[str, torch.Tensor],
+    laid: Sequence[Laid],
+    base: Base | None = None,
+    scale: float = 0.0,
+) -> Version:
+    """The version that all have staged together, whose tensors are as `outline` has their types,
+    which are those of the masters, and shapes. One of adapters alone has a `base` that they are
+    added to, which counts for neither identity, and a `scale`. BadMessage when rows are missing.
+    """
+    pieces = in_order(outline, laid)
+    if missing := outline.keys() - {piece.name for piece in pieces}:
+        raise BadMessage(f"version {version}: nobody has staged {min(missing)}")
+    check(pieces)
+    published = {piece.name: Described(piece.dtype, tuple(piece.shape)) for piece in pieces}
+    masters = {name: Described.of(tensor) for name, tensor in outline.items()}
+    image = identity(published, added(one.image for one in laid))
+    manifest = Manifest(job, lineage, version, pieces, base, image=image, scale=scale)
+    digest = digest_of(packed(manifest))
+    return Version(manifest, digest, identity(masters, added(one.masters for one in laid)))
+
+
+async def keep(mesh: Mesh, version: Version) -> None:
+    """Has the store keep a version whose chunks it has; nobody sees it yet. AlreadyCommitted when
+    its lineage has other weights of that number, Refused when a chunk is gone.
+    """
+    ref, request = mesh.ref(STORE), Stage(version.manifest)
+    told = await patiently(mesh.clock, lambda: ref.call(Weights.stage, request))
+    if told.digest != version.digest:
+        raise BadMessage(f"the store has a manifest as {told.digest}, and not {version.digest}")
+
+
+async def staged_whole(
+    mesh: Mesh,
+    bulk: BulkClient,
+    job: str,
+    lineage: int,
+    version: int,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    base: Base | None = None,
+    scale: float = 0.0,
+    dtype: str = "",
+    most: int = 0,
+) -> str:
+    """Stages tensors that somebody holds whole, each in its own type unless a `dtype` is given, in
+    chunks of at most `most` bytes; the manifest's digest.
+    """
+    kinds: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        kinds.setdefault(dtype or NAMES[tensor.dtype], {})[name] = tensor
+    size = sum(map(nbytes, tensors.values()))
+    laid = []
+    for kind, some in kinds.items():
+        how = How(kind, most or chunk_bytes(size))
+        async with Stager(mesh, bulk, how, f"storing weights of version {version}") as stager:
+            lay = partial(stager.lay, partial(whole, some))
+            stager.write(await mesh.host.run_blocking(lay, deadline_s=COPY_S))
+            laid.append(await stager.end())
+    made = assembled(job, lineage, version, tensors, laid, base, scale)
+    await keep(mesh, made)
+    return made.digest

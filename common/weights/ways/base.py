@@ -1,0 +1,41 @@
+"""What each way does by which versions reach hosts: one side publishes, the other receives."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.wire.chunks import ChunkStore
+
+
+@dataclass(frozen=True)
+class Version:
+    """A committed version, and what a host lacks of it."""
+
+    job: str
+    manifest: str  # digest
+    lacking: Mapping[str, int]  # bytes of chunks by digest
+    # All of its chunks that are wanted: those that are here do not go to make room for the others.
+    needed: Collection[str] = frozenset()
+
+    @property
+    def bytes(self) -> int:
+        """That the host lacks."""
+        return sum(self.lacking.values())
+
+
+class Way(Protocol):
+    """All chunks of a published version are in the store, whatever the way."""
+
+    @property
+    def name(self) -> str:
+        """For people and for `rollout.weights`."""
+
+    async def publish(self, manifest: str) -> None:
+        """From now on this version may be received by this way, and no earlier one."""
+
+    async def receive(self, version: Version, into: ChunkStore) -> None:
+        """Brings chunks that lack as files of `into`, each right before it has its name. It need
+        not bring all: what came stays, whatever ends it. MeshError when it can bring no more.
+        """

@@ -1,0 +1,203 @@
+"""The publishing side of a broadcast: who asks for a version within a moment of each other forms a
+group with the core, once and under a name that no group has had; who comes later fetches for
+itself. So nobody waits for anybody who may not come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from common.api.trainer import Gather, Gathered, Sender
+from common.errors import MeshError, PeerLost
+from common.process.interfaces import address_of
+from common.process.serial_executor import looked_at
+from common.runtime.mesh import Mesh
+from common.weights.ways.group import Group, place
+from common.wire import host_chunks
+from common.wire.bulk.port import BulkClient
+from common.wire.chunks import ChunkStore
+from common.wire.meeting import listen, place_of, ports_of, store_at
+from common.wire.weight_store import store_entry
+
+WINDOW_S = 0.3  # hosts hear of a version within milliseconds, and look at what they lack
+WAIT_S = 5.0  # that a member may keep the others waiting: long beside moving a chunk of 64 MiB
+MOST_S = 600.0  # for all of it
+FOUND_S = 10.0  # to look which chunks are here
+
+Files = Callable[[], Awaitable[ChunkStore | None]]
+
+
+@dataclass
+class _Attempt:
+    """Hosts that have asked for the same version, and how each is answered."""
+
+    manifest: str
+    asked: list[tuple[Gather, asyncio.Future[Gathered]]] = field(default_factory=list)
+
+    @property
+    def lacking(self) -> dict[str, int]:
+        """What one of them lacks or more do; each as the first has it."""
+        found: dict[str, int] = {}
+        for asked, _ in self.asked:
+            found |= {d: size for d, size in asked.lacking.items() if d not in found}
+        return found
+
+    def answer(self, gathered: Gathered) -> None:
+        """The same to all, each with its rank."""
+        for rank, (_, told) in enumerate(self.asked, 1):
+            if not told.done():
+                told.set_result(gathered if not gathered.where else _ranked(gathered, rank))
+
+
+def files_here(mesh: Mesh, bulk: BulkClient) -> Files:
+    """The store's own chunks, for who is on its host; elsewhere those that this host keeps."""
+
+    async def files() -> ChunkStore | None:
+        return await bulk.local(await store_entry(mesh)) or host_chunks.cache(mesh)
+
+    return files
+
+
+class Broadcasts:
+    """One for a job, in the process of its core."""
+
+    def __init__(self, mesh: Mesh, files: Files, backend: str = "auto") -> None:
+        """`files`: the chunks that are files of this host. `backend`: gloo, nccl, or auto: nccl
+        where this process and all who ask have a GPU.
+        """
+        self._mesh, self._files, self._backend = mesh, files, backend
+        self._manifest = ""  # what may be asked for
+        self._open: _Attempt | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def publish(self, manifest: str) -> None:
+        """From now on this version may be asked for, and no earlier one."""
+        self._manifest = manifest
+
+    async def gather(self, request: Gather) -> Gathered:
+        """Where the host that asks meets the others. See `Gathered`."""
+        attempt = self._open
+        if attempt is None or attempt.manifest != request.manifest:
+            if request.manifest != self._manifest or self._tasks:
+                return Gathered()
+            attempt = self._open = _Attempt(request.manifest)
+            task = asyncio.create_task(self._run(attempt), name="broadcast")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(looked_at)
+        told: asyncio.Future[Gathered] = asyncio.get_running_loop().create_future()
+        attempt.asked.append((request, told))
+        return await told
+
+    async def stop(self) -> None:
+        """Ends what goes on."""
+        running = list(self._tasks)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def _run(self, attempt: _Attempt) -> None:
+        mesh = self._mesh
+        try:
+            await mesh.clock.sleep(WINDOW_S)
+            self._open = None
+            await self._send(attempt)
+        except (MeshError, OSError) as error:
+            mesh.telemetry.count("broadcasts_failed")
+            mesh.telemetry.log.warning("a broadcast of weights failed", error=str(error))
+        finally:
+            if self._open is attempt:
+                self._open = None
+            attempt.answer(Gathered())  # to whom nothing was said
+
+    async def _send(self, attempt: _Attempt) -> None:
+        mesh, files = self._mesh, await self._files()
+        if files is None:
+            return
+        run = mesh.host.run_blocking
+        here = await run(_here, files, attempt.lacking, deadline_s=FOUND_S)
+        if not here:
+            return
+        settings = mesh.settings
+        where = place(settings)
+        address = where.get("hostname") or address_of(where["interface"])
+        with listen(address, ports_of(settings.bind)) as door:
+            told = Gathered(
+                place_of(door, mesh.random.token(16)),
+                [Sender(mesh.random.token(8), here)],
+                members=len(attempt.asked) + 1,
+                backend=self._chosen(attempt),
+                wait_s=WAIT_S,
+            )
+            sending = Sending(told, files, where)
+            store = await run(store_at, told.where, told.members, _WAIT, door, deadline_s=WAIT_S)
+            attempt.answer(told)
+            try:
+                await run(sending.run, store, deadline_s=MOST_S)
+            finally:
+                sending.stop()
+        mesh.telemetry.count("broadcasts")
+        mesh.telemetry.count("broadcast_bytes", sum(here.values()))
+
+    def _chosen(self, attempt: _Attempt) -> str:
+        if self._backend != "auto":
+            return self._backend
+        able = torch.cuda.is_available() and all(asked.cuda for asked, _ in attempt.asked)
+        return "nccl" if able else "gloo"
+
+
+_WAIT = timedelta(seconds=WAIT_S)
+
+
+class Sending:
+    """A sender's part, on a thread."""
+
+    def __init__(self, told: Gathered, files: ChunkStore, where: dict[str, str]) -> None:
+        self._told, self._files, self._where = told, files, where
+        self._group: Group | None = None
+        self._stopped = False
+
+    def run(self, store: Store) -> None:
+        """Sends all of its chunks to whoever has joined. PeerLost."""
+        told, sender = self._told, self._told.senders[0]
+        self._group = Group(
+            store, sender.name, 0, told.members, told.backend, self._where, told.wait_s
+        )
+        self._group.send(self._contents(sender.chunks))
+
+    def _contents(self, chunks: Iterable[str]) -> Iterator[mmap.mmap]:
+        for digest in chunks:
+            if self._stopped:
+                raise PeerLost("the broadcast was ended")
+            with self._files.path(digest).open("rb") as file:
+                yield mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def stop(self) -> None:
+        """Ends it, from any thread."""
+        self._stopped = True
+        if self._group is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._group.leave()
+
+
+def _here(files: ChunkStore, lacking: dict[str, int]) -> dict[str, int]:
+    """Those of the chunks that are files of this size."""
+    found = {}
+    for digest, size in lacking.items():
+        with suppress(OSError):
+            if os.stat(files.path(digest)).st_size == size and size:
+                found[digest] = size
+    return found
+
+
+def _ranked(told: Gathered, rank: int) -> Gathered:
+    return Gathered(told.where, told.senders, rank, told.members, told.backend, told.wait_s)

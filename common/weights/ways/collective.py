@@ -1,0 +1,159 @@
+"""By broadcast from the core: gloo, or nccl between GPUs, into one process of each host, which
+keeps the chunks for the others. For fast networks: a broadcast costs the sender one copy, and no
+delta or relay has to be worked out.
+
+What came before a member was lost stays; the rest is pulled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from common.api.trainer import Gather, Gathered, Sender, Trainer
+from common.errors import PeerLost
+from common.runtime.mesh import Mesh
+from common.weights.verified import Verified
+from common.weights.ways.base import Version
+from common.weights.ways.broadcasting import Broadcasts
+from common.weights.ways.group import Group, place
+from common.wire import host_chunks
+from common.wire.chunks import ChunkStore, digest_of, failure
+from common.wire.meeting import store_at
+
+LOCK = "broadcast"
+LOOK_S = 10.0  # to see what this host has
+MOST_S = 600.0  # for all of it
+
+
+class Collective:
+    """A way; see `Way`. The core of a job publishes, by its `broadcasts`; others receive."""
+
+    name = "collective"
+
+    def __init__(self, mesh: Mesh, job: str, broadcasts: Broadcasts | None = None) -> None:
+        self._mesh, self._broadcasts = mesh, broadcasts
+        self._trainer = mesh.ref(f"trainer/{job}")
+
+    async def publish(self, manifest: str) -> None:
+        """Of the core alone."""
+        assert self._broadcasts is not None, "who receives does not publish"
+        await self._broadcasts.publish(manifest)
+
+    async def receive(self, version: Version, into: ChunkStore) -> None:
+        """PeerLost when a member was lost, StorageFull. Processes of a host do it one after the
+        other, so that all but the first find the chunks there.
+        """
+        mesh, run = self._mesh, self._mesh.host.run_blocking
+        async with host_chunks.turn(mesh, into.directory / host_chunks.LOCKS / LOCK):
+            lacking = await run(_still, version.lacking, into, deadline_s=LOOK_S)
+            if not lacking:
+                return
+            await host_chunks.make_room(mesh, into, sum(lacking.values()), version.needed)
+            asked = Gather(version.manifest, lacking, torch.cuda.is_available())
+            told = await self._trainer.call(Trainer.gather, asked)
+            if told.where:
+                await self._received(told, lacking, into)
+
+    async def _received(self, told: Gathered, lacking: dict[str, int], into: ChunkStore) -> None:
+        mesh, run = self._mesh, self._mesh.host.run_blocking
+        where = place(mesh.settings)
+        keeping = _Keeping(lacking, into, Verified.of_host(mesh), mesh.random.token(4))
+        parts = [_Receiving(told, sender, keeping, where) for sender in told.senders]
+        wait = timedelta(seconds=told.wait_s)
+        try:
+            store = await run(_met, told, wait, deadline_s=2 * told.wait_s)
+            receiving = (run(part.run, store, deadline_s=MOST_S) for part in parts)
+            await asyncio.gather(*receiving)
+        finally:
+            for part in parts:
+                part.stop()
+                mesh.telemetry.count("chunks_fetched", part.chunks)
+                mesh.telemetry.count("chunks_fetched_bytes", part.bytes)
+                mesh.telemetry.count("chunks_damaged", part.damaged)
+
+
+@dataclass
+class _Keeping:
+    """Where chunks that lack are kept, each right before it has its name."""
+
+    lacking: dict[str, int]
+    into: ChunkStore
+    verified: Verified
+    token: str
+
+    def keep(self, digest: str, content: memoryview) -> None:
+        """StorageFull."""
+        target = self.into.path(digest)
+        scratch = target.with_name(f".{digest}.{self.token}")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            scratch.write_bytes(content)
+            scratch.rename(target)
+        except OSError as error:
+            raise failure(error, target) from error
+        finally:
+            scratch.unlink(missing_ok=True)
+        self.verified.note(digest, target)
+
+
+class _Receiving:
+    """What comes of one sender, on a thread."""
+
+    def __init__(
+        self,
+        told: Gathered,
+        sender: Sender,
+        keeping: _Keeping,
+        where: dict[str, str],
+    ) -> None:
+        self.chunks = self.bytes = self.damaged = 0
+        self._told, self._sender = told, sender
+        self._keeping, self._where = keeping, where
+        self._group: Group | None = None
+        self._stopped = False
+
+    def run(self, store: Store) -> None:
+        """Keeps what lacks here of all that comes. PeerLost, StorageFull."""
+        told, sender = self._told, self._sender
+        self._group = Group(
+            store, sender.name, told.rank, told.members, told.backend, self._where, told.wait_s
+        )
+        contents = self._group.receive(sender.chunks.values())
+        for digest, content in zip(sender.chunks, contents, strict=True):
+            if self._stopped:
+                raise PeerLost("the broadcast was ended")
+            if digest not in self._keeping.lacking:
+                continue
+            if digest_of(content) != digest:
+                self.damaged += 1
+                continue
+            self._keeping.keep(digest, content)
+            self.chunks += 1
+            self.bytes += len(content)
+
+    def stop(self) -> None:
+        """Ends it, from any thread."""
+        self._stopped = True
+        if self._group is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._group.leave()
+
+
+def _met(told: Gathered, wait: timedelta) -> Store:
+    """The store at which all meet. PeerLost when nobody serves it any more."""
+    try:
+        return store_at(told.where, told.members, wait)
+    except RuntimeError as error:
+        raise PeerLost(f"nobody is where a broadcast was to be: {error}") from error
+
+
+def _still(lacking: dict[str, int], into: ChunkStore) -> dict[str, int]:
+    """Those that are not there by now."""
+    return {d: size for d, size in lacking.items() if not os.path.exists(into.path(d))}

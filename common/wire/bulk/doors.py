@@ -1,0 +1,108 @@
+"""Who is let in at a bulk port: the door of a process, which it also knocks with at those of
+others.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from zmq.utils import z85
+
+from common.api.bulk import BULK
+from common.errors import NotAllowed
+from common.secret import derived
+from common.settings import MeshSettings
+from common.transport.keys import KeyPair, Keys
+from common.wire.handshake import Answering, AnsweringProof, Asking, AskingProof
+from common.wire.key_handshake import AnsweringByKey, AskingByKey
+
+
+class Door(Protocol):
+    """What both ends of a connection prove themselves by."""
+
+    def asking(self, address: str, place: str) -> AskingProof:
+        """For one connection to the bulk port at `place` of the process at `address`. WrongKeys:
+        that address names no key.
+        """
+
+    def answering(self, place: str) -> AnsweringProof:
+        """For one connection to our own port, which is at `place`."""
+
+    def user_of(self, public: bytes) -> str | None:
+        """What `check` is to be told of who holds a public key; None: nobody who is let in.
+        May wait for Redis; StateUnavailable.
+        """
+
+    def check(self, user: str, what: str) -> None:
+        """NotAllowed unless that user may, now, do what `common.api.bulk` calls `what`. Never
+        waits.
+        """
+
+
+class SecretDoor:
+    """Lets in who knows one key, to everything."""
+
+    def __init__(self, key: bytes, sealed: bool = False) -> None:
+        self._key, self._sealed = key, sealed
+
+    @classmethod
+    def of(cls, settings: MeshSettings) -> SecretDoor:
+        """That of a mesh's own secret; without one the key is known to everybody."""
+        return cls(derived(settings.secret, "bulk"), settings.sealed)
+
+    def asking(self, address: str, place: str) -> Asking:
+        """The address does not matter."""
+        return Asking(self._key, place, self._sealed)
+
+    def answering(self, place: str) -> Answering:
+        """The same key."""
+        return Answering(self._key, place, self._sealed)
+
+    def user_of(self, public: bytes) -> str:
+        """Nobody has a key of their own."""
+        return ""
+
+    def check(self, user: str, what: str) -> None:
+        """Whoever is in may do all."""
+
+
+class KeyDoor:
+    """Lets in by the keys of processes, to what the table allows their roles."""
+
+    def __init__(self, keys: Keys, kind: str, sealed: bool) -> None:
+        """`kind`: the role of who serves. `sealed`: whether what follows a proof has to be."""
+        self._keys, self._kind, self._sealed = keys, kind, sealed
+        self._asks, self._answers = _private(keys.asking), _private(keys.answering)
+
+    def asking(self, address: str, place: str) -> AskingByKey:
+        """For who has the key in the address."""
+        server = z85.decode(self._keys.asked(address))
+        return AskingByKey(self._asks, server, place, self._sealed)
+
+    def answering(self, place: str) -> AnsweringByKey:
+        """With this process's own key."""
+        return AnsweringByKey(self._answers, place, self._sealed)
+
+    def user_of(self, public: bytes) -> str | None:
+        """As the process's other door has it."""
+        key = z85.encode(public)
+        role = self._keys.role_of(key)
+        return None if role is None else self._keys.user_of(key, role)
+
+    def check(self, user: str, what: str) -> None:
+        """Revocations count at once."""
+        role = self._keys.role_now(user)
+        if BULK.get((self._kind, what), frozenset()).isdisjoint(role.split()):
+            raise NotAllowed(
+                f"a process of role {role} may not {what} chunks of {self._kind}"
+                if role
+                else "this key is not let in any more",
+                where=self._kind,
+                fix="common/api/bulk.py says who may, `meshrl keys` whose keys are let in",
+            )
+
+
+def _private(pair: KeyPair) -> X25519PrivateKey:
+    """CURVE's keys are X25519's."""
+    return X25519PrivateKey.from_private_bytes(z85.decode(pair.secret))

@@ -1,0 +1,277 @@
+"""A chunk over the bulk port to another process, as it is, sealed, and by TLS 1.3 of Python's ssl.
+
+    python -m loadtests.bulk [--rounds 7] [--mib 256] [--gib 0]
+
+Both ends are processes of this host, over loopback, and the chunk is in the page cache; nobody
+looks at what arrives. Per way, medians of rounds in rotating order: `mb_per_s`, and `cpu_s_per_gb`
+of both ends together, as processes count it. `plain` is sent by sendfile; `aes` and `chacha` are
+the frames of `common.wire.bulk.channel`; `tls` sends pieces of 256 KiB in records of 16 KiB, with
+TLS_AES_256_GCM_SHA384. `ratio_*`: CPU over that of `plain`, round by round. `handshake_ms_*`: to
+connect and prove keys, by key pairs (`keys`) and by TLS with a certificate on one side.
+
+With `--gib`, a sparse file of so many GiB is put by parts into a store and fetched into another
+file, sealed and checked: `put_*` and `fetch_*`, with hashes and disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import ipaddress
+import json
+import os
+import socket
+import ssl
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from common.process.host import SystemHost
+from common.transport.keys import ProcessKeys
+from common.wire.bulk.channel import FRAME_BYTES, PIECE_BYTES
+from common.wire.bulk.doors import KeyDoor
+from common.wire.bulk.server import BulkServer
+from common.wire.bulk.session import Session
+from common.wire.bulk.transfer import Transfer
+from common.wire.chunks import ChunkStore
+from common.wire.key_handshake import SUITES, AskingByKey
+from common.wire.partial import Partial
+
+AES, CHACHA = SUITES
+WAYS = ("plain", "aes", "chacha", "tls")
+DEADLINE_S = 600.0
+HANDSHAKES = 20
+CERTIFICATE = "tls.pem"
+Ask = Callable[[], object]
+
+
+def whose(keys: Sequence[str]) -> list[tuple[str, ...]]:
+    """Everybody is let in as the trainer."""
+    return [("trainer@here",)] * len(keys)
+
+
+# ---------------------------------------------------------------- the serving process
+
+
+def serve(directory: Path, digest: str) -> None:
+    """Serves all ways until it is killed; prints where, and its public key."""
+    keys = ProcessKeys(whose, time.monotonic)
+    places = {}
+    for way, sealed in (("plain", False), ("aes", True)):
+        door = KeyDoor(keys, "weights", sealed)
+        server = BulkServer(ChunkStore(directory), SystemHost(), "tcp://127.0.0.1:*", door=door)
+        places[way] = server.address.partition("#")[0]
+    listener = socket.create_server(("127.0.0.1", 0))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_cert_chain(directory / CERTIFICATE)
+    places["chacha"], places["tls"] = places["aes"], f"127.0.0.1:{listener.getsockname()[1]}"
+    print(json.dumps({"places": places, "key": keys.public}), flush=True)
+    path = ChunkStore(directory).path(digest)
+    while True:
+        accepted, _ = listener.accept()
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with context.wrap_socket(accepted, server_side=True) as connected:
+            if connected.recv(1) == b"G":
+                _send(connected, path)
+
+
+def _send(connected: ssl.SSLSocket, path: Path) -> None:
+    room = memoryview(bytearray(FRAME_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while read := file.readinto(room):
+            connected.sendall(room[:read])
+
+
+def certificate(directory: Path) -> None:
+    """A key and a certificate of 127.0.0.1 that it has signed itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "bulk")])
+    now = datetime.datetime.now(datetime.UTC)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    secret = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    with os.fdopen(os.open(directory / CERTIFICATE, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+        file.write(secret + made.public_bytes(serialization.Encoding.PEM))
+
+
+@contextmanager
+def serving(directory: Path, digest: str) -> Iterator[tuple[psutil.Process, dict[str, str], str]]:
+    """A process that serves: it, the place of each way, its key."""
+    command = [sys.executable, "-m", "loadtests.bulk", "--serve", str(directory), digest]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            told = json.loads(process.stdout.readline())
+            yield psutil.Process(process.pid), told["places"], told["key"]
+        finally:
+            process.kill()
+
+
+# ---------------------------------------------------------------- the asking one
+
+
+class Asking:
+    """Gets the chunk by each way."""
+
+    def __init__(self, places: dict[str, str], server: str, digest: str, directory: Path) -> None:
+        self._places, self._server, self._digest = places, bytes.fromhex(server), digest
+        self._own = KeyDoor(ProcessKeys(whose, time.monotonic), "trainer", True)._asks
+        self._context = ssl.create_default_context(cafile=str(directory / CERTIFICATE))
+        self._context.minimum_version = ssl.TLSVersion.TLSv1_3
+
+    def session(self, way: str) -> Session:
+        """Of one that is ours."""
+        magic = CHACHA if way == "chacha" else AES
+        place = self._places[way]
+        proof = AskingByKey(self._own, self._server, place, way != "plain", magic)
+        return Session(place, proof, DEADLINE_S, 1 << 40)
+
+    def get(self, way: str) -> None:
+        """The whole chunk, thrown away as it comes."""
+        if way != "tls":
+            with self.session(way) as session:
+                session.get(self._digest, 0, 1 << 40, lambda piece: None)
+            return
+        with self._tls() as connected:
+            connected.send(b"G")
+            room = memoryview(bytearray(PIECE_BYTES))
+            while connected.recv_into(room):
+                pass
+
+    def greet(self, way: str) -> None:
+        """Nothing but a handshake."""
+        if way != "tls":
+            with self.session(way):
+                return
+        with self._tls() as connected:
+            connected.send(b"-")
+
+    def _tls(self) -> ssl.SSLSocket:
+        host, _, port = self._places["tls"].rpartition(":")
+        plain = socket.create_connection((host, int(port)), DEADLINE_S)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return self._context.wrap_socket(plain, server_hostname=host)
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def compare(rounds: int, size: int, directory: Path) -> dict[str, float]:
+    """Speed and cost of each way."""
+    digest = ChunkStore(directory).write(os.urandom(size))
+    certificate(directory)
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    costs: dict[str, list[float]] = {way: [] for way in WAYS}
+    own = psutil.Process()
+    with serving(directory, digest) as (server, places, key):
+        asking = Asking(places, key, digest, directory)
+        for number in range(rounds + 1):  # the first is to warm up
+            for turn in range(len(WAYS)):
+                way = WAYS[(number + turn) % len(WAYS)]
+                before, began = _cpu_s(own) + _cpu_s(server), time.perf_counter()
+                asking.get(way)
+                lasted = time.perf_counter() - began
+                if number:
+                    seconds[way].append(lasted)
+                    costs[way].append(_cpu_s(own) + _cpu_s(server) - before)
+        greeted = {way: _handshake_ms(lambda way=way: asking.greet(way)) for way in ("aes", "tls")}
+    gigabytes = size / 1e9
+    found: dict[str, float] = {"mib": size >> 20, "rounds": rounds, "cores": os.cpu_count() or 0}
+    for way in WAYS:
+        found[f"{way}_mb_per_s"] = round(size / 1e6 / statistics.median(seconds[way]))
+        found[f"{way}_cpu_s_per_gb"] = round(statistics.median(costs[way]) / gigabytes, 3)
+        ratios = [mine / plain for mine, plain in zip(costs[way], costs["plain"], strict=True)]
+        found[f"ratio_{way}"] = round(statistics.median(ratios), 2)
+    found["handshake_ms_keys"], found["handshake_ms_tls"] = greeted["aes"], greeted["tls"]
+    return found
+
+
+def _handshake_ms(greet: Ask) -> float:
+    found = []
+    for _ in range(HANDSHAKES):
+        began = time.perf_counter()
+        greet()
+        found.append(1000 * (time.perf_counter() - began))
+    return round(statistics.median(found), 2)
+
+
+def move(size: int, directory: Path) -> dict[str, float]:
+    """A sparse file to the store and back, part by part."""
+    (source := directory / "source").touch()
+    os.truncate(source, size)
+    with source.open("r+b") as file:  # not all alike
+        for at in range(0, size - 8, 1 << 30):
+            file.seek(at)
+            file.write(os.urandom(8))
+    certificate(directory)
+    found: dict[str, float] = {"file_gib": size / (1 << 30)}
+    own = psutil.Process()
+    with serving(directory, "0" * 32) as (server, places, key):
+        asking = Asking(places, key, "0" * 32, directory)
+        digest = ""
+        for name in ("put", "fetch"):
+            transfer = Transfer(lambda: asking.session("aes"))
+            before, began = _cpu_s(own) + _cpu_s(server), time.perf_counter()
+            if name == "put":
+                digest = transfer.send(source)
+            else:
+                with Partial.of_file(directory / "target", digest) as partial:
+                    transfer.fetch(partial)
+                    assert partial.right and partial.position == size
+                    partial.commit()
+            lasted = time.perf_counter() - began
+            found[f"{name}_mb_per_s"] = round(size / 1e6 / lasted)
+            spent = _cpu_s(own) + _cpu_s(server) - before
+            found[f"{name}_cpu_s_per_gb"] = round(spent / (size / 1e9), 2)
+        found["asking_rss_mib"] = own.memory_info().rss >> 20
+        found["serving_rss_mib"] = server.memory_info().rss >> 20
+    assert (directory / "target").stat().st_size == size
+    return found
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--mib", type=int, default=256)
+    options.add_argument("--gib", type=float, default=0.0)
+    options.add_argument("--directory", default=None, help="for files; default: a temporary one")
+    options.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
+    chosen = options.parse_args()
+    if chosen.serve:
+        serve(Path(chosen.serve[0]), chosen.serve[1])
+        return
+    with tempfile.TemporaryDirectory(prefix="bulk-", dir=chosen.directory) as made:
+        if chosen.gib:
+            answer = move(int(chosen.gib * (1 << 30)), Path(made))
+        else:
+            answer = compare(chosen.rounds, chosen.mib << 20, Path(made))
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""Each role asks each process for each method, over CURVE with a key that stands at the door of
+that role, and finds what the table of callers says; without such a key nobody finds anything.
+
+Of what a role may call it names a wrong incarnation, and hears that: nothing runs that has an
+effect. What it may not call it names with the right one, too. At the head of a mesh that listens:
+
+    python -m loadtests.doors.matrix .meshrl
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from common.access import identity
+from common.access.owner import PERSON, person_settings
+from common.api.callers import CALLERS, ROLES
+from common.api.engine import Engine
+from common.api.node import Node, Worker
+from common.api.ranks import Ranks
+from common.api.role import Resting
+from common.api.sandbox import Sandbox
+from common.api.scoring import Scoring
+from common.api.trainer import Trainer
+from common.api.weights import Weights
+from common.errors import NotAllowed, StaleIncarnation
+from common.runtime.interface import Interface, Method
+from common.settings import MeshSettings
+from common.state import registry
+from common.state.client import State
+from common.state.hosts import doors
+from common.state.hosts.doors import Row
+from common.state.registry import Entry
+from common.transport.address import endpoint_of, key_of, key_text
+from common.transport.keys import KeyPair
+from common.transport.pump import LENGTH_BYTES
+from common.wire.frames import CALL, encode, pack_header, unpack_error, unpack_header
+from loadtests.doors.calls import blank, call_all, methods
+from loadtests.doors.plan import GREETED, REFUSED, Plan, Port, Process, Tried
+from loadtests.doors.stranger import SAID, THREADS, at_port
+from meshrl.launch.directory.places import MeshPlace
+
+# What processes of a role answer; the others answer nothing.
+ANSWERS: Mapping[str, type[Interface]] = {
+    "engine": Engine,
+    "hybrid": Resting,
+    "node": Node,
+    "rank": Ranks,
+    "sandbox": Sandbox,
+    "scoring": Scoring,
+    "trainer": Trainer,
+    "weights": Weights,
+    "worker": Worker,
+}
+WAIT_S = 30.0  # for all answers, after everything is sent
+DEADLINE_MS = 5_000
+ASIDE = "matrix"  # in the names of the keys that this shows
+
+
+@dataclass
+class Matrix:
+    """What was tried, and what came otherwise than the table says."""
+
+    tried: int = 0
+    errors: list[str] = field(default_factory=list)
+
+
+async def role_matrix(
+    states: Mapping[str, State], host: str, processes: Sequence[Process]
+) -> Matrix:
+    """Tries every (role, process, method). `states`: for each role, as whom a process of it on
+    `host` asks Redis; the keys stand at the doors there meanwhile.
+    """
+    pairs = {role: KeyPair.new() for role in sorted(ROLES)}
+    rows = {
+        role: Row(role, host, key_text(pair.public), f"{role}/{ASIDE}")
+        for role, pair in pairs.items()
+    }
+    for role, row in rows.items():
+        await doors.enter(states[role], row)
+    try:
+        return await asyncio.to_thread(_ask_all, pairs, processes)
+    finally:
+        for role, row in rows.items():
+            await doors.leave(states[role], row)
+
+
+def without_key(processes: Sequence[Process]) -> tuple[int, list[str]]:
+    """How many (process, method, way of asking) were tried by who has no key of the mesh, and
+    those that were answered.
+    """
+    tried = call_all(Plan(processes=list(processes)))
+    return len(tried), [one.what for one in tried if one.outcome != REFUSED]
+
+
+@dataclass(frozen=True)
+class _Ask:
+    what: str
+    expected: str
+
+
+def _ask_all(pairs: Mapping[str, KeyPair], processes: Sequence[Process]) -> Matrix:
+    matrix = Matrix()
+    waiting: dict[zmq.Socket[bytes], dict[int, _Ask]] = {}
+    with zmq.Context() as context:
+        context.set(zmq.MAX_SOCKETS, 4096)
+        poller = zmq.Poller()
+        for process in processes:
+            for role, pair in pairs.items():
+                socket = context.socket(zmq.DEALER)
+                socket.linger = 0
+                socket.curve_serverkey = key_of(process.address)
+                socket.curve_publickey, socket.curve_secretkey = pair.public, pair.secret
+                socket.connect(endpoint_of(process.address))
+                waiting[socket] = _ask(socket, role, process)
+                poller.register(socket, zmq.POLLIN)
+                matrix.tried += len(waiting[socket])
+        until = time.monotonic() + WAIT_S
+        while any(waiting.values()) and (left := until - time.monotonic()) > 0:
+            for socket, _ in poller.poll(left * 1000):
+                call_id, said = _answer(socket.recv_multipart())
+                ask = waiting[socket].pop(call_id)
+                if said != ask.expected:
+                    matrix.errors.append(f"{ask.what}: {said}, not {ask.expected}")
+        for socket, asks in waiting.items():
+            matrix.errors += [f"{ask.what}: no answer, not {ask.expected}" for ask in asks.values()]
+            socket.close(0)
+    return matrix
+
+
+def _ask(socket: zmq.Socket[bytes], role: str, process: Process) -> dict[int, _Ask]:
+    """Sends every call of one role to one process; what is expected, by call id."""
+    sent: dict[int, _Ask] = {}
+    kind = process.name.partition("/")[0]
+    for method, right in _calls(kind):
+        allowed = _may(role, kind, method.name)
+        if allowed and right:
+            continue  # that would run
+        body, buffers = _request(method)
+        call_id = len(sent) + 1
+        target = process.incarnation if right else "0" * len(process.incarnation)
+        header = pack_header(
+            CALL, call_id, process.name, method.name, "matrix", target, DEADLINE_MS
+        )
+        first = len(header).to_bytes(LENGTH_BYTES, "little") + header + body
+        socket.send_multipart([first, *buffers])
+        expected = StaleIncarnation.code if allowed else NotAllowed.code
+        what = f"{method.label} of {process.name} by a {role}, {'right' if right else 'wrong'}"
+        sent[call_id] = _Ask(what, expected)
+    return sent
+
+
+@cache
+def _request(method: Method[Any]) -> tuple[bytes, list[memoryview]]:
+    return encode(blank(method.request))
+
+
+def _calls(kind: str) -> Iterator[tuple[Method[Any], bool]]:
+    """Each method of each interface, with the right incarnation, and where processes of this kind
+    answer that name also with a wrong one.
+    """
+    for method in methods():
+        yield method, True
+        if method.name in ANSWERS.get(kind, Interface).methods:
+            yield method, False
+
+
+def _may(role: str, kind: str, name: str) -> bool:
+    """Whether the table lets `role` call what a process of `kind` answers under this name: names
+    of methods alone cross the wire.
+    """
+    found = ANSWERS.get(kind, Interface).methods.get(name)
+    return found is not None and role in CALLERS[found.label]
+
+
+def _answer(frames: list[bytes]) -> tuple[int, str]:
+    """(call id, code) of an error; what else comes is named."""
+    ends = LENGTH_BYTES + int.from_bytes(frames[0][:LENGTH_BYTES], "little")
+    header = unpack_header(frames[0][LENGTH_BYTES:ends])
+    body = frames[0][ends:] or frames[1]
+    call_id = int(header[2])
+    try:
+        return call_id, unpack_error(body)[0]
+    except Exception as error:  # whatever it is, it is no refusal
+        return call_id, f"an answer that is no error ({error})"
+
+
+async def tried(root: Path) -> dict[str, Any]:
+    """What came of all processes of the mesh in `root`, of which this host is the head."""
+    place = MeshPlace(root)
+    settings = MeshSettings.from_file(place.settings)
+    async with AsyncExitStack() as opened:
+        states: dict[str, State] = {}
+        for role in sorted(ROLES):
+            person = role == PERSON
+            about = person_settings(settings, place.directory) if person else settings
+            states[role] = await State.open(about.redis_as(role))
+            opened.push_async_callback(states[role].close)
+        entries = [entry for entry in await registry.entries(states[PERSON]) if entry.alive]
+        processes = [Process(e.name, e.address, e.incarnation) for e in entries]
+        matrix = await role_matrix(states, settings.host, processes)
+    asked, answered = await asyncio.to_thread(without_key, processes)
+    ports = [*_ports(entries), *_redis_ports(place), *_gateway_ports(place)]
+    for one in await asyncio.to_thread(_knocked, ports):
+        asked += 1
+        if one.outcome not in (REFUSED, GREETED):
+            answered.append(one.what)
+    for error in [*matrix.errors, *(f"{what}: answered without a key" for what in answered)]:
+        print(error, file=sys.stderr)
+    return {
+        "processes": len(processes),
+        "ports": len(ports),
+        "role_matrix_tried": matrix.tried,
+        "role_matrix_errors": len(matrix.errors),
+        "without_key_tried": asked,
+        "refused_without_key": round(1 - len(answered) / asked, 6) if asked else 0.0,
+    }
+
+
+def _ports(entries: Sequence[Entry]) -> Iterator[Port]:
+    """Those of calls and of bulk bytes; metrics are open on purpose."""
+    for entry in entries:
+        yield from _port(entry.address, "calls", entry.name)
+        yield from _port(entry.bulk, "bulk", entry.name)
+
+
+def _gateway_ports(place: MeshPlace) -> Iterator[Port]:
+    """The door of those who hold tokens."""
+    if found := identity.known(place.directory):
+        yield from _port(found.address, "calls", "the gateway")
+
+
+def _port(address: str, serves: str, owner: str) -> Iterator[Port]:
+    host, _, port = endpoint_of(address).removeprefix("tcp://").rpartition(":")
+    if port.isdigit():
+        yield Port(host.strip("[]"), int(port), serves, owner)
+
+
+def _redis_ports(place: MeshPlace) -> Iterator[Port]:
+    """That of the mesh's own server, if it has one for other hosts."""
+    written = place.directory / "redis.conf"
+    if written.exists():
+        lines = [line.split() for line in written.read_text().splitlines() if line]
+        options = {words[0]: words[1] for words in lines if len(words) > 1}
+        if port := int(options.get("tls-port", "0")):
+            yield Port(options["bind"], port, "redis", "the mesh")
+
+
+def _knocked(ports: Sequence[Port]) -> list[Tried]:
+    """What came of all that a stranger says at these, to Redis also over TLS."""
+    pairs = [(port, what, False) for port in ports for what in SAID]
+    pairs += [(port, what, True) for port in ports if port.serves == "redis" for what in SAID]
+    with ThreadPoolExecutor(THREADS) as threads:
+        return list(threads.map(lambda pair: at_port(*pair), pairs))
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("root", type=Path, help="of a mesh that was started with `--listen`")
+    figures = asyncio.run(tried(options.parse_args().root))
+    print(json.dumps(figures))
+    sys.exit(0 if figures["role_matrix_errors"] == 0 == 1 - figures["refused_without_key"] else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The arms: a mesh over hosts that trains, and what befalls it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+from loadtests.hosts.mesh import ROOT, Honest, HostsMesh, mesh_over, step_of
+from loadtests.hosts.plan import Arm, Plan, books, greedy
+
+WORKERS = 3  # in all: an engine, a core, and one that the planner gives to either
+EACH = (1, 1, 1)
+FOREVER = 100_000  # steps of a job that is stopped
+BEGUN = 3  # steps after which a job is in its stride
+SETTLED_S = 600.0
+AGAIN_S = 300.0  # until a job goes on after a host was lost
+TOKENS_S = 300.0
+MATRIX_S = 300.0
+RENEWED_S = 2.0  # a lease is renewed every 1.5 s: who is cut off is late since then at most
+
+
+async def demo(plan: Plan) -> Arm:
+    """The demo as it is, on three hosts of a worker each."""
+    async with plan.hosts() as hosts, mesh_over(hosts, EACH) as mesh:
+        honest = Honest(hosts)
+        await mesh.submit(plan.job, "demo")
+        summary = await mesh.finished("demo")
+        told = {"accuracy": greedy(summary), "phase": summary["phase"], "wall_s": summary["wall_s"]}
+        return told | books(summary) | honest.told(mesh)
+
+
+async def paced(plan: Plan, spread: bool) -> Arm:
+    """A paced job on three workers: of three hosts, or of the head alone. The network with its
+    delay stands in both.
+    """
+    async with plan.hosts() as hosts, mesh_over(hosts, EACH if spread else (WORKERS,)) as mesh:
+        await mesh.until(lambda look: workers(mesh) == WORKERS, SETTLED_S)
+        honest, began = Honest(hosts), time.monotonic()
+        await mesh.submit(plan.job, "paced", *plan.paced())
+        summary = await mesh.finished("paced")
+        took = time.monotonic() - began
+        told = {"took_s": round(took, 2), "wall_s": summary["wall_s"], "phase": summary["phase"]}
+        return told | books(summary) | honest.told(mesh)
+
+
+async def killed(plan: Plan) -> Arm:
+    """A host with a worker and a shard, killed while a paced job trains on three."""
+    async with plan.hosts() as hosts, mesh_over(hosts, EACH) as mesh:
+        honest = Honest(hosts)
+        shards = f"rollout.shards={len(EACH)}"  # one on each
+        await mesh.submit(plan.job, "paced", *plan.paced(), shards)
+        await mesh.step("paced", BEGUN)
+        on = [process["name"] for process in mesh.seen[-1].processes if _is_on(mesh, process, 1)]
+        began = time.time()
+        await hosts.kill(1)
+        reached = max(step_of(look, "paced") for look in mesh.seen)
+        # The next step may have been computed already: the one after it was not.
+        again = await mesh.step("paced", reached + 2, AGAIN_S)
+        summary = await mesh.finished("paced")
+        told = {"recover_s": round(again.at - began, 2), "on_it": on, "phase": summary["phase"]}
+        return told | books(summary) | honest.told(mesh)
+
+
+async def partitions(plan: Plan) -> Arm:
+    """Each host in turn is cut off, and comes back, while a paced job trains."""
+    async with plan.hosts() as hosts, mesh_over(hosts, EACH) as mesh:
+        honest = Honest(hosts)
+        await mesh.submit(plan.job, "paced", *plan.paced(FOREVER))
+        await mesh.step("paced", BEGUN)
+        named: dict[str, float | None] = {}
+        again: dict[str, float] = {}
+        for number in range(len(EACH)):
+            first, began = len(mesh.seen), time.time()
+            async with hosts.partition(number):
+                await asyncio.sleep(plan.cut_s)
+            named[f"h{number}"] = named_s(mesh, first, began, number)
+            reached = max(step_of(look, "paced") for look in mesh.seen)
+            look = await mesh.step("paced", reached + 2, AGAIN_S)
+            again[f"h{number}"] = round(look.at - began - plan.cut_s, 2)
+        await mesh.meshrl("cancel", "paced", "--mesh", ROOT)
+        summary = await mesh.finished("paced")
+        leaders = mesh.leaders()
+        times = [seconds for seconds in named.values() if seconds is not None]
+        told = {
+            "stall_named_s": max(times, default=None) if len(times) == len(EACH) else None,
+            "named_s": named,
+            "recover_s": again,
+            "leaders_per_token": max(map(len, leaders.values()), default=0),
+            "tokens": len(leaders),
+            "phase": summary["phase"],
+        }
+        return told | books(summary) | honest.told(mesh)
+
+
+async def joining(plan: Plan) -> Arm:
+    """A host joins while a paced job trains on two, and is drained again."""
+    async with plan.hosts() as hosts, mesh_over(hosts, EACH[:2]) as mesh:
+        honest = Honest(hosts)
+        await mesh.submit(plan.job, "paced", *plan.paced(FOREVER))
+        await mesh.step("paced", BEGUN)
+        began = await mesh.join(2, 1)
+        first, _ = await mesh.until(lambda look: _tokens_on(mesh, look.processes, 2), TOKENS_S)
+        drained = time.time()
+        await mesh.meshrl("drain", mesh.names[2], "--wait", "--mesh", ROOT)
+        took = time.time() - drained
+        step = step_of(mesh.seen[-1], "paced")
+        await mesh.step("paced", step + 2, AGAIN_S)
+        await mesh.meshrl("cancel", "paced", "--mesh", ROOT)
+        summary = await mesh.finished("paced")
+        told = {"join_s": round(first.at - began, 2), "drain_s": round(took, 2)}
+        return told | {"phase": summary["phase"]} | books(summary) | honest.told(mesh)
+
+
+async def doors(plan: Plan) -> Arm:
+    """Each role against each method of each process, and callers without a key, while a paced job
+    trains on two hosts.
+    """
+    async with plan.hosts(2) as hosts, mesh_over(hosts, EACH[:2]) as mesh:
+        honest = Honest(hosts)
+        await mesh.submit(plan.job, "paced", *plan.paced(FOREVER))
+        await mesh.step("paced", BEGUN)
+        words = ("python", "-m", "loadtests.doors.matrix", ROOT)
+        tried = await mesh.head.run(*words, check=False, timeout_s=MATRIX_S)
+        await mesh.step("paced", step_of(mesh.seen[-1], "paced") + 1, AGAIN_S)
+        await mesh.meshrl("cancel", "paced", "--mesh", ROOT)
+        summary = await mesh.finished("paced")
+        matrix: Arm = json.loads(tried.out)
+        return matrix | {"phase": summary["phase"]} | books(summary) | honest.told(mesh)
+
+
+def workers(mesh: HostsMesh) -> int:
+    """How many workers' processes are alive."""
+    look = mesh.seen[-1] if mesh.seen else None
+    return sum(process["kind"] == "worker" for process in look.processes) if look else 0
+
+
+def _is_on(mesh: HostsMesh, process: dict[str, object], number: int) -> bool:
+    return process["host"] == mesh.names[number]
+
+
+def _tokens_on(mesh: HostsMesh, processes: list[dict[str, object]], number: int) -> bool:
+    engines = [one for one in processes if one["kind"] == "engine" and _is_on(mesh, one, number)]
+    stats = [one["stats"] for one in engines]
+    return any(isinstance(one, dict) and one.get("tokens") for one in stats)
+
+
+def named_s(mesh: HostsMesh, first: int, began: float, number: int) -> float | None:
+    """From the cut until a process behind it was named: one of that host, or, where it is the head
+    that is cut off, of any other.
+    """
+    head = number == 0
+    for look in mesh.seen[first:]:
+        passed = look.at - began
+        for stall in look.stalls:
+            if float(stall["since_s"]) > passed + RENEWED_S:
+                continue  # of an earlier cut
+            if (stall["host"] == mesh.names[number]) != head and stall["host"]:
+                return round(passed, 2)
+    return None

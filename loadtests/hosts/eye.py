@@ -1,0 +1,81 @@
+"""Looks at a mesh from its head, as nobody else can: a line of JSON for each look, until killed.
+
+    python -m loadtests.hosts.eye ROOT
+
+Started in the head's namespaces by `loadtests.hosts.mesh`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import MeshError
+from common.state import jobs, leader, pool, registry
+from common.state.client import State
+from loadtests.jobs.mesh import workers_by_job
+from meshrl.launch.directory.places import MeshPlace
+from meshrl.observe.standing.diagnosing import stalls
+
+LOOK_S = 0.4
+PLANNER = "planner"  # the election that planners stand for
+PUBLISHED = ("job", "tokens", "paced", "late")  # stats of role processes
+
+
+@dataclass(frozen=True)
+class Look:
+    """What there was at a time. `processes`: those that are alive, each with name, kind, host,
+    incarnation and what it has published; `stalls`: who is in the way of whom.
+    """
+
+    at: float  # wall clock
+    processes: list[dict[str, Any]]
+    jobs: list[dict[str, Any]]  # name, phase, step
+    held: dict[str, float]  # workers by job
+    leader: str
+    token: int
+    stalls: list[dict[str, Any]]
+
+
+async def look(state: State) -> Look:
+    """MeshError when Redis does not answer."""
+    found, entries = await stalls(state)
+    owner, token = await leader.leader(state, PLANNER)
+    names = {entry.name: entry.host for entry in entries}
+    return Look(
+        time.time(),
+        [_process(entry) for entry in entries if entry.alive],
+        [
+            {"name": row.id, "phase": row.phase, "step": row.steps_done}
+            for row in await jobs.jobs(state)
+        ],
+        workers_by_job(await pool.gangs(state)),
+        owner,
+        token,
+        [{"host": names.get(stall.culprit, ""), **asdict(stall)} for stall in found],
+    )
+
+
+def _process(entry: registry.Entry) -> dict[str, Any]:
+    stats = {key: entry.stats[key] for key in PUBLISHED if key in entry.stats}
+    about = ("name", "kind", "host", "incarnation", "token")
+    return {key: getattr(entry, key) for key in about} | {"stats": stats}
+
+
+async def main(root: Path) -> None:
+    state = await State.open(MeshPlace(root).redis_url)
+    while True:
+        try:
+            print(json.dumps(asdict(await look(state))), flush=True)
+        except MeshError as error:
+            print(f"eye: {error}", file=sys.stderr, flush=True)
+        await asyncio.sleep(LOOK_S)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))

@@ -1,0 +1,168 @@
+"""A million malformed frames against every listening port of a mesh that trains.
+
+    python -m loadtests.hosts.flood [--frames 1000000] [--waves 10]
+
+Starts a mesh on this host (Redis and the gateway at ports, too), and a job on it. Waves of frames
+follow each other while it trains; after each, what every process holds is read, `settle_s` later.
+The first wave is for what is filled once: buffers, pools, code. `grew_mib`, `grew_descriptors` and
+`grew_threads` are from after it to the end, of the process with a port that grew most, beside
+`calm_mib` of `--calm-s` without frames. `gone`: processes that have ended meanwhile. Then the job
+is stopped, and another has to finish, with nothing lost and nothing trained twice in either. A
+frame is what a connection sends; `kinds` says how many there were of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from common.settings import MeshSettings
+from loadtests.doors.found import connections, plan_of
+from loadtests.doors.plan import Plan as Doors
+from loadtests.hosts.flood.growth import Readings, between, read
+from loadtests.hosts.flood.pouring import Pour, Poured
+from loadtests.jobs.mesh import RunningMesh, mesh_up
+from meshrl.client.client import JobHandle
+from meshrl.launch.directory.places import MeshPlace
+
+JOB = Path(__file__).parents[3] / "tests" / "mesh" / "jobs" / "digits.toml"
+WORKERS = 2
+JAILED = "rlimit="  # in the command line of what runs a job's code
+FOREVER = 1_000_000  # steps of a job that is stopped
+SETTLE_S = 35.0  # handshakes that were begun are given up after 30
+CALM_S = 300.0
+TRAINS_S = 240.0
+WAVE_S = 900.0
+OUTCOMES = ("hung_up", "answered", "reset", "held", "unheard", "unconnected")
+GROWN_MIB = 8.0  # what a process may have more of, beyond what it grows by in calm
+GROWN_DESCRIPTORS = 8  # jails and connections among themselves come and go
+
+
+async def trains(handle: JobHandle, steps: int = 1) -> int:
+    """The job's step, once it has done so many."""
+    async with asyncio.timeout(TRAINS_S):
+        while (step := (await handle.state()).step) < steps:
+            await asyncio.sleep(0.2)
+    return step
+
+
+async def poured(ports: list[tuple[str, int]], frames: int, seed: int) -> Poured:
+    """A wave, from a process of its own."""
+    pouring = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "loadtests.hosts.flood.pouring"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(WAVE_S):
+        document = asdict(Pour(ports, frames, seed, most_s=WAVE_S))
+        out, _ = await pouring.communicate(json.dumps(document).encode())
+    if pouring.returncode:
+        raise RuntimeError(f"pouring ends with {pouring.returncode}")
+    return Poured(**json.loads(out))
+
+
+def ports_of(doors: Doors) -> list[tuple[str, int]]:
+    """All that listen."""
+    return sorted({(port.host, port.port) for port in doors.ports})
+
+
+def lasts(pid: int, words: str) -> bool:
+    """Whether it listens, until its job ends: sandboxes change what runs code, after some tasks."""
+    taken = [one for one in connections(pid) if one.status == psutil.CONN_LISTEN]
+    return bool(taken) and JAILED not in words
+
+
+async def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The verdict."""
+    with tempfile.TemporaryDirectory(prefix="flood-") as made:
+        # With a path that is too long for a socket, Redis is at a port.
+        async with mesh_up(Path(made) / ("deep" * 24), WORKERS) as mesh:
+            endless = await mesh.submit(JOB, "endless", f"budget.steps={FOREVER}")
+            await trains(endless)
+            return await flooded(mesh, endless, arguments)
+
+
+async def flooded(
+    mesh: RunningMesh, endless: JobHandle, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Waves on a mesh whose job trains."""
+    place = MeshPlace(mesh.root)
+    doors = await plan_of(place, MeshSettings.from_file(place.settings))
+    ports = ports_of(doors)
+    watched = [psutil.Process(pid) for pid, words in doors.pids.items() if lasts(pid, words)]
+    waves: list[Poured] = []
+    readings: list[Readings] = []
+    steps: list[int] = []
+    for number in range(arguments.waves):
+        waves.append(await poured(ports, arguments.frames // arguments.waves, number))
+        await asyncio.sleep(arguments.settle_s)
+        readings.append(read(watched))
+        steps.append(await trains(endless, steps[-1] + 1 if steps else 1))
+        _say(number, waves[-1], readings)
+    await asyncio.sleep(arguments.calm_s)
+    readings.append(read(watched))
+    grew = between(readings[0], readings[-2])
+    calm = between(readings[-2], readings[-1])
+    await endless.stop()
+    ended = await endless.wait(TRAINS_S)
+    last = await mesh.submit(JOB, "last", "budget.steps=5")
+    summary = await mesh.finished(last)
+    kinds = sum((Counter(wave.by_kind) for wave in waves), Counter[str]())
+    seconds = sum(wave.seconds for wave in waves)
+    frames = sum(wave.frames for wave in waves)
+    answer: dict[str, Any] = {
+        "frames": frames,
+        "frames_per_s": round(frames / seconds),
+        "ports": len(ports),
+        "processes": len(watched),
+        **{key: sum(getattr(wave, key) for wave in waves) for key in OUTCOMES},
+        "grew_mib": grew.rss_mib,
+        "grew_mib_of": grew.rss_of,
+        "calm_mib": calm.rss_mib,
+        "grew_descriptors": grew.descriptors,
+        "grew_descriptors_of": grew.descriptors_of,
+        "grew_threads": grew.threads,
+        "gone": list(grew.gone),
+        "steps_meanwhile": steps[-1] - steps[0],
+        "stopped": ended.phase,
+        "finished": summary["phase"],
+        **{key: summary[key] + mesh.summary("endless")[key] for key in ("lost", "trained_twice")},
+        "kinds": dict(kinds),
+    }
+    right = answer["finished"] == "finished" and not answer["gone"]
+    books = (answer["lost"], answer["trained_twice"])
+    grown = grew.rss_mib - max(0.0, calm.rss_mib)
+    opened = grew.descriptors <= GROWN_DESCRIPTORS
+    answer["ok"] = int(right and books == (0, 0) and opened and grown <= GROWN_MIB)
+    return answer
+
+
+def _say(number: int, wave: Poured, readings: list[Readings]) -> None:
+    grew = asdict(between(readings[0], readings[-1]))
+    told = {"wave": number, **asdict(wave), **grew}
+    del told["by_kind"]
+    print(json.dumps(told), file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--frames", type=int, default=1_000_000)
+    parser.add_argument("--waves", type=int, default=10)
+    parser.add_argument("--settle-s", type=float, default=SETTLE_S)
+    parser.add_argument("--calm-s", type=float, default=CALM_S)
+    answer = asyncio.run(run(parser.parse_args()))
+    print(json.dumps(answer))
+    return 0 if answer["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""What processes hold, before and after: memory, descriptors, threads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import psutil
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Of one process."""
+
+    name: str
+    rss: int  # bytes
+    descriptors: int
+    threads: int
+    cpu_s: float
+
+
+Readings = dict[int, Reading]  # by pid
+
+
+def read(processes: Iterable[psutil.Process]) -> Readings:
+    """Of those that are still there."""
+    found: Readings = {}
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess), process.oneshot():
+            times = process.cpu_times()
+            found[process.pid] = Reading(
+                named(process),
+                process.memory_info().rss,
+                process.num_fds(),
+                process.num_threads(),
+                times.user + times.system,
+            )
+    return found
+
+
+def named(process: psutil.Process) -> str:
+    """What it runs, in short."""
+    words: list[str] = process.cmdline()
+    for word in words:
+        if word.startswith(("services.", "meshrl.", "common.")):
+            return word
+    return " ".join(words)[-60:].strip() or str(process.name())
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Between two readings, of the process that grew most; `gone`: processes that are no more."""
+
+    rss_mib: float
+    rss_of: str
+    descriptors: int
+    descriptors_of: str
+    threads: int
+    gone: tuple[str, ...]
+
+
+def between(before: Readings, after: Readings) -> Growth:
+    """ValueError when no process is in both."""
+    both = [(before[pid], after[pid]) for pid in before if pid in after]
+    memory = max(both, key=lambda pair: pair[1].rss - pair[0].rss)
+    opened = max(both, key=lambda pair: pair[1].descriptors - pair[0].descriptors)
+    return Growth(
+        round((memory[1].rss - memory[0].rss) / MIB, 1),
+        memory[0].name,
+        opened[1].descriptors - opened[0].descriptors,
+        opened[0].name,
+        max(new.threads - old.threads for old, new in both),
+        tuple(sorted(before[pid].name for pid in before if pid not in after)),
+    )

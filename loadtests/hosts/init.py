@@ -1,0 +1,127 @@
+"""The first process of a host: gives it a file tree of its own, then waits for the end of it.
+
+Started in new namespaces with a `Tree` as JSON for its argument. It says "ready" when the tree
+stands. What it is the parent of it takes leave of, and when its standard input ends, because who
+made the host has closed it or is no more, it ends, and the kernel everything else in the host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+HOME = "/host"  # where commands run, and what $HOME is
+SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "opt")
+WRITABLE = ("tmp", "var", "run", "root", "host")  # directories of the host's own, on the disk
+SHARED_MEMORY = "size=50%"
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What a host's files are made of."""
+
+    name: str
+    root: str  # an empty directory, where its root is put together
+    files: str  # what it writes goes there, on this machine's disk
+    shown: tuple[str, ...]  # directories of this machine that it sees, and cannot write to
+    names: dict[str, str]  # addresses of all hosts, by name
+    groups: tuple[str, ...] = ()  # files of control groups to enter
+    shared: tuple[str, ...] = ()  # a directory of this machine, and where all hosts write to it
+
+
+def mounted(*words: str) -> None:
+    """As the command; CalledProcessError."""
+    subprocess.run(["mount", *words], check=True)
+
+
+def grow(tree: Tree) -> None:
+    """Makes the tree the root of this process' mount namespace."""
+    root, files = Path(tree.root), Path(tree.files)
+    mounted("--make-rprivate", "/")
+    mounted("-t", "tmpfs", "-o", "mode=755,size=1m", "root", tree.root)
+    for name in SYSTEM:
+        outside = Path("/") / name
+        if outside.is_symlink():
+            (root / name).symlink_to(os.readlink(outside))
+        elif outside.is_dir():
+            _shown(outside, root)
+    for place in tree.shown:
+        _shown(Path(place), root)
+    for name in WRITABLE:
+        (root / name).mkdir(exist_ok=True)
+        (files / name).mkdir(exist_ok=True)
+        mounted("--bind", str(files / name), str(root / name))
+    (root / "tmp").chmod(0o1777)
+    (root / "var" / "tmp").mkdir(exist_ok=True)
+    (root / "var" / "tmp").chmod(0o1777)
+    if tree.shared:
+        one, seen = tree.shared[0], root / tree.shared[1].lstrip("/")
+        seen.mkdir(parents=True, exist_ok=True)
+        mounted("--bind", one, str(seen))
+    for place in _below_writable(tree.shown):
+        _shown(Path(place), root)
+    for name in ("proc", "sys", "dev"):
+        (root / name).mkdir()
+    mounted("-t", "proc", "proc", str(root / "proc"))
+    mounted("--rbind", "/sys", str(root / "sys"))
+    mounted("--rbind", "/dev", str(root / "dev"))
+    mounted("-t", "tmpfs", "-o", f"mode=1777,{SHARED_MEMORY}", "shm", str(root / "dev" / "shm"))
+    lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in tree.names.items())]
+    (files / "hosts").write_text("\n".join([*lines, ""]))
+    if (root / "etc" / "hosts").exists():
+        mounted("--bind", str(files / "hosts"), str(root / "etc" / "hosts"))
+    os.chdir(root)
+    subprocess.run(["pivot_root", ".", "."], check=True)
+    subprocess.run(["umount", "--lazy", "."], check=True)
+    os.chdir(HOME)
+
+
+def _shown(outside: Path, root: Path) -> None:
+    inside = root / outside.relative_to("/")
+    inside.mkdir(parents=True, exist_ok=True)
+    mounted("-o", "bind,ro", str(outside), str(inside))
+
+
+def _below_writable(shown: Iterable[str]) -> list[str]:
+    """Those that a directory of the host's own has covered: code may lie in /tmp or /root."""
+    return [place for place in shown if Path(place).parts[1] in WRITABLE]
+
+
+def reap(*_: object) -> None:
+    """Takes leave of whoever has ended, and has nobody else who would."""
+    while True:
+        try:
+            pid, _status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+
+
+def wait_for_the_end() -> None:
+    """Until standard input ends."""
+    signal.signal(signal.SIGCHLD, reap)
+    print("ready", flush=True)
+    while os.read(0, 1):
+        pass
+
+
+def main() -> None:
+    document = json.loads(sys.argv[1])
+    tree = Tree(**document | {key: tuple(document[key]) for key in ("shown", "groups", "shared")})
+    for group in tree.groups:
+        Path(group).write_text("0")
+    Path("/proc/sys/kernel/hostname").write_text(tree.name)
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    grow(tree)
+    wait_for_the_end()
+
+
+if __name__ == "__main__":
+    main()

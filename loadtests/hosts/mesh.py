@@ -1,0 +1,184 @@
+"""A mesh over hosts, made by the commands that a person types: `up --listen`, `token`, `join`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common.state.jobs import ENDED
+from loadtests.hosts.eye import Look
+from loadtests.hosts.host import Host
+from loadtests.hosts.hosts import Hosts
+from loadtests.hosts.init import HOME
+from loadtests.jobs.host import MOST_CORES, HostMeter
+
+ROOT = f"{HOME}/m"  # of the mesh, on each host
+TOKEN = f"{HOME}/join.token"
+PORTS = "7100-7299"  # of each host, beside those that it chooses
+UP_S = 180.0
+JOB_S = 3600.0
+RECORD_S = 120.0  # until the summary of a job that is over is written
+T = TypeVar("T")
+
+
+class HostsMesh:
+    """A mesh whose head is host 0. `seen`: all that its eye has seen."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self.hosts = hosts
+        self.seen: list[Look] = []
+        self.names: dict[int, str] = {}  # of hosts in the mesh, by number
+        self._paced: dict[str, dict[str, Any]] = {}  # last stats of role processes
+        self._more = asyncio.Event()
+
+    @property
+    def head(self) -> Host:
+        return self.hosts[0]
+
+    async def meshrl(self, *words: str, on: Host | None = None, check: bool = True) -> str:
+        """What a command of `meshrl` printed, at the head where no other host is named."""
+        ran = await (on or self.head).run("meshrl", *words, check=check, timeout_s=UP_S)
+        return ran.out
+
+    async def join(self, number: int, workers: int, standby: bool = True) -> float:
+        """Lets a host join with so many workers; the wall clock when its command was begun."""
+        host = self.hosts[number]
+        await self.meshrl("token", "create", "--host", "--out", TOKEN, "--mesh", ROOT)
+        carried = host.path(TOKEN)
+        shutil.copyfile(self.head.path(TOKEN), carried)
+        carried.chmod(0o600)
+        self.head.path(TOKEN).unlink()
+        known = set((await self.rows()).keys())
+        began = time.time()
+        words = ["--root", ROOT, "--workers", str(workers)]
+        words += ["--listen", f"{host.address}:{PORTS}", *([] if standby else ["--no-standby"])]
+        await self.meshrl("join", TOKEN, *words, on=host)
+        (self.names[number],) = set((await self.rows()).keys()) - known
+        return began
+
+    async def rows(self) -> dict[str, dict[str, Any]]:
+        """What `meshrl hosts` tells of each."""
+        found = json.loads(await self.meshrl("hosts", "--json", "--mesh", ROOT))
+        return {row["host"]: row for row in found}
+
+    async def submit(self, job: Path, name: str, *changes: str) -> None:
+        """Submits a job under a name; its run is below the head's home directory."""
+        words = [f"name={name}", f"out={HOME}/{name}", *changes]
+        sets = [word for change in words for word in ("--set", change)]
+        await self.meshrl("submit", str(job), "--mesh", ROOT, *sets)
+
+    async def finished(self, name: str) -> dict[str, Any]:
+        """The summary of a job that is over."""
+        await self.until(lambda look: _phase(look, name) in ENDED, JOB_S)
+        path = self.head.path(f"{HOME}/{name}/summary.json")
+        async with asyncio.timeout(RECORD_S):
+            while not path.exists():
+                await asyncio.sleep(0.2)
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+    async def until(self, holds: Callable[[Look], T], timeout_s: float) -> tuple[Look, T]:
+        """The first look from now on of which something holds, and what; TimeoutError."""
+        number = len(self.seen)
+        async with asyncio.timeout(timeout_s):
+            while True:
+                while number < len(self.seen):
+                    if found := holds(self.seen[number]):
+                        return self.seen[number], found
+                    number += 1
+                self._more.clear()
+                await self._more.wait()
+
+    async def step(self, name: str, least: int, timeout_s: float = JOB_S) -> Look:
+        """The look at which a job had done so many steps."""
+        look, _ = await self.until(lambda look: step_of(look, name) >= least, timeout_s)
+        return look
+
+    async def watch(self) -> None:
+        """Looks until it is cancelled."""
+        words = ("python", "-m", "loadtests.hosts.eye", ROOT)
+        async with self.head.started(*words, pipes=True) as eye:
+            assert eye.stdout is not None
+            while line := await eye.stdout.readline():
+                look = Look(**json.loads(line))
+                self.seen.append(look)
+                for process in look.processes:
+                    if "paced" in process["stats"]:
+                        self._paced[process["incarnation"]] = process["stats"]
+                self._more.set()
+            _, said = await eye.communicate()
+            raise RuntimeError(f"the eye has ended: {said.decode()[-2000:]}")
+
+    @property
+    def late_share(self) -> float | None:
+        """Of all steps at a pace; None: there were none."""
+        paced = sum(stats["paced"] for stats in self._paced.values())
+        late = sum(stats.get("late", 0) for stats in self._paced.values())
+        return round(late / paced, 4) if paced else None
+
+    def leaders(self) -> dict[int, set[str]]:
+        """Who led with each token."""
+        found: dict[int, set[str]] = {}
+        for look in self.seen:
+            if look.leader:
+                found.setdefault(look.token, set()).add(look.leader)
+        return found
+
+
+def step_of(look: Look, name: str) -> int:
+    """Of a job; -1 when there is none of this name."""
+    return next((int(job["step"]) for job in look.jobs if job["name"] == name), -1)
+
+
+def _phase(look: Look, name: str) -> str:
+    return next((str(job["phase"]) for job in look.jobs if job["name"] == name), "")
+
+
+@contextlib.asynccontextmanager
+async def mesh_over(hosts: Hosts, workers: Iterable[int]) -> AsyncIterator[HostsMesh]:
+    """A mesh with so many workers on each host, the head's first; hosts for which none is given do
+    not join. It is stopped with the block.
+    """
+    first, *others = workers
+    mesh = HostsMesh(hosts)
+    listen = f"{mesh.head.address}:{PORTS}"
+    await mesh.meshrl("up", "--root", ROOT, "--workers", str(first), "--listen", listen)
+    try:
+        (mesh.names[0],) = await mesh.rows()
+        watching = asyncio.create_task(mesh.watch())
+        try:
+            for number, count in enumerate(others, 1):
+                await mesh.join(number, count)
+            yield mesh
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+    finally:
+        await mesh.meshrl("down", "--mesh", ROOT, check=False)
+
+
+class Honest:
+    """What tells whether the figures of an arm are worth anything."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts, self._meter = hosts, HostMeter()
+        self._router, self._began = hosts.router_cpu_s(), time.monotonic()
+
+    def told(self, mesh: HostsMesh) -> dict[str, Any]:
+        """`host_cores` and `steal_cores` of this machine, `router_cores` of them what delays
+        packets; `late_share`; `valid`: 0 where the machine was too busy.
+        """
+        cores = (self._hosts.router_cpu_s() - self._router) / (time.monotonic() - self._began)
+        reading = self._meter.reading()
+        return {
+            **reading,
+            "router_cores": round(cores, 3),
+            "late_share": mesh.late_share,
+            "valid": int(reading["host_cores"] <= MOST_CORES),
+        }

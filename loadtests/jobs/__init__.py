@@ -1,0 +1,1 @@
+"""Several jobs on one mesh, with paced engines and trainers. Open `__main__.py` first."""

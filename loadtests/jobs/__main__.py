@@ -1,0 +1,124 @@
+"""Several jobs on one mesh: what they learn, how they share it, how fast it changes hands.
+
+    python -m loadtests.jobs [--arms solo,pair,quad,share,preempt,makespan,moves] [--steps 16]
+
+Jobs are the calculator with engines and cores at a declared pace (`--rollout-pace`,
+`--training-pace`; empty: as fast as the processors are), each arm on a mesh of its own by
+`meshrl up`. Rounds of all arms run in rotating order; figures are medians over rounds.
+
+- `accuracy_gap`: how much less a seed reaches beside others than alone, the worst of two on
+  4 workers (`pair`) and of four on 6 (`quad`), beside `solo_spread` of three; `lost`,
+  `trained_twice`.
+- `share_error`: workers of two jobs of shares 1:1 and 1:3 on 8, against max-min after floors.
+- `preempt_s`: until a job of higher priority has its least workers.
+- `makespan_ratio`: two jobs at once over one after the other, on 4 workers.
+- `role_change_s`: from decision to ready, by (from, to); from `idle` it is a fresh process.
+  `others_rate`: pieces a second of everybody else during a move, over before.
+
+`late_share` is of steps that ended later than their pace; an arm in which the host used more than
+1.6 cores is invalid, and the result says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from loadtests.jobs import learning, makespan, moving, sharing
+from loadtests.jobs.mesh import Paces
+from loadtests.jobs.plan import Arm, Plan
+from loadtests.measuring.rotating import measured
+
+JOB = Path(__file__).parents[2] / "examples" / "calculator.toml"
+RUNS: dict[str, Callable[[Plan], Awaitable[Arm]]] = {
+    "solo": learning.solo,
+    "pair": lambda plan: learning.together(plan, "pair", 4, plan.seeds[:2]),
+    "quad": lambda plan: learning.together(plan, "quad", 6, plan.seeds[:4]),
+    "share": lambda plan: sharing.share(plan, (1.0, 1.0)),
+    "share13": lambda plan: sharing.share(plan, (1.0, 3.0)),
+    "preempt": sharing.preempt,
+    "together": lambda plan: makespan.pair_s(plan, True),
+    "in_turn": lambda plan: makespan.pair_s(plan, False),
+    "moves": moving.moves,
+}
+PARTS = {"share": ("share", "share13"), "makespan": ("together", "in_turn")}
+
+
+def result(found: dict[str, list[Arm]]) -> dict[str, Any]:
+    """The figures of all arms that ran."""
+    every = [arm for arms in found.values() for arm in arms]
+    answer: dict[str, Any] = {
+        "valid": min(arm["valid"] for arm in every),
+        "late_share": max((arm["late_share"] or 0.0 for arm in every), default=0.0),
+        "host_cores": max(arm.get("host_cores", 0.0) for arm in every),
+        "steal_cores": max(arm.get("steal_cores", 0.0) for arm in every),
+    }
+    for key in ("lost", "trained_twice"):
+        counts = [arm[key] for arm in every if key in arm]
+        if counts:
+            answer[key] = sum(counts)
+    if "solo" in found:
+        answer["solo_cores"] = _median(found["solo"], "mesh_cores")
+        for name in ("pair", "quad"):
+            gaps = [
+                learning.gap(a, b) for a, b in zip(found["solo"], found.get(name, []), strict=False)
+            ]
+            if gaps:
+                answer[f"accuracy_gap_{name}"] = _median(gaps, "accuracy_gap")
+                answer["solo_spread"] = _median(gaps, "solo_spread")
+    for name in ("pair", "quad"):
+        if found.get(name):
+            answer[f"at_once_{name}"] = min(arm["at_once"] for arm in found[name])
+    for name, label in (("share", "share_error_1_1"), ("share13", "share_error_1_3")):
+        if found.get(name):
+            answer[label] = _median(found[name], "share_error")
+    if found.get("together") and found.get("in_turn"):
+        pairs = zip(found["together"], found["in_turn"], strict=True)
+        ratios = [a["makespan_s"] / b["makespan_s"] for a, b in pairs]
+        answer["makespan_ratio"] = round(statistics.median(ratios), 4)
+        answer["makespan_ratios"] = [round(ratio, 4) for ratio in ratios]
+    for name in ("preempt", "moves"):
+        for arm in found.get(name, [])[-1:]:
+            kept = ("preempt_s", "role_change_s", "others_rate", "others_rate_least")
+            answer |= {key: arm[key] for key in kept if key in arm}
+    return answer
+
+
+def _median(arms: list[Arm], key: str) -> float:
+    return round(float(statistics.median(arm[key] for arm in arms)), 4)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--arms", default="solo,pair,quad,share,preempt,makespan,moves")
+    parser.add_argument("--steps", type=int, default=16, help="of each job")
+    parser.add_argument("--problems", type=int, default=256, help="of an evaluation")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--moves", type=int, default=3, help="of each kind, and preemptions")
+    parser.add_argument("--window-s", type=float, default=60.0, help="that shares are taken over")
+    parser.add_argument("--seeds", default="0,1,2,3", help="four; each has a warm start of its own")
+    parser.add_argument("--rollout-pace", default=Paces.rollout)
+    parser.add_argument("--training-pace", default=Paces.training)
+    parser.add_argument("job", type=Path, nargs="?", default=JOB)
+    a = parser.parse_args()
+    names = [part for arm in a.arms.split(",") for part in PARTS.get(arm, (arm,))]
+    unknown = set(names) - RUNS.keys()
+    if unknown:
+        parser.error(f"there is no arm {', '.join(sorted(unknown))}; there are {', '.join(RUNS)}")
+    paces = Paces(a.rollout_pace, a.training_pace)
+    seeds = tuple(map(int, a.seeds.split(",")))
+    plan = Plan(a.job.resolve(), a.steps, a.problems, paces, seeds, a.moves, a.window_s)
+    answer = result(asyncio.run(measured(RUNS, plan, names, a.rounds)))
+    print(json.dumps(answer))
+    good = answer.get("lost", 0) == 0 and answer.get("trained_twice", 0) == 0
+    return 0 if good and answer["valid"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

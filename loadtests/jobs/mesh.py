@@ -1,0 +1,200 @@
+"""A mesh of its own for one arm: started, watched, stopped, and what was seen of it meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.errors import MeshError
+from common.pool.rows import Gang
+from common.state import events, pool, registry
+from common.state.client import State
+from common.state.events import Event
+from loadtests.jobs.host import MOST_CORES, HostMeter
+from loadtests.measuring.meter import Meter
+from meshrl.client.client import Client, JobHandle
+from meshrl.launch.directory.places import MeshPlace, read_json
+
+LOOK_S = 0.25  # between two looks at what processes have published
+COMMAND_S = 180.0  # for `meshrl up` and `meshrl down`
+RUN_S = 3600.0  # for one job
+RECORD_S = 300.0  # until the record of a job that is over is written; its model is, too
+
+
+@dataclass(frozen=True)
+class Paces:
+    """How fast the accelerators are that workers stand for."""
+
+    rollout: str = "60/32/4000"
+    training: str = "4000/200"
+
+    def overrides(self) -> list[str]:
+        """As of `--set`; nothing where a job is to run as fast as it can."""
+        found = {"rollout.pace": self.rollout, "training.pace": self.training}
+        return [f"{key}={value}" for key, value in found.items() if value]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one process had published at a time."""
+
+    at: float  # monotonic
+    name: str
+    job: str
+    tokens: float
+    pieces: float  # steps and pieces at a pace
+    late: float
+
+
+@dataclass
+class Watched:
+    """What was seen of a mesh."""
+
+    last: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # by incarnation
+    seen: list[Seen] = field(default_factory=list)
+    held: list[tuple[float, dict[str, float]]] = field(default_factory=list)  # workers by job
+    host: dict[str, float] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def late_share(self) -> float | None:
+        """Of all steps at a pace; None: there were none."""
+        paced = sum(stats.get("paced", 0) for stats in self.last.values())
+        late = sum(stats.get("late", 0) for stats in self.last.values())
+        return round(late / paced, 4) if paced else None
+
+    def honest(self) -> dict[str, Any]:
+        """What tells whether figures of this arm are worth anything."""
+        return {
+            **self.host,
+            "late_share": self.late_share,
+            "valid": int(self.host.get("host_cores", 0.0) <= MOST_CORES),
+        }
+
+
+def workers_by_job(gangs: Iterable[Gang]) -> dict[str, float]:
+    """How many workers each job has: one that several share counts for each in equal parts."""
+    held: dict[str, float] = {}
+    for gang in gangs:
+        for rank in range(len(gang.workers)):
+            jobs = sorted({one.job for one in gang.residents if rank in one.ranks})
+            for job in jobs:
+                held[job] = held.get(job, 0.0) + 1.0 / len(jobs)
+    return held
+
+
+class RunningMesh:
+    """A mesh that is up."""
+
+    def __init__(self, root: Path, state: State, client: Client, launcher: int) -> None:
+        self.root, self.state, self.client = root, state, client
+        self.watched = Watched()
+        self._host, self._meter = HostMeter(), Meter(launcher)
+        self._began = time.monotonic()
+        self._reading = asyncio.Lock()
+
+    async def submit(self, job: Path, name: str, *overrides: str) -> JobHandle:
+        """Submits a job under a name, with its run beside the mesh's files."""
+        out = self.root / name
+        return await self.client.submit(job, [f"name={name}", f"out={out}", *overrides])
+
+    def summary(self, name: str) -> dict[str, Any]:
+        """Of a job that is over."""
+        found: dict[str, Any] = json.loads((self.root / name / "summary.json").read_text())
+        return found
+
+    async def finished(self, handle: JobHandle) -> dict[str, Any]:
+        """The summary of a job once it is over and its record written; RuntimeError when it has
+        not finished.
+        """
+        told = await handle.wait(RUN_S)
+        path = self.root / handle.name / "summary.json"
+        async with asyncio.timeout(RECORD_S):
+            while not path.exists():
+                await asyncio.sleep(0.2)
+        if told.phase != "finished":
+            raise RuntimeError(f"{handle.name} is {told.phase}: {told}")
+        return self.summary(handle.name)
+
+    async def events(self) -> list[Event]:
+        """All that has happened so far; what was seen is kept, a mesh lets go of it in time."""
+        seen = self.watched.events
+        async with self._reading:
+            seen += await events.read_all(self.state, seen[-1].id if seen else "0")
+        return seen
+
+    async def watch(self) -> None:
+        """Looks until it is cancelled."""
+        while True:
+            with contextlib.suppress(MeshError):  # a look that fails is one less
+                await self._look()
+            await asyncio.sleep(LOOK_S)
+
+    async def _look(self) -> None:
+        now = time.monotonic()
+        for entry in await registry.entries(self.state):
+            if entry.alive and "job" in entry.stats:
+                stats = entry.stats
+                self.watched.last[entry.name, entry.incarnation] = stats
+                figures = (float(stats.get(key) or 0) for key in ("tokens", "paced", "late"))
+                self.watched.seen.append(Seen(now, entry.name, stats["job"], *figures))
+        self.watched.held.append((now, workers_by_job(await pool.gangs(self.state))))
+        await self.events()
+        self._meter.look()
+
+    def close(self) -> None:
+        """Notes the host's part."""
+        wall_s = time.monotonic() - self._began
+        used = sum(self._meter.reading(roles=True).values())
+        cores = {"mesh_cores": round(used / wall_s, 3), "wall_s": round(wall_s, 1)}
+        self.watched.host = self._host.reading() | cores
+
+
+@contextlib.asynccontextmanager
+async def mesh_up(folder: Path, workers: int, **pool_settings: Any) -> AsyncIterator[RunningMesh]:
+    """A mesh of so many workers below `folder`, until the end of the block."""
+    root = folder / "mesh-root"
+    root.mkdir(parents=True)
+    lines = [f"{key} = {json.dumps(value)}" for key, value in pool_settings.items()]
+    config = folder / "mesh.toml"
+    config.write_text("\n".join(["[pool]", *lines, ""]))
+    await _meshrl("up", "--root", str(root), "--workers", str(workers), "--config", str(config))
+    place = MeshPlace(root)
+    try:
+        state = await State.open(place.redis_url)
+        try:
+            async with Client(root) as client:
+                launcher = int(read_json(place.launcher)["pid"])
+                mesh = RunningMesh(root, state, client, launcher)
+                watching = asyncio.create_task(mesh.watch())
+                try:
+                    yield mesh
+                finally:
+                    watching.cancel()
+                    await asyncio.gather(watching, return_exceptions=True)
+                    mesh.close()
+        finally:
+            await state.close()
+    finally:
+        await _meshrl("down", "--mesh", str(root))
+
+
+async def _meshrl(*words: str) -> None:
+    command = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "meshrl", *words),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    async with asyncio.timeout(COMMAND_S):
+        said, _ = await command.communicate()
+    if command.returncode:
+        raise RuntimeError(f"meshrl {words[0]} ends with {command.returncode}: {said.decode()}")

@@ -1,0 +1,96 @@
+"""How long the ranks of a gang take to meet: at a file, as on one host, and at a store of rank 0,
+as on several; in turns, in rotating order, on loopback.
+
+    python -m loadtests.meetings --ranks 2 --pairs 9
+
+Prints one JSON object: medians with their quartiles, and the median of the pairs' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from common.api.ranks import Meeting
+from common.wire.meeting import listen, place_of
+from services.trainer.ranks.rank import join_group, leave_group
+
+WITHIN_S = 60.0
+ARMS = ("file", "store")
+Turn = tuple[int, str]  # pair, arm
+
+
+def turns(pairs: int) -> list[Turn]:
+    return [(pair, arm) for pair in range(pairs) for arm in ARMS[:: 1 if pair % 2 else -1]]
+
+
+def together(barrier: Any, ranks: int, turn: Turn) -> None:
+    """Returns when all ranks are here."""
+    barrier.add(str(turn), 1)
+    while barrier.add(str(turn), 0) < ranks:
+        time.sleep(0.001)
+
+
+def rank(number: int, ranks: int, directory: Path, doors: dict[Turn, socket.socket]) -> list[float]:
+    """Seconds that each turn took this rank."""
+    torch.set_num_threads(1)
+    barrier = dist.FileStore(str(directory / "barrier"), ranks)  # type: ignore[attr-defined]
+    took = []
+    for turn, door in doors.items():
+        store = turn[1] == "store"
+        where = place_of(door, "word") if store else str(directory / f"meeting{turn[0]}")
+        together(barrier, ranks, turn)
+        began = time.perf_counter()
+        served = door if store and number == 0 else None
+        join_group(Meeting(1, where, WITHIN_S), number, ranks, "cpu", "lo", served)
+        took.append(time.perf_counter() - began)
+        leave_group()
+    return took
+
+
+def figures(took: list[float], order: list[Turn], ranks: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"ranks": ranks, "pairs": len(order) // 2}
+    by = {arm: {p: t for (p, a), t in zip(order, took, strict=True) if a == arm} for arm in ARMS}
+    for arm, times in by.items():
+        low, middle, high = statistics.quantiles([1000 * t for t in times.values()], n=4)
+        found |= {
+            f"{arm}_ms": round(middle, 1),
+            f"{arm}_ms_quartiles": [round(low, 1), round(high, 1)],
+        }
+    ratios = [by["store"][pair] / by["file"][pair] for pair in by["file"]]
+    return found | {"ratio_store": round(statistics.median(ratios), 3), "load": os.getloadavg()[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=9)
+    chosen = parser.parse_args()
+    order = turns(chosen.pairs)
+    doors = {turn: listen("127.0.0.1", range(1)) for turn in order}
+    with tempfile.TemporaryDirectory() as directory:
+        children = []
+        for number in range(chosen.ranks):
+            child = os.fork()
+            if child == 0:
+                took = rank(number, chosen.ranks, Path(directory), doors)
+                if number == 0:
+                    print(json.dumps(figures(took, order, chosen.ranks)), flush=True)
+                os._exit(0)
+            children.append(child)
+        sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+
+
+if __name__ == "__main__":
+    main()

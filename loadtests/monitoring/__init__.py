@@ -1,0 +1,1 @@
+"""Makes each alert of compose/monitoring fire on a real mesh, and clear. Open `scenes.py` first."""

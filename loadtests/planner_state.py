@@ -1,0 +1,384 @@
+"""Measures what the planner costs Redis: one look and one write of a large pool, and the commands
+of a mesh that does nothing.
+
+    python -m loadtests.planner_state --out planner_state.json
+
+`snapshot_ms` and `write_ms` are CPU-milliseconds of the server for one script, during which it
+answers nobody: of a look at `--gangs` gangs with an engine each, `--jobs` jobs and whole
+registry rows; of a full chunk of decisions (`write_ms`), and of one decision with its memory
+(`write_one_ms`). `*_client_ms` is what the planner waits, its reading of the answer included. Looks
+and writes alternate; medians, and the greatest.
+
+An idle mesh has so many workers with real leases and the workers' own polls, an agent for each
+eight, and two planners. `commands_per_s` is what clients send, `calls_per_s` what the server
+counts; `commands_growth` is the ratio of the former from the least to the most workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis
+import redis.asyncio
+
+from common.clock import SystemClock
+from common.job.config import JobConfig
+from common.pool.decisions import Decision, Form, Place, Why
+from common.pool.rows import Doing, Report, Resident, Role, Tier, Worker
+from common.pool.settings import PoolSettings
+from common.process.host import SystemHost
+from common.random import Random
+from common.runtime.actor import Actor
+from common.runtime.mesh import Mesh
+from common.state import jobs, leader, pool, registry
+from common.state.client import State
+from common.state.server.embedded import command
+from services.node.job_services import LOOK_S as AGENT_LOOK_S
+from services.node.worker import LOOK_S
+from services.planner.planner import Planner
+from sim.network import MemoryNetwork, MemoryTransport
+
+LEASE_MS = 3_600_000
+WORKERS_OF_HOST = 8
+SETTLE_S = 8.0
+START_S = 20.0
+# Makes all leases as short as those of processes are: to fill the pool takes longer than that.
+RENEW = """
+local time = redis.call('TIME')
+local at = (tonumber(time[1]) + 6) * 1000
+for _, name in ipairs(redis.call('ZRANGE', '{mesh}:entries', 0, -1)) do
+  redis.call('ZADD', '{mesh}:entries', at, name)
+end
+return 'renewed'
+"""
+WHY = Why("default", "job0", {"share": 0.5})
+# What an engine publishes: numbers of its work, its memory, its loop and its traffic.
+STATS = {
+    "occupied_s": 1234.567,
+    "tokens": 123456789,
+    **{f"counter_of_something_{n}": 12345.678 + n for n in range(40)},
+}
+
+
+@dataclass
+class Counted:
+    """A client of Redis that counts what it sends, and how long the answers are."""
+
+    client: Any
+    commands: int = 0
+    longest: int = 0
+    polled: dict[str, int] = field(default_factory=dict)
+
+    def _count(self, words: tuple[Any, ...]) -> None:
+        self.commands += 1
+        self.polled[str(words[0])] = self.polled.get(str(words[0]), 0) + 1
+
+
+class Asking(Counted):
+    """For the loop."""
+
+    async def execute_command(self, *words: Any) -> Any:
+        self._count(words)
+        reply = await self.client.execute_command(*words)
+        if isinstance(reply, str):
+            self.longest = max(self.longest, len(reply))
+        return reply
+
+    async def aclose(self) -> None:
+        await self.client.aclose()
+
+
+class Renewing(Counted):
+    """For threads."""
+
+    def execute_command(self, *words: Any) -> Any:
+        self._count(words)
+        return self.client.execute_command(*words)
+
+    def close(self) -> None:
+        self.client.close()
+
+
+@contextlib.asynccontextmanager
+async def on_redis() -> AsyncIterator[tuple[State, Asking, Renewing]]:
+    """A State on a Redis of its own that ends with it, and what counts its commands."""
+    with tempfile.TemporaryDirectory(prefix="meshrl-") as scratch:
+        server = command(Path(scratch))
+        process = subprocess.Popen(server.argv, stdout=subprocess.DEVNULL)
+        common: dict[str, Any] = {"decode_responses": True, "protocol": 2}
+        few = redis.asyncio.BlockingConnectionPool.from_url(
+            server.url, max_connections=16, **common
+        )
+        many = redis.ConnectionPool.from_url(server.url, max_connections=2000, **common)
+        asking = Asking(redis.asyncio.Redis.from_pool(few))
+        renewing = Renewing(redis.Redis.from_pool(many))
+        state = State(server.url, asking, renewing)
+        try:
+            async with asyncio.timeout(START_S):
+                while not (Path(scratch) / "redis.sock").exists():
+                    await asyncio.sleep(0.02)
+            await state.command("PING")
+            yield state, asking, renewing
+        finally:
+            await state.close()
+            process.kill()
+            process.wait()
+
+
+# -- one look and one write ----------------------------------------------------------------------
+
+
+@dataclass
+class Timer:
+    """What scripts take of the server, and of their caller. The server's is CPU time: on a machine
+    that others load it would wait for a core.
+    """
+
+    state: State
+    server_ms: dict[str, list[float]] = field(default_factory=dict)
+    client_ms: dict[str, list[float]] = field(default_factory=dict)
+
+    async def time(self, what: str, work: Coroutine[Any, Any, Any]) -> Any:
+        """The answer of work that is one script."""
+        before = await self._spent_ms()
+        began = time.perf_counter()
+        answer = await work
+        took_ms = 1000 * (time.perf_counter() - began)
+        spent = await self._spent_ms() - before
+        self.server_ms.setdefault(what, []).append(spent)
+        self.client_ms.setdefault(what, []).append(took_ms)
+        return answer
+
+    async def _spent_ms(self) -> float:
+        found = await self.state.command("INFO", "cpu")
+        used = found["used_cpu_user_main_thread"] + found["used_cpu_sys_main_thread"]
+        return float(1000 * used)
+
+
+async def filled(state: State, timer: Timer, gangs: int, count: int) -> int:
+    """The token of the leader of a pool in which every gang of one worker has a ready engine."""
+    token = await leader.campaign(state, "planner", "loadtest", LEASE_MS)
+    await pool.write_settings(state, PoolSettings())
+    document = JobConfig().document()
+    for n in range(count):
+        await jobs.submit(state, f"job{n}", {**document, "seed": n}, "/runs", f"submit{n}")
+    hosts = {f"host{n // WORKERS_OF_HOST}" for n in range(gangs)}
+    for host in hosts:
+        await registry.register(state, registry.Entry(f"node/{host}", "node"), LEASE_MS)
+    tokens = []
+    for n in range(gangs):
+        host = f"host{n // WORKERS_OF_HOST}"
+        stats = {"gang": f"g{n}", "resident": f"g{n}.0", "job": f"job{n % count}", **STATS}
+        for name, kind in ((f"worker/w{n}", "worker"), (f"engine/g{n}.0", "engine")):
+            entry = registry.Entry(
+                name,
+                kind,
+                "tcp://127.0.0.1:40000",
+                host=host,
+                incarnation=uuid.uuid4().hex[:16],
+                stats=stats,
+                run_root="/runs/mesh",
+            )
+            held = await registry.register(state, entry, LEASE_MS)
+            if kind == "worker":
+                tokens.append(held)
+        await pool.join_worker(state, Worker(f"w{n}", host, "cpu:0", tokens[n]))
+    decisions: list[Decision] = []
+    for n in range(gangs):
+        decisions.append(Form(f"g{n}", (f"w{n}",), WHY))
+        decisions.append(Place(f"g{n}", Resident(f"g{n}.0", f"job{n % count}", Role.ROLLOUT), WHY))
+    for n in range(0, len(decisions), pool.CHUNK):
+        chunk = decisions[n : n + pool.CHUNK]
+        await timer.time("write", pool.write(state, token, f"fill{n}", chunk, None))
+    for n in range(gangs):
+        report = Report(0, 1, 1, tokens[n], Doing.READY, Tier.ACCELERATOR)
+        assert await pool.report(state, f"w{n}", f"g{n}", f"g{n}.0", report)
+    return token
+
+
+async def large_pool(gangs: int, count: int, repeats: int) -> dict[str, Any]:
+    """Looks at a pool and writes of one decision, alternating."""
+    async with on_redis() as (state, asking, _):
+        timer = Timer(state)
+        token = await filled(state, timer, gangs, count)
+        memory = {"missing": {f"w{n}": n for n in range(gangs // 16)}}
+        await pool.look(state, token)  # the documents of the jobs come with the first look
+        asking.longest = 0
+        epoch = 1
+        for n in range(repeats):
+            await state.command("EVAL", RENEW, 0)
+            found = await timer.time("snapshot", pool.look(state, token))
+            assert len(found.snapshot.gangs) == len(found.snapshot.workers) == gangs
+            epoch += 1
+            wish = Resident(f"g{n % gangs}.0", "job0", Role.ROLLOUT, epoch=epoch)
+            one: list[Decision] = [Place(f"g{n % gangs}", wish, WHY)]
+            work = pool.write(state, token, f"op{n}", one, memory, found.written)
+            assert await timer.time("write_one", work) == []
+        used = (await state.command("INFO", "memory"))["used_memory"]
+        result: dict[str, Any] = {
+            "gangs": gangs,
+            "jobs": count,
+            "chunk": pool.CHUNK,
+            "answer_bytes": asking.longest,
+            "redis_bytes": used,
+            "registry_row_bytes": len(json.dumps(STATS)),
+        }
+        for what, spent in timer.server_ms.items():
+            result[f"{what}_ms"] = round(statistics.median(spent), 2)
+            result[f"{what}_ms_least"] = round(min(spent), 2)
+            result[f"{what}_ms_most"] = round(max(spent), 2)
+            result[f"{what}_client_ms"] = round(statistics.median(timer.client_ms[what]), 2)
+        return result
+
+
+# -- a mesh that does nothing --------------------------------------------------------------------
+
+
+class Idle:
+    """The members of a mesh, all in this process."""
+
+    def __init__(self, state: State) -> None:
+        self.state, self.clock, self.random = state, SystemClock(), Random.system()
+        self.network = MemoryNetwork(self.clock, self.random.child("network"))
+        self.members: list[Mesh] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def member(self, name: str, make: Callable[[Mesh], Actor | None]) -> Mesh:
+        """A process's mesh, with its lease, and the actor that it offers."""
+        mesh = Mesh(
+            name=name,
+            kind=name.partition("/")[0],
+            state=self.state,
+            transport=MemoryTransport(self.network, f"mem://{name}"),
+            clock=self.clock,
+            random=self.random.child(name),
+            host=SystemHost(),
+        )
+        await mesh.join(make(mesh))
+        self.members.append(mesh)
+        return mesh
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        self.tasks.append(asyncio.create_task(work))
+
+    async def worker(self, n: int) -> None:
+        mesh = await self.member(f"worker/w{n}", lambda _: None)
+        host = f"host{n // WORKERS_OF_HOST}"
+        await pool.join_worker(self.state, Worker(f"w{n}", host, "cpu:0", mesh.token))
+        self.run(self._every(LOOK_S, lambda: pool.worker_row(self.state, f"w{n}")))
+
+    async def agent(self, host: str) -> None:
+        await self.member(f"node/{host}", lambda _: None)
+        self.run(self._every(AGENT_LOOK_S, lambda: pool.services_of(self.state, host)))
+
+    async def planner(self, n: int) -> None:
+        made: list[Planner] = []
+
+        def make(mesh: Mesh) -> Planner:
+            made.append(Planner(mesh))
+            return made[0]
+
+        await self.member(f"planner/{n}", make)
+        self.run(made[0].serve())
+
+    async def _every(self, seconds: float, ask: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        await self.clock.sleep(seconds * self.random.random())
+        while True:
+            await ask()
+            await self.clock.sleep(seconds)
+
+    async def leave(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        for mesh in self.members:
+            await mesh.leave()
+
+
+async def idle_mesh(workers: int, seconds: float) -> dict[str, Any]:
+    """Commands of a mesh without jobs."""
+    async with on_redis() as (state, asking, renewing):
+        mesh = Idle(state)
+        await pool.write_settings(state, PoolSettings())
+        try:
+            for n in range(workers):
+                await mesh.worker(n)
+            for n in range(-(-workers // WORKERS_OF_HOST)):
+                await mesh.agent(f"host{n}")
+            for n in range(2):
+                await mesh.planner(n)
+            await asyncio.sleep(SETTLE_S)
+            before, at = asking.commands + renewing.commands, time.monotonic()
+            calls = (await state.command("INFO", "stats"))["total_commands_processed"]
+            cpu = resource.getrusage(resource.RUSAGE_SELF)
+            await asyncio.sleep(seconds)
+            took = time.monotonic() - at
+            called = (await state.command("INFO", "stats"))["total_commands_processed"] - calls
+            sent = asking.commands + renewing.commands - before
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            ended = [task for task in mesh.tasks if task.done()]
+            assert not ended, ended[0].exception()
+            spent = after.ru_utime + after.ru_stime - cpu.ru_utime - cpu.ru_stime
+            return {
+                "workers": workers,
+                "commands_per_s": round(sent / took, 1),
+                "calls_per_s": round(called / took, 1),
+                "clients_cpu_share": round(spent / took, 3),
+            }
+        finally:
+            await mesh.leave()
+
+
+async def measured(a: argparse.Namespace) -> dict[str, Any]:
+    result: dict[str, Any] = {"load": os.getloadavg()[0]}
+    result["pool"] = await large_pool(a.gangs, a.jobs, a.repeats)
+    sizes = sorted(a.workers)
+    rounds = []
+    for number in range(a.rounds):
+        for workers in sizes if number % 2 == 0 else reversed(sizes):
+            rounds.append(await idle_mesh(workers, a.seconds))
+    result["idle"] = rounds
+    for figure, name in (("commands_per_s", "commands_growth"), ("calls_per_s", "calls_growth")):
+        by = {
+            n: statistics.median(row[figure] for row in rounds if row["workers"] == n)
+            for n in sizes
+        }
+        result[name] = round(by[sizes[-1]] / by[sizes[0]], 2)
+        result[figure] = by
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gangs", type=int, default=1024)
+    parser.add_argument("--jobs", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--workers", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    a = parser.parse_args()
+    result = asyncio.run(measured(a))
+    text = json.dumps(result, indent=1)
+    if a.out is not None:
+        a.out.write_text(text + "\n")
+    print(text, file=sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

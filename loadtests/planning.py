@@ -1,0 +1,153 @@
+"""Measures the planner's decisions: the time of one `decide` by gangs and jobs, of a pool at rest
+and of one that is divided anew.
+
+    python -m loadtests.planning
+
+One worker a gang, eight a host; every fourth job's core has two ranks, priorities and shares
+differ, and all jobs train. `decide_ms` is a look at which nothing is decided, `first_ms` the one
+that places everybody, `lost_ms` one at which a host has been lost; each name ends in workers
+and jobs. Each is a median of `--repeats`, in CPU-milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from common.pool.decisions import Decision, Dissolve, Form, Place, Remove
+from common.pool.needs import Need, PlannedJob
+from common.pool.rows import Doing, Gang, Report, Worker
+from common.pool.snapshot import Host, Snapshot
+from common.state.jobs import Phase
+from services.planner.decide import decide
+from services.planner.memory import Memory
+
+WORKERS = (16, 256, 1024, 4096)
+JOBS = (1, 64)
+OF_A_HOST = 8
+NOW_MS = 1_000_000
+
+
+def pool_of(workers: int, jobs: int) -> Snapshot:
+    """A pool that has just been filled, and its jobs."""
+    hosts = max(1, workers // OF_A_HOST)
+    return Snapshot(
+        now_ms=NOW_MS,
+        workers=tuple(
+            Worker(f"w{n}", f"host{n % hosts}", "cpu:0", token=n + 1) for n in range(workers)
+        ),
+        jobs=tuple(
+            PlannedJob(
+                f"job{n}",
+                Phase.TRAINING,
+                Need(ranks=2 if n % 4 == 3 else 1, priority=n % 3, share=1.0 + n % 2),
+                submitted_ms=n,
+                steps_done=10,
+                checkpointed=True,
+            )
+            for n in range(jobs)
+        ),
+        hosts=tuple(Host(f"host{n}") for n in range(hosts)),
+    )
+
+
+def applied(snapshot: Snapshot, decisions: Sequence[Decision]) -> Snapshot:
+    """The pool in which all of that is done."""
+    gangs = {gang.id: gang for gang in snapshot.gangs}
+    formed = snapshot.gangs_formed
+    for decision in decisions:
+        match decision:
+            case Form(gang, workers):
+                gangs[gang] = Gang(gang, workers, 1, (), snapshot.now_ms)
+                formed += 1
+            case Dissolve(gang):
+                del gangs[gang]
+            case Remove(gang, resident_id):
+                kept = tuple(r for r in gangs[gang].residents if r.id != resident_id)
+                gangs[gang] = replace(gangs[gang], residents=kept)
+            case Place(gang, resident):
+                kept = tuple(r for r in gangs[gang].residents if r.id != resident.id)
+                reports = {
+                    rank: Report(
+                        rank, resident.generation, resident.epoch, 1, Doing.READY, resident.tier
+                    )
+                    for rank in resident.ranks
+                }
+                placed = max(gangs[gang].placed, int(resident.id.rpartition(".")[2]) + 1)
+                done = replace(resident, reports=reports)
+                gangs[gang] = replace(gangs[gang], residents=(*kept, done), placed=placed)
+    where = {worker: gang.id for gang in gangs.values() for worker in gang.workers}
+    return replace(
+        snapshot,
+        now_ms=snapshot.now_ms + 500,
+        gangs=tuple(gangs.values()),
+        workers=tuple(replace(w, gang=where.get(w.id, "")) for w in snapshot.workers),
+        gangs_formed=formed,
+    )
+
+
+def at_rest(snapshot: Snapshot) -> tuple[Snapshot, Memory]:
+    """The pool and its planner's memory when nothing is left to place."""
+    memory = Memory()
+    for _ in range(8):
+        decisions, memory = decide(snapshot, memory)
+        moved = [d for d in decisions if isinstance(d, Form | Dissolve | Place | Remove)]
+        if not moved:
+            return snapshot, memory
+        snapshot = applied(snapshot, moved)
+    raise RuntimeError("the pool does not come to rest: run tests/unit/planner")
+
+
+def cpu_ms(snapshot: Snapshot, memory: Memory, repeats: int) -> float:
+    """The median of the CPU time of one look."""
+    took = []
+    for _ in range(repeats):
+        gc.collect()
+        began = time.process_time()
+        decide(snapshot, memory)
+        took.append(1000 * (time.process_time() - began))
+    return round(statistics.median(took), 2)
+
+
+def measured(workers: int, jobs: int, repeats: int) -> dict[str, float]:
+    """The figures of one size of pool, by names that end in its workers and jobs."""
+    new = pool_of(workers, jobs)
+    rest, memory = at_rest(new)
+    host = rest.workers[-1].host
+    away = replace(
+        rest,
+        workers=tuple(replace(w, alive=w.host != host) for w in rest.workers),
+        now_ms=rest.now_ms + 60_000,
+    )
+    missing = {w.id: rest.now_ms for w in away.workers if not w.alive}
+    figures = {
+        "decide_ms": cpu_ms(rest, memory, repeats),
+        "first_ms": cpu_ms(new, Memory(), repeats),
+        "lost_ms": cpu_ms(away, replace(memory, missing=missing), repeats),
+        "memory_bytes": len(json.dumps(memory.document())),
+    }
+    return {f"{name}_{workers}_{jobs}": figure for name, figure in figures.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--workers", type=int, nargs="+", default=list(WORKERS))
+    parser.add_argument("--jobs", type=int, nargs="+", default=list(JOBS))
+    a = parser.parse_args()
+    found: dict[str, float] = {}
+    for workers in a.workers:
+        for jobs in a.jobs:
+            found |= measured(workers, jobs, a.repeats)
+    print(json.dumps(found | {"repeats": a.repeats}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""What the ranks of a core hold of a model: the most memory that each has while it begins, and
+beside its rows while a version is staged and a checkpoint is written and read.
+
+    OMP_NUM_THREADS=1 python -m loadtests.ranks --ranks 4
+
+The ranks are forks of one process that has imported everything, and meet over gloo. Each makes the
+learner of a job with a new model, and of one with the same model as a Hugging Face directory. In
+bytes, each rank's:
+
+- `drawn`, `read`: the most resident memory above that before it began, until its learner is there;
+- `rows`: what the learner's tensors then take: parameters and the optimizer's moments;
+- `whole`: of all parameters in float32, the same for all;
+- `staged`, `staged_half`: the most that any of them has above its rows while it lays these into the
+  chunks of a version that is published in float32, or in bfloat16;
+- `saved`: the same while its rows of a checkpoint's state are written to files, and read again.
+
+`above_rows` is the largest share of `whole` that any rank has had beside its rows; `largest` of the
+tensors takes that many bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch._dynamo  # which FSDP imports in each process
+import torch.distributed as dist
+
+from common.api.ranks import Meeting
+from common.job.config import JobConfig
+from common.job.job_data import JobData
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from common.model.hf import save_model
+from common.model.source import BATCH_BYTES, batches
+from common.model.storages import trim
+from common.weights.laying import Laying, slices
+from common.weights.laying import laying as how
+from services.trainer.ranks.rank import Rank
+from services.trainer.ranks.running import make_rank
+from services.trainer.rows.gang_saving import write
+from services.trainer.rows.saved import MASTER, SavedRows
+
+MODEL: dict[str, object] = {  # 200,828,928 parameters
+    "model_type": "llama",
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+MEET_S = 600.0
+
+
+@dataclass
+class Peak:
+    """Of this process, from when it is made."""
+
+    def __post_init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+        self.before = resident("VmRSS")
+
+    @property
+    def bytes(self) -> int:
+        """The most that it has had since, above what it had then."""
+        return resident("VmHWM") - self.before
+
+
+def resident(what: str) -> int:
+    """Bytes of this process, as the kernel counts them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
+
+
+def job(bundle: Path, path: str, ranks: int, shape: dict[str, object]) -> JobData:
+    """A job with a new model, or with that of a directory of its bundle."""
+    document = {
+        "name": "ranks",
+        "model": {"path": path} if path else {"config": shape},
+        "training": {"ranks": ranks},
+        "mesh": {"workers": ranks + 1},
+    }
+    return JobData("ranks", JobConfig.from_document(document), bundle, bundle)
+
+
+@torch.no_grad()
+def begun(data: JobData, number: int, ranks: int, meeting: Path) -> dict[str, int]:
+    """What one rank takes to begin."""
+    peak = Peak()
+    rank = make_rank(data, number, ranks)
+    rank.form(Meeting(1, str(meeting), MEET_S))
+    found = {"peak": peak.bytes, "rows": rank.learner.bytes}
+    for tensor in rank.learner.tensors().values():
+        tensor.zero_()  # moments take no memory before they are written to
+    found |= {"staged": staged(rank, "F32"), "staged_half": staged(rank, "BF16")}
+    found |= {"saved": moved(rank, meeting.with_suffix(".state"))}
+    rank.leave()
+    return found
+
+
+@torch.no_grad()
+def staged(rank: Rank, dtype: str) -> int:
+    """What this rank takes beside its rows while it lays them into a version's chunks."""
+    outline = rank.outline(False)
+    laying = Laying(how(outline, dtype))
+    trim()
+    peak = Peak()
+    for names, part, parts in slices(outline, BATCH_BYTES):
+        laying.add(rank.rows(names, part, parts))  # chunks go as soon as they are full
+    laying.rest()
+    return peak.bytes
+
+
+@torch.no_grad()
+def moved(rank: Rank, directory: Path) -> int:
+    """The same while its rows of the weights and of the optimizer's state go to files and back."""
+    weights = {MASTER + name: tensor for name, tensor in rank.outline(False).items()}
+    trim()
+    peak = Peak()
+    for number, names in enumerate(batches(weights | dict(rank.outline(True)), BATCH_BYTES)):
+        write(rank, directory, names, number, masters=True)
+    dist.barrier()
+    saved = SavedRows(directory)
+    rank.restore(saved, lambda name, part: saved.fill(MASTER + name, part))
+    return peak.bytes
+
+
+def all_ranks(data: JobData, ranks: int, directory: Path, name: str) -> list[dict[str, int]]:
+    """Of every rank, in their order, each a fork of this process."""
+    pids = []
+    for number in range(ranks):
+        pid = os.fork()
+        if not pid:
+            torch.set_num_threads(1)
+            found = begun(data, number, ranks, directory / name)
+            (directory / f"{name}{number}.json").write_text(json.dumps(found))
+            os._exit(0)
+        pids.append(pid)
+    for pid in pids:
+        if os.waitpid(pid, 0)[1]:
+            raise RuntimeError("a rank has failed")
+    return [json.loads((directory / f"{name}{i}.json").read_text()) for i in range(ranks)]
+
+
+def measure(ranks: int, layers: int, directory: Path) -> dict[str, object]:
+    shape = MODEL | {"num_hidden_layers": layers}
+    config = ModelConfig.from_hf(shape)
+    pid = os.fork()
+    if not pid:  # whoever writes the model has it whole
+        model = Decoder(config)
+        generator = torch.Generator()
+        generator.manual_seed(0)
+        model.initialise(generator)
+        save_model(directory / "model", config, model.state_dict())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    with torch.device("meta"):
+        sizes = [4 * parameter.numel() for parameter in Decoder(config).parameters()]
+    whole = sum(sizes)
+    drawn = all_ranks(job(directory, "", ranks, shape), ranks, directory, "drawn")
+    read = all_ranks(job(directory, "model", ranks, shape), ranks, directory, "read")
+    above = max(one["peak"] - one["rows"] for one in drawn + read)
+    return {
+        "ranks": ranks,
+        "whole": whole,
+        "rows": [one["rows"] for one in drawn],
+        "drawn": [one["peak"] for one in drawn],
+        "read": [one["peak"] for one in read],
+        "above_rows": round(above / whole, 3),
+        "largest": max(sizes),
+        **{
+            what: max(one[what] for one in drawn + read)
+            for what in ("staged", "staged_half", "saved")
+        },
+    }
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--ranks", type=int, default=4)
+    options.add_argument("--layers", type=int, default=10)
+    a = options.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        print(json.dumps(measure(a.ranks, a.layers, Path(directory))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Weight versions from who publishes them to who receives them: how fast, at what cost, how large.
+
+    python -m loadtests.weights [--arms one_host,fanout] [--rounds 7]
+
+Arms run one after the other; what is compared within one runs in rotating order, round by round,
+and a ratio is the median of its pairs, with their quartiles as `_low` and `_high`. Costs are
+CPU-seconds of all processes that take part. Each arm says in `arms` what this machine did meanwhile
+(`host_cores`, `steal_cores`, `load`), and is not `valid` where it is paced by links and more than
+1.6 cores were busy. Needs root where links are capped.
+
+Prints one JSON object: the figures, `valid`, and in `misses` those that are not within their bounds
+(`bounds.py`). Exits with 0 when there are none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+from loadtests.hosts.hosts import lacking
+from loadtests.weights.arms.adapters import adapters
+from loadtests.weights.arms.codec import codec
+from loadtests.weights.arms.fanout import fanout
+from loadtests.weights.arms.link import link
+from loadtests.weights.arms.one_host import one_host
+from loadtests.weights.arms.pauses import first_token, pauses
+from loadtests.weights.arms.runs import changed, memory
+from loadtests.weights.bounds import missed
+from loadtests.weights.plan import MIB, Arm, Plan
+
+RUNS: dict[str, Callable[[Plan], Awaitable[Arm]]] = {
+    "one_host": one_host,
+    "fanout": fanout,
+    "codec": codec,
+    "link": link,
+    "pauses": pauses,
+    "first_token": first_token,
+    "adapters": adapters,
+    "changed": changed,
+    "memory": memory,
+}
+CAPPED = {"fanout", "first_token", "link"}  # that need networks of their own
+ABOUT = ("host_cores", "steal_cores", "load", "valid", "late_share", "took_s", "cold")
+
+
+async def measured(names: list[str], plan: Plan) -> Arm:
+    """The figures of these arms, one after the other, each told on stderr as it ends."""
+    answer: Arm = {"cores": os.cpu_count() or 0, "rounds": plan.rounds, "arms": {}}
+    for name in names:
+        began = time.monotonic()
+        found = await RUNS[name](plan)
+        found["took_s"] = round(time.monotonic() - began, 1)
+        print(json.dumps({"arm": name, **found}), file=sys.stderr, flush=True)
+        answer["arms"][name] = {key: found.pop(key) for key in ABOUT if key in found}
+        answer |= found
+    answer["valid"] = min((about["valid"] for about in answer["arms"].values()), default=1)
+    answer["misses"] = missed(answer)
+    return answer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    default = Plan()
+    parser.add_argument("--arms", default=",".join(RUNS))
+    parser.add_argument("--rounds", type=int, default=default.rounds)
+    parser.add_argument("--directory", default="", help="where versions lie")
+    sizes = ("one_host", "fanout", "codec", "link", "memory")
+    for size in sizes:
+        option = f"--{size.replace('_', '-')}-mib"
+        parser.add_argument(option, type=int, default=getattr(default, size) // MIB, dest=size)
+    parser.add_argument("--swaps", type=int, default=default.swaps, help="versions of `pauses`")
+    chosen = parser.parse_args()
+    names = chosen.arms.split(",")
+    if unknown := set(names) - RUNS.keys():
+        parser.error(f"there is no arm {', '.join(sorted(unknown))}; there are {', '.join(RUNS)}")
+    if CAPPED & set(names) and (lack := lacking()):
+        sys.exit(f"loadtests.weights needs {lack} for {', '.join(sorted(CAPPED & set(names)))}")
+    about = {size: getattr(chosen, size) * MIB for size in sizes}
+    plan = Plan(rounds=chosen.rounds, directory=chosen.directory, swaps=chosen.swaps, **about)
+    answer = asyncio.run(measured(names, plan))
+    print(json.dumps(answer))
+    return 1 if answer["misses"] or not answer["valid"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The arms: each takes a `Plan` and returns figures. `one_host.py` is the simplest."""

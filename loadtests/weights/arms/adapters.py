@@ -1,0 +1,117 @@
+"""Two adapters of two jobs on one engine beside one adapter, at the same batch: tokens per
+CPU-second, unmerged; and merged, where one adapter alone has the engine. Log-probabilities of both
+beside those of models into which they are merged.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+import torch
+
+from common.generation.builtin.build import build
+from common.generation.builtin.engine import TorchEngine
+from common.generation.contract import Request
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from common.model.lora import merged
+from common.model.projections import projections, targeted
+from loadtests.weights.contents import Tensors
+from loadtests.weights.plan import Arm, Honest, Plan, ratios, spread
+
+MODEL = ModelConfig(
+    architecture="qwen3",
+    vocab_size=4096,
+    hidden_size=256,
+    layers=4,
+    heads=8,
+    kv_heads=4,
+    head_dim=32,
+    ffn_size=704,
+    qk_norm=True,
+    max_positions=1024,
+)
+TARGETS = ("qkv", "output", "gate_up", "down")
+RANK, SCALE = 8, 1.0
+BATCH, TOKENS, LENGTH = 16, 64, 256
+SCORED = 48  # tokens whose log-probabilities are compared
+NAMES = ("a", "b")  # of adapters
+
+
+def adapter(seed: int) -> Tensors:
+    """Factors of all projections, none of which is nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    found: Tensors = {}
+    shapes = projections(MODEL)
+    for layer in range(MODEL.layers):
+        for name in targeted(MODEL, TARGETS):
+            at, shape = f"layers.{layer}.adapters.{name}", shapes[name]
+            down = torch.randn(RANK, shape.columns, generator=generator)
+            found[f"{at}.a"] = down * shape.columns**-0.5
+            found[f"{at}.b"] = 0.1 * torch.randn(shape.rows, RANK, generator=generator)
+    return found
+
+
+def engine(state: Tensors) -> TorchEngine:
+    """One that has these weights."""
+    made = build(MODEL, BATCH, LENGTH, steps=8, budget_s=0.02)
+    made.wake(state, 0)
+    return made
+
+
+def rate(made: TorchEngine, names: list[str]) -> float:
+    """Tokens per CPU-second of a batch of requests with these adapters."""
+    prompts = [np.array([1 + number % 50, 2, 3], np.int32) for number in range(BATCH)]
+    made.submit(
+        [
+            Request(number, prompts[number], TOKENS, 1.0, (), number, -1, adapter=name)
+            for number, name in enumerate(names)
+        ]
+    )
+    began, before = time.process_time(), made.tokens_generated
+    while made.step():
+        pass
+    made.drain()
+    return (made.tokens_generated - before) / (time.process_time() - began)
+
+
+async def adapters(plan: Plan) -> Arm:
+    """`multi_adapter_ratio`, `one_over_merged`, `logprob_gap`."""
+    honest = Honest()
+    torch.set_num_threads(1)
+    model = Decoder(MODEL)
+    model.initialise(torch.Generator().manual_seed(0))
+    base = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    factors = {name: adapter(seed) for seed, name in enumerate(NAMES, 1)}
+    beside = engine(base)
+    for name in NAMES:
+        beside.load_adapter(name, factors[name], SCALE, 1)
+    alone = {name: engine(merged(MODEL, base | factors[name], SCALE)) for name in NAMES}
+    arms = {
+        "one": (beside, ["a"] * BATCH),
+        "two": (beside, ["a", "b"] * (BATCH // 2)),
+        "merged": (alone["a"], [""] * BATCH),
+        "base": (beside, [""] * BATCH),
+    }
+    found: dict[str, list[float]] = {name: [] for name in arms}
+    order = list(arms)
+    for number in range(plan.rounds):
+        turn = number % len(order)
+        for name in [*order[turn:], *order[:turn]]:
+            found[name].append(rate(*arms[name]))
+    answer = spread("multi_adapter_ratio", ratios(found["two"], found["one"]))
+    answer |= spread("one_over_merged", ratios(found["one"], found["merged"]))
+    for name, rates in found.items():
+        answer[f"{name}_tokens_per_cpu_s"] = round(statistics.median(rates))
+    answer["logprob_gap"] = max(_gap(beside, alone[name], name) for name in NAMES)
+    return answer | honest.told()
+
+
+def _gap(beside: TorchEngine, alone: TorchEngine, name: str) -> float:
+    """The largest difference between an adapter's log-probabilities and its merged model's."""
+    generator = torch.Generator().manual_seed(9)
+    tokens = torch.randint(1, MODEL.vocab_size, (SCORED,), generator=generator).numpy()
+    one, other = beside.score(tokens, name), alone.score(tokens, "")
+    return float(np.abs(np.asarray(one) - np.asarray(other)).max())

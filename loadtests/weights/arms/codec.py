@@ -1,0 +1,65 @@
+"""Deltas of bfloat16 tensors of which 1 % and 0.2 % of the elements have moved to the next number,
+anywhere: their bytes as a share of the tensors', and gigabytes of tensors that a core encodes and
+applies in a second. Chunk by chunk, as they travel; the new chunk is hashed where it is applied.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from common.weights.delta.codec import applied, encoded
+from common.weights.manifest import chunk_bytes
+from common.wire.chunks import digest_of
+from loadtests.weights import contents
+from loadtests.weights.plan import Arm, Honest, Plan
+
+SHARES = {"1pct": 0.01, "02pct": 0.002}
+WIDTH = 2  # bytes of a bfloat16
+
+
+def flat(tensors: contents.Tensors) -> NDArray[np.uint8]:
+    """The bytes of all tensors, one after the other."""
+    parts = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values()]
+    return np.concatenate(parts)
+
+
+async def codec(plan: Plan) -> Arm:
+    """`delta_bytes_share_*`, `encode_gb_s_*`, `apply_gb_s_*`."""
+    honest = Honest()
+    answer: Arm = {"codec_mib": plan.codec >> 20}
+    tensors = contents.drawn(plan.codec, torch.bfloat16)
+    old, size = flat(tensors), chunk_bytes(plan.codec)
+    for name, share in SHARES.items():
+        contents.change(tensors, share, seed=1)
+        answer |= _one(name, old, flat(tensors), size, plan.rounds)
+        tensors = contents.drawn(plan.codec, torch.bfloat16)
+    return answer | honest.told()
+
+
+def _one(name: str, old: NDArray[np.uint8], new: NDArray[np.uint8], size: int, rounds: int) -> Arm:
+    encode_s: list[float] = []
+    apply_s: list[float] = []
+    bytes_ = 0
+    digests = [digest_of(new[at : at + size].data) for at in range(0, len(new), size)]
+    for _ in range(rounds):
+        began = time.process_time()
+        blobs = [encoded(old[at : at + size], new[at : at + size], WIDTH) or b""
+                 for at in range(0, len(old), size)]  # fmt: skip
+        encode_s.append(time.process_time() - began)
+        bytes_ = sum(map(len, blobs))
+        began = time.process_time()
+        for number, blob in enumerate(blobs):
+            part = old[number * size : (number + 1) * size]
+            applied(part, blob, digests[number], lambda block: None)
+        apply_s.append(time.process_time() - began)
+    gigabytes = len(old) / 1e9
+    return {
+        f"delta_bytes_share_{name}": round(bytes_ / len(old), 5),
+        f"encode_gb_s_{name}": round(gigabytes / statistics.median(encode_s), 3),
+        f"apply_gb_s_{name}": round(gigabytes / statistics.median(apply_s), 3),
+    }

@@ -1,0 +1,80 @@
+"""A version over a link of 200 Mbit/s to a host that has the one before, in full and as a delta,
+from staged to the receiver's own tensors; encoding and applying are in it.
+
+Each version differs from the one before in the same share of its elements, anywhere, whether it
+comes in full or not; the receiver sees to that its tensors are those that were published.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loadtests.weights.plan import Arm, Honest, Plan, ratios, spread
+from loadtests.weights.scene import Member, Scene
+
+RATE = "200mbit"  # as of tc
+SHARES = {"3pct": 0.03, "1pct": 0.01}
+FULL = "full"
+ARMS = (FULL, *SHARES)
+SOURCE, TARGET = 0, 1  # hosts
+
+
+class Link:
+    """One publisher and one receiver, and how often they were asked."""
+
+    def __init__(self, scene: Scene, size: int) -> None:
+        self.scene, self.size = scene, size
+        self.version = -1
+        self.publisher: Member
+        self.receiver: Member
+
+    async def begin(self) -> None:
+        """The receiver has a version."""
+        await self.scene.store(SOURCE)
+        self.publisher = await self.scene.publisher(host=SOURCE)
+        self.receiver = await self.scene.receiver(0, host=TARGET)
+        await self.publisher.ask("make", size=self.size)
+        await self.receiver.ask("ready", size=self.size)
+        await self.once(0.0, deltas=False)
+
+    async def once(self, share: float, deltas: bool) -> Arm:
+        """The next version, changed by so large a share."""
+        assert self.scene.links is not None
+        self.version += 1
+        seed = 1000 + self.version
+        changed = (await self.publisher.ask("change", share=share, seed=seed))["share"]
+        used, sent = self.scene.cpu_s(), self.scene.links.sent(SOURCE)
+        staged = await self.publisher.ask("stage", version=self.version, deltas=deltas)
+        found = await self.receiver.ask("receive", digest=staged["digest"])
+        if await self.receiver.ask("identity") != await self.publisher.ask("identity"):
+            raise RuntimeError("the receiver has other tensors than were published")
+        return {
+            "took_s": found["ended"] - staged["staged"],
+            "cpu_s": self.scene.cpu_s() - used,
+            "sent_share": (self.scene.links.sent(SOURCE) - sent) / self.size,
+            "changed": changed,
+        }
+
+
+async def link(plan: Plan) -> Arm:
+    """`ratio_full_over_delta_3pct`, `ratio_full_over_delta_1pct`."""
+    honest = Honest()
+    found: dict[str, list[Arm]] = {name: [] for name in ARMS}
+    where = Path(plan.directory) if plan.directory else None
+    async with Scene([RATE] * 2, directory=where) as scene:
+        ends = Link(scene, plan.link)
+        await ends.begin()
+        for number in range(plan.rounds):
+            turn = number % len(ARMS)
+            for name in [*ARMS[turn:], *ARMS[:turn]]:
+                share = SHARES.get(name, SHARES["1pct"])
+                found[name].append(await ends.once(share, deltas=name != FULL))
+    took = {name: [one["took_s"] for one in runs] for name, runs in found.items()}
+    answer: Arm = {"link_mib": plan.link >> 20}
+    for name in SHARES:
+        answer |= spread(f"ratio_full_over_delta_{name}", ratios(took[FULL], took[name]))
+    for name, runs in found.items():
+        label = FULL if name == FULL else f"delta_{name}"
+        answer |= spread(f"{label}_s", took[name])
+        answer |= spread(f"{label}_sent_share", [one["sent_share"] for one in runs])
+    return answer | honest.told(paced=True)

@@ -1,0 +1,135 @@
+"""A version from who has committed it to the tensors of an engine on the same host, beside copying
+as many bytes, a broadcast by gloo and a download by HTTP.
+
+Each round receives a version that nobody on the host has seen, so its chunks are hashed. Costs are
+CPU-seconds of all processes that take part. `hash_share` and `copy_share` tell where they go: what
+hashing the mapped chunk files costs, and copying from pages that are mapped, alone and after each
+other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from pathlib import Path
+
+from loadtests.weights import contents
+from loadtests.weights.peers import serving, written
+from loadtests.weights.plan import Arm, Honest, Plan, ratios, spread
+from loadtests.weights.scene import Member, Scene
+
+DTYPE = "bfloat16"
+ARMS = ("pull", "memcpy", "gloo", "http", "parts")
+FILE = "version"
+
+
+class Ends:
+    """Who takes part."""
+
+    def __init__(self, scene: Scene, size: int) -> None:
+        self.scene, self.size = scene, size
+        self.digest = ""
+
+    async def begin(self) -> None:
+        self.store = await self.scene.store()
+        self.publisher = await self.scene.publisher()
+        self.engine = await self.scene.receiver(0)
+        await self.engine.ask("ready", size=self.size, dtype=DTYPE)
+        await self.engine.ask("memcpy")  # which makes what is copied
+        meeting = str(self.scene.directory / "meeting")
+        self.ranks: list[Member] = []
+        for rank in range(2):
+            words = (str(rank), meeting)
+            member = self.scene.start(
+                f"gloo{rank}", 0, "loadtests.weights.peers", *words, pipe=True
+            )
+            await member.begun()
+            self.ranks.append(member)
+        ready = [rank.ask("ready", size=self.size, dtype=DTYPE) for rank in self.ranks]
+        await asyncio.gather(*ready)
+        self.served = self.scene.directory / "served"
+        self.served.mkdir()
+        kind = contents.DTYPES[DTYPE]
+        await asyncio.to_thread(
+            lambda: written(contents.drawn(self.size, kind), self.served / FILE)
+        )
+
+    async def version(self, number: int) -> None:
+        """Stages the next one, in the place of the one before."""
+        for path in self.chunks():
+            path.unlink()
+        await self.publisher.ask("make", size=self.size, dtype=DTYPE, seed=number)
+        self.digest = (await self.publisher.ask("stage", version=number))["digest"]
+        await self.engine.ask("spoil")
+
+    def chunks(self) -> list[Path]:
+        """The files of the store."""
+        return list((self.scene.root(0) / "store").glob("??/*"))
+
+    async def pull(self) -> Arm:
+        used = self.store.cpu_s()
+        found: Arm = await self.engine.ask("receive", digest=self.digest)
+        return found | {"cpu_s": found["cpu_s"] + self.store.cpu_s() - used}
+
+    async def memcpy(self) -> Arm:
+        found: Arm = await self.engine.ask("memcpy")
+        return found
+
+    async def gloo(self) -> Arm:
+        one, other = await asyncio.gather(*(rank.ask("broadcast") for rank in self.ranks))
+        return {
+            "took_s": max(one["took_s"], other["took_s"]),
+            "cpu_s": one["cpu_s"] + other["cpu_s"],
+        }
+
+    async def http(self) -> Arm:
+        with serving(self.served) as server:
+            used = server.cpu_s()
+            found: Arm = await self.engine.ask("download", port=server.port, name=FILE)
+            return found | {"cpu_s": found["cpu_s"] + server.cpu_s() - used}
+
+    async def parts(self) -> Arm:
+        files = [str(path) for path in self.chunks()]
+        found: Arm = await self.engine.ask("parts", files=files)
+        return found
+
+
+async def one_host(plan: Plan) -> Arm:
+    """`pull_share_of_memcpy`, `ratio_gloo`, `ratio_http`, `copies_per_byte`."""
+    honest = Honest()
+    found: dict[str, list[Arm]] = {name: [] for name in ARMS}
+    copies: list[float] = []
+    async with Scene(directory=Path(plan.directory) if plan.directory else None) as scene:
+        ends = Ends(scene, plan.one_host)
+        await ends.begin()
+        for number in range(plan.rounds):
+            await ends.version(number)
+            turn = number % len(ARMS)
+            for name in [*ARMS[turn:], *ARMS[:turn]]:
+                if name == "pull":
+                    await ends.engine.ask("spoil")
+                found[name].append(await getattr(ends, name)())
+                if name == "pull":
+                    same = await ends.engine.ask("identity") == await ends.publisher.ask("identity")
+                    if not same:
+                        raise RuntimeError("the engine has other tensors than were published")
+                    copies.append(found[name][-1].get("copies_per_byte", -1.0))
+    return _told(plan, found, copies) | honest.told()
+
+
+def _told(plan: Plan, found: dict[str, list[Arm]], copies: list[float]) -> Arm:
+    cpu = {name: [one["cpu_s"] for one in found[name]] for name in ARMS}
+    wall = {name: [one["took_s"] for one in found[name]] for name in ARMS}
+    answer: Arm = {"one_host_mib": plan.one_host >> 20}
+    answer |= spread("pull_share_of_memcpy", ratios(cpu["memcpy"], cpu["pull"]))
+    for peer in ("gloo", "http"):
+        answer |= spread(f"ratio_{peer}", ratios(cpu[peer], cpu["pull"]))
+        answer |= spread(f"ratio_{peer}_wall", ratios(wall[peer], wall["pull"]))
+    for name in ARMS[:-1]:
+        answer[f"{name}_s"] = round(statistics.median(wall[name]), 4)
+        answer[f"{name}_cpu_s"] = round(statistics.median(cpu[name]), 4)
+    for part in ("hash", "copy"):
+        seconds = [one[f"{part}_s"] for one in found["parts"]]
+        answer |= spread(f"{part}_share", ratios(seconds, cpu["pull"]))
+    answer["copies_per_byte"] = max(copies)
+    return answer

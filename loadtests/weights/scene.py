@@ -1,0 +1,322 @@
+"""A weight store, who publishes to it and who receives from it, each a process, on hosts that are
+directories of this one, or networks too. Everything ends with the block, and a process that has
+failed says why.
+
+    async with Scene() as scene:
+        await scene.store()
+        trainer, engine = await scene.publisher("job"), await scene.receiver(0, host=1)
+        staged = await trainer.ask("stage", version=0)
+        await engine.ask("receive", digest=staged["digest"])
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from common.process.forking.birth import NURSERY_ENV, OFF
+from common.process.handle import SystemChild
+from common.process.host import SystemHost
+from common.runtime.mesh import MeshSettings
+from common.secret import SECRET_BYTES
+from common.settings import SETTINGS_ENV
+from common.state import registry
+from common.state.client import State
+from common.state.server.embedded import command
+from common.wire.weight_store import STORE
+from loadtests.weights.network import Links
+
+START_S = 120.0
+ORDER_S = 900.0
+LOOK_S = 0.02
+ROOT = Path(__file__).parents[2]
+FORKED = (
+    "services.weights.store",
+    "services.engine.running",
+    "services.node.agent",
+    "loadtests.weights.member",
+    "loadtests.weights.serving",
+    "torch.distributed",
+    "numpy.ma",
+    "encodings.idna",
+)
+
+
+class OrderFailed(RuntimeError):
+    """A process could not do what it was told. `code`: of the error that it raised."""
+
+    def __init__(self, name: str, answer: dict[str, Any]) -> None:
+        super().__init__(f"{name}: {answer['error']}\n{answer['trace']}")
+        self.code = answer["code"]
+
+
+class Member:
+    """A process of the scene, and what it printed."""
+
+    def __init__(self, name: str, child: SystemChild, log: Path) -> None:
+        self.name, self.log = name, log
+        self._child = child
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    async def begun(self) -> None:
+        """Returns once it takes orders."""
+        await self._heard(START_S)
+
+    async def ask(self, order: str, within_s: float = ORDER_S, **words: Any) -> Any:
+        """The answer to an order; OrderFailed."""
+        frame = json.dumps({"order": order} | words).encode()
+        await self._child.send(frame)
+        answer = await self._heard(within_s)
+        if "error" in answer:
+            raise OrderFailed(self.name, answer)
+        return answer["answer"]
+
+    async def _heard(self, within_s: float) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads(await self._child.recv(within_s))
+        except Exception as error:
+            raise RuntimeError(f"{self.name}: {error!r}\n{self.said}") from error
+        return found
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
+
+    def cpu_s(self) -> float:
+        """CPU-seconds that it has used."""
+        usage = self._child.usage()
+        return usage.cpu_s if usage is not None else 0.0
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends it a signal."""
+        os.kill(self.pid, number)
+
+    async def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        self._child.kill()
+        await self._child.wait(10.0)
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """The most bytes that it has had resident (`rss`), and what is its own of them now."""
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        kib = {name: int(rest.split()[0]) for name, _, rest in (s.partition(":") for s in lines)
+               if name in ("VmHWM", "RssAnon", "RssFile", "RssShmem")}  # fmt: skip
+        return {"rss": kib["VmHWM"] << 10, "anonymous": kib["RssAnon"] << 10}
+
+
+class Scene:
+    """Begins with a Redis and a nursery; hosts come to be as processes are started on them."""
+
+    def __init__(self, rates: Iterable[str] = (), directory: Path | None = None) -> None:
+        """`rates`: of the links of hosts 0, 1 and so on; without any they share a loopback."""
+        self.links = Links(rates) if (rates := list(rates)) else None
+        self._within = directory
+        self._opened = contextlib.AsyncExitStack()
+        self._secret = secrets.token_hex(SECRET_BYTES)
+        self._host = SystemHost()
+        self.members: list[Member] = []
+
+    async def __aenter__(self) -> Scene:
+        async with contextlib.AsyncExitStack() as opened:
+            scratch = tempfile.TemporaryDirectory(prefix="meshrl-weights-", dir=self._within)
+            self.directory = Path(opened.enter_context(scratch))
+            if self.links is not None:
+                await opened.enter_async_context(self.links)
+            server = command(self.directory / "redis")
+            self._url = server.url
+            redis = subprocess.Popen(server.argv, stdout=subprocess.DEVNULL)
+            opened.callback(_ended, redis)
+            await self._nursery(opened)
+            async with asyncio.timeout(START_S):
+                while not (self.directory / "redis" / "redis.sock").exists():
+                    await asyncio.sleep(LOOK_S)
+            self.state = await State.open(self._url)
+            opened.push_async_callback(self.state.close)
+            opened.push_async_callback(self._end_all)
+            self._opened = opened.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._opened.aclose()
+
+    async def _nursery(self, opened: contextlib.AsyncExitStack) -> None:
+        """Where a test's run or a caller has one, that; else one for this scene."""
+        if NURSERY_ENV in os.environ:
+            return
+        socket = self.directory / "nursery"
+        child = self._host.spawn(
+            [sys.executable, "-m", "common.process.forking.nursery", str(socket), *FORKED],
+            name="nursery",
+            env={NURSERY_ENV: OFF, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            own_session=True,
+        )
+        opened.callback(child.kill)
+        async with asyncio.timeout(START_S):
+            while not socket.exists():
+                await asyncio.sleep(LOOK_S)
+        os.environ[NURSERY_ENV] = str(socket)
+        opened.callback(os.environ.pop, NURSERY_ENV)
+
+    async def _end_all(self) -> None:
+        for member in self.members:
+            with contextlib.suppress(ProcessLookupError):
+                member.signal(signal.SIGKILL)
+        for member in self.members:
+            await member.kill()
+
+    # -- hosts -----------------------------------------------------------------------------------
+
+    def root(self, host: int) -> Path:
+        """Where the processes of a host keep their files."""
+        return self.directory / f"h{host}"
+
+    def settings(self, host: int, **more: Any) -> Path:
+        """The file of a host's settings, made when it is asked for first or with anything else."""
+        path = self.root(host) / "settings.json"
+        if more or not path.exists():
+            self.root(host).mkdir(exist_ok=True)
+            bound = {"bind": self.links.bind(host)} if self.links is not None else {}
+            MeshSettings(
+                redis_url=self._url,
+                run_root=str(self.root(host)),
+                host=f"h{host}",
+                secret=self._secret,
+                metrics="off",
+                **(bound | more),
+            ).to_file(path)
+        return path
+
+    # -- processes -------------------------------------------------------------------------------
+
+    def start(
+        self, name: str, host: int, module: str, *words: str, pipe: bool = False, **env: str
+    ) -> Member:
+        """A process that runs a module on a host."""
+        log = self.root(host) / f"{name.replace('/', '-')}.log"
+        settings = self.settings(host)
+        net = str(self.links.pids[host] if self.links is not None else 0)
+        argv = [sys.executable, "-m", "loadtests.weights.within", net, module, *words]
+        about = {SETTINGS_ENV: str(settings), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        about |= {"MALLOC_ARENA_MAX": "2"} | env
+        child = self._host.spawn(argv, name=name, env=about, log=log, pipe=pipe)
+        member = Member(name, child, log)
+        self.members.append(member)
+        return member
+
+    async def store(self, host: int = 0) -> Member:
+        """The weight store, once it is registered."""
+        member = self.start(STORE, host, "services.weights")
+        await self.registered(STORE)
+        return member
+
+    async def member(self, kind: str, name: str, host: int, *words: str, **env: str) -> Member:
+        """A process of `loadtests.weights.member` that takes orders."""
+        words = (kind, name, *words)
+        member = self.start(name, host, "loadtests.weights.member", *words, pipe=True, **env)
+        await member.begun()
+        return member
+
+    async def publisher(self, job: str = "job", host: int = 0) -> Member:
+        """Who stages and commits versions of a job."""
+        return await self.member("publisher", f"trainer/{job}", host, job)
+
+    async def receiver(self, number: int, host: int = 0, job: str = "job") -> Member:
+        """Who receives versions into tensors of its own."""
+        return await self.member("receiver", f"engine/g{number}", host, job)
+
+    async def receivers(self, hosts: Sequence[int], first: int = 0) -> list[Member]:
+        """One on each of these hosts, numbered as they come, from `first` on."""
+        started = [self.receiver(first + number, host) for number, host in enumerate(hosts)]
+        return list(await asyncio.gather(*started))
+
+    async def engine(self, number: int, model: str, host: int = 0, job: str = "job") -> Member:
+        """An engine that follows a job's versions once it is told to `begin`."""
+        return await self.serving("engine", f"engine/g{number}", host, job, model)
+
+    async def shard(self, number: int = 0, host: int = 0, job: str = "job") -> Member:
+        """Who reads what engines generate."""
+        return await self.serving("shard", f"rollout/{job}/{number}", host, job)
+
+    async def serving(self, kind: str, name: str, host: int, *words: str) -> Member:
+        """A process of `loadtests.weights.serving` that takes orders."""
+        words = (kind, name, *words)
+        member = self.start(name, host, "loadtests.weights.serving", *words, pipe=True)
+        await member.begun()
+        return member
+
+    async def agents(self, hosts: Iterable[int]) -> list[Member]:
+        """On each of these hosts, who serves on what the host has received."""
+        return list(await asyncio.gather(*map(self.agent, hosts)))
+
+    async def agent(self, host: int) -> Member:
+        """That of one host."""
+        return await self.member("agent", f"node/h{host}", host, "")
+
+    @staticmethod
+    def tell(member: Member, order: str, **words: Any) -> asyncio.Task[Any]:
+        """Gives an order, whatever becomes of it: its answer, or the error that there was none."""
+        return asyncio.create_task(_answered(member, order, words))
+
+    async def registered(self, name: str, gone: str = "") -> registry.Entry:
+        """The entry of a process, once it has a live lease under another incarnation than `gone`;
+        TimeoutError.
+        """
+        async with asyncio.timeout(START_S):
+            while True:
+                entry = await registry.lookup(self.state, name)
+                if entry is not None and entry.alive and entry.incarnation != gone:
+                    return entry
+                await asyncio.sleep(LOOK_S)
+
+    def cpu_s(self) -> float:
+        """CPU-seconds of all processes together."""
+        return sum(member.cpu_s() for member in self.members)
+
+
+async def _answered(member: Member, order: str, words: dict[str, Any]) -> Any:
+    try:
+        return await member.ask(order, **words)
+    except (RuntimeError, OSError) as error:
+        return error
+
+
+def _ended(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def dropped_caches() -> bool:
+    """Whether the page cache could be dropped; what is not on the disk yet goes there first."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+    except OSError:
+        return False
+    return True
+
+
+def now() -> float:
+    """Seconds of a clock that all processes of this machine share."""
+    return time.monotonic()
+
+
+def steal_s() -> float:
+    """CPU-seconds that the hypervisor gave to others since this machine began."""
+    return float(psutil.cpu_times().steal)

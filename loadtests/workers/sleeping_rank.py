@@ -1,0 +1,67 @@
+"""A training process that sleeps after each step: in memory, on disk, and from one to the other.
+
+`--marks DIRECTORY [--die TIER@STEP ...]` come before what services.trainer takes; each sleep, each
+death asleep (or once it is absent) and each start, from what was kept or not, leaves a file there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from common.api.role import Settle
+from services.trainer.core.core import TrainerCore
+from services.trainer.core.sleeping import CoreSleeper
+
+WAY = ("memory", "accelerator", "disk", "accelerator", "memory", "disk", "memory", "accelerator")
+stepped, began, resumed = TrainerCore._step, TrainerCore.begin, CoreSleeper.resumed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--marks", type=Path, required=True)
+    parser.add_argument("--die", nargs="*", default=[])
+    own, rest = parser.parse_known_args()
+
+    async def step(self: TrainerCore, number: int) -> None:
+        await stepped(self, number)
+        segments, files = self.mesh.settings.places
+        for tier in WAY:
+            wish = Settle(tier, self.tiers.epoch + 1, False, segments, files)
+            await self.tiers.settle(wish)
+            (own.marks / f"slept-{number}-{self.tiers.epoch}").touch()
+            dies(f"{tier}@{number}")
+        if f"absent@{number}" in own.die and not (own.marks / f"died-absent@{number}").exists():
+            await self.tiers.settle(Settle("absent", self.tiers.epoch + 1, False, segments, files))
+            dies(f"absent@{number}")
+
+    def dies(where: str) -> None:
+        died = own.marks / f"died-{where}"
+        if where in own.die and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    async def begin(self: TrainerCore) -> None:
+        await began(self)
+        (own.marks / f"began-{self.steps_done}-covered-{self.checkpoints.step}").touch()
+
+    async def resume(self: CoreSleeper, row: Any) -> bool:
+        found = await resumed(self, row)
+        if found:
+            (own.marks / f"resumed-{row.version}").touch()
+        return found
+
+    TrainerCore._step = step  # type: ignore[method-assign]
+    TrainerCore.begin = begin  # type: ignore[method-assign]
+    CoreSleeper.resumed = resume  # type: ignore[method-assign]
+    sys.argv = ["services.trainer", *rest]
+    runpy.run_module("services.trainer", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Commands that are given a token: jobs on a mesh of somebody else's, which are known by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TypeVar
+
+from common.api.gateway import JobState
+from common.errors import DeadlineExceeded, Refused
+from common.state.jobs import Phase
+from meshrl.client.client import Client
+from meshrl.observe.live import printing
+from meshrl.observe.report import decisions
+from meshrl.run.outcome import FAILED, FINISHED, STOPPED
+from meshrl.run.waiting import TIMED_OUT
+
+T = TypeVar("T")
+
+
+def status(token: str, name: str | None, as_json: bool) -> None:
+    """Shows the token's jobs, or one of them."""
+
+    async def look(client: Client) -> list[JobState]:
+        return await client.jobs() if name is None else [await client.job(name)]
+
+    found = _with(token, look)
+    if as_json:
+        print(json.dumps({"jobs": [asdict(state) for state in found]}))
+        return
+    columns = ("job", "phase", "steps", "version", "trained", "")
+    table = printing.table(*columns, wraps=columns[-1:])
+    for state in found:
+        steps, note = f"{state.step}/{state.steps}", state.error or state.held
+        table.add_row(state.name, state.phase, steps, str(state.version), str(state.trained), note)
+    printing.console(table).print(table)
+
+
+def watch(token: str, name: str) -> int:
+    """Prints what happens to a job until it is over; the exit status says how it ended."""
+
+    async def follow(client: Client) -> JobState:
+        async for event in client.events(name):
+            print(decisions.told(event), flush=True)
+        return await client.job(name)
+
+    return _ended(_with(token, follow), as_json=False)
+
+
+def wait(token: str, name: str, timeout_s: float | None, as_json: bool) -> int:
+    """Returns when a job is over, with the exit status for its end."""
+    try:
+        return _ended(_with(token, lambda client: client.wait(name, timeout_s)), as_json)
+    except DeadlineExceeded as error:
+        print(f"error: {error}", file=sys.stderr)
+        return TIMED_OUT
+
+
+def cancel(token: str, name: str, as_json: bool) -> int:
+    """Ends a job; Refused when it has finished or failed already."""
+
+    async def stopped(client: Client) -> tuple[bool, JobState]:
+        return await client.stop(name), await client.job(name)
+
+    changed, state = _with(token, stopped)
+    if not changed and state.phase != Phase.STOPPED:
+        raise Refused(f"{name} has {state.phase} already: there is nothing to cancel")
+    _print(state, as_json)
+    return 0
+
+
+def export(token: str, name: str, step: int | None, best: bool, out: Path | None) -> int:
+    """Fetches a version of a job's model."""
+    target = _with(token, lambda client: client.weights(name, step, best=best, out=out))
+    print(target)
+    return 0
+
+
+def _with(token: str, question: Callable[[Client], Awaitable[T]]) -> T:
+    async def asking() -> T:
+        async with Client(token=token) as client:
+            return await question(client)
+
+    return asyncio.run(asking())
+
+
+def _ended(state: JobState, as_json: bool) -> int:
+    _print(state, as_json)
+    return {Phase.FINISHED: FINISHED, Phase.FAILED: FAILED}.get(Phase(state.phase), STOPPED)
+
+
+def _print(state: JobState, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(asdict(state)))
+        return
+    why = f": {state.error}" if state.error else ""
+    print(f"{state.name}: {state.phase} at step {state.step} of {state.steps}{why}")

@@ -1,0 +1,278 @@
+"""`meshrl.Client`: jobs of a running mesh, from Python."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from common.api.gateway import JobState
+from common.errors import ConfigError, DeadlineExceeded, MeshError, PeerLost, StateUnavailable
+from common.job.config import JobConfig
+from common.state.events import Event
+from meshrl.client.door import Door
+from meshrl.job.jobfile import JobFile
+from meshrl.observe.standing.pool import Pool
+
+T = TypeVar("T")
+
+TOKEN_ENV = "MESHRL_TOKEN"  # a token, or the file that holds one, where none is given
+ANSWER_S = 20.0  # for what a mesh answers from its records
+SUBMIT_S = 600.0  # the job's rows are read, its files packed and, with a token, sent
+WEIGHTS_S = 600.0
+VERSIONS_S = 60.0  # a process starts for that
+WAIT_S = 5.0  # of one look for events; the next follows at once
+POLL_S = 0.5
+PATIENCE_S = 120.0  # of who follows a job, with a mesh that does not answer: some part starts again
+AGAIN_S = 1.0  # until it is asked again
+
+
+class Client:
+    """The jobs of one mesh: `async with Client() as client`.
+
+    `mesh` is a run or mesh directory of this user (default: the mesh that was started last from
+    here); `token` is what `meshrl token` printed, or the file that holds it, and reaches any mesh
+    that gave it, as any user. Every method raises a MeshError of its kind, DeadlineExceeded past
+    its deadline.
+    """
+
+    def __init__(self, mesh: Path | str | None = None, token: Path | str | None = None) -> None:
+        self._mesh = Path(mesh) if mesh is not None else None
+        self._token = token or (os.environ.get(TOKEN_ENV) if mesh is None else None)
+        self._opened: Door | None = None
+
+    async def __aenter__(self) -> Client:
+        if self._mesh is not None and self._token:
+            raise ConfigError("a mesh and a token were given", fix="Give one of them")
+        async with _within(ANSWER_S, "reaching the mesh"):
+            if self._token:
+                from meshrl.client.remote import RemoteDoor
+
+                self._opened = await RemoteDoor.open(self._token)
+            else:
+                from meshrl.client.local import LocalDoor
+
+                self._opened = await LocalDoor.open(self._mesh)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            await opened.close()
+
+    @property
+    def _door(self) -> Door:
+        if self._opened is None:
+            raise ConfigError("the client is not open", fix="Write: async with Client() as client")
+        return self._opened
+
+    async def submit(
+        self,
+        job: Path | str | JobConfig | JobFile,
+        overrides: Sequence[str] = (),
+        *,
+        base: Path | None = None,
+        job_file: Path | None = None,
+        force: bool = False,
+        deadline_s: float = SUBMIT_S,
+    ) -> JobHandle:
+        """Checks a job and hands it to the mesh; its handle, with the name that it has there.
+
+        `job` is a job file, or a JobConfig whose paths and modules count from `base` (default: the
+        working directory), or a JobFile that has been checked, of `job_file`; `overrides` are
+        KEY=VALUE, as of `--set`; `force` replaces a run that has ended. ConfigError for a
+        mistake in the job, Refused when it can never fit.
+        """
+        from meshrl.client import checked
+
+        async with _within(deadline_s, "submitting the job"):
+            found = await asyncio.to_thread(checked.job_file, job, list(overrides), base)
+            file = Path(job) if isinstance(job, Path | str) else job_file
+            submitted = await self._door.submit(found, force, file)
+        return JobHandle(self, submitted.job, submitted.run_dir)
+
+    async def jobs(self) -> list[JobState]:
+        """All jobs of the mesh (with a token: its own) in the order of submission."""
+        async with _within(ANSWER_S, "asking for the jobs"):
+            return await self._door.jobs()
+
+    async def job(self, name: str) -> JobState:
+        """How a job stands. NotFound."""
+        async with _within(ANSWER_S, f"asking for {name}"):
+            return await self._door.job(name)
+
+    async def events(self, name: str, since: str = "0") -> AsyncIterator[Event]:
+        """What has happened to a job and happens, in order, until it is over; it goes on after the
+        event whose id is `since`. NotFound.
+
+        Those that the mesh does not keep any more are told of by one of kind `history_lost`. A
+        mesh that does not answer, as while Redis starts again, is waited for (PATIENCE_S).
+        """
+        while True:
+            # before the look: what ends it is seen, too
+            over = (await _patiently(partial(self.job, name))).over
+            look = partial(self._happened, name, since, 0.0 if over else WAIT_S)
+            found, since = await _patiently(look)
+            for event in found:
+                yield event
+            if over and not found:
+                return
+
+    async def _happened(self, name: str, since: str, wait_s: float) -> tuple[list[Event], str]:
+        async with _within(ANSWER_S + WAIT_S, f"asking for events of {name}"):
+            return await self._door.happened(name, since, wait_s)
+
+    async def wait(self, name: str, timeout_s: float | None = None) -> JobState:
+        """How a job stands once it is over. DeadlineExceeded after `timeout_s`; NotFound. A
+        mesh that does not answer is waited for (PATIENCE_S).
+        """
+        if timeout_s is None:
+            return await self._until_over(name)
+        async with _within(timeout_s, f"{name} to be over"):
+            return await self._until_over(name)
+
+    async def _until_over(self, name: str) -> JobState:
+        while True:
+            found = await _patiently(partial(self.job, name))
+            if found.over:
+                return found
+            await asyncio.sleep(POLL_S)
+
+    async def stop(self, name: str) -> bool:
+        """Ends a job cleanly; what it has made stays. False: it had ended already. NotFound."""
+        async with _within(ANSWER_S, f"stopping {name}"):
+            return await self._door.stop(name, uuid.uuid4().hex)
+
+    async def delete(self, name: str) -> None:
+        """Removes a job that has ended from the mesh's records, and weights that only the mesh's
+        store has; its run directory stays. Refused while it goes on; NotFound.
+        """
+        async with _within(ANSWER_S, f"deleting {name}"):
+            await self._door.delete(name, uuid.uuid4().hex)
+
+    async def workers(self) -> Pool:
+        """The mesh's workers and gangs, with all that resides on them. NotAllowed with a token."""
+        async with _within(ANSWER_S, "asking for the workers"):
+            return await self._door.workers()
+
+    async def move(self, worker: str, role: str, job: str = "") -> str:
+        """Has the planner give a worker another role and keep it there; what it decided. Refused
+        with its reason, or when a token is all that one has.
+        """
+        async with _within(ANSWER_S, f"moving {worker}"):
+            return await self._door.move(worker, role, job)
+
+    async def weights(
+        self,
+        name: str,
+        step: int | None = None,
+        *,
+        best: bool = False,
+        out: Path | None = None,
+        deadline_s: float = WEIGHTS_S,
+    ) -> Path:
+        """Writes a version of a job's model as a Hugging Face directory, also while it trains: that
+        of a step, the best one, or the last. Returns the directory: `out`, or NAME-model here.
+        NotFound when the mesh does not hold it.
+        """
+        if best and step is not None:
+            raise ConfigError("a step and the best mean two versions", fix="Give one of them")
+        target = (out or Path(f"{name}-model")).absolute()
+        async with _within(deadline_s, f"fetching the weights of {name}"):
+            return await self._door.weights(name, step, best, target)
+
+    async def versions(self, name: str) -> list[dict[str, Any]]:
+        """The versions of a job's weights that the store has, the oldest first: `lineage`,
+        `version`, `manifest`, `bytes`, `why` each one stays, and more. NotFound.
+        """
+        found: list[dict[str, Any]] = (await self.on_versions(name, "list"))["versions"]
+        return found
+
+    async def pin(self, name: str, version: int | str, note: str = "") -> None:
+        """Keeps a version until it is unpinned: a number, LINEAGE/NUMBER, `last`, `best`, or the
+        first digits of its manifest. NotFound when the store has it no more.
+        """
+        await self.on_versions(name, "pin", str(version), note)
+
+    async def unpin(self, name: str, version: int | str) -> None:
+        """Ends a pin, if there is one. NotFound."""
+        await self.on_versions(name, "unpin", str(version))
+
+    async def on_versions(
+        self, name: str, act: str, version: str = "", note: str = ""
+    ) -> dict[str, Any]:
+        """What `meshrl weights --json` prints for `list`, `pin` and `unpin`."""
+        async with _within(VERSIONS_S, f"looking at the versions of {name}"):
+            return await self._door.on_versions(name, act, version, note)
+
+
+@dataclass(frozen=True)
+class JobHandle:
+    """A job that was submitted. Its methods are those of the client, for this job."""
+
+    client: Client
+    name: str
+    run_dir: str  # on the mesh's host
+
+    async def state(self) -> JobState:
+        """How it stands."""
+        return await self.client.job(self.name)
+
+    def events(self, since: str = "0") -> AsyncIterator[Event]:
+        """What has happened to it and happens, until it is over."""
+        return self.client.events(self.name, since)
+
+    async def wait(self, timeout_s: float | None = None) -> JobState:
+        """How it stands once it is over."""
+        return await self.client.wait(self.name, timeout_s)
+
+    async def stop(self) -> bool:
+        """Ends it cleanly."""
+        return await self.client.stop(self.name)
+
+    async def delete(self) -> None:
+        """Removes it from the mesh's records once it has ended."""
+        await self.client.delete(self.name)
+
+    async def weights(
+        self, step: int | None = None, *, best: bool = False, out: Path | None = None
+    ) -> Path:
+        """Writes a version of its model as a Hugging Face directory."""
+        return await self.client.weights(self.name, step, best=best, out=out)
+
+
+async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
+    """The answer; asked again while nobody gives any, for PATIENCE_S."""
+    now = asyncio.get_running_loop().time
+    until = now() + PATIENCE_S
+    while True:
+        try:
+            return await ask()
+        except (StateUnavailable, PeerLost, DeadlineExceeded):
+            if now() > until:
+                raise
+        await asyncio.sleep(AGAIN_S)
+
+
+@asynccontextmanager
+async def _within(deadline_s: float, what: str) -> AsyncIterator[None]:
+    """DeadlineExceeded when the block takes longer; errors of ours pass as they are."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            yield
+    except TimeoutError as error:
+        if isinstance(error, MeshError):
+            raise
+        raise DeadlineExceeded(f"{what} took more than {deadline_s:g} s") from error

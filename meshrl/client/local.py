@@ -1,0 +1,149 @@
+"""A mesh of this user's, asked through its Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import uuid
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common.api.gateway import JobState, Submitted
+from common.clock import SystemClock
+from common.errors import NotFound, Refused, StateUnavailable
+from common.pool.rows import Role
+from common.pool.snapshot import Request
+from common.state import events, jobs, pool
+from common.state.client import State
+from common.state.events import Event
+from common.state.lifecycle import deleting
+from common.state.lifecycle.following import happened, standing
+from common.state.server.embedded import without_password
+from meshrl import exporting
+from meshrl.client.submitting import submit
+from meshrl.job.jobfile import JobFile
+from meshrl.launch.directory import places
+from meshrl.launch.directory.places import MeshPlace
+from meshrl.observe.standing.pool import Pool
+from meshrl.observe.standing.pool import pool as pool_of
+from meshrl.weights import asking
+
+T = TypeVar("T")
+
+CONNECT_S = 10.0
+VERDICT_S = 6.0
+POLL_S = 0.2
+ROLES = (Role.ROLLOUT, Role.TRAINING, Role.IDLE)
+
+
+class LocalDoor:
+    """The mesh at `place`, by its `state`; see `Door`."""
+
+    def __init__(self, place: MeshPlace, state: State) -> None:
+        self._place, self._state, self._clock = place, state, SystemClock()
+
+    @classmethod
+    async def open(cls, mesh: Path | None) -> LocalDoor:
+        """The mesh that is meant; NotFound, StateUnavailable when it does not run."""
+        place = places.find_mesh(mesh)
+        url = place.redis_url
+        state = await _asked(place, State.open(url, connect_s=CONNECT_S))
+        return cls(place, state)
+
+    async def close(self) -> None:
+        await self._state.close()
+
+    async def submit(self, found: JobFile, force: bool, job_file: Path | None) -> Submitted:
+        # On a thread, which goes on if who waits for it is cancelled: a run directory that is
+        # being filled is either handed over or taken back.
+        return await asyncio.to_thread(submit, found, force, self._place, job_file)
+
+    async def jobs(self) -> list[JobState]:
+        rows = await _asked(self._place, jobs.jobs(self._state))
+        return [standing(row) for row in rows]
+
+    async def job(self, name: str) -> JobState:
+        return standing(await _asked(self._place, jobs.job(self._state, name)))
+
+    async def happened(self, name: str, since: str, wait_s: float) -> tuple[list[Event], str]:
+        asked = happened(self._state, self._clock, name, since, wait_s)
+        return await _asked(self._place, asked)
+
+    async def stop(self, name: str, op: str) -> bool:
+        return await _asked(self._place, jobs.cancel(self._state, name, op))
+
+    async def delete(self, name: str, op: str) -> None:
+        await _asked(self._place, deleting.delete(self._state, name, op))
+
+    async def workers(self) -> Pool:
+        return await _asked(self._place, pool_of(self._state))
+
+    async def move(self, worker: str, role: str, job: str) -> str:
+        worker = worker.removeprefix("worker/")
+        if role not in ROLES:
+            raise Refused(f"{role!r} is no role", fix=f"Roles are {', '.join(ROLES)}")
+        known = [found.id for found in await _asked(self._place, pool.workers(self._state))]
+        if worker not in known:
+            raise NotFound(f"there is no worker {worker}", fix=f"There are: {', '.join(known)}")
+        last = await events.last_id(self._state)
+        op_id = uuid.uuid4().hex
+        asked = Request(op_id, "move", worker=worker, role=role, job=job)
+        await pool.request(self._state, asked)
+        return await self._verdict(worker, op_id, last)
+
+    async def _verdict(self, worker: str, op_id: str, since: str) -> str:
+        """What the planner made of a move that was asked for; Refused with its reason."""
+        for _ in range(round(VERDICT_S / POLL_S)):
+            await asyncio.sleep(POLL_S)
+            for event in await events.read_all(self._state, since):
+                if event.kind == "move_declined" and event.fields["op"] == op_id:
+                    raise Refused(event.fields["reason"])
+                if event.kind == "move_settled" and event.fields["op"] == op_id:
+                    return f"{worker} has that role already"
+                if event.kind == "desired" and event.fields["op"] == op_id:
+                    role = event.fields["role"]
+                    return (
+                        f"{worker} is to take the role {role}; `meshrl workers` shows when it has"
+                    )
+        return f"the planner has not decided on {worker} yet; `meshrl workers` shows it when it has"
+
+    async def weights(self, name: str, step: int | None, best: bool, out: Path) -> Path:
+        run_dir = Path((await self.job(name)).run_dir)
+        code, _, said = await _run(exporting.command(run_dir, out, step, best))
+        if code != 0:
+            told = said.strip().splitlines()
+            raise NotFound(told[-1].removeprefix("error: ") if told else "nothing was written")
+        return out
+
+    async def on_versions(self, name: str, act: str, version: str, note: str) -> dict[str, Any]:
+        run_dir = (await self.job(name)).run_dir
+        _, said, complained = await _run(asking.command(asking.words(act, run_dir, version, note)))
+        return asking.answer(said, complained)
+
+
+async def _run(words: Sequence[str]) -> tuple[int, str, str]:
+    """The exit status of a process, and what it said and complained of."""
+    process = await asyncio.create_subprocess_exec(
+        *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        said, complained = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    code = process.returncode or 0
+    return code, said.decode(errors="replace"), complained.decode(errors="replace")
+
+
+async def _asked(place: MeshPlace, question: Awaitable[T]) -> T:
+    """Its answer; a Redis that is away is named with what to do."""
+    try:
+        return await question
+    except StateUnavailable as error:
+        raise StateUnavailable(
+            f"the mesh's Redis cannot be asked: {error.message}",
+            where=without_password(place.redis_url),
+            fix="`meshrl up` starts a mesh; `meshrl resume RUN` starts the mesh of a run again",
+        ) from error

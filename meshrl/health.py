@@ -1,0 +1,64 @@
+"""`python -m meshrl.health URL`: asks a health page, for images without curl. Exit status 0 when it
+answers 200, else 1; what it said is printed. Only the standard library: a probe runs every few
+seconds.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from http.client import HTTPConnection, HTTPException
+from urllib.parse import urlsplit
+
+ALL_S = 2.5  # orchestrators give a probe three seconds and less
+MOST_BYTES = 1 << 16  # a page of metrics is longer; a reason is a line
+
+
+def asked(url: str) -> tuple[bool, str]:
+    """Whether `url` answers 200 in time, and what was said."""
+    where = urlsplit(url)
+    try:
+        port = 80 if where.port is None else where.port
+    except ValueError:
+        port = 0
+    if where.scheme != "http" or not where.hostname or not port:
+        return False, f"{url!r} is no URL of a page: http://HOST:PORT/readyz"
+    connection = HTTPConnection(where.hostname, port, timeout=ALL_S)
+    late = threading.Timer(ALL_S, _cut, [connection])  # one that drips is not ended by a time-out
+    late.daemon = True
+    late.start()
+    began = time.monotonic()
+    try:
+        connection.request("GET", where.path or "/livez", headers={"Connection": "close"})
+        answer = connection.getresponse()
+        said = answer.read(MOST_BYTES).decode(errors="replace").strip()
+    except (OSError, HTTPException) as error:
+        said = str(error) or type(error).__name__
+        return False, f"{url} does not answer ({time.monotonic() - began:.1f} s): {said}"
+    finally:
+        late.cancel()
+        connection.close()
+    if answer.status != 200:
+        return False, f"{answer.status} {said}"
+    return (False, "it did not end") if time.monotonic() - began > ALL_S else (True, said)
+
+
+def _cut(connection: HTTPConnection) -> None:
+    if connection.sock is not None:
+        connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def main() -> int:
+    """The exit status of a probe."""
+    if len(sys.argv) != 2:
+        print("usage: python -m meshrl.health http://HOST:PORT/readyz", file=sys.stderr)
+        return 1
+    well, said = asked(sys.argv[1])
+    print(said)
+    return 0 if well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

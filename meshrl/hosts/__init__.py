@@ -1,0 +1,1 @@
+"""Commands by which hosts join and leave a mesh. Open `joining.py` first."""

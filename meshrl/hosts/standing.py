@@ -1,0 +1,130 @@
+"""How the hosts of a mesh stand: what its records, its registry and its launcher tell of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from common.pool.names import PLACED
+from common.pool.rows import Worker
+from common.pool.snapshot import LEFT
+from common.pool.taking import ALL
+from common.settings import MeshSettings
+from common.state import pool, registry
+from common.state.client import State
+from common.state.registry import Entry
+from common.transport.address import endpoint_of
+from meshrl.launch.directory.places import MeshPlace
+from meshrl.launch.head import admitting
+from meshrl.launch.head.admitting import Joined
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """One host. `meshrl hosts --json` prints these: names stay."""
+
+    host: str
+    state: str  # up | away | joining | draining | drained
+    head: bool
+    address: str  # by which others reach it
+    since_s: float  # wall clock, when it joined; 0: as long as the mesh is up
+    workers: list[str]
+    accelerators: list[str]
+    residents: list[str]  # that are to be there
+    processes: list[str]  # that were placed there, and live
+    services: list[str]  # shards and sandboxes that are to be there
+    takes: list[str]  # the services that may be placed there
+    tiers: list[str] | None  # of isolation, that sandboxes have there; None: nobody has asked
+    planner: str  # the name of the planner that stands by there; empty: none
+    draining: str  # why nothing new is placed there; empty: something may be
+    trip_ms: float | None  # to Redis and back; None: not measured
+    ahead_ms: float | None  # its clock, of that of Redis' host
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+async def rows(state: State, place: MeshPlace) -> list[HostRow]:
+    """All hosts, the head first, then in the order in which they joined."""
+    settings = MeshSettings.from_file(place.settings)
+    joined = admitting.joined(place)
+    known = await registry.entries(state)
+    entries = {e.host: e for e in known if e.kind == "node"}
+    roles = [e for e in known if e.alive and e.kind in PLACED]
+    workers = await pool.workers(state)
+    draining = await pool.draining(state)
+    residents = await _residents(state)
+    names = {settings.host, *joined, *(e.host for e in entries.values() if e.alive)}
+    names |= {worker.host for worker in workers}
+    names -= {name for name, why in draining.items() if why == LEFT}
+    order = [settings.host, *joined]
+    found = []
+    for name in sorted(names, key=lambda n: (order.index(n) if n in order else len(order), n)):
+        own = [worker for worker in workers if worker.host == name]
+        services = list(await pool.services_of(state, name))
+        on = sorted(r for worker in own for r in residents.get(worker.id, ()))
+        about = joined.get(name)
+        head = name == settings.host
+        why = draining.get(name, "")
+        there = sorted(e.name for e in roles if e.host == name)
+        found.append(_row(name, head, entries.get(name), about, own, on, there, services, why))
+    return found
+
+
+def _row(
+    name: str,
+    head: bool,
+    entry: Entry | None,
+    about: Joined | None,
+    workers: list[Worker],
+    residents: list[str],
+    processes: list[str],
+    services: list[str],
+    draining: str,
+) -> HostRow:
+    said = entry.stats if entry is not None else {}
+    stats = said if entry is not None and entry.alive else {}
+    address = about.address if about is not None else ""
+    if entry is not None and entry.alive:
+        address = endpoint_of(entry.address).removeprefix("tcp://").rpartition(":")[0]
+    return HostRow(
+        host=name,
+        state=_state(entry, draining, bool(residents or processes or services)),
+        head=head,
+        address=address,
+        since_s=about.joined_s if about is not None else 0.0,
+        workers=[worker.id for worker in workers],
+        accelerators=[worker.accelerator for worker in workers],
+        residents=residents,
+        processes=processes,
+        services=services,
+        takes=list(said.get("takes", ALL)),
+        tiers=said.get("tiers"),
+        planner=about.planner if about is not None else "",
+        draining=draining,
+        trip_ms=stats.get("trip_ms"),
+        ahead_ms=stats.get("ahead_ms"),
+    )
+
+
+def _state(entry: Entry | None, draining: str, busy: bool) -> str:
+    if entry is None:
+        return "joining"
+    if not entry.alive:
+        return "away"
+    if draining:
+        return "draining" if busy else "drained"
+    return "up"
+
+
+async def _residents(state: State) -> Mapping[str, list[str]]:
+    """Of each worker."""
+    found: dict[str, list[str]] = {}
+    for gang in await pool.gangs(state):
+        for resident in gang.residents:
+            for rank in resident.ranks:
+                found.setdefault(gang.workers[rank], []).append(resident.id)
+    return found

@@ -1,0 +1,35 @@
+"""Finds processes that a mesh left behind, by the mark of its settings in their environment, and
+ends them. A stop ends with it, and a start begins with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+from common.process import marks
+from common.settings import mark_of
+
+POLL_S = 0.05
+
+
+def belonging_to(settings: Path) -> list[int]:
+    """Pids of running processes, other than this one, that were started with these settings."""
+    return marks.belonging_to(mark_of(settings))
+
+
+async def end_all(settings: Path, deadline_s: float) -> list[int]:
+    """SIGKILLs what is left until nothing is; the pids that were found. They are gone on return."""
+    found: set[int] = set()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(deadline_s):
+            while (pids := belonging_to(settings)) or marks.being_executed():
+                found.update(pids)
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                await asyncio.sleep(POLL_S)
+    return sorted(found)

@@ -1,0 +1,31 @@
+"""The user whom a container runs processes as: often one without a home directory that it can write
+to, or even a name, both of which libraries take for granted when they look for a place to cache.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import tempfile
+from pathlib import Path
+
+from common.process.child import PRIVATE
+
+
+def settle(home: Path) -> None:
+    """`home` is the home directory of this process, and of all that it starts, where the user has
+    none that it can write to; and its number its name where it has none.
+    """
+    if not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):  # "~" itself: nobody knows
+        home.mkdir(parents=True, exist_ok=True, mode=0o777 & ~PRIVATE)
+        os.environ["HOME"] = str(home)
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        os.environ.setdefault("USER", f"user{os.getuid()}")
+
+
+def settle_anywhere() -> None:
+    """The same for a command that keeps nothing: only where no home directory is known at all."""
+    if os.path.expanduser("~") == "~":
+        os.environ["HOME"] = tempfile.gettempdir()

@@ -1,0 +1,121 @@
+"""By what the mesh's Redis proves itself to other hosts: a certificate, signed by an authority of
+the mesh's own.
+
+The authority stays while it is valid, because hosts that have joined know it by its certificate.
+The server's is made anew at each start, for the names under which it is reached then. Both outlast
+any mesh: there is nobody to renew them while it runs.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from common.records import documents
+from common.state.server import embedded
+
+VALID = datetime.timedelta(days=3650)
+SPARE = datetime.timedelta(days=365)  # an authority that ends sooner is replaced at a start
+SKEW = datetime.timedelta(days=1)  # by which clocks of hosts may differ
+
+AUTHORITY, AUTHORITY_KEY = embedded.AUTHORITY_FILE, "authority-key.pem"  # in the mesh's directory
+CERTIFICATE, KEY = "redis.pem", "redis-key.pem"
+
+
+def issue(directory: Path, names: Sequence[str], now: datetime.datetime) -> None:
+    """Puts a new certificate for these host names and IP addresses into the mesh's directory, and
+    an authority where there is none that lasts: files for this user alone.
+    """
+    authority, authority_key = _authority(directory, now)
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder = (
+        _begun(names[0], now)
+        .issuer_name(authority.subject)
+        .public_key(key.public_key())
+        .add_extension(x509.SubjectAlternativeName([_named(name) for name in names]), False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False)
+        .add_extension(_known_by(authority_key), False)
+    )
+    signed = builder.sign(authority_key, hashes.SHA256())
+    documents.put(directory / KEY, _private(key))
+    documents.put(directory / CERTIFICATE, signed.public_bytes(Encoding.PEM))
+
+
+def _authority(
+    directory: Path, now: datetime.datetime
+) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    certificate, key = directory / AUTHORITY, directory / AUTHORITY_KEY
+    if certificate.is_file() and key.is_file():
+        found = x509.load_pem_x509_certificate(certificate.read_bytes())
+        private = load_pem_private_key(key.read_bytes(), None)
+        assert isinstance(private, ec.EllipticCurvePrivateKey)
+        if now + SPARE < found.not_valid_after_utc and found.public_key() == private.public_key():
+            return found, private
+    private = ec.generate_private_key(ec.SECP256R1())
+    builder = _begun("meshrl authority", now)
+    made = (
+        builder.issuer_name(
+            x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "meshrl authority")])
+        )
+        .public_key(private.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
+        .add_extension(_SIGNS, True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(private.public_key()), False)
+        .sign(private, hashes.SHA256())
+    )
+    documents.put(key, _private(private))
+    documents.put(certificate, made.public_bytes(Encoding.PEM))
+    return made, private
+
+
+_SIGNS = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
+
+
+def _begun(name: str, now: datetime.datetime) -> x509.CertificateBuilder:
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - SKEW)
+        .not_valid_after(now + VALID)
+    )
+
+
+def _known_by(key: ec.EllipticCurvePrivateKey) -> x509.AuthorityKeyIdentifier:
+    return x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key())
+
+
+def _named(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name.strip("[]")))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

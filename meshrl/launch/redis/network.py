@@ -1,0 +1,138 @@
+"""Where hosts that join a mesh reach its Redis: a port with TLS, by a server that can do that."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.access.hosts import Admitted
+from common.errors import ConfigError
+from common.ports import ANYWHERE, Taken, ports
+from common.records import documents
+from common.settings import advertised_host
+from common.state.server import embedded
+from common.state.server.embedded import Listening
+
+PORT = "redis-port.json"  # in the mesh's directory: hosts that have joined come back to it
+REPAIR = "Remove it: hosts that have joined come back only where Redis gets the same port again"
+
+
+@dataclass(frozen=True)
+class Network:
+    """Of a mesh with several hosts. `listen` and `advertise` are as in its settings (`bind`,
+    `advertise`); `head` is what Redis is told of the head's own processes.
+    """
+
+    head: Admitted
+    listen: str
+    advertise: str = ""
+
+    @property
+    def host(self) -> str:
+        """As others reach the head. ConfigError: they are told of no address."""
+        host = advertised_host(self.advertise) or self._bound[0]
+        if host in ANYWHERE:
+            raise ConfigError(
+                f"{host} is where the head listens, and no address at which others reach it",
+                where="--listen",
+                fix="Name one of its addresses, or beside it --advertise HOST",
+            )
+        return host
+
+    @property
+    def _bound(self) -> tuple[str, range]:
+        host, among = ports(self.listen, "--listen")
+        return "0.0.0.0" if host == "*" else host, among
+
+    def listening(self, directory: Path, now: datetime.datetime | None) -> Listening:
+        """Where a server is to listen; since `now` with TLS, and a new certificate in the mesh's
+        directory.
+        """
+        host, among = self._bound
+        port = _port(directory / PORT, host, among)
+        if now is None:
+            return Listening(host, port)
+        from meshrl.launch.redis import certificate as made
+
+        made.issue(directory, list(dict.fromkeys([self.host, host])), now)
+        files = (made.CERTIFICATE, made.KEY, made.AUTHORITY)
+        return Listening(host, port, *(str((directory / file).resolve()) for file in files))
+
+    def url(self, listening: Listening) -> str:
+        """At which hosts that join reach it, without user and password."""
+        host = f"[{self.host}]" if ":" in self.host and "[" not in self.host else self.host
+        return f"{listening.scheme}://{host}:{listening.port}/0"
+
+
+def is_taken(listening: Listening) -> bool:
+    """Whether another process listens there, as no server of ours does. ConfigError: nobody can."""
+    return not _free(listening.host.strip("[]"), listening.port)
+
+
+def is_local(listen: str) -> bool:
+    """Whether nobody outside this machine reaches what listens there."""
+    return embedded.is_loopback(ports(listen, "--listen")[0])
+
+
+def far_url(url: str, listen: str) -> tuple[str, str]:
+    """At which hosts that join reach a server that is the user's, and the file of its authority.
+    ConfigError: they cannot, or would send it passwords in the clear.
+    """
+    bare, authority = embedded.without_credentials(url)
+    scheme, _, rest = bare.partition("://")
+    host = rest.partition("/")[0].rpartition(":")[0] or rest.partition("/")[0]
+    near = scheme == "unix" or embedded.is_loopback(host)
+    if (near or scheme != "rediss") and not (near and is_local(listen)):
+        raise ConfigError(
+            "hosts that join cannot reach this Redis"
+            if near
+            else "hosts that join would send this Redis passwords in the clear",
+            where=f"$MESHRL_REDIS_URL: {bare}",
+            fix="Name one with TLS, by an address that they reach: rediss://USER:PASSWORD@HOST:PORT/0"
+            " and ?ssl_ca_certs=FILE where its certificate is of an authority of your own",
+        )
+    return bare, authority
+
+
+def _port(kept: Path, host: str, among: range) -> int:
+    """The one of before, if it is free and still among these, else the first free one."""
+    before = documents.read(kept, REPAIR)["port"] if kept.is_file() else 0
+    anyone = among == range(0, 1)
+    wished = [before] if before and (anyone or before in among) else []
+    for port in [*wished, *among]:
+        if free := _free(host.strip("[]"), port):
+            if free != before:
+                documents.write(kept, {"port": free})
+            return free
+    raise Taken(
+        f"Redis finds no free port on {host} among {among[0]} to {among[-1]}",
+        where="--listen",
+        fix="Give a wider range: --listen HOST:LOW-HIGH",
+    )
+
+
+def _free(host: str, port: int) -> int:
+    """The port, or one that the kernel picks for 0; 0: it is taken. ConfigError: the host is none
+    of this machine's, or the port not for this user.
+    """
+    try:
+        families = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ConfigError(f"{host} is no host that is known: {error}", where="--listen") from error
+    family, kind, protocol, _, address = families[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return 0
+            raise ConfigError(
+                f"Redis cannot listen at {host}, port {port}: {error}",
+                where="--listen",
+                fix="Name an address of this host, and ports from 1024 on",
+            ) from error
+        return int(probe.getsockname()[1])

@@ -1,0 +1,142 @@
+"""How far the Redis of a mesh has come, by all that is known: the launcher's note, the records of
+the runs, and what it has held since. By this it is told whether one is older than it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from common.errors import Damaged
+from common.records import damage
+from common.state.client import State
+from common.state.server import rollback
+from common.state.server.rollback import Mark
+from meshrl.launch.directory.places import MeshPlace
+from meshrl.launch.redis import aof, note
+from meshrl.launch.redis.note import Note, NoteFile
+from meshrl.launch.redis.recorded import RunRecord
+
+
+class Progress:
+    """`known` is as far as it has come. While it is `returning`, the jobs of a Redis that was lost
+    are to be put back. `files` are those of the mesh's own, as they were when they were noted last.
+    """
+
+    def __init__(self, place: MeshPlace) -> None:
+        self._place = place
+        self.known = Mark()
+        self.returning = False
+        self.files: Mapping[str, aof.Extent] = {}
+        self._gone: frozenset[str] = frozenset()  # jobs that were lost and are not missed
+        self._forgotten: dict[str, int] = {}  # jobs that were deleted since the start, and when
+        self._floor = 0  # the highest below which no fencing token has been issued since
+        self._records: dict[str, RunRecord] = {}  # of the mesh's runs
+        self._notes = NoteFile(place.redis_note)
+        self._file = aof.Follower(place.redis)
+
+    def recall(self) -> None:
+        """What the note and the records of the runs tell. Blocks."""
+        told = note.read(self._place.redis_note, self._damaged)
+        self.known = rollback.joined([told.mark, *self._recorded(told.mark)])
+        self.returning, self.files = told.returning, dict(told.files)
+        self._floor, self._gone = told.floor, frozenset(told.gone)
+
+    def _damaged(self, path: Path, error: Damaged) -> None:
+        aside = damage.set_aside(path, self._place.root)
+        print(
+            f"the note of how far redis had come is damaged: {error}; it lies in {aside}, and "
+            "an older one and the records of the runs tell the rest",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _recorded(self, mark: Mark) -> list[Mark]:
+        """By the records of the runs that the mesh has had."""
+        runs = {job: Path(one.run_dir) for job, one in mark.jobs.items() if one.run_dir}
+        about = self._place.root / "job.json"
+        if about.is_file():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # told when it is read
+                runs[str(json.loads(about.read_bytes())["job"])] = self._place.root
+        for job, directory in runs.items():
+            self._records.setdefault(job, RunRecord(directory, job))
+        return [record.look() for record in self._records.values()]
+
+    # -- whether it is what it was ---------------------------------------------------------------
+
+    def differs(self) -> str:
+        """Why its file is not what was noted; empty when it is. Blocks."""
+        try:
+            return aof.differs(self._place.redis, self.files)
+        except OSError as error:
+            return f"its file cannot be read: {error}"
+
+    async def held(self, state: State) -> Mark:
+        """What it holds now, to be compared with `known`, which is brought up to date."""
+        told = await asyncio.to_thread(self._recorded, self.known)
+        self.known = rollback.joined([self.known, *told])
+        return await rollback.held(state, self.known)
+
+    def older(self, found: Mark) -> str:
+        """Why one that holds `found` is older than it was; empty when it is not."""
+        self._forget(found)
+        if self.returning:
+            return rollback.older(found, self.known, self.known.jobs)
+        if again := self._gone & found.jobs.keys():  # as others, perhaps, of the same names
+            jobs = {**self.known.jobs, **{job: found.jobs[job] for job in again}}
+            self.known, self._gone = replace(self.known, jobs=jobs), self._gone - again
+            self._records = {job: told for job, told in self._records.items() if job not in again}
+        return rollback.older(found, self.known, self._gone)
+
+    def _forget(self, found: Mark) -> None:
+        """Jobs that were deleted are missed no more. Each deletion counts once: of another job that
+        has the name since, all is known anew.
+        """
+        gone = {
+            job: at_ms
+            for job, at_ms in found.deleted.items()
+            if job not in found.jobs or self._forgotten.get(job) != at_ms
+        }
+        if gone:
+            self.known = rollback.without(self.known, gone)
+            self._forgotten |= gone
+            self._records = {job: told for job, told in self._records.items() if job not in gone}
+
+    # -- what is known from now on ---------------------------------------------------------------
+
+    def raised(self, found: Mark) -> int:
+        """The floor that fencing tokens of one that holds `found` are to be raised to."""
+        if not self.returning:
+            self.known = rollback.joined([self.known, found])
+        self._floor = rollback.floor_above(found, self.known, Mark(token=self._floor))
+        return self._floor
+
+    def have_returned(self, found: Mark) -> None:
+        """The jobs are back that go on: those that are not there now are not missed any more."""
+        self._gone = frozenset(self.known.jobs.keys() - found.jobs.keys())
+        self.known = rollback.joined([self.known, found])
+        self.returning = False
+
+    def follow_anew(self) -> None:
+        """Its file may have been cut or made again."""
+        self._file = aof.Follower(self._place.redis)
+
+    def look(self) -> Mapping[str, aof.Extent]:
+        """How far its files have been written. Blocks."""
+        return self._file.look()
+
+    def come_to(self, found: Mark, newest: str, files: Mapping[str, aof.Extent]) -> None:
+        """It holds `found`, its newest event is `newest`, and its files were as `look` said."""
+        if aof.holds(self._place.redis, files):
+            self.files = files
+        self.known = rollback.joined([self.known, found, Mark(newest)])
+
+    def write(self, durable: bool = True) -> None:
+        """Notes all of it. StorageFull."""
+        gone = tuple(sorted(self._gone))
+        self._notes.write(Note(self.known, self.files, self._floor, gone, self.returning), durable)

@@ -1,0 +1,74 @@
+"""The GPUs of a mesh as people see them: how each does, by worker, and what has happened to one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from common.pool.names import agent
+from common.pool.rows import Worker
+from common.state.registry import Entry
+
+PREFIX = "gpu_"  # of an agent's figures, each a table by worker
+GIB = 1 << 30
+
+
+def figures(worker: Worker, stats: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What the agent of its host tells of a worker's GPU, by name; nothing for a CPU slot. `stats`
+    are those of the live processes, by name.
+    """
+    return {
+        key.removeprefix(PREFIX): table[worker.id]
+        for key, table in stats.get(agent(worker.host), {}).items()
+        if key.startswith(PREFIX) and isinstance(table, Mapping) and worker.id in table
+    }
+
+
+def line(found: Mapping[str, Any]) -> str:
+    """The figures in a few words: `62 of 80 GiB, 97 %, 71 °C, 650 W`; empty without any."""
+    if found.get("lost"):
+        return "GPU lost"
+    parts = []
+    if "total_bytes" in found:
+        used = found["used_bytes"] / GIB
+        parts.append(f"{used:.0f} of {found['total_bytes'] / GIB:.0f} GiB")
+    if "utilization" in found:
+        parts.append(f"{found['utilization']:.0%}")
+    if "temperature_celsius" in found:
+        parts.append(f"{found['temperature_celsius']} °C")
+    if "power_watts" in found:
+        parts.append(f"{found['power_watts']:.0f} W")
+    if reasons := found.get("throttle_reasons"):
+        parts.append(f"slowed by {', '.join(reasons)}")
+    if errors := found.get("ecc_uncorrected"):
+        parts.append(f"{errors} uncorrected memory errors")
+    return ", ".join(parts)
+
+
+def troubles(workers: Iterable[Worker], entries: Iterable[Entry]) -> list[str]:
+    """Which workers' GPUs are lost or have had errors, a line each."""
+    stats = {entry.name: entry.stats for entry in entries if entry.alive}
+    lines = []
+    for worker in workers:
+        found = figures(worker, stats)
+        who = f"{worker.accelerator} of {worker.id} ({worker.uuid})"
+        if found.get("lost"):
+            lines.append(f"{who} is lost")
+        elif errors := found.get("ecc_uncorrected"):
+            lines.append(f"{who} has had {errors} uncorrected memory errors")
+    return lines
+
+
+def told(fields: Mapping[str, Any]) -> str:
+    """An event of kind `gpu` as a line."""
+    who = f"{fields['gpu']} of {fields['worker']} ({fields['uuid']})"
+    if fields["what"] == "lost":
+        return f"{who} is lost: {fields['why']}"
+    if fields["what"] == "back":
+        return f"{who} is back: {fields['why']}"
+    parts = []
+    if count := int(fields.get("uncorrected", 0)):
+        parts.append(f"{count} uncorrected memory errors")
+    if xids := fields.get("xids"):
+        parts.append(f"XID {', '.join(map(str, xids))}")
+    return f"{who} has had {' and '.join(parts)}: drain its host, and look at `nvidia-smi -q`"

@@ -1,0 +1,42 @@
+"""Prints tables whose names can be copied: of hosts, jobs, workers, keys none is cut, as one types
+them again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+
+GAP = 3  # blanks between columns
+
+
+def table(*columns: str, wraps: Sequence[str] = ()) -> Table:
+    """An empty table of these columns, of which those of `wraps` may take several lines."""
+    made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    for column in columns:
+        made.add_column(column, header_style="dim", overflow="fold", no_wrap=column not in wraps)
+    return made
+
+
+def console(*tables: Table) -> Console:
+    """Where these are printed: as wide as the terminal, or as no name is cut; a line that is longer
+    than the terminal is wrapped by it. What is no terminal gets whole lines.
+    """
+    terminal = Console().width if sys.stdout.isatty() else None
+    return Console(width=max((width(one, terminal) for one in tables), default=terminal))
+
+
+def width(one: Table, terminal: int | None) -> int:
+    """The columns that a table takes on a terminal of so many; None: there is none."""
+    found = 0
+    for column in one.columns:
+        texts = [str(cell) for cell in (column.header, *column.cells)]
+        whole = terminal is None or column.no_wrap
+        parts = texts if whole else [word for text in texts for word in text.split()]
+        found += max((cell_len(line) for part in parts for line in part.splitlines()), default=0)
+        found += GAP
+    return max(found, terminal or 0)

@@ -1,0 +1,1 @@
+"""The report of a run, `report.html`. Open `report.py` first."""

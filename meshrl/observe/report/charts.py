@@ -1,0 +1,153 @@
+"""Draws charts as inline SVG, so that a report is one file that opens anywhere, without a
+network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from common.pool.rows import Role
+
+WIDTH, HEIGHT = 720, 240
+LEFT, RIGHT, TOP, BOTTOM = 52, 16, 12, 34  # margins, for the axes' labels
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # Okabe and Ito: apart for all eyes
+ROLE_COLORS: dict[str, str] = {
+    Role.ROLLOUT: "#56b4e9",
+    Role.TRAINING: "#e69f00",
+    Role.SCORING: "#cc79a7",
+}
+ROW = 26  # height of a row in the timeline
+
+
+@dataclass(frozen=True)
+class Series:
+    label: str
+    points: Sequence[tuple[float, float]]
+    dots: bool = False  # marks, joined by a thin line: measured now and then
+
+
+@dataclass(frozen=True)
+class Span:
+    """A resident in one role from `start` to `end`, seconds from the run's start."""
+
+    row: str  # the worker, or the workers, that it is on
+    role: str
+    state: str
+    start: float
+    end: float
+
+
+def lines(series: Sequence[Series], x_label: str, y_from_zero: bool = True) -> str:
+    """A line chart with a legend; an empty one says so."""
+    points = [point for s in series for point in s.points if math.isfinite(point[1])]
+    if not points:
+        return '<p class="none">nothing was measured</p>'
+    xs, ys = [p[0] for p in points], [p[1] for p in points]
+    x_ticks = ticks(min(xs), max(xs))
+    y_ticks = ticks(min(0.0, *ys) if y_from_zero else min(ys), max(ys))
+    plot = _Plot((x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1]))
+    parts = [plot.grid(x_ticks, y_ticks, x_label)]
+    for index, s in enumerate(series):
+        parts.append(plot.series(s, COLORS[index % len(COLORS)]))
+    return _svg(HEIGHT, parts) + _legend([(s.label, COLORS[i]) for i, s in enumerate(series)])
+
+
+def timeline(spans: Sequence[Span], marks: Sequence[tuple[float, str]], end: float) -> str:
+    """Who had which role when; paler while a role starts or drains. `marks` are (second, text)."""
+    rows = sorted({span.row for span in spans}, key=lambda row: (len(row), row))
+    if not rows:
+        return '<p class="none">no roles were recorded</p>'
+    x_ticks = ticks(0.0, end)
+    height = TOP + ROW * len(rows) + BOTTOM
+    plot = _Plot((0.0, x_ticks[-1]), (0.0, 1.0), height)
+    parts = [plot.grid(x_ticks, [], "seconds")]
+    for span in spans:
+        top = TOP + ROW * rows.index(span.row) + 3
+        left, right = plot.x(span.start), plot.x(min(span.end, x_ticks[-1]))
+        opacity = "1" if span.state == "ready" else "0.35"
+        title = f"{span.row} {span.role} ({span.state}) {span.start:.1f}-{span.end:.1f} s"
+        parts.append(
+            f'<rect x="{left:.1f}" y="{top}" width="{max(0.5, right - left):.1f}" '
+            f'height="{ROW - 6}" fill="{ROLE_COLORS.get(span.role, "#bbbbbb")}" '
+            f'opacity="{opacity}"><title>{escape(title)}</title></rect>'
+        )
+    for index, row in enumerate(rows):
+        y = TOP + ROW * index + ROW / 2 + 4
+        parts.append(f'<text x="{LEFT - 8}" y="{y}" text-anchor="end">{escape(row)}</text>')
+    for second, text in marks:
+        x = plot.x(second)
+        parts.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - BOTTOM}" class="mark">'
+            f"<title>{escape(text)}</title></line>"
+        )
+    return _svg(height, parts) + _legend(list(ROLE_COLORS.items())[:2])
+
+
+def ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Round numbers from at or below `low` to at or above `high`."""
+    if high <= low:
+        high = low + (abs(low) or 1.0)
+    raw = (high - low) / most
+    magnitude: float = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+class _Plot:
+    """Maps values to pixels."""
+
+    def __init__(
+        self, xs: tuple[float, float], ys: tuple[float, float], height: int = HEIGHT
+    ) -> None:
+        self.xs, self.ys, self.height = xs, ys, height
+
+    def x(self, value: float) -> float:
+        low, high = self.xs
+        return LEFT + (value - low) / ((high - low) or 1.0) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        low, high = self.ys
+        room = self.height - TOP - BOTTOM
+        return self.height - BOTTOM - (value - low) / ((high - low) or 1.0) * room
+
+    def grid(self, x_ticks: Sequence[float], y_ticks: Sequence[float], x_label: str) -> str:
+        base = self.height - BOTTOM
+        parts = [f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>']
+        for tick in y_ticks:
+            y = self.y(tick)
+            parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+            parts.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{tick:.4g}</text>')
+        for tick in x_ticks:
+            x = self.x(tick)
+            parts.append(f'<text x="{x}" y="{base + 16}" text-anchor="middle">{tick:.4g}</text>')
+        middle = (LEFT + WIDTH - RIGHT) / 2
+        parts.append(f'<text x="{middle}" y="{base + 31}" text-anchor="middle">{x_label}</text>')
+        return "".join(parts)
+
+    def series(self, s: Series, color: str) -> str:
+        places = [(self.x(x), self.y(y)) for x, y in s.points if math.isfinite(y)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        width = 1 if s.dots else 2
+        line = f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}"/>'
+        if not s.dots:
+            return line
+        measured = [point for point in s.points if math.isfinite(point[1])]
+        dots = (
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}">'
+            f"<title>{at:g}: {value:.3f}</title></circle>"
+            for (x, y), (at, value) in zip(places, measured, strict=True)
+        )
+        return line + "".join(dots)
+
+
+def _svg(height: int, parts: Sequence[str]) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(parts)}</svg>'
+
+
+def _legend(items: Sequence[tuple[str, str]]) -> str:
+    keys = (f'<span><i style="background:{c}"></i>{escape(label)}</span>' for label, c in items)
+    return f'<p class="legend">{"".join(keys)}</p>'

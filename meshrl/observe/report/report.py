@@ -1,0 +1,168 @@
+"""Writes what a run leaves: `report.html`, also while it goes on, `model/`, and `summary.json`."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.errors import MeshError, StorageFull
+from common.process.ends.failure import NO_ROOM
+from common.records import documents
+from common.state.jobs import Phase
+from common.state.lifecycle.accounting import WRONG
+from meshrl.exporting import command
+from meshrl.launch.directory.places import write_json
+from meshrl.observe.live.watch import Snapshot
+from meshrl.observe.recording import audit, summary
+from meshrl.observe.recording.recorded import rare_events, thinned
+from meshrl.observe.recording.recorder import Recorder, read_events
+from meshrl.observe.recording.room import Room
+from meshrl.observe.report import samples
+from meshrl.observe.report.page import html
+
+EXPORT_S = 120.0
+PAGE_S = 10.0  # between two pages of a run that goes on
+PAGE_SHARE = 20  # times what a page takes that is between two: a twentieth of a core at most
+EXPORTED_PHASES = (Phase.TRAINING, Phase.EVALUATION, Phase.FINISHED, Phase.STOPPED)
+
+
+async def write(recorder: Recorder, given_up: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+    """Writes what a run leaves behind, whatever its end; returns the summary. Waits for room on a
+    full disk, until it is `given_up`.
+    """
+    room = Room(recorder.launcher.clock, given_up)
+    run_dir = recorder.run_dir
+    shot = recorder.shot
+    job, document = recorder.job, recorder.held["document"]
+    events = read_events(run_dir)
+    evaluations = list(shot.evaluations) if shot else []
+    found = summary.summarize(
+        job=job,
+        phase=shot.phase if shot else Phase.QUEUED,
+        seed=int(document["seed"]),
+        wall_s=recorder.wall_s,
+        warm_start_cached=recorder.tally.warm_start_cached,
+        rows=recorder.recorded.every_row(),
+        evaluations=evaluations,
+        events=events,
+        tally=recorder.tally,
+        account=audit.audited(run_dir, events, job),
+    )
+    kept = samples.read(run_dir)
+    rows = thinned(recorder.recorded.every_row())
+    page = html(found, rows, evaluations, events, document, kept=kept)
+    await room.write(lambda: write_page(run_dir, page))
+    if found["phase"] in EXPORTED_PHASES and found["steps"]:
+        await export_model(run_dir)
+    # Last: who waits for it finds all the rest.
+    await room.write(lambda: write_json(run_dir / "summary.json", found))
+    return found
+
+
+class LivePage:
+    """The report of a run that goes on, written now and then by a task beside who records it.
+
+    What keeps a page from being written is said once, and the next one is tried.
+    """
+
+    def __init__(self, recorder: Recorder, say: Callable[[str], None]) -> None:
+        self._recorder, self._say = recorder, say
+        self._due, self._said = 0.0, ""
+        self._making: asyncio.Task[None] | None = None
+        self._over, self._placing = False, threading.Lock()
+
+    def look(self) -> None:
+        """Begins a page if it is time and none is being made; long runs, whose page takes long, get
+        it less often.
+        """
+        recorder = self._recorder
+        if self._making is not None:
+            if not self._making.done():
+                return
+            self._making.result()  # raises what is a fault of ours
+        if recorder.shot is None or recorder.launcher.clock.monotonic() < self._due:
+            return
+        making = self._make(recorder.shot)
+        self._making = asyncio.create_task(making, name="live page")
+
+    async def aclose(self) -> None:
+        """From here on the page belongs to others: one that is being made is not written."""
+        with self._placing:
+            self._over = True
+        if self._making is not None:
+            self._making.cancel()
+            await asyncio.wait([self._making])
+            if not self._making.cancelled():
+                self._making.result()
+
+    async def _make(self, shot: Snapshot) -> None:
+        clock = self._recorder.launcher.clock
+        started, trouble = clock.monotonic(), ""
+        try:
+            await asyncio.to_thread(self._write, shot, self._recorder.wall_s)
+        except (OSError, ValueError, MeshError) as error:
+            full = isinstance(error, StorageFull)
+            if not (
+                full or (isinstance(error, OSError) and error.errno in NO_ROOM)
+            ):  # shown anyway
+                trouble = f"the report cannot be written now: {error}"
+        if trouble and trouble != self._said:
+            self._say(trouble)
+        self._said = trouble
+        now = clock.monotonic()
+        self._due = now + max(PAGE_S, PAGE_SHARE * (now - started))
+
+    def _write(self, shot: Snapshot, wall_s: float) -> None:
+        """Reads the record line by line, since all of a long one would take hundreds of MB."""
+        run_dir, recorded = self._recorder.run_dir, self._recorder.recorded
+        job, document = self._recorder.job, self._recorder.held["document"]
+        events = list(rare_events(run_dir))
+        found = summary.summarize(
+            job=job,
+            phase=shot.phase,
+            seed=shot.seed,
+            wall_s=wall_s,
+            warm_start_cached=self._recorder.tally.warm_start_cached,
+            rows=recorded.every_row(),
+            evaluations=shot.evaluations,
+            events=events,
+            tally=copy.deepcopy(self._recorder.tally),
+            account=dict.fromkeys(WRONG, 0) | shot.counts | {"in_flight": shot.in_flight},
+        )
+        found["lost"] = None  # known when nothing is in flight any more
+        kept = samples.evaluated(run_dir)
+        rows = thinned(recorded.every_row())
+        page = html(found, rows, shot.evaluations, events, document, PAGE_S, kept)
+        with self._placing:
+            if not self._over:
+                write_page(run_dir, page)
+
+
+def write_page(run_dir: Path, page: str) -> None:
+    """Whole or not at all: who opens it never sees half a page. StorageFull."""
+    documents.put(run_dir / "report.html", page.encode(), durable=False)
+
+
+async def export_model(run_dir: Path) -> bool:
+    """Writes the last weights in Hugging Face's layout to `<run>/model`; says so when it cannot."""
+    exporting = await asyncio.create_subprocess_exec(
+        *command(run_dir, run_dir / "model"),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(EXPORT_S):
+            _, said = await exporting.communicate()
+    except TimeoutError:
+        exporting.kill()
+        await exporting.wait()
+        said = b"it took too long"
+    if exporting.returncode != 0:
+        last = said.decode(errors="replace").strip().splitlines()[-1:]
+        print(f"the model was not exported: {' '.join(last)}", file=sys.stderr)
+    return exporting.returncode == 0

@@ -1,0 +1,1 @@
+"""How a mesh and its jobs stand, and what is wrong with them. Open `pool.py` first."""

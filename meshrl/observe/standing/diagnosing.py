@@ -1,0 +1,25 @@
+"""Looks at a mesh for what stands still in it: everything that `diagnose` needs, from its Redis."""
+
+from __future__ import annotations
+
+from common.state import ended, jobs, registry
+from common.state.client import State, server_ms
+from common.state.keys import MESH
+from common.state.registry import Entry
+from meshrl.observe.standing.pool import with_services
+from meshrl.observe.standing.stalled import Stall, diagnose
+
+PROBE = f"{MESH}:probe"  # a key of a second, which shows whether Redis takes writes
+
+
+async def stalls(state: State, full: str = "") -> tuple[list[Stall], list[Entry]]:
+    """The stalls of a mesh, and all that its processes say. `full`: which disk is full.
+    StateUnavailable when Redis takes no writes: without any, everybody seems to be late.
+    """
+    await state.command("SET", PROBE, 1, "PX", 1000)
+    entries = await registry.entries(state)
+    found = await with_services(state)
+    now_ms = await server_ms(state)
+    gone = await ended.ended(state)
+    rows = await jobs.jobs(state)
+    return diagnose(entries, found, now_ms, gone, rows, full), entries

@@ -1,0 +1,85 @@
+"""Jobs that make no progress: no group, step or evaluation for long, whoever waits for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from common.state.jobs import JobRow, Phase
+from common.state.registry import Entry
+
+# How long nothing may come, by phase: models are loaded, then a first group is generated; a warm
+# start or an evaluation is one piece of progress, however many its steps and samples.
+QUIET_MS = {
+    Phase.QUEUED: 300_000,
+    Phase.WARM_START: 1_800_000,
+    Phase.BASELINE: 900_000,
+    Phase.TRAINING: 300_000,
+    Phase.EVALUATION: 900_000,
+}
+LEAST_MS = 120_000  # once groups have come: nothing that a small job does takes longer
+SLOWER = 2  # than the slowest of late: then it is no slow step any more
+WORKING = (
+    "trainer",
+    "rank",
+    "hybrid",
+    "engine",
+    "scoring",
+    "rollout",
+    "sandbox",
+)  # kinds, in order
+LAG_MS = 1_000  # of an event loop: worth saying
+
+
+def quiet_ms(job: JobRow, now_ms: float) -> float:
+    """For how long it has made no progress, if that is longer than it should be; else 0. A job that
+    waits or is paused stands still by decision.
+    """
+    if job.ended or job.held or not job.progress_ms:
+        return 0.0
+    running = job.phase == Phase.TRAINING and job.slowest_ms
+    least = LEAST_MS if running else QUIET_MS[job.phase]
+    since_ms = now_ms - job.progress_ms
+    return since_ms if since_ms > max(least, SLOWER * job.slowest_ms) else 0.0
+
+
+def quiet_jobs(jobs: Sequence[JobRow], now_ms: float) -> Iterator[tuple[JobRow, float]]:
+    """Those that should have come further, and for how long (ms) they have not; a job that waits
+    for workers or is paused is none of them.
+    """
+    for job in jobs:
+        if since_ms := quiet_ms(job, now_ms):
+            yield job, since_ms
+
+
+def told(job: JobRow) -> str:
+    """Where a job is that makes no progress."""
+    steps = job.document.get("budget", {}).get("steps", "?")
+    return (
+        "no group, step or evaluation has come; the job is in phase "
+        f"{str(job.phase).replace('_', ' ')}, at step {job.steps_done} of {steps}"
+    )
+
+
+def working(entries: Sequence[Entry]) -> list[Entry]:
+    """The processes that jobs come further by, in the order of their kinds."""
+    alive = [entry for entry in entries if entry.alive and entry.kind in WORKING]
+    return sorted(alive, key=lambda entry: (WORKING.index(entry.kind), entry.name))
+
+
+def doing(entry: Entry, now_ms: float) -> str:
+    """What a process does as far as it says so: how its loop runs, and its longest wait."""
+    said = ["ready" if entry.stats.get("ready", True) else "not ready"]
+    lag_ms = float(entry.stats.get("loop_lag_ms", 0.0))
+    if lag_ms > LAG_MS:
+        said.append(f"its event loop is {lag_ms / 1000:.1f} s late")
+    running = {k: entry.stats[k] for k in ("running", "serving", "in_flight") if k in entry.stats}
+    said += [f"{name.replace('_', ' ')} {count}" for name, count in running.items() if count]
+    waits: list[dict[str, Any]] = sorted(entry.waits, key=lambda wait: int(wait["since_ms"]))
+    if waits:
+        wait = waits[0]
+        since_s = (now_ms - wait["since_ms"]) / 1000
+        said.append(f"waits for {wait['on']} ({wait['what']}) since {since_s:.0f} s")
+    else:
+        said.append("waits for nobody")
+    return f"{entry.name} ({entry.pid}): {', '.join(said)}"

@@ -1,0 +1,52 @@
+"""`meshrl plan`: what the planner decides from, and what it would decide now, with its rules."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, StateUnavailable
+from common.pool.reading import snapshot_document
+from common.state import leader, pool
+from common.state.client import State
+from common.state.keys import PLANNER
+from meshrl.asking import ANSWER_S, ask
+from meshrl.launch.directory.places import find_mesh
+
+EXPLAIN_S = 60.0
+
+
+def show(look: Path | None, explain: bool, as_json: bool, mesh: Path | None) -> int:
+    """Prints a look, or what would be decided of it; the exit status. `look` is a file that this
+    has printed before; None: the mesh is looked at.
+    """
+    text = json.dumps(_look(mesh), indent=2) if look is None else _read(look)
+    if not explain:
+        print(text)
+        return 0
+    words = [sys.executable, "-m", "services.planner.explain", *(["--json"] if as_json else [])]
+    said = subprocess.run(words, input=text, text=True, check=False, timeout=EXPLAIN_S)
+    return said.returncode
+
+
+def _look(mesh: Path | None) -> dict[str, Any]:
+    """As the leader sees it: who asks takes the leader's token, and writes nothing by it."""
+
+    async def asked(state: State) -> dict[str, Any]:
+        owner, token = await leader.leader(state, PLANNER)
+        if not owner:
+            raise StateUnavailable("no planner leads at the moment", fix="Ask again in a second")
+        found = await pool.look(state, token)
+        return {"snapshot": snapshot_document(found.snapshot), "memory": found.memory}
+
+    return ask(find_mesh(mesh), asked, ANSWER_S)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the look cannot be read: {error}", where=str(path)) from error

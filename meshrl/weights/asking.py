@@ -1,0 +1,86 @@
+"""Asks for the versions of a run, or pins, compares and exports some, by a process of its own: it
+reads what the store has, whether or not a mesh runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common.errors import MeshError, from_wire
+from common.records.at_url import without_secrets
+from meshrl.launch.directory import job_file
+
+
+def command(words: Sequence[str | Path]) -> list[str]:
+    """What does so: `words` are the command and its arguments."""
+    return [sys.executable, "-m", "services.weights.versions", *map(str, words)]
+
+
+def words(act: str, run: str | Path, version: str = "", note: str = "") -> list[str | Path]:
+    """Those of `list`, `pin` and `unpin`; what a person has typed is taken for no option."""
+    noted = [f"--note={note}"] if note else []
+    return [act, *noted, "--", run, *([version] if act != "list" else [])]
+
+
+def asked(*words: str | Path) -> dict[str, Any]:
+    """The answer to a command; its own error."""
+    done = subprocess.run(command(words), check=False, capture_output=True, text=True)
+    return answer(done.stdout, done.stderr)
+
+
+async def copied(run: Path, stop: asyncio.Event) -> str:
+    """Copies what a run that is over keeps for good to its `weights.copies`; why some of it is not
+    there, empty if all is. `stop` ends it.
+    """
+    place = job_file.read(run / job_file.NAME)["document"].get("weights", {}).get("copies", "")
+    if not place:
+        return ""
+    shown = without_secrets(place)
+    print(f"copying versions to {shown}", flush=True)
+    process = await asyncio.create_subprocess_exec(
+        *command(["copy", f"--to={place}", "--", run]), stdout=PIPE, stderr=PIPE
+    )
+    talking = asyncio.create_task(process.communicate())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([talking, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not talking.done():
+            return f"not all versions are at {shown}: it was stopped"
+        said, complained = talking.result()
+        found = answer(said.decode(errors="replace"), complained.decode(errors="replace"))
+        if failed := found["failed"]:
+            why = from_wire(failed[0]["error"]["code"], failed[0]["error"]["text"])
+            more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
+            return f"not all versions are at {shown}: {failed[0]['manifest'][:8]}{more}: {why}"
+    except MeshError as error:
+        return f"not all versions are at {shown}: {error}"
+    finally:
+        stopping.cancel()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await asyncio.gather(talking, stopping, return_exceptions=True)
+    return ""
+
+
+def answer(said: str, complained: str) -> dict[str, Any]:
+    """What the process said last, or the error that it told of."""
+    lines = said.strip().splitlines()
+    try:
+        found: dict[str, Any] = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        why = complained.strip().splitlines() or ["it said nothing"]
+        raise MeshError(
+            f"the versions could not be looked at: {why[-1]:.300}",
+            fix="It is a fault of MeshRL's; please report it with that line",
+        ) from None
+    if error := found.get("error"):
+        raise from_wire(error["code"], error["text"])
+    return found

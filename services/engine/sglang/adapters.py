@@ -1,0 +1,145 @@
+"""The adapters of a server, by its LoRA endpoints.
+
+A server takes no new tensors under a name that it has, so each version has a name of its own:
+requests that run go on with the one that they began with, and it is unloaded behind the last of
+them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from common.errors import MeshError, Refused, RemoteFailure
+from common.generation.builtin.adapters import changes_of
+from common.model.config import ModelConfig
+from common.model.lora import factor_of, to_peft
+from common.model.projections import FUSED, projections
+from services.engine.sglang import v0_5
+from services.engine.sglang.http import Http, Pending
+from services.engine.sglang.weights import inline
+
+LOAD_S = 50.0  # for an adapter to be in place; as other weights have
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A version of an adapter at the server."""
+
+    there: str  # what the server calls it
+    version: int
+
+
+class ServerAdapters:
+    """What a server has beside its base. `ranks`: processes that hold a share of it; 0: it was not
+    started for adapters.
+    """
+
+    def __init__(self, http: Http, config: ModelConfig, ranks: int, *, on_cpu: bool) -> None:
+        self.loaded: dict[str, Loaded] = {}  # the newest of each, by our name
+        self._http, self._config, self._ranks, self._on_cpu = http, config, ranks, on_cpu
+        self._numbers = itertools.count()
+        self._passed: set[str] = set()  # earlier ones, which requests may still have
+        self._leaving: list[Pending[Any]] = []
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The newest ones, by our names."""
+        return {name: loaded.version for name, loaded in self.loaded.items()}
+
+    def load(self, name: str, tensors: Mapping[str, Tensor], scale: float, version: int) -> None:
+        """Gives the server a version. Refused when it does not fit or the server takes none,
+        RemoteFailure when it did not take it; the version before stays then.
+        """
+        if not self._ranks or not name:
+            raise Refused(
+                "this server was not started for adapters",
+                where="engine",
+                fix='set lora.engines to "merged", or to "beside" and start it again',
+            )
+        ranks = {tensor.shape[0] for factor, tensor in tensors.items() if factor.endswith(".a")}
+        changes_of(self._config, tensors, scale)
+        if len(ranks) != 1:
+            raise Refused(
+                f"the adapter has factors of ranks {sorted(ranks)}, and SGLang takes one rank",
+                where="engine",
+                fix="train all projections with one rank",
+            )
+        there = f"{name}@{version}.{next(self._numbers)}"
+        rank, theirs = ranks.pop(), to_peft(self._config, whole(self._config, tensors))
+        if self._on_cpu:
+            theirs = {name: padded(name, tensor) for name, tensor in theirs.items()}
+        body = {
+            "lora_name": there,
+            "config_dict": {
+                "peft_type": "LORA",
+                "r": rank,
+                "lora_alpha": scale * rank,
+                "target_modules": sorted({name.split(".")[-3] for name in theirs}),
+            },
+            "serialized_named_tensors": [inline(theirs)] * self._ranks,
+        }
+        self._answered(self._http.call("POST", v0_5.LOAD_ADAPTER, body, deadline_s=LOAD_S), there)
+        if (before := self.loaded.get(name)) is not None:
+            self._passed.add(before.there)
+        self.loaded[name] = Loaded(there, version)
+
+    def unload(self, name: str) -> None:
+        """Frees an adapter that no request has."""
+        loaded = self.loaded.pop(name, None)
+        if loaded is not None:
+            self._passed.add(loaded.there)
+
+    def sweep(self, used: Iterable[str]) -> None:
+        """Has the server let go of passed versions that are not `used`."""
+        for there in self._passed - set(used):
+            self._passed.discard(there)
+            body = {"lora_name": there}
+            asked = self._http.begin("POST", v0_5.UNLOAD_ADAPTER, body, deadline_s=LOAD_S)
+            self._leaving.append(asked)
+        for asked in [a for a in self._leaving if a.done()]:
+            self._leaving.remove(asked)
+            try:
+                self._http.result(asked, v0_5.UNLOAD_ADAPTER, LOAD_S)
+            except MeshError as error:
+                log.warning("an adapter was not unloaded: %s", error)
+
+    def _answered(self, answer: Any, there: str) -> None:
+        if not isinstance(answer, dict) or not answer.get("success", False):
+            told = answer.get("error_message", "") if isinstance(answer, dict) else answer
+            raise RemoteFailure(f"{v0_5.LOAD_ADAPTER}: {there}: {told}", where=self._http.url)
+
+
+def whole(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An adapter with factors of zeros for what SGLang has in one matrix with what is adapted: of
+    q, k and v it wants all or none, and so of gate and up.
+    """
+    found, parts = dict(tensors), projections(config)
+    for name, tensor in tensors.items():
+        factor = factor_of(name)
+        assert factor is not None  # `changes_of` has looked
+        width = tensor.shape[0 if factor.factor == "a" else 1]
+        for other in FUSED[parts[factor.projection].fused]:
+            shape = {"a": (width, parts[other].columns), "b": (parts[other].rows, width)}
+            prefix = f"layers.{factor.layer}.adapters.{other}."
+            for kind, size in shape.items():
+                found.setdefault(prefix + kind, tensor.new_zeros(size))
+    return found
+
+
+def padded(name: str, tensor: Tensor) -> Tensor:
+    """A factor with zeros where SGLang's MLP is wider: see `v0_5.INNER_ROWS`."""
+    rows = columns = 1
+    if name.endswith((".gate_proj.lora_B.weight", ".up_proj.lora_B.weight")):
+        rows = v0_5.INNER_ROWS
+    elif name.endswith(".down_proj.lora_A.weight"):
+        columns = v0_5.INNER_ROWS
+    return pad(tensor, (0, -tensor.shape[1] % columns, 0, -tensor.shape[0] % rows))

@@ -1,0 +1,70 @@
+"""Compares what a server computes with, bit by bit, with a version: by the digests that it tells of
+its own tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from common.errors import RemoteFailure
+from common.model.config import ModelConfig
+from common.model.hf import fused_parts
+from services.engine.sglang import v0_5
+
+THEIRS = {  # our fused matrices by SGLang's names
+    "qkv": "self_attn.qkv_proj.weight",
+    "qkv_bias": "self_attn.qkv_proj.bias",
+    "gate_up": "mlp.gate_up_proj.weight",
+}
+OF_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def differing(config: ModelConfig, told: Any, theirs: Mapping[str, Tensor]) -> list[str]:
+    """Names of the server's tensors that are not what a dense model's version makes of them.
+
+    `theirs`: the version by Hugging Face's names, in the type that the server computes in. `told`:
+    its answer. RemoteFailure when it is not one of a server that has the whole model in a process.
+    """
+    ranks = told.get("ranks") if isinstance(told, dict) else None
+    if not ranks or len(ranks) != 1:
+        raise RemoteFailure(f"{v0_5.READ_BACK} answered for {len(ranks or ())} ranks in place of 1")
+    has = ranks[0]["checksums"]
+    expected = {name: digest(tensor) for name, tensor in laid_out(config, theirs)}
+    return [name for name, wanted in expected.items() if has.get(name) != wanted]
+
+
+def laid_out(config: ModelConfig, theirs: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """A version's tensors as a server on a CPU has them, by its names."""
+    left = {name: _padded(name, tensor) for name, tensor in theirs.items()}
+    for layer in range(config.layers):
+        prefix = f"model.layers.{layer}."
+        for fused, parts in fused_parts(config).items():
+            if all(prefix + part in left for part in parts):
+                yield prefix + THEIRS[fused], torch.cat([left.pop(prefix + p) for p in parts])
+    yield from left.items()
+
+
+def _padded(name: str, tensor: Tensor) -> Tensor:
+    """With the zeros that SGLang has beyond it."""
+    rows = columns = 1
+    if name in OF_VOCABULARY:
+        rows = v0_5.VOCABULARY_ROWS
+    elif name.endswith((".gate_proj.weight", ".up_proj.weight")):
+        rows = v0_5.INNER_ROWS
+    elif name.endswith(".down_proj.weight"):
+        columns = v0_5.INNER_ROWS
+    else:
+        return tensor
+    return pad(tensor, (0, -tensor.shape[1] % columns, 0, -tensor.shape[0] % rows))
+
+
+def digest(tensor: Tensor) -> str:
+    """As a server on a CPU tells it."""
+    content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(content.data).digest()[:8].hex()

@@ -1,0 +1,1 @@
+"""The gateway: the mesh's door for people who hold a token. Open `gateway.py` first."""

@@ -1,0 +1,88 @@
+"""The entry of the gateway's process."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from common.access import identity
+from common.access.identity import Identity
+from common.access.records import FILE
+from common.access.tokens import Tokens
+from common.errors import ConfigError, Damaged
+from common.ports import ANY, ports
+from common.runtime.mesh import Mesh, MeshSettings, run
+from common.transport.keys import GatewayKeys, KeyPair
+from common.transport.strangers import Limits
+from common.transport.zmq import ZmqTransport
+from services.gateway.front import FrontDoor
+from services.gateway.gateway import GatewayActor
+
+
+async def main(a: argparse.Namespace) -> None:
+    mesh = await Mesh.open("gateway", "gateway", MeshSettings.from_env())
+    await serve(mesh, a.listen, a.advertise)
+
+
+async def serve(mesh: Mesh, listen: str, advertise: str = "") -> None:
+    """The life of the gateway, until it is cancelled."""
+    directory = Path(mesh.settings.run_root) / "mesh"
+    known = Tokens(directory / FILE, mesh.clock.wall)
+    transport = listening(mesh, directory, listen, advertise, known)
+    actor = GatewayActor(mesh, known)
+    door = FrontDoor(mesh, transport, known)
+    try:
+        await mesh.join(None, stats=actor.stats)
+        await actor.start()
+        door.open(actor)
+        mesh.ready = True
+        while True:
+            await mesh.clock.sleep(60.0)
+    finally:
+        await door.close()
+        await mesh.leave()
+
+
+def listening(
+    mesh: Mesh, directory: Path, listen: str, advertise: str, known: Tokens
+) -> ZmqTransport:
+    """The front door's transport, with the key and, if it can be had, the port of the last start:
+    tokens that were given tell of both.
+    """
+    try:
+        before = identity.known(directory)
+    except Damaged as error:
+        mesh.log.warning("tokens that were given are good no more", why=str(error))
+        before = None
+    own = before.keys if before is not None else KeyPair.new()
+    keys = GatewayKeys(own, known.holder)
+    connections = Limits() if mesh.settings.keyed else None
+    transport = None
+    if before is not None and before.bound.rpartition(":")[0] == listen.rpartition(":")[0]:
+        try:
+            bind = _again(before.bound, listen)
+            transport = ZmqTransport(bind, advertise, keys=keys, connections=connections)
+        except ConfigError as error:
+            mesh.log.warning("tokens that were given name a port that is taken", why=str(error))
+    if transport is None:
+        transport = ZmqTransport(listen, advertise, keys=keys, connections=connections)
+    bound = f"{listen.rpartition(':')[0]}:{transport.address.rpartition(':')[2]}"
+    now = Identity(transport.address, bound, own.public.decode(), own.secret.decode())
+    if now != before:
+        now.write(directory)
+    return transport
+
+
+def _again(bound: str, listen: str) -> str:
+    """Where to listen: the port of the last start where it would do."""
+    _, tried = ports(listen, "--gateway")
+    port = int(bound.rpartition(":")[2])
+    return bound if tried == ANY or port in tried else listen
+
+
+if __name__ == "__main__":
+    found = argparse.ArgumentParser(description=__doc__)
+    found.add_argument("--listen", required=True)
+    found.add_argument("--advertise", default="")
+    arguments = found.parse_args()
+    run(lambda: main(arguments))

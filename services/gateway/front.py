@@ -1,0 +1,70 @@
+"""The front door: a socket of its own, with keys of its own, at which holders of tokens are served.
+
+Nothing of the mesh's secret is behind it: who comes in reaches the methods of the gateway's actor,
+and no other process.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+from common.access.line import FRONT
+from common.access.records import HOST
+from common.access.tokens import Tokens
+from common.api.callers import CALLERS, CLIENT, JOINER
+from common.errors import BadMessage
+from common.runtime.actor import Actor, bind
+from common.runtime.calls.serving import Server
+from common.runtime.calls.sweep import Sweep
+from common.runtime.mesh import Mesh
+from common.transport.base import Peer, Transport
+from common.wire.frames import Frame, unpack_header
+
+STOP_S = 2.0
+# The id of the token, or of the member, that the request which is being served came with.
+holder: ContextVar[str] = ContextVar("holder")
+
+
+class FrontDoor:
+    """Serves `actor` at `transport`, whose doorkeeper says which token a connection has."""
+
+    def __init__(self, mesh: Mesh, transport: Transport, tokens: Tokens) -> None:
+        self._mesh, self._transport, self._tokens = mesh, transport, tokens
+        self._sweep = Sweep(mesh.clock.monotonic)
+        self._server = Server(
+            FRONT, mesh.clock, transport, FRONT, mesh.telemetry, self._sweep, CALLERS
+        )
+
+    def open(self, actor: Actor) -> None:
+        """Lets requests in from now on."""
+        self._sweep.start()
+        self._server.start()
+        self._server.expect(bind(actor))
+        self._server.offer()
+        self._transport.start(self._deliver, lambda *_: None, self._server.gone)
+
+    def _deliver(self, peer: Peer, frames: list[Frame], token: str) -> None:
+        try:
+            header = unpack_header(frames[0])
+            if len(frames) < 2:
+                raise BadMessage("a header without a body")
+        except BadMessage:
+            self._mesh.telemetry.count("bad_frames")
+            return
+        # A connection outlives the token that it was opened with: that is asked each time.
+        role = self._role(token)
+        holder.set(token)
+        self._server.accept(peer, header, frames, role)
+
+    def _role(self, id: str) -> str:
+        """What the holder of a token, or a member, is; empty: nobody any more."""
+        if not self._tokens.good(id):
+            return ""
+        token = self._tokens.token(id)
+        return CLIENT if token is not None and token.kind != HOST else JOINER
+
+    async def close(self) -> None:
+        """Ends what is being served, and all connections."""
+        await self._server.stop(STOP_S)
+        self._sweep.stop()
+        await self._transport.close()

@@ -1,0 +1,330 @@
+"""The gateway's actor: what holders of tokens ask, each about jobs that came with its token, and
+what hosts ask that join.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from common.access.records import FILE
+from common.access.tokens import Tokens
+from common.api.gateway import (
+    PIECE_BYTES,
+    All,
+    Back,
+    Begin,
+    Content,
+    Done,
+    Drain,
+    Finish,
+    Gateway,
+    Happened,
+    Jobs,
+    JobState,
+    Join,
+    Joined,
+    Leave,
+    Member,
+    Membership,
+    Model,
+    One,
+    OnVersions,
+    Piece,
+    Read,
+    Remaining,
+    Remains,
+    Since,
+    Submitted,
+    Taken,
+    There,
+    Told,
+    Uploading,
+    Want,
+    Whereabouts,
+)
+from common.errors import Damaged, DeadlineExceeded, NotFound, Refused, StateUnavailable
+from common.job.run_names import free_name
+from common.pool.asking import need_of
+from common.process import containment
+from common.records import documents
+from common.records.lines import signature
+from common.runtime.actor import Actor, call, stream
+from common.runtime.mesh import Mesh
+from common.state import jobs
+from common.state.jobs import JobRow
+from common.state.lifecycle import deleting
+from common.state.lifecycle.fitting import refuse_what_never_fits
+from common.state.lifecycle.following import happened, standing
+from services.gateway.asked_versions import on_versions
+from services.gateway.front import holder
+from services.gateway.hosts import Hosts
+from services.gateway.models import Models
+from services.gateway.uploads import Upload, Uploads, config_of
+
+IDLE_S = 60.0  # an upload of which nothing arrives for so long is given up
+LOOK_S = 1.0  # between two looks whether it is
+WAIT_S = 20.0  # longest wait of one question for events
+CONTAINED_S = containment.PROBE_S + 5.0
+ANSWERED = 256  # uploads that were submitted, whose question may come again
+
+
+class GatewayActor(Actor):
+    """Serves the runs below `<root>/runs`, and makes new ones there."""
+
+    interface = Gateway
+
+    def __init__(self, mesh: Mesh, tokens: Tokens) -> None:
+        self.mesh, self._tokens = mesh, tokens
+        self._root = Path(mesh.settings.run_root)
+        self._runs = self._root / "runs"
+        self._uploads = Uploads(mesh.host, self._runs)
+        self._models = Models(mesh, self._root)
+        self._hosts = Hosts(mesh, tokens, self._root / "mesh" / FILE)
+        self._submitted: OrderedDict[str, tuple[str, Submitted]] = OrderedDict()
+        # Of each run, by its directory, with the signature of the record that says so: another job
+        # may come to have the name and the directory of one that was deleted.
+        self._holders: dict[str, tuple[Any, str]] = {}
+
+    async def start(self) -> None:
+        await self._uploads.start()
+
+    # ------------------------------------------------------------ a new job
+
+    @stream(Gateway.upload)
+    async def upload(self, request: Begin) -> AsyncIterator[Uploading]:
+        """Opens an upload, and holds it open while the other end is there."""
+        token, clock = holder.get(), self.mesh.clock
+        config = config_of(request.document)
+        self._refuse_above(token, config.pool.priority)
+        need = need_of(config.document(), request.parameters)
+        await refuse_what_never_fits(self.mesh.state, need)
+        opened = self._uploads.opened(token, request, clock.monotonic())
+        async with opened as upload:
+            yield Uploading(upload.id, PIECE_BYTES)
+            while upload.settling or self._goes_on(upload):
+                await clock.sleep(LOOK_S)
+            raise DeadlineExceeded(f"nothing of the job arrived for {IDLE_S:g} s")
+
+    def _refuse_above(self, token: str, priority: int) -> None:
+        most = self._tokens.priority(token)
+        if priority > most:
+            raise Refused(
+                f"pool.priority = {priority}: jobs of this token have {most} at most",
+                fix="Ask the mesh's own user for a token that was created with --priority",
+            )
+
+    def _goes_on(self, upload: Upload) -> bool:
+        silent_s = self.mesh.clock.monotonic() - upload.touched
+        return silent_s < IDLE_S and self._tokens.good(upload.holder)
+
+    @call(Gateway.put)
+    async def put(self, request: Piece) -> Taken:
+        upload = self._uploads.of(request.upload, holder.get())
+        if len(request.content) > PIECE_BYTES:
+            raise Refused(f"a piece has at most {PIECE_BYTES} bytes")
+        upload.touched = self.mesh.clock.monotonic()
+        await self._uploads.put(upload, request.name, request.offset, request.content)
+        return Taken()
+
+    @call(Gateway.finish)
+    async def finish(self, request: Finish) -> Submitted:
+        token, known = holder.get(), self._submitted.get(request.upload)
+        if known is not None and known[0] == token:
+            return known[1]
+        upload = self._uploads.of(request.upload, token)
+        if upload.submission is None:
+            await self._uploads.check(upload)
+            # It goes on if who asked has gone: Redis may have the job by then.
+            upload.submission = asyncio.create_task(self._answered(upload), name="submit a job")
+        return await asyncio.shield(upload.submission)
+
+    async def _answered(self, upload: Upload) -> Submitted:
+        """Submits; the answer is remembered for who asks again."""
+        try:
+            found = await self._submit(upload)
+        finally:
+            upload.settling, upload.touched = False, self.mesh.clock.monotonic()
+        self._submitted[upload.id] = upload.holder, found
+        if len(self._submitted) > ANSWERED:
+            self._submitted.popitem(last=False)
+        return found
+
+    async def _submit(self, upload: Upload) -> Submitted:
+        """Makes the run's directory and puts the job on record, under the first free name."""
+        state = self.mesh.state
+        if not self.mesh.settings.keyed:  # there is one host: this one
+            tried, config = containment.require, upload.config
+            await self.mesh.host.run_blocking(tried, config, deadline_s=CONTAINED_S)
+        taken = {row.id for row in await jobs.jobs(state)}
+        taken |= {path.name for path in self._runs.iterdir()}
+        # What is told of a deleted job, such as its events, is told by its name.
+        taken |= set(await deleting.names(state))
+        about = {"mesh": str(self._root), "token": upload.holder}
+        while True:
+            job = free_name(upload.config.name, taken)
+            run_dir = self._uploads.settle(upload, job, about, self._root / "store")
+            if run_dir is not None:
+                break
+            taken.add(job)
+        document = documents.decode((run_dir / "job.json").read_bytes(), str(run_dir))["document"]
+        try:
+            await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
+        except (StateUnavailable, DeadlineExceeded):
+            raise  # perhaps the mesh has the job all the same: its directory stays
+        except BaseException:
+            shutil.rmtree(run_dir, ignore_errors=True)
+            raise
+        self.mesh.log.info("a job was handed in", job=job, token=upload.holder)
+        return Submitted(job, str(run_dir))
+
+    # ------------------------------------------------------------ a job of the token's
+
+    @call(Gateway.jobs)
+    async def jobs(self, request: All) -> Jobs:
+        token = holder.get()
+        rows = await jobs.jobs(self.mesh.state)
+        return Jobs([standing(row) for row in rows if self._holder_of(row) == token])
+
+    @call(Gateway.job)
+    async def job(self, request: One) -> JobState:
+        return standing(await self._own(request.job))
+
+    @call(Gateway.events)
+    async def events(self, request: Since) -> Happened:
+        await self._own(request.job)
+        mesh, wait_s = self.mesh, min(max(request.wait_s, 0.0), WAIT_S)
+        found, cursor = await happened(
+            mesh.state, mesh.clock, request.job, _event_id(request.since), wait_s
+        )
+        return Happened([asdict(event) for event in found], cursor)
+
+    @call(Gateway.stop)
+    async def cancel(self, request: One) -> Done:
+        op = _operation(request)
+        await self._own(request.job)
+        return Done(await jobs.cancel(self.mesh.state, request.job, op))
+
+    @call(Gateway.delete)
+    async def delete(self, request: One) -> Done:
+        op = _operation(request)
+        try:
+            row = await self._own(request.job)
+        except NotFound:
+            if await self._deleted(request.job, op):
+                return Done(True)  # the answer was lost
+            raise
+        await deleting.delete(self.mesh.state, request.job, op)
+        self._holders.pop(row.run_dir, None)
+        return Done(True)
+
+    async def _deleted(self, job: str, op: str) -> bool:
+        try:
+            return await deleting.was_deleted(self.mesh.state, job, op)
+        except Refused:  # it is no name of a job
+            return False
+
+    async def _own(self, job: str) -> JobRow:
+        """The row of a job that came with the token of this request; NotFound for any other, so
+        that nobody learns which there are.
+        """
+        missing = NotFound(
+            f"there is no job {job!r:.100} of yours", fix="`meshrl status` lists them"
+        )
+        try:
+            row = await jobs.job(self.mesh.state, job)
+        except (NotFound, Refused):
+            raise missing from None
+        if self._holder_of(row) != holder.get():
+            raise missing
+        return row
+
+    def _holder_of(self, row: JobRow) -> str:
+        """The token that a job came with; empty: it came from the mesh's own user."""
+        run_dir = Path(row.run_dir)
+        if run_dir.parent != self._runs:
+            return ""
+        path = run_dir / "job.json"
+        now = signature(path)
+        known = self._holders.get(row.run_dir)
+        if now is not None and known is not None and known[0] == now:
+            return known[1]
+        self._holders.pop(row.run_dir, None)
+        try:
+            held = documents.decode(path.read_bytes(), str(path))
+        except (Damaged, OSError):
+            return ""  # it is being mended, or gone
+        token = str(held.get("token", ""))
+        self._holders[row.run_dir] = now, token
+        return token
+
+    # ------------------------------------------------------------ its weights
+
+    @call(Gateway.model)
+    async def model(self, request: Want) -> Model:
+        """Writes the model where its files can be read; each version once."""
+        return await self._models.written(await self._own(request.job), request)
+
+    @call(Gateway.read)
+    async def read(self, request: Read) -> Content:
+        return Content(await self._models.piece(await self._own(request.job), request))
+
+    @call(Gateway.versions)
+    async def versions(self, request: OnVersions) -> Told:
+        """Refused for words that are none of a token's."""
+        return Told(await on_versions(self.mesh, await self._own(request.job), request))
+
+    # ------------------------------------------------------------ hosts
+
+    @call(Gateway.join)
+    async def join(self, request: Join) -> Joined:
+        return await self._hosts.join(holder.get(), request)
+
+    @call(Gateway.leave)
+    async def leave(self, request: Leave) -> Done:
+        return await self._hosts.leave(holder.get())
+
+    @call(Gateway.drain)
+    async def drain(self, request: Drain) -> Done:
+        return await self._hosts.drain(holder.get())
+
+    @call(Gateway.back)
+    async def back(self, request: Back) -> Done:
+        return await self._hosts.back(holder.get(), request)
+
+    @call(Gateway.remaining)
+    async def remaining(self, request: Remaining) -> Remains:
+        return await self._hosts.remaining(holder.get())
+
+    @call(Gateway.whereabouts)
+    async def whereabouts(self, request: Whereabouts) -> There:
+        return await self._hosts.whereabouts(holder.get())
+
+    @call(Gateway.membership)
+    async def membership(self, request: Membership) -> Member:
+        return self._hosts.member(holder.get())
+
+    def stats(self) -> dict[str, Any]:
+        return {"uploads": len(self._uploads)}
+
+
+def _operation(request: One) -> str:
+    """What the state knows a request by: the token's own, so that none is told another's."""
+    if not re.fullmatch(r"[0-9a-zA-Z]{8,64}", request.op):
+        raise Refused(f"{request.op!r:.100} tells no request from another", fix="Make up a new one")
+    return f"{holder.get()}.{request.op}"
+
+
+def _event_id(text: str) -> str:
+    """It, if it is the id of an event."""
+    ms, _, number = text.partition("-")
+    if not ms.isdecimal() or not (number.isdecimal() or text == ms):
+        raise Refused(f"{text!r:.100} is no id of an event")
+    return text

@@ -1,0 +1,180 @@
+"""Hosts that come to the gateway: each joins with a token, naming a key of its own, by which it is
+known as a member from then on: it leaves with it, and is told whether it still belongs to the mesh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from common.access import members
+from common.access.hosts import Admitted
+from common.access.members import AGAIN_S
+from common.access.records import digest
+from common.access.tokens import Tokens
+from common.api.callers import HOST_ROLES, PLANNER
+from common.api.gateway import Back, Done, Join, Joined, Member, Remains, There
+from common.errors import NotFound, Refused
+from common.release import release
+from common.runtime.mesh import Mesh
+from common.secret import SECRET_BYTES
+from common.settings import BY_PROCESS
+from common.state import pool
+from common.state.hosts import admission
+from common.state.hosts.remaining import remaining_on
+
+FILE_S = 10.0  # for a change of the tokens
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{2,40}")
+KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # in Z85
+ADDRESS = re.compile(r"[0-9A-Za-z.:\[\]_-]{1,255}")
+
+
+@dataclass(frozen=True)
+class Joining:
+    """A host that is being let in, or was just now."""
+
+    token: str
+    request: Join
+    answer: asyncio.Task[Joined]
+    since_s: float
+
+
+class Hosts:
+    """`file`: the tokens and members of the mesh, which are its user's alone."""
+
+    def __init__(self, mesh: Mesh, known: Tokens, file: Path) -> None:
+        self._mesh, self._known, self._file = mesh, known, file
+        # By the host's own key: one whose answer was lost asks again, and is to have the same
+        # secret.
+        self._joining: dict[str, Joining] = {}
+
+    async def join(self, token: str, request: Join) -> Joined:
+        """Lets a host in. Refused says why not."""
+        if (member := self._known.member(token)) is not None:
+            raise Refused(
+                f"{member.host} is a member already", fix="Join with a token, as another host"
+            )
+        self._check(request)
+        now_s = self._mesh.clock.wall()
+        late = [key for key, one in self._joining.items() if now_s - one.since_s > AGAIN_S]
+        for key in late:
+            del self._joining[key]
+        found = self._joining.get(request.key)
+        if found is not None and found.answer.done() and not self._known.holder(_public(request)):
+            found = None  # it has left since
+        if found is None or (found.token, found.request) != (token, request):
+            letting_in = self._let_in(token, request, now_s)
+            answer = asyncio.create_task(letting_in, name=f"join {request.host}")
+            found = self._joining[request.key] = Joining(token, request, answer, now_s)
+        return await asyncio.shield(found.answer)
+
+    def _check(self, request: Join) -> None:
+        if self._mesh.settings.doors != BY_PROCESS:
+            raise Refused(
+                "this mesh is one host's", fix="Start it with `meshrl up --listen HOST` for several"
+            )
+        if not NAME.fullmatch(request.host) or not ADDRESS.fullmatch(request.address):
+            raise Refused(f"{request.host!r:.60} at {request.address!r:.60} cannot be a host")
+        if request.host == self._mesh.settings.host:  # before it is a member: it would ask as one
+            raise Refused(f"{request.host} is the head's own name", fix="Join from a new directory")
+        if not KEY.fullmatch(request.key):
+            raise Refused(f"{request.key!r:.60} is no public key of a host")
+        if request.version != release():
+            raise Refused(
+                f"this host has MeshRL {request.version:.40}, and the mesh {release()}",
+                fix="Install the same version on both",
+            )
+
+    async def _let_in(self, token: str, request: Join, now_s: float) -> Joined:
+        mesh, host, public = self._mesh, request.host, _public(request)
+        try:
+            await self._on_file(members.let_in, token, host, public, now_s)
+            secret = secrets.token_hex(SECRET_BYTES)
+            # That of a planner's too, which the launcher leaves out where there is to be none.
+            roles = HOST_ROLES | {PLANNER}
+            about = {
+                "admitted": asdict(Admitted.of(host, secret, roles, mesh.clock.wall())),
+                "address": request.address,
+                "workers": request.workers,
+                "standby": request.standby,
+                "ephemeral": request.ephemeral,
+                "key": digest(public),
+            }
+            id = f"{token}.{secrets.token_hex(8)}"
+            told = await self._admitted(token, host, id, about)
+        except BaseException:
+            self._joining.pop(request.key, None)
+            raise
+        mesh.log.info("a host has joined", host=host, address=request.address, token=token)
+        return Joined(secret=secret, **told)
+
+    async def _admitted(
+        self, token: str, host: str, id: str, about: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What the launcher tells it. Refused: it is no member then. After any other error it may
+        ask again by the same key, which gives it nothing before the launcher has let it in.
+        """
+        mesh = self._mesh
+        try:
+            return await admission.ask(mesh.state, mesh.clock, id, admission.JOIN, about)
+        except Refused:
+            await self._on_file(members.take_back, token, host)
+            raise
+
+    async def _on_file(self, change: Callable[..., None], *words: Any) -> None:
+        """Changes the tokens, on a thread: another process may have the file locked."""
+        await self._mesh.host.run_blocking(change, self._file, *words, deadline_s=FILE_S)
+
+    async def leave(self, id: str) -> Done:
+        """Forgets the host of a member key; whether there was one."""
+        host = self.member(id).host
+        asked = f"{id}.leave"
+        about = {"host": host}
+        told = await admission.ask(
+            self._mesh.state, self._mesh.clock, asked, admission.LEAVE, about
+        )
+        self._mesh.log.info("a host has left", host=host)
+        return Done(bool(told["left"]))
+
+    async def drain(self, id: str) -> Done:
+        """Has everything move away from the host of a member key, which is about to end."""
+        told = await self._asked(id, admission.DRAIN, {})
+        return Done(bool(told["changed"]))
+
+    async def back(self, id: str, request: Back) -> Done:
+        """Ends that, as the host is there again."""
+        if not ADDRESS.fullmatch(request.address):
+            raise Refused(f"{request.address!r:.60} is no address of a host")
+        told = await self._asked(id, admission.BACK, {"address": request.address})
+        return Done(bool(told["changed"]))
+
+    async def whereabouts(self, id: str) -> There:
+        """What the host of a member key was told when it joined, as it is now."""
+        return There(**await self._asked(id, admission.WHERE, {}))
+
+    async def _asked(self, id: str, kind: str, about: dict[str, Any]) -> dict[str, Any]:
+        """The launcher's answer about the host of a member key."""
+        mesh, asked = self._mesh, f"{id}.{kind}.{secrets.token_hex(8)}"
+        about["host"] = self.member(id).host
+        return await admission.ask(mesh.state, mesh.clock, asked, kind, about)
+
+    async def remaining(self, id: str) -> Remains:
+        """What is left on the host of a member key."""
+        state, host = self._mesh.state, self.member(id).host
+        return Remains(await remaining_on(state, host), await pool.drains(state, host))
+
+    def member(self, id: str) -> Member:
+        """The host of a member key. NotFound for a token, which is nobody's."""
+        known = self._known.member(id)
+        if known is None:
+            raise NotFound("this is the key of no host that has joined", fix="`meshrl join` does")
+        return Member(known.host)
+
+
+def _public(request: Join) -> bytes:
+    return request.key.encode()

@@ -1,0 +1,104 @@
+"""Models that were asked for: each version of a run has a directory of its own, which does not
+change under who reads it, and goes when nobody does any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from common.api.gateway import PIECE_BYTES, Model, Read, Want
+from common.errors import DeadlineExceeded, NotFound, Overloaded
+from common.job import bundle_files
+from common.runtime.mesh import Mesh
+from common.state.jobs import JobRow
+
+EXPORTS = "exports"  # below a run
+EXPORT_S = 540.0
+IO_S = 60.0
+UNREAD_S = 60.0  # who fetches a model asks for a piece at least every 30 s, or has gone
+MOST = 8  # versions of one run at a time: each is as large as the model
+
+
+class Models:
+    """The exports of all runs of the mesh whose files are in `root`."""
+
+    def __init__(self, mesh: Mesh, root: Path) -> None:
+        self._mesh, self._root = mesh, root
+        self._read: dict[Path, float] = {}  # by directory: when somebody asked for it last
+        # One at a time for a run: what is there is looked at, written and removed.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def written(self, row: JobRow, want: Want) -> Model:
+        """Writes the version unless it is there; its files. NotFound when the run does not hold it,
+        Overloaded while several others are being fetched.
+        """
+        host, models = self._mesh.host, Path(row.run_dir) / EXPORTS
+        lock = self._locks.setdefault(row.run_dir, asyncio.Lock())
+        async with lock:  # as long as the call may take
+            if len(self._kept(models)) >= MOST:
+                raise Overloaded(f"{MOST} versions of {row.id} are being fetched already")
+            out = await self._export(row, want, models)
+            self._touch(out)
+            await host.run_blocking(_tidy, models, self._kept(models), deadline_s=IO_S)
+            listed = await host.run_blocking(bundle_files.listed, out, deadline_s=EXPORT_S)
+            self._touch(out)
+        return Model(out.name, listed)
+
+    async def piece(self, row: JobRow, request: Read) -> bytes:
+        """Bytes of a file of a model; NotFound for anything else."""
+        models = (Path(row.run_dir) / EXPORTS).resolve()
+        path = (models / request.model / request.name).resolve()
+        if not path.is_relative_to(models) or not path.is_file():
+            raise NotFound(
+                f"{request.name!r:.300} is no file of that model",
+                fix="Fetch it again, if nothing of it was read for some minutes",
+            )
+        self._touch(Path(row.run_dir) / EXPORTS / path.relative_to(models).parts[0])
+        read = self._mesh.host.run_blocking
+        return await read(_piece, path, request.offset, deadline_s=IO_S)
+
+    def _touch(self, model: Path) -> None:
+        self._read[model] = self._mesh.clock.monotonic()
+
+    def _kept(self, models: Path) -> set[Path]:
+        """The directories that somebody may still read."""
+        since = self._mesh.clock.monotonic() - UNREAD_S
+        self._read = {path: at for path, at in self._read.items() if at > since}
+        return {path for path in self._read if path.parent == models}
+
+    async def _export(self, row: JobRow, want: Want, models: Path) -> Path:
+        words = [sys.executable, "-m", "services.weights.export", "--run", row.run_dir]
+        words += ["--below", str(models)]
+        words += ["--step", str(want.step)] if want.step >= 0 else []
+        words += ["--best"] if want.best else []
+        log = self._root / "mesh" / "logs" / f"gateway-export-{row.id}.log"
+        log.unlink(missing_ok=True)
+        child = self._mesh.host.spawn(words, name=f"export/{row.id}", log=log)
+        try:
+            code = await child.wait(EXPORT_S)
+        finally:
+            child.kill()
+        if code is None:
+            raise DeadlineExceeded(f"the model was not written within {EXPORT_S:g} s")
+        said = log.read_text(errors="replace").strip().splitlines()
+        if code != 0:
+            why = said[-1].removeprefix("error: ") if said else "nothing was written"
+            raise NotFound(why.replace(str(self._root), ""))
+        return models / Path(said[-1]).name
+
+
+def _tidy(models: Path, kept: set[Path]) -> None:
+    """Removes what nobody reads, and what was cut off half way."""
+    for path in models.iterdir():
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _piece(path: Path, offset: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, offset))
+        return file.read(PIECE_BYTES)

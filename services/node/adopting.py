@@ -1,0 +1,86 @@
+"""Finds the processes again that an earlier incarnation of this host's agent started: by what it
+wrote down, and by what they say themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from common.errors import DeadlineExceeded, StateUnavailable
+from common.process.handle import Child
+from common.runtime.mesh import Mesh
+from common.runtime.patience import patiently
+from common.state import registry
+
+LOOK_S = 2.0  # a look for one process must not hold up a restart
+
+Known = Mapping[str, tuple[int, int]]  # pid and start time, by name
+
+
+class Notes:
+    """Which processes of one kind run, in a file. The registry is anybody's to write: what it tells
+    of a process is held against the mark and command line that this has.
+    """
+
+    def __init__(self, mesh: Mesh, path: Path, program: Callable[[str], Sequence[str]]) -> None:
+        """`program`: words of the command line of the process with a name."""
+        self._mesh, self._path, self._program = mesh, path, program
+
+    def read(self) -> Known:
+        """What was written last; nothing without a file."""
+        try:
+            notes = json.loads(self._path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        return {name: (int(pid), int(start)) for name, (pid, start) in notes.items()}
+
+    def write(self, children: Iterable[Child]) -> None:
+        """Puts down those that run now."""
+        notes = {child.name: (child.pid, child.start_time) for child in children}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._mesh.host.replace_file(self._path, json.dumps(notes).encode())
+
+    def forget(self) -> None:
+        """Nothing runs any more."""
+        self._path.unlink(missing_ok=True)
+
+    async def running(self, kinds: Iterable[str]) -> dict[str, Child]:
+        """The processes that run, by name: the noted ones, and those of these kinds that the
+        registry has on this host, as a full disk takes no notes.
+        """
+        mesh, wanted = self._mesh, set(kinds)
+        entries = await patiently(mesh.clock, lambda: registry.entries(mesh.state))
+        registered = (
+            self._registered(entry) for entry in entries if entry.name.partition("/")[0] in wanted
+        )
+        found = {child.name: child for child in registered if child is not None}
+        for name, process in self.read().items():  # what is noted counts more
+            child = mesh.host.adopt(*process, name=name)
+            if child is not None:
+                found[name] = child
+        return found
+
+    async def end_unwatched(self, name: str) -> Child | None:
+        """Ends the process that holds this name and is nobody's: it was started when no note could
+        be taken, and had not registered when its agent was followed by this one.
+        """
+        mesh = self._mesh
+        with contextlib.suppress(StateUnavailable, DeadlineExceeded):
+            async with mesh.clock.timeout(LOOK_S, "a look for a process"):
+                entry = await registry.lookup(mesh.state, name)
+            child = self._registered(entry) if entry is not None else None
+            if child is not None:
+                child.kill()
+                return child
+        return None
+
+    def _registered(self, entry: registry.Entry) -> Child | None:
+        """The process of an entry, if it runs here and is what the entry says."""
+        if entry.host != self._mesh.settings.host:
+            return None
+        program = self._program(entry.name)
+        process = entry.pid, int(entry.start_time)
+        return self._mesh.host.adopt(*process, name=entry.name, program=program)

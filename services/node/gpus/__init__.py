@@ -1,0 +1,3 @@
+"""A host's accelerators: which there are, how they fare, what room they have. Open
+`accelerators.py` first.
+"""

@@ -1,0 +1,40 @@
+"""The log files of a host's processes, read in parts for who is on another host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.api.node import LogFile, LogPart
+from common.errors import NotFound
+
+MOST_BYTES = 1 << 20  # of a part, whatever is asked for
+ENDING = ".log"
+
+
+class LogFiles:
+    """Those in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def listed(self) -> list[LogFile]:
+        """Name, bytes and time of each."""
+        found = []
+        for path in sorted(self._directory.glob(f"*{ENDING}")):
+            about = path.stat()
+            found.append(LogFile(path.stem, about.st_size, about.st_mtime))
+        return found
+
+    def read(self, name: str, offset: int, most: int) -> LogPart:
+        """A part of a file from `offset` on, whole lines if there is one; or of so many bytes
+        before its end if that is less than 0. NotFound.
+        """
+        if name not in (file.name for file in self.listed()):
+            raise NotFound(f"there is no log {name!r:.200} here")
+        with (self._directory / (name + ENDING)).open("rb") as file:
+            size = file.seek(0, 2)
+            start = max(0, size + offset) if offset < 0 else min(offset, size)
+            file.seek(start)
+            content = file.read(max(0, min(most, MOST_BYTES)))
+        whole = content if offset < 0 else content[: content.rfind(b"\n") + 1] or content
+        return LogPart(whole.decode(errors="replace"), start + len(whole), size)

@@ -1,0 +1,67 @@
+"""Removes what a joined host has kept of runs that are over, ledgers and files in the making,
+chunks of weights that nobody uses, and what processes that were killed had begun to remove.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from common.errors import MeshError, NotFound
+from common.job import local_files
+from common.runtime.mesh import Mesh
+from common.state import jobs
+from common.wire import host_chunks
+
+SWEEP_S = 3600.0
+# Of a job that Redis does not know: it may have lost it, and `meshrl resume` bring it back, but
+# that begins anew on another record, for which none of this counts.
+UNKNOWN_S = 24 * 3600.0
+IO_S = 600.0
+
+
+async def sweep_forever(mesh: Mesh) -> None:
+    """Sweeps for as long as the host's agent lives."""
+    while True:
+        try:
+            await sweep(mesh)
+        except (MeshError, OSError) as error:
+            mesh.telemetry.log.warning("old runs", error=str(error))
+        await mesh.clock.sleep(SWEEP_S)
+
+
+async def sweep(mesh: Mesh) -> None:
+    """Removes the directories of jobs that have ended, or have begun anew since. Never where runs
+    are at home: there they are the runs themselves.
+    """
+    run, root = mesh.host.run_blocking, Path(mesh.settings.run_root)
+    await run(local_files.sweep, root / local_files.BUNDLES, deadline_s=IO_S)
+    if await local_files.is_home(mesh):
+        return
+    await run(host_chunks.sweep, root, mesh.clock.wall(), deadline_s=IO_S)
+    for directory in await run(_found, root / local_files.RUNS, deadline_s=IO_S):
+        job, since = directory.parent.name, directory.name
+        try:
+            row = await jobs.job(mesh.state, job)
+            over = row.ended or str(row.since_ms) != since
+        except NotFound:
+            over = await run(_age, directory, mesh.clock.wall(), deadline_s=IO_S) > UNKNOWN_S
+        if over:
+            mesh.telemetry.log.info("removed", directory=str(directory))
+            await run(_remove, directory, deadline_s=IO_S)
+
+
+def _found(runs: Path) -> list[Path]:
+    """Directories as `local_files.own_directory` names them."""
+    return sorted(path for path in runs.glob("*/*") if path.is_dir() and path.name.isdecimal())
+
+
+def _age(directory: Path, now: float) -> float:
+    times = [path.stat().st_mtime for path in (directory, *directory.rglob("*"))]
+    return now - max(times)
+
+
+def _remove(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    if not any(directory.parent.iterdir()):
+        directory.parent.rmdir()

@@ -1,0 +1,145 @@
+"""How many bytes the residents of a worker take of its accelerator, of the host's memory and of its
+disk, and whether one more move fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from common.errors import StorageFull
+from common.pool.rows import Budget, Tier
+from common.process.host import Host
+
+# Left to everybody else on the host: a move that takes the last of it ends processes that had no
+# part in it.
+SPARE_MEMORY = 256 << 20
+SPARE_DISK = 256 << 20
+OF_TIER = {Tier.ACCELERATOR: "accelerator", Tier.MEMORY: "memory", Tier.DISK: "disk"}
+
+
+class OverBudget(StorageFull):
+    """There is too little room for a resident; `held`: it has taken it already."""
+
+    code = "over_budget"
+
+    def __init__(self, message: str, *, where: str = "", fix: str = "", held: bool = False) -> None:
+        super().__init__(message, where=where, fix=fix)
+        self.held = held
+
+
+class Budgets:
+    """Bytes by the name of the process that has them. A move is claimed before it begins, so that
+    two that begin together do not take the same room.
+    """
+
+    def __init__(self, limits: Budget, host: Host, directory: Path) -> None:
+        """`directory` is on the disk that the tier of that name uses."""
+        self.limits = limits
+        self._host, self._directory = host, directory
+        self._held: dict[str, Budget] = {}
+        self._claims: dict[str, tuple[Tier, int]] = {}
+        self._largest: dict[str, int] = {}  # that a process has had on the accelerator
+
+    def held(self, name: str) -> Budget:
+        """What a process has told that it takes."""
+        return self._held.get(name, Budget())
+
+    def largest(self, name: str) -> int:
+        """The most bytes of the accelerator that a process has told of so far."""
+        return self._largest.get(name, 0)
+
+    def used(self, tier: Tier, beside: str = "") -> int:
+        """Bytes of a tier that all have or are about to take, but for one of them."""
+        field = OF_TIER[tier]
+        claims = {name: size for name, (to, size) in self._claims.items() if to == tier}
+        return sum(
+            max(int(getattr(self.held(name), field)), claims.get(name, 0))
+            for name in self._held.keys() | claims.keys()
+            if name != beside
+        )
+
+    def check_start(self, name: str) -> None:
+        """OverBudget when others have all of the accelerator; what it will take is not known."""
+        limit, used = self.limits.accelerator, self.used(Tier.ACCELERATOR, beside=name)
+        if limit and used >= limit:
+            raise OverBudget(
+                f"{name} needs the accelerator, of whose {limit} bytes others have {used}",
+                where="--accelerator-bytes",
+                fix="It is started when they give some back",
+            )
+
+    def claim(self, name: str, tier: Tier) -> None:
+        """Takes the room for a move to a tier until `settled` or `dropped`; OverBudget, with the
+        numbers, when the budget or the host has too little.
+        """
+        if tier == Tier.ABSENT:
+            return
+        size, field = self._size(name, tier), OF_TIER[tier]
+        limit = int(getattr(self.limits, field))
+        used = self.used(tier, beside=name)
+        if limit and used + size > limit:
+            raise OverBudget(
+                f"{name} would take {size} bytes of {tier}, and others have {used} of {limit}",
+                where=f"--{field}-bytes",
+                fix="Move another resident away, or give the worker a larger budget",
+            )
+        self._check_host(name, tier, size)
+        self._claims[name] = (tier, size)
+
+    def settled(self, name: str, held: Budget) -> None:
+        """A process has told what it takes. OverBudget when it turns out to be more of the
+        accelerator than there is: it is on record all the same, until it has `ended`.
+        """
+        self._claims.pop(name, None)
+        self._held[name] = held
+        self._largest[name] = max(held.accelerator, self._largest.get(name, 0))
+        limit, used = self.limits.accelerator, self.used(Tier.ACCELERATOR)
+        if limit and used > limit and held.accelerator:
+            raise OverBudget(
+                f"{name} takes {held.accelerator} bytes of the accelerator, which makes {used} of "
+                f"{limit}",
+                where="--accelerator-bytes",
+                fix="Place it where there is more room, or declare a larger budget",
+                held=True,
+            )
+
+    def unclaimed(self, name: str) -> None:
+        """A move did not happen: what the process has is what it had."""
+        self._claims.pop(name, None)
+
+    def ended(self, name: str) -> None:
+        """A process has ended. What is left of it in memory and on disk is its worker's."""
+        self._claims.pop(name, None)
+        if name in self._held:
+            self._held[name] = replace(self._held[name], accelerator=0)
+
+    def dropped(self, name: str) -> None:
+        """Nothing is left of a process."""
+        for figures in (self._claims, self._held, self._largest):
+            figures.pop(name, None)
+
+    def _size(self, name: str, tier: Tier) -> int:
+        """What a move will take: on the accelerator as much as ever (an engine's weights are not
+        kept below it), elsewhere what is on the accelerator now, or has come from there.
+        """
+        held = self.held(name)
+        if tier == Tier.ACCELERATOR:
+            return self.largest(name)
+        return held.accelerator or max(held.memory, held.disk)
+
+    def _check_host(self, name: str, tier: Tier, size: int) -> None:
+        if tier == Tier.ACCELERATOR:
+            return
+        room = self._host.room(self._directory)
+        left, spare = (
+            (room.memory, SPARE_MEMORY) if tier == Tier.MEMORY else (room.disk, SPARE_DISK)
+        )
+        more = max(0, size - int(getattr(self.held(name), OF_TIER[tier])))
+        if more and left - more < spare:
+            raise OverBudget(
+                f"{name} would take {more} bytes of {tier}, and this host has {left} left, of "
+                f"which {spare} stay free",
+                where=str(self._directory) if tier == Tier.DISK else "MemAvailable",
+                fix="Free some: other processes of this host have the rest",
+            )

@@ -1,0 +1,109 @@
+"""Maps the record of a gang to the processes that serve it on one worker; pure."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from common.errors import ConfigError
+from common.pool import names
+from common.pool.rows import Gang, Report, Resident, Role, Tier
+from common.pool.seat import Seat
+
+COMMANDS: Mapping[str, list[str]] = {
+    Role.ROLLOUT: [sys.executable, "-m", "services.engine"],
+    Role.TRAINING: [sys.executable, "-m", "services.trainer"],
+    Role.SCORING: [sys.executable, "-m", "services.scoring"],
+}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What one worker should have of a resident of its gang."""
+
+    gang: str
+    resident: Resident
+    rank: int  # of the worker in its gang
+    keeper: str  # the process that gives the gang's turns
+
+    @property
+    def name(self) -> str:
+        """The registry name of the process."""
+        return names.role_process(self.resident, self.resident.ranks.index(self.rank))
+
+    @property
+    def process(self) -> tuple[str, int]:
+        """What no other process is: a wish for another one ends this one."""
+        return self.resident.id, self.resident.generation
+
+    @property
+    def absent(self) -> bool:
+        """Whether there should be no process."""
+        return self.resident.tier == Tier.ABSENT
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it is to keep what it has, and leave the accelerator to others."""
+        return self.resident.tier in (Tier.MEMORY, Tier.DISK)
+
+    @property
+    def reported(self) -> Report | None:
+        """What this worker has said last, as the record has it."""
+        return self.resident.reports.get(self.rank)
+
+    def argv(self, commands: Mapping[str, list[str]]) -> list[str]:
+        """The command line; ConfigError for a role that nothing serves."""
+        resident = self.resident
+        if resident.role not in commands:
+            raise ConfigError(
+                f"no process serves the role '{resident.role}'", where=f"resident {resident.id}"
+            )
+        seat = Seat(
+            self.gang,
+            resident.id,
+            resident.job,
+            resident.generation,
+            resident.core,
+            resident.ranks.index(self.rank),
+            len(resident.ranks),
+            resident.turns,
+            self.keeper,
+        )
+        return [*commands[resident.role], *seat.words()]
+
+
+def wishes(gang: Gang | None, worker: str) -> dict[str, Wish]:
+    """What a worker should run of its gang, by the names of the processes; nothing without one. Of
+    two residents with one name the first on record has it.
+    """
+    found: dict[str, Wish] = {}
+    for wish in _all(gang, worker):
+        found.setdefault(wish.name, wish)
+    return found
+
+
+def clashes(gang: Gang | None, worker: str) -> list[tuple[Wish, str]]:
+    """What it cannot run, each with the resident that has the name of its process already."""
+    has = wishes(gang, worker)
+    found = ((wish, has[wish.name].resident.id) for wish in _all(gang, worker))
+    return [(wish, holder) for wish, holder in found if wish.resident.id != holder]
+
+
+def _all(gang: Gang | None, worker: str) -> list[Wish]:
+    if gang is None or worker not in gang.workers:
+        return []
+    rank, keeper = gang.workers.index(worker), names.worker_process(gang.workers[0])
+    return [Wish(gang.id, r, rank, keeper) for r in gang.residents if rank in r.ranks]
+
+
+def with_overrides(overrides: list[str]) -> dict[str, list[str]]:
+    """The commands, with `ROLE=COMMAND` replacing or adding some."""
+    commands = dict(COMMANDS)
+    for override in overrides:
+        role, equals, command = override.partition("=")
+        if not equals or not command:
+            raise ConfigError(f"{override!r} is not ROLE=COMMAND", fix="rollout='python -m x'")
+        commands[role] = shlex.split(command)
+    return commands

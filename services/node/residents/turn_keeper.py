@@ -1,0 +1,252 @@
+"""Keeps the turns of a gang at rank 0's worker: grants them, and has holders killed that do not
+give theirs back.
+
+A keeper that starts again knows nothing: residents ask again. What else of the gang was computing
+then, on a worker that did not die, ends the piece it had in hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from common.api.node import Worker
+from common.api.turns import EndResident, GiveBack, GivenBack, ResidentEnded, TakeTurn, Turn
+from common.errors import DeadlineExceeded, MeshError, StateUnavailable
+from common.pool.names import worker_process
+from common.pool.rows import Gang
+from common.runtime.actor import Actor, call
+from common.runtime.mesh import Mesh
+from common.runtime.patience import NotThere
+from common.runtime.tasks import all_of
+from common.state import registry
+from services.node.residents.turns import Asked, Held, Leases, TurnOrder
+
+Kill = Callable[[str, int, str], Awaitable[None]]  # resident, generation, why; returns when dead
+LOOK_S = 2.0  # how often it is seen to that the process of a holder is still the one that asked
+LEAVE_S = 15.0  # for the piece in hand of a resident that is none any more, until it is killed
+
+
+class TurnKeeper:
+    """The turns of the gang that this worker is the first of; of no gang, while it is none's."""
+
+    def __init__(self, mesh: Mesh, worker: str, kill: Kill, leases: Leases | None = None) -> None:
+        """`kill` ends this worker's own process of a resident, if it has one."""
+        self._mesh, self._worker, self._kill, self._leases = mesh, worker, kill, leases
+        self._gang: Gang | None = None
+        self._order = TurnOrder(leases)
+        self._answers: dict[tuple[str, str, int], asyncio.Future[Held]] = {}
+        self._news = asyncio.Event()
+        self._ending: set[asyncio.Task[None]] = set()
+        self.granted = self.killed = 0
+
+    def stats(self) -> dict[str, Any]:
+        """Who has a turn now, since when it may be told, and what there was so far."""
+        return {
+            "turns": self.granted,
+            "turns_killed": self.killed,
+            "turn_of": [held.asked.resident for held in self._order.held],
+        }
+
+    def follow(self, gang: Gang | None) -> None:
+        """The gang's record as it stands now; None, or one that another worker is the first of:
+        there is nothing to keep here.
+        """
+        if gang is None or gang.workers[0] != self._worker:
+            gang = None
+        if gang is None or self._gang is None or gang.id != self._gang.id:
+            self._order = TurnOrder(self._leases)
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(self._not_kept())
+        self._gang = gang
+        if gang is not None:
+            now = self._mesh.clock.monotonic()
+            generations = {one.id: one.generation for one in gang.residents}
+            self._order.keep(generations, now + LEAVE_S)
+        self._go_on()
+
+    def gone(self, resident: str) -> None:
+        """This worker's process of a resident has ended: what it held is free at once."""
+        self._order.gone(resident)
+        self._go_on()
+
+    async def take(self, request: TakeTurn) -> Turn:
+        """Returns when the turn is granted. NotThere: the record does not have the resident at that
+        generation (yet). Whoever stops waiting loses its place.
+        """
+        key = (request.resident, request.incarnation, request.ticket)
+        self._order.ask(self._asked(request), self._mesh.clock.monotonic())
+        before = self._answers.get(key)
+        if before is not None and not before.done():
+            before.set_exception(self._not_kept())  # who asks again listens no more
+        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        self._go_on()
+        try:
+            with contextlib.ExitStack() as said:
+                if not answer.done():
+                    said.enter_context(self._mesh.wait("its turn", on=self._holder(request)))
+                held = await answer
+        except asyncio.CancelledError:
+            if self._answers.get(key) is answer:
+                self._order.give_back(_ticket(request))
+                self._go_on()
+            raise
+        finally:
+            if self._answers.get(key) is answer:
+                del self._answers[key]
+        return Turn(request.ticket, held.until - self._mesh.clock.monotonic())
+
+    def give_back(self, request: GiveBack) -> GivenBack:
+        """Ends the turn and all earlier requests of that process."""
+        for asked in (*self._order.waiting, *(held.asked for held in self._order.held)):
+            mine = (asked.resident, asked.incarnation) == (request.resident, request.incarnation)
+            if mine and asked.number <= request.ticket:
+                self._order.give_back(asked.ticket)
+        self._go_on()
+        return GivenBack()
+
+    async def end(self, request: EndResident) -> ResidentEnded:
+        """Kills this worker's own process of a resident, for the keeper of its gang."""
+        await self._kill(request.resident, request.generation, request.why)
+        return ResidentEnded()
+
+    async def run(self) -> None:
+        """Sees to deadlines, for ever."""
+        clock = self._mesh.clock
+        try:
+            while True:
+                now = clock.monotonic()
+                for held in self._order.overdue(now):
+                    task = asyncio.create_task(self._end(held), name=f"end {held.asked.resident}")
+                    self._ending.add(task)
+                    task.add_done_callback(self._ending.discard)
+                await self._look()
+                waits = clock.monotonic()
+                pause_s = min(LOOK_S, max(0.01, self._order.due() - waits))
+                self._news.clear()
+                with contextlib.suppress(DeadlineExceeded):
+                    async with clock.timeout(pause_s, "a turn"):
+                        await self._news.wait()
+                # A host that stood still, or a worker that got no turn of its processor: an answer
+                # of a holder may lie there unread.
+                lag_s = clock.monotonic() - waits - pause_s
+                if lag_s > 0.0:
+                    self._order.stood_still(waits, lag_s)
+        finally:
+            for task in self._ending:
+                task.cancel()
+
+    def _not_kept(self) -> NotThere:
+        return NotThere("this request is not waited for here any more", where=self._mesh.name)
+
+    # -- granting --------------------------------------------------------------------------------
+
+    def _asked(self, request: TakeTurn) -> Asked:
+        residents = self._gang.residents if self._gang is not None else ()
+        for one in residents:
+            if (one.id, one.generation) == (request.resident, request.generation):
+                return Asked(
+                    _ticket(request),
+                    one.id,
+                    one.generation,
+                    request.incarnation,
+                    request.ticket,
+                    request.process,
+                    request.function,
+                    request.estimate_s,
+                    frozenset(one.ranks),
+                    tuple(request.needs),
+                )
+        raise NotThere(
+            f"no resident {request.resident} of generation {request.generation} is on record",
+            where=self._mesh.name,
+            fix="it is soon, or the process that asks is to end",
+        )
+
+    def _go_on(self) -> None:
+        now = self._mesh.clock.monotonic()
+        granted = self._order.grant(now)
+        self.granted += len(granted)
+        if granted:
+            self._news.set()  # there is another deadline
+        for held in self._order.held:
+            asked = held.asked
+            answer = self._answers.get((asked.resident, asked.incarnation, asked.number))
+            if answer is not None and not answer.done() and self._order.holds(asked.ticket):
+                answer.set_result(held)
+
+    def _holder(self, request: TakeTurn) -> str:
+        """Whom a request waits for."""
+        processes = (held.asked.process for held in self._order.held)
+        return next(processes, request.process)
+
+    # -- ending ----------------------------------------------------------------------------------
+
+    async def _look(self) -> None:
+        """Frees what a process held that is another one by now."""
+        if not self._order.waiting:
+            return
+        now = self._mesh.clock.monotonic()
+        for held in self._order.held:
+            if now - held.since >= LOOK_S and await self._replaced(held):
+                self._order.give_back(held.asked.ticket)
+                self._go_on()
+
+    async def _replaced(self, held: Held) -> bool:
+        """Whether another start of the holder's process is registered."""
+        try:
+            async with self._mesh.clock.timeout(LOOK_S, "a look for the holder of a turn"):
+                entry = await registry.lookup(self._mesh.state, held.asked.process)
+        except (StateUnavailable, DeadlineExceeded):
+            return False
+        return entry is not None and entry.alive and entry.incarnation != held.asked.incarnation
+
+    async def _end(self, held: Held) -> None:
+        """Kills the processes of a resident on all its workers, then lets the next one in."""
+        asked, gang = held.asked, self._gang
+        if not await self._replaced(held):
+            lasted = self._mesh.clock.monotonic() - held.since
+            why = f"it did not give back its turn to {asked.function} after {lasted:.1f} s"
+            self.killed += 1
+            self._mesh.log.error("a turn is overdue", resident=asked.resident, why=why)
+            workers = [gang.workers[rank] for rank in sorted(asked.ranks)] if gang else []
+            others = [self._tell(w, asked, why) for w in workers if w != self._worker]
+            await all_of([self._end_own(asked, why), *others])
+        self._order.dead(held)
+        self._go_on()
+
+    async def _end_own(self, asked: Asked, why: str) -> None:
+        await self._kill(asked.resident, asked.generation, why)
+
+    async def _tell(self, worker: str, asked: Asked, why: str) -> None:
+        """A worker that does not answer is lost, and its processes with it."""
+        request = EndResident(asked.resident, asked.generation, why)
+        try:
+            await self._mesh.ref(worker_process(worker)).call(Worker.end_resident, request)
+        except MeshError as error:
+            self._mesh.log.warning("ending a resident", worker=worker, error=str(error))
+
+
+class KeepsTurns(Actor):
+    """What a worker's actor answers for its keeper of turns."""
+
+    turns: TurnKeeper
+
+    @call(Worker.take_turn)
+    async def take_turn(self, request: TakeTurn) -> Turn:
+        return await self.turns.take(request)
+
+    @call(Worker.give_back)
+    def give_back(self, request: GiveBack) -> GivenBack:
+        return self.turns.give_back(request)
+
+    @call(Worker.end_resident)
+    async def end_resident(self, request: EndResident) -> ResidentEnded:
+        return await self.turns.end(request)
+
+
+def _ticket(request: TakeTurn) -> str:
+    return f"{request.resident}/{request.incarnation}/{request.ticket}"

@@ -1,0 +1,116 @@
+"""The planner's decisions: one pure function from what a leader sees, and what it remembers, to
+what it decides and remembers then.
+
+The policies beside it answer one question each; the order in which they are asked is here. Each
+works on a draft that the last one left, and a snapshot that shows what was decided leads to nothing
+more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from common.pool.decisions import Decision
+from common.pool.needs import PlannedJob
+from common.pool.snapshot import Snapshot
+from services.planner.draft import Draft
+from services.planner.memory import Memory
+from services.planner.policies import moves, pausing
+from services.planner.policies.balancing import balance
+from services.planner.policies.feasibility import runnable, shortfalls
+from services.planner.policies.leaving import leave, lose, release
+from services.planner.policies.placement import end_turns, give_back, grow, place_floor
+from services.planner.policies.requests import answer
+from services.planner.policies.serving import serve
+from services.planner.policies.settling import StageWatch
+from services.planner.policies.sharing import Claim, Division, divide
+from services.planner.presence import Presence, present
+from services.planner.takers import Takers
+
+
+def decide(snapshot: Snapshot, memory: Memory) -> tuple[list[Decision], Memory]:
+    """What a leader decides at this look, in order, and what it remembers after it."""
+    presence = present(snapshot, memory)
+    draft = Draft(snapshot, presence.usable)
+    lose(draft, presence)
+    short, failed = shortfalls(snapshot, presence.counted, memory.short)
+    for failure in failed:
+        draft.decide(failure)
+    jobs = runnable(snapshot.jobs, failed)
+    release(draft, jobs)
+    moves.finish(draft)
+    takers = Takers(snapshot, presence)
+    division = _divide(draft, jobs, presence, takers)
+    _place(draft, jobs, division, presence)
+    aside = answer(draft, jobs, division, presence, takers, memory.aside)
+    watches = {
+        job.id: balance(draft, job, memory.watches.get(job.id, StageWatch()))
+        for job in jobs
+        if job.id in division.workers
+    }
+    moves.abandon(draft)
+    draft.clear()
+    serve(draft, jobs, division, presence, takers)
+    known = {worker.id for worker in snapshot.workers}
+    return draft.decisions, Memory(
+        missing=presence.missing,
+        lost=presence.lost,
+        away=presence.away,
+        gone=presence.gone,
+        short=short,
+        aside=aside & known,
+        watches=watches,
+        entitled=dict(division.workers),
+    )
+
+
+def _divide(
+    draft: Draft, jobs: Sequence[PlannedJob], presence: Presence, takers: Takers
+) -> Division:
+    """The shares of jobs; none for those whose services no host takes. While a new mesh gathers
+    nobody takes turns: workers may still come.
+    """
+    snapshot = draft.snapshot
+    unserved = {job.id: why for job in jobs if (why := takers.refused(job))}
+    jobs = [job for job in jobs if job.id not in unserved]
+    settings = snapshot.settings
+    places = Counter(settings.place(worker) for worker in presence.usable)
+    claims = {job.id: _claim(draft, job) for job in jobs}
+    turns = settings.turns and not snapshot.gathers
+    division = divide(jobs, places, claims, turns, settings.gangs)
+    division.refused.update(unserved)
+    return division
+
+
+def _claim(draft: Draft, job: PlannedJob) -> Claim:
+    team = draft.team(job.id)
+    home = draft.place(team.core.workers[0]) if team.core is not None else ""
+    engines = sum(seated.resident.pinned for seated in team.engines)
+    helpers = sum(seated.resident.pinned for seated in team.helpers)
+    if not engines and helpers and job.need.rolls_out:
+        engines = 1
+    return Claim(home, engines + helpers)
+
+
+def _place(
+    draft: Draft, jobs: Sequence[PlannedJob], division: Division, presence: Presence
+) -> None:
+    """Residents where the shares say: what is given back first, then floors, then the rest."""
+    for job in jobs:
+        if job.id not in division.workers:
+            pausing.tell(draft, job, division)
+            pausing.hold(draft, job)
+    running = [(job, division.workers[job.id]) for job in jobs if job.id in division.workers]
+    for job, _ in running:
+        leave(draft, job, presence, division)
+    wakes = pausing.places(draft, [job for job, _ in running])
+    for job, share in running:
+        give_back(draft, job, share, "share", wakes)
+    for job, share in running:
+        pausing.wake(draft, job, share)
+        place_floor(draft, job, share, division.homes.get(job.id, ""), division.turns)
+        pausing.tell(draft, job, division)
+    for job, share in running:
+        grow(draft, job, share)
+        end_turns(draft, job, share)

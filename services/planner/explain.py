@@ -1,0 +1,119 @@
+"""What the planner would decide, and why: `python -m services.planner.explain < look.json`.
+
+Reads `{"snapshot": ..., "memory": ...}` (or a snapshot alone) and prints each decision with its
+rule and the figures that it was made by. Nothing is written anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from common.errors import MeshError
+from common.pool.decisions import (
+    Admit,
+    Decision,
+    Decline,
+    Dissolve,
+    FailJob,
+    Finish,
+    Form,
+    HostGone,
+    Lose,
+    Place,
+    Remove,
+    Serve,
+)
+from common.pool.reading import snapshot_of
+from common.pool.snapshot import Snapshot
+from services.planner.decide import decide
+from services.planner.memory import Memory
+from services.planner.presence import present
+from services.planner.takers import Takers
+
+
+def told(decision: Decision) -> str:
+    """What is decided, in words."""
+    match decision:
+        case Form(gang, workers):
+            return f"form {gang} of {', '.join(workers)}"
+        case Dissolve(gang):
+            return f"dissolve {gang}"
+        case Place(gang, r):
+            role = "core" if r.core else r.role
+            turns = " by turns" if r.turns else ""
+            return f"place {r.id}: {role} of {r.job} on {gang} in {r.tier}{turns}"
+        case Remove(_, resident):
+            return f"remove {resident}"
+        case Lose(worker):
+            return f"lose {worker}"
+        case HostGone(host, back):
+            return f"{host} is back" if back else f"lose the host {host}"
+        case Admit(job, held):
+            return f"hold {job}: {held}" if held else f"admit {job}"
+        case FailJob(job, error):
+            return f"fail {job}: {error}"
+        case Serve(host, services):
+            return f"serve on {host}: {', '.join(services) or 'nothing'}"
+        case Finish(move, undone):
+            return f"move of {move.id} {'undone' if undone else 'complete'}"
+        case Decline(op, reason):
+            return f"decline {op}: {reason}" if reason else f"settle {op}"
+
+
+def lines(decisions: Iterable[Decision]) -> list[str]:
+    """A line for each decision: what, by which rule, by which figures."""
+    found = []
+    for decision in decisions:
+        inputs = " ".join(f"{key}={value}" for key, value in decision.why.inputs.items())
+        found.append(f"{told(decision)}  [{decision.why.rule}{' ' if inputs else ''}{inputs}]")
+    return found
+
+
+def documents(decisions: Iterable[Decision]) -> list[dict[str, Any]]:
+    """The decisions as JSON takes them, with all that they say."""
+    return [{"kind": type(one).__name__.lower(), **asdict(one)} for one in decisions]
+
+
+def unplaced(snapshot: Snapshot, memory: Memory, decisions: Iterable[Decision]) -> list[str]:
+    """A line for the shards, and one for the sandboxes, of each job that are on no host when all
+    is done that is decided: what the hosts say.
+    """
+    there = {host.name: host.services for host in snapshot.hosts}
+    there |= {one.host: one.services for one in decisions if isinstance(one, Serve)}
+    placed = {name for services in there.values() for name in services}
+    takers = Takers(snapshot, present(snapshot, memory))
+    return [
+        f"nowhere {lacking}" for job in snapshot.jobs for lacking in takers.lacking(job, placed)
+    ]
+
+
+def main() -> int:
+    """Explains the look on standard input; the exit status, 2 when it cannot be read."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="prints documents, and the memory")
+    a = parser.parse_args()
+    try:
+        asked = json.load(sys.stdin)
+        snapshot = snapshot_of(asked.get("snapshot", asked))
+    except (MeshError, json.JSONDecodeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    decisions, memory = decide(snapshot, Memory.of(asked.get("memory") or {}))
+    if a.json:
+        print(json.dumps({"decisions": documents(decisions), "memory": memory.document()}))
+    else:
+        print("\n".join(lines(decisions)) or "nothing: all is as it should be")
+        for line in unplaced(snapshot, Memory.of(asked.get("memory") or {}), decisions):
+            print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

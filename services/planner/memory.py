@@ -1,0 +1,61 @@
+"""What the planner remembers from look to look: a value, which is on record for the next leader.
+
+All its times are Redis' milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from services.planner.policies.settling import StageWatch
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What one look leaves to the next."""
+
+    missing: Mapping[str, int] = field(default_factory=dict)  # worker -> since when
+    lost: frozenset[str] = frozenset()  # workers that were told lost, and are not back
+    away: Mapping[str, int] = field(default_factory=dict)  # host that has died or drains -> since
+    gone: frozenset[str] = frozenset()  # hosts that were told lost, and are not back
+    short: Mapping[str, int] = field(default_factory=dict)  # job that can never fit -> since
+    aside: frozenset[str] = frozenset()  # workers that a person has put aside
+    watches: Mapping[str, StageWatch] = field(default_factory=dict)  # of jobs' stage times
+    entitled: Mapping[str, int] = field(default_factory=dict)  # job -> workers; people are shown it
+
+    def document(self) -> dict[str, Any]:
+        """All of it, as JSON takes it."""
+        return {
+            "missing": dict(self.missing),
+            "lost": sorted(self.lost),
+            "away": dict(self.away),
+            "gone": sorted(self.gone),
+            "short": dict(self.short),
+            "aside": sorted(self.aside),
+            "watches": {job: watch.document() for job, watch in self.watches.items()},
+            "entitled": dict(self.entitled),
+        }
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Memory:
+        """The memory that was written as this document; an empty one for an empty document."""
+        if not document:
+            return cls()
+        return cls(
+            missing=dict(document["missing"]),
+            lost=frozenset(document["lost"]),
+            away=dict(document["away"]),
+            gone=frozenset(document["gone"]),
+            short=dict(document["short"]),
+            aside=frozenset(document["aside"]),
+            watches={job: StageWatch.of(d) for job, d in document["watches"].items()},
+            entitled=dict(document["entitled"]),
+        )
+
+    def after_outage(self) -> Memory:
+        """The memory after Redis was away: all leases look expired then, so who is missing counts
+        anew.
+        """
+        return replace(self, missing={}, away={})

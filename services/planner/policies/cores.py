@@ -1,0 +1,142 @@
+"""The core of a job: who becomes it, and how its workers come together on as few hosts as can."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from common.pool.budgets import room, takes
+from common.pool.decisions import Why
+from common.pool.documents import numbered
+from common.pool.needs import PlannedJob
+from common.pool.rows import Role, Tier
+from services.planner.draft import Draft
+from services.planner.team import Seated, Team
+
+NEVER = 100  # the cost of a worker that is not to be had
+DEAR = NEVER // 2  # of one whose gang has steps that are in no checkpoint
+
+Offer = tuple[int, tuple[int, str]]  # the cost of a worker, and its id as it is ordered
+
+
+def place_core(draft: Draft, job: PlannedJob, share: int, home: str) -> None:
+    """A job without a core gets one: on workers of helpers, which have the model already, or of
+    those whose work is missed least.
+    """
+    if draft.team(job.id).core is not None:
+        return
+    workers = _gather(draft, job, home)
+    if not workers:
+        return
+    snapshot = draft.snapshot
+    had = any(r.job == job.id for gang in snapshot.gangs for r in gang.residents)
+    rule = "repair" if had or job.steps_done else "default"
+    why = Why(rule, job.id, {"entitled": share})
+    for seated in _make_way(draft, workers):
+        draft.remove(seated, why)
+    draft.seat(workers, job.id, Role.TRAINING, why, core=True)
+
+
+def _gather(draft: Draft, job: PlannedJob, home: str) -> list[str]:
+    """The workers of a new core, in rank order; none while they are not to be had."""
+    ranks = job.need.ranks
+    own = draft.team(job.id)
+    if ranks > 1:
+        near = [w for w in draft.placeable if draft.place(w) == home]
+    else:
+        mine = [w for seated in own.all for w in seated.workers if w in draft.placeable]
+        near = [*mine, *filter(None, [draft.free(lambda w: _fits(draft, job, w))])]
+    offers: dict[str, list[Offer]] = {}
+    for worker in set(near):
+        host = draft.workers[worker].host if ranks > 1 else ""
+        offers.setdefault(host, []).append((_cost(draft, job, own, worker), numbered(worker)))
+    for most in (DEAR, NEVER):
+        chosen = fewest_hosts(offers, ranks, most)
+        if chosen:
+            return chosen
+    return []
+
+
+def fewest_hosts(offers: Mapping[str, Sequence[Offer]], ranks: int, most: int) -> list[str]:
+    """So many workers that cost less than `most`, of as few hosts as can be and of the cheapest of
+    those, in rank order: those of a host are next to each other. Empty when there are not so many.
+    """
+    fit = {host: sorted(one for one in some if one[0] < most) for host, some in offers.items()}
+    left = {host: some for host, some in fit.items() if some}
+    if sum(map(len, left.values())) < ranks:
+        return []
+    chosen: list[list[tuple[int, str]]] = []
+    while ranks:
+        whole = [host for host, some in left.items() if len(some) >= ranks]
+        host = min(whole or left, key=lambda host: _order(left[host], ranks, bool(whole)))
+        taken = left.pop(host)[:ranks]
+        chosen.append(sorted(name for _, name in taken))
+        ranks -= len(taken)
+    return [worker for names in sorted(chosen) for _, worker in names]
+
+
+def _order(offers: Sequence[Offer], ranks: int, whole: bool) -> tuple[int, int, Offer]:
+    """By what hosts come before others: the largest until one has all that are still wanted, and
+    of those the one where they cost least.
+    """
+    cost = sum(cost for cost, _ in offers[:ranks])
+    return (cost, len(offers), offers[0]) if whole else (-len(offers), cost, offers[0])
+
+
+def _make_way(draft: Draft, workers: list[str]) -> list[Seated]:
+    """Who leaves for a new core. Who sleeps on one worker stays; a gang whose workers become
+    another one is left by all.
+    """
+    there = {s.resident.id: s for worker in workers for s in draft.on[worker].values()}
+    if len(workers) == 1:
+        return [seated for seated in there.values() if seated.awake]
+    if len({draft.where.get(worker, "") for worker in workers}) > 1:
+        there |= {s.resident.id: s for worker in workers for s in draft.beside(worker)}
+    return list(there.values())
+
+
+def _cost(draft: Draft, job: PlannedJob, own: Team, worker: str) -> int:
+    """How much the work that a worker does is missed."""
+    if not _fits(draft, job, worker):
+        return NEVER
+    there = list(draft.on[worker].values())
+    cost = max((_missed(job, own, seated) for seated in there if seated.awake), default=1)
+    if job.need.ranks > 1:  # its gang may have to end for this
+        beside = draft.beside(worker)
+        there += beside
+        cost = max([cost, *(_disturbed(draft, job, own, s) for s in beside if s.awake)])
+    asleep = [s for s in there if not s.awake]
+    if any(not s.resident.settled for s in asleep):
+        return NEVER
+    if asleep and job.need.ranks > 1:
+        return NEVER if any(not _absent(draft, s) for s in asleep) else max(cost, 8)
+    return cost + 2 * bool(asleep)
+
+
+def _fits(draft: Draft, job: PlannedJob, worker: str) -> bool:
+    need = takes(Role.TRAINING, True, job.need.ranks, job.need)
+    return room(draft.workers[worker].budget, Tier.ACCELERATOR, 0, need)
+
+
+def _missed(job: PlannedJob, own: Team, seated: Seated) -> int:
+    resident = seated.resident
+    if resident.core:
+        return NEVER
+    if resident.job != job.id:  # its job gets another worker for it
+        return NEVER if job.need.ranks == 1 or resident.turns else 6
+    order = {Role.TRAINING: 0, Role.SCORING: 3}
+    return order.get(resident.role, 2 if len(own.engines) > 1 else 4)
+
+
+def _disturbed(draft: Draft, job: PlannedJob, own: Team, seated: Seated) -> int:
+    """How much is lost when the gang of a resident ends, whose own workers are not needed: a core
+    that has a checkpoint goes on in another gang.
+    """
+    if (seated.resident.core or seated.resident.turns) and _absent(draft, seated):
+        return DEAR
+    return _missed(job, own, seated)
+
+
+def _absent(draft: Draft, seated: Seated) -> bool:
+    """Whether a resident may leave: a checkpoint has all of it."""
+    job = next((j for j in draft.snapshot.jobs if j.id == seated.resident.job), None)
+    return job is None or job.checkpointed

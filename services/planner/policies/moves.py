@@ -1,0 +1,98 @@
+"""Moves under way: complete when who arrives does what was wished; undone when that is late or has
+failed. What the others did meanwhile is told, which shows that a move stops nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from common.pool.decisions import Finish, Why
+from common.pool.needs import PlannedJob
+from common.pool.rows import Doing, Role
+from common.pool.snapshot import Move
+from services.planner.draft import Draft
+from services.planner.team import Seated
+
+
+def move(
+    draft: Draft,
+    seated: Seated,
+    role: Role,
+    why: Why,
+    details: dict[str, Any],
+    *,
+    pinned: bool = False,
+    op: str = "",
+) -> None:
+    """Another role for the workers of a resident, of the same job, with a way back."""
+    before = seated.resident
+    settings, now_ms = draft.snapshot.settings, draft.snapshot.now_ms
+    told = details | {"before": progress(draft.snapshot.jobs, before.id)}
+    back = {"job": before.job, "role": before.role, "pinned": before.pinned}
+
+    def made(resident: str, gang: str) -> Move:
+        return Move(resident, gang, now_ms, now_ms + round(1000 * settings.move_s), back, told)
+
+    draft.remove(seated, why)
+    draft.seat(seated.workers, before.job, role, why, pinned=pinned, move=made, op=op)
+
+
+def finish(draft: Draft) -> None:
+    """Says of each move when it is complete, and undoes those that will not be."""
+    seats = _seats(draft)
+    for under_way in draft.snapshot.moves:
+        seated = seats.get(under_way.id)
+        if seated is None:
+            continue
+        if seated.resident.settled:
+            _tell(draft, under_way, "")
+        elif seated.resident.doing == Doing.FAILED:
+            _undo(draft, under_way, seated, f"it failed: {seated.resident.detail}")
+        elif draft.snapshot.now_ms > under_way.until_ms:
+            _undo(draft, under_way, seated, "it was not complete in time")
+
+
+def abandon(draft: Draft) -> None:
+    """Says of the other moves whose resident has left by now that they came to nothing."""
+    seats = _seats(draft)
+    told = {d.move.id for d in draft.decisions if isinstance(d, Finish)}
+    for under_way in draft.snapshot.moves:
+        if under_way.id not in told and under_way.id not in seats:
+            _tell(draft, under_way, "who was to arrive has left")
+
+
+def progress(jobs: Sequence[PlannedJob], but: str) -> dict[str, int]:
+    """What each other resident has done so far: tokens of an engine, steps of a core, bins of a
+    helper.
+    """
+    return {
+        resident: done for job in jobs for resident, done in job.progress.items() if resident != but
+    }
+
+
+def _seats(draft: Draft) -> dict[str, Seated]:
+    return {s.resident.id: s for seats in draft.of.values() for s in seats.values()}
+
+
+def _undo(draft: Draft, under_way: Move, seated: Seated, reason: str) -> None:
+    _tell(draft, under_way, reason)
+    back = under_way.back
+    why = Why("undo", back["job"], {"reason": reason})
+    draft.remove(seated, why)
+    draft.seat(seated.workers, back["job"], Role(back["role"]), why, pinned=back["pinned"])
+
+
+def _tell(draft: Draft, under_way: Move, undone: str) -> None:
+    details = dict(under_way.details)
+    before = details.pop("before", {})
+    after = progress(draft.snapshot.jobs, under_way.id)
+    details["others"] = {
+        other: {"before": done, "after": after[other]}
+        for other, done in before.items()
+        if other in after
+    }
+    if undone:
+        details["reason"] = undone
+    why = Why(details.get("policy", "move"), under_way.back.get("job", ""))
+    draft.decide(Finish(under_way, bool(undone), details, why))

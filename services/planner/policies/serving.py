@@ -1,0 +1,100 @@
+"""Which shards and sandboxes run on which host: as many as each job needs that has begun.
+
+A host says which it takes, and which isolation sandboxes have there; a job whose services no host
+takes waits, or is paused. They stay where they are while their host lives: their ledgers and
+sessions lie there. Those of a host that drains begin no new work, and go to another once they have
+none under way, or when the host has waited for `move_s`. Those of a host that is gone begin anew on
+the one that has most room, and where there is none they are left to it: they may live without its
+agent, which finds them when it is back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from common.pool.decisions import Serve, Why
+from common.pool.names import sandbox, service, shard
+from common.pool.needs import PlannedJob
+from common.pool.snapshot import LEFT
+from services.planner.draft import Draft
+from services.planner.policies.sharing import Division, started
+from services.planner.presence import Presence, gone_for
+from services.planner.takers import Takers
+
+
+def serve(
+    draft: Draft,
+    jobs: Sequence[PlannedJob],
+    division: Division,
+    presence: Presence,
+    takers: Takers,
+) -> None:
+    """Says what each host is to run, where that has changed."""
+    snapshot = draft.snapshot
+    dead = {
+        host.name
+        for host in snapshot.hosts
+        if not host.alive
+        and (
+            host.draining == LEFT
+            or gone_for(presence.away, host.name, snapshot.now_ms) > snapshot.settings.lost_s
+        )
+    }
+    workers = Counter(worker.host for worker in presence.usable)
+    wanted = [name for job in jobs if _begun(job, division) for name in _names(job)]
+    known = set(wanted)
+    there: dict[str, list[str]] = {}
+    placed: set[str] = set()
+    for host in snapshot.hosts:
+        kept = [n for n in host.services if n in known and n not in placed]
+        kept = [name for name in kept if takers.keeps(host, name)]
+        if host.name in presence.draining:
+            kept = _kept(draft, presence, takers, host.name, kept)
+        if host.name in dead:
+            kept = [name for name in kept if not takers.of(name)]
+        there[host.name] = kept
+        placed.update(there[host.name])
+    for name in wanted:
+        takes = takers.of(name) if name not in placed else ()
+        if takes:
+            home = _home(draft, service(name)[1])
+            there[min(takes, key=partial(_room, there, workers, home))].append(name)
+    for host in snapshot.hosts:
+        if tuple(there[host.name]) != host.services:
+            draft.decide(Serve(host.name, tuple(there[host.name]), Why("serve")))
+
+
+def _kept(
+    draft: Draft, presence: Presence, takers: Takers, host: str, there: Sequence[str]
+) -> list[str]:
+    """What a host that drains still has under way, or no other host takes."""
+    snapshot = draft.snapshot
+    late = gone_for(presence.away, host, snapshot.now_ms) > snapshot.settings.move_s
+    leaves = {name for name in there if late or name in snapshot.rests}
+    return [name for name in there if name not in leaves or not takers.of(name)]
+
+
+def _home(draft: Draft, job: str) -> str:
+    """The host of a job's first rank; empty while it has no core."""
+    core = draft.team(job).core
+    return draft.workers[core.workers[0]].host if core is not None else ""
+
+
+def _room(
+    there: Mapping[str, Sequence[str]], workers: Mapping[str, int], home: str, host: str
+) -> tuple[float, bool]:
+    """The fuller a host is the greater: services for each of its workers, as a small host has few
+    cores; among equals the one with the job's core, to which most of its bytes go, is the least.
+    """
+    return len(there[host]) / max(1, workers[host]), host != home
+
+
+def _begun(job: PlannedJob, division: Division) -> bool:
+    return started(job) or job.id in division.workers
+
+
+def _names(job: PlannedJob) -> list[str]:
+    shards = [shard(job.id, number) for number in range(job.need.shards)]
+    return shards + [sandbox(job.id, number) for number in range(job.need.sandboxes)]

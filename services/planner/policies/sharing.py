@@ -1,0 +1,197 @@
+"""The shares of jobs: who is admitted, and how many workers each has.
+
+Jobs come by priority, then by submission. A job is admitted when what it needs at least is left by
+those before it; who comes later and is small enough is admitted beside one that waits (backfill),
+and makes room again when that one fits. Where not all jobs of a priority have their floor, they run
+with engine and core by turns, if the pool allows that. What is left is shared by the highest
+priority first: weighted max-min over workers, each job's least and most kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from common.pool.fitting import tight_floor
+from common.pool.needs import PlannedJob
+from common.state.jobs import Phase
+
+NAMED = 3  # jobs that a reason names
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a job has on the pool already, which its share must leave it."""
+
+    home: str = ""  # place of its core; empty: it has none
+    pinned: int = 0  # workers that it needs beside its core for what people have put into it
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How the pool is shared."""
+
+    workers: dict[str, int] = field(default_factory=dict)  # of each job that runs
+    homes: dict[str, str] = field(default_factory=dict)  # place that its core's ranks are to be in
+    refused: dict[str, str] = field(default_factory=dict)  # why each other job does not run
+    turns: bool = True  # whether engine and core of a job may share workers
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The workers that a job may have."""
+
+    least: int
+    most: float  # infinite: as many as there are
+    weight: float
+
+
+def divide(
+    jobs: Sequence[PlannedJob],
+    places: Mapping[str, int],
+    claims: Mapping[str, Claim],
+    turns: bool,
+    kind: str = "host",
+) -> Division:
+    """The shares of jobs in the order in which they come. `places` are the numbers of usable
+    workers by what those of a gang have in common, which is of this `kind`; `turns` is whether
+    engines and cores may take turns.
+    """
+    found = Division(turns=turns)
+    rooms = _Rooms(places, kind)
+    left = sum(places.values())
+    levels: list[tuple[dict[str, Bounds], int]] = []
+    for _, grouped in groupby(jobs, key=lambda job: job.need.priority):
+        level = list(grouped)
+        bounds, kept = _admit(level, left, rooms, claims, turns, found)
+        levels.append((bounds, kept))
+        left -= kept
+    for bounds, kept in levels:
+        shares = fill(bounds, kept + left)
+        left = kept + left - sum(shares.values())
+        found.workers.update(shares)
+    _run_short(jobs, claims, left, found)
+    return found
+
+
+def fill(bounds: Mapping[str, Bounds], workers: int) -> dict[str, int]:
+    """Weighted max-min shares in whole workers, each within one of the exact one. The sum of the
+    least is no more than `workers`.
+    """
+    exact = _level(list(bounds.values()), workers)
+    shares = {job: math.floor(share + 1e-9) for job, share in zip(bounds, exact, strict=True)}
+    over = min(workers, round(sum(exact))) - sum(shares.values())
+    parts = {job: share - shares[job] for job, share in zip(bounds, exact, strict=True)}
+    for job in sorted(parts, key=lambda job: -round(parts[job], 9))[:over]:  # stable: order decides
+        shares[job] += int(parts[job] > 1e-9)
+    return shares
+
+
+def full_floor(job: PlannedJob, claim: Claim) -> int:
+    """Workers that a job should have at least."""
+    return max(job.need.floor, job.need.least, _pinned(job, claim))
+
+
+def started(job: PlannedJob) -> bool:
+    """Whether a job has been running, so that there is something to pause."""
+    return job.phase != Phase.QUEUED
+
+
+def _level(bounds: Sequence[Bounds], workers: int) -> list[float]:
+    """The exact max-min shares: as much water as all of them can hold, at one level a weight."""
+    low, high = 0.0, float(workers) / min((b.weight for b in bounds), default=1.0) + 1.0
+    for _ in range(100):
+        level = (low + high) / 2
+        if sum(min(max(b.weight * level, b.least), b.most) for b in bounds) > workers:
+            high = level
+        else:
+            low = level
+    return [min(max(b.weight * low, b.least), b.most) for b in bounds]
+
+
+def _admit(
+    level: Sequence[PlannedJob],
+    left: int,
+    rooms: _Rooms,
+    claims: Mapping[str, Claim],
+    turns: bool,
+    found: Division,
+) -> tuple[dict[str, Bounds], int]:
+    """The bounds of those of a priority that run, and the workers that are kept for them."""
+    full = {job.id: full_floor(job, claims.get(job.id, Claim())) for job in level}
+    tight = turns and sum(full.values()) > left
+    bounds: dict[str, Bounds] = {}
+    free = left
+    for job in level:
+        claim = claims.get(job.id, Claim())
+        least = full[job.id]
+        if tight:
+            least = max(tight_floor(job.need), job.need.least, _pinned(job, claim))
+        total = sum(rooms.had.values())
+        why = f"it needs {least} {_workers(least)}, and {free} of {total} are left{_beside(found)}"
+        if least <= free:
+            home = rooms.take(job.need.ranks, claim.home)
+            if home:
+                found.homes[job.id] = home
+                bounds[job.id] = Bounds(least, job.need.most or math.inf, job.need.share)
+                free -= least
+                continue
+            why = f"no {rooms.kind} has {job.need.ranks} workers left for its core"
+        found.refused[job.id] = why
+    kept = sum(bound.least for bound in bounds.values())
+    if tight:  # those that are here go before lower priorities until they have their floors
+        kept = min(left, sum(max(full[job], bounds[job].least) for job in bounds))
+    bounds = {job: Bounds(b.least, max(b.most, b.least), b.weight) for job, b in bounds.items()}
+    return bounds, kept
+
+
+def _beside(found: Division) -> str:
+    """Who is admitted before a job, the first of them by name."""
+    before = [*found.homes]
+    if not before:
+        return ""
+    more = f" and {len(before) - NAMED} more" if len(before) > NAMED else ""
+    return f" beside {', '.join(before[:NAMED])}{more}"
+
+
+def _pinned(job: PlannedJob, claim: Claim) -> int:
+    return tight_floor(job.need) + claim.pinned if claim.pinned else 0
+
+
+def _run_short(
+    jobs: Sequence[PlannedJob], claims: Mapping[str, Claim], left: int, found: Division
+) -> None:
+    """A job whose core is there goes on with workers that nobody else may have: it need not sleep
+    because an engine is lost.
+    """
+    for job in jobs:
+        here = started(job) and claims.get(job.id, Claim()).home
+        if left >= job.need.ranks and job.id in found.refused and here:
+            found.workers[job.id] = left
+            del found.refused[job.id]
+            left = 0
+
+
+class _Rooms:
+    """Workers of each place that no core is on yet."""
+
+    def __init__(self, places: Mapping[str, int], kind: str) -> None:
+        self.had, self.kind = places, kind
+        self._free = dict(places)
+
+    def take(self, ranks: int, home: str) -> str:
+        """The place that a core goes to: the one that it is in, or else the one with most room;
+        empty when there is none.
+        """
+        fits = [place for place, free in self._free.items() if free >= ranks]
+        if not fits:
+            return ""
+        place = home if home in fits else max(fits, key=lambda place: self._free[place])
+        self._free[place] -= ranks
+        return place
+
+
+def _workers(number: int) -> str:
+    return "worker" if number == 1 else "workers"

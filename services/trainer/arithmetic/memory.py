@@ -1,0 +1,63 @@
+"""The memory of a learner that sleeps: which tensors it goes on from, which follow from these."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from common.errors import Refused
+from common.model.storages import Storages
+from services.trainer.arithmetic.learner import Learner
+
+
+class LearnerMemory:
+    """All that a learner has, with gradients that are kept `beside` it; nobody may compute
+    meanwhile. `kept` is what cannot be got again.
+    """
+
+    def __init__(self, learner: Learner, beside: Mapping[str, Tensor] | None = None) -> None:
+        learner.forget_gradients()
+        self._learner = learner
+        self.kept = Storages({**learner.tensors(), **(beside or {})})
+        self._derived = Storages(learner.derived())
+
+    @property
+    def bytes(self) -> int:
+        """That it takes while it is there."""
+        return self.kept.bytes + self._derived.bytes
+
+    def give_back(self) -> None:
+        """Frees it."""
+        self._derived.give_back()
+        self.kept.give_back()
+
+    def take_again(self) -> None:
+        """Allocates it again, of any content; MemoryError, and nothing is allocated, where there is
+        not enough.
+        """
+        self.kept.take_again()
+        try:
+            self._derived.take_again()
+        except MemoryError:
+            self.kept.give_back()
+            raise
+
+    def filled(self) -> None:
+        """What was kept is there again: the rest follows."""
+        self._learner.refresh()
+
+
+async def taken_again(
+    memory: LearnerMemory, run: Callable[..., Awaitable[Any]], where: str
+) -> None:
+    """Allocates it by way of `run`, which runs what blocks; Refused where there is not enough."""
+    try:
+        await run(memory.take_again)
+    except MemoryError as error:
+        raise Refused(
+            f"no memory for {memory.bytes} bytes: {error}",
+            where=where,
+            fix="have others sleep first",
+        ) from error

@@ -1,0 +1,3 @@
+"""What processes of a core write and read of their own rows: versions and checkpoints. Open
+`staging.py` first.
+"""

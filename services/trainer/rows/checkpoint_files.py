@@ -1,0 +1,49 @@
+"""The files of a checkpoint, for a process of any host."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from common.job.job_data import JobData
+from common.records.checkpoints import check_files
+from common.runtime.mesh import Mesh
+from common.wire.bulk.port import BulkClient
+from common.wire.weight_store import fetch_checkpoint
+
+CHECK_S = 3600.0  # to read all of them
+
+
+@asynccontextmanager
+async def checkpoint_files(
+    mesh: Mesh,
+    bulk: BulkClient,
+    data: JobData,
+    name: str,
+    files: dict[str, str],
+    below: Sequence[str],
+) -> AsyncIterator[Path]:
+    """A directory of this host with a checkpoint's files, those that `below` names or that lie
+    below its folders, checked: the checkpoint's own, or where its home is another host's a copy for
+    as long. `files` has their digests; without any the checkpoint's own are not checked. Damaged or
+    NotFound when one is not what was written.
+    """
+    run = mesh.host.run_blocking
+    if data.at_home:
+        directory = data.run_dir / "checkpoints" / name
+        for part in below if files else ():
+            await run(check_files, directory, files, part, deadline_s=CHECK_S)
+        yield directory
+        return
+    # Several ranks of a host each have their own.
+    copy = data.here / "restored" / f"{name}-{mesh.incarnation}"
+    try:
+        await run(shutil.rmtree, copy, True, deadline_s=CHECK_S)
+        await fetch_checkpoint(mesh, bulk, data.id, name, below, copy)
+        for part in below:
+            await run(check_files, copy, files, part, deadline_s=CHECK_S)
+        yield copy
+    finally:
+        await run(shutil.rmtree, copy, True, deadline_s=CHECK_S)

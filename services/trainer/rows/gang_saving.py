@@ -1,0 +1,160 @@
+"""How a gang's state is saved: each rank writes its own rows to files of its own. Those of a rank
+on another host come to the checkpoint's directory as chunks of the store.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.api.ranks import MOVE_S, Ranks, RowsSaved, SavedFiles, SaveRows, Trouble
+from common.errors import BadMessage, MeshError, RankLost
+from common.job.job_data import JobData
+from common.records.checkpoints import STATE, files_below
+from common.runtime.mesh import Mesh
+from common.wire.bulk.port import BulkClient
+from common.wire.weight_store import fetch_file, put_file
+from services.trainer.ranks.group import Group
+from services.trainer.ranks.rank import Rank
+from services.trainer.rows.errand import Errand
+from services.trainer.rows.saved import MASTER, save_rows, sync_all
+from services.trainer.rows.trouble import UNWRITABLE, raise_first, tried, trouble_of
+
+Run = Callable[..., Awaitable[Any]]  # runs what blocks, on the thread of the rank's arithmetic
+
+
+class GangSaving:
+    """See `Saving`. Training waits until all rows are in files. RankLost once the group that has
+    them now is none any more.
+    """
+
+    def __init__(self, mesh: Mesh, group: Group, rank: Rank, path: Path, masters: bool) -> None:
+        """`path`: the directory of the state, in a scratch directory of the checkpoint."""
+        self._mesh, self._group, self._rank = mesh, group, rank
+        self._path, self._masters = path, masters
+        self._bulk = BulkClient(mesh)
+        self._generation = group.current()
+
+    @property
+    def outline(self) -> Mapping[str, Tensor]:
+        weights = self._rank.outline(False).items() if self._masters else ()
+        return {**self._rank.outline(True), **{MASTER + name: t for name, t in weights}}
+
+    async def copy(self, names: Sequence[str], number: int) -> None:
+        async with self._group.busy:
+            self._check()
+            host, scratch = self._mesh.settings.host, self._path.parent.name
+            order = SaveRows(self._generation, host, scratch, self._masters, list(names), number)
+            about = self._rank, self._path, names, number, self._masters
+            own = partial(tried, UNWRITABLE, write, *about)
+            here, there = await self._group.together(
+                MOVE_S, Ranks.save, self._group.to_all(order), own
+            )
+        raise_first([here, *there])
+
+    async def end(self) -> dict[str, str]:
+        self._check()
+        order = RowsSaved(self._generation, self._mesh.settings.host, self._path.parent.name)
+        orders = self._group.to_all(order)
+        answers = await self._group.or_lost(self._group.ask_all(Ranks.saved, orders))
+        raise_first(answer.trouble for answer in answers)
+        for rank, answer in enumerate(answers, 1):
+            check_own(rank, answer.files)
+            for name, digest in answer.files.items():
+                said = f"{name} of another rank's state"
+                await fetch_file(self._mesh, self._bulk, digest, self._path / name, said)
+        await self._mesh.host.run_blocking(sync_all, self._path, deadline_s=MOVE_S)
+        return {}
+
+    def _check(self) -> None:
+        if self._group.current() != self._generation:
+            raise self._group.loss(RankLost("the group has been formed anew"))
+
+
+class RankSaving:
+    """The part of a rank other than 0 in a gang's saving."""
+
+    def __init__(self, mesh: Mesh, bulk: BulkClient, data: JobData, rank: Rank, run: Run) -> None:
+        self._mesh, self._bulk, self._data = mesh, bulk, data
+        self._rank, self._run = rank, run
+        self._errand = Errand[SavedFiles]()
+        self._begun: Path | None = None  # what it writes for rank 0 on another host
+
+    def _path(self, host: str, name: str) -> Path:
+        """Beside what rank 0 writes if that is on this host, else a directory of its own."""
+        own = name if host == self._mesh.settings.host else f"{name}.{self._rank.rank}"
+        return self._data.here / "checkpoints" / Path(own).name / STATE
+
+    async def save(self, order: SaveRows) -> Trouble:
+        """Writes its rows of some tensors; what hinders that is the answer, or the group would be
+        lost for it.
+        """
+        path = self._path(order.host, order.name)
+        if order.host != self._mesh.settings.host and path != self._begun:
+            await self.clear()  # rank 0 has given the one before up
+            self._begun = path
+        about = self._rank, path, order.names, order.number, order.masters
+        trouble: Trouble = await self._run(tried, UNWRITABLE, write, *about, deadline_s=MOVE_S)
+        return trouble
+
+    async def saved(self, order: RowsSaved) -> SavedFiles:
+        """Files that rank 0 does not see are in the store from then on, and no more here."""
+        if order.host == self._mesh.settings.host:
+            return SavedFiles()
+        key = order.generation, order.name
+        found = await self._errand.asked(key, partial(self._stored, order))
+        return SavedFiles(goes_on=True) if found is None else found
+
+    async def clear(self) -> None:
+        """What was begun for rank 0 on another host is given up, also what an earlier process of
+        this rank has left.
+        """
+        await self._errand.close()
+        self._begun = None
+        run, directory = self._mesh.host.run_blocking, self._data.here / "checkpoints"
+        await run(remove_scratch, directory, self._rank.rank, deadline_s=MOVE_S)
+
+    async def _stored(self, order: RowsSaved) -> SavedFiles:
+        run, path = self._mesh.host.run_blocking, self._path(order.host, order.name)
+        files = {}
+        try:
+            for name in await run(files_below, path, deadline_s=MOVE_S):
+                said = f"{name} of a rank's state"
+                files[name] = await put_file(self._mesh, self._bulk, path / name, said)
+        except (MeshError, OSError) as error:
+            return SavedFiles(trouble=trouble_of(error))
+        finally:
+            await run(shutil.rmtree, path.parent, True, deadline_s=MOVE_S)
+        return SavedFiles(files)
+
+
+def check_own(rank: int, names: Iterable[str]) -> None:
+    """Returns if these are files that a rank writes its own rows to; BadMessage names the first
+    that is not: a rank decides on no other file of the core's host.
+    """
+    for name in names:
+        if not re.fullmatch(rf"part-{rank:05d}-[0-9]{{5,}}\.safetensors", name):
+            raise BadMessage(f"{name!r:.80} is no file of rank {rank}'s rows", where="trainer")
+
+
+def remove_scratch(directory: Path, rank: int) -> None:
+    """Removes what a rank has of its own below the directory of checkpoints. It blocks."""
+    for path in directory.glob(f"step-*.*.{rank}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@torch.no_grad()
+def write(rank: Rank, path: Path, names: Sequence[str], number: int, masters: bool) -> None:
+    """Writes a rank's rows of some tensors to a file; what all ranks have alike is rank 0's."""
+    own = rank.saved(masters)
+    parts = {name: own[name] for name in names if own[name].shape or not rank.rank}
+    parts = {name: part for name, part in parts.items() if part.rows.numel()}
+    if parts:
+        save_rows(path, f"part-{rank.rank:05d}-{number:05d}.safetensors", parts)

@@ -1,0 +1,174 @@
+"""Saves what a step depends on beside the version's files, and reads it by rows: safetensors files,
+as many as there are writers, each with whoever's rows. One number of ranks reads what another has
+written. `torch.distributed.checkpoint` reads them too: they say where their rows belong as it does.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.errors import Damaged, StorageFull
+from common.model.safetensors_file import DTYPES, Unfinished
+from common.model.storages import lent
+from common.records.durable import sync
+from common.weights.laying import Part, whole
+
+MASTER = "master."  # what names of float32 masters begin with, where another type is published
+FIRST = "part-00000-00000.safetensors"
+_WRITER = re.compile(r"part-([0-9]{5})-[0-9]{5,}\.safetensors")
+BLOCK_BYTES = 16 << 20  # that are in memory while rows are read
+_OFFSETS, _SHARDS = "saved_offsets", "DCP_SHARDING_INFO"  # torch.distributed.checkpoint's names
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def save_state(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Writes whole tensors below `path`, durably. StorageFull without room for them."""
+    save_rows(path, FIRST, whole(state))
+    sync_all(path)
+
+
+def save_rows(path: Path, name: str, parts: Mapping[str, Part]) -> str:
+    """Writes rows below `path`, as the file of that name; durable once `sync_all` has returned. The
+    xxh3_128 of what was written. StorageFull without room for it.
+    """
+    offsets = {n: {_OFFSETS: [p.first, 0, 0, 0, 0][: p.rows.dim()]} for n, p in parts.items()}
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        outline = {name: part.rows for name, part in parts.items()}
+        file = Unfinished(path / name, outline, {_SHARDS: json.dumps(offsets), "DCP_VERSION": "1"})
+        try:
+            for tensor in file.order:
+                there = outline[tensor].cpu().contiguous()
+                file.put(tensor, lent(there))
+            file.finish()
+            return file.digest
+        finally:
+            file.close()
+    except OSError as error:
+        if error.errno in _FULL:
+            fix = "free some; it is tried again"
+            raise StorageFull("no room for a checkpoint", where=str(path), fix=fix) from error
+        raise
+
+
+def sync_all(path: Path) -> None:
+    """What was written below `path` is durable."""
+    for file in [*path.iterdir(), path]:
+        sync(file)
+
+
+def load_state(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Fills whole tensors in place from what any number of ranks wrote; Damaged without all."""
+    saved = SavedRows(path)
+    for name, part in whole(state).items():
+        saved.fill(name, part)
+
+
+def files_for(paths: Iterable[str], rank: int, ranks: int) -> list[str]:
+    """Of a state's files those with a rank's rows, and rank 0's with what all have alike; empty
+    when another number of ranks wrote them, so that any may have some of its rows.
+    """
+    writers: dict[int, list[str]] = {}
+    for path in paths:
+        if (found := _WRITER.fullmatch(Path(path).name)) is not None:
+            writers.setdefault(int(found[1]), []).append(path)
+    if writers.keys() != set(range(ranks)):
+        return []
+    return sorted(path for writer in {0, rank} for path in writers[writer])
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """Rows that lie in a file."""
+
+    file: Path
+    begin: int  # of their bytes in it
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    first: int
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def count(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+
+class SavedRows:
+    """What any number of ranks wrote below a directory; each file's head is read once."""
+
+    def __init__(self, path: Path) -> None:
+        """Damaged when a file there has no head."""
+        self._path = path
+        self._rows: dict[str, list[_Saved]] = {}
+        for file in sorted(path.glob("*.safetensors")):
+            for name, rows in _head(file).items():
+                self._rows.setdefault(name, []).append(rows)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._rows
+
+    @torch.no_grad()
+    def fill(self, name: str, part: Part) -> None:
+        """Puts the part's rows of a tensor into it; Damaged without all of them."""
+        if not part.rows.numel():
+            return
+        target = part.rows if part.rows.dim() else part.rows.reshape(1)
+        done = 0
+        for rows in sorted(self._rows.get(name, ()), key=lambda rows: rows.first):
+            if rows.first > part.first + done:
+                break  # nobody has saved those before them
+            low = max(rows.first, part.first + done)
+            high = min(rows.first + rows.count, part.first + len(target))
+            if low < high and rows.width == target[0].numel():
+                _read(rows, low - rows.first, target[low - part.first : high - part.first])
+                done = high - part.first
+        if done != len(target):
+            missing = f"rows {part.first} to {part.first + len(target)} of {name} are not all there"
+            raise Damaged(missing, where=str(self._path))
+
+
+def _head(file: Path) -> dict[str, _Saved]:
+    try:
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            told = json.loads(opened.read(size))
+        offsets = json.loads(told.pop("__metadata__", {}).get(_SHARDS, "{}"))
+        found = {}
+        for name, about in told.items():
+            firsts = offsets.get(name, {}).get(_OFFSETS, ())
+            if any(firsts[1:]):
+                raise ValueError(f"{name} is not cut by rows")
+            first, begin = (firsts[0] if firsts else 0), 8 + size + about["data_offsets"][0]
+            shape = tuple(about["shape"])
+            found[name] = _Saved(file, begin, DTYPES[about["dtype"]], shape, first)
+        return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"a state's file cannot be read: {error!r}", where=str(file)) from error
+
+
+def _read(rows: _Saved, first: int, into: Tensor) -> None:
+    """Rows from number `first` of those of the file on."""
+    width, item = max(1, rows.width), rows.dtype.itemsize
+    most = max(1, BLOCK_BYTES // (width * item))
+    with rows.file.open("rb", buffering=0) as file:
+        file.seek(rows.begin + first * width * item)
+        for start in range(0, len(into), most):
+            target = into[start : start + most]
+            found = torch.empty(target.shape, dtype=rows.dtype)
+            raw = found.reshape(-1).view(torch.uint8).numpy().data
+            if file.readinto(raw) != len(raw):
+                raise Damaged("a state's file is cut short", where=str(rows.file))
+            target.copy_(found)

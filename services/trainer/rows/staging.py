@@ -1,0 +1,58 @@
+"""How a core's weights are staged, some at a time; here by a core of one process. The ranks of a
+gang do so in `gang_staging.py`, each its own rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from common.weights.laying import Laid
+from common.weights.staging import Stager
+from services.trainer.arithmetic.learner import Learner
+
+Run = Callable[..., Awaitable[Any]]  # runs what blocks, as the arithmetic of its learner
+
+
+class Staging(Protocol):
+    """One staging, from the first rows to the last. `close` it whatever happens; what was not
+    `end`ed is given up then.
+    """
+
+    async def copy(self, names: Sequence[str], part: int, parts: int) -> None:
+        """Copies part number `part` of `parts` of the rows of some weights; they go on being
+        written.
+        """
+
+    async def settled(self) -> None:
+        """Returns when there is room for more."""
+
+    async def end(self) -> list[Laid]:
+        """What each process has staged, once all of it is in the store."""
+
+    async def close(self) -> None: ...
+
+
+class LocalStaging:
+    """See `Staging`: of a learner that has all rows."""
+
+    def __init__(self, stager: Stager, learner: Learner, busy: asyncio.Lock, run: Run) -> None:
+        self._stager, self._learner = stager, learner
+        self._busy, self._run = busy, run
+
+    async def copy(self, names: Sequence[str], part: int, parts: int) -> None:
+        async with self._busy:
+            rows = partial(self._learner.rows, names, part, parts)
+            chunks = await self._run(self._stager.lay, rows)
+        self._stager.write(chunks)
+
+    async def settled(self) -> None:
+        await self._stager.settled()
+
+    async def end(self) -> list[Laid]:
+        return [await self._stager.end()]
+
+    async def close(self) -> None:
+        await self._stager.close()

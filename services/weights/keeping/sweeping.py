@@ -1,0 +1,341 @@
+"""Sweeps the store: deletes what it knows to be dead after a grace, and what nobody ever named once
+no writer can be about to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from common.api.weights import Manifest
+from common.errors import BadMessage, Damaged, MeshError, NotFound
+from common.records import damage
+from common.records.checkpoints import manifest_of, newest_due, set_aside
+from common.runtime.mesh import Mesh
+from common.state import groups, jobs, steps
+from common.state.lifecycle import deleting
+from common.wire.bulk.port import ChunkStore
+from common.wire.weight_store import tell
+from services.weights.deltas import DeltaSets
+from services.weights.keeping.pins import all_pins
+from services.weights.keeping.quotas import Quotas
+from services.weights.keeping.records import IO_S, JobRecords, JobVersions
+from services.weights.keeping.retention import Number, awaited, expired, lasting, pinned
+from services.weights.keeping.untold import Untold
+
+T = TypeVar("T")
+SWEEP_S = 5.0
+GRACE_S = 60.0  # between its successor's commit and a version's end: engines may be fetching it
+# Bytes come before what names them: the chunks of a version before its manifest, a group before its
+# row. In between their writer waits for the store or for Redis, an hour each time (`patiently`).
+ORPHAN_S = 4 * 3600.0
+ORPHANS_S = 60.0  # between looks at all files
+REMOVAL_S = 3600.0  # deadline for directories of checkpoints, of any size
+GONE = "expired-"  # begins the name of a directory that is being removed
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often a store is swept, and how soon what it needs no more goes."""
+
+    sweep_s: float = SWEEP_S
+    grace_s: float = GRACE_S
+
+
+@dataclass
+class _Need:
+    """What the jobs need."""
+
+    manifests: set[str] = field(default_factory=set)
+    groups: set[str] = field(default_factory=set)
+    leftovers: list[Path] = field(default_factory=list)  # files of checkpoints that are not needed
+
+
+class Sweeper:
+    """`manifest` reads one; `forget` is told which digests are gone."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        chunks: ChunkStore,
+        records: JobRecords,
+        untold: Untold,
+        deltas: DeltaSets,
+        manifest: Callable[[str], Awaitable[Manifest]],
+        forget: Callable[[str], None],
+        pace: Pace,
+    ) -> None:
+        self._mesh, self._chunks, self._records = mesh, chunks, records
+        self._pace = pace
+        self._untold, self._manifest, self._forget = untold, manifest, forget
+        self._deltas = deltas
+        self._named: set[str] = set()  # by a version or a group, at the last sweep
+        self._dead: dict[str, tuple[float, int]] = {}  # found so when, and last written when
+        self._known: set[str] = set()  # jobs of which Redis has told
+        self._unreadable: dict[str, float] = {}  # what was complained of, and when
+        self._orphans_at = 0.0
+        self._removal: asyncio.Task[None] | None = None
+        self._sweeping = asyncio.Lock()  # one at a time: what a quota is held to asks for one, too
+        self.sweeps = 0  # since the start
+        self.quotas = Quotas(mesh, records, manifest, self.sweep)
+
+    async def forever(self) -> None:
+        try:
+            while True:
+                await self._mesh.clock.sleep(self._pace.sweep_s)
+                try:
+                    await self.sweep()
+                except (MeshError, OSError) as error:
+                    self._mesh.telemetry.log.warning("sweep", error=str(error))
+        finally:
+            if self._removal is not None:
+                self._removal.cancel()
+
+    async def sweep(self) -> None:
+        """Looks once at all that is there, and lets go of what nothing needs."""
+        async with self._sweeping:
+            self.sweeps += 1
+            rows = await self._swept()
+            await self.quotas.look(rows)
+
+    async def _swept(self) -> list[jobs.JobRow]:
+        await self._untold.tell_all()
+        await tell(self._mesh, self._chunks.untold)  # what clients on other hosts wrote again
+        rows = await jobs.jobs(self._mesh.state)
+        for row in rows:
+            await self._make_known(row)
+        pinned_by_job = await self._run(all_pins, self._chunks.directory)
+        for row in rows:
+            await self._records.take_up(row.id, row.run_dir, pinned_by_job.get(row.id, {}))
+        held = {record.job: dict(record.versions) for record in self._records}
+        deleted = set(await deleting.in_store(self._mesh.state)) - {row.id for row in rows}
+        need = await self._need(rows, held, deleted)
+        need.manifests |= {manifest for pins in pinned_by_job.values() for manifest in pins}
+        # What hosts tell of may have been collected since: only what is on record can be kept.
+        on_record = {manifest for versions in held.values() for manifest in versions}
+        need.manifests |= (anchored := self._deltas.anchored()) & on_record
+        need.manifests |= await self._bases(need.manifests)
+        live = need.groups | await self._contents(need.manifests, needed=True)
+        live |= self._deltas.beside(need.manifests)
+        passed = {m for versions in held.values() for m in versions} - need.manifests
+        named = self._named | await self._contents(passed)
+        self._named = live
+        self._remove(need.leftovers)
+        if self._records.unknown:  # whatever is there may be what that job goes on from
+            return rows
+        await self._delete(named - live, live)
+        for job, versions in held.items():
+            await self._record(job, versions, need.manifests, anchored)
+        for job in deleted:
+            self._known.discard(job)
+            self._deltas.forget(job)
+            await self._records.forget(job)
+            await deleting.let_go(self._mesh.state, job)
+        return rows
+
+    async def _make_known(self, row: jobs.JobRow) -> None:
+        """What Redis tells of the versions that somebody is about to name, once in this start."""
+        if row.id in self._known:
+            return
+        every, last = row.document["training"]["checkpoint_every"], row.document["budget"]["steps"]
+        since = max(0, newest_due(row.version, every, last) - 1)
+        told = await steps.step_rows(self._mesh.state, row.id, since)
+        versions = {step["manifest"]: Number(step["lineage"], step["step"]) for step in told}
+        await self._records.make_known(row.id, row.run_dir, versions)
+        self._known.add(row.id)
+
+    # -- what is needed --------------------------------------------------------------------------
+
+    async def _need(
+        self, rows: list[jobs.JobRow], held: dict[str, dict[str, Number]], deleted: set[str]
+    ) -> _Need:
+        need = _Need()
+        for row in rows:
+            need.groups |= await groups.digests(self._mesh.state, row.id)
+            versions = held.get(row.id, {})
+            need.manifests |= pinned(row) | awaited(row, versions) | _asked(row, versions)
+            directory = _directory(row.run_dir)
+            # Before any expires: one that is damaged takes nobody's place.
+            weights = await self._of_checkpoints(directory, await self._run(_names, directory))
+            names = await self._run(_unexpired, row)
+            if row.checkpoint and row.checkpoint not in names:  # is its disk not there?
+                need.manifests |= versions.keys()
+            need.manifests |= {weights[name] for name in names if name in weights}
+            need.leftovers += await self._run(_leftovers, directory)
+        known = {row.id for row in rows} | deleted  # nothing is needed of those
+        for record in self._records:
+            if record.job not in known:  # to Redis, which has lost it: a resume will come for it
+                need.manifests |= held.get(record.job, {}).keys() | await self._resumable(record)
+        return need
+
+    async def _resumable(self, record: JobVersions) -> set[str]:
+        if not record.run_dir:
+            return set()
+        directory = _directory(record.run_dir)
+        named = await self._of_checkpoints(directory, await self._run(_names, directory))
+        return set(named.values())
+
+    async def _of_checkpoints(self, directory: Path, names: Iterable[str]) -> dict[str, str]:
+        """The manifests of weights that checkpoints name; what is damaged is set aside."""
+        found: dict[str, str] = {}
+        for name in names:
+            path = directory / f"{name}.json"
+            try:
+                found[name] = (await self._run(manifest_of, path))["weights"]
+            except NotFound as error:
+                self._complain(str(path), error)
+            except Damaged as error:
+                await self._set_aside(path, error)
+        return found
+
+    async def _set_aside(self, path: Path, error: Damaged) -> None:
+        """A damaged checkpoint gives its place to the one before; nobody deletes it."""
+
+        def put_aside() -> None:
+            if (aside := set_aside(path)) is None:
+                return
+            then = "the older kept checkpoint is used if a trainer starts before the next one is"
+            self._untold.add(
+                damage.fields("checkpoint", path, error.message, f"{then} written", aside=aside)
+            )
+
+        await self._run(put_aside)
+        await self._untold.tell_all()
+
+    async def _contents(self, manifests: Iterable[str], needed: bool = False) -> set[str]:
+        """These manifests with their chunks. One that is lost is nothing that others wait for."""
+        found = set()
+        for digest in manifests:
+            found.add(digest)
+            try:
+                found |= {tensor.chunk for tensor in (await self._manifest(digest)).tensors}
+            except (NotFound, Damaged, BadMessage) as error:
+                if self._complain(digest, error) and needed and isinstance(error, NotFound):
+                    await self._tell_missing(digest)
+            else:
+                self._unreadable.pop(digest, None)
+        return found
+
+    async def _bases(self, manifests: Iterable[str]) -> set[str]:
+        """The versions that adapters among these are added to."""
+        found = set[str]()
+        for digest in manifests:
+            with suppress(NotFound, Damaged, BadMessage):  # `_contents` complains of it
+                if (base := (await self._manifest(digest)).base) is not None:
+                    found.add(base.digest)
+        return found
+
+    def _complain(self, what: str, error: MeshError) -> bool:
+        """Whether it was news."""
+        if what in self._unreadable:
+            return False
+        self._unreadable[what] = self._mesh.clock.monotonic()
+        self._mesh.telemetry.log.error("cannot be kept", what=what, error=str(error))
+        return True
+
+    async def _tell_missing(self, manifest: str) -> None:
+        path, then = self._chunks.path(manifest), damage.FATES["weights"].then
+        told = damage.fields("weights", path, "it is missing", then)
+        await self._untold.tell(told)
+
+    def _holds(self, now: float) -> bool:
+        """Whether a version that is needed cannot be read for now: while it may be written again,
+        its chunks are not taken for what nobody has named.
+        """
+        return any(now - since < ORPHAN_S for since in self._unreadable.values())
+
+    # -- what goes -------------------------------------------------------------------------------
+
+    async def _delete(self, ended: set[str], live: set[str]) -> None:
+        """`ended` are named no longer; what is written again in its grace becomes an orphan."""
+        now = self._mesh.clock.monotonic()
+        new = await self._run(self._chunks.written, ended - self._dead.keys())
+        self._dead |= {digest: (now, written) for digest, written in new.items()}
+        self._dead = {digest: dead for digest, dead in self._dead.items() if digest not in live}
+        grace_s = self._pace.grace_s
+        due = {d: written for d, (since, written) in self._dead.items() if now - since >= grace_s}
+        if now >= self._orphans_at and not self._holds(now):
+            self._orphans_at = now + ORPHANS_S
+            wall = self._mesh.clock.wall()
+            old = await self._run(self._chunks.older_than, ORPHAN_S, wall)
+            known = live | self._dead.keys()
+            due |= {d: written for d, written in old.items() if d not in known}
+        await self._run(self._chunks.delete, due)
+        for digest in due:
+            self._dead.pop(digest, None)
+            if digest not in live:
+                self._forget(digest)
+
+    async def _record(
+        self, job: str, versions: dict[str, Number], needed: set[str], anchored: set[str]
+    ) -> None:
+        """Strikes off the versions that are needed no longer; what was staged meanwhile stays. Who
+        lists the others reads there which are anchors.
+        """
+        passed, record = versions.keys() - needed, self._records.of(job)
+        for digest in passed:
+            record.versions.pop(digest, None)
+        before, record.anchors = record.anchors, frozenset(anchored & record.versions.keys())
+        if passed or record.anchors != before:
+            await self._records.save(job)
+
+    def _remove(self, directories: list[Path]) -> None:
+        """Removes files in the background, one sweep's after the other's; what fails is tried
+        again.
+        """
+        if directories and (self._removal is None or self._removal.done()):
+            self._removal = asyncio.create_task(self._removed(directories), name="remove")
+
+    async def _removed(self, directories: list[Path]) -> None:
+        for directory in directories:
+            try:
+                run = self._mesh.host.run_blocking
+                await run(shutil.rmtree, directory, deadline_s=REMOVAL_S)
+            except (MeshError, OSError) as error:
+                self._mesh.telemetry.log.warning("removal", error=str(error))
+
+    async def _run(self, work: Callable[..., T], *args: object) -> T:
+        return await self._mesh.host.run_blocking(work, *args, deadline_s=IO_S)
+
+
+def _asked(row: jobs.JobRow, versions: dict[str, Number]) -> set[str]:
+    """What the job asks for."""
+    current = Number(row.lineage, row.version)
+    return set(lasting(versions, current, row.document.get("weights", {})))
+
+
+# -- files of checkpoints --------------------------------------------------------------------------
+
+
+def _directory(run_dir: str) -> Path:
+    return Path(run_dir) / "checkpoints"
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.stem for path in directory.glob("step-*.json"))
+
+
+def _unexpired(row: jobs.JobRow) -> list[str]:
+    """Names of the checkpoints to keep; those that are not needed are out of everybody's way, to be
+    removed.
+    """
+    directory = _directory(row.run_dir)
+    names = _names(directory)
+    for name in expired(names, row.checkpoint, int(row.document["training"]["keep_checkpoints"])):
+        aside = directory / f"{GONE}{name}"
+        if not aside.exists():
+            with suppress(FileNotFoundError):
+                (directory / name).rename(aside)
+            # Last: whoever is cut off before finds it expired again.
+            (directory / f"{name}.json").unlink(missing_ok=True)
+            names.remove(name)
+    return names
+
+
+def _leftovers(directory: Path) -> list[Path]:
+    return sorted(directory.glob(f"{GONE}*"))

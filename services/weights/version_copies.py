@@ -1,0 +1,209 @@
+"""Copies versions that stay for good to the place that their job names (`weights.copies`): each as
+a Hugging Face directory, by a process of its own, while nothing waits for it.
+
+    <copies>/<job>/<lineage>-<version>-<digits of the manifest>/
+
+Nothing is removed there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common.errors import DeadlineExceeded, MeshError, StateUnavailable, from_wire
+from common.process.answers import said_by
+from common.records.at_url import without_secrets
+from common.runtime.mesh import Mesh
+from common.runtime.patience import patiently
+from common.state import events, jobs
+from services.weights.keeping.pins import pins
+from services.weights.keeping.records import IO_S, JobRecords
+from services.weights.keeping.retention import Number, lasting
+
+LOOK_S = 2.0  # between two looks at what is to be there
+AGAIN_S = 5.0  # after an error; twice as long after each further one
+LATEST_AGAIN_S = 60.0
+COPY_S = 6 * 3600.0  # of what a look has found: versions may have hundreds of GB, and links be slow
+
+
+SHOWN = 3  # troubles of a job that are told
+
+
+@dataclass
+class _Trouble:
+    """Why a version is not copied."""
+
+    due: float  # when it is tried again, by the monotonic clock
+    again_s: float
+    name: str  # of the version
+    error: str
+
+
+class VersionCopies:
+    """Of all jobs of a mesh, in turn."""
+
+    def __init__(
+        self, mesh: Mesh, records: JobRecords, store: Path, look_s: float = LOOK_S
+    ) -> None:
+        """`store`: the directory with its files."""
+        self._mesh, self._records, self._store, self._look_s = mesh, records, store, look_s
+        self._there: dict[tuple[str, str], set[str]] = {}  # manifests by run directory and place
+        self._troubles: dict[str, dict[str, _Trouble]] = {}  # by job and manifest
+        self.copied = 0
+
+    def stats(self) -> dict[str, Any]:
+        found = ((job, _shown(self._troubles[job])) for job in sorted(self._troubles))
+        told = "; ".join(f"{job}: {why}" for job, why in found if why)
+        return {"versions_copied": self.copied, "copies_trouble": told}
+
+    async def forever(self) -> None:
+        """Looks again and again; what fails is told once, and tried again."""
+        while True:
+            await self._mesh.clock.sleep(self._look_s)
+            try:
+                rows = await jobs.jobs(self._mesh.state)
+            except StateUnavailable:
+                continue  # nobody commits anything meanwhile
+            for row in rows:
+                await self._look(row)
+            self._troubles = {row.id: self._troubles.get(row.id, {}) for row in rows}
+
+    async def _look(self, row: jobs.JobRow) -> None:
+        place = row.document.get("weights", {}).get("copies", "")
+        troubles = self._troubles.setdefault(row.id, {})
+        if not place:
+            troubles.clear()
+            return
+        there = self._there.setdefault((row.run_dir, place), set())
+        try:
+            lacking = await self._for_good(row) - there
+        except StateUnavailable:
+            return
+        except (MeshError, OSError) as error:
+            self._mesh.telemetry.log.warning("copies", job=row.id, error=str(error))
+            return
+        for manifest in troubles.keys() - lacking:
+            del troubles[manifest]  # it is to go
+        now = self._mesh.clock.monotonic()
+        due = {m for m in lacking if m not in troubles or now >= troubles[m].due}
+        if due:
+            # Those that have failed come last: one that ends its process delays no other.
+            await self._copy(row, place, sorted(due, key=lambda m: (m in troubles, m)), there)
+
+    async def _for_good(self, row: jobs.JobRow) -> set[str]:
+        """The manifests of versions that nothing but a person or a better one ends, and of the last
+        one of a job that is over.
+        """
+        versions = self._records.of(row.id).versions
+        asked = lasting(versions, Number(row.lineage, row.version), row.document.get("weights", {}))
+        found = {manifest for manifest, key in asked.items() if key == "keep_every"}
+        run = self._mesh.host.run_blocking
+        pinned = await run(pins, self._store, row.id, deadline_s=IO_S)
+        found |= {manifest for manifest, pin in pinned.items() if pin.run == row.run_dir}
+        found |= {row.best_manifest} | ({row.manifest} if row.ended else set())
+        return found - {""}
+
+    async def _copy(
+        self, row: jobs.JobRow, place: str, manifests: list[str], there: set[str]
+    ) -> None:
+        """Has versions copied; what hinders one keeps no other from it. Those of which nothing was
+        told, because their process ended with one before them, are due at the next look.
+        """
+        began = self._mesh.clock.monotonic()
+        try:
+            told = await self._told(row, place, manifests)
+        except (MeshError, OSError) as error:  # nothing can be copied at the moment
+            told = {manifest: error for manifest in manifests}
+        took_s = round(self._mesh.clock.monotonic() - began, 3)
+        for manifest, outcome in told.items():
+            if not isinstance(outcome, dict):
+                await self._failed(row, place, manifest, outcome)
+                continue
+            there.add(manifest)
+            self._troubles[row.id].pop(manifest, None)
+            if outcome:
+                self.copied += 1
+                await self._event("version_copied", {"job": row.id, "took_s": took_s} | outcome)
+
+    async def _told(
+        self, row: jobs.JobRow, place: str, manifests: list[str]
+    ) -> dict[str, dict[str, Any] | MeshError | OSError]:
+        """What the process that copies has told of each version, in turn; see `copied` there."""
+        words = [sys.executable, "-m", "services.weights.versions", "copy", f"--to={place}"]
+        logs = Path(self._mesh.settings.run_root) / "mesh" / "logs"
+        words += ["--", row.run_dir, *manifests]
+        said = await said_by(self._mesh.host, words, f"copies/{row.id}", logs, COPY_S)
+        return outcomes(said[0], manifests, ended=said[1])
+
+    async def _failed(
+        self, row: jobs.JobRow, place: str, manifest: str, error: MeshError | OSError
+    ) -> None:
+        troubles, now = self._troubles[row.id], self._mesh.clock.monotonic()
+        number = self._records.of(row.id).versions.get(manifest)
+        name = f"{number.lineage}/{number.version}" if number else manifest
+        known = {trouble.error for trouble in troubles.values()}
+        before = troubles.get(manifest)
+        again_s = AGAIN_S if before is None else min(2 * before.again_s, LATEST_AGAIN_S)
+        troubles[manifest] = _Trouble(now + again_s, again_s, name, str(error))
+        if str(error) in known:
+            return
+        log = self._mesh.telemetry.log
+        log.error("a version is not copied", job=row.id, version=name, error=str(error))
+        told = {"job": row.id, "version": name, "manifest": manifest, "error": str(error)}
+        await self._event("version_copy_failed", told | {"url": without_secrets(place)})
+
+    async def _event(self, kind: str, fields: dict[str, Any]) -> None:
+        op = uuid.uuid4().hex
+        append = partial(events.append, self._mesh.state, kind, fields, op)
+        await patiently(self._mesh.clock, append)
+
+
+def outcomes(
+    said: Sequence[str], manifests: Sequence[str], ended: bool
+) -> dict[str, dict[str, Any] | MeshError | OSError]:
+    """What was told of each version, by the lines of the process that copied them: what was copied,
+    or why it was not. One that has not told of all was at the first of the others, which is why it
+    `ended`, or took too long. MeshError when it could not look at any.
+    """
+    found: dict[str, dict[str, Any] | MeshError | OSError] = {}
+    last: dict[str, Any] = {}
+    for text in said:
+        try:
+            told = json.loads(text)
+        except ValueError:
+            continue  # a library has said something
+        if not isinstance(told, dict):
+            continue
+        last = told
+        if "manifest" in told:
+            error = told.get("error")
+            found[told["manifest"]] = (
+                from_wire(error["code"], error["text"]) if error else told["copied"]
+            )
+    if "manifest" not in last and (error := last.get("error")):
+        raise from_wire(error["code"], error["text"])
+    if untold := [manifest for manifest in manifests if manifest not in found]:
+        found[untold[0]] = (
+            MeshError(
+                f"the process that copies has ended: {said[-1] if said else 'without a word'}",
+                fix="It is tried again; see whether this host's memory is enough",
+            )
+            if ended
+            else DeadlineExceeded(
+                f"it was not copied within {COPY_S:g} s", fix="See whether the place answers"
+            )
+        )
+    return found
+
+
+def _shown(troubles: dict[str, _Trouble]) -> str:
+    whys = [f"version {trouble.name}: {trouble.error}" for trouble in troubles.values()]
+    more = [f"and {len(whys) - SHOWN} more"] if len(whys) > SHOWN else []
+    return ", ".join([*whys[:SHOWN], *more])

@@ -1,0 +1,33 @@
+"""Actors that answer whole interfaces, and do nothing but say that they were asked."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from common.runtime.actor import Actor, call, cast, stream
+from common.runtime.interface import Call, Cast
+from loadtests.doors.matrix import ANSWERS
+
+
+def answering(kind: str, ran: list[str]) -> Actor | None:
+    """An actor that has the methods of processes of this kind; `ran` is told which were run."""
+    interface = ANSWERS.get(kind)
+    if interface is None:
+        return None
+
+    def made(method: Any) -> Any:
+        def run(self: Actor, request: Any) -> Any:
+            ran.append(method.label)
+
+        async def produced(self: Actor, request: Any) -> AsyncIterator[Any]:
+            ran.append(method.label)
+            yield None
+
+        if isinstance(method, Call):
+            return call(method)(run)
+        return cast(method)(run) if isinstance(method, Cast) else stream(method)(produced)
+
+    members = {name: made(method) for name, method in interface.methods.items()}
+    actor: Actor = type(f"Any{kind}", (Actor,), {"interface": interface, **members})()
+    return actor

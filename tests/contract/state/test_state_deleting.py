@@ -1,0 +1,157 @@
+"""Jobs whose records are deleted, and workers that are forgotten, the same on every backend."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from common.errors import Fenced, NotFound, Refused
+from common.pool.decisions import Admit, Form, Serve, Why
+from common.pool.rows import Worker
+from common.pool.snapshot import Request
+from common.state import ended, events, groups, jobs, leader, pool, readers, registry
+from common.state.client import State
+from common.state.lifecycle import deleting
+from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, document
+
+WHY = Why("default")
+
+
+async def keys_of(state: State, job: str) -> list[str]:
+    """All keys of a job but answers to operations, which end by themselves."""
+    found = await state.command("KEYS", f"{{{job}}}:*")
+    return sorted(key for key in found if ":op:" not in key)
+
+
+async def ended_job(bench: Bench, steps: int = 3) -> None:
+    """A job that has done some steps, has groups in every state, and is stopped."""
+    seats = await bench.training_job()
+    await groups.claim_shard(bench.state, JOB, SHARD, seats.shard)
+    for number in range(1, steps + 1):
+        for group in await seats.admit():
+            await seats.finish(group)
+        await seats.commit(number, await seats.leased(number))
+    opened = await seats.admit()
+    await seats.finish(opened[0])
+    await groups.group_requeued(
+        bench.state, JOB, SHARD, seats.shard, opened[1].group, "lost", uuid.uuid4().hex
+    )
+    await jobs.record_evaluation(bench.state, JOB, "step-0", 0, 0, {}, TRAINER, seats.trainer)
+    await ended.tell(bench.state, ended.Report(TRAINER, 1, "code 1", job=JOB))
+    await jobs.cancel(bench.state, JOB, "stop")
+
+
+async def test_nothing_is_left_of_a_job_that_is_deleted(bench: Bench) -> None:
+    await ended_job(bench)
+    assert len(await keys_of(bench.state, JOB)) > 8
+    for _ in range(2):
+        await deleting.delete(bench.state, JOB, "op")
+    assert await keys_of(bench.state, JOB) == []
+    assert await jobs.jobs(bench.state) == []
+    assert await readers.readers(bench.state) == [] and await ended.ended(bench.state) == []
+    told = [e.fields for e in await events.read_all(bench.state) if e.kind == "deleted"]
+    assert [(one["job"], one["run_dir"]) for one in told] == [(JOB, "/runs/job")]
+    assert await deleting.in_store(bench.state) == [JOB]
+    with pytest.raises(NotFound):
+        await deleting.delete(bench.state, JOB, "another")
+    at = await events.last_id(bench.state)
+    await readers.note(bench.state, readers.recorder_of(JOB), at, "/runs/job")
+    assert await readers.readers(bench.state) == []  # a recorder that is late holds nothing back
+    with pytest.raises(Refused, match="being deleted"):
+        await jobs.submit(bench.state, JOB, document(), "/runs/again", "early")
+    await deleting.let_go(bench.state, JOB)
+    await jobs.submit(bench.state, JOB, document(), "/runs/again", "again")
+    assert (await jobs.job(bench.state, JOB)).steps_done == 0
+
+
+async def test_a_job_that_has_not_ended_is_not_deleted(bench: Bench) -> None:
+    await jobs.submit(bench.state, JOB, document(), "/runs/job", "op")
+    with pytest.raises(Refused, match="queued"):
+        await deleting.delete(bench.state, JOB, "op")
+    await jobs.cancel(bench.state, JOB, "stop")
+    await jobs.reopen(bench.state, JOB, "go on")
+    with pytest.raises(Refused):
+        await deleting.delete(bench.state, JOB, "op2")
+    assert (await jobs.job(bench.state, JOB)).phase == "queued"
+
+
+async def test_a_deletion_that_was_cut_off_is_brought_to_its_end_by_the_leader(
+    bench: Bench,
+) -> None:
+    await ended_job(bench, steps=6)
+    led = await leader.campaign(bench.state, "planner", "a", 600_000)
+    args = {"job": JOB, "op": "op", "by": "a person"}
+    await bench.state.run("delete_job", [f"{{{JOB}}}"], args)
+    piece = await bench.state.run("delete_rest", [f"{{{JOB}}}"], {"job": JOB, "most": 3})
+    assert piece["more"]
+    with pytest.raises(Refused, match="being deleted"):
+        await jobs.submit(bench.state, JOB, document(), "/runs/job", "again")
+    assert await deleting.delete_old(bench.state, led, keep_days=30) == []
+    assert await keys_of(bench.state, JOB) == []
+
+
+async def test_jobs_that_ended_long_ago_are_deleted_by_the_leader(bench: Bench) -> None:
+    led = await leader.campaign(bench.state, "planner", "a", 600_000)
+    for n in range(deleting.JOBS + 2):
+        await jobs.submit(bench.state, f"job{n}", document(), "/runs/job", f"op{n}")
+        await jobs.cancel(bench.state, f"job{n}", f"stop{n}")
+    await jobs.submit(bench.state, JOB, document(), "/runs/job", "op")
+    assert await deleting.delete_old(bench.state, led, keep_days=1) == []
+    await bench.pass_ms(20)
+    with pytest.raises(Fenced):
+        await deleting.delete_old(bench.state, led + 1, keep_days=0)
+    first = await deleting.delete_old(bench.state, led, keep_days=0)
+    assert len(first) == deleting.JOBS
+    assert len(await deleting.delete_old(bench.state, led, keep_days=0)) == 2
+    assert [row.id for row in await jobs.jobs(bench.state)] == [JOB]
+
+
+async def test_workers_and_hosts_that_are_gone_are_forgotten(bench: Bench) -> None:
+    state = bench.state
+    for n in range(3):
+        token = await bench.seat(f"worker/w{n}")
+        await pool.join_worker(state, Worker(f"w{n}", f"h{n}", "cpu:0", token))
+    led = await leader.campaign(state, "planner", "a", 600_000)
+    serve = [Serve(f"h{n}", ("rollout/job/0",), WHY) for n in range(3)]
+    node = registry.Entry("node/h0", "node", incarnation="n")
+    await registry.register(state, node, 600_000)
+    await pool.write(state, led, "op", [Form("g0", ("w2",), WHY), *serve], None)
+    await pool.request(state, Request("d", "drain", host="h1"))
+    for n in (1, 2):
+        entry = await registry.lookup(state, f"worker/w{n}")
+        assert entry and await registry.release(state, f"worker/w{n}", entry.token)
+    assert await pool.forget_gone(state, led, 300.0) == 0
+    await bench.pass_ms(30)
+    assert await pool.forget_gone(state, led, 0.02) == 1
+    assert [worker.id for worker in await pool.workers(state)] == ["w0", "w2"]
+    assert [await pool.services_of(state, f"h{n}") for n in range(3)] == [serve[0].services, (), ()]
+    hosts = (await pool.look(state, led)).snapshot.hosts
+    assert [(host.name, host.draining) for host in hosts] == [("h0", ""), ("h2", "")]
+    back = await bench.seat("worker/w1")
+    joined = await pool.join_worker(state, Worker("w1", "h1", "cpu:0", back))
+    assert (joined.gang, joined.membership) == ("", 0)
+
+
+async def test_a_job_that_is_held_is_not_charged_with_ends(simulated: Bench) -> None:
+    led = await leader.campaign(simulated.state, "planner", "a", 600_000_000)
+    await jobs.submit(simulated.state, JOB, document(), "/runs/job", "op")
+
+    async def ends(count: int) -> bool:
+        failed = False
+        for _ in range(count):
+            await simulated.pass_ms(6_000)
+            end = ended.Report("trainer/job", -9, "", job=JOB)
+            failed = await ended.tell(simulated.state, end) or failed
+        return failed
+
+    async def admit(held: str) -> None:
+        op = uuid.uuid4().hex
+        await pool.write(simulated.state, led, op, [Admit(JOB, held, WHY)], None)
+
+    assert not await ends(4)
+    await admit("paused: another job has its workers")
+    assert not await ends(12)
+    await admit("")
+    assert not await ends(4)  # those before it was held are forgotten
+    assert await ends(4)

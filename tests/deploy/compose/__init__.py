@@ -1,0 +1,1 @@
+"""compose/ as users run it, on an engine; `make test-compose`."""

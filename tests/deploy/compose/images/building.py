@@ -1,0 +1,31 @@
+"""Ours as users build them, by `make images`, on a Debian where no registry is reached."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from tests.deploy.engine import index
+from tests.deploy.engine.packages import EngineError, run
+
+CODE = Path(__file__).parents[4]
+STAND_INS = {"redis": "meshrl-test-redis", "prometheus": "meshrl-test-prometheus"}
+IMAGES = ("meshrl:cpu", "meshrl:cuda")
+BUILD_S = 3600.0
+
+
+def build(environment: dict[str, str], base: str) -> None:
+    """Returns when all are there; `environment` names the engine, `base` what they are made from.
+    EngineError when one cannot be built.
+    """
+    with index.served(environment) as files:
+        given = [f"BASE={base}"]
+        given += [f"PIP_{'CONF' if name == 'pip' else 'CA'}={path}" for name, path in files.items()]
+        command = ["make", "-C", str(CODE), "images", *given]
+        if subprocess.run(command, env=os.environ | environment, timeout=BUILD_S).returncode:
+            raise EngineError(f"{' '.join(command)} fails")
+    named = [f"{name}={value}" for name, value in environment.items()]
+    for target, name in STAND_INS.items():
+        run("env", *named, "docker", "buildx", "build", "--quiet", "--build-arg", f"BASE={base}",
+            "--target", target, "--tag", name, str(Path(__file__).parent))  # fmt: skip

@@ -1,0 +1,210 @@
+"""A project of compose/compose.yaml: brought up, asked, restarted piece by piece, taken down."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.deploy.compose.images.building import CODE, STAND_INS
+
+FOLDER = CODE / "compose"
+OURS = ("head", "workers", "sandbox")
+RUNS = "/var/lib/meshrl/runs"  # at the head
+DEMO = "calculator"
+UP_S = 900.0
+ASK_S = 300.0
+PAUSE_S = 2.0
+
+
+@dataclass
+class Project:
+    """The services of compose.yaml without Grafana, of whose packages Debian has none."""
+
+    environment: dict[str, str]  # of the engine
+    name: str = "meshrl-test"
+    workers: int = 2
+    demo: str = ""  # words of `meshrl submit`; empty: the whole demo
+    settings: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.settings |= {f"{name.upper()}_IMAGE": image for name, image in STAND_INS.items()}
+        self.settings["MESHRL_WORKERS"] = str(self.workers)
+        if self.demo:
+            self.settings["MESHRL_DEMO"] = self.demo
+
+    def up(self, *services: str) -> Callable[[], float]:
+        """Starts these (or all that there can be here), and what they depend on; answers how many
+        seconds ago it began.
+        """
+        began = time.monotonic()
+        chosen = services or ("prometheus", "demo")
+        self.compose("up", "--detach", *chosen)
+        return lambda: round(time.monotonic() - began, 1)
+
+    def compose(self, *arguments: str, most_s: float = UP_S, files: tuple[str, ...] = ()) -> str:
+        """What `docker compose` says; AssertionError with the end of it when it fails."""
+        named = [word for file in ("compose.yaml", *files) for word in ("-f", str(FOLDER / file))]
+        return self._said(["docker", "compose", "-p", self.name, *named, *arguments], most_s)
+
+    def docker(self, *arguments: str, most_s: float = ASK_S) -> str:
+        return self._said(["docker", *arguments], most_s)
+
+    def containers(self, service: str) -> list[str]:
+        """Ids of all of a service, also of those that have ended, in the order of their numbers."""
+        label = f"label=com.docker.compose.service={service}"
+        project = f"label=com.docker.compose.project={self.name}"
+        found = self.docker("ps", "-aq", "--filter", project, "--filter", label).split()
+        return sorted(found, key=lambda one: self.inspected(one)["Name"])
+
+    def inspected(self, container: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.docker("inspect", container))[0]
+        return found
+
+    def image_mb(self, name: str) -> int:
+        """Of all its layers, as the engine counts them."""
+        return round(int(self.docker("image", "inspect", "-f", "{{.Size}}", name)) / 1e6)
+
+    def ended(self, service: str) -> bool:
+        """Whether its container has ended well; AssertionError when it ended otherwise."""
+        state = self.inspected(self.containers(service)[0])["State"]
+        assert state["Status"] != "exited" or state["ExitCode"] == 0, self.words()
+        return bool(state["Status"] == "exited")
+
+    def healthy(self, container: str) -> bool:
+        return bool(self.inspected(container)["State"]["Health"]["Status"] == "healthy")
+
+    def inside(self, service: str, *command: str, number: int = 0) -> str:
+        """What a command says in a container of the service."""
+        return self.docker("exec", self.containers(service)[number], *command)
+
+    def refused(self, service: str, *command: str) -> str:
+        """What a command says that must fail in a container of the service."""
+        container = self.containers(service)[0]
+        done = self._run(["docker", "exec", container, *command], ASK_S)
+        assert done.returncode, f"{command} did not fail: {done.stdout}"
+        return done.stdout + done.stderr
+
+    def outside(self, *command: str, **settings: str) -> str:
+        """What a command of this machine says where it reaches what the project publishes."""
+        enter = shlex.split(self.environment.get("MESHRL_ENGINE_ENTER", ""))
+        return self._said([*enter, *command], ASK_S, settings)
+
+    def job(self, name: str) -> dict[str, Any]:
+        """The head's word on a job; {} where it has none, or does not answer just now."""
+        command = ["docker", "exec", self.containers("head")[0], "meshrl", "status", "--json"]
+        asked = self._run(command, ASK_S)
+        jobs = [] if asked.returncode else json.loads(asked.stdout)["jobs"]
+        return next((job for job in jobs if job["id"] == name), {})
+
+    def finished(self, name: str) -> bool:
+        """Whether a job has; AssertionError when it has failed."""
+        job = self.job(name)
+        assert job.get("phase") not in ("failed", "stopped"), f"{job}\n{self.words()}"
+        return job.get("phase") == "finished"
+
+    def restart_each(self) -> list[str]:
+        """Restarts each container while a job trains, one after the other, a worker's by a kill,
+        which gives no notice. A job that ends meanwhile is followed by another; returns all.
+        """
+        killed = self.containers("workers")[0]
+        jobs = [DEMO]
+        for container in [one for name in ("redis", *OURS) for one in self.containers(name)]:
+            self._keep_training(jobs)
+            if container == killed:
+                self.docker("kill", container)
+                self.docker("start", container)
+            else:
+                self.docker("restart", "--time", "60", container)
+            self.until("a container is well again", partial(self.healthy, container))
+        return jobs
+
+    def _keep_training(self, jobs: list[str]) -> None:
+        if self.finished(jobs[-1]):
+            jobs.append(f"{DEMO}-{len(jobs)}")
+            words = shlex.split(self.demo)
+            self.inside("head", "meshrl", "submit", *words, "--set", f"name={jobs[-1]}")
+        self.until("it trains", lambda: self.trains(jobs[-1]))
+
+    def trains(self, name: str) -> bool:
+        """Whether a job has made a step."""
+        return bool(self.job(name).get("steps_done", 0))
+
+    def account(self, name: str) -> dict[str, Any]:
+        """What `meshrl audit` says of a job, which also fails when anything is wrong."""
+        found: dict[str, Any] = json.loads(
+            self.inside("head", "meshrl", "audit", f"{RUNS}/{name}", "--json")
+        )
+        return found
+
+    def until(self, what: str, true: Callable[[], bool], most_s: float = UP_S) -> float:
+        """Seconds until it is so; AssertionError with the containers' last words."""
+        began = time.monotonic()
+        while not true():
+            if time.monotonic() - began > most_s:
+                raise AssertionError(f"not within {most_s:.0f} s: {what}\n{self.words()}")
+            time.sleep(PAUSE_S)
+        return time.monotonic() - began
+
+    def words(self) -> str:
+        """How the containers stand, and the last lines of each."""
+        return self.compose("ps", "--all") + self.compose("logs", "--tail", "15")
+
+    def down(self) -> None:
+        """Everything away, volumes too."""
+        self.compose("down", "--volumes", "--timeout", "60")
+
+    def _said(self, command: list[str], most_s: float, more: dict[str, str] | None = None) -> str:
+        done = self._run(command, most_s, more)
+        assert done.returncode == 0, (
+            f"{command} ended with {done.returncode}:\n{done.stderr[-3000:]}"
+        )
+        return done.stdout
+
+    def _run(
+        self, command: list[str], most_s: float, more: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | self.environment | self.settings | (more or {})
+        return subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=most_s
+        )
+
+
+def short(steps: int) -> str:
+    """Words of `meshrl submit` for the demo with small steps, no evaluation, few workers."""
+    settings = {
+        "mesh.workers": "2",
+        "rollout.slots": "16",
+        "budget.steps": str(steps),
+        "algorithm.groups_per_step": "4",
+        "algorithm.group_size": "4",
+        "algorithm.filter_zero_variance": "false",
+        "warm_start.steps": "120",
+        "evaluation.before": "false",
+        "evaluation.after": "false",
+        "evaluation.every": "0",
+    }
+    words = [f"--set {name}={value}" for name, value in settings.items()]
+    return " ".join(["/usr/share/meshrl/examples/calculator.toml", *words])
+
+
+def engine_here() -> dict[str, str] | None:
+    """The variables of an engine that answers already; None when none does."""
+    try:
+        done = subprocess.run(["docker", "info"], capture_output=True, timeout=ASK_S)
+    except FileNotFoundError:
+        return None
+    names = ("DOCKER_HOST", "DOCKER_CONFIG", "MESHRL_ENGINE_ENTER")
+    return None if done.returncode else {n: os.environ[n] for n in names if n in os.environ}
+
+
+def state_folder() -> Path:
+    """Where an engine of ours keeps its images from run to run."""
+    return Path(os.environ.get("MESHRL_ENGINE_STATE", CODE / ".venvs/engine"))

@@ -1,0 +1,111 @@
+"""What compose.yaml promises of every container, read from the file: no engine is needed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+
+from services.sandbox.jail.allowed import ALWAYS
+from tests.deploy.compose.project import FOLDER
+
+
+class Loader(yaml.SafeLoader):
+    """Takes the tags by which an overlay replaces what it is laid over."""
+
+
+def _replaces(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> list[Any]:
+    return loader.construct_sequence(node, deep=True)
+
+
+Loader.add_constructor("!override", _replaces)
+
+
+def read(name: str) -> dict[str, Any]:
+    """A file of compose/, merged keys resolved."""
+    found: dict[str, Any] = yaml.load((FOLDER / name).read_text(), Loader)
+    return found
+
+
+SERVICES: dict[str, dict[str, Any]] = read("compose.yaml")["services"]
+ENDS = {"secrets", "demo"}  # and are not asked how they are
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_has_no_more_rights_than_it_needs(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True and service["cap_drop"] == ["ALL"]
+    assert "no-new-privileges:true" in service["security_opt"]
+    assert any(place.startswith("/tmp:") for place in service["tmpfs"])
+    assert service["mem_limit"] and service["restart"]
+    assert "privileged" not in service and "cap_add" not in service
+    own = "meshrl:cpu" in service["image"]  # whose image says which user it is
+    assert own or service["user"].split(":")[0] not in ("0", "root")
+    if name not in ENDS:
+        grace_s = int(service["stop_grace_period"].removesuffix("s"))
+        drains_s = [
+            int(word[10:]) for word in service.get("command", ()) if word.startswith("--drain-s=")
+        ]
+        assert grace_s >= sum(drains_s) + 30  # and it ends in order
+        assert own or service["healthcheck"]["test"]
+
+
+def test_the_sandbox_alone_may_make_namespaces() -> None:
+    loose = {
+        name
+        for name, service in SERVICES.items()
+        for option in service["security_opt"]
+        if "seccomp" in option or "unconfined" in option
+    }
+    assert loose == {"sandbox"}
+    assert SERVICES["sandbox"]["networks"] == ["mesh"]
+    assert read("compose.yaml")["networks"]["mesh"] == {"internal": True}
+
+
+def test_only_what_people_look_at_is_published_and_only_to_this_machine() -> None:
+    published = {name: s["ports"] for name, s in SERVICES.items() if "ports" in s}
+    assert set(published) == {"head", "grafana", "prometheus"}
+    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
+
+
+def test_each_service_sees_only_the_secrets_that_are_for_it() -> None:
+    seen = {
+        name: {
+            volume.split(":")[0] for volume in service.get("volumes", []) if "secrets-" in volume
+        }
+        for name, service in SERVICES.items()
+        if name != "secrets"  # which makes them
+    }
+    assert {name: places for name, places in seen.items() if places} == {
+        "redis": {"secrets-redis"},
+        "head": {"secrets-head"},
+        "workers": {"secrets-join"},
+        "sandbox": {"secrets-join"},
+        "demo": {"secrets-submit"},
+    }
+
+
+def test_overlays_change_services_that_there_are() -> None:
+    for name in ("gpu.yaml", "prod.yaml"):
+        assert set(read(name)["services"]) <= set(SERVICES)
+    [asked] = read("gpu.yaml")["services"]["workers"]["deploy"]["resources"]["reservations"][
+        "devices"
+    ]
+    assert asked["driver"] == "nvidia" and asked["capabilities"] == ["gpu"]
+
+
+def test_production_makes_no_secrets_and_runs_no_demo() -> None:
+    services = read("prod.yaml")["services"]
+    assert services["demo"]["profiles"] == ["demo"]
+    for name in ("secrets", "redis", "head", "workers", "sandbox", "demo"):
+        assert not any("secrets-" in volume for volume in services[name]["volumes"])
+
+
+def test_the_profile_refuses_no_call_that_a_jail_is_let() -> None:
+    profile = json.loads((FOLDER / "seccomp.json").read_text())
+    refused = {name for rule in profile["syscalls"] for name in rule["names"]}
+    assert not refused & set(ALWAYS.split())
+    assert not refused & {"clone", "unshare", "mount", "umount2", "pivot_root", "setns"}
+    assert {"bpf", "kexec_load", "ptrace", "init_module", "io_uring_setup"} <= refused

@@ -1,0 +1,307 @@
+"""A node for pods made of Docker's containers: each gets what its manifest says and nothing else,
+as the kubelet would have it.
+
+What Docker has no word for is not done: a user namespace for one pod, where nodes are (affinity,
+spreading), requests of processors.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.deploy.kubernetes.rendering import SOURCE, Object, expanded, of_kind
+
+COMMAND_S = 120.0
+SUBNET = "10.213.77.0/24"
+FIRST_HOST = 16  # of the subnet, for pods; the engine takes the first for itself
+UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+PROBE = """
+import sys, urllib.request, urllib.error
+try:
+    print(urllib.request.urlopen(sys.argv[1], timeout=float(sys.argv[2])).read().decode())
+except urllib.error.HTTPError as error:
+    sys.exit(f"{error.code} {error.read().decode()}")
+except OSError as error:
+    sys.exit(str(error))
+"""
+
+
+class PodFailed(RuntimeError):
+    """A pod did what its cluster would call an error; with what it said last."""
+
+
+def run(*command: str, timeout: float = COMMAND_S) -> str:
+    """Its output; RuntimeError with what it said when it fails."""
+    found = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    if found.returncode:
+        raise RuntimeError(f"{shlex.join(command)}: {found.stderr or found.stdout}")
+    return found.stdout
+
+
+@dataclass
+class Pod:
+    """One pod: its name, address and template, and the volumes that go with it."""
+
+    name: str
+    address: str
+    template: Object
+    mounts: dict[str, list[str]]  # of docker run, by the volume's name
+    directory: Path
+
+    def container(self, name: str) -> str:
+        return f"{self.name}.{name}"
+
+    @property
+    def main(self) -> Object:
+        """The container that is no init container."""
+        [found] = self.template["spec"]["containers"]
+        return dict(found)
+
+
+@dataclass
+class Node:
+    """Runs pods of a namespace's objects, from `image` in place of every image that they name."""
+
+    objects: list[Object]
+    state: Path
+    image: str
+    name: str = "meshrl-pods"
+    _pods: list[Pod] = field(default_factory=list)
+    _started: int = 0
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Node]:
+        """The network, until the end; so are all pods."""
+        run("docker", "network", "create", "--subnet", SUBNET, self.name)
+        try:
+            yield self
+        finally:
+            for pod in list(self._pods):
+                self.removed(pod)
+            run("docker", "network", "rm", self.name)
+
+    def pod(self, name: str, template: Object, claims: dict[str, Path] | None = None) -> Pod:
+        """A pod with an address of its own; nothing of it runs. `claims`: the directories that are
+        the volumes of its claims, which outlive it.
+        """
+        self._started += 1
+        address = f"{SUBNET.rpartition('.')[0]}.{FIRST_HOST + self._started}"
+        name = f"{name}-{self._started}"
+        directory = self.state / name
+        directory.mkdir(parents=True)
+        pod = Pod(name, address, template, {}, directory)
+        group = str(template["spec"]["securityContext"]["fsGroup"])
+        for volume in template["spec"]["volumes"]:
+            pod.mounts[volume["name"]] = self._volume(volume, directory, group)
+        for claim, path in (claims or {}).items():
+            _for_group(path, group, 0o2775)  # an empty file system of root's, given to the group
+            pod.mounts[claim] = [f"type=bind,source={path}"]
+        self._pods.append(pod)
+        return pod
+
+    def start(self, pod: Pod) -> None:
+        """Runs the init containers to their end, one after the other, and starts the main one."""
+        for container in pod.template["spec"].get("initContainers", ()):
+            self._run(pod, container)
+            code = int(run("docker", "wait", pod.container(container["name"]), timeout=600))
+            if code:
+                raise PodFailed(
+                    f"{container['name']} ended with {code}: {self.log(pod, container)}"
+                )
+        self._run(pod, pod.main)
+
+    def await_ready(self, pod: Pod) -> float:
+        """Asks the probes as often as they say; seconds until it is ready. PodFailed when the
+        kubelet would have ended it.
+        """
+        began = time.monotonic()
+        self._await(pod, "startupProbe")
+        self._await(pod, "readinessProbe", patience=240)
+        self._await(pod, "livenessProbe")
+        return time.monotonic() - began
+
+    def probed(self, pod: Pod, probe: str) -> str:
+        """What a probe's page says; RuntimeError when it is not well."""
+        asked = pod.main[probe]
+        ports = {one["name"]: one["containerPort"] for one in pod.main["ports"]}
+        where = f"http://{pod.address}:{ports[asked['httpGet']['port']]}{asked['httpGet']['path']}"
+        return self.fetched(where, asked["timeoutSeconds"])
+
+    def fetched(self, where: str, timeout: float = 5.0) -> str:
+        """A page, asked for from the node's own network."""
+        enter = shlex.split(os.environ.get("MESHRL_ENGINE_ENTER", ""))
+        return run(*enter, sys.executable, "-c", PROBE, where, str(timeout))
+
+    def end(self, pod: Pod) -> tuple[int, float]:
+        """SIGTERM, and SIGKILL when its grace is over: the exit code of the main container, and how
+        many seconds it took. The pod is gone then, with its volumes, but claims.
+        """
+        name = pod.container(pod.main["name"])
+        grace = pod.template["spec"].get("terminationGracePeriodSeconds", 30)
+        began = time.monotonic()
+        run("docker", "stop", "--time", str(grace), name, timeout=grace + COMMAND_S)
+        took = time.monotonic() - began
+        code = self.code(pod)
+        self.removed(pod)
+        return code, took
+
+    def code(self, pod: Pod) -> int:
+        """The main container's exit code."""
+        name = pod.container(pod.main["name"])
+        return int(run("docker", "inspect", "--format", "{{.State.ExitCode}}", name))
+
+    def runs(self, pod: Pod) -> bool:
+        """Whether the main container does."""
+        name = pod.container(pod.main["name"])
+        return run("docker", "inspect", "--format", "{{.State.Running}}", name).strip() == "true"
+
+    def restarts(self, pod: Pod) -> int:
+        """How often the main container ended and was started again."""
+        name = pod.container(pod.main["name"])
+        return int(run("docker", "inspect", "--format", "{{.RestartCount}}", name))
+
+    def log(self, pod: Pod, container: Object | None = None, lines: int = 40) -> str:
+        """What a container said last."""
+        name = pod.container((container or pod.main)["name"])
+        found = subprocess.run(
+            ["docker", "logs", "--tail", str(lines), name],
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+        )
+        return found.stdout + found.stderr
+
+    def execute(self, pod: Pod, *words: str) -> str:
+        """A command in the main container, as by `kubectl exec`."""
+        return run("docker", "exec", pod.container(pod.main["name"]), *words)
+
+    def removed(self, pod: Pod) -> None:
+        """Ends a pod at once, and takes away what it leaves; its logs stay beside its directory."""
+        all_of = [*pod.template["spec"].get("initContainers", ()), pod.main]
+        for container in all_of:
+            name = pod.container(container["name"])
+            with contextlib.suppress(RuntimeError):
+                kept = pod.directory.parent / f"{pod.directory.name}.{container['name']}.log"
+                kept.write_text(self.log(pod, container, 100_000))
+                run("docker", "rm", "--force", "--volumes", name)
+        shutil.rmtree(pod.directory)
+        self._pods.remove(pod)
+
+    def _volume(self, volume: Object, directory: Path, group: str) -> list[str]:
+        """What `docker run --mount` is told, without the target."""
+        path = directory / volume["name"]
+        if "secret" in volume:
+            [secret] = [
+                found
+                for found in of_kind(self.objects, "Secret")
+                if found["metadata"]["name"] == volume["secret"]["secretName"]
+            ]
+            # As the kubelet lays them out, so that all change at once: links to a directory.
+            (path / "..data").mkdir(parents=True)
+            for key, value in secret["data"].items():
+                file = path / "..data" / key
+                file.write_bytes(base64.b64decode(value))
+                _for_group(file, group, volume["secret"]["defaultMode"])
+                (path / key).symlink_to(Path("..data", key))
+            _for_group(path / "..data", group, 0o2755)
+            _for_group(path, group, 0o3777)
+            return [f"type=bind,source={path}"]
+        if "configMap" in volume:
+            [given] = [
+                found
+                for found in of_kind(self.objects, "ConfigMap")
+                if found["metadata"]["name"] == volume["configMap"]["name"]
+            ]
+            path.mkdir()
+            for key, text in given["data"].items():
+                (path / key).write_text(text)
+            return [f"type=bind,source={path}"]
+        if volume["emptyDir"].get("medium") == "Memory":
+            size = _bytes(volume["emptyDir"]["sizeLimit"])
+            return ["type=tmpfs", f"tmpfs-size={size}", "tmpfs-mode=1777"]
+        path.mkdir()
+        _for_group(path, group, 0o2777)
+        return [f"type=bind,source={path}"]
+
+    def _run(self, pod: Pod, container: Object) -> None:
+        spec = pod.template["spec"]
+        whole, own = spec["securityContext"], container["securityContext"]
+        again = spec.get("restartPolicy", "Always") == "Always"
+        words = [
+            "docker", "run", "--detach", "--init=false", "--no-healthcheck",
+            "--name", pod.container(container["name"]),
+            "--hostname", pod.name, "--network", self.name, "--ip", pod.address,
+            "--user", f"{whole['runAsUser']}:{whole['runAsGroup']}",
+            "--group-add", str(whole["fsGroup"]),
+            "--restart", "always" if again else "no",
+            "--memory", str(_bytes(container["resources"]["limits"]["memory"])),
+        ]  # fmt: skip
+        for name in self._names(pod):
+            words += ["--network-alias", name]
+        words += ["--read-only"] if own["readOnlyRootFilesystem"] else []
+        words += [] if own["allowPrivilegeEscalation"] else ["--security-opt=no-new-privileges"]
+        for capability in own["capabilities"]["drop"]:
+            words += ["--cap-drop", capability]
+        profile = own.get("seccompProfile", whole["seccompProfile"])
+        if profile["type"] == "Localhost":
+            words.append(f"--security-opt=seccomp={SOURCE.parent / 'seccomp.json'}")
+        if own.get("procMount") == "Unmasked":
+            words.append("--security-opt=systempaths=unconfined")
+        for one in container.get("env", ()):
+            value = one.get("value", pod.address)  # the only field that any asks for
+            words += ["--env", f"{one['name']}={value}"]
+        for mount in container["volumeMounts"]:
+            parts = [*pod.mounts[mount["name"]], f"target={mount['mountPath']}"]
+            parts += ["readonly"] if mount.get("readOnly") else []
+            words += ["--mount", ",".join(parts)]
+        run(*words, self.image, *expanded(container, {"POD_IP": pod.address}))
+
+    def _names(self, pod: Pod) -> list[str]:
+        """Those of the services that lead to this pod."""
+        labels = pod.template["metadata"]["labels"]
+        return [
+            service["metadata"]["name"]
+            for service in of_kind(self.objects, "Service")
+            if service["spec"]["selector"].items() <= labels.items()
+        ]
+
+    def _await(self, pod: Pod, probe: str, patience: int = 0) -> None:
+        asked = pod.main[probe]
+        left = patience or asked.get("failureThreshold", 3)
+        while True:
+            try:
+                self.probed(pod, probe)
+            except RuntimeError as error:
+                left -= 1
+                if not left:
+                    said = f"{error}\n{self.log(pod)}"
+                    raise PodFailed(f"{pod.name}: its {probe} fails: {said}") from None
+                time.sleep(asked["periodSeconds"])
+            else:
+                return
+
+
+def _for_group(path: Path, group: str, mode: int) -> None:
+    os.chown(path, 0, int(group))
+    path.chmod(mode)
+
+
+def _bytes(amount: str) -> int:
+    return int(amount[:-2]) * UNITS[amount[-2:]]
+
+
+def parsed(text: str) -> Any:
+    """JSON of a command."""
+    return json.loads(text)

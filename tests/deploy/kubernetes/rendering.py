@@ -1,0 +1,71 @@
+"""The objects of an overlay, as `kubectl apply -k` would send them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SOURCE = Path(__file__).parents[3] / "compose/kubernetes"
+OVERLAYS = ("cpu", "gpu-a100", "gpu-h100", "prod")
+SECRETS = ("head.json", "join.token", "submit.token")
+RENDER_S = 60.0
+
+Object = dict[str, Any]
+
+
+def copied(to: Path) -> Path:
+    """The directory of all overlays, with files in place of what `meshrl secrets` writes."""
+    shutil.copytree(SOURCE, to, ignore=shutil.ignore_patterns("files"))
+    files = to / "secrets/files"
+    files.mkdir()
+    for name in SECRETS:
+        (files / name).write_text(f"{name} of a test\n")
+    return to
+
+
+def rendered(directory: Path) -> list[Object]:
+    """The objects of a directory with a kustomization."""
+    command = ("kubectl", "kustomize", str(directory))
+    found = subprocess.run(command, capture_output=True, text=True, timeout=RENDER_S)
+    if found.returncode:
+        raise ValueError(f"{' '.join(command)}: {found.stderr}")
+    return [part for part in yaml.load_all(found.stdout, Loader=yaml.CSafeLoader) if part]
+
+
+def everything(directory: Path) -> dict[str, list[Object]]:
+    """The objects of each overlay, and of the Job that hands in a job."""
+    places = {name: directory / "overlays" / name for name in OVERLAYS}
+    places["submit"] = directory / "submit"
+    return {name: rendered(place) for name, place in places.items()}
+
+
+def templates(objects: list[Object]) -> Iterator[tuple[str, Object]]:
+    """The name of each workload, and the pod that it makes."""
+    for found in objects:
+        if found["kind"] in ("StatefulSet", "Deployment", "Job"):
+            yield found["metadata"]["name"], found["spec"]["template"]
+
+
+def of_kind(objects: list[Object], kind: str) -> list[Object]:
+    """Those of one kind."""
+    return [found for found in objects if found["kind"] == kind]
+
+
+def expanded(container: Object, given: dict[str, str] | None = None) -> list[str]:
+    """The arguments of a container, with its variables as the kubelet fills them in; `given` has
+    those that come from the pod, as its address.
+    """
+    values = {one["name"]: one["value"] for one in container.get("env", ()) if "value" in one}
+    values |= given or {"POD_IP": "10.0.0.9"}
+    words: list[str] = list(container["args"])
+    for name, value in values.items():
+        words = [word.replace(f"$({name})", value) for word in words]
+    left = [word for word in words if "$(" in word]
+    if left:
+        raise ValueError(f"no variable for {left}")
+    return words

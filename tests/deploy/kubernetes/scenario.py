@@ -1,0 +1,167 @@
+"""One mesh of pods trains the job of compose/kubernetes/submit while its pods go and come: workers,
+a sandbox and the head are each ended as the kubelet ends them, and made anew at other addresses.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.deploy.kubernetes import rendering
+from tests.deploy.kubernetes.kubelet import Node, Pod, PodFailed, parsed, run
+from tests.deploy.kubernetes.rendering import SECRETS, Object, templates
+
+JOB = "game"
+HEAD, WORKER, SANDBOX, CLIENT = "meshrl-head", "meshrl-worker", "meshrl-sandbox", "meshrl-game"
+WORKERS = 2  # of the pods that the overlay has: what the job takes
+APART = 5  # steps between two disturbances
+OVER_S = 1200.0
+LOOK_S = 1.0
+
+
+@dataclass
+class Found:
+    """What became of it: the job's steps, `lost` and `trained_twice` of its account, seconds until
+    all pods were ready, and of each pod that was told to go.
+    """
+
+    ready_s: float
+    wall_s: float
+    phase: str
+    steps: int
+    lost: int
+    trained_twice: int
+    ends: dict[str, list[float]]  # by pod: exit code, seconds
+    restarts: int  # of containers that ended by themselves
+    hosts: int  # that the mesh knows at the end
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing was lost, and everyone ended in order."""
+        codes = [int(code) for code, _ in self.ends.values()]
+        return self.phase == "finished" and not (self.lost or self.trained_twice or any(codes))
+
+
+@dataclass
+class Mesh:
+    """The pods of one overlay on one node."""
+
+    node: Node
+    pods: dict[str, Object]
+    disk: Path
+    restarts: int = 0
+
+    def create(self, workload: str) -> Pod:
+        """A new pod of a workload, which is started."""
+        claims = {"state": self.disk} if workload == HEAD else None
+        pod = self.node.pod(workload, self.pods[workload], claims)
+        self.node.start(pod)
+        return pod
+
+    def end(self, pod: Pod) -> list[float]:
+        """The exit code of a pod that is told to go, and how many seconds it took."""
+        self.restarts += self.node.restarts(pod)
+        code, took = self.node.end(pod)
+        return [code, round(took, 1)]
+
+    def step(self, head: Pod) -> int:
+        """How many steps the job has done, as its head's metrics say; 0 before it began."""
+        try:
+            page = self.node.fetched(f"http://{head.address}:9400/metrics")
+        except RuntimeError:
+            return 0  # it starts, or goes
+        for line in page.splitlines():
+            if line.startswith("meshrl_job_steps{") and f'job="{JOB}"' in line:
+                return int(float(line.rpartition(" ")[2]))
+        return 0
+
+    def await_step(self, head: Pod, client: Pod, step: int) -> int:
+        """Returns when the job has done so many steps. PodFailed when it is over before."""
+        until = time.monotonic() + OVER_S
+        while (done := self.step(head)) < step:
+            if not self.node.runs(client) or time.monotonic() > until:
+                raise PodFailed(f"{JOB} is at step {done}, not {step}: {self.node.log(client)}")
+            time.sleep(LOOK_S)
+        return done
+
+
+def secrets_of(objects: Path, command: str) -> None:
+    """What `meshrl secrets` writes takes the place of the files of a test."""
+    files = objects / "secrets/files"
+    for name in SECRETS:
+        (files / name).unlink()
+    files.rmdir()
+    run(command, "secrets", str(files), "--head", HEAD)
+
+
+def played(node: Node, disk: Path, steps: int) -> Found:
+    """Trains, disturbs, and counts."""
+    began = time.monotonic()
+    mesh = Mesh(node, dict(templates(node.objects)), disk)
+    for container in mesh.pods[CLIENT]["spec"]["initContainers"]:
+        if container["args"][0] == "submit":
+            container["args"].append(f"--set=budget.steps={steps}")
+    head = mesh.create(HEAD)
+    node.await_ready(head)
+    workers = [mesh.create(WORKER) for _ in range(WORKERS)]
+    sandbox = mesh.create(SANDBOX)
+    for pod in (*workers, sandbox):
+        node.await_ready(pod)
+    ready_s = time.monotonic() - began
+    client = mesh.create(CLIENT)
+    ends: dict[str, list[float]] = {}
+    done = mesh.await_step(head, client, 2)
+    for index in range(WORKERS):
+        ends[f"{WORKER}-{index}"] = mesh.end(workers[index])
+        workers[index] = mesh.create(WORKER)
+        node.await_ready(workers[index])
+        done = mesh.await_step(head, client, done + APART)
+    ends[SANDBOX] = mesh.end(sandbox)
+    sandbox = mesh.create(SANDBOX)
+    node.await_ready(sandbox)
+    done = mesh.await_step(head, client, done + APART)
+    before = head.address
+    ends[HEAD] = mesh.end(head)
+    head = mesh.create(HEAD)
+    if head.address == before:
+        raise PodFailed("the head is where it was")
+    node.await_ready(head)
+    mesh.await_step(head, client, done + 1)
+    code = int(run("docker", "wait", client.container("wait"), timeout=OVER_S))
+    if code:
+        raise PodFailed(f"the job's pod ended with {code}: {node.log(client)}")
+    told = parsed(node.execute(head, "meshrl", "status", "--json"))
+    [job] = [one for one in told["jobs"] if one["id"] == JOB]
+    run_of = f"/var/lib/meshrl/head/runs/{JOB}"
+    count = parsed(node.execute(head, "meshrl", "audit", run_of, "--json"))
+    hosts = parsed(node.execute(head, "meshrl", "hosts", "--json"))
+    wall_s = time.monotonic() - began
+    return Found(
+        round(ready_s, 1),
+        round(wall_s, 1),
+        job["phase"],
+        job["steps_done"],
+        count["lost"],
+        count["trained_twice"],
+        ends,
+        mesh.restarts + sum(map(node.restarts, (head, sandbox, *workers))),
+        len(hosts),
+    )
+
+
+def tried(scratch: Path, image: str, command: str, steps: int) -> Found:
+    """The overlay `cpu` and the Job, of so many steps, with secrets of their own."""
+    directory = rendering.copied(scratch / "kubernetes")
+    secrets_of(directory, command)
+    objects = rendering.everything(directory)
+    disk = scratch / "disk"
+    disk.mkdir()
+    with Node(objects["cpu"] + objects["submit"], scratch / "pods", image).open() as node:
+        return played(node, disk, steps)
+
+
+def told(found: Found) -> str:
+    """One line of JSON."""
+    return json.dumps(asdict(found) | {"good": found.good})

@@ -1,0 +1,48 @@
+"""Validates every object of every overlay: prints JSON, and ends with 1 if any is invalid."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.deploy.kubernetes import rendering
+from tests.deploy.kubernetes.rendering import Object
+
+# From the first that gives pods user namespaces by itself to the newest: what the project supports,
+# and what clouds do for a year longer.
+VERSIONS = ("1.33", "1.34", "1.35", "1.36", "1.37")
+VALIDATE_S = 120.0
+# What has `kubernetes-validate`: `make test-kubernetes` makes it.
+PYTHON = Path(__file__).parents[3] / ".venvs/kubernetes/bin/python"
+
+
+def validated(objects: dict[str, list[Object]]) -> dict[str, Any]:
+    """`overlays`, `versions`, `objects` (different ones), `validated`, `invalid`, `errors`."""
+    listed = [(where, found) for where, all_of in objects.items() for found in all_of]
+    asked = json.dumps({"versions": VERSIONS, "objects": listed})
+    script = str(Path(__file__).with_name("validating.py"))
+    found = subprocess.run(
+        [str(PYTHON), script],
+        input=asked,
+        capture_output=True,
+        text=True,
+        timeout=VALIDATE_S,
+    )
+    if found.returncode:
+        raise RuntimeError(found.stderr)
+    return {"overlays": list(objects), "versions": VERSIONS} | json.loads(found.stdout)
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as scratch:
+        told = validated(rendering.everything(rendering.copied(Path(scratch, "kubernetes"))))
+    print(json.dumps(told))
+    return 1 if told["invalid"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""What no schema can say of the objects: that they fit each other, and what the product does."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+
+from meshrl.cli import app
+from tests.deploy.kubernetes import rendering
+from tests.deploy.kubernetes.rendering import Object, expanded, of_kind, templates
+
+pytestmark = pytest.mark.needs("kubectl")
+
+END_S = 60  # `meshrl down` and the end of a host take so long at most
+USER = 10001
+RANGE = (7100, 7199)
+HEALTH = 9400
+WORKER = "meshrl-worker"
+# Where an overlay makes no Secrets, the operator does, by these names.
+OPERATORS = {"meshrl-head", "meshrl-join", "meshrl-submit"}
+
+
+def containers(template: Object) -> list[Object]:
+    spec = template["spec"]
+    return [*spec.get("initContainers", ()), *spec["containers"]]
+
+
+def options(words: list[str]) -> dict[str, str]:
+    return dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
+
+
+def selects(selector: Object, labels: dict[str, str]) -> bool:
+    return all(labels.get(key) == value for key, value in selector.items())
+
+
+def hosts(objects: list[Object]) -> list[tuple[str, Object, Object]]:
+    """Workloads whose pods are hosts of the mesh: name, pod, container."""
+    found = [(name, pod, containers(pod)) for name, pod in templates(objects)]
+    return [(name, pod, all_of[0]) for name, pod, all_of in found if len(all_of) == 1]
+
+
+def test_all_that_a_mesh_takes_is_there(overlay: list[Object]) -> None:
+    kinds = {
+        pod["metadata"]["labels"]["app.kubernetes.io/component"] for _, pod, _ in hosts(overlay)
+    }
+    assert kinds == {"head", "worker", "sandbox"}
+    names = [(found["kind"], found["metadata"]["name"]) for found in overlay]
+    assert len(names) == len(set(names))
+    [space] = of_kind(overlay, "Namespace")
+    for found in overlay:
+        if found["kind"] != "Namespace":
+            assert found["metadata"]["namespace"] == space["metadata"]["name"], found["metadata"]
+
+
+def test_commands_are_those_of_this_version(overlay: list[Object]) -> None:
+    """Each container's arguments, as the kubelet gives them, are read by the product's parser."""
+    commands = typer.main.get_command(app).commands
+    for _, pod in templates(overlay):
+        for container in containers(pod):
+            command, *words = expanded(container)
+            commands[command].make_context(command, words)
+
+
+def test_a_command_of_another_version_would_be_found() -> None:
+    with pytest.raises(Exception, match="No such option"):
+        typer.main.get_command(app).commands["join"].make_context("join", ["--drain=9"])
+
+
+def test_services_lead_to_pods_and_to_ports_that_these_have(overlay: list[Object]) -> None:
+    for service in of_kind(overlay, "Service"):
+        chosen = [
+            pod
+            for _, pod in templates(overlay)
+            if selects(service["spec"]["selector"], pod["metadata"]["labels"])
+        ]
+        assert len(chosen) == 1, service["metadata"]["name"]
+        ports = {
+            one["name"]: one["containerPort"] for one in chosen[0]["spec"]["containers"][0]["ports"]
+        }
+        for port in service["spec"]["ports"]:
+            assert ports[port["targetPort"]] == port["port"]
+    [head] = of_kind(overlay, "StatefulSet")
+    [named] = [one for one in of_kind(overlay, "Service") if one["spec"].get("clusterIP") == "None"]
+    assert head["spec"]["serviceName"] == named["metadata"]["name"]
+    assert named["spec"]["publishNotReadyAddresses"] is True
+    told = options(expanded(head["spec"]["template"]["spec"]["containers"][0]))
+    assert told["advertise"] == named["metadata"]["name"]
+
+
+def test_every_mount_has_its_volume_and_every_file_its_secret(overlay: list[Object]) -> None:
+    made = {found["metadata"]["name"]: set(found["data"]) for found in of_kind(overlay, "Secret")}
+    maps = {found["metadata"]["name"] for found in of_kind(overlay, "ConfigMap")}
+    claims = {
+        found["metadata"]["name"]: {
+            claim["metadata"]["name"]: {"claim": claim}
+            for claim in found["spec"].get("volumeClaimTemplates", ())
+        }
+        for found in of_kind(overlay, "StatefulSet")
+    }
+    for name, pod in templates(overlay):
+        volumes = {one["name"]: one for one in pod["spec"]["volumes"]} | claims.get(name, {})
+        used = set()
+        for container in containers(pod):
+            places = {}
+            for mount in container["volumeMounts"]:
+                places[mount["mountPath"]] = volumes[mount["name"]]
+                used.add(mount["name"])
+            assert len(places) == len(container["volumeMounts"])
+            assert "/tmp" in places
+            said = [
+                *expanded(container),
+                *(one.get("value", "") for one in container.get("env", ())),
+            ]
+            files = [word.rpartition("=")[2] for word in said if "/run/secrets/" in word]
+            for file in files:
+                directory, _, key = file.rpartition("/")
+                secret = places[directory]["secret"]
+                assert secret["secretName"] in OPERATORS
+                assert secret["defaultMode"] == 0o440  # root's, and of the group of the pod
+                assert not made or key in made[secret["secretName"]]
+        assert used == set(volumes), name
+        for volume in pod["spec"]["volumes"]:
+            if "configMap" in volume:
+                assert volume["configMap"]["name"] in maps
+
+
+def test_probes_and_prometheus_ask_where_health_is_served(overlay: list[Object]) -> None:
+    for name, pod, container in hosts(overlay):
+        told, notes = options(expanded(container)), pod["metadata"]["annotations"]
+        assert told["health"] == f"0.0.0.0:{HEALTH}", name  # the kubelet comes by the pod's address
+        ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+        for probe, path in (
+            ("startupProbe", "/livez"),
+            ("livenessProbe", "/livez"),
+            ("readinessProbe", "/readyz"),
+        ):
+            asked = container[probe]["httpGet"]
+            assert (asked["path"], ports[asked["port"]]) == (path, HEALTH)
+        assert notes["prometheus.io/scrape"] == "true"
+        assert (notes["prometheus.io/port"], notes["prometheus.io/path"]) == ("9400", "/metrics")
+
+
+def test_a_pod_has_the_time_that_it_says_it_takes_to_end(overlay: list[Object]) -> None:
+    for name, pod, container in hosts(overlay):
+        told, grace = options(expanded(container)), pod["spec"]["terminationGracePeriodSeconds"]
+        least = int(told.get("drain-s", 0)) + END_S
+        assert grace >= least, (name, grace, least)
+
+
+def test_ports_are_those_that_policies_and_services_name(overlay: list[Object]) -> None:
+    for name, _, container in hosts(overlay):
+        low, high = options(expanded(container))["listen"].rpartition(":")[2].split("-")
+        assert (int(low), int(high)) == RANGE, name
+    gateway = {
+        port["port"] for service in of_kind(overlay, "Service") for port in service["spec"]["ports"]
+    }
+    assert gateway == {RANGE[1]}  # the gateway has the last of the range
+
+
+def test_budgets_are_for_one_workload_each(overlay: list[Object]) -> None:
+    budgets = of_kind(overlay, "PodDisruptionBudget")
+    for budget in budgets:
+        chosen = [
+            name
+            for name, pod in templates(overlay)
+            if selects(budget["spec"]["selector"]["matchLabels"], pod["metadata"]["labels"])
+        ]
+        assert chosen == [budget["metadata"]["name"]]
+    workers = {found["metadata"]["name"] for found in of_kind(overlay, "Deployment")}
+    assert workers <= {budget["metadata"]["name"] for budget in budgets}
+
+
+def test_workloads_select_their_own_pods_alone(overlay: list[Object]) -> None:
+    for kind in ("StatefulSet", "Deployment"):
+        for found in of_kind(overlay, kind):
+            selector = found["spec"]["selector"]["matchLabels"]
+            chosen = [
+                name
+                for name, pod in templates(overlay)
+                if selects(selector, pod["metadata"]["labels"])
+            ]
+            assert chosen == [found["metadata"]["name"]]
+
+
+def test_no_two_hosts_share_a_volume(overlay: list[Object]) -> None:
+    """Each has a directory of its own that goes with the pod; the head's one outlives it."""
+    for name, pod, container in hosts(overlay):
+        volumes = {one["name"]: one for one in pod["spec"]["volumes"]}
+        for volume in volumes.values():
+            assert set(volume) <= {"name", "emptyDir", "secret", "configMap"}, (name, volume)
+        at = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        root = options(expanded(container))["root"]
+        place = at["/var/lib/meshrl"]
+        assert root.startswith("/var/lib/meshrl/")  # the directory of a volume may be everybody's
+        assert (place in volumes) == (name != "meshrl-head")
+    [head] = of_kind(overlay, "StatefulSet")
+    assert head["spec"]["replicas"] == 1
+    for claim in head["spec"]["volumeClaimTemplates"]:
+        assert claim["spec"]["accessModes"] in (["ReadWriteOnce"], ["ReadWriteOncePod"])
+
+
+def test_pods_meet_the_restricted_standard(overlay: list[Object]) -> None:
+    [space] = of_kind(overlay, "Namespace")
+    assert space["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    for name, pod in templates(overlay):
+        spec = pod["spec"]
+        whole = spec["securityContext"]
+        assert (whole["runAsNonRoot"], whole["runAsUser"], whole["fsGroup"]) == (True, USER, USER)
+        assert whole["seccompProfile"]["type"] == "RuntimeDefault"
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+        for container in containers(pod):
+            own = container["securityContext"]
+            assert own["capabilities"] == {"drop": ["ALL"]}, name
+            assert (own["allowPrivilegeEscalation"], own["readOnlyRootFilesystem"]) == (False, True)
+            assert "privileged" not in own
+            if "procMount" in own:  # the standard lets it pass in a user namespace alone
+                assert spec["hostUsers"] is False
+            limits, requests = container["resources"]["limits"], container["resources"]["requests"]
+            assert "memory" in limits and {"cpu", "memory"} <= set(requests)
+
+
+def test_no_pod_can_ask_the_clusters_api(overlay: list[Object]) -> None:
+    accounts = {found["metadata"]["name"]: found for found in of_kind(overlay, "ServiceAccount")}
+    for _, pod in templates(overlay):
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        account = accounts[pod["spec"]["serviceAccountName"]]
+        assert account["automountServiceAccountToken"] is False
+        assert pod["spec"]["enableServiceLinks"] is False
+    bound = [one for binding in of_kind(overlay, "RoleBinding") for one in binding["subjects"]]
+    assert not {one["name"] for one in bound} & set(accounts)
+
+
+def test_settings_of_a_head_stay_closed_when_its_volume_is_mounted_again(
+    overlay: list[Object],
+) -> None:
+    """`Always` gives the group every file of the volume, and what others can read is refused."""
+    [head] = of_kind(overlay, "StatefulSet")
+    context = head["spec"]["template"]["spec"]["securityContext"]
+    assert context["fsGroupChangePolicy"] == "OnRootMismatch"
+
+
+@pytest.mark.parametrize("overlay", ["gpu-a100", "gpu-h100", "prod"], indirect=True)
+def test_workers_with_gpus_go_where_these_are(overlay: list[Object]) -> None:
+    workers = [
+        (pod, container) for name, pod, container in hosts(overlay) if name.startswith(WORKER)
+    ]
+    chosen = [pod["spec"]["nodeSelector"]["nvidia.com/gpu.product"] for pod, _ in workers]
+    assert len(chosen) == len(set(chosen)) > 0
+    for pod, container in workers:
+        assert int(container["resources"]["limits"]["nvidia.com/gpu"]) > 0
+        assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in (
+            pod["spec"]["tolerations"]
+        )
+        assert options(expanded(container))["device"] == "cuda"
+        assert container["image"].endswith(":cuda")
+
+
+def test_a_pod_on_a_spot_node_says_so(objects: dict[str, list[Object]]) -> None:
+    told = {}
+    for name, pod, container in hosts(objects["prod"]):
+        if name.startswith(WORKER):
+            spot = pod["spec"].get("nodeSelector", {}).get("karpenter.sh/capacity-type") == "spot"
+            told[options(expanded(container))["market"]] = spot
+    assert told == {"spot": True, "reserved": False}
+
+
+def test_bubblewrap_is_given_what_it_needs_and_only_in_sandboxes(
+    objects: dict[str, list[Object]],
+) -> None:
+    for name, pod, container in hosts(objects["prod"]):
+        own = container["securityContext"]
+        if name == "meshrl-sandbox":
+            assert (pod["spec"]["hostUsers"], own["procMount"]) == (False, "Unmasked")
+            assert own["seccompProfile"] == {"type": "Localhost", "localhostProfile": "meshrl.json"}
+        else:
+            assert "procMount" not in own and "seccompProfile" not in own
+    assert (rendering.SOURCE.parent / "seccomp.json").is_file()  # which the operator puts there

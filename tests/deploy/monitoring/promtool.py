@@ -1,0 +1,18 @@
+"""promtool, as tests of compose/monitoring ask it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from loadtests.monitoring.files import PROMETHEUS
+
+PROMTOOL_S = 60.0  # it takes a tenth of a second on a machine that does nothing else
+
+
+def promtool(*words: str | Path, cwd: Path = PROMETHEUS) -> str:
+    """What promtool prints; AssertionError with all of it when it finds a mistake."""
+    command = ["promtool", *map(str, words)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=PROMTOOL_S)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout

@@ -1,0 +1,116 @@
+"""Prometheus takes the configurations and the alerts, and finds hosts by them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from loadtests.monitoring.files import PROMETHEUS, alerts, read
+from tests.deploy.monitoring.promtool import promtool
+
+ROOT = Path(__file__).parents[3]
+CONFIGURATIONS = ("prometheus.yaml", "kubernetes.yaml")
+
+
+def _scrape(name: str) -> dict[str, Any]:
+    """The job of a configuration that scrapes the mesh."""
+    (job,) = [j for j in read(PROMETHEUS / name)["scrape_configs"] if j["job_name"] == "meshrl"]
+    return job
+
+
+def _found(tmp_path: Path, job: dict[str, Any], groups: list[dict[str, Any]]) -> list[Any]:
+    """The labels of the targets that Prometheus makes of what a discovery has found."""
+    (tmp_path / "found.json").write_text(json.dumps(groups))
+    kept = {key: value for key, value in job.items() if not key.endswith("_sd_configs")}
+    kept.pop("static_configs", None)
+    told = kept | {"file_sd_configs": [{"files": ["found.json"]}]}
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump({"scrape_configs": [told]}))
+    said = promtool("check", "service-discovery", "--timeout=1s", "p.yaml", "meshrl", cwd=tmp_path)
+    return [target["labels"] for target in json.loads(said) if target.get("labels")]
+
+
+@pytest.mark.needs("promtool")
+def test_prometheus_takes_the_configuration_and_the_rules() -> None:
+    promtool("check", "config", "prometheus.yaml")
+    promtool("check", "rules", "--lint=all", "--lint-fatal", "alerts.yaml")
+
+
+@pytest.mark.needs("promtool")
+def test_each_alert_fires_when_it_should_and_not_when_it_should_not() -> None:
+    promtool("test", "rules", "alerts_test.yaml")
+
+
+def test_each_alert_is_tried_both_ways() -> None:
+    tried = [
+        one
+        for test in read(PROMETHEUS / "alerts_test.yaml")["tests"]
+        for one in test["alert_rule_test"]
+    ]
+    fire = {one["alertname"] for one in tried if one.get("exp_alerts")}
+    silent = {one["alertname"] for one in tried if not one.get("exp_alerts")}
+    assert fire == silent == set(alerts())
+
+
+@pytest.mark.parametrize("name", sorted(alerts()))
+def test_an_alert_says_how_bad_it_is_what_to_do_and_where_it_is_written(name: str) -> None:
+    rule = alerts()[name]
+    assert rule["labels"]["severity"] in ("critical", "warning", "info")
+    assert re.search(r"`meshrl |[Rr]oom|Look |Start |algorithm\.", rule["annotations"]["summary"])
+    file, _, anchor = rule["annotations"]["runbook"].partition("#")
+    titles = re.findall(r"^#+ (.+)$", (ROOT / file).read_text(), re.M)
+    assert anchor in {re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_labels_of_the_mesh_are_its_own(name: str) -> None:
+    assert _scrape(name)["honor_labels"] is True
+    assert read(PROMETHEUS / name)["rule_files"] == ["alerts.yaml"]
+
+
+@pytest.mark.needs("promtool")
+def test_a_host_that_dns_finds_has_the_role_of_its_name(tmp_path: Path) -> None:
+    job = _scrape("prometheus.yaml")
+    assert job["static_configs"] == [{"targets": ["head:9400"], "labels": {"role": "head"}}]
+    (target,) = _found(
+        tmp_path, job, [{"targets": ["10.0.0.7:9400"], "labels": {"__meta_dns_name": "workers"}}]
+    )
+    assert target["instance"] == "10.0.0.7:9400"
+    assert target["role"] == "workers"
+    assert target["__metrics_path__"] == "/metrics"
+
+
+@pytest.mark.needs("promtool")
+def test_pods_are_scraped_where_their_annotations_say_and_no_others(tmp_path: Path) -> None:
+    def pod(address: str, port: str, **meta: str) -> dict[str, Any]:
+        named = {f"__meta_kubernetes_{k}": v for k, v in meta.items()}
+        labels = named | {"__meta_kubernetes_pod_ip": address}
+        return {"targets": [f"{address}:{port}"], "labels": labels}
+
+    asks = {
+        "pod_annotation_prometheus_io_scrape": "true",
+        "pod_annotation_prometheus_io_port": "9400",
+        "pod_annotation_prometheus_io_path": "/metrics",
+        "pod_label_app_kubernetes_io_component": "head",
+        "pod_name": "meshrl-head-0",
+        "pod_phase": "Running",
+        "namespace": "meshrl",
+    }
+    found = _found(
+        tmp_path,
+        _scrape("kubernetes.yaml"),
+        [
+            pod("10.1.0.5", "7199", **asks),
+            pod("10.1.0.5", "6379", **asks),  # another port of the same pod
+            pod("10.1.0.6", "9400", **asks | {"pod_phase": "Succeeded"}),
+            pod("10.1.0.8", "8080", pod_name="another", pod_phase="Running"),
+        ],
+    )
+    assert {target["__address__"] for target in found} == {"10.1.0.5:9400"}
+    assert found[0]["role"] == "head"
+    assert found[0]["pod"] == "meshrl-head-0"
+    assert all(target == found[0] for target in found)  # one target: equal labels are one

@@ -1,0 +1,248 @@
+"""`make test-slurm`: a job on a mesh whose head and workers are jobs of Slurm that come and go.
+
+The head and an array of workers are submitted as a user would. While the job trains one worker is
+requeued without a notice and one reaches its time limit; then the head reaches its own and goes on
+at another node, and is requeued without a notice. Prints one line
+of JSON; exits with 1 when the job or its account is not right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loadtests.hosts.hosts import CODE
+from loadtests.hosts.hosts import lacking as namespaces_lack
+from tests.deploy.slurm import cluster
+from tests.deploy.slurm.cluster import Cluster
+
+SCRIPTS = CODE / "compose" / "slurm"
+ROOT = f"{cluster.HOME}/mesh"
+RUN = "mesh/runs/calculator"
+NODES = 5  # the head's, three for workers, and one where the head goes when its node is taken away
+WORKERS = 3
+STEPS = 40  # the job must outlast what happens to it: some 20 on two cores that do nothing else
+# Few and short trajectories, no evaluation: minutes on two cores.
+SHORT = (
+    *("rollout.slots=16", f"budget.steps={STEPS}", "algorithm.groups_per_step=4"),
+    *("algorithm.group_size=4", "algorithm.filter_zero_variance=false", "warm_start.steps=20"),
+    *("evaluation.before=false", "evaluation.after=false", "evaluation.every=0"),
+)
+START_S = 300.0
+MOVE_S = 420.0  # the end of a job (KillWait), its new start, and joining
+STEP_S = 600.0
+LOOK_S = 1.0
+LOG_CHARS = 8000  # of each log, where the trial has failed
+
+
+@dataclass
+class Trial:
+    """What the jobs of Slurm did while the mesh trained."""
+
+    cluster: Cluster
+    head: str = ""
+    workers: str = ""
+    took_s: dict[str, float] = field(default_factory=dict)
+
+    async def begin(self) -> None:
+        """The secrets, the head and the workers."""
+        user = self.cluster.user
+        await user("meshrl", "secrets", f"{cluster.HOME}/meshrl-secrets", "--head", "head")
+        self.head = await self._submitted("head.sbatch", "--time=4:00:00")
+        size = (f"--array=1-{WORKERS}", "--cpus-per-task=4", "--time=4:00:00")
+        self.workers = await self._submitted("workers.sbatch", *size)
+        await self.until("the head runs", self._listening, START_S)
+
+    async def train(self) -> None:
+        """A job, from the login node."""
+        job = str(CODE / "examples" / "calculator.toml")
+        sets = [word for change in SHORT for word in ("--set", change)]
+        await self.cluster.user(str(SCRIPTS / "at-head.sh"), "submit", job, *sets)
+        await self.step(1)
+
+    async def workers_come_back(self) -> None:
+        """One worker's job is put back into the queue without a notice, and the time limit of
+        another is near: it drains, leaves and asks to be requeued.
+        """
+        known = self._admitted()
+        requeued, limited = (f"{self.workers}_{task}" for task in (1, 2))
+        await self.cluster.user("scontrol", "requeue", requeued)
+        await self._limit(limited)
+        await asyncio.gather(self.restarted(requeued), self.restarted(limited))
+
+        async def joined() -> bool:
+            return self._admitted() >= known + 2
+
+        await self.until("both are in the mesh again", joined, MOVE_S)
+        await self._goes_on()
+
+    async def time_out_head(self) -> None:
+        """The head's time limit is near, and its node is wanted by others."""
+        node = (await self._row(self.head))["BatchHost"]
+        await self.cluster.admin(
+            *("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=wanted")
+        )
+        await self._limit(self.head)
+        await self.restarted(self.head)
+        assert (await self._row(self.head))["BatchHost"] != node, "the head is where it was"
+        await self._goes_on()
+
+    async def requeue_head(self) -> None:
+        """The head's job is ended and put back into the queue, without a notice."""
+        await self.cluster.user("scontrol", "requeue", self.head)
+        await self.restarted(self.head)
+        await self._goes_on()
+
+    async def end(self) -> dict[str, Any]:
+        """The account of the job, once it is over."""
+        await self.until("the job is over", self._over, STEP_S)
+        said = await self.cluster.user("meshrl", "audit", "--json", f"{cluster.HOME}/{RUN}")
+        account: dict[str, Any] = json.loads(said)
+        summary = json.loads(self.cluster.home(f"{RUN}/summary.json").read_text())
+        return {"phase": summary["phase"], "steps": self._steps(), **account}
+
+    async def close(self) -> None:
+        """Ends the jobs, which must not come back."""
+        await self.cluster.user("scancel", self.workers)
+        await self.cluster.user("scancel", self.head)
+        await self.until("no job is left", self._none, MOVE_S)
+
+    async def restarted(self, job: str) -> None:
+        """A job that was requeued runs again: at once, and not after the usual two minutes."""
+        began = time.monotonic()
+        first = int((await self._row(job))["Restarts"])
+
+        async def pending() -> bool:
+            row = await self._row(job)
+            return row["JobState"] == "PENDING"
+
+        await self.until(f"{job} is in the queue again", pending, MOVE_S)
+        self.took_s[f"{job}_ended"] = time.monotonic() - began
+        for change in ("TimeLimit=4:00:00", "StartTime=now"):
+            await self.cluster.admin("scontrol", "update", f"JobId={job}", change)
+
+        async def running() -> bool:
+            row = await self._row(job)
+            return row["JobState"] == "RUNNING" and int(row["Restarts"]) >= first
+
+        await self.until(f"{job} runs again", running, MOVE_S)
+
+    async def step(self, least: int) -> None:
+        """Returns when the job has done so many steps."""
+
+        async def done() -> bool:
+            assert self._steps() >= least or not await self._over(), "the job has ended too soon"
+            return self._steps() >= least
+
+        await self.until(f"step {least}", done, STEP_S)
+
+    async def until(self, what: str, holds: Callable[[], Awaitable[bool]], most_s: float) -> None:
+        """Returns when it holds; TimeoutError."""
+        began = time.monotonic()
+        while not await holds():
+            if time.monotonic() - began > most_s:
+                raise TimeoutError(f"{what}: not within {most_s:g} s")
+            await asyncio.sleep(LOOK_S)
+        print(f"{time.monotonic() - began:6.1f} s until {what}", file=sys.stderr, flush=True)
+
+    def said(self, pattern: str) -> int:
+        """How many times the logs of the jobs say so."""
+        return sum(len(re.findall(pattern, path.read_text())) for path in self.logs())
+
+    def logs(self) -> list[Path]:
+        """Those of Slurm's jobs."""
+        return sorted(self.cluster.home(".").glob("meshrl-*.log"))
+
+    async def _submitted(self, script: str, *words: str) -> str:
+        settings = f"MESHRL_ROOT={ROOT}"
+        submit = ("sbatch", "--parsable", *words, str(SCRIPTS / script))
+        return (await self.cluster.user("env", settings, "MESHRL_LOOK_S=5", *submit)).strip()
+
+    async def _limit(self, job: str) -> None:
+        """A time limit three minutes from now: its signal comes at once."""
+        days, _, clock = (await self._row(job))["RunTime"].rpartition("-")
+        hours, minutes, _ = map(int, clock.split(":"))
+        limit = f"{(int(days or 0) * 24 + hours) * 60 + minutes + 3}"
+        await self.cluster.user("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
+
+    async def _row(self, job: str) -> dict[str, str]:
+        return next(iter((await self.cluster.jobs(job)).values()))
+
+    async def _listening(self) -> bool:
+        ran = await self.cluster.user(str(SCRIPTS / "at-head.sh"), "status", check=False)
+        return bool(ran) and "error" not in ran
+
+    async def _goes_on(self) -> None:
+        """One more step than now; the job must not be over."""
+        await self.step(self._steps() + 1)
+
+    def _admitted(self) -> int:
+        """How many hosts the gateway has let in."""
+        log = self.cluster.home(f"meshrl-head-{self.head}.log").read_text()
+        return log.count('"a host has joined"')
+
+    async def _over(self) -> bool:
+        """A head that stops writes a summary, too."""
+        path = self.cluster.home(f"{RUN}/summary.json")
+        return path.is_file() and json.loads(path.read_text())["phase"] in ("finished", "failed")
+
+    async def _none(self) -> bool:
+        return not (await self.cluster.user("squeue", "-h")).strip()
+
+    def _steps(self) -> int:
+        path = self.cluster.home(f"{RUN}/metrics.jsonl")
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+async def tried() -> dict[str, Any]:
+    """Each part of it, and what came of the job."""
+    began = time.monotonic()
+    async with Cluster(NODES) as made:
+        trial = Trial(made)
+        try:
+            for part in (
+                *(trial.begin, trial.train, trial.workers_come_back),
+                *(trial.time_out_head, trial.requeue_head),
+            ):
+                since = time.monotonic()
+                await part()
+                trial.took_s[part.__name__] = time.monotonic() - since
+            account = await trial.end()
+            await trial.close()
+        except BaseException:
+            for log in trial.logs():
+                print(f"== {log.name}\n{log.read_text()[-LOG_CHARS:]}", file=sys.stderr)
+            raise
+        return {
+            "phase": account["phase"],
+            "steps": account["steps"],
+            "lost": account["lost"],
+            "trained_twice": account["trained_twice"],
+            "requeued": trial.said("DUE TO JOB REQUEUE"),
+            "timed_out": trial.said("the time limit is near"),
+            "seconds": round(time.monotonic() - began, 1),
+            "parts_s": {name: round(took, 1) for name, took in trial.took_s.items()},
+        }
+
+
+def main() -> None:
+    """Exits with 77 where this machine lacks what it takes."""
+    if absent := cluster.lacking() or namespaces_lack():
+        print(f"this machine lacks {absent}: apt-get install slurmctld slurmd munge iproute2")
+        sys.exit(77)
+    found = asyncio.run(tried())
+    print(json.dumps(found))
+    right = found["phase"] == "finished" and found["steps"] >= STEPS
+    right = right and (found["lost"], found["trained_twice"]) == (0, 0)
+    sys.exit(0 if right and (found["requeued"], found["timed_out"]) == (4, 2) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The scripts for Slurm say what a shell and `meshrl` understand; `make test-slurm` runs them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+
+from meshrl.cli import app
+
+SCRIPTS = sorted((Path(__file__).parents[3] / "compose" / "slurm").iterdir())
+
+
+def options_of(command: str) -> set[str]:
+    """Those that a command of `meshrl` takes."""
+    group = typer.main.get_command(app)
+    return {name for one in group.commands[command].params for name in one.opts}  # type: ignore[attr-defined]
+
+
+@pytest.mark.needs("shellcheck")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_is_sound(script: Path) -> None:
+    found = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True)
+    assert found.stdout == ""
+
+
+@pytest.mark.parametrize(("script", "command"), [("head", "up"), ("workers", "join")])
+def test_commands_have_the_options_that_scripts_give(script: str, command: str) -> None:
+    (path,) = (one for one in SCRIPTS if one.stem == script and one.suffix == ".sbatch")
+    (call,) = re.findall(rf"meshrl {command}(?=[^`\n]*--)(.*?)&$", path.read_text(), re.S | re.M)
+    given = set(re.findall(r"(?<=\s)--[a-z-]+", call))
+    assert {"--foreground", "--root"} < given <= options_of(command)

@@ -1,0 +1,25 @@
+"""A process that runs tests and loses its lease says why it ends where somebody hears it: pytest
+has taken its stderr, and the worker of a run would end without a word.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NoReturn
+
+from common.runtime.lease import LOST
+
+_heard = 2
+
+
+def listen() -> None:
+    """From now on that is this process's stderr as it is now."""
+    global _heard
+    _heard = os.dup(2)
+
+
+def lost(why: str) -> NoReturn:
+    """What `Mesh` is to call when its lease is lost, in place of an end that nobody hears of."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "a process of a test")
+    os.write(_heard, f"\n{test}: {why}\n".encode())
+    os._exit(LOST)

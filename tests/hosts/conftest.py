@@ -1,0 +1,38 @@
+"""Hosts for tests: namespaces of this machine, which share nothing but a network."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from loadtests.hosts.host import Host
+
+PORT = 7000
+MARKS = [pytest.mark.needs(name) for name in ("root", "netns", "iptables")]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests here make hosts."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            for mark in MARKS:
+                item.add_marker(mark)
+
+
+@contextlib.asynccontextmanager
+async def serving(host: Host) -> AsyncIterator[None]:
+    """A server of `loadtests.hosts.probe` on a host, once it listens."""
+    words = ("python", "-m", "loadtests.hosts.probe", "serve", str(PORT))
+    async with host.started(*words, pipes=True) as server:
+        assert server.stdout and await server.stdout.readline() == b"ready\n"
+        yield
+
+
+async def probed(asking: Host, what: str, asked: Host, count: int) -> list[float]:
+    """What `loadtests.hosts.probe` finds from one host to another."""
+    words = ("loadtests.hosts.probe", what, asked.address, str(PORT), str(count))
+    return [json.loads(line) for line in (await asking.run("python", "-m", *words)).out.split()]

@@ -1,0 +1,99 @@
+"""One of two ranks on hosts of their own: `python -m tests.hosts.far_rank RANK ADDRESS ADDRESS`,
+those of the hosts in rank order.
+
+They train until the network ends it, and say so; once a file `mended` is there they meet again, and
+repeat the first step. Prints a line of JSON for each thing that happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.api.ranks import Meeting
+from common.errors import RankLost
+from common.process.interfaces import address_of
+from common.settings import MeshSettings
+from common.wire.meeting import listen
+from services.trainer.ranks import interfaces
+from services.trainer.ranks.rank import Rank, of_the_group
+from tests.unit.trainer.ranks.batches_under_test import (
+    bins_of_step,
+    given_weights,
+)
+from tests.unit.trainer.ranks.rows_under_test import sharded_learner
+
+PORT = 7100
+DEADLINE_S = 6.0
+
+
+def say(what: str, value: Any) -> None:
+    print(json.dumps([what, value]), flush=True)
+
+
+def met(rank: Rank, generation: int, addresses: list[str]) -> None:
+    """Says how long it took."""
+    own = addresses[rank.rank]
+    interface = interfaces.wide(MeshSettings("", "", bind=f"tcp://{own}:*"))
+    assert address_of(interface) == own, interface
+    where = f"tcp://{addresses[0]}:{PORT + generation}/{generation}"
+    door = listen(own, range(PORT + generation, PORT + generation + 1)) if rank.rank == 0 else None
+    with door or contextlib.nullcontext():
+        began = time.monotonic()
+        rank.form(Meeting(generation, where, DEADLINE_S, addresses), interface, door)
+    say("met", time.monotonic() - began)
+    names = list(rank.outline(False))
+    rank.take(names, given_weights("plain") if rank.rank == 0 else None)
+    rank.taken()
+
+
+def stepped(rank: Rank, step: int) -> str:
+    """A digest of the weights after a step."""
+    rank.begin()
+    rank.compute(0, bins_of_step(step)[rank.rank])
+    rank.apply(1, 100.0, 1.0)
+    whole = [p.full_tensor() for p in rank.learner.weights().values()]  # type: ignore[attr-defined]
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in whole)).hexdigest()
+
+
+def lost(rank: Rank, step: int) -> float:
+    """After how many seconds a collective that the other does not join fails."""
+    while True:
+        step, began = step + 1, time.monotonic()
+        try:
+            stepped(rank, step)
+        except RuntimeError as error:
+            if of_the_group(error):
+                return time.monotonic() - began
+            raise
+
+
+def main(number: int, addresses: list[str]) -> None:
+    torch.set_num_threads(1)
+    rank = Rank(partial(sharded_learner, "plain"), number, 2, "cpu")
+    met(rank, 1, addresses)
+    say("step", stepped(rank, 0))
+    say("lost", lost(rank, 0))
+    rank.leave()
+    try:  # nobody reaches the other
+        met(rank, 2, addresses)
+    except RankLost as error:
+        say("apart", str(error))
+    rank.leave()
+    while not Path("mended").exists():
+        time.sleep(0.02)
+    met(rank, 3, addresses)
+    say("step", stepped(rank, 0))
+    rank.leave()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,178 @@
+"""Hosts share nothing but a network, which is as slow, as far and as bad as they were told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from loadtests.hosts import leftovers
+from loadtests.hosts.host import Host
+from loadtests.hosts.hosts import Hosts
+from tests.hosts.conftest import PORT, probed, serving
+
+
+async def running(host: Host, count: int) -> list[psutil.Process]:
+    """Processes of a host, once there are so many."""
+    async with asyncio.timeout(10):
+        while len(found := host.processes()) < count:
+            await asyncio.sleep(0.01)
+    return found
+
+
+ABSTRACT = "import socket; socket.socket(socket.AF_UNIX).connect('\\0meshrl-ground')"
+LOOPBACK = f"import socket; socket.create_connection(('127.0.0.1', {PORT}), 1)"
+
+
+async def test_a_host_sees_nothing_of_another_but_its_address(tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text("of this machine")
+    abstract = socket.socket(socket.AF_UNIX)
+    abstract.bind("\0meshrl-ground")
+    abstract.listen()
+    async with Hosts(2, delay_s=0) as hosts:
+        one, other = hosts[0], hosts[1]
+        for place in ("/tmp", "/dev/shm", "/var/tmp", "/host", "/run"):
+            await one.run("sh", "-c", f"echo mine >{place}/mine")
+            assert "mine" not in (await other.run("ls", place)).out, place
+        assert not (await one.run("cat", str(tmp_path / "outside"), check=False)).out
+        assert (await one.run("cat", "/tmp/mine")).out == "mine\n"
+        assert one.path("/tmp/mine").read_text() == "mine\n"
+        assert (await one.run("hostname")).out == "h0\n"
+        async with serving(one):
+            assert (await one.run("python", "-c", LOOPBACK, check=False)).status == 0
+            assert (await other.run("python", "-c", LOOPBACK, check=False)).status == 1
+            assert await probed(other, "ask", one, 1)
+        assert (await one.run("python", "-c", ABSTRACT, check=False)).status == 1
+        seen = (await one.run("ps", "-e", "-o", "pid=")).out.split()
+        assert len(seen) < 6 and str(os.getpid()) not in seen
+        assert (await one.run("touch", str(Path(__file__)), check=False)).status != 0
+    abstract.close()
+
+
+async def test_a_link_has_the_rate_it_was_given() -> None:
+    async with Hosts(2, rate="100mbit") as hosts, serving(hosts[0]):
+        (rate,) = await probed(hosts[1], "send", hosts[0], 3 << 20)
+        assert rate < 1.1 * 100e6 / 8
+    async with Hosts(2, rate="1gbit") as hosts, serving(hosts[0]):
+        (faster,) = await probed(hosts[1], "send", hosts[0], 12 << 20)
+        assert faster > 1.2 * rate
+
+
+async def test_a_round_trip_takes_twice_the_delay() -> None:
+    async with Hosts(2, delay_s=0.02) as hosts, serving(hosts[0]):
+        took = await probed(hosts[1], "ask", hosts[0], 20)
+        assert 0.04 <= min(took) < 0.2
+        assert hosts.router_cpu_s() > 0
+
+
+async def test_a_share_of_packets_is_lost_and_connections_bear_it() -> None:
+    async with Hosts(2, delay_s=0.0005) as hosts, serving(hosts[0]):
+        assert await probed(hosts[1], "datagrams", hosts[0], 300) == [300]
+        await hosts.lose(1, 0.3)
+        (came,) = await probed(hosts[1], "datagrams", hosts[0], 300)
+        there_and_back = 0.7 * 0.7 * 300
+        assert 0.7 * there_and_back < came < 200
+        await hosts.lose(1, 0.02)
+        assert await probed(hosts[1], "send", hosts[0], 1 << 20)
+        await hosts.mend(1)
+        assert await probed(hosts[1], "datagrams", hosts[0], 300) == [300]
+
+
+async def test_a_partition_cuts_one_host_off_and_an_open_connection_outlives_it() -> None:
+    async with Hosts(3) as hosts, serving(hosts[0]):
+        words = ("loadtests.hosts.probe", "ask", hosts[0].address, str(PORT))
+        async with hosts[1].started("python", "-m", *words, "200", pipes=True) as asking:
+            assert asking.stdout and await asking.stdout.readline()
+            async with hosts.partition(1):
+                assert await probed(hosts[2], "ask", hosts[0], 3)
+                cut = await hosts[1].run("python", "-m", *words, "1", check=False)
+                assert "timed out" in cut.err
+                assert asking.returncode is None
+            rest, _ = await asking.communicate()
+        assert rest.count(b"\n") == 199
+
+
+async def test_a_killed_host_is_silent_and_comes_back_with_its_disk() -> None:
+    async with Hosts(2) as hosts, serving(hosts[0]):
+        await hosts[1].run("sh", "-c", "echo kept >/host/kept; echo lost >/dev/shm/lost")
+        async with hosts[1].started("sleep", "600") as sleeper:
+            processes = await running(hosts[1], 1)
+            await hosts.kill(1)
+            assert await sleeper.wait() == -signal.SIGKILL
+            _, left = await asyncio.to_thread(psutil.wait_procs, processes, timeout=20.0)
+            assert not left
+        refused = await hosts[0].run(
+            *("python", "-m", "loadtests.hosts.probe", "ask", "10.77.1.2", str(PORT), "1"),
+            check=False,
+        )
+        assert "timed out" in refused.err, "a dead host answers nothing, not even a refusal"
+        back = await hosts.revive(1)
+        assert (await back.run("cat", "/host/kept")).out == "kept\n"
+        assert not (await back.run("ls", "/dev/shm")).out
+        assert await probed(back, "ask", hosts[0], 1)
+
+
+async def test_a_command_ends_with_its_block_and_is_in_the_groups_of_its_host() -> None:
+    async with Hosts(1) as hosts:
+        async with hosts[0].started("sh", "-c", "sleep 601 & sleep 602") as command:
+            processes = await running(hosts[0], 3)
+            hosts[0].signal(command, signal.SIGSTOP)
+        _, left = await asyncio.to_thread(psutil.wait_procs, processes, timeout=20.0)
+        assert not left
+        if hosts[0].groups:
+            assert hosts[0].groups[0].name in (await hosts[0].run("cat", "/proc/self/cgroup")).out
+
+
+async def test_nothing_is_left_when_a_test_is_cancelled() -> None:
+    async def endless(made: asyncio.Future[Hosts]) -> None:
+        async with Hosts(2) as hosts, hosts[1].started("sleep", "603"):
+            made.set_result(hosts)
+            await asyncio.Event().wait()
+
+    made: asyncio.Future[Hosts] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(endless(made))
+    hosts = await made
+    inits = [hosts.router, hosts[0].init, hosts[1].init]
+    groups = [place for number in (0, 1) for place in hosts[number].groups]
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not any(map(psutil.pid_exists, inits))
+    assert not [place for place in groups if place.exists()]
+    assert not _directories(os.getpid())
+
+
+async def test_nothing_is_left_when_a_test_is_killed() -> None:
+    program = """
+import asyncio, sys
+from loadtests.hosts.hosts import Hosts
+async def main():
+    async with Hosts(2) as hosts, hosts[1].started("sleep", "604"):
+        print(hosts.router, hosts[0].init, hosts[1].init, flush=True)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+    killed = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE
+    )
+    assert killed.stdout
+    inits = [psutil.Process(int(pid)) for pid in (await killed.stdout.readline()).split()]
+    assert len(inits) == 3 and _directories(killed.pid)
+    killed.kill()
+    await killed.wait()
+    async with asyncio.timeout(20):
+        while any(init.is_running() and init.status() != "zombie" for init in inits):
+            await asyncio.sleep(0.02)
+        while _directories(killed.pid):  # groups are empty once the kernel has buried everybody
+            leftovers.sweep()
+            await asyncio.sleep(0.02)
+
+
+def _directories(pid: int) -> list[Path]:
+    return list(Path(leftovers.tempfile.gettempdir()).glob(f"{leftovers.PREFIX}{pid}-*"))

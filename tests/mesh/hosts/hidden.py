@@ -1,0 +1,82 @@
+"""A host that does not see the head's files: they are covered in a mount namespace of its own.
+
+Redis' socket alone shows through; everything else comes over the network.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from common.process.forking.birth import NURSERY_ENV
+from common.settings import REDIS_ENV, MeshSettings
+from meshrl.launch.directory import leftovers
+from meshrl.launch.directory.places import MeshPlace
+from meshrl.launch.head.launcher import Launcher
+from meshrl.launch.hosting import HostShape
+from tests.mesh.hosts.joining import END_S, JoinedHost
+from tests.mesh.running import ROOT
+
+
+class HiddenHost(JoinedHost):
+    """One whose processes see an empty directory where the head's root is."""
+
+    def __init__(self, place: MeshPlace, mesh: Launcher, workers: int, prefix: str = "h1w") -> None:
+        super().__init__(place)
+        self._head = mesh.place
+        place.directory.mkdir(parents=True, mode=0o700)
+        seen = self._redis / "redis.sock"
+        url = mesh.settings.redis_url.replace(
+            str(mesh.place.redis.resolve() / "redis.sock"), str(seen)
+        )
+        assert str(seen) in url, url
+        host = f"{place.root.name}-1"
+        settings = replace(mesh.settings, host=host, run_root=str(place.root), redis_url=url)
+        settings.to_file(place.settings)
+        HostShape(workers=workers, prefix=prefix).write(place)
+
+    @property
+    def _redis(self) -> Path:
+        return self.place.root / "r"
+
+    def start(self) -> None:
+        """Runs what `meshrl join` runs, where the head's files are not."""
+        self.place.logs.mkdir(parents=True, exist_ok=True)
+        self._redis.mkdir(exist_ok=True)
+        hosting = [sys.executable, "-m", "meshrl.launch.hosting", "--root", str(self.place.root)]
+        steps = [
+            ["mount", "--bind", str(self._head.redis.resolve()), str(self._redis)],
+            ["mount", "-t", "tmpfs", "none", str(self._head.root.resolve())],
+            ["exec", *hosting],
+        ]
+        script = " && ".join(shlex.join(step) for step in steps)
+        # A nursery of the head's would fork what sees its files.
+        left_out = (REDIS_ENV, NURSERY_ENV)
+        environment = {k: v for k, v in os.environ.items() if k not in left_out}
+        with self.place.log("hosting").open("ab") as log:
+            self.program = subprocess.Popen(
+                ["unshare", "--mount", "sh", "-c", script],
+                env={**environment, "PYTHONPATH": str(ROOT)},
+                stdout=log,
+                stderr=log,
+            )
+
+    def lose(self) -> None:
+        """All that runs there is gone at once."""
+        assert self.program is not None
+        self.program.kill()  # first, for it starts others again
+        self.program.wait(END_S)
+        while there := leftovers.belonging_to(self.place.settings.resolve()):
+            for pid in there:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    @property
+    def settings(self) -> MeshSettings:
+        return MeshSettings.from_file(self.place.settings)

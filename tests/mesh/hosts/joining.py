@@ -1,0 +1,91 @@
+"""Hosts for tests: a mesh of this process, and other directories of this machine that join it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from common.settings import REDIS_ENV, MeshSettings
+from common.state import jobs
+from meshrl.job import bundle, jobfile
+from meshrl.launch.directory.places import MeshPlace
+from meshrl.launch.head.launcher import Launcher
+from meshrl.launch.hosting import HostShape
+from tests.mesh.running import JOB, ROOT
+
+WITHIN_S = 90.0
+END_S = 60.0
+
+T = TypeVar("T")
+
+
+class JoinedHost:
+    """A second directory, whose root process is a program of its own."""
+
+    def __init__(self, place: MeshPlace) -> None:
+        self.place = place
+        self.program: subprocess.Popen[bytes] | None = None
+
+    @property
+    def name(self) -> str:
+        return MeshSettings.from_file(self.place.settings).host
+
+    def start(self) -> None:
+        """Runs what `meshrl join` runs."""
+        self.place.logs.mkdir(parents=True, exist_ok=True)
+        environment = {k: v for k, v in os.environ.items() if k != REDIS_ENV}
+        with self.place.log("hosting").open("ab") as log:
+            self.program = subprocess.Popen(
+                [sys.executable, "-m", "meshrl.launch.hosting", "--root", str(self.place.root)],
+                env={**environment, "PYTHONPATH": str(ROOT)},
+                stdout=log,
+                stderr=log,
+            )
+
+    def end(self) -> int:
+        """Ends it in order; its exit status."""
+        assert self.program is not None
+        self.program.send_signal(signal.SIGTERM)
+        return self.program.wait(END_S)
+
+    @property
+    def said(self) -> str:
+        logs = sorted(self.place.logs.glob("*.log"))
+        return "\n".join(f"--- {f.name}\n{f.read_text(errors='replace')[-1500:]}" for f in logs)
+
+
+def beside(mesh: Launcher, root: Path, prefix: str = "h1w") -> JoinedHost:
+    """A host that shares the mesh's secret and reaches its Redis, with one worker."""
+    place = MeshPlace(root)
+    place.directory.mkdir(parents=True, mode=0o700)
+    settings = replace(mesh.settings, host=f"{root.name}-1", run_root=str(root))
+    settings.to_file(place.settings)
+    HostShape(workers=1, prefix=prefix).write(place)
+    return JoinedHost(place)
+
+
+async def until(what: str, look: Callable[[], Awaitable[T]], within_s: float = WITHIN_S) -> T:
+    """What `look` returns, once it returns something."""
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        if found := await look():
+            return found
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"not {what} within {within_s:g} s")
+
+
+async def submitted(mesh: Launcher, job: str, *words: str) -> None:
+    """Hands over the job of digits."""
+    config, base = jobfile.load(JOB, [f"name={job}", *words])
+    run_dir = mesh.place.root / job
+    _, document = bundle.pack(config, base, run_dir)
+    await jobs.submit(mesh.state, job, document, str(run_dir), uuid.uuid4().hex)

@@ -1,0 +1,106 @@
+"""A mesh whose processes each have a key and whose roles are users of Redis: a job runs on it, none
+of its processes asks Redis what its role may not, and no secret shows anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from common.access import owner
+from common.settings import MeshSettings, redis_password
+from common.state import events, jobs
+from common.state.client import State
+from common.state.hosts import rights
+from common.state.server import embedded
+from meshrl.cli import app
+from meshrl.launch.directory import leftovers
+from meshrl.launch.directory.places import MeshPlace
+from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.launch.redis import certificate
+from tests.mesh.hosts.joining import submitted, until
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("redis-server")]
+# Where secrets are on purpose, for the mesh's user alone.
+KEPT = ("settings.json", owner.FILE, certificate.KEY, certificate.AUTHORITY_KEY)
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Launcher]:
+    monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
+    launcher = Launcher(MeshPlace(tmp_path / "head"), Shape(workers=1, listen="tcp://127.0.0.1:*"))
+    await launcher.start()
+    yield launcher
+    await launcher.stop()
+
+
+def secrets_of(place: MeshPlace) -> list[str]:
+    """All secrets and passwords, and a part of each private key."""
+    head = MeshSettings.from_file(place.settings).secret
+    master = owner.owner(place.directory).secret
+    found = [head, master, *(redis_password(head, role) for role in rights.ROLES)]
+    people = (owner.PERSON, "default", embedded.OWNER, embedded.USER)
+    found += [redis_password(master, user) for user in people]
+    for name in (certificate.KEY, certificate.AUTHORITY_KEY):
+        found.append((place.directory / name).read_text().splitlines()[1])
+    return found
+
+
+def shown(place: MeshPlace) -> Iterator[tuple[str, bytes]]:
+    """What others may come to see: where, and what."""
+    for pid in leftovers.belonging_to(place.settings.resolve()):
+        process = psutil.Process(pid)
+        yield f"the command line of {pid}", " ".join(process.cmdline()).encode()
+        yield f"the environment of {pid}", str(process.environ()).encode()
+    for path in place.root.rglob("*"):
+        if path.is_file() and path.name not in KEPT:
+            yield str(path), path.read_bytes()
+
+
+async def test_a_job_runs_by_roles_that_are_denied_nothing_and_show_no_secret(
+    mesh: Launcher,
+) -> None:
+    await submitted(mesh, "digits", "budget.steps=2")
+
+    async def ended() -> jobs.JobRow | None:
+        row = await jobs.job(mesh.state, "digits")
+        return row if row.ended else None
+
+    row = await until("the end of the job", ended)
+    assert row.phase == "finished", row.error
+    line = ["status", "--json", "--mesh", str(mesh.place.root)]
+    status = await asyncio.to_thread(CliRunner().invoke, app, line)
+    assert status.exit_code == 0 and json.loads(status.output)["jobs"], status.output
+
+    told = await owned(mesh)
+    secrets = secrets_of(mesh.place)
+    said = "".join(str(event) for event in await events.read_all(mesh.state))
+    assert not [secret for secret in secrets if secret in said + status.output]
+    found = await asyncio.to_thread(lambda: list(shown(mesh.place)))
+    # planners, store, agent and worker at the least: those of the job may have ended by now
+    assert len([where for where, _ in found if where.startswith("the command line")]) >= 5
+    spilled = {where for where, text in found if any(one.encode() in text for one in secrets)}
+    assert not spilled
+    assert told == []
+
+
+async def owned(mesh: Launcher) -> list[str]:
+    """What Redis has refused since its start: each user, and what it asked."""
+    master = owner.owner(mesh.place.directory).secret
+    scheme, _, bare = mesh.settings.redis_url.partition("://")
+    user = f"{embedded.OWNER}:{redis_password(master, embedded.OWNER)}"
+    authority = f"?ssl_ca_certs={mesh.settings.authority}" if mesh.settings.authority else ""
+    state = await State.open(f"{scheme}://{user}@{bare}{authority}")
+    try:
+        rows = [
+            dict(zip(*[iter(row)] * 2, strict=True)) for row in await state.command("ACL", "LOG")
+        ]
+        return [f"{row['username']}: {row['object']} ({row['client-info']})" for row in rows]
+    finally:
+        await state.close()

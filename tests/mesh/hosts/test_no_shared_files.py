@@ -1,0 +1,110 @@
+"""A job on a host that sees none of the head's files trains as on the head."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from common.records.checkpoints import all_checkpoints, verified
+from common.state import events, jobs, pool, registry
+from meshrl.launch.directory.places import MeshPlace
+from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.observe.report import samples
+from meshrl.remote_logs import RemoteLogs
+from tests.mesh.hosts.hidden import HiddenHost
+from tests.mesh.hosts.joining import submitted, until
+from tests.mesh.running import ROOT
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("root")]
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Launcher]:
+    monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
+    launcher = Launcher(MeshPlace(tmp_path / "head"), Shape(workers=0))
+    await launcher.start()
+    yield launcher
+    await launcher.stop()
+
+
+async def test_everything_of_a_job_runs_where_no_file_of_the_head_is_seen(
+    mesh: Launcher, tmp_path: Path
+) -> None:
+    host = HiddenHost(MeshPlace(tmp_path / "second"), mesh, workers=4)
+    second = host.name
+    host.start()
+    try:
+
+        async def there() -> bool:
+            assert host.program is not None and host.program.poll() is None, host.said
+            return sum(w.alive for w in await pool.workers(mesh.state)) == 4
+
+        await until("the workers of the second host", there)
+        few = ["budget.steps=3", "training.checkpoint_every=1", "sandbox.processes=2"]
+        few += ["mesh.workers=4", "planner.training=2"]
+        frozen = ["models.reference.path=initial", "algorithm.kl_coefficient=0.1"]
+        await submitted(mesh, "digits", *few, *frozen)
+        await its_trainer_dies(mesh)
+        places: dict[str, str] = {}
+        found: dict[str, int] = {}  # bytes of weights that were there already, by process
+
+        async def ended() -> jobs.JobRow | None:
+            for entry in await registry.entries(mesh.state):
+                if entry.kind not in places or entry.host == second:
+                    places[entry.kind] = entry.host
+                if entry.host == second:
+                    got = int(entry.stats.get("chunks_found_bytes", 0))
+                    found[entry.name] = max(got, found.get(entry.name, 0))
+            row = await jobs.job(mesh.state, "digits")
+            return row if row.ended else None
+
+        row = await until("the end of the job", ended, 150)
+        assert row.phase == "finished", f"{row.error}\n{host.said}"
+        kinds = {kind for kind, host in places.items() if host == second}
+        assert kinds >= {"engine", "hybrid", "rollout", "sandbox", "scoring", "trainer"}, places
+        assert any(found.values()), found
+        run_dir = mesh.place.root / "digits"
+        assert verified(all_checkpoints(run_dir)[-1])["step"] == 3
+        await logs_are_read_from_the_head(mesh, host)
+        told = await events.read_all(mesh.state)
+        assert not [e.fields for e in told if e.kind in ("damaged", "lineage")]
+        assert samples.read(run_dir) and not samples.damaged(run_dir)
+    finally:
+        host.end()
+
+
+async def its_trainer_dies(mesh: Launcher) -> None:
+    """After a commit: the next one goes on from a checkpoint that it fetches."""
+
+    async def committed() -> bool:
+        return (await jobs.job(mesh.state, "digits")).version >= 1
+
+    await until("a step", committed)
+    trainer = await registry.lookup(mesh.state, "trainer/digits")
+    assert trainer is not None
+    os.kill(trainer.pid, signal.SIGKILL)
+
+
+async def logs_are_read_from_the_head(mesh: Launcher, host: HiddenHost) -> None:
+    async with RemoteLogs.of(mesh.place) as remote:
+        found, silent = await remote.listed()
+    assert not silent and {(log.host, log.file.name) for log in found} >= {
+        (host.name, "worker-h1w0"),
+        (host.name, "trainer-digits"),
+    }
+    [engine, *_] = [p for p in host.place.logs.glob("engine-*.log") if p.stat().st_size]
+    program = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-m", "meshrl", "logs", engine.stem, "--mesh", str(mesh.place.root)],
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    out, err = await program.communicate()
+    assert program.returncode == 0, err.decode()
+    assert out.decode().splitlines() == engine.read_text().splitlines()[-20:]

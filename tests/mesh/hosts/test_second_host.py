@@ -1,0 +1,206 @@
+"""A second host gives its worker to the mesh, a job computes on it, it is drained, vanishes, comes
+back, and leaves in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from typer.testing import CliRunner
+
+from common.state import events, jobs, pool, registry
+from common.state.events import Event
+from meshrl.cli import app
+from meshrl.launch.directory import leftovers
+from meshrl.launch.directory.places import MeshPlace
+from meshrl.launch.head.launcher import Launcher, Shape
+from tests.mesh.hosts.joining import JoinedHost, beside, submitted, until
+
+T = TypeVar("T")
+SILENT_S = 300.0  # all of a test
+pytestmark = pytest.mark.timeout(SILENT_S)
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Launcher]:
+    monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
+    launcher = Launcher(MeshPlace(tmp_path / "head"), Shape(workers=1))
+    await launcher.start()
+    yield launcher
+    await launcher.stop()
+
+
+@asynccontextmanager
+async def hearing(mesh: Launcher) -> AsyncIterator[list[Event]]:
+    """The events of the mesh from now on: its stream keeps none for long that nobody reads."""
+    heard: list[Event] = []
+
+    async def listen() -> None:
+        since = await events.last_id(mesh.state)
+        while True:
+            for event in await events.read_all(mesh.state, since):
+                heard.append(event)
+                since = event.id
+            await asyncio.sleep(0.2)
+
+    task = asyncio.create_task(listen())
+    yield heard
+    assert not task.done(), task.exception()
+    task.cancel()
+
+
+async def said(mesh: Launcher, *words: str) -> Any:
+    """What a command prints as JSON."""
+    line = [*words, "--json", "--mesh", str(mesh.place.root)]
+    found = await asyncio.to_thread(CliRunner().invoke, app, line)
+    assert found.exit_code == 0, (line, found.output, found.exception)
+    return json.loads(found.output)
+
+
+async def test_a_second_host_computes_for_a_job_is_drained_and_leaves(
+    mesh: Launcher, tmp_path: Path
+) -> None:
+    host = beside(mesh, tmp_path / "second")
+    host.start()
+    try:
+        async with hearing(mesh) as heard:
+            await computes(mesh, host, heard)
+            await is_drained(mesh, host, heard)
+            await vanishes_and_comes_back(mesh, host, heard)
+        assert host.end() == 0, host.said
+    finally:
+        if host.program is not None and host.program.poll() is None:
+            host.program.kill()
+            host.program.wait()
+    assert not leftovers.belonging_to(host.place.settings.resolve())
+    alive = {e.name for e in await registry.entries(mesh.state) if e.alive}
+    assert not alive & {f"node/{host.name}", "worker/h1w0"}
+    assert {f"node/{mesh.settings.host}", "worker/w0"} <= alive
+
+
+def told(heard: list[Event], kind: str) -> list[dict[str, Any]]:
+    return [event.fields for event in heard if event.kind == kind]
+
+
+async def later(heard: list[Event], kind: str) -> list[dict[str, Any]]:
+    return told(heard, kind)
+
+
+async def computes(mesh: Launcher, host: JoinedHost, heard: list[Event]) -> None:
+    async def worker() -> bool:
+        assert host.program is not None and host.program.poll() is None, host.said
+        return any(w.host == host.name and w.alive for w in await pool.workers(mesh.state))
+
+    await until("a worker of the second host", worker)
+    await submitted(mesh, "digits", "budget.steps=100000", "rollout.weights=collective")
+
+    async def computes_there() -> set[str]:
+        found = await registry.entries(mesh.state)
+        return {e.kind for e in found if e.host == host.name} & {"engine", "trainer"}
+
+    assert await until("a role process there", computes_there)
+
+    async def two_steps() -> bool:
+        row = await jobs.job(mesh.state, "digits")
+        assert not row.ended, f"{row.error}\n{host.said}"
+        return row.steps_done >= 2
+
+    await until("two steps", two_steps)
+
+    async def broadcast() -> list[dict[str, Any]]:
+        told = [event.fields for event in heard if event.kind == "weights_way"]
+        return [way for way in told if way["way"] == "collective"]
+
+    [way] = await until("weights come by broadcast", broadcast)
+    assert (way["host"], way["process"][:6]) == (host.name, "engine")
+    assert way["verdict"].startswith("it took") and way["bytes"] > 0
+    [joined] = told(heard, "host_joined")
+    assert joined["host"] == host.name
+
+
+async def is_drained(mesh: Launcher, host: JoinedHost, heard: list[Event]) -> None:
+    head, second = await said(mesh, "hosts")
+    assert (head["head"], head["state"], head["workers"]) == (True, "up", ["w0"])
+    assert (second["host"], second["state"]) == (host.name, "up")
+    assert second["workers"] == ["h1w0"] and second["residents"] and second["trip_ms"] > 0
+    assert head["services"] + second["services"]
+    drained = await said(mesh, "drain", "second", "--wait", "--timeout", "90")
+    assert (drained["state"], drained["residents"], drained["services"]) == ("drained", [], [])
+    assert drained["drain_s"] > 0
+    await until("word of it", lambda: later(heard, "drain_settled"))
+    assert (await said(mesh, "drain", "second", "--off"))["changed"]
+    assert [row["state"] for row in await said(mesh, "hosts")] == ["up", "up"]
+
+
+async def within(reading: Awaitable[T]) -> T:
+    return await asyncio.wait_for(reading, 60.0)
+
+
+async def vanishes_and_comes_back(mesh: Launcher, host: JoinedHost, heard: list[Event]) -> None:
+    note = host.place.log("note")
+    note.write_text("before\n")
+    async with following(mesh, "note") as follows:
+        await is_followed(mesh, host, heard, follows)
+
+
+@asynccontextmanager
+async def following(mesh: Launcher, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`meshrl logs -f`, which waits for a host for as long as these tests do, and hears Ctrl-C also
+    where tests run in the background of a shell.
+    """
+    line = ["logs", "-f", name, "--mesh", str(mesh.place.root)]
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    waits = f"from meshrl import __main__, logs; logs.SILENT_S = {SILENT_S}"
+    patient = f"{heard}; {waits}; __main__.main()"
+    follows = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", patient, *line), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        yield follows
+    finally:
+        if follows.returncode is None:
+            follows.kill()
+            await follows.wait()
+
+
+async def is_followed(
+    mesh: Launcher, host: JoinedHost, heard: list[Event], follows: asyncio.subprocess.Process
+) -> None:
+    assert host.program is not None
+    note = host.place.log("note")
+    assert follows.stdout is not None and follows.stderr is not None
+    assert await within(follows.stdout.readline()) == b"before\n"
+    for pid in [host.program.pid, *leftovers.belonging_to(host.place.settings.resolve())]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    host.program.wait()
+    [lost] = await until("the loss of the host", lambda: later(heard, "host_lost"))
+    assert (lost["host"], lost["workers"]) == (host.name, ["h1w0"])
+    assert [row["state"] for row in await said(mesh, "hosts")] == ["up", "away"]
+    silent = (await within(follows.stderr.readline())).decode()
+    assert f"{host.name} does not tell of note now" in silent and "waiting" in silent
+    host.start()
+    await until("its return", lambda: later(heard, "host_back"))
+
+    async def alive() -> bool:
+        return any(w.host == host.name and w.alive for w in await pool.workers(mesh.state))
+
+    await until("its worker", alive)
+    row = await jobs.job(mesh.state, "digits")
+    assert not row.ended, "what was on it is all that was lost"
+    with note.open("a") as file:
+        file.write("after\n")
+    assert await within(follows.stdout.readline()) == b"after\n", "it goes on where it was"
+    follows.send_signal(signal.SIGINT)
+    assert await within(follows.wait()) == 130

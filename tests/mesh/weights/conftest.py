@@ -1,0 +1,25 @@
+"""Versions in bad weather."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from tests.mesh.weights.weather import Weather, weather
+from tests.nursery import TestNursery
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forks() -> Iterator[None]:
+    """One nursery for all of them, where the run has none."""
+    nursery = TestNursery()
+    nursery.start()
+    yield
+    nursery.close()
+
+
+@pytest.fixture
+async def made() -> AsyncIterator[Weather]:
+    async with weather(Weather) as found:
+        yield found

@@ -1,0 +1,21 @@
+"""The weight store, which is swept all the time, and gives what it needs no more no grace.
+
+Takes what services.weights takes.
+"""
+
+from __future__ import annotations
+
+from common.runtime.mesh import Mesh, MeshSettings, run
+from common.wire.weight_store import STORE
+from services.weights.__main__ import serve
+from services.weights.keeping.sweeping import Pace
+
+AT_ONCE = Pace(sweep_s=0.05, grace_s=0.0)
+
+
+async def main() -> None:
+    await serve(await Mesh.open(STORE, "weights", MeshSettings.from_env()), AT_ONCE)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,224 @@
+"""A job whose versions processes of the product train, stage and commit, in the weather: a core, or
+a core of two ranks. What is beyond the road to the store is on host 2. Its groups are made from a
+seed, and each step has some.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+from common.pool.seat import Seat
+from common.records.home import Home
+from common.runtime.mesh import Mesh, MeshSettings
+from common.state import groups, jobs, registry
+from common.state.server import home
+from common.weights.receive import Receiver
+from common.wire.blob import pack
+from common.wire.bulk.port import BulkClient
+from common.wire.weight_store import put
+from loadtests.weights import contents, models
+from loadtests.weights.scene import Member, Scene
+from meshrl.job import bundle, jobfile
+from meshrl.launch.directory.places import MeshPlace
+from meshrl.launch.head import from_copy
+from services.weights.keeping.records import JOBS, record_in
+from tests.mesh.elastic import GROUPS, JOB_FILE, MEMBERS, STEPS, WITHIN_S, group
+from tests.mesh.weights.weather import (
+    ENDLESS,
+    LOOK_S,
+    MODEL,
+    Said,
+    Weather,
+    said_with,
+    until,
+)
+
+JOB = "job"
+CORE, RANK = f"trainer/{JOB}", f"rank/{JOB}/1"
+OWNER = "rollout/job/0"  # of the groups
+BEYOND = 2  # the host from which a road leads to the store
+WHOLE_SHARE = 1.0  # of a version
+SETTINGS = {
+    "training.bin_tokens": 40,  # some bins a step
+    "training.checkpoint_every": STEPS,  # recovery repeats steps from their records
+    "training.deltas": "off",  # the road carries what is staged, and what engines pull
+    "budget.steps": STEPS,
+    "algorithm.max_staleness": STEPS,
+}
+
+
+class TrainedWeather(Weather):
+    """A store on host 0, an engine on host 1, and a job that is trained."""
+
+    ranks = 1
+    within_s = WITHIN_S
+
+    def __init__(self, scene: Scene, opened: AsyncExitStack) -> None:
+        super().__init__(scene, opened)
+        self._meshes: list[Mesh] = []  # this process's
+        self._trained: dict[int, Said] = {}  # what is said with a version
+        self._training: dict[str, Member] = {}
+        self._admitted: list[groups.Admitted] = []
+        self._base = self._released = 0
+
+    async def begin_training(self, ranks: int = 1, url: str = "", **settings: Any) -> None:
+        """Version 0 is committed, and an engine has it. A core alone is beyond the road; of a core
+        of two ranks the first is beside the store, and the other one beyond. `url`: of the durable
+        copy that the mesh keeps.
+        """
+        self.ranks = ranks
+        if url:
+            self.scene.settings(0)
+            from_copy.keep(url, self.place)
+        await self._open()
+        await self._submit(settings)
+        await self._begin()
+        await jobs.set_phase(self.scene.state, JOB, jobs.Phase.TRAINING, self._token, OWNER)
+
+    async def go_on(self, url: str) -> None:
+        """The job of a mesh that is gone, by its durable copy; an engine has the version that it
+        goes on from.
+        """
+        self.scene.settings(0)
+        from_copy.bring(url, self.place)
+        tell = from_copy.to_put_back(self.place)
+        assert tell is not None
+        await tell(self.scene.state)
+        self._base = (await self.row()).version
+        await self._open()
+        await self._begin()
+
+    @property
+    def place(self) -> MeshPlace:
+        """That of the store's host."""
+        return MeshPlace(self.scene.root(0))
+
+    async def _open(self) -> None:
+        state = self.scene.state
+        elsewhere = self.scene.directory / "nowhere"  # as if each host had a disk of its own
+        await home.tell(state, Home("h0", str(elsewhere), ""))
+        self.store, self.road = await self.on_a_road("weights", 0, "services.weights")
+        self.road.both_ways = True
+        settings = MeshSettings.from_file(self.scene.settings(0))
+        self._here = await Mesh.open("test", "trainer", settings)
+        self._meshes.append(self._here)
+        self._bulk = BulkClient(self._here)
+        entry = registry.Entry(OWNER, "rollout", incarnation=uuid.uuid4().hex)
+        self._token = await registry.register(state, entry, 600_000)
+
+    async def _begin(self) -> None:
+        for name in (CORE, RANK)[: self.ranks]:
+            self.start(name)
+        self.shard = await self.scene.shard(1)
+        await self.came(lambda row: row.phase in jobs.ACTIVE)
+        self.engine = await self.new_engine()
+        await self.arrives(self.engine)
+
+    async def leave(self) -> None:
+        for mesh in self._meshes:
+            await mesh.leave()
+
+    async def _submit(self, settings: dict[str, Any]) -> None:
+        hf = models.MODELS[MODEL].to_hf()
+        words = {f"model.config.{key}": value for key, value in hf.items() if value is not None}
+        more = {"training.ranks": self.ranks, "mesh.workers": self.ranks + 1}
+        words |= SETTINGS | more | {key.replace("__", "."): v for key, v in settings.items()}
+        config, base = jobfile.load(JOB_FILE, [f"{k}={json.dumps(v)}" for k, v in words.items()])
+        run_dir = self.scene.root(0) / "run"
+        _, document = bundle.pack(config, base, run_dir)
+        await jobs.submit(self.scene.state, JOB, document, str(run_dir), uuid.uuid4().hex)
+
+    # -- processes -------------------------------------------------------------------------------
+
+    def start(self, name: str) -> None:
+        """Starts the core or the rank."""
+        seat = Seat("g0", "g0", JOB, 1, core=True, rank=int(name == RANK), ranks=self.ranks)
+        host = BEYOND if self.ranks == 1 or name == RANK else 0
+        self._training[name] = self.scene.start(name, host, "services.trainer", *seat.words())
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL; its name is free then."""
+        await self._training[name].kill()
+        await self.frees(name)
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    async def released_until(self, share: float) -> None:
+        """The next step has groups, and its version is being staged: so large a share of it has
+        gone over the road. 1: the store has every chunk and the manifest, and the core has not
+        heard of it.
+        """
+        if share < WHOLE_SHARE:
+            self.stand(share)
+            await self.release()
+            await self.stands()
+            return
+        calls = self.calls["weights"]
+        calls.stands_at = calls.carried
+        await self.release()
+        staged = "the version is in the store"
+        await until(lambda: self.newest in self._on_record(), staged, self.within_s)
+
+    def _on_record(self) -> set[int]:
+        """Versions that the store keeps."""
+        path = self.scene.root(0) / "store" / JOBS / f"{JOB}.json"
+        return {number.version for number in record_in(path).versions.values()}
+
+    def goes_on(self) -> None:
+        super().goes_on()
+        self.calls["weights"].stands_at = ENDLESS
+
+    @property
+    def newest(self) -> int:
+        """The version that the last step makes which has groups."""
+        return self._base + self._released
+
+    async def release(self) -> None:
+        """The groups of the next step are ready."""
+        state = self.scene.state
+        if not self._admitted:
+            whole = STEPS * GROUPS
+            self._admitted = await groups.admit(
+                state, JOB, OWNER, self._token, whole, uuid.uuid4().hex
+            )
+        start, self._released = self._released * GROUPS, self._released + 1
+        for admitted in self._admitted[start : start + GROUPS]:
+            content = pack(group(admitted.group))
+            digest = await put(self._here, self._bulk, content, "a group")
+            about = admitted.group, digest, len(content), 0, MEMBERS, uuid.uuid4().hex
+            await groups.group_ready(state, JOB, OWNER, self._token, *about)
+
+    async def came(self, holds: Callable[[jobs.JobRow], bool]) -> jobs.JobRow:
+        """The job's row, once something holds of it."""
+        end = time.monotonic() + self.within_s
+        while not holds(row := await self.row()):
+            said = "\n".join(member.said for member in self._training.values())
+            assert time.monotonic() < end, f"{row.phase}, version {row.version}\n{said}"
+            await asyncio.sleep(LOOK_S)
+        return row
+
+    async def row(self) -> jobs.JobRow:
+        """That of the job."""
+        row = await jobs.job(self.scene.state, JOB)
+        assert row is not None
+        return row
+
+    async def arrives(self, engine: Member, version: int = -1) -> None:
+        await super().arrives(engine, version)
+        await self.expected(await self.serves(engine))  # while the store can be asked for it
+
+    async def expected(self, version: int) -> Said:
+        """By weights whose identity is the one that the core has committed."""
+        if version not in self._trained:
+            row = await self.row()
+            assert row.version == version, "one step at a time"
+            image = await Receiver(self._here, self._bulk).receive(row.manifest)
+            assert contents.identity_of(dict(image.tensors)) == row.image
+            self._trained[version] = said_with(image.tensors)
+        return self._trained[version]

@@ -1,0 +1,240 @@
+"""A job whose versions go from one host to engines on others, over roads on which things happen,
+and what the engines may say meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from common.generation.builtin.build import build
+from common.generation.contract import Request
+from common.state import registry
+from loadtests.weights import models
+from loadtests.weights.scene import Member, Scene
+from loadtests.weights.serving import PROMPT
+from tests.unit.common.wire.road import Road
+
+MODEL = "little"  # nine chunks and more
+WHOLE = sum(tensor.nbytes for tensor in models.drawn(MODEL, 0).values())
+FAR = "127.0.0.2"  # where a road to a process begins
+SAID = 6  # tokens, which tell one version from another
+WITHIN_S = 60.0  # for what takes a second on a quiet machine
+LOOK_S = 0.01
+ENDLESS = 1 << 40
+
+
+Said = tuple[list[int], list[float]]  # tokens and their log-probabilities
+
+
+@functools.cache
+def of_seed(seed: int) -> Said:
+    """What the model with this seed's weights says."""
+    return said_with(models.drawn(MODEL, seed))
+
+
+def said_with(weights: Mapping[str, Tensor]) -> Said:
+    """What the model says with these weights, by an engine of its own."""
+    engine = build(models.MODELS[MODEL], 1, 64)
+    engine.wake(weights, 0)
+    prompt = np.array(PROMPT, np.int32)
+    engine.submit([Request(1, prompt, SAID, temperature=0.0, stop_ids=(), seed=0, session=1)])
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    while len(tokens) < SAID:
+        engine.step()
+        flush = engine.drain(ended_only=False)
+        if flush is not None:
+            tokens += flush.tokens.tolist()
+            logprobs += flush.logprobs.tolist()
+    return tokens, logprobs
+
+
+class Weather:
+    """A store on host 0 with a publisher beside it, an engine on host 1 and a shard that reads it.
+    Version n has the weights of seed n, unless another seed is said.
+    """
+
+    within_s = WITHIN_S
+
+    def __init__(self, scene: Scene, opened: AsyncExitStack) -> None:
+        self.scene, self._opened = scene, opened
+        self.seeds: list[int] = []  # by version
+        self.calls: dict[str, Road] = {}  # to what processes are called at, by name
+        self._engines = 0
+
+    async def leave(self) -> None:
+        """What this process has in the mesh ends."""
+
+    async def begin(self, far: bool = False, store: str = "services.weights") -> None:
+        """Version 0 is committed, and the engine has it. `far`: the publisher is on host 2;
+        `store`: the module that the store runs.
+        """
+        self.store, self.road = await self.on_a_road("weights", 0, store)
+        self.publisher, self.shard = await asyncio.gather(
+            self.scene.publisher(host=2 if far else 0), self.scene.shard()
+        )
+        await self.publisher.ask("submit", run_dir=str(self.scene.directory))
+        await self.publish()
+        self.engine = await self.new_engine()
+        await self.arrives(self.engine)
+
+    async def on_a_road(self, name: str, host: int, module: str) -> tuple[Member, Road]:
+        """A process that others reach by roads alone; that of its bulk port."""
+        self.scene.settings(host, advertise=FAR)
+        member = self.scene.start(name, host, module)
+        return member, await self._roads_to(name, host)
+
+    async def agent_on_a_road(self, host: int) -> tuple[Member, Road]:
+        """Who serves on what a host has received, whom others reach by roads alone."""
+        self.scene.settings(host, advertise=FAR)
+        agent = await self.scene.agent(host)
+        return agent, await self._roads_to(agent.name, host)
+
+    async def _roads_to(self, name: str, host: int) -> Road:
+        entry = await self.scene.registered(name)
+        self.scene.settings(host, advertise="")
+        ports = [_port(place) for place in (entry.address, entry.bulk.partition("#")[0])]
+        calls, bulk = [self._opened.enter_context(Road(port, ENDLESS)) for port in ports]
+        self.calls[name] = calls
+        return bulk
+
+    async def again(self) -> None:
+        """A store in the place of one that is gone; no road leads to it."""
+        gone = await registry.lookup(self.scene.state, "weights")
+        assert gone is not None
+        await self.frees("weights")
+        self.store = self.scene.start("weights", 0, "services.weights")
+        await self.scene.registered("weights", gone=gone.incarnation)
+
+    async def frees(self, name: str) -> None:
+        """The name of a process that has ended is free, as its supervisor sees to."""
+        entry = await registry.lookup(self.scene.state, name)
+        assert entry is not None
+        await registry.evict(self.scene.state, name, entry.incarnation)
+
+    async def new_engine(self, host: int = 1) -> Member:
+        """Another engine, which follows the job from now on."""
+        engine = await self.scene.engine(self._engines, MODEL, host)
+        self._engines += 1
+        await engine.ask("begin", look_s=0.2)
+        return engine
+
+    # -- versions --------------------------------------------------------------------------------
+
+    async def stage(self, seed: int = -1, publisher: Member | None = None) -> str:
+        """The digest of the next version."""
+        publisher = publisher or self.publisher
+        version = len(self.seeds)
+        await publisher.ask("model", name=MODEL, seed=version if seed < 0 else seed)
+        staged: dict[str, Any] = await publisher.ask("stage", version=version)
+        return str(staged["digest"])
+
+    async def commit(self, digest: str, seed: int = -1, publisher: Member | None = None) -> int:
+        """Makes it the job's; its number."""
+        version = len(self.seeds)
+        await (publisher or self.publisher).ask("commit", digest=digest)
+        self.seeds.append(version if seed < 0 else seed)
+        return version
+
+    async def publish(self) -> int:
+        """Stages and commits the next version; its number."""
+        return await self.commit(await self.stage())
+
+    @property
+    def newest(self) -> int:
+        """The version that was committed last."""
+        return len(self.seeds) - 1
+
+    async def expected(self, version: int) -> Said:
+        """What an engine says that has this version."""
+        return of_seed(self.seeds[version])
+
+    # -- what engines say ------------------------------------------------------------------------
+
+    async def serves(self, engine: Member) -> int:
+        """The version that an engine answers with, which is whole; -1: it has none."""
+        if (await engine.ask("serves"))["version"] < 0:
+            return -1
+        await self.shard.ask("attach", engine=engine.name)
+        said = await self.shard.ask("greedy", engine=engine.name, most=SAID)
+        versions = said["versions"]
+        assert len(versions) == SAID, said
+        if versions[0] == versions[-1]:  # else it came in between
+            tokens, logprobs = await self.expected(versions[0])
+            assert said["tokens"] == tokens, f"version {versions[0]} is not whole"
+            assert said["logprobs"] == pytest.approx(logprobs, abs=1e-4)
+        return int(versions[-1])
+
+    async def arrives(self, engine: Member, version: int = -1) -> None:
+        """Returns once an engine answers with a version, the newest where none is named; whatever
+        it says before is of a whole one.
+        """
+        wanted = self.newest if version < 0 else version
+        end = time.monotonic() + self.within_s
+        while (now := await self.serves(engine)) < wanted:
+            told = await engine.ask("serves")
+            assert time.monotonic() < end, f"{now}, not {wanted}: {told}\n{engine.said}"
+            await asyncio.sleep(LOOK_S)
+
+    async def waits(self, member: Member, on: str) -> None:
+        """Returns once a process tells the mesh that it waits for somebody or something."""
+        async with asyncio.timeout(WITHIN_S):
+            while not any(wait["on"] == on for wait in await self._waits(member)):
+                await asyncio.sleep(LOOK_S)
+
+    async def _waits(self, member: Member) -> list[dict[str, Any]]:
+        entry = await registry.lookup(self.scene.state, member.name)
+        return entry.waits if entry is not None else []
+
+    # -- roads -----------------------------------------------------------------------------------
+
+    def stand(self, share: float, road: Road | None = None) -> None:
+        """A road, that to the store, carries no more once it has carried so large a share of a
+        version.
+        """
+        road = road or self.road
+        road.stands_at = road.carried + int(share * WHOLE)
+
+    async def stands(self, road: Road | None = None) -> None:
+        """Returns once nothing moves on it."""
+        some = road or self.road
+        await until(lambda: some.carried >= some.stands_at, "the road stands", self.within_s)
+
+    def goes_on(self) -> None:
+        """The road carries all again."""
+        self.road.stands_at = ENDLESS
+
+
+async def until(holds: Callable[[], object], what: str, within_s: float = WITHIN_S) -> None:
+    """Returns once something holds."""
+    end = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < end, f"not within {within_s:g} s: {what}"
+        await asyncio.sleep(LOOK_S)
+
+
+def _port(place: str) -> int:
+    return int(place.rpartition(":")[2])
+
+
+W = TypeVar("W", bound=Weather)
+
+
+@asynccontextmanager
+async def weather(kind: type[W]) -> AsyncIterator[W]:
+    """Processes and roads that end with the block."""
+    async with AsyncExitStack() as roads, Scene() as scene:
+        made = kind(scene, roads)
+        try:
+            yield made
+        finally:
+            await made.leave()

@@ -1,0 +1,295 @@
+"""What an SGLang server promises its clients, kept by a small server of our own for hosts that have
+none. It computes with the built-in engine, speaks the wire of `v0_5`, and takes weights from disk
+tensor by tensor, so that an update can end half-way. `tests/sglang` holds the real one to the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from aiohttp import web
+from safetensors.torch import load
+from torch import Tensor
+
+from common.api.engine import Finish
+from common.errors import MeshError, PeerLost, Refused
+from common.generation.contract import Piece, Request
+from common.model.hf import state_from_hf, state_to_hf
+from services.engine.sglang import reading_back, v0_5
+from services.engine.sglang.control import Control
+from services.engine.sglang.engine import SGLangEngine
+from services.engine.sglang.health import HealthWatch
+from services.engine.sglang.http import Http
+from services.engine.sglang.weights import FromDisk
+from tests.unit.common.generation.engines_under_test import TINY, built_in, decoder, text_of
+
+WIDE = -(-TINY.ffn_size // v0_5.INNER_ROWS) * v0_5.INNER_ROWS  # SGLang's MLP on a CPU
+BETWEEN_S = 0.002  # two steps: a client has time to say something meanwhile
+ANSWER_S = 60.0
+ENDS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORTED: "abort"}
+
+
+class Counterpart:
+    """A server on loopback, on a loop and a thread of its own. `fails_at`: the tensor, counted as
+    they lie in the file, at which its next update from disk ends. It then says so, as SGLang does
+    of a broadcast; if it `ends` the connection breaks off and nobody answers any more, as SGLang
+    ends at a tensor of a file that it cannot take.
+    """
+
+    def __init__(self, slots: int, max_length: int) -> None:
+        self.fails_at = -1
+        self.about: dict[str, Any] = {}  # what it says of itself
+        self.flips = ""  # the tensor of the next update of which a bit is not what came
+        self.ends = self.ended = False
+        self.deaf = False  # it answers 500 to a pause, and goes on
+        self.engine = built_in("eager", slots, max_length)
+        self.theirs = dict(state_to_hf(TINY, decoder().state_dict()))
+        self.label, self.stands = "0", False
+        self._numbers: dict[str, int] = {}  # of requests, by rid
+        self._heard: dict[int, asyncio.Queue[Piece]] = {}
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="counterpart", daemon=True).start()
+        self.http: Http = self.run(self._serve(slots))
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(ANSWER_S)
+
+    async def _serve(self, slots: int) -> Http:
+        app = web.Application(client_max_size=1 << 30, middlewares=[self._while_it_lives])
+        answers = {
+            v0_5.PAUSE: self._pause,
+            v0_5.CONTINUE: self._go_on,
+            v0_5.ABORT: self._abort,
+            v0_5.FROM_DISK: self._load,
+            v0_5.RELEASE: self._nothing,
+            v0_5.RESUME: self._nothing,
+            v0_5.LOAD_ADAPTER: self._load_adapter,
+            v0_5.UNLOAD_ADAPTER: self._unload_adapter,
+            v0_5.READ_BACK: self._read_back,
+        }
+        for path, answer in answers.items():
+            app.router.add_post(path, answer)
+        app.router.add_post(v0_5.GENERATE, self._generate)
+        app.router.add_get(v0_5.INFO, self._info)
+        app.router.add_get(v0_5.HEALTH, self._nothing)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self._steps = asyncio.create_task(self._step())
+        return Http(f"http://127.0.0.1:{self._runner.addresses[0][1]}", slots)
+
+    @web.middleware
+    async def _while_it_lives(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if self.ended and request.transport is not None:
+            request.transport.abort()
+        answer: web.StreamResponse = await handler(request)
+        return answer
+
+    def lost(self) -> MeshError | None:
+        """What its process would say."""
+        return PeerLost("the server has ended") if self.ended else None
+
+    async def _close(self) -> None:
+        self._steps.cancel()
+        await self.http.close()
+        await self._runner.cleanup()
+
+    def close(self) -> None:
+        self.run(self._close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    # -- what it generates -----------------------------------------------------------------------
+
+    async def _step(self) -> None:
+        while True:
+            if not self.stands:
+                self.engine.step()
+                self._drain()
+            await asyncio.sleep(BETWEEN_S)
+
+    def _drain(self) -> None:
+        flush = self.engine.drain()
+        if flush is None:
+            return
+        ends = np.cumsum(flush.counts)
+        for i, number in enumerate(flush.ids.tolist()):
+            part = slice(int(ends[i] - flush.counts[i]), int(ends[i]))
+            piece = Piece(number, flush.tokens[part], flush.logprobs[part], flush.versions[part])
+            piece.finish = Finish(flush.finish[i])
+            if number in self._heard:
+                self._heard[number].put_nowait(piece)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if not body.get("stream"):
+            scored = self._scored(body["input_ids"], body.get("lora_path", ""))
+            return web.json_response({"meta_info": scored})
+        how, number = body["sampling_params"], len(self._numbers)
+        self._numbers[body["rid"]] = number
+        heard = self._heard[number] = asyncio.Queue()
+        asked = Request(
+            number,
+            np.array(body["input_ids"], np.int32),
+            how["max_new_tokens"],
+            how["temperature"],
+            tuple(how["stop_token_ids"]),
+            how["sampling_seed"],
+            -1,
+            adapter=body.get("lora_path", ""),
+        )
+        self.engine.submit([asked])
+        response = web.StreamResponse()
+        await response.prepare(request)
+        pairs: list[tuple[float, int, None]] = []
+        finish = Finish.RUNNING
+        try:
+            while finish == Finish.RUNNING:
+                piece = await heard.get()
+                values = zip(piece.logprobs.tolist(), piece.tokens.tolist(), strict=True)
+                pairs += [(logprob, token, None) for logprob, token in values]
+                finish = piece.finish
+                meta = {
+                    "completion_tokens": len(pairs),
+                    "output_token_logprobs": pairs,
+                    "finish_reason": {"type": ENDS[finish]} if finish else None,
+                    "weight_version": str(piece.versions[-1] if len(piece.versions) else 0),
+                    "prompt_tokens": len(asked.tokens),
+                }
+                await response.write(b"data: " + json.dumps({"meta_info": meta}).encode() + b"\n\n")
+        finally:
+            self.engine.abort([number])
+        return response
+
+    def _scored(self, tokens: list[int], adapter: str) -> dict[str, Any]:
+        scored = self.engine.score(np.array(tokens, np.int32), adapter).tolist()
+        return {"input_token_logprobs": [(x, 0, None) for x in [0.0, *scored]]}
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        rid = (await request.json())["rid"]
+        self.engine.abort([number for name, number in self._numbers.items() if name == rid])
+        self._drain()
+        return web.Response()
+
+    # -- pauses and weights ----------------------------------------------------------------------
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        if self.deaf:
+            return web.Response(status=500)
+        self.stands = True
+        self._drain()
+        return web.Response()
+
+    async def _go_on(self, request: web.Request) -> web.Response:
+        self.stands = False
+        return web.Response()
+
+    async def _load(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        assert self.stands, "weights come between two steps"
+        content = (Path(body["model_path"]) / "model.safetensors").read_bytes()
+        for place, (name, tensor) in enumerate(load(content).items()):
+            if place == self.fails_at:
+                self.fails_at = -1
+                if self.ends and request.transport is not None:
+                    self.ended = self.stands = True
+                    request.transport.abort()
+                self._apply(self.engine.version)
+                return web.json_response(
+                    {"success": False, "message": f"{name} has no room"}, status=400
+                )
+            if name == self.flips:
+                self.flips = ""
+                tensor.view(-1).view(torch.int32)[tensor.numel() // 2] ^= 1
+            self.theirs[name] = tensor
+        self._apply(int(body["weight_version"]))
+        return web.json_response({"success": True, "message": ""})
+
+    def _apply(self, version: int) -> None:
+        self.engine.swap(state_from_hf(TINY, self.theirs), version)
+
+    # -- adapters --------------------------------------------------------------------------------
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        """Under a name that it does not have yet, with all or none of what is one matrix there."""
+        body = await request.json()
+        name, about = body["lora_name"], body["config_dict"]
+        [content] = body["serialized_named_tensors"]
+        theirs = pickle.loads(base64.b64decode(content))
+        why = "" if name not in self.engine.adapters else f"{name} is loaded already"
+        for parts in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            if sum(part in about["target_modules"] for part in parts) not in (0, len(parts)):
+                why = f"{about['target_modules']} lack some of {parts}"
+        try:
+            if not why:
+                scale = about["lora_alpha"] / about["r"]
+                self.engine.load_adapter(name, _by_our_names(theirs), scale, 0)
+        except Refused as error:
+            why = str(error)
+        if why:
+            return web.json_response({"success": False, "error_message": why}, status=400)
+        return web.json_response({"success": True, "loaded_adapters": {name: "__tensor__"}})
+
+    async def named(self) -> list[str]:
+        """The adapters that it has, as it was told to call them."""
+        return list(self.engine.adapters)
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        self.engine.unload_adapter((await request.json())["lora_name"])
+        return web.json_response({"success": True})
+
+    async def _read_back(self, request: web.Request) -> web.Response:
+        """Digests of what it has, under the names of a server's fused matrices."""
+        assert (await request.json())["action"] == "checksum"
+        has = reading_back.laid_out(TINY, self.theirs)
+        told = {name: reading_back.digest(tensor) for name, tensor in has}
+        return web.json_response({"success": True, "ranks": [{"checksums": told}]})
+
+    async def _info(self, request: web.Request) -> web.Response:
+        return web.json_response(self.about)
+
+    async def _nothing(self, request: web.Request) -> web.Response:
+        return web.json_response({})
+
+
+def _by_our_names(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in theirs.items():
+        layer, _, projection, factor = name.removeprefix("base_model.model.model.layers.").split(
+            ".", 3
+        )
+        kind = "a" if factor.startswith("lora_A") else "b"
+        if projection == "down_proj" and kind == "a":
+            assert tensor.shape[1] == WIDE and not tensor[:, TINY.ffn_size :].any()
+            tensor = tensor[:, : TINY.ffn_size]
+        elif projection in ("gate_proj", "up_proj") and kind == "b":
+            assert len(tensor) == WIDE and not tensor[TINY.ffn_size :].any()
+            tensor = tensor[: TINY.ffn_size]
+        found[f"layers.{layer}.adapters.{projection}.{kind}"] = tensor
+    return found
+
+
+def engine(
+    server: Counterpart,
+    directory: Path,
+    slots: int,
+    max_length: int,
+    *,
+    adapters: bool = True,
+    read_back: bool = False,
+) -> SGLangEngine:
+    """The adapter, with the weights of `decoder()` in place as version 0."""
+    watch = HealthWatch(server.http, server.lost)
+    control = Control(server.http, watch, FromDisk(server.http, directory))
+    about = server.http, control, TINY, slots, max_length
+    made = SGLangEngine(*about, decode=text_of, adapters=adapters, read_back=read_back)
+    made.wake(decoder().state_dict(), 0)
+    return made

@@ -1,0 +1,323 @@
+"""What each role may do in Redis: all that its code asks for, and nothing that others' does."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from common.api import callers
+from common.errors import NotAllowed, Refused
+from common.settings import redis_user
+from common.state import events, jobs
+from common.state.client import SCRIPTS, State, script_file, script_source
+from common.state.hosts import rights
+from common.state.hosts.rights import ALL, REPLAYED, keys_of, rules, scripts_of
+from tests.contract.state.state_bench import binary_of, running_server
+
+ROOT = Path(__file__).parents[4]
+# What processes of these roles are made of, beside what all are.
+PACKAGES = {
+    "engine": {"engine"},
+    "gateway": {"gateway"},
+    "node": {"node", "worker"},
+    "planner": {"planner"},
+    "rollout": {"rollout"},
+    "sandbox": {"sandbox"},
+    "scoring": {"scoring"},
+    "trainer": {"trainer", "rank", "hybrid"},
+    "weights": {"weights"},
+}
+# The ends that a sandbox tells of fail no job (`charged`).
+NEVER = {"sandbox": {"process_ended"}}
+HAND_IN = {"gateway", "person"}  # who say what a job runs
+HOST, OTHER = "here-000001", "there-000002"
+DIGEST = "5e" * 32
+
+Symbol = tuple[str, str]  # module of common/state, name in it
+
+
+def named_scripts() -> set[str]:
+    names = {path.stem for path in SCRIPTS.glob("*/*.lua")}
+    return {name for name in names if not name.startswith("_") and name != "prelude"}
+
+
+class Uses(ast.NodeVisitor):
+    """What a piece of code takes from modules of common/state, and the scripts that it runs."""
+
+    def __init__(self, modules: dict[str, str], names: dict[str, Symbol]) -> None:
+        self.modules, self.names = modules, names
+        self.symbols: set[Symbol] = set()
+        self.scripts: set[str] = set()
+        self._chosen: dict[str, set[str]] = {}
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        own = {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
+        named = [one for one in ast.walk(node) if isinstance(one, ast.Name)]
+        own |= {one.id for one in named if isinstance(one.ctx, ast.Store)}
+        before, self.names = self.names, {k: v for k, v in self.names.items() if k not in own}
+        self.generic_visit(node)
+        self.names = before
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        self.visit_FunctionDef(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if node.id in self.names:
+            self.symbols.add(self.names[node.id])
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if isinstance(node.value, ast.Name) and node.value.id in self.modules:
+            self.symbols.add((self.modules[node.value.id], node.attr))
+        self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        texts = {
+            one.value
+            for one in ast.walk(node.value)
+            if isinstance(one, ast.Constant) and isinstance(one.value, str)
+        }
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                self._chosen[target.id] = texts
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        asked = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if asked in ("run", "run_sync") and node.args:
+            self._ran(node.args[0])
+        elif isinstance(node.func, ast.Name) and node.func.id == "asked_once":
+            self._ran(node.args[1])
+        self.generic_visit(node)
+
+    def _ran(self, script: ast.expr) -> None:
+        if isinstance(script, ast.Constant):
+            self.scripts.add(str(script.value))
+        elif isinstance(script, ast.Name):
+            self.scripts |= self._chosen.get(script.id, set())
+
+
+def imported(tree: ast.Module) -> tuple[dict[str, str], dict[str, Symbol]]:
+    """Modules of common/state by their names in a file, and what it takes from such modules."""
+    modules: dict[str, str] = {}
+    names: dict[str, Symbol] = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or node.module is None:
+            continue
+        for alias in node.names:
+            local = alias.asname or alias.name
+            if not f"{node.module}.".startswith("common.state."):
+                continue
+            place = ROOT / node.module.replace(".", "/")
+            if (place / f"{alias.name}.py").is_file():
+                modules[local] = alias.name
+            else:
+                names[local] = (place.name, alias.name)
+    return modules, names
+
+
+@pytest.fixture(scope="module")
+def scripts_by_symbol() -> Callable[[set[Symbol]], set[str]]:
+    graph: dict[Symbol, tuple[set[Symbol], set[str]]] = {}
+    for path in (ROOT / "common/state").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        modules, names = imported(tree)
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        tops = [node for node in tree.body if isinstance(node, kinds)]
+        names |= {node.name: (path.stem, node.name) for node in tops}
+        for node in tops:
+            uses = Uses(modules, names)
+            uses.visit(node)
+            graph[path.stem, node.name] = uses.symbols, uses.scripts
+
+    def found(symbols: set[Symbol]) -> set[str]:
+        seen: set[Symbol] = set()
+        left, scripts = set(symbols), set()
+        while left:
+            symbol = left.pop()
+            seen.add(symbol)
+            further, ran = graph.get(symbol, (set(), set()))
+            scripts |= ran & named_scripts()
+            left |= further - seen
+        return scripts
+
+    return found
+
+
+def symbols_in(*folders: str) -> set[Symbol]:
+    taken: set[Symbol] = set()
+    for folder in folders:
+        for path in (ROOT / folder).rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            uses = Uses(*imported(tree))
+            uses.visit(tree)
+            taken |= uses.symbols
+    return taken
+
+
+def test_every_script_and_every_role_is_in_the_table() -> None:
+    assert set(rights.SCRIPTS) == named_scripts()
+    assert {name for name in named_scripts() if "replayed()" in script_file(name).read_text()} == (
+        REPLAYED
+    )
+    assert rights.ROLES == callers.ROLES
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_service_runs_no_script_that_its_roles_have_no_right_to(
+    package: str, scripts_by_symbol: Callable[[set[Symbol]], set[str]]
+) -> None:
+    ran = scripts_by_symbol(symbols_in(f"services/{package}")) - NEVER.get(package, set())
+    allowed = set().union(*(scripts_of(role) for role in PACKAGES[package]))
+    assert ran <= allowed
+    spare = set().union(*(scripts_of(role) for role in PACKAGES[package])) - ALL - ran
+    assert not spare, "rights that nothing uses"
+
+
+def test_what_all_processes_run_all_may(
+    scripts_by_symbol: Callable[[set[Symbol]], set[str]],
+) -> None:
+    folders = ("common/runtime", "common/process", "common/wire", "common/transport")
+    assert scripts_by_symbol(symbols_in(*folders)) <= ALL
+
+
+@pytest.mark.parametrize(
+    ("role", "host", "digest"),
+    [
+        ("launcher", HOST, DIGEST),
+        ("worker", "*", DIGEST),
+        ("worker", "a b", DIGEST),
+        ("worker", "a:b", DIGEST),
+        ("worker", HOST, "none ~*"),
+    ],
+)
+def test_a_user_that_would_be_wider_than_its_role_is_refused(
+    role: str, host: str, digest: str
+) -> None:
+    with pytest.raises(Refused):
+        rules(role, host, digest, on=True)
+
+
+def test_only_its_own_user_and_the_owner_s_commands_write_a_door() -> None:
+    for role in rights.ROLES - {"person"}:
+        written = {key for key in keys_of(role, HOST).writes if ":door:" in key}
+        assert written == {f"{{mesh}}:door:{role}:{HOST}"}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running_server(binary_of("redis-server")) as server:
+        yield server.url
+
+
+@pytest.fixture
+async def owner(url: str) -> AsyncIterator[State]:
+    """Of a server that knows all roles of a host, whose password is the word secret."""
+    state = await State.open(url)
+    for role in rights.ROLES:
+        words = rules(role, HOST, DIGEST, on=True)
+        await state.command("ACL", "SETUSER", redis_user(role, HOST), *words, ">secret")
+    yield state
+    await state.close()
+
+
+async def may(owner: State, role: str, *words: str) -> bool:
+    """Whether Redis says that a role's user may."""
+    said = await owner.command("ACL", "DRYRUN", redis_user(role, HOST), *words)
+    return str(said) == "OK"
+
+
+WHOLE_SERVER = """ACL LIST|CONFIG GET dir|CONFIG SET dir /|FLUSHALL|FLUSHDB|KEYS *|SHUTDOWN|SCAN 0
+DEBUG SLEEP 1|REPLICAOF a 1|SAVE|BGSAVE|BGREWRITEAOF|MONITOR|CLIENT LIST|CLIENT KILL ID 1|INFO|
+CLIENT TRACKING ON|CLIENT REPLY OFF|CLIENT CACHING YES|EVAL return 0|SCRIPT FLUSH|SCRIPT KILL|
+FUNCTION LIST|MODULE LIST|SWAPDB 0 1|SUBSCRIBE a|
+PUBLISH a b|RANDOMKEY|LATENCY LATEST|SLOWLOG GET|MIGRATE a 1 k 0 1|FAILOVER|CLUSTER INFO"""
+
+
+@pytest.mark.needs("redis-server")
+@pytest.mark.parametrize("role", sorted(rights.ROLES))
+async def test_no_role_reaches_the_server_or_the_doors_of_others(owner: State, role: str) -> None:
+    for command in filter(None, WHOLE_SERVER.replace("\n", "|").split("|")):
+        words = command.split(" ", 1) if command.startswith("EVAL") else command.split()
+        words += ["0"] if command.startswith("EVAL") else []
+        assert not await may(owner, role, *words), command
+    assert await may(owner, role, "HSET", f"{{mesh}}:door:{role}:{HOST}", "key", "name")
+    if role == "person":
+        return
+    for door in (f"{role}:{OTHER}", *(f"{one}:{HOST}" for one in rights.ROLES - {role})):
+        assert not await may(owner, role, "HSET", f"{{mesh}}:door:{door}", "key", "name")
+    for key in ("admitted", "doors", "revoked", "home", "settings"):
+        assert not await may(owner, role, "SET", f"{{mesh}}:{key}", "1"), key
+    assert not await may(owner, role, "SET", "other", "1")
+
+
+# What roles ask beside scripts, and what they have no business with.
+ALLOWED = [
+    ("worker", "HMGET {mesh}:worker:w0 gang"),
+    ("node", "GET {mesh}:services:here"),
+    ("planner", "HGET {mesh}:planner memory"),
+    ("sandbox", "ZSCORE {mesh}:jobs:paused job"),
+    ("trainer", "ZSCORE {mesh}:jobs:paused job"),
+    ("rollout", "HGET {job}:shard:rollout/job/0 place"),
+    ("weights", "ZRANGE {mesh}:jobs:in_store 0 -1"),
+    ("weights", "ZREM {mesh}:jobs:in_store job"),
+    ("gateway", "XRANGE {mesh}:events - +"),
+    ("gateway", "GET {mesh}:trimmed"),
+    ("gateway", "GET {mesh}:settings"),
+    ("gateway", "ZRANGE {mesh}:jobs:deleted 0 -1"),
+    ("gateway", "EXISTS {job}:op:delete_job:1"),
+    *((role, "HSET {job}:given document {}") for role in sorted(HAND_IN)),
+    ("planner", "DEL {job}:given"),
+    ("person", "SET {mesh}:probe 1 PX 1000"),
+    ("person", "HGETALL {mesh}:draining"),
+    ("person", "XREVRANGE {mesh}:events + -"),
+    *((role, "GET {mesh}:home") for role in sorted(rights.ROLES)),
+]
+REFUSED = [
+    ("sandbox", "HGETALL {job}:job"),
+    ("sandbox", "HGETALL {job}:step:0:1"),
+    ("sandbox", "XRANGE {mesh}:events - +"),
+    ("engine", "HSET {job}:job version 9"),
+    ("worker", "HSET {job}:step:0:1 manifest m"),
+    ("rank", "HSET {job}:job version 9"),
+    ("rollout", "HSET {mesh}:gang:g0 workers []"),
+    ("rollout", "HSET {job}:step:0:1 manifest m"),
+    ("trainer", "HSET {mesh}:worker:w0 gang g1"),
+    ("scoring", "ZADD {job}:ready 1 1"),
+    ("worker", "SET {mesh}:answered:op yes"),
+    *((role, "HSET {job}:given document {}") for role in sorted(rights.ROLES - HAND_IN)),
+    ("planner", "RENAME {job}:given {job}:job"),
+    ("node", "HSET {mesh}:asked id join"),
+    ("gateway", "SET {mesh}:answered:op yes"),
+    ("gateway", "HSET {mesh}:gang:g0 workers []"),
+    ("weights", "HSET {job}:job version 9"),
+    ("planner", "HSET {mesh}:asked id join"),
+]
+
+
+@pytest.mark.needs("redis-server")
+async def test_roles_may_ask_what_they_ask_and_not_what_others_do(owner: State) -> None:
+    for role, command in ALLOWED:
+        assert await may(owner, role, *command.split()), (role, command)
+    for role, command in REFUSED:
+        assert not await may(owner, role, *command.split()), (role, command)
+
+
+@pytest.mark.needs("redis-server")
+async def test_a_role_runs_the_scripts_that_the_mesh_has_loaded_and_none_of_its_own(
+    owner: State, url: str
+) -> None:
+    user = redis_user("sandbox", HOST).replace("@", "%40")
+    sandbox = await State.open(url.replace("unix://", f"unix://{user}:secret@"))
+    await owner.command("SCRIPT", "FLUSH")
+    with pytest.raises(NotAllowed, match="eval"):
+        await events.append(sandbox, "hello", {})
+    for script in ("append", "row"):
+        await owner.command("SCRIPT", "LOAD", script_source(script)[0])
+    await events.append(sandbox, "hello", {})
+    with pytest.raises(NotAllowed, match="key"):
+        await asyncio.wait_for(jobs.job(sandbox, "job"), 10.0)
+    await sandbox.close()

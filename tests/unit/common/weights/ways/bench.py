@@ -1,0 +1,96 @@
+"""A job's core that broadcasts, and hosts that receive, over real sockets, each with its files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from common.api.trainer import Gather, Gathered, Trainer
+from common.clock import SystemClock
+from common.runtime.actor import Actor, call
+from common.runtime.mesh import Mesh
+from common.settings import MeshSettings
+from common.state.client import State
+from common.weights.ways.base import Version
+from common.weights.ways.broadcasting import Broadcasts
+from common.weights.ways.collective import Collective
+from common.wire import host_chunks
+from common.wire.chunks import ChunkStore, digest_of
+from sim.state import simulated_state
+from tests.answering import answering
+from tests.meshes import on_sockets
+
+SIZES = 300_000, 1, 70_000, 1 << 20, 12_345  # bytes of the chunks
+JOB, MANIFEST = "job", "5" * 32
+
+
+class Core(type(answering("trainer", []))):  # type: ignore[misc]
+    """Of a trainer, what receivers ask of it; it has nothing else to say."""
+
+    def __init__(self, broadcasts: Broadcasts) -> None:
+        self.broadcasts, self.asked = broadcasts, 0
+
+    @call(Trainer.gather)
+    async def gather(self, request: Gather) -> Gathered:
+        self.asked += 1
+        return await self.broadcasts.gather(request)
+
+
+class Bench:
+    """Hosts by name; the core's own chunks are those of the version."""
+
+    def __init__(self, root: Path, left: AsyncExitStack, sizes: Sequence[int]) -> None:
+        self.root, self._left = root, left
+        self.clock = SystemClock()
+        self.state: State = simulated_state(self.clock)
+        self.contents = [os.urandom(n) for n in sizes]
+        self.chunks = ChunkStore(root / "core")
+        self.version = Version(JOB, MANIFEST, {self.chunks.write(c): len(c) for c in self.contents})
+
+    async def start(self) -> None:
+        self.mesh = await self.joined("trainer/job", "trainer", "one", None)
+
+        async def files() -> ChunkStore:
+            return self.chunks
+
+        self.broadcasts = Broadcasts(self.mesh, files)
+        self.core = Core(self.broadcasts)
+        await self.mesh.join(self.core)
+        self._left.push_async_callback(self.mesh.leave)
+        self._left.push_async_callback(self.broadcasts.stop)
+        await self.broadcasts.publish(MANIFEST)
+
+    async def joined(
+        self, name: str, kind: str, host: str, actor: Actor | None, **more: int
+    ) -> Mesh:
+        place = self.root / host
+        place.mkdir(exist_ok=True)
+        settings = MeshSettings(redis_url="simulated", run_root=str(place), host=host, **more)
+        return on_sockets(name, self.state, self.clock, kind=kind, settings=settings)
+
+    async def receiver(
+        self, host: str, name: str = "engine", **more: int
+    ) -> tuple[Collective, ChunkStore]:
+        """The way of an engine of a host, and that host's chunks."""
+        mesh = await self.joined(f"{name}/{host}", "engine", host, None, **more)
+        await mesh.join(None)
+        self._left.push_async_callback(mesh.leave)
+        chunks = host_chunks.cache(mesh)
+        assert chunks is not None
+        return Collective(mesh, JOB), chunks
+
+    def whole(self, chunks: ChunkStore) -> bool:
+        """Whether all of the version is there, and right."""
+        digests = self.version.lacking
+        there = all(chunks.has(d) for d in digests)
+        return there and all(digest_of(chunks.path(d).read_bytes()) == d for d in digests)
+
+
+@asynccontextmanager
+async def benched(root: Path, sizes: Sequence[int] = SIZES) -> AsyncIterator[Bench]:
+    async with AsyncExitStack() as left:
+        bench = Bench(root, left, sizes)
+        await bench.start()
+        yield bench

@@ -1,0 +1,87 @@
+"""Documents, and code that speaks of other code, name modules that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = ("common", "examples", "kernels", "loadtests", "meshrl", "services", "sim", "tests")
+_TOP = "|".join(PACKAGES)
+_PATH = re.compile(rf"(?<![\w./-])(?:\.\./)?((?:{_TOP})(?:/\w+)+\.py)\b")
+_FOLDER = re.compile(rf"`((?:{_TOP})(?:/\w+)+)/?`")
+_DOTTED = re.compile(rf"(?:`|\"|-m )((?:{_TOP})(?:\.(?!(?:json|lock|py)\b)\w+)+)(?=[`\"\s])")
+_FIRST = re.compile(r"Open\s+`([\w/]+\.py)`\s+first")
+_FILE = re.compile(r"`(\w+\.py)`")
+CODE = ("common", "loadtests", "meshrl", "services", "sim")
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OF_OTHERS = {"grpo_trainer.py"}  # TRL's
+FILES = {path.name for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+
+
+def is_named_well(dotted: str) -> bool:
+    """Whether it is a module or a package, or a name within one."""
+    place = ROOT / dotted.replace(".", "/")
+    if place.is_dir() or place.with_suffix(".py").is_file():
+        return True
+    module = place.parent.with_suffix(".py")
+    module = module if module.is_file() else place.parent / "__init__.py"
+    return module.is_file() and re.search(rf"\b{place.name}\b", module.read_text()) is not None
+
+
+def missing_in(text: str) -> list[str]:
+    """What a text names as a module of ours that is none."""
+    paths = [path for path in _PATH.findall(text) if not (ROOT / path).is_file()]
+    folders = [
+        path
+        for path in _FOLDER.findall(text)
+        if not (ROOT / path).exists() and not (ROOT / f"{path}.py").is_file()
+    ]
+    return paths + folders + [name for name in _DOTTED.findall(text) if not is_named_well(name)]
+
+
+def code() -> list[Path]:
+    return [path for package in CODE for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_module_that_a_document_names_exists(document: Path) -> None:
+    text = document.read_text()
+    assert missing_in(text) == []
+    assert set(_FILE.findall(text)) <= FILES | OF_OTHERS
+
+
+def test_every_module_that_code_names_in_its_words_exists() -> None:
+    missing = {str(path): missing_in(path.read_text()) for path in code()}
+    assert {path: names for path, names in missing.items() if names} == {}
+
+
+def test_the_file_to_open_first_lies_in_its_folder() -> None:
+    rooms = [path for path in code() if path.name == "__init__.py"]
+    first = {path: _FIRST.findall(path.read_text()) for path in rooms}
+    assert sum(map(len, first.values())) > len(rooms) / 2
+    assert [
+        path for path in first for name in first[path] if not (path.parent / name).is_file()
+    ] == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "`common/runtime/gone.py`",
+        "see common/runtime/gone.py:",
+        "[here](../common/runtime/gone.py)",
+        "`services/planner/gone`",
+        "`common.runtime.gone`",
+        "`common.runtime.mesh.Gone`",
+        "`python -m services.planner.gone <look.json`",
+        '[sys.executable, "-m", "services.planner.gone"]',
+    ],
+)
+def test_a_module_that_is_gone_is_noticed(words: str) -> None:
+    assert len(missing_in(words)) == 1
+    assert (
+        missing_in("`common/runtime/mesh.py` `common.runtime.mesh.Mesh` `services/planner`") == []
+    )

@@ -1,0 +1,168 @@
+"""New weights of an SGLang server that go wrong: read back, in quarantine, or with its end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.api.engine import Finish
+from common.clock import SystemClock
+from common.errors import ConfigError, PeerLost, RemoteFailure
+from common.generation.contract import NO_VERSION, Quarantined
+from common.model.hf import state_to_hf
+from common.process.host import SystemHost
+from services.engine.sglang import reading_back
+from services.engine.sglang.engine import SGLangEngine
+from services.engine.sglang.server import Launch, SGLangServer
+from tests.sglang import counterpart
+from tests.sglang.counterpart import Counterpart
+from tests.unit.common.generation.engines_under_test import (
+    TINY,
+    Listener,
+    built_in,
+    decoder,
+    request,
+)
+
+STATE = decoder(1).state_dict()
+
+
+class Bench:
+    def __init__(self, place: Path, **how: Any) -> None:
+        self.server = Counterpart(4, 128)
+        self.engine: SGLangEngine = counterpart.engine(self.server, place, 4, 128, **how)
+        self.listener = Listener(self.engine)
+
+    def generate(self, tokens: int) -> None:
+        until = self.engine.tokens_generated + tokens
+        while self.engine.tokens_generated < until:
+            self.engine.step()
+
+    def close(self) -> None:
+        self.engine.close()
+        self.server.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def reading(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path, read_back=True)
+    yield made
+    made.close()
+
+
+# -- read back -----------------------------------------------------------------------------------
+
+
+def test_one_bit_of_any_tensor_that_differs_is_found(reading: Bench) -> None:
+    for name in state_to_hf(TINY, STATE):
+        reading.server.flips = name
+        with pytest.raises(Quarantined, match="1 tensors are not what was put there: "):
+            reading.engine.swap(STATE, 5)
+        assert reading.engine.version == NO_VERSION and not reading.engine.step()
+    reading.engine.swap(STATE, 6)
+    heard = reading.listener.run(request(1, max_new=9, temperature=0.0))[1]
+    expected = Listener(built_in("eager", seed=1)).run(request(1, max_new=9, temperature=0.0))[1]
+    assert heard.versions == [6] * 9 and heard.tokens == expected.tokens
+
+
+def test_nothing_is_read_back_unless_it_is_asked_for(bench: Bench) -> None:
+    bench.server.flips = "model.norm.weight"
+    bench.engine.swap(STATE, 5)
+    assert bench.engine.version == 5
+
+
+def test_a_server_of_several_processes_tells_of_parts_which_is_an_error() -> None:
+    told = {"ranks": [{"checksums": {}}, {"checksums": {}}]}
+    with pytest.raises(RemoteFailure, match="2 ranks"):
+        reading_back.differing(TINY, told, state_to_hf(TINY, STATE))
+
+
+def test_what_it_has_is_laid_out_as_a_servers() -> None:
+    laid = dict(reading_back.laid_out(TINY, state_to_hf(TINY, STATE)))
+    assert torch.equal(laid["model.layers.0.self_attn.qkv_proj.weight"], STATE["layers.0.qkv"])
+    gate, up = STATE["layers.1.gate_up"].chunk(2)
+    inner = laid["model.layers.1.mlp.gate_up_proj.weight"]
+    assert torch.equal(inner[:48], gate) and torch.equal(inner[64:112], up)
+    assert len(inner) == 128 and not inner[48:64].any() and not inner[112:].any()
+    assert laid["model.layers.1.mlp.down_proj.weight"].shape == (32, 64)
+    assert len(laid["lm_head.weight"]) == 64 and not laid["lm_head.weight"][40:].any()
+    biased = {f"model.layers.0.self_attn.{x}_proj.bias": torch.ones(2) for x in "qkv"}
+    assert [*dict(reading_back.laid_out(TINY, biased))] == [
+        "model.layers.0.self_attn.qkv_proj.bias"
+    ]
+
+
+def test_a_server_that_cannot_tell_of_the_whole_model_is_refused(bench: Bench) -> None:
+    launch = Launch("python", Path("m"), Path("l"), 4, 128, 0, read_back=True)
+    child = SystemHost().spawn([sys.executable, "-c", "input()"], name="nobody")
+    server = SGLangServer(launch, child, bench.server.http, "mine", SystemClock())
+    bench.server.about = {"served_model_name": "mine", "version": "0.5.23", "tp_size": 2}
+    with pytest.raises(ConfigError, match="2 processes of SGLang share the model"):
+        bench.server.run(server._examine("disk"))
+    server.launch = replace(launch, read_back=False)
+    with pytest.raises(RemoteFailure, match="openapi"):  # which is what it is asked next
+        bench.server.run(server._examine("disk"))
+    child.kill()
+
+
+# -- quarantine ----------------------------------------------------------------------------------
+
+
+def test_a_server_that_goes_on_stands_from_its_quarantine_to_a_whole_version(bench: Bench) -> None:
+    """As when a base was put in place and its adapters were not."""
+    bench.engine.submit([request(1, max_new=90, temperature=0.0)])
+    bench.generate(5)
+    assert not bench.server.stands
+    bench.engine.quarantine()
+    assert bench.server.stands and bench.engine.version == NO_VERSION
+    bench.listener.drain()
+    had = bench.engine.tokens_generated
+    bench.engine.submit([request(2, max_new=7)])
+    for _ in range(20):
+        assert not bench.engine.step() and bench.engine.drain() is None
+    assert bench.engine.tokens_generated == had
+    bench.engine.swap(STATE, 7)
+    heard = bench.listener.run()
+    assert len(heard[1].tokens) == 90 and heard[2].versions == [7] * 7
+    old = heard[1].versions.count(0)
+    assert 5 <= old < 90 and heard[1].versions == [0] * old + [7] * (90 - old)
+
+
+def test_a_server_that_cannot_be_told_to_stand_works_for_nobody(bench: Bench) -> None:
+    bench.engine.submit([request(1, max_new=120, temperature=0.0)])
+    bench.generate(5)
+    bench.server.deaf = True
+    bench.engine.quarantine()
+    bench.listener.drain()
+    heard = bench.listener.of(1)
+    assert heard.finish == [Finish.ABORTED] and 5 <= len(heard.tokens) < 120
+    bench.server.deaf = False
+    bench.engine.swap(STATE, 7)
+    again = bench.listener.run(request(2, max_new=9))
+    assert again[2].versions == [7] * 9
+
+
+def test_a_server_that_ends_at_a_tensor_serves_nobody_and_is_reported(bench: Bench) -> None:
+    bench.engine.submit([request(1, max_new=120, temperature=0.0)])
+    bench.generate(5)
+    bench.server.ends, bench.server.fails_at = True, 3
+    with pytest.raises(Quarantined, match="version 5"):
+        bench.engine.swap(STATE, 5)
+    assert bench.engine.version == NO_VERSION
+    with pytest.raises(PeerLost, match="has ended"):
+        bench.engine.step()
+    with pytest.raises(PeerLost, match="has ended"):
+        bench.engine.swap(STATE, 6)

@@ -1,0 +1,106 @@
+"""A gateway on real sockets, with a state and a directory of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from common.access import identity, tokens
+from common.access.records import FILE
+from common.clock import SystemClock
+from common.settings import BY_ROLE, MeshSettings
+from common.state.client import State
+from meshrl.starter.creating import create
+from services.gateway.__main__ import serve
+from sim.state import simulated_state
+from tests.meshes import on_sockets
+
+DAY_S = 86_400.0
+
+
+@dataclass
+class House:
+    """A mesh's directory, its state, and whom it gives tokens."""
+
+    root: Path
+    state: State
+    doors: str = BY_ROLE
+
+    @property
+    def file(self) -> Path:
+        return self.root / "mesh" / FILE
+
+    @property
+    def runs(self) -> Path:
+        return self.root / "runs"
+
+    def token(self, name: str = "alice", lasts_s: float = DAY_S, priority: int = 0) -> str:
+        door = identity.existing(self.root / "mesh")
+        now = time.time()
+        at = door.address, door.public
+        token, ticket = tokens.made(name, lasts_s, now, *at, priority)
+        tokens.keep(self.file, token)
+        return ticket.text
+
+    def revoke(self, name: str) -> None:
+        tokens.revoke(self.file, name, time.time())
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """The gateway's life."""
+        self._task = await self._begun()
+        try:
+            yield
+        finally:
+            await self._end()
+
+    async def start_again(self) -> None:
+        """Another process of the gateway, which remembers nothing."""
+        await self._end()
+        self._task = await self._begun()
+
+    async def _begun(self) -> asyncio.Task[None]:
+        root = str(self.root)
+        settings = MeshSettings(redis_url="", run_root=root, host="here", doors=self.doors)
+        mesh = on_sockets("gateway", self.state, SystemClock(), kind="gateway", settings=settings)
+        task = asyncio.create_task(serve(mesh, "tcp://127.0.0.1:*"))
+        async with asyncio.timeout(30):
+            while mesh.ready is None and not task.done():
+                await asyncio.sleep(0.01)
+        return task
+
+    async def _end(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    root = tmp_path / "root"
+    (root / "mesh/logs").mkdir(parents=True)
+    found = House(root, simulated_state(SystemClock()))
+    async with found.open():
+        yield found
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A whole job, far from the mesh's directory, and without code: to try that takes seconds, and
+    an interpreter, which another user may not have.
+    """
+    game = tmp_path / "elsewhere/game"
+    create(game)
+    told = (game / "job.toml").read_text()
+    told = told.replace('"game:game"', '""').replace('"game:reward"', '"exact"')
+    (game / "job.toml").write_text(told)
+    for file in game.glob("*.jsonl"):
+        rows = [json.loads(line) | {"answer": "a"} for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return game / "job.toml"

@@ -1,0 +1,431 @@
+"""Hosts at the gateway's door: a token lets in as many as it was made for, each of which is known
+by its own key from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from common.access import identity, members, records, tokens
+from common.access.hosts import Admitted
+from common.access.line import Line
+from common.access.members import AGAIN_S
+from common.access.records import HOST, digest
+from common.access.ticket import read
+from common.api.callers import HOST_ROLES, PLANNER
+from common.api.gateway import (
+    All,
+    Back,
+    Drain,
+    Gateway,
+    Join,
+    Joined,
+    Leave,
+    Membership,
+    Remaining,
+    Whereabouts,
+)
+from common.clock import SystemClock
+from common.errors import NotAllowed, NotFound, Refused
+from common.pool.snapshot import NOTICE, Request
+from common.records import documents
+from common.release import release
+from common.settings import BY_PROCESS, MeshSettings, redis_password
+from common.state import events, pool
+from common.state.client import State
+from common.state.hosts import admission
+from common.state.registry import Entry, evict, register
+from common.transport.keys import KeyPair
+from meshrl.hosts import membership, notice
+from meshrl.hosts.joining import standing
+from meshrl.hosts.membership import AUTHORITY
+from meshrl.hosts.membership import Membership as HostsMembership
+from meshrl.hosts.told import keep
+from meshrl.launch.directory.places import MeshPlace
+from meshrl.launch.head.admitting import Admitting, joined
+from sim.state import simulated_state
+from tests.unit.gateway.conftest import House
+
+GONE_S = 0.5
+HEAD = "here"
+ABOUT = {"redis_url": "rediss://head:1/0", "authority": "PEM", "settings": {"stall_s": 7.0}}
+
+
+@dataclass
+class RedisUsers:
+    """Who may come into Redis, in place of a server's users."""
+
+    known: dict[str, Mapping[str, str]] = field(default_factory=dict)
+
+    async def admit_host(self, host: Admitted) -> None:
+        self.known[host.host] = host.passwords
+
+    async def expel_host(self, host: str) -> bool:
+        return self.known.pop(host, None) is not None
+
+
+@dataclass
+class Mesh:
+    house: House
+    users: RedisUsers
+    pairs: dict[str, KeyPair] = field(default_factory=dict)
+
+    def token(self, name: str = "invitation", lasts_s: float = 60.0, uses: int = 1) -> str:
+        door = identity.existing(self.house.root / "mesh")
+        at = door.address, door.public
+        token, ticket = tokens.made(name, lasts_s, time.time(), *at, kind=HOST, uses=uses)
+        tokens.keep(self.house.file, token)
+        return ticket.text
+
+    def member(self, token: str, host: str = "gpu1-aa") -> str:
+        """The ticket of a host that has joined, by its own key."""
+        return replace(read(token), secret=self.pair(host).secret.decode()).text
+
+    def pair(self, host: str) -> KeyPair:
+        return self.pairs.setdefault(host, KeyPair.new())
+
+    @property
+    def members(self) -> set[str]:
+        return {member.host for member in records.read(self.house.file).members}
+
+    @asynccontextmanager
+    async def line(self, token: str) -> AsyncIterator[Line]:
+        line = Line(read(token))
+        line.open()
+        try:
+            yield line
+        finally:
+            await line.close()
+
+    async def join(self, token: str, host: str = "gpu1-aa", **about: object) -> Joined:
+        public = self.pair(host).public.decode()
+        request = replace(Join(host, public, "10.0.0.2", 2, True, release()), **about)
+        async with self.line(token) as line:
+            return await line.call(Gateway.join, request)
+
+
+async def alive(state: State, host: str) -> Entry:
+    """The host's agent, as long as nobody ends its lease."""
+    entry = Entry(f"node/{host}", "node", host=host, incarnation=host)
+    await register(state, entry, 600_000)
+    return entry
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    root = tmp_path / "root"
+    (root / "mesh/logs").mkdir(parents=True)
+    clock = SystemClock()
+    house = House(root, simulated_state(clock), BY_PROCESS)
+    users = RedisUsers()
+    admitting = Admitting(MeshPlace(root), house.state, clock, users, lambda: ABOUT, GONE_S, HEAD)
+    async with house.open():
+        task = asyncio.create_task(admitting.run())
+        yield Mesh(house, users)
+        task.cancel()
+
+
+async def test_a_host_is_let_in_with_roles_of_its_own_and_a_secret_told_once(mesh: Mesh) -> None:
+    first = await mesh.join(mesh.token())
+    assert (first.redis_url, first.authority) == ("rediss://head:1/0", "PEM")
+    assert first.settings == {"stall_s": 7.0}
+    assert (first.prefix, first.planner) == ("h1w", "planner/2")
+    passwords = mesh.users.known["gpu1-aa"]
+    assert passwords.keys() == HOST_ROLES | {PLANNER}
+    told = Admitted.of("gpu1-aa", first.secret, passwords, 0.0)
+    assert told.passwords == passwords
+    second = await mesh.join(mesh.token("another"), "gpu2-bb")
+    assert (second.prefix, second.planner) == ("h2w", ""), "one planner stands by, no name twice"
+    assert mesh.users.known["gpu2-bb"].keys() == HOST_ROLES
+    kept = "\n".join(p.read_text() for p in mesh.house.root.rglob("*.json"))
+    assert first.secret not in kept and redis_password(first.secret, "node") not in kept
+    assert joined(MeshPlace(mesh.house.root)).keys() == {"gpu1-aa", "gpu2-bb"}
+
+
+async def test_a_token_lets_in_one_host(mesh: Mesh) -> None:
+    token = mesh.token()
+    first = await mesh.join(token)
+    assert await mesh.join(token) == first, "its answer may have been lost"
+    with pytest.raises(Refused, match=r"was used by gpu1-aa.*token create --host"):
+        await mesh.join(token, "gpu2-bb")
+    with pytest.raises(Refused, match="a host called gpu1-aa is in the mesh"):
+        await mesh.join(mesh.token("another"), "gpu1-aa")
+    assert mesh.users.known.keys() == mesh.members == {"gpu1-aa"}
+
+
+async def test_a_token_may_let_in_several_or_any_number(mesh: Mesh) -> None:
+    two, any_number = mesh.token("two", uses=2), mesh.token("any", uses=0)
+    secrets = {(await mesh.join(two, host)).secret for host in ("gpu1-aa", "gpu2-bb")}
+    with pytest.raises(Refused, match=r"the 2 hosts that it is good for, gpu2-bb last"):
+        await mesh.join(two, "gpu3-cc")
+    hosts = [f"cpu{i}-dd" for i in range(5)]
+    told = await asyncio.gather(*(mesh.join(any_number, host) for host in hosts))
+    assert len(secrets | {one.secret for one in told}) == 7
+    assert mesh.members == mesh.users.known.keys() == {"gpu1-aa", "gpu2-bb", *hosts}
+
+
+async def test_who_has_the_same_token_does_not_take_a_members_place(mesh: Mesh) -> None:
+    token = mesh.token(uses=0)
+    first = await mesh.join(token)
+    mine = mesh.pairs.pop("gpu1-aa")
+    with pytest.raises(Refused, match="a host called gpu1-aa is in the mesh"):
+        await mesh.join(token)  # by a key of another's
+    key = mine.public.decode()
+    with pytest.raises(Refused, match="a host called gpu1-aa is in the mesh"):
+        await mesh.join(token, "gpu2-bb", key=key)
+    with pytest.raises(Refused, match="no public key"):
+        await mesh.join(token, "gpu2-bb", key="~" * 40)
+    own = KeyPair.of(read(token).secret.encode()).public.decode()
+    with pytest.raises(Refused, match="key of a token"):
+        await mesh.join(token, "gpu2-bb", key=own)
+    passwords = Admitted.of("gpu1-aa", first.secret, mesh.users.known["gpu1-aa"], 0.0).passwords
+    assert mesh.users.known == {"gpu1-aa": passwords}
+
+
+async def test_an_answer_that_a_gateway_has_forgotten_is_given_anew(mesh: Mesh) -> None:
+    token = mesh.token()
+    await mesh.join(token)
+    await mesh.house.start_again()
+    second = await mesh.join(token)
+    told = Admitted.of("gpu1-aa", second.secret, mesh.users.known["gpu1-aa"], 0.0)
+    assert mesh.users.known == {"gpu1-aa": told.passwords}
+    assert joined(MeshPlace(mesh.house.root))["gpu1-aa"].prefix == "h1w"
+
+
+async def test_a_host_that_joined_long_ago_is_not_told_its_secret_again(mesh: Mesh) -> None:
+    token = mesh.token(uses=0)
+    await mesh.join(token)
+    known = records.read(mesh.house.file)
+    [member] = known.members
+    earlier = replace(member, since_s=member.since_s - 2 * AGAIN_S)
+    documents.write(mesh.house.file, asdict(replace(known, members=[earlier])))
+    await mesh.house.start_again()
+    with pytest.raises(Refused, match=r"gpu1-aa has joined 12\d\d s ago.*Join again"):
+        await mesh.join(token)
+    assert mesh.users.known.keys() == mesh.members == {"gpu1-aa"}, "who is in stays in"
+
+
+async def test_a_token_that_is_revoked_lets_nobody_in_and_its_hosts_stay(mesh: Mesh) -> None:
+    token = mesh.token(uses=0)
+    await mesh.join(token)
+    tokens.revoke(mesh.house.file, "invitation", time.time())
+    with pytest.raises(NotAllowed, match="revoked"):
+        await mesh.join(token, "gpu2-bb")
+    async with mesh.line(mesh.member(token)) as line:
+        assert (await line.call(Gateway.membership, Membership())).host == "gpu1-aa"
+        with pytest.raises(Refused, match="gpu1-aa is a member already"):
+            await line.call(Gateway.join, Join("x-1", "k" * 40, "h", 1, False, release()))
+
+
+async def test_tokens_that_let_nobody_in(mesh: Mesh) -> None:
+    with pytest.raises(NotAllowed, match="expired"):
+        await mesh.join(mesh.token("late", -1.0))
+    with pytest.raises(NotAllowed):
+        await mesh.join(mesh.house.token("alice"))
+    with pytest.raises(Refused, match=f"0.0.1.*{release()}"):
+        await mesh.join(mesh.token("old"), version="0.0.1")
+    with pytest.raises(Refused, match="cannot be a host"):
+        await mesh.join(mesh.token("odd"), "a*~&")
+    async with mesh.line(mesh.token("curious")) as line:
+        with pytest.raises(NotAllowed):
+            await line.call(Gateway.jobs, All())
+    assert not mesh.users.known
+
+
+async def test_nobody_joins_under_the_name_of_the_head(mesh: Mesh) -> None:
+    with pytest.raises(Refused, match="here is the head's own name"):
+        await mesh.join(mesh.token(), HEAD)
+    assert not mesh.members
+    # Nor does the launcher let it in, and leaves nothing of it on record.
+    about = {
+        "admitted": asdict(Admitted.of(HEAD, "5e" * 32, HOST_ROLES, 0.0)),
+        "address": "10.0.0.2",
+        "workers": 1,
+        "standby": True,
+        "ephemeral": False,
+        "key": "key",
+    }
+    with pytest.raises(Refused, match="here is the head of the mesh"):
+        await admission.ask(mesh.house.state, SystemClock(), "q", admission.JOIN, about)
+    assert not joined(MeshPlace(mesh.house.root)) and not mesh.users.known
+
+
+@pytest.mark.parametrize("host", [HEAD, "gpu1-aa"])
+async def test_who_was_not_let_in_so_far_has_nothing_drained(mesh: Mesh, host: str) -> None:
+    """As one whose admission has failed in the middle: on file, with a key, and in no book."""
+    token, state = mesh.token(), mesh.house.state
+    [on_file] = records.read(mesh.house.file).tokens
+    members.let_in(mesh.house.file, on_file.id, host, mesh.pair(host).public, time.time())
+    await pool.mark_host(state, HEAD, NOTICE)
+    async with mesh.line(mesh.member(token, host)) as line:
+        for asked, request in (
+            (Gateway.drain, Drain()),
+            (Gateway.back, Back("h")),
+            (Gateway.whereabouts, Whereabouts()),
+            (Gateway.leave, Leave()),
+        ):
+            with pytest.raises(NotFound, match=r"was not let into the mesh|no host is called"):
+                await line.call(asked, request)
+    assert await pool.draining(state) == {HEAD: NOTICE}
+    if host != HEAD:  # it asks again, by the key that is on file
+        assert (await mesh.join(token, host)).prefix == "h1w"
+        async with mesh.line(mesh.member(token, host)) as line:
+            assert (await line.call(Gateway.drain, Drain())).changed
+
+
+async def test_a_host_that_left_is_let_in_no_more(mesh: Mesh) -> None:
+    token = mesh.token(uses=0)
+    await mesh.join(token)
+    async with mesh.line(token) as line:
+        for asked, request in ((Gateway.membership, Membership()), (Gateway.leave, Leave())):
+            with pytest.raises(NotFound, match="no host that has joined"):
+                await line.call(asked, request)
+    own = mesh.member(token)
+    async with mesh.line(own) as line:
+        assert (await line.call(Gateway.membership, Membership())).host == "gpu1-aa"
+        assert (await line.call(Gateway.leave, Leave())).changed
+    assert not mesh.users.known and not joined(MeshPlace(mesh.house.root)) and not mesh.members
+    async with mesh.line(own) as line:
+        with pytest.raises(NotAllowed, match="revoked"):
+            await line.call(Gateway.membership, Membership())
+    for asking in (token, mesh.token("another")):
+        with pytest.raises(Refused, match="or was"):
+            await mesh.join(asking, "gpu1-aa")
+    assert digest(mesh.pair("gpu1-aa").public) not in mesh.house.file.read_text()
+    again = await mesh.join(mesh.token("third"), "gpu1-bb")
+    assert (again.prefix, again.planner) == ("h2w", "planner/2")
+
+
+async def test_a_member_that_comes_back_is_told_where_redis_is_now(mesh: Mesh) -> None:
+    token = mesh.token()
+    first = await mesh.join(token)
+    place = MeshPlace(mesh.house.root / "second")
+    here = MeshSettings(first.redis_url, "here", secret=first.secret, authority="old.pem")
+    here.to_file(place.settings)
+    async with mesh.line(mesh.member(token)) as line:
+        keep(place, await line.call(Gateway.whereabouts, Whereabouts()))
+    now = MeshSettings.from_file(place.settings)
+    assert (now.redis_url, now.stall_s) == (ABOUT["redis_url"], 7.0)
+    assert (place.directory / AUTHORITY).read_text() == "PEM" and now.secret == first.secret
+    assert now.authority == str(place.directory / AUTHORITY)
+    async with mesh.line(token) as line:
+        with pytest.raises(NotFound, match="no host that has joined"):
+            await line.call(Gateway.whereabouts, Whereabouts())
+
+
+async def test_a_host_has_itself_drained_and_is_used_again_when_it_is_back(mesh: Mesh) -> None:
+    state, invitation = mesh.house.state, mesh.token(uses=0)
+    for host in ("gpu1-aa", "gpu2-bb"):
+        await mesh.join(invitation, host)
+    for name, kind in (("engine/g1.1", "engine"), ("worker/h1w0", "worker")):
+        await register(state, Entry(name, kind, host="gpu1-aa", incarnation=name), 600_000)
+    async with mesh.line(mesh.member(invitation)) as line:
+        assert (await line.call(Gateway.drain, Drain())).changed
+        assert await pool.draining(state) == {"gpu1-aa": NOTICE}
+        assert (await line.call(Gateway.remaining, Remaining())).names == ["engine/g1.1"]
+        await evict(state, "engine/g1.1", "engine/g1.1")
+        assert (await line.call(Gateway.remaining, Remaining())).names == []
+        assert (await line.call(Gateway.back, Back("gpu1.example"))).changed
+        assert await pool.draining(state) == {}
+        with pytest.raises(Refused, match="no address"):
+            await line.call(Gateway.back, Back("a b"))
+    assert joined(MeshPlace(mesh.house.root))["gpu1-aa"].address == "gpu1.example"
+    async with mesh.line(invitation) as line:
+        for asked, request in ((Gateway.drain, Drain()), (Gateway.back, Back("h"))):
+            with pytest.raises(NotFound, match="no host that has joined"):
+                await line.call(asked, request)
+
+
+async def test_a_notice_outlasts_what_the_host_said_before(mesh: Mesh) -> None:
+    """That it is back, for instance, which somebody may have been slow to tell."""
+    state, token = mesh.house.state, mesh.token()
+    await mesh.join(token)
+    await register(state, Entry("engine/g1.1", "engine", host="gpu1-aa", incarnation="a"), 600_000)
+    ticket = read(mesh.member(token))
+    known = HostsMembership("gpu1-aa", ticket.address, ticket.gateway, ticket.secret)
+    emptying = asyncio.create_task(notice.empty(known, SystemClock(), 60.0, lambda: ""))
+    async with asyncio.timeout(60):
+        for _ in range(2):
+            while await pool.draining(state) != {"gpu1-aa": NOTICE}:
+                await asyncio.sleep(0.05)
+            await pool.mark_host(state, "gpu1-aa", "")
+        await evict(state, "engine/g1.1", "a")
+        assert await emptying
+    assert await pool.draining(state) == {"gpu1-aa": NOTICE}, "it is empty, and stays so"
+
+
+async def test_a_drain_that_a_person_asked_for_outlasts_the_hosts_own(mesh: Mesh) -> None:
+    state, token = mesh.house.state, mesh.token()
+    await mesh.join(token)
+    async with mesh.line(mesh.member(token)) as line:
+        await line.call(Gateway.drain, Drain())
+        await pool.request(state, Request("op", "drain", host="gpu1-aa"))
+        assert not (await line.call(Gateway.back, Back("10.0.0.2"))).changed
+        assert not (await line.call(Gateway.drain, Drain())).changed
+    assert await pool.draining(state) == {"gpu1-aa": "asked for"}
+
+
+async def test_an_ephemeral_host_that_stays_away_is_forgotten(mesh: Mesh) -> None:
+    state, token = mesh.house.state, mesh.token(uses=0)
+    there, stays, goes = "gpu1-aa", "gpu2-bb", "gpu3-cc"
+    entries = {host: await alive(state, host) for host in (there, goes)}
+    for host in (there, stays, goes):
+        await mesh.join(token, host, ephemeral=host != stays)
+    await evict(state, f"node/{goes}", entries[goes].incarnation)
+    async with asyncio.timeout(60):
+        while goes in mesh.users.known:
+            await asyncio.sleep(0.05)
+        while goes in mesh.members:
+            await asyncio.sleep(0.05)
+        while not [e for e in await events.read_all(state) if e.kind == "host_left"]:
+            await asyncio.sleep(0.05)
+    assert mesh.users.known.keys() == mesh.members == {there, stays}
+    assert joined(MeshPlace(mesh.house.root)).keys() == {there, stays}
+    [left] = [e for e in await events.read_all(state) if e.kind == "host_left"]
+    assert left.fields["host"] == goes and left.fields["away_s"] > GONE_S
+    async with mesh.line(mesh.member(token, goes)) as line:  # it comes back at this moment
+        with pytest.raises(NotAllowed):
+            await line.call(Gateway.membership, Membership())
+
+
+async def test_a_process_between_two_starts_does_not_end_the_drain(
+    mesh: Mesh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = mesh.token(uses=0)
+    await mesh.join(token)
+    at = read(mesh.member(token))
+    member = HostsMembership("gpu1-aa", at.address, at.gateway, at.secret)
+    looks = ["node/gpu1-aa is down"]
+    drained = notice.empty(member, SystemClock(), 60.0, lambda: looks.pop() if looks else "")
+    assert await drained and not looks
+    entry = Entry("engine/g1.1", "engine", host="gpu1-aa", incarnation="g1")
+    await register(mesh.house.state, entry, 600_000)
+    assert not await notice.empty(member, SystemClock(), 60.0, lambda: "node/gpu1-aa is down")
+    assert "cannot wait, as what runs here has ended" in capsys.readouterr().out
+
+
+async def test_a_host_that_was_forgotten_forgets_the_mesh_to_join_as_another(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    """A container that is started again has the files of before, however long it was away."""
+    token = mesh.token(uses=0)
+    await mesh.join(token)
+    member = read(mesh.member(token))
+    place = MeshPlace(tmp_path / "host")
+    place.directory.mkdir(parents=True)
+    known = HostsMembership("gpu1-aa", member.address, member.gateway, member.secret)
+    known.write(place)
+    assert await asyncio.to_thread(standing, place, known) == known  # it was not answered yet
+    place.settings.write_text("{}")
+    assert await asyncio.to_thread(standing, place, known) == known
+    async with mesh.line(mesh.member(token)) as line:
+        assert (await line.call(Gateway.leave, Leave())).changed
+    assert await asyncio.to_thread(standing, place, known) is None
+    assert not place.settings.exists() and membership.known(place) is None

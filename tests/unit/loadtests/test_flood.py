@@ -1,0 +1,86 @@
+"""Malformed frames do a process of a mesh no harm: it serves as before, and holds no more."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from common.runtime.mesh import Mesh
+from common.settings import SETTINGS_ENV, MeshSettings
+from common.state import registry
+from common.state.registry import Entry
+from common.state.server import embedded
+from common.wire.bulk.port import BulkClient
+from common.wire.weight_store import STORE
+from loadtests.hosts.flood.growth import between, read
+from loadtests.hosts.flood.pouring import Pour, Poured, poured
+from tests.contract.state.state_bench import running_server
+from tests.meshes import SECRET
+
+FIRST, FRAMES = 2_000, 8_000  # until what is filled once is filled; then
+UP_S = 60.0
+GROWN_MIB = 4.0  # a thread's stack, arenas of the allocator
+CHUNK = os.urandom(100_000)
+
+
+@pytest.fixture
+async def settings(tmp_path: Path) -> AsyncIterator[MeshSettings]:
+    """Of a mesh that is a Redis and a weight store: a process with all ports that there are."""
+    with running_server(embedded.find_server()) as server:
+        found = MeshSettings(server.url, str(tmp_path), host="here", secret=SECRET)
+        found.to_file(tmp_path / "settings.json")
+        store = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.weights"),
+            env=os.environ | {SETTINGS_ENV: str(tmp_path / "settings.json")},
+        )
+        try:
+            yield found
+            assert store.returncode is None
+        finally:
+            store.kill()
+            await store.wait()
+
+
+async def until_up(mesh: Mesh) -> Entry:
+    """The weight store's."""
+    async with asyncio.timeout(UP_S):
+        while True:
+            for entry in await registry.entries(mesh.state):
+                if entry.name == STORE and entry.alive:
+                    return entry
+            await asyncio.sleep(0.05)
+
+
+async def test_malformed_frames_at_every_port_change_nothing(settings: MeshSettings) -> None:
+    mesh = await Mesh.open("trainer/test", "trainer", settings)
+    mesh.start()
+    try:
+        entry = await until_up(mesh)
+        places = [entry.address, entry.bulk.partition("#")[0], entry.metrics]
+        ports = [(str(urlsplit(one).hostname), urlsplit(one).port or 0) for one in places]
+        process, client = psutil.Process(entry.pid), BulkClient(mesh)
+        digest = await client.put(entry, CHUNK)
+        early = await asyncio.to_thread(poured, Pour(ports, FIRST))
+        before = read([process])
+        late = await asyncio.to_thread(poured, Pour(ports, FRAMES, seed=1))
+        assert await client.get(entry, digest) == CHUNK
+        assert served(early) and served(late)
+        await asyncio.sleep(0.5)  # what was dropped is closed
+        grew = between(before, read([process]))
+        assert not grew.gone
+        assert grew.rss_mib < GROWN_MIB and grew.threads <= 0
+        assert grew.descriptors <= late.held // len(ports), "at most handshakes that are not over"
+    finally:
+        await mesh.leave()
+
+
+def served(wave: Poured) -> bool:
+    """Whether all were taken, and hung up on in time."""
+    return wave.unconnected == 0 and wave.unheard <= wave.frames // 100

@@ -1,0 +1,72 @@
+"""What the load test of several jobs makes of what it sees."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from common.pool.rows import Gang, Resident, Role
+from common.state.events import Event
+from loadtests.jobs.mesh import Seen, workers_by_job
+from loadtests.jobs.moving import others_rate, role_changes
+from loadtests.jobs.sharing import max_min
+
+
+@pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 3.0), (3.0, 1.0), (1.0, 1.0, 1.0)])
+def test_max_min_is_the_split_whose_sorted_levels_no_other_beats(shares: tuple[float, ...]) -> None:
+    floors, workers = [2] * len(shares), 8
+    splits = itertools.product(range(2, workers + 1), repeat=len(shares))
+    levels = {
+        split: sorted(round(n / share, 9) for n, share in zip(split, shares, strict=True))
+        for split in splits
+        if sum(split) == workers
+    }
+    found = tuple(int(n) for n in max_min(workers, floors, shares))
+    assert levels[found] == max(levels.values())
+
+
+def test_a_worker_that_two_jobs_share_counts_for_each_in_parts() -> None:
+    two = Gang(
+        "g0",
+        ("w0", "w1"),
+        1,
+        (
+            Resident("g0.0", "a", Role.TRAINING, core=True, ranks=(0, 1)),
+            Resident("g0.1", "b", Role.ROLLOUT, ranks=(1,)),
+            Resident("g0.2", "a", Role.ROLLOUT, ranks=(1,)),
+        ),
+    )
+    assert workers_by_job([two]) == {"a": 1.5, "b": 0.5}
+
+
+def desired(ms: int, resident: str, role: str, was: str = "idle") -> Event:
+    about = {"gang": resident[:2], "resident": resident, "generation": 1, "epoch": 1}
+    return Event(str(ms), ms, "desired", {**about, "role": role, "from_role": was})
+
+
+def ready(ms: int, resident: str, epoch: int = 1) -> Event:
+    about = {"gang": resident[:2], "resident": resident, "generation": 1, "epoch": epoch}
+    return Event(str(ms), ms, "actual", {**about, "status": "ready"})
+
+
+def test_a_change_of_role_lasts_from_its_decision_to_ready() -> None:
+    story = [
+        desired(0, "g0.0", "rollout"),
+        ready(3000, "g0.0"),
+        desired(10_000, "g0.0", "idle", was="rollout"),  # it leaves, and another one comes
+        desired(10_000, "g0.1", "training"),
+        ready(10_200, "g0.0", epoch=0),  # of an older wish
+        ready(10_500, "g0.1"),
+        ready(10_600, "g0.1"),  # told again
+    ]
+    assert role_changes(story) == {"idle rollout": [3.0], "rollout training": [0.5]}
+
+
+def test_the_others_rate_leaves_out_who_moved_and_who_did_nothing() -> None:
+    seen = [Seen(at, "engine/g0.0", "j", 0, 10.0 * at, 0) for at in range(0, 11)]
+    seen += [Seen(at, "engine/g0.0", "j", 0, 100 + 5.0 * (at - 10), 0) for at in range(11, 21)]
+    seen += [Seen(at, "engine/g1.0", "j", 0, 0.0, 0) for at in range(0, 21)]
+    seen += [Seen(at, "engine/g2.0", "j", 0, 50.0 * at, 0) for at in range(0, 21)]
+    rate = others_rate(sorted(seen, key=lambda one: one.at), {"engine/g2.0"}, 10.0, 20.0)
+    assert rate == pytest.approx(0.5)

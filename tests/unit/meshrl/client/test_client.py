@@ -1,0 +1,162 @@
+"""`meshrl.Client` on a mesh of the user's own: what it asks and what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError, DeadlineExceeded, NotFound, Refused, StateUnavailable
+from common.pool.rows import Budget, Worker
+from common.settings import MeshSettings
+from common.state import events, jobs, pool
+from common.state.client import State
+from common.state.keys import MESH
+from common.state.registry import Entry, register
+from meshrl import Client
+from meshrl.job import jobfile, models
+from tests.unit.meshrl.run.conftest import JOB, HeldMesh
+
+
+async def test_a_job_is_submitted_followed_and_stopped_from_any_directory(
+    held: HeldMesh, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    async with Client(held.root) as client:
+        handle = await client.submit(job, ["budget.steps=3", 'name="mine"'])
+        assert Path(handle.run_dir) == tmp_path / "elsewhere/runs/mine"
+        state = await handle.state()
+        assert (state.name, state.phase, state.steps, state.over) == ("mine", "queued", 3, False)
+        assert [one.name for one in await client.jobs()] == [JOB, "mine"]
+        seen = []
+        async for event in handle.events():
+            seen.append((event.kind, event.fields.get("phase")))
+            if event.kind == "submitted":
+                assert await handle.stop()
+        assert seen == [("submitted", None), ("phase", "stopped")]
+        assert (await handle.wait(5.0)).over
+        assert not await handle.stop()  # it had ended
+        with pytest.raises(Refused):
+            await client.delete(JOB)  # which goes on
+        await handle.delete()
+        assert [one.name for one in await client.jobs()] == [JOB]
+        assert (tmp_path / "elsewhere/runs/mine/job.json").is_file()
+        with pytest.raises(NotFound):
+            await handle.delete()
+
+
+async def test_a_job_that_no_accelerator_has_room_for_is_refused_with_its_bytes(
+    held: HeldMesh, job: Path, tmp_path: Path
+) -> None:
+    """Before anything of it is written."""
+    out = tmp_path / "large"
+    config = jobfile.read(job, []).config
+    size = 4 * models.size(config)  # in float32: a core has gradients and a moment beside it
+    state = await State.open(held.url)
+    try:
+        token = await register(state, Entry("worker/w0", "worker"), 60_000)
+        await pool.join_worker(state, Worker("w0", "a", "cpu:0", token, budget=Budget(3 * size)))
+        token = await register(state, Entry("worker/w1", "worker"), 60_000)
+        await pool.join_worker(state, Worker("w1", "a", "cpu:0", token, budget=Budget(3 * size)))
+    finally:
+        await state.close()
+    async with Client(held.root) as client:
+        with pytest.raises(Refused, match=rf"core takes {4 * size} bytes.*largest has {3 * size}"):
+            await client.submit(job, [f'out="{out}"', "optimizer.muon_lr=0"])
+        assert not out.exists()
+        await client.submit(job, [f'out="{out}"'])
+
+
+async def test_a_job_may_be_made_in_code(held: HeldMesh, job: Path, tmp_path: Path) -> None:
+    config = jobfile.read(job, []).config
+    async with Client(held.root) as client:
+        out = f'out="{tmp_path / "out"}"'
+        handle = await client.submit(config, [out, "seed=7"], base=job.parent)
+        assert handle.run_dir == str(tmp_path / "out")
+        with pytest.raises(ConfigError, match=r"budget\.steps"):
+            await client.submit(config, ["budget.steps=-1"], base=job.parent)
+
+
+async def test_what_is_not_there_or_not_over_is_told_by_type(held: HeldMesh) -> None:
+    async with Client(held.root) as client:
+        with pytest.raises(NotFound, match="no job other"):
+            await client.job("other")
+        with pytest.raises(NotFound):
+            async for _ in client.events("other"):
+                pass
+        with pytest.raises(DeadlineExceeded, match=r"over took more than 0\.1 s"):
+            await client.wait(JOB, timeout_s=0.1)
+
+
+async def test_a_move_is_asked_for_and_its_verdict_told(held: HeldMesh) -> None:
+    state = await State.open(held.url)
+
+    async def verdict(kind: str, **told: str) -> None:
+        """What a planner does with the next request, by its event alone."""
+        while not (asked := await state.command("HKEYS", f"{MESH}:requests")):
+            await asyncio.sleep(0.02)
+        await events.append(state, kind, {"op": asked[0], **told})
+        await state.command("DEL", f"{MESH}:requests")
+
+    try:
+        lease = Entry("worker/w0", "worker", incarnation="one", run_root=str(held.root))
+        token = await register(state, lease, 60_000)
+        await pool.join_worker(state, Worker("w0", "here", "cpu:0", token))
+        async with Client(held.root) as client:
+            assert [worker.id for worker in (await client.workers()).workers] == ["w0"]
+            with pytest.raises(NotFound, match="There are: w0"):
+                await client.move("w7", "training")
+            with pytest.raises(Refused, match="is no role"):
+                await client.move("w0", "sleeping")
+            async with asyncio.TaskGroup() as group:
+                group.create_task(verdict("desired", gang="g0", role="training"))
+                said = group.create_task(client.move("worker/w0", "training", JOB))
+            assert "w0 is to take the role training" in said.result()
+            declined = asyncio.create_task(verdict("move_declined", reason="the core stays"))
+            with pytest.raises(Refused, match="the core stays"):
+                await client.move("w0", "idle")
+            await declined
+    finally:
+        await state.close()
+
+
+async def test_who_follows_a_job_outlives_an_outage_of_redis(held: HeldMesh) -> None:
+    socket = held.url.removeprefix("unix://").partition("?")[0]
+
+    async def follow() -> list[str]:
+        return [event.kind async for event in client.events(JOB)]
+
+    state = await State.open(held.url)
+    async with Client(held.root) as client:
+        following = [asyncio.create_task(client.wait(JOB)), asyncio.create_task(follow())]
+        await client.jobs()
+        os.rename(socket, f"{socket}.aside")  # nobody can connect, and who is in is put out
+        await state.command("CLIENT", "KILL", "TYPE", "normal")
+        for _ in range(2):  # each as long as any question that is asked meanwhile
+            with pytest.raises(StateUnavailable):
+                await client.jobs()
+        assert not any(task.done() for task in following)
+        os.rename(f"{socket}.aside", socket)
+        await jobs.cancel(state, JOB, "stop")
+        waited, seen = await asyncio.wait_for(asyncio.gather(*following), 30)
+        assert waited.over and seen[-1] == "phase"
+    await state.close()
+
+
+async def test_a_mesh_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mesh").mkdir()
+    settings = MeshSettings(redis_url=f"unix://{tmp_path}/none", run_root=str(tmp_path))
+    settings.to_file(tmp_path / "mesh/settings.json")
+    with pytest.raises((StateUnavailable, DeadlineExceeded)):
+        async with Client(tmp_path):
+            raise AssertionError("it was opened")
+
+
+def test_the_package_is_imported_without_what_the_client_needs() -> None:
+    code = "import sys, meshrl; sys.exit('redis' in sys.modules or 'torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

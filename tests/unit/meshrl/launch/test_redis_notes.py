@@ -1,0 +1,106 @@
+"""What a power cut leaves of the launcher's notes beside Redis, and where a job goes on by what is
+left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.clock import SystemClock
+from common.errors import Damaged
+from common.random import Random
+from common.records.checkpoints import checkpoint_name
+from common.records.durable import sync
+from common.records.sealed import sealed
+from common.state import jobs
+from common.state.server.rollback import JobMark, Mark
+from common.state.steps import IDS_APART
+from meshrl.launch.head.restoring import put_back
+from meshrl.launch.redis import note as notes
+from meshrl.launch.redis.note import Note, NoteFile
+from sim.disk import Disk
+from sim.state import simulated_state
+from tests.contract.state.state_bench import JOB, document
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    made = tmp_path / "mesh"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture
+def disk(root: Path) -> Iterator[Disk]:
+    made = Disk(root)
+    made.watch()
+    yield made
+    made.close()
+
+
+def note_of(**one: int | str) -> Note:
+    return Note(Mark("1-0", 7, {JOB: JobMark(**one)}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_power_cut_leaves_the_durable_note_whatever_it_leaves_of_the_newest(
+    root: Path, disk: Disk, seed: int
+) -> None:
+    path, file = root / "note.json", NoteFile(root / "note.json")
+    file.write(note_of(lineage=1, version=3), durable=True)
+    file.write(note_of(lineage=1, version=4))
+    assert notes.read(path).mark.jobs[JOB].version == 4
+    sync(root)  # as whoever writes another file there does: the newest has its name, and no content
+    disk.cut(Random(seed))
+    damaged: list[Path] = []
+    read = notes.read(path, lambda at, _: damaged.append(at))
+    assert damaged == [notes.newest(path)] and read == note_of(lineage=1, version=3)
+    with pytest.raises(Damaged):
+        notes.read(path)
+    file.write(note_of(lineage=1, version=5), durable=True)
+    assert notes.read(path) == note_of(lineage=1, version=5), "it is newer than the newest"
+
+
+def test_what_was_numbered_is_durable_without_being_asked(root: Path, disk: Disk) -> None:
+    path, file = root / "note.json", NoteFile(root / "note.json")
+    file.write(Note(), durable=True)
+    told = [
+        note_of(lineage=0),
+        note_of(lineage=0, version=0),
+        note_of(lineage=1, version=0),
+        note_of(lineage=1, version=0, phase="finished"),
+    ]
+    for note in told:
+        file.write(note)
+        disk.cut(Random(0))
+        assert notes.read(path) == note
+    file.write(note_of(lineage=1, version=9, phase="finished"))
+    disk.cut(Random(0))
+    assert notes.read(path) == told[-1], "no disk is waited for each second"
+
+
+async def put_back_lineage(run_dir: Path, seen: JobMark) -> tuple[int, int]:
+    """The lineage in which a job goes on, and the number of its next group."""
+    state = simulated_state(SystemClock())
+    assert await put_back(state, run_dir, JOB, document(), seen) is None
+    row = await jobs.job(state, JOB)
+    next_group = await state.command("HGET", f"{{{JOB}}}:job", "next_group")
+    return row.lineage, int(next_group)
+
+
+async def test_the_checkpoint_before_the_first_step_is_enough_for_a_lineage_of_its_own(
+    tmp_path: Path,
+) -> None:
+    """All that told of groups went with a power cut; they may have been opened all the same."""
+    assert await put_back_lineage(tmp_path, JobMark()) == (0, 0), "nobody has begun"
+    assert await put_back_lineage(tmp_path, JobMark(0, 0)) == (1, IDS_APART)
+    assert await put_back_lineage(tmp_path, JobMark(1, 0)) == (2, 2 * IDS_APART)
+    (tmp_path / "checkpoints").mkdir()
+    held = {"lineage": 0, "step": 0, "weights": "ab" * 16}
+    name = checkpoint_name(0, 0, "ab" * 16)
+    (tmp_path / "checkpoints" / f"{name}.json").write_bytes(sealed(held))
+    assert await put_back_lineage(tmp_path, JobMark()) == (1, IDS_APART)
+    assert await put_back_lineage(tmp_path, JobMark(2, -1)) == (3, 3 * IDS_APART)

@@ -1,0 +1,97 @@
+"""The figures of a mesh, from the rows of one moment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.pool.rows import Gang, Resident, Role, Worker
+from common.state.ended import Ended
+from common.state.jobs import JobRow, Phase
+from meshrl.launch.outward.mesh_gauges import families
+from meshrl.launch.outward.mesh_look import MeshLook
+from meshrl.observe.standing.pool import Pool
+from meshrl.observe.standing.stalled import Stall
+
+NOW_MS = 1_000_000.0
+
+
+def job(id: str, phase: Phase = Phase.TRAINING, **more: Any) -> JobRow:
+    counts = dict.fromkeys(("opened", "trained", "filtered", "host_lost"), 0)
+    row = {
+        "document": {"budget": {"steps": 9}},
+        "run_dir": "/runs/x",
+        "lineage": 0,
+        "version": 3,
+        "manifest": "",
+        "checkpoint": "",
+        "steps_done": 3,
+        "cursor": 0,
+        "admitted": 0,
+        "stale_requeued": 4,
+        "typed_drops": 2,
+        "error": "",
+        **counts,
+    }
+    return JobRow(id=id, phase=phase, **{**row, **more})
+
+
+def figures(look: MeshLook) -> dict[str, float]:
+    """By name and label values, without `meshrl_`."""
+    found = {}
+    for family in families(look):
+        for sample in family.samples:
+            key = " ".join([sample.name.removeprefix("meshrl_"), *sample.labels.values()])
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def test_jobs_with_their_steps_phases_and_trajectories() -> None:
+    newest = {"a": {"committed_ms": 940_000, "reward": 0.5, "kl": float("nan"), "manifest": "m"}}
+    found = figures(MeshLook(NOW_MS, [job("a"), job("b", Phase.FAILED)], newest))
+    assert found["job_steps a"] == 3 and found["job_steps_budget a"] == 9
+    assert found["job_phase a training"] == found["job_phase b failed"] == 1
+    assert found["job_trajectories a stale_requeued"] == 4
+    assert found["job_trajectories b typed_drops"] == 2
+    assert found["job_step_age_seconds a"] == 60 and "job_step_age_seconds b" not in found
+    assert found["job_last_step a reward"] == 0.5
+    assert not [
+        name for name in found if name in ("job_last_step a kl", "job_last_step a manifest")
+    ]
+
+
+def test_a_job_that_waits_or_is_paused_is_held_and_has_no_age() -> None:
+    rows = [job("w", held="waiting: 2 workers of 4"), job("p", held="paused: by hand")]
+    found = figures(MeshLook(NOW_MS, rows))
+    assert found["job_held w waiting"] == found["job_held p paused"] == 1
+    assert not [name for name in found if name.startswith("job_step_age")]
+
+
+def test_the_age_begins_anew_when_a_job_goes_on_or_begins() -> None:
+    newest = {"on": {"committed_ms": 1_000}}
+    rows = [job("on", held_ms=990_000), job("new", steps_done=0, since_ms=970_000)]
+    found = figures(MeshLook(NOW_MS, rows, newest))
+    assert found["job_step_age_seconds on"] == 10 and found["job_step_age_seconds new"] == 30
+
+
+def test_gangs_by_role_workers_and_hosts_by_state() -> None:
+    both = (Resident("g0.0", "a", Role.ROLLOUT), Resident("g0.1", "a", Role.TRAINING))
+    gangs = (Gang("g0", ("w0",), 1, both), Gang("g1", ("w1",), 1))
+    workers = (
+        Worker("w0", "h", "cpu:0", 1, gang="g0"),
+        Worker("w1", "h", "cpu:1", 1),
+        Worker("w2", "i", "cpu:0", 1, alive=False),
+    )
+    found = figures(MeshLook(NOW_MS, pool=Pool(workers, gangs), hosts={"h": "up", "i": "away"}))
+    assert [found[f"gangs {r}"] for r in ("rollout", "training", "scoring", "idle")] == [1, 1, 0, 1]
+    assert [found[f"workers {s}"] for s in ("busy", "idle", "away")] == [1, 1, 1]
+    assert [found[f"hosts {s}"] for s in ("up", "away", "drained")] == [1, 1, 0]
+
+
+def test_a_leader_stalls_and_ends() -> None:
+    stalls = [Stall(w, "engine/0", "generate", 20.0, "") for w in ("rollout/a/0", "rollout/a/1")]
+    ends = [Ended("engine/0", "a", -9, "signal 9", 0, 3, False)]
+    found = figures(MeshLook(NOW_MS, leader="planner/1", stalls=stalls, ended=ends))
+    assert found["leader"] == 1 and found["stalls generate"] == 2
+    assert found["process_ends engine/0 a"] == 3
+    assert figures(MeshLook(NOW_MS))["leader"] == 0

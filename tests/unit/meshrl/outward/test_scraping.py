@@ -1,0 +1,74 @@
+"""Processes are asked all at once, and none is waited for longer than a second."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from meshrl.launch.outward.scraping import Process, scrape
+
+HERE = "127.0.0.1:*"
+PAGE = b"HTTP/1.0 200 OK\r\nContent-Type: text/plain\r\n\r\nx 1\n"
+
+
+@contextmanager
+def answering(*parts: bytes, pause_s: float = 0.0) -> Iterator[int]:
+    """A server for one client: it sends the parts one by one, then hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            client, _ = server.accept()
+            with client:
+                client.recv(1000)
+                try:
+                    for part in parts:
+                        client.sendall(part)
+                        ended.wait(pause_s)
+                except OSError:  # nobody waits for it
+                    pass
+
+        ended = threading.Event()
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield server.getsockname()[1]
+        ended.set()
+
+
+def process(port: int, name: str = "engine/0") -> Process:
+    return Process(name, "engine", metrics=f"http://127.0.0.1:{port}")
+
+
+def test_what_hangs_drips_or_is_gone_is_down_and_the_rest_is_there_within_two_seconds() -> None:
+    with ExitStack() as opened:
+        ports = [
+            opened.enter_context(answering(PAGE)),
+            opened.enter_context(answering(b"", pause_s=60.0)),
+            opened.enter_context(answering(*[b"H"] * 100, pause_s=0.2)),
+            opened.enter_context(answering(b"HTTP/1.0 500 no\r\n\r\n")),
+            opened.enter_context(answering(b"HTTP/1.0 200 OK\r\n\r\n\xff")),
+        ]
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            ports.append(gone.getsockname()[1])
+        began = time.monotonic()
+        found = scrape([process(port) for port in ports], HERE)
+        took_s = time.monotonic() - began
+    assert [one.up for one in found] == [True, False, False, False, False, False]
+    assert found[0].page == "x 1\n"
+    assert took_s < 2.0
+
+
+def test_one_without_a_page_is_up_by_its_lease() -> None:
+    found = scrape([Process("a", "a"), Process("b", "b", alive=False)], HERE)
+    assert [(one.process.service, one.up, one.page) for one in found] == [
+        ("a", True, ""),
+        ("b", False, ""),
+    ]
+
+
+def test_no_other_host_is_asked_whatever_a_record_says() -> None:
+    with answering(PAGE) as port:
+        elsewhere = Process("a", "a", metrics=f"http://192.0.2.1:{port}")
+        assert scrape([elsewhere], "0.0.0.0:*")[0].page == "x 1\n"

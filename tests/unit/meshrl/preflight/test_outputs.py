@@ -1,0 +1,47 @@
+"""A URL that a job names for what it makes is tried before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.errors import MeshError, Refused
+from common.job.config import JobConfig
+from common.records.at_url import AtUrl
+from meshrl.launch.directory.claims import claimed
+from meshrl.preflight import outputs
+from tests.unit.meshrl.preflight.conftest import read
+
+
+def test_a_url_that_cannot_be_written_is_refused_before_anything_starts(
+    place: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no directory")
+    for url, why in (
+        (f"file://{tmp_path}/file/out", "NotADirectoryError|FileExistsError"),
+        ("nosuch://bucket/out", "nosuch"),
+        (f"file://me:secret@{tmp_path}/out", "a user, a password or a query"),
+        (f"file://{tmp_path}/out?sig=secret", "a query"),
+        (f"simplecache::file://me:secret@{tmp_path}/out", "a chain of URLs"),
+    ):
+        with pytest.raises(MeshError, match=why) as caught:
+            outputs.writable(read(place, f'out="{url}"'))
+        assert "secret" not in str(caught.value)
+    url = f"file://{tmp_path}/new/out"
+    outputs.writable(read(place, f'out="{url}"'))
+    assert list((tmp_path / "new/out").iterdir()) == []
+
+
+def test_a_url_where_a_run_lies_is_no_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = JobConfig(out=f"file://{tmp_path}/out")
+    with claimed(config, False) as claim:  # nothing is there yet
+        assert claim.directory == tmp_path / "runs/job"
+    AtUrl(config.out, "out", "it").place_content("job.json", b"a run")
+    with pytest.raises(Refused, match="a run lies at"), claimed(config, False):
+        pass
+    with claimed(config, True) as claim:
+        assert claim.directory == tmp_path / "runs/job"

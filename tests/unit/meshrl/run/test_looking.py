@@ -1,0 +1,70 @@
+"""A look at a mesh goes on over the end of its Redis, and ends with the mesh."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from common.process.handle import start_time
+from common.settings import MeshSettings
+from common.state.client import State
+from common.state.server import embedded
+from meshrl.launch.directory.places import MeshPlace, write_json
+from meshrl.run.looking import looked
+from tests.contract.state.state_bench import Server, running_server
+
+WITHIN_S = 60.0
+
+
+class Heard:
+    """What is said, and what a Redis was seen to hold."""
+
+    def __init__(self, place: MeshPlace, server: Server) -> None:
+        self.place, self.server = place, server
+        self.said: list[str] = []
+        self.seen: list[str] = []
+
+    def __enter__(self) -> Heard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+        if self.place.launcher.exists():
+            self.server.start()
+
+    def looking(self, state: State) -> Callable[[], Awaitable[tuple[str, bool]]]:
+        self.seen.append("connected")
+
+        async def look() -> tuple[str, bool]:
+            self.seen.append(str(await state.command("INCR", "looks", deadline_s=5.0)))
+            if self.seen[-1] == "2":
+                self.server.kill()
+            return self.seen[-1], len(self.seen) > 4
+
+        return look
+
+
+@pytest.mark.parametrize("lives", [True, False], ids=["comes back", "is gone"])
+async def test_a_redis_that_is_away_is_asked_again_while_the_mesh_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
+) -> None:
+    monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
+    place = MeshPlace(tmp_path)
+    with running_server(embedded.find_server()) as server:
+        MeshSettings(redis_url=server.url, run_root=str(tmp_path)).to_file(place.settings)
+        if lives:
+            write_json(place.launcher, {"pid": os.getpid(), "start_time": start_time(os.getpid())})
+        heard = Heard(place, server)
+        async with asyncio.timeout(WITHIN_S):
+            last = await looked(place, heard, heard.looking, "nothing")
+    assert heard.said == ["redis does not answer; asking again"]
+    first = ["connected", "1", "2"]
+    assert heard.seen == ([*first, "connected", "3"] if lives else first)
+    assert last == ("3" if lives else "2"), "what was seen last"

@@ -1,0 +1,99 @@
+"""A host's GPUs as its agent and its workers have them: who sees which, how they do, what becomes
+of a resident whose GPU others fill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.job.config import JobConfig
+from common.pool.rows import Doing
+from common.state import jobs, pool, registry
+from meshrl.observe.live import gpus as told
+from meshrl.observe.live import tables
+from meshrl.observe.standing.pool import Pool
+from tests.gpus.driver import GIB, LOST, Gpus
+from tests.unit.node.smallmesh import LOOK_S, SOON_S, SmallMesh
+
+pytestmark = pytest.mark.needs("compiler")
+A, B, M = "GPU-aaaa", "GPU-bbbb", "MIG-cccc"
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+async def test_processes_see_their_worker_s_device_and_one_that_others_fill_is_not_taken(
+    mesh: SmallMesh, gpus: Gpus
+) -> None:
+    gpus.gpu(A, used=80 * GIB - 1000)
+    gpus.process(A, os.getpid(), 79 * GIB)
+    gpus.gpu(B, mig=1)
+    gpus.instance(B, M, 7)
+    mesh.start_agent("--device", "cuda", workers=2, env=gpus.environment)
+    await mesh.form("w0")
+    await mesh.form("w1", gang="g1")
+    rows = {row.id: row for row in await pool.workers(mesh.state)}
+    assert (rows["w0"].uuid, rows["w0"].accelerator) == (A, "cuda:0 NVIDIA H100")
+    assert (rows["w1"].uuid, rows["w1"].budget.accelerator) == (M, 10 * GIB)
+    document = JobConfig.from_document({"name": "j"}).document()
+    document |= {"bundle": {"dir": str(mesh.directory), "parameters": 1_000_000_000}}
+    await jobs.submit(mesh.state, "j", document, str(mesh.directory), "j")
+    await mesh.place("g0.0")
+    await mesh.place("g1.0")
+    await mesh.until_settled("g1.0")
+    seen = environment_of(await mesh.pid_of("engine/g1.0"))
+    assert (seen["CUDA_VISIBLE_DEVICES"], seen["MESHRL_DEVICE"]) == (M, "cuda")
+    refused = await mesh.until("failed", "g0.0", lambda r: r.doing == Doing.FAILED)
+    for words in (
+        "engine/g0.0 needs 4536870912 bytes of GPU GPU-aaaa, which has 1000 free",
+        f"process {os.getpid()} (",
+        f"has {79 * GIB} bytes",
+    ):
+        assert words in refused.detail
+    gpus.gpu(A, used=0)
+    await mesh.until_settled("g0.0")  # it is tried again
+
+
+async def test_figures_are_published_and_what_breaks_is_an_event(
+    mesh: SmallMesh, gpus: Gpus
+) -> None:
+    gpus.gpu(A, used=40 * GIB, busy=97, celsius=71, milliwatts=650_000, throttle=0x20)
+    mesh.start_agent("--device", "cuda", env=gpus.environment)
+    await mesh.form("w0")
+    found = await shown(mesh, "used_bytes", 40 * GIB)
+    assert found["utilization"] == 0.97 and found["lost"] == 0 and found["throttled"] == 1
+    assert told.line(found) == "40 of 80 GiB, 97%, 71 °C, 650 W, slowed by thermal"
+    gpus.gpu(A, ecc=2)
+    gpus.xid(A, 48)
+    [event] = await mesh.told("gpu", 1)
+    assert (event["worker"], event["what"]) == ("w0", "errors")
+    assert "2 uncorrected memory errors and XID 48" in told.told(event)
+    gpus.fail(A, LOST)
+    lost = (await mesh.told("gpu", 2))[1]
+    assert lost["what"] == "lost" and "cuda:0 NVIDIA H100 of w0 (GPU-aaaa) is lost" in told.told(
+        lost
+    )
+    assert told.line(await shown(mesh, "lost", 1)) == "GPU lost"
+    rows, entries = await pool.workers(mesh.state), await registry.entries(mesh.state)
+    assert told.troubles(rows, entries) == ["cuda:0 NVIDIA H100 of w0 (GPU-aaaa) is lost"]
+    gpus.mended()
+    assert (await mesh.told("gpu", 3))[2]["what"] == "back"
+
+
+async def shown(mesh: SmallMesh, name: str, value: object) -> dict[str, Any]:
+    """The figures of w0's GPU as `meshrl workers --json` has them, once one is so."""
+    for _ in range(int(SOON_S / LOOK_S)):
+        entries = await registry.entries(mesh.state)
+        rows = await pool.workers(mesh.state)
+        [worker] = tables.document(Pool(tuple(rows)), entries)["workers"]
+        if (found := worker.get("gpu", {})).get(name) == value:
+            return dict(found)
+        await asyncio.sleep(LOOK_S)
+    raise AssertionError(f"{name} is not {value}: {worker}\n{mesh.logs()}")

@@ -1,0 +1,119 @@
+"""An engine and a trainer on one worker, as real processes: one computes at a time, both progress,
+and one that is stopped in its turn is killed for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from common.api.node import Worker
+from common.clock import SystemClock
+from common.pool.rows import Gang, Resident, Role
+from common.pool.seat import Seat
+from common.process.handle import SystemChild
+from common.runtime.mesh import Mesh
+from common.settings import SETTINGS_ENV
+from services.node.residents.turn_keeper import KeepsTurns, TurnKeeper
+from services.node.residents.turns import Leases
+from tests.unit.node.smallmesh import ROOT, SOON_S, SmallMesh
+from tests.unit.node.test_turn_keeper import REST
+
+LEASES = Leases(factor=1.0, floor_s=3.0, cap_s=60.0, unknown_s=60.0)
+GANG = Gang(
+    "g0",
+    ("w0",),
+    1,
+    (
+        Resident("g0.0", "j", Role.ROLLOUT, turns=True),
+        Resident("g0.1", "j", Role.TRAINING, core=True, turns=True),
+    ),
+)
+PLENTY = 20  # pieces of each
+
+
+async def until(what: str, holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not holds():
+        assert time.monotonic() < deadline, f"not {what}"
+        await asyncio.sleep(0.02)
+
+
+def computed(directory: Path, kind: str) -> list[tuple[float, float]]:
+    note = directory / kind
+    lines = note.read_text().splitlines() if note.exists() else []
+    return [(float(a), float(b)) for a, b in map(str.split, lines)]
+
+
+def overlap(directory: Path) -> bool:
+    pieces = sorted(computed(directory, "engine") + computed(directory, "trainer"))
+    return any(end > begin for (_, end), (begin, _) in itertools.pairwise(pieces))
+
+
+async def test_engine_and_trainer_share_a_worker_and_one_that_is_stopped_in_its_turn_is_killed(
+    mesh: SmallMesh,
+) -> None:
+    children: dict[str, SystemChild] = {}
+
+    def start(kind: str, resident: str) -> None:
+        seat = Seat("g0", resident, "j", 1, turns=True, keeper="worker/w0")
+        children[resident] = mesh.host.spawn(
+            [sys.executable, "-m", "tests.unit.node.turn_taker", "--kind", kind, *seat.words()],
+            name=kind,
+            env={SETTINGS_ENV: str(mesh.directory / "settings.json"), "PYTHONPATH": str(ROOT)},
+            log=mesh.directory / "agent.log",
+        )
+
+    async def kill(resident: str, generation: int, why: str) -> None:
+        children[resident].kill()
+        await children[resident].wait(SOON_S)
+
+    worker = await Mesh.open("worker/w0", "worker", mesh.settings)
+    actor = type("OnlyTurns", (KeepsTurns,), {"interface": Worker, **REST})()
+    actor.turns = keeper = TurnKeeper(worker, "w0", kill, LEASES)
+    keeper.follow(GANG)
+    await worker.join(actor)
+    running = asyncio.create_task(keeper.run())
+    try:
+        start("engine", "g0.0")
+        start("trainer", "g0.1")
+        both = ("engine", "trainer")
+        await until(
+            f"{PLENTY} pieces of both",
+            lambda: all(len(computed(mesh.directory, kind)) >= PLENTY for kind in both),
+        )
+        assert keeper.killed == 0
+
+        trainer = children["g0.1"].pid
+        while True:  # until it is stopped within a turn, and not just after one
+            await until("the trainer's turn", lambda: keeper.stats()["turn_of"] == ["g0.1"])
+            os.kill(trainer, signal.SIGSTOP)
+            stopped = time.monotonic()
+            await asyncio.sleep(0.2)
+            if keeper.stats()["turn_of"] == ["g0.1"]:
+                break
+            os.kill(trainer, signal.SIGCONT)
+        before = len(computed(mesh.directory, "engine"))
+        await until(
+            "more pieces of the engine",
+            lambda: len(computed(mesh.directory, "engine")) >= before + PLENTY,
+        )
+        assert children["g0.1"].poll() is not None
+        assert keeper.killed == 1
+        after = [began for began, _ in computed(mesh.directory, "engine") if began > stopped]
+        assert after[0] - stopped >= LEASES.floor_s - 1.0  # not before it was dead
+        assert SystemClock().monotonic() - stopped < SOON_S
+        assert not overlap(mesh.directory)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{mesh.logs()}") from error
+    finally:
+        running.cancel()
+        for child in children.values():
+            child.kill()
+        await worker.leave()

@@ -1,0 +1,270 @@
+"""Pools as a planner sees them, whose workers do what they are told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from common.pool.decisions import (
+    Admit,
+    Decision,
+    Decline,
+    Dissolve,
+    FailJob,
+    Finish,
+    Form,
+    Place,
+    Remove,
+    Serve,
+)
+from common.pool.needs import Counters, Need, PlannedJob
+from common.pool.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
+from common.pool.settings import PoolSettings
+from common.pool.snapshot import Host, Snapshot
+from common.state.jobs import Phase
+from services.planner.decide import decide
+from services.planner.memory import Memory
+
+NOW_MS = 1_000_000
+LOOK_MS = 500
+
+
+def pool(
+    hosts: Sequence[int], *jobs: PlannedJob, networks: Sequence[str] = (), **other: Any
+) -> Snapshot:
+    """A mesh that has been up for long: so many workers on each host, `host0` first. `networks` of
+    the hosts: all are in the head's, if it says nothing.
+    """
+    workers: list[Worker] = []
+    for host, count in enumerate(hosts):
+        network = networks[host] if networks else ""
+        for number in range(len(workers), len(workers) + count):
+            worker = Worker(f"w{number}", f"host{host}", "cpu:0", number + 1, network=network)
+            workers.append(worker)
+    names = tuple(Host(f"host{host}") for host in range(len(hosts)))
+    return Snapshot(NOW_MS, tuple(workers), (), jobs, names, **other)
+
+
+def job(id: str = "job", **other: Any) -> PlannedJob:
+    """One that trains; what differs is said of it or of its need."""
+    needs = {key: other.pop(key) for key in list(other) if key in Need.__slots__}
+    about: dict[str, Any] = {"phase": Phase.TRAINING, "steps_done": 10, "groups_per_step": 16}
+    return PlannedJob(id, need=Need(**needs), **(about | other))
+
+
+def counters(
+    steps: int, rollout_s: float = 1.0, train_s: float = 1.0, engines: int = 2
+) -> Counters:
+    """What the processes of a job have published after so many steps that took so long."""
+    return Counters(
+        frozenset({"engines", "trainer"}),
+        engines,
+        engines * steps * rollout_s,
+        16 * steps,
+        steps * train_s,
+        steps,
+    )
+
+
+def settled(gang: Gang) -> Gang:
+    """Its residents do what is wished."""
+    return replace(gang, residents=tuple(does(r, Doing.READY) for r in gang.residents))
+
+
+def does(resident: Resident, doing: Doing) -> Resident:
+    reports = {
+        rank: Report(rank, resident.generation, resident.epoch, 1, doing, resident.tier)
+        for rank in resident.ranks
+    }
+    return replace(resident, reports=reports)
+
+
+def applied(snapshot: Snapshot, decisions: Iterable[Decision], ready: bool = True) -> Snapshot:
+    """What the next look finds; each decision must apply as Redis would have it."""
+    gangs = {gang.id: gang for gang in snapshot.gangs}
+    jobs = {job.id: job for job in snapshot.jobs}
+    hosts = {host.name: host for host in snapshot.hosts}
+    requests = {request.op: request for request in snapshot.requests}
+    moves = {move.id: move for move in snapshot.moves}
+    formed = snapshot.gangs_formed
+    left: list[str] = []
+    for decision in decisions:
+        match decision:
+            case Form(gang, workers):
+                assert gang == f"g{formed}"
+                assert not {w for other in gangs.values() for w in other.workers} & set(workers)
+                gangs[gang] = Gang(gang, workers, 1, (), snapshot.now_ms)
+                formed += 1
+            case Dissolve(gang):
+                assert not gangs.pop(gang).residents
+            case Place(gang, resident):
+                _placed(gangs, gang, resident)
+                requests.pop(decision.op, None)
+                if decision.move is not None:
+                    moves[resident.id] = decision.move
+            case Remove(gang, resident_id):
+                before = gangs[gang]
+                kept = tuple(r for r in before.residents if r.id != resident_id)
+                assert len(kept) == len(before.residents) - 1
+                gangs[gang] = replace(before, residents=kept)
+                left.append(resident_id)
+                requests.pop(decision.op, None)
+            case Admit(id, held):
+                jobs[id] = replace(jobs[id], held=held)
+            case FailJob(id):
+                del jobs[id]
+            case Serve(host, services):
+                hosts[host] = replace(hosts[host], services=services)
+            case Finish(move):
+                del moves[move.id]
+            case Decline(op):
+                del requests[op]
+    assert not set(left) & set(moves), "Redis strikes these off: they must be told of"
+    where = {worker: gang.id for gang in gangs.values() for worker in gang.workers}
+    for id, planned in jobs.items():
+        has_core = any(r.core and r.job == id for g in gangs.values() for r in g.residents)
+        if planned.phase == Phase.QUEUED and has_core:
+            jobs[id] = replace(planned, phase=Phase.TRAINING)
+    return replace(
+        snapshot,
+        now_ms=snapshot.now_ms + LOOK_MS,
+        workers=tuple(replace(w, gang=where.get(w.id, "")) for w in snapshot.workers),
+        gangs=tuple(settled(gang) if ready else gang for gang in gangs.values()),
+        jobs=tuple(jobs.values()),
+        hosts=tuple(hosts.values()),
+        requests=tuple(requests.values()),
+        moves=tuple(moves.values()),
+        gangs_formed=formed,
+    )
+
+
+def _placed(gangs: dict[str, Gang], gang: str, resident: Resident) -> None:
+    before = gangs[gang]
+    there = {r.id: r for r in before.residents}
+    placed = before.placed
+    if resident.id in there:
+        assert resident.epoch == there[resident.id].epoch + 1
+        assert resident.generation == there[resident.id].generation
+    else:
+        assert resident.id == f"{gang}.{placed}"
+        placed += 1
+    assert set(resident.ranks) <= set(range(len(before.workers)))
+    residents = (there | {resident.id: resident}).values()
+    gangs[gang] = replace(before, residents=tuple(residents), placed=placed)
+
+
+class Looks:
+    """A leader's looks at a pool, one after the other."""
+
+    def __init__(self, snapshot: Snapshot, memory: Memory | None = None) -> None:
+        self.snapshot, self.memory = snapshot, memory or Memory()
+        self.decisions: list[Decision] = []  # of the last look
+
+    def look(self, ready: bool = True) -> list[Decision]:
+        """Decides once, and has that done; `ready` is whether residents get there at once."""
+        self.decisions, self.memory = decide(self.snapshot, Memory.of(self.memory.document()))
+        self.snapshot = applied(self.snapshot, self.decisions, ready)
+        check(self.snapshot)
+        return self.decisions
+
+    def settle(self, within: int = 12) -> list[Decision]:
+        """Looks until there is nothing to decide; all that was decided."""
+        found: list[Decision] = []
+        for _ in range(within):
+            if not self.look():
+                return found
+            found += self.decisions
+        raise AssertionError(f"still deciding: {self.decisions}")
+
+    def change(self, **other: Any) -> None:
+        self.snapshot = replace(self.snapshot, **other)
+
+    def worker(self, id: str, **other: Any) -> None:
+        """Another state of a worker."""
+        found = [replace(w, **other) if w.id == id else w for w in self.snapshot.workers]
+        self.change(workers=tuple(found))
+
+    def drain(self, host: str) -> None:
+        """Nothing new is to be placed on a host."""
+        hosts = self.snapshot.hosts
+        found = [replace(h, draining="maintenance") if h.name == host else h for h in hosts]
+        self.change(hosts=tuple(found))
+
+    def job(self, id: str, **other: Any) -> None:
+        """Another state of a job."""
+        found = [replace(j, **other) if j.id == id else j for j in self.snapshot.jobs]
+        self.change(jobs=tuple(found))
+
+    def residents(self, job: str = "job") -> list[tuple[str, Resident]]:
+        """(first worker, resident) of a job, by worker."""
+        found = [
+            (gang.workers[resident.ranks[0]], resident)
+            for gang in self.snapshot.gangs
+            for resident in gang.residents
+            if resident.job == job
+        ]
+        return sorted(found, key=lambda one: (len(one[0]), one[0], one[1].id))
+
+    def roles(self, job: str = "job") -> dict[str, str]:
+        """What each worker does for a job: core, training, rollout, scoring; with its tier if it
+        sleeps.
+        """
+        found: dict[str, str] = {}
+        for gang in self.snapshot.gangs:
+            for r in gang.residents:
+                if r.job == job:
+                    name = "core" if r.core else str(r.role)
+                    name = name if r.tier == Tier.ACCELERATOR else f"{name}@{r.tier}"
+                    for rank in r.ranks:
+                        worker = gang.workers[rank]
+                        found[worker] = f"{found[worker]}+{name}" if worker in found else name
+        return dict(sorted(found.items(), key=lambda one: (len(one[0]), one[0])))
+
+    def workers_of(self, job: str) -> int:
+        """Workers that a job is awake on."""
+        return len(awake(self.snapshot, job))
+
+
+def seen(looks: Looks, steps: int, id: str = "job", **took: float) -> None:
+    """The job has made so many steps in all, and a while has passed."""
+    config = looks.snapshot.jobs[0].config
+    looks.job(id, counters=counters(steps, **took), steps_done=steps)  # type: ignore[arg-type]
+    looks.change(now_ms=looks.snapshot.now_ms + round(1000 * config.interval_s))
+
+
+def awake(snapshot: Snapshot, job: str) -> set[str]:
+    return {
+        gang.workers[rank]
+        for gang in snapshot.gangs
+        for resident in gang.residents
+        if resident.job == job and resident.tier == Tier.ACCELERATOR
+        for rank in resident.ranks
+    }
+
+
+def check(snapshot: Snapshot) -> None:
+    """What holds at every look: a worker is in one gang, and its accelerator is one resident's, or
+    of an engine and a core of one job that take turns; a job has one core and its gang one host,
+    or one network if the pool says so, with the ranks of a host next to each other.
+    """
+    members = [worker for gang in snapshot.gangs for worker in gang.workers]
+    assert len(members) == len(set(members))
+    there_are = {worker.id: worker for worker in snapshot.workers}
+    cores: list[str] = []
+    for gang in snapshot.gangs:
+        assert len({snapshot.settings.place(there_are[worker]) for worker in gang.workers}) == 1
+        hosts = [there_are[worker].host for worker in gang.workers]
+        assert sum(one != other for one, other in pairwise(hosts)) == len(set(hosts)) - 1
+        cores += [resident.job for resident in gang.residents if resident.core]
+        for rank in range(len(gang.workers)):
+            there = [r for r in gang.residents if rank in r.ranks and r.tier == Tier.ACCELERATOR]
+            if len(there) > 1:
+                assert len(there) == 2 and all(r.turns for r in there)
+                assert {r.job for r in there} == {there[0].job}
+                assert {r.role for r in there} == {Role.TRAINING, Role.ROLLOUT}
+    assert len(cores) == len(set(cores))
+
+
+QUIET = PoolSettings(turns=False)

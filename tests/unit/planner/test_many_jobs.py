@@ -1,0 +1,325 @@
+"""Several jobs on one pool: sharing, preemption, pauses, and properties of all of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.pool.decisions import Place
+from common.pool.fitting import least_workers, never_fits
+from common.pool.needs import PlannedJob
+from common.pool.rows import Doing, Tier
+from common.pool.settings import PoolSettings
+from common.state.jobs import Phase
+from services.planner.policies.sharing import Bounds, fill
+from tests.unit.planner.pools import Looks, does, job, pool
+
+
+def test_a_second_job_takes_its_share_and_gives_it_back() -> None:
+    looks = Looks(pool([6], job("a")))
+    looks.settle()
+    assert looks.workers_of("a") == 6
+    core = next(r for _, r in looks.residents("a") if r.core)
+    looks.change(jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, submitted_ms=1)))
+    looks.settle()
+    assert (looks.workers_of("a"), looks.workers_of("b")) == (3, 3)
+    assert core.id in {r.id for _, r in looks.residents("a")}, "its core was not touched"
+    looks.change(jobs=looks.snapshot.jobs[:1])
+    looks.settle()
+    assert looks.workers_of("a") == 6
+
+
+def test_a_higher_priority_pauses_a_lower_one_which_comes_back_bit_by_bit() -> None:
+    looks = Looks(pool([4], job("a")))
+    looks.settle()
+    core = next(r for _, r in looks.residents("a") if r.core)
+    urgent = job("b", phase=Phase.QUEUED, priority=5, least=4, submitted_ms=9)
+    looks.change(jobs=(*looks.snapshot.jobs, urgent))
+    looks.settle()
+    assert looks.workers_of("b") == 4
+    assert looks.roles("a") == {"w0": "core@disk"}
+    assert looks.snapshot.jobs[0].held.startswith("paused: it needs")
+    looks.change(jobs=looks.snapshot.jobs[:1])
+    looks.settle()
+    after = next(r for _, r in looks.residents("a") if r.core)
+    assert (after.id, after.generation) == (core.id, core.generation), "the same process goes on"
+    assert looks.workers_of("a") == 4 and looks.snapshot.jobs[0].held == ""
+
+
+def test_a_worker_is_not_given_away_before_who_sleeps_there_is_asleep() -> None:
+    looks = Looks(pool([2], job("a")))
+    looks.settle()
+    looks.change(jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, priority=5, least=2)))
+    looks.look(ready=False)
+    assert looks.roles("a") == {"w0": "core@disk"}
+    assert "w0" not in looks.roles("b")
+    assert looks.look() == [], "it is asleep only now"
+    looks.settle()
+    assert set(looks.roles("b")) == {"w0", "w1"}
+
+
+def test_a_core_that_still_starts_makes_room_unless_it_alone_has_what_was_trained() -> None:
+    urgent = job("b", phase=Phase.QUEUED, priority=5, least=2)
+    for about in ({"steps_done": 0}, {"steps_done": 9, "checkpointed": True}):
+        looks = Looks(pool([2], job("a", **about)))
+        looks.look(ready=False)
+        looks.change(jobs=(*looks.snapshot.jobs, urgent))
+        looks.look(ready=False)
+        assert looks.roles("a") == {} and set(looks.roles("b")) == {"w0", "w1"}
+        looks.change(jobs=looks.snapshot.jobs[:1])
+        looks.settle()
+        assert looks.workers_of("a") == 2, "it starts anew"
+    looks = Looks(pool([2], job("a", steps_done=9)))
+    looks.look(ready=False)
+    looks.change(jobs=(*looks.snapshot.jobs, urgent))
+    looks.look(ready=False)
+    assert looks.roles("a") == {"w0": "core@disk"}
+
+
+def sleepers_do(looks: Looks, doing: Doing) -> None:
+    """What those that are to be on disk say of themselves."""
+    gangs = [
+        replace(
+            gang,
+            residents=tuple(does(r, doing) if r.tier == Tier.DISK else r for r in gang.residents),
+        )
+        for gang in looks.snapshot.gangs
+    ]
+    looks.change(gangs=tuple(gangs))
+
+
+def test_a_core_that_has_died_asleep_holds_nobody_up_and_wakes_where_it_was() -> None:
+    looks = Looks(pool([2], job("a")))
+    looks.settle()
+    core = next(r for _, r in looks.residents("a") if r.core)
+    looks.change(jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, priority=5, least=2)))
+    looks.look(ready=False)
+    sleepers_do(looks, Doing.GONE)
+    looks.settle()
+    assert looks.workers_of("b") == 2 and looks.roles("a") == {"w0": "core@disk"}
+    looks.change(jobs=looks.snapshot.jobs[:1])
+    looks.settle()
+    after = next(r for _, r in looks.residents("a") if r.core)
+    assert after.id == core.id and looks.workers_of("a") == 2
+
+
+def test_where_the_disk_is_full_a_core_sleeps_in_memory() -> None:
+    looks = Looks(pool([2], job("a")))
+    looks.settle()
+    looks.change(jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, priority=5, least=2)))
+    looks.look(ready=False)
+    sleepers_do(looks, Doing.FAILED)
+    looks.settle()
+    assert looks.roles("a") == {"w0": "core@memory"}
+    assert looks.workers_of("b") == 2
+
+
+def test_a_gang_is_dissolved_under_a_sleeper_only_when_a_checkpoint_has_it() -> None:
+    looks = Looks(pool([2], job("a")))
+    looks.settle()
+    large = job("b", phase=Phase.QUEUED, priority=5, ranks=2, least=2)
+    looks.change(jobs=(*looks.snapshot.jobs, large))
+    looks.settle()
+    assert looks.roles("a") == {"w0": "core@disk"} and looks.workers_of("b") == 0
+    looks.job("a", checkpointed=True)
+    looks.settle()
+    assert looks.roles("a") == {} and looks.workers_of("b") == 2
+    looks.change(jobs=looks.snapshot.jobs[:1])
+    looks.settle()
+    assert looks.workers_of("a") == 2
+
+
+def test_four_jobs_on_six_workers_by_turns() -> None:
+    jobs = [job(id, phase=Phase.QUEUED, submitted_ms=at) for at, id in enumerate("abcd")]
+    looks = Looks(pool([6], *jobs))
+    looks.settle()
+    roles = sorted(tuple(looks.roles(id).values()) for id in "abcd")
+    assert roles == [("core", "rollout"), ("core", "rollout"), ("core+rollout",), ("core+rollout",)]
+
+
+def test_an_engine_that_takes_no_turns_has_a_worker_of_its_own() -> None:
+    """Two such jobs on three workers: one waits; one of another engine goes before it."""
+    jobs = [job(id, phase=Phase.QUEUED, submitted_ms=at) for at, id in enumerate("abc")]
+    jobs[:2] = [replace(one, need=replace(one.need, alternates=False)) for one in jobs[:2]]
+    looks = Looks(pool([3], *jobs))
+    looks.settle()
+    assert sorted(looks.roles("a").values()) == ["core", "rollout"]
+    assert looks.roles("b") == {} and "it needs 2 workers" in looks.snapshot.jobs[1].held
+    assert list(looks.roles("c").values()) == ["core+rollout"]
+    told = never_fits(jobs[0].need, looks.snapshot.workers[:1], PoolSettings())
+    assert "2 workers (1 for its core, 1 to roll out)" in told
+
+
+def test_engine_and_core_do_not_share_an_accelerator_that_has_not_the_bytes() -> None:
+    jobs = [job("a", bytes=100)]
+    looks = Looks(pool([1], *jobs))
+    small = replace(looks.snapshot.workers[0].budget, accelerator=450)
+    looks.worker("w0", budget=small)
+    looks.settle()
+    assert looks.roles("a") == {"w0": "core"}
+    looks.worker("w0", budget=replace(small, accelerator=500))
+    looks.settle()
+    assert looks.roles("a") == {"w0": "core+rollout"}
+
+
+def test_two_cores_do_not_sleep_on_a_disk_that_has_room_for_one() -> None:
+    """Each sleeps on the worker where the next one wakes: the second finds the disk full."""
+    looks = Looks(pool([1], job("a", bytes=100)))
+    budget = replace(looks.snapshot.workers[0].budget, disk=400)
+    looks.worker("w0", budget=budget)
+    looks.settle()
+    for number, id in enumerate("bc", 1):
+        jobs = (*looks.snapshot.jobs, job(id, bytes=100, priority=number, submitted_ms=number))
+        looks.change(jobs=jobs)
+        looks.settle()
+    assert looks.roles("a") == {"w0": "core@disk"}
+    assert looks.roles("b") == {"w0": "core@memory"}
+    assert looks.roles("c") == {"w0": "core+rollout"}
+    assert looks.snapshot.jobs[0].held.endswith("beside c")
+
+
+needs = st.fixed_dictionaries(
+    {
+        "ranks": st.sampled_from([1, 1, 1, 2]),
+        "scoring": st.booleans(),
+        "alternates": st.sampled_from([True, True, True, False]),
+        "least": st.sampled_from([0, 0, 3]),
+        "most": st.sampled_from([0, 0, 4]),
+        "priority": st.integers(0, 1),
+        "share": st.sampled_from([1.0, 3.0]),
+    }
+)
+pools = st.tuples(
+    st.lists(st.integers(1, 4), min_size=1, max_size=2),
+    st.lists(needs, min_size=1, max_size=4),
+    st.booleans(),
+    st.sampled_from(["host", "host", "network"]),
+)
+
+
+def looks_at(drawn: tuple) -> Looks:
+    hosts, asked, turns, gangs = drawn
+    jobs = [
+        job(f"j{n}", phase=Phase.QUEUED, submitted_ms=n, checkpointed=True, **need)
+        for n, need in enumerate(asked)
+    ]
+    about = PoolSettings(turns=turns, gangs=gangs, short_s=1e6)
+    return Looks(pool(hosts, *jobs, settings=about))
+
+
+def possible(looks: Looks, planned: PlannedJob) -> bool:
+    return not never_fits(planned.need, looks.snapshot.workers, looks.snapshot.settings)
+
+
+@given(pools)
+@settings(max_examples=60, deadline=None)
+def test_a_constant_snapshot_settles_and_every_job_that_runs_has_its_floor(drawn: tuple) -> None:
+    looks = looks_at(drawn)
+    looks.settle()
+    for planned in looks.snapshot.jobs:
+        has = looks.workers_of(planned.id)
+        if planned.held:
+            assert has == 0
+        elif has:
+            assert has >= least_workers(planned.need, looks.snapshot.settings.turns)
+            roles = "+".join(looks.roles(planned.id).values())
+            assert "core" in roles and "rollout" in roles
+            assert not planned.need.most or has <= planned.need.most
+        else:
+            raise AssertionError(f"{planned.id} is said to run and has nothing")
+
+
+@given(pools)
+@settings(max_examples=40, deadline=None)
+def test_every_job_that_fits_alone_runs_in_the_end(drawn: tuple) -> None:
+    """Whoever runs first ends first, until nobody is left."""
+    looks = looks_at(drawn)
+    fits = {planned.id for planned in looks.snapshot.jobs if possible(looks, planned)}
+    ran: set[str] = set()
+    for _ in range(len(looks.snapshot.jobs) + 1):
+        looks.settle()
+        runs = [j.id for j in looks.snapshot.jobs if looks.workers_of(j.id)]
+        ran.update(runs)
+        kept = tuple(j for j in looks.snapshot.jobs if j.id not in runs[:1])
+        looks.change(jobs=kept)
+    assert ran == fits
+
+
+@given(pools, st.integers(0, 7), st.data())
+@settings(max_examples=40, deadline=None)
+def test_the_loss_and_the_return_of_any_worker_settle(
+    drawn: tuple, lost: int, data: st.DataObject
+) -> None:
+    looks = looks_at(drawn)
+    looks.settle()
+    worker = looks.snapshot.workers[lost % len(looks.snapshot.workers)].id
+    looks.worker(worker, alive=False)
+    looks.settle()
+    looks.change(now_ms=looks.snapshot.now_ms + 11_000)
+    looks.settle()
+    assert all(worker not in looks.roles(j.id) for j in looks.snapshot.jobs)
+    looks.worker(worker, alive=True, token=99)
+    looks.settle()
+    if data.draw(st.booleans()):
+        looks.drain("host0")
+        looks.settle()
+
+
+@given(pools)
+@settings(max_examples=30, deadline=None)
+def test_a_priority_has_its_least_after_preemption_and_paused_jobs_come_back(drawn: tuple) -> None:
+    looks = looks_at(drawn)
+    looks.settle()
+    ran = {j.id for j in looks.snapshot.jobs if looks.workers_of(j.id)}
+    total = len(looks.snapshot.workers)
+    urgent = job("urgent", phase=Phase.QUEUED, priority=9, least=total, submitted_ms=99)
+    before = looks.snapshot.jobs
+    looks.change(jobs=(*before, urgent))
+    looks.settle()
+    if possible(looks, urgent):
+        assert looks.workers_of("urgent") == total
+        assert all(j.held for j in looks.snapshot.jobs if j.id != "urgent")
+    looks.change(jobs=tuple(j for j in looks.snapshot.jobs if j.id != "urgent"))
+    looks.settle()
+    assert ran <= {j.id for j in looks.snapshot.jobs if looks.workers_of(j.id)}
+
+
+@given(st.integers(4, 12), st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=2, max_size=3))
+@settings(max_examples=25, deadline=None)
+def test_jobs_have_the_workers_that_max_min_gives_them(workers: int, weights: list[float]) -> None:
+    jobs = [job(f"j{n}", submitted_ms=n, share=weight) for n, weight in enumerate(weights)]
+    if workers < 2 * len(jobs):
+        return
+    looks = Looks(pool([workers], *jobs))
+    looks.settle()
+    wanted = fill({j.id: Bounds(2, float("inf"), j.need.share) for j in jobs}, workers)
+    assert {j.id: looks.workers_of(j.id) for j in jobs} == wanted
+
+
+def test_a_thousand_jobs_that_fail_at_once_leave_nothing() -> None:
+    looks = Looks(pool([4], job("a")))
+    looks.settle()
+    for number in range(200):
+        doomed = job(f"b{number}", phase=Phase.QUEUED, submitted_ms=number + 1)
+        looks.change(jobs=(looks.snapshot.jobs[0], doomed))
+        looks.look()
+        looks.change(jobs=looks.snapshot.jobs[:1])
+        looks.look()
+    looks.settle()
+    assert looks.workers_of("a") == 4
+    residents = [r for _, r in looks.residents("a")]
+    assert len(residents) == 4 and len(looks.snapshot.gangs) == 4
+
+
+def test_ids_of_residents_are_never_used_again() -> None:
+    looks = Looks(pool([3], job("a")))
+    seen: list[str] = []
+    for number in range(6):
+        jobs = looks.snapshot.jobs[:1]
+        more = (job(f"b{number}", submitted_ms=5),) if number % 2 else ()
+        looks.change(jobs=(*jobs, *more))
+        decisions = looks.settle()
+        seen += [d.resident.id for d in decisions if isinstance(d, Place) and d.resident.epoch == 1]
+    assert len(seen) == len(set(seen))

@@ -1,0 +1,303 @@
+"""Shards and sandboxes follow jobs, and stay where they are while they can."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+from unittest.mock import ANY
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.pool.decisions import Decision, Decline, HostGone
+from common.pool.names import TAKEN, service
+from common.pool.snapshot import LEFT, Host, Request
+from common.pool.taking import ALL, nowhere, refusal
+from common.state.jobs import Phase
+from tests.unit.planner.pools import Looks, job, pool
+
+
+def test_services_follow_jobs() -> None:
+    looks = Looks(pool([2, 2], job("a", shards=2, sandboxes=1), job("b", submitted_ms=1, shards=2)))
+    looks.settle()
+    assert sorted(n for host in looks.snapshot.hosts for n in host.services) == [
+        "rollout/a/0",
+        "rollout/a/1",
+        "rollout/b/0",
+        "rollout/b/1",
+        "sandbox/a/0",
+    ]
+    assert {len(host.services) for host in looks.snapshot.hosts} == {2, 3}
+    kept = {h.name: [n for n in h.services if "/a/" in n] for h in looks.snapshot.hosts}
+    looks.change(jobs=looks.snapshot.jobs[:1])
+    looks.settle()
+    assert {h.name: list(h.services) for h in looks.snapshot.hosts} == kept
+
+
+def test_a_job_that_waits_has_no_shards_and_a_paused_one_keeps_its_own() -> None:
+    looks = Looks(pool([2], job("a")))
+    looks.settle()
+    urgent = job("b", phase=Phase.QUEUED, priority=5, least=2, submitted_ms=1)
+    small = job("c", phase=Phase.QUEUED, submitted_ms=2)
+    looks.change(jobs=(*looks.snapshot.jobs, urgent, small))
+    looks.settle()
+    held = {j.id: j.held.partition(":")[0] for j in looks.snapshot.jobs}
+    assert held == {"a": "paused", "b": "", "c": "waiting"}
+    assert looks.snapshot.hosts[0].services == ("rollout/a/0", "rollout/b/0")
+
+
+def test_shards_of_a_host_that_is_gone_begin_elsewhere() -> None:
+    looks = Looks(pool([2, 2], job(shards=2)))
+    looks.settle()
+    hosts = looks.snapshot.hosts
+    looks.change(hosts=(replace(hosts[0], alive=False), hosts[1]))
+    assert looks.settle() == [], "its agent may only be starting again"
+    looks.change(now_ms=looks.snapshot.now_ms + 11_000)
+    looks.settle()
+    assert looks.snapshot.hosts[0].services == ()
+    assert sorted(looks.snapshot.hosts[1].services) == ["rollout/job/0", "rollout/job/1"]
+
+
+def test_shards_and_sandboxes_leave_a_host_that_drains_once_they_have_nothing_under_way() -> None:
+    looks = Looks(pool([2, 2], job(shards=2, sandboxes=2, checkpointed=True)))
+    looks.settle()
+    there = looks.snapshot.hosts[0].services
+    assert len(there) == 2
+    looks.drain("host0")
+    looks.change(requests=(Request("op", "drain", host="host0"),))
+    assert not settled_drains(looks.settle()) and looks.snapshot.hosts[0].services == there
+    looks.change(rests=frozenset(there[:1]))
+    assert not settled_drains(looks.settle()) and looks.snapshot.hosts[0].services == there[1:]
+    looks.change(rests=frozenset(there))
+    assert settled_drains(looks.settle()) == [""]
+    assert looks.snapshot.hosts[0].services == ()
+    assert len(looks.snapshot.hosts[1].services) == 4
+    looks.change(jobs=(*looks.snapshot.jobs, job("b", submitted_ms=1)))
+    looks.settle()
+    assert looks.snapshot.hosts[0].services == (), "what is new goes elsewhere too"
+
+
+def test_a_host_that_drains_waits_no_longer_than_a_move_may_take() -> None:
+    looks = Looks(pool([2, 2], job(shards=4)))
+    looks.settle()
+    looks.drain("host1")
+    looks.settle()
+    assert looks.snapshot.hosts[1].services
+    looks.change(now_ms=looks.snapshot.now_ms + 121_000)
+    looks.settle()
+    assert [len(host.services) for host in looks.snapshot.hosts] == [4, 0]
+
+
+def test_shards_stay_where_they_rest_while_no_other_host_takes_them() -> None:
+    looks = Looks(pool([2], job(shards=2)))
+    looks.settle()
+    there = looks.snapshot.hosts[0].services
+    looks.change(rests=frozenset(there))
+    assert looks.settle() == [], "its host does not drain"
+    looks.drain("host0")
+    looks.settle()
+    looks.change(now_ms=looks.snapshot.now_ms + 121_000)
+    looks.settle()
+    assert looks.snapshot.hosts[0].services == there
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_hosts_drain_each_service_is_on_one_host_and_none_leaves_its_work(
+    seed: int,
+) -> None:
+    drawn = random.Random(seed)
+    looks = Looks(pool([2, 2, 2], job(shards=3, sandboxes=2, checkpointed=True)))
+    looks.settle()
+    for _ in range(30):
+        names = [name for host in looks.snapshot.hosts for name in host.services]
+        rests = frozenset(name for name in names if drawn.random() < 0.3)
+        hosts = tuple(
+            replace(host, draining="maintenance" if drawn.random() < 0.4 else "")
+            for host in looks.snapshot.hosts
+        )
+        looks.change(rests=rests, hosts=hosts)
+        before = {name: host for host in hosts for name in host.services}
+        looks.look()
+        after = {name: host.name for host in looks.snapshot.hosts for name in host.services}
+        assert sorted(after) == sorted(names) == sorted(set(names)), "each on one"
+        for name, place in after.items():
+            was = before[name]
+            if place != was.name:
+                assert was.draining and name in rests
+                assert not next(host for host in hosts if host.name == place).draining
+            else:
+                stays = not was.draining or name not in rests
+                assert stays or all(host.draining for host in hosts)
+
+
+def settled_drains(decisions: list[Decision]) -> list[str]:
+    return [one.reason for one in decisions if isinstance(one, Decline)]
+
+
+def test_shards_are_left_to_a_host_that_is_gone_while_no_other_takes_them() -> None:
+    looks = Looks(pool([2], job(shards=2)))
+    looks.settle()
+    host = looks.snapshot.hosts[0]
+    looks.change(hosts=(replace(host, alive=False),))
+    looks.look()
+    looks.change(now_ms=looks.snapshot.now_ms + 11_000)
+    assert looks.settle() == [HostGone("host0", False, ANY)], "what was on it is told once"
+    assert looks.snapshot.hosts[0].services == host.services != ()
+
+
+def offers(looks: Looks, host: str, **offer: Any) -> None:
+    """What a host says that it takes."""
+    hosts = looks.snapshot.hosts
+    looks.change(hosts=tuple(replace(h, **offer) if h.name == host else h for h in hosts))
+
+
+def where(looks: Looks) -> dict[str, str]:
+    """The host of each service."""
+    return {name: host.name for host in looks.snapshot.hosts for name in host.services}
+
+
+def test_services_go_where_they_are_taken() -> None:
+    looks = Looks(pool([3, 0, 0, 2], job(shards=2, sandboxes=2)))
+    offers(looks, "host0", takes=())
+    offers(looks, "host1", takes=("sandboxes",))
+    offers(looks, "host2", takes=("shards",))
+    offers(looks, "host3", takes=())
+    looks.settle()
+    assert where(looks) == {
+        "rollout/job/0": "host2",
+        "rollout/job/1": "host2",
+        "sandbox/job/0": "host1",
+        "sandbox/job/1": "host1",
+    }
+    assert looks.workers_of("job") == 5, "who takes no services computes all the same"
+
+
+def test_a_job_whose_services_no_host_takes_waits_and_takes_no_workers() -> None:
+    looks = Looks(pool([2], job("a", phase=Phase.QUEUED, sandboxes=1)))
+    offers(looks, "host0", takes=("shards",))
+    looks.change(jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, submitted_ms=1)))
+    looks.settle()
+    assert looks.snapshot.jobs[0].held == (
+        "waiting: no host takes its sandboxes now: host0 takes shards"
+    )
+    assert looks.workers_of("b") == 2 and list(where(looks)) == ["rollout/b/0"]
+    looks.change(hosts=(*looks.snapshot.hosts, Host("host1", takes=("sandboxes",))))
+    looks.settle()
+    assert looks.snapshot.jobs[0].held == "" and where(looks)["sandbox/a/0"] == "host1"
+
+
+def test_sandboxes_go_where_the_isolation_is_that_their_job_asks_for() -> None:
+    jobs = (
+        job("a", sandboxes=2, tier="bwrap"),
+        job("b", sandboxes=2, submitted_ms=1),
+        job("c", sandboxes=1, tier="runner", submitted_ms=2, phase=Phase.QUEUED),
+    )
+    looks = Looks(pool([6, 1], *jobs))
+    offers(looks, "host0", tiers=("landlock",))
+    offers(looks, "host1", tiers=("trying",))
+    looks.settle()
+    assert {name for name in where(looks) if name.startswith("sandbox/a")} == set()
+    assert looks.snapshot.jobs[0].held == "", "it has begun: its host may turn out as it was"
+    offers(looks, "host1", tiers=("cgroup",))
+    looks.settle()
+    assert {where(looks)[f"sandbox/a/{n}"] for n in range(2)} == {"host1"}
+    assert {where(looks)[f"sandbox/b/{n}"] for n in range(2)} == {"host0"}, "there is more room"
+    assert looks.snapshot.jobs[2].held == (
+        "waiting: no host takes its sandboxes with sandbox.tier = runner now: "
+        "host0 has landlock; host1 has cgroup"
+    )
+    offers(looks, "host1", tiers=("cgroup", "runner"))
+    looks.settle()
+    assert where(looks)["sandbox/c/0"] == "host1" and looks.snapshot.jobs[2].held == ""
+
+
+def test_a_job_is_paused_whose_only_host_has_come_back_without_what_it_took() -> None:
+    looks = Looks(pool([2, 0], job(sandboxes=1, tier="bwrap")))
+    offers(looks, "host0", takes=("shards",))
+    offers(looks, "host1", takes=("sandboxes",), tiers=("bwrap",))
+    looks.settle()
+    assert where(looks)["sandbox/job/0"] == "host1"
+    offers(looks, "host1", alive=False)
+    looks.change(now_ms=looks.snapshot.now_ms + 11_000)
+    looks.settle()
+    assert where(looks)["sandbox/job/0"] == "host1" and not looks.snapshot.jobs[0].held
+    offers(looks, "host1", alive=True, tiers=("trying",))
+    looks.settle()
+    assert where(looks)["sandbox/job/0"] == "host1" and not looks.snapshot.jobs[0].held
+    offers(looks, "host1", tiers=())
+    looks.settle()
+    assert list(where(looks)) == ["rollout/job/0"]
+    assert looks.snapshot.jobs[0].held.startswith("paused: no host takes its sandboxes")
+    assert "host1 has no isolation" in looks.snapshot.jobs[0].held
+    offers(looks, "host1", tiers=("bwrap",))
+    looks.settle()
+    assert where(looks)["sandbox/job/0"] == "host1" and not looks.snapshot.jobs[0].held
+
+
+def test_a_drain_is_settled_of_what_no_other_host_takes() -> None:
+    looks = Looks(pool([1, 0], job(sandboxes=1)))
+    offers(looks, "host0", takes=("shards",))
+    offers(looks, "host1", takes=("sandboxes",))
+    looks.settle()
+    looks.drain("host1")
+    looks.change(requests=(Request("op", "drain", host="host1"),), rests=frozenset(where(looks)))
+    assert settled_drains(looks.settle()) == [""], "nobody else could have it"
+    assert where(looks)["sandbox/job/0"] == "host1"
+    looks.change(hosts=(*looks.snapshot.hosts, Host("host2", takes=("sandboxes",))))
+    looks.settle()
+    assert where(looks)["sandbox/job/0"] == "host2"
+
+
+taking = st.sets(st.sampled_from(ALL)).map(tuple)
+tiers = st.one_of(
+    st.none(), st.sampled_from([(), ("trying",), ("landlock",), ("bwrap",), ("cgroup", "runner")])
+)
+drawn_hosts = st.lists(
+    st.tuples(taking, tiers, st.booleans(), st.sampled_from(["", "", "maintenance", LEFT])),
+    min_size=1,
+    max_size=4,
+)
+demands = st.sampled_from(["", "landlock", "bwrap", "cgroup", "runner"])
+
+
+@given(st.lists(drawn_hosts, min_size=1, max_size=4), st.lists(demands, min_size=1, max_size=3))
+@settings(max_examples=30, deadline=None)
+def test_nothing_is_placed_where_it_is_not_taken_and_what_is_nowhere_has_no_taker(
+    walks: list[list[tuple[Any, ...]]], wanted: list[str]
+) -> None:
+    """Hosts come back with other options again and again; jobs differ in what they ask for."""
+    about = {"shards": 2, "sandboxes": 2, "checkpointed": True}
+    jobs = [job(f"j{n}", tier=tier, **about) for n, tier in enumerate(wanted)]
+    looks = Looks(pool([3, 1, 0, 0], *jobs))
+    for walk in walks:
+        for number, (takes, known, alive, draining) in enumerate(walk):
+            offer = {"takes": takes, "tiers": known, "alive": alive, "draining": draining}
+            offers(looks, f"host{number}", **offer)
+        before = where(looks)
+        looks.change(now_ms=looks.snapshot.now_ms + 11_000)
+        looks.settle(within=40)
+        looks.change(now_ms=looks.snapshot.now_ms + 121_000)
+        looks.settle(within=40)
+        hosts = {host.name: host for host in looks.snapshot.hosts}
+        needs = {planned.id: planned.need for planned in looks.snapshot.jobs}
+        there = where(looks)
+        for name, host in there.items():
+            kind, of, _ = service(name)
+            if before.get(name) != host:
+                assert not refusal(hosts[host], kind, needs[of]), "what is new is taken"
+                assert hosts[host].alive and not hosts[host].draining
+            if hosts[host].alive and not hosts[host].trying:
+                assert not refusal(hosts[host], kind, needs[of])
+        for planned in looks.snapshot.jobs:
+            for kind in TAKEN:
+                fits = [
+                    host
+                    for host in hosts.values()
+                    if host.alive and not host.draining and not refusal(host, kind, planned.need)
+                ]
+                names = [f"{kind}/{planned.id}/{n}" for n in range(2)]
+                assert not fits or set(names) <= set(there), "what may be somewhere is"
+                why = planned.held or nowhere(hosts.values(), kind, planned.need)
+                assert fits or why or all(h.draining == LEFT for h in hosts.values())

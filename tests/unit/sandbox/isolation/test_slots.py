@@ -1,0 +1,53 @@
+"""Calls get slots in the order in which they came, and give them back whatever becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from common.clock import SystemClock
+from common.errors import Overloaded
+from services.sandbox.isolation import slots as module
+from services.sandbox.isolation.slots import JailSlots
+
+
+async def test_who_comes_first_is_served_first_and_no_more_run_than_there_are() -> None:
+    slots, order = JailSlots(SystemClock(), 2), []
+
+    async def call(number: int) -> None:
+        async with slots.one():
+            assert slots.busy <= 2
+            order.append(number)
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(call(number) for number in range(9)))
+    assert order == list(range(9)) and (slots.busy, slots.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("when", ["waiting", "given"])
+async def test_a_caller_that_leaves_gives_its_slot_back(when: str) -> None:
+    slots = JailSlots(SystemClock(), 1)
+    await slots.take()
+    leaving = asyncio.create_task(slots.take())
+    await asyncio.sleep(0)
+    if when == "given":
+        slots.release()
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    if when == "waiting":
+        slots.release()
+    async with asyncio.timeout(5):
+        await slots.take()
+    assert (slots.busy, slots.waiting) == (1, 0)
+
+
+async def test_more_than_can_be_served_in_time_are_refused() -> None:
+    slots = JailSlots(SystemClock(), 0)
+    waiting = [asyncio.create_task(slots.take()) for _ in range(module.WAITING_MOST)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="wait for a jail already"):
+        await slots.take()
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)

@@ -1,0 +1,30 @@
+"""The model of `batches_under_test` in rows."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from common.model.rows import Drawn
+from services.trainer.ranks.rank import ShardedLearner
+from tests.unit.trainer.ranks.batches_under_test import MODEL_SEED, OPTIMIZER, VARIANTS
+
+
+def sharded_learner(variant: str, mesh: DeviceMesh) -> ShardedLearner:
+    """What `fresh_learner` is, of one rank."""
+    chosen = VARIANTS[variant]
+    shape = ModelConfig.from_hf(chosen.model)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    return ShardedLearner(
+        model,
+        OPTIMIZER,
+        chosen.algorithm,
+        dtype=chosen.dtype,
+        mesh=mesh,
+        beginning=Drawn(shape, MODEL_SEED),
+        adapters=chosen.adapters,
+        seed=3,
+    )

@@ -1,0 +1,155 @@
+"""A training core and the worker that owns its segments, on a network of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import tomllib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from common.api.node import Worker
+from common.api.role import Settle, Settled
+from common.api.weights import Group
+from common.clock import Clock
+from common.job.config import AlgorithmConfig, JobConfig, LoraConfig, ModelConfigSection
+from common.job.job_data import JobData
+from common.pool.seat import Seat
+from common.random import Random
+from common.runtime.interface import Interface
+from common.runtime.mesh import Mesh
+from common.state.client import State
+from services.node.residents.segments import KeepsSegments, Segments
+from services.trainer.core.beginning import adapt, fresh_learner
+from services.trainer.core.core import TrainerCore
+from sim.host import SimulatedHost
+from sim.network import MemoryNetwork, MemoryTransport
+from sim.state import simulated_state
+from tests.unit.trainer.core.groups_under_test import group, job
+
+DIGITS = Path(__file__).parents[3] / "mesh/jobs/digits.toml"
+MODEL = tomllib.loads(DIGITS.read_text())["model"]["config"]
+WORKER = "worker/w0"
+
+
+class SegmentCalls(Interface):
+    """What of a worker's interface is about segments."""
+
+
+SegmentCalls.methods = {
+    name: method for name, method in Worker.methods.items() if name.endswith("_segment")
+}
+
+
+class Keeper(KeepsSegments):
+    interface = SegmentCalls
+
+    def __init__(self, segments: Segments) -> None:
+        self.segments = segments
+
+
+def configured(variant: str) -> JobConfig:
+    config = replace(job("grpo"), model=ModelConfigSection(config=MODEL))
+    if variant == "critic":
+        return replace(config, algorithm=AlgorithmConfig(name="ppo"))
+    if variant == "adapters":
+        return replace(config, lora=LoraConfig(rank=2))
+    if variant == "bfloat16":
+        return replace(config, training=replace(config.training, dtype="bfloat16"))
+    return config
+
+
+class Bench:
+    """`budget`: bytes of memory that the worker has for segments."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        random: Random,
+        directory: Path,
+        variant: str = "plain",
+        budget: int = 0,
+    ) -> None:
+        self.clock, self.random, self.directory = clock, random, directory
+        self.config = configured(variant)
+        self.network = MemoryNetwork(clock, random.child("network"))
+        self.state: State = simulated_state(clock)
+        self.segments = Segments(lambda: 1 << 40, budget, WORKER)
+        self.starts, self.epoch = 0, 0
+        self.core = self.started()
+
+    def mesh(self, name: str) -> Mesh:
+        self.starts += 1
+        return Mesh(
+            name=name,
+            kind=name.partition("/")[0],
+            state=self.state,
+            transport=MemoryTransport(self.network, f"mem://{name}/{self.starts}"),
+            clock=self.clock,
+            random=self.random.child(f"{name} {self.starts}"),
+            host=SimulatedHost(self.clock, self.random.child("host " + name)),
+        )
+
+    def started(self) -> TrainerCore:
+        """A process of the core, as if it stood where the job begins."""
+        data = JobData("j", self.config, self.directory, self.directory)
+        learner = fresh_learner(data)
+        adapt(data, learner)
+        seat = Seat("g0", "g0.0", "j", 1, core=True)
+        core = TrainerCore(self.mesh("trainer/j"), data, seat, learner)
+        core.tiers.places.segments, core.tiers.places.files = WORKER, str(self.directory)
+        core.ready = core._whole = True
+        return core
+
+    async def __aenter__(self) -> Bench:
+        self.worker = self.mesh(WORKER)
+        await self.worker.join(Keeper(self.segments))
+        await self.core.mesh.join(None)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.core.tiers.stop()
+        async with self.segments:
+            await self.core.mesh.leave()
+            await self.worker.leave()
+
+    async def settle(self, tier: str) -> Settled:
+        self.epoch += 1
+        return await self.core.tiers.settle(self.wish(tier, self.epoch))
+
+    def wish(self, tier: str, epoch: int) -> Settle:
+        return Settle(tier, epoch, turns=False, segments=WORKER, files=str(self.directory))
+
+    async def step(self, number: int, between: Callable[[], Awaitable[Any]] | None = None) -> None:
+        """One step of the core, with something done after each group and each piece."""
+
+        async def arrive() -> AsyncIterator[Group]:
+            for one in range(3):
+                if between is not None:
+                    await between()
+                yield group([1.0, 0.0, 0.5], number=one, version=0, seed=10 * number + one)
+
+        stepping = self.core._make_step(number, "", self.core.data.config).run(arrive())
+        task = asyncio.create_task(stepping)
+        while between is not None and not task.done():
+            await between()
+            await asyncio.sleep(0)  # to its next piece
+        await task
+        self.core.steps_done = number
+
+    def digest(self) -> str:
+        """Of all that the next step depends on."""
+        learner = self.core.learner
+        assert learner is not None
+        hashed = xxhash.xxh3_128(repr(sorted(learner.counts().items())).encode())
+        tensors: dict[str, Tensor] = learner.tensors() | learner.derived()
+        for name, tensor in tensors.items():
+            hashed.update(name.encode())
+            copied = tensor.detach().clone().view(-1).view(torch.uint8)
+            hashed.update(copied.numpy().tobytes())
+        return hashed.hexdigest()

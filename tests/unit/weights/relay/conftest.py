@@ -1,0 +1,22 @@
+"""Hosts that are gone when the test ends."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from common.clock import SystemClock
+from sim.state import simulated_state
+from tests.unit.weights.relay.hosts import Hosts
+
+
+@pytest.fixture
+async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
+    state = simulated_state(SystemClock())
+    made = Hosts(tmp_path, state)
+    await made.enter()
+    yield made
+    await made.leave()
+    await state.close()

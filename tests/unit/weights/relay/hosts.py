@@ -1,0 +1,101 @@
+"""A weight store, and hosts that fetch from it over sockets and serve on what they have."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from common.clock import SystemClock
+from common.runtime.mesh import Mesh, MeshSettings
+from common.state.client import State
+from common.weights.pull.pull import Pulled, Wanted, pull
+from common.wire import host_chunks
+from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, serve
+from common.wire.chunks import digest_of
+from common.wire.weight_store import STORE
+from services.weights.store import WeightStore
+from tests.meshes import on_sockets
+
+CHUNK = 100_000
+
+
+class Hosts:
+    """`enter` makes the store; `host` another host with an agent; `fetcher` a process there."""
+
+    def __init__(self, root: Path, state: State) -> None:
+        self.root, self.state = root, state
+        self.meshes: list[Mesh] = []
+        self.servers: dict[str, BulkServer] = {}  # by host
+        self.clients: list[BulkClient] = []
+        self.store = ChunkStore(root / "head/store")
+
+    def process(self, name: str, host: str, **more: Any) -> Mesh:
+        root = str(self.root / host)
+        settings = MeshSettings(redis_url=self.state.url, run_root=root, host=host, **more)
+        made = on_sockets(name, self.state, SystemClock(), settings=settings)
+        self.meshes.append(made)
+        return made
+
+    async def enter(self, *, bulk_address: str = "", **more: int) -> Mesh:
+        mesh = self.process(STORE, "head", **more)
+        server = self.servers["head"] = serve(mesh, self.store)
+        await mesh.join(WeightStore(mesh, self.store), bulk_address=bulk_address or server.address)
+        return mesh
+
+    async def host(self, host: str, *, bulk_address: str = "", **more: int) -> Mesh:
+        mesh = self.process(f"node/{host}", host, **more)
+        server = host_chunks.serve_cache(mesh)
+        assert server is not None
+        self.servers[host] = server
+        await mesh.join(None, bulk_address=bulk_address or server.address)
+        return mesh
+
+    async def fetcher(self, host: str, name: str = "", **more: int) -> Fetcher:
+        mesh = self.process(name or f"engine/{host}", host, **more)
+        await mesh.join(None)
+        fetcher = Fetcher(mesh)
+        self.clients.append(fetcher.bulk)
+        return fetcher
+
+    def version(self, chunks: int, size: int = CHUNK) -> list[Wanted]:
+        """Chunks in the store, of random bytes."""
+        return [Wanted(self.store.write(os.urandom(size)), size) for _ in range(chunks)]
+
+    def cache(self, host: str) -> ChunkStore:
+        return ChunkStore(self.root / host / "chunks")
+
+    def right(self, host: str, wanted: list[Wanted]) -> bool:
+        """Whether a host has all of it, whole."""
+        paths = [self.cache(host).path(one.digest) for one in wanted]
+        return all(digest_of(path.read_bytes()) == path.name for path in paths)
+
+    @property
+    def copies_sent(self) -> int:
+        """Bytes that the store has sent."""
+        return self.servers["head"].sent
+
+    async def leave(self) -> None:
+        for client in self.clients:
+            client._kept.close_idle(0.0)
+        for mesh in reversed(self.meshes):
+            await mesh.leave()
+        for server in self.servers.values():
+            server.close()
+
+
+class Fetcher:
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.bulk = mesh, BulkClient(mesh)
+
+    @property
+    def chunks(self) -> ChunkStore:
+        found = host_chunks.cache(self.mesh)
+        assert found is not None
+        return found
+
+    async def pull(self, wanted: list[Wanted]) -> Pulled:
+        return await pull(self.mesh, self.bulk, wanted, self.chunks, job="j")
+
+    def told(self, name: str) -> float:
+        return self.mesh.telemetry.counters.get(f"chunks_{name}", 0)

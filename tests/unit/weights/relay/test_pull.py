@@ -1,0 +1,294 @@
+"""Hosts fetch versions from the store and from each other, over sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from common.errors import Damaged, NotAllowed, NotFound, Refused, StorageFull
+from common.state import registry
+from common.weights.pull.pull import Wanted, _Pull, pull
+from common.wire import host_chunks
+from common.wire.bulk.channel import Steps
+from common.wire.bulk.serving import Serving
+from common.wire.bulk.session import ANSWER, OK
+from common.wire.chunks import ChunkStore, digest_of
+from common.wire.weight_store import STORE
+from tests.unit.common.wire.road import Road
+from tests.unit.weights.relay.hosts import CHUNK, Fetcher, Hosts
+
+LARGE = 3_000_000
+
+
+def port_of(address: str) -> int:
+    return int(address.partition("#")[0].rpartition(":")[2])
+
+
+@asynccontextmanager
+async def far(hosts: Hosts, wanted: list[Wanted], most: int = 1 << 40) -> AsyncIterator[Road]:
+    """A host that has all of it, to which there is one way; the store has told of it before."""
+    agent = hosts.process("node/far", "far", advertise="127.0.0.2")
+    server = hosts.servers["far"] = host_chunks.serve_cache(agent)
+    assert server is not None
+    with Road(port_of(server.address), most) as way:
+        await agent.join(None, bulk_address=server.address)
+        await (await hosts.fetcher("far")).pull(wanted)
+        yield way
+
+
+async def near(hosts: Hosts) -> Fetcher:
+    await hosts.host("near")
+    return await hosts.fetcher("near")
+
+
+async def test_a_host_fetches_what_it_lacks_and_nothing_twice(hosts: Hosts) -> None:
+    fetcher, wanted = await near(hosts), hosts.version(24)
+    there = fetcher.chunks.write(hosts.store.read(wanted[3].digest))
+    pulled = await fetcher.pull(wanted)
+    assert hosts.right("near", wanted) and there == wanted[3].digest
+    assert pulled.bytes == pulled.from_store == 23 * CHUNK
+    assert hosts.copies_sent <= (23 + fetcher.told("failed")) * CHUNK
+    assert hosts.servers["head"].connections <= 4 + fetcher.told("failed")  # they are kept
+    sent, again = hosts.copies_sent, await fetcher.pull(wanted)
+    assert again.bytes == 0 and hosts.copies_sent == sent
+    fetcher.bulk._kept.close_idle(0.0)
+
+
+async def test_the_store_sends_a_version_at_most_twice_to_hosts_that_pass_it_on(
+    hosts: Hosts,
+) -> None:
+    for n in range(5):
+        await hosts.host(f"h{n}")
+    fetchers = [await hosts.fetcher(f"h{n}") for n in range(5)]
+    wanted = hosts.version(16)
+    pulled = await asyncio.gather(*(fetcher.pull(wanted) for fetcher in fetchers))
+    assert all(hosts.right(f"h{n}", wanted) for n in range(5))
+    assert sum(one.bytes for one in pulled) == 5 * 16 * CHUNK
+    failed = sum(fetcher.told("failed") for fetcher in fetchers)
+    assert sum(one.from_store for one in pulled) <= hosts.copies_sent
+    assert hosts.copies_sent <= (2 * 16 + failed) * CHUNK
+    assert sum(one.from_peers for one in pulled) >= (3 * 16 - failed) * CHUNK
+
+
+async def test_a_late_host_takes_nothing_from_the_store(hosts: Hosts) -> None:
+    wanted = hosts.version(16)
+    async with far(hosts, wanted):
+        sent, late = hosts.copies_sent, await near(hosts)
+        pulled = await late.pull(wanted)
+    failed = late.told("failed")
+    assert hosts.right("near", wanted) and hosts.copies_sent - sent <= failed * CHUNK
+    assert pulled.bytes == 16 * CHUNK and pulled.from_peers >= (16 - failed) * CHUNK
+
+
+async def test_processes_of_a_host_share_the_work(hosts: Hosts) -> None:
+    await hosts.host("near")
+    fetchers = [await hosts.fetcher("near", f"engine/g{n}") for n in range(3)]
+    wanted = hosts.version(32)
+    pulled = await asyncio.gather(*(fetcher.pull(wanted) for fetcher in fetchers))
+    assert hosts.right("near", wanted)
+    # A process that stands still for seconds may be taken for gone: what it fetches, others do.
+    assert 32 * CHUNK <= sum(one.bytes for one in pulled) <= 36 * CHUNK
+    assert hosts.copies_sent <= 40 * CHUNK
+
+
+@pytest.mark.parametrize("trouble", ["breaks", "stalls"])
+async def test_another_source_goes_on_at_the_byte(hosts: Hosts, trouble: str) -> None:
+    wanted = hosts.version(1, LARGE)
+    half = LARGE // 2
+    async with far(hosts, wanted, half if trouble == "breaks" else 1 << 40) as way:
+        if trouble == "stalls":
+            way.stands_at = half
+        sent, fetcher = hosts.copies_sent, await near(hosts)
+        pulled = await fetcher.pull(wanted)
+        assert way.carried >= half
+    assert hosts.right("near", wanted) and pulled.bytes == LARGE
+    # What the way had carried by then came once, but for headers and a piece of 64 KiB.
+    assert abs(hosts.copies_sent - sent - (LARGE - half)) < 70_000
+    assert fetcher.told("failed") >= 1
+
+
+@pytest.mark.parametrize("where", ["way", "disk"])
+async def test_a_bit_that_a_peer_changes_is_found_and_healed(hosts: Hosts, where: str) -> None:
+    wanted = hosts.version(3)
+    async with far(hosts, wanted) as way:
+        if where == "way":
+            way.spoils = CHUNK // 2
+        else:
+            path = hosts.cache("far").path(wanted[1].digest)
+            content = bytearray(path.read_bytes())
+            content[7] ^= 1
+            path.write_bytes(content)
+        fetcher = await near(hosts)
+        await fetcher.pull(wanted)
+    assert hosts.right("near", wanted)
+    assert fetcher.told("damaged") >= 1
+
+
+@pytest.mark.parametrize("size", [0, CHUNK // 2, 40 * CHUNK])
+async def test_a_peer_that_has_another_size_of_a_chunk_is_not_heard_out(
+    hosts: Hosts, size: int
+) -> None:
+    wanted = hosts.version(3)
+    async with far(hosts, wanted):
+        hosts.cache("far").path(wanted[1].digest).write_bytes(b"x" * size)
+        sent, fetcher = hosts.servers["far"].sent, await near(hosts)
+        await fetcher.pull(wanted)
+        assert hosts.servers["far"].sent - sent < 4 * CHUNK
+    assert hosts.right("near", wanted) and fetcher.told("damaged") >= 1
+
+
+@pytest.mark.parametrize("answer", ["nothing", "an error"])
+async def test_a_peer_that_does_not_send_what_it_has_is_replaced(
+    hosts: Hosts, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that says that it sends no byte of what it has, and one with an error of its own."""
+    right = Serving._get
+
+    def get(self: Serving, digest: str, offset: int, most: int) -> Steps[None]:
+        if self._chunks.directory != hosts.cache("far").directory:
+            yield from right(self, digest, offset, most)
+        elif answer == "nothing":
+            yield from self._channel.send(ANSWER.pack(OK, CHUNK, 0))
+        else:
+            raise Refused("it has other things to do")
+
+    monkeypatch.setattr(Serving, "_get", get)
+    wanted = hosts.version(3)
+    async with far(hosts, wanted):
+        fetcher = await near(hosts)
+        async with asyncio.timeout(30):
+            pulled = await fetcher.pull(wanted)
+    assert hosts.right("near", wanted) and pulled.from_store == 3 * CHUNK
+
+
+async def test_a_pull_goes_on_after_any_number_of_failures(hosts: Hosts) -> None:
+    fetcher, wanted = await near(hosts), hosts.version(1)
+    pulling = _Pull(fetcher.mesh, fetcher.bulk, fetcher.chunks, "")
+    pulling._failures = 5000
+    assert (await pulling.run({one.digest: one for one in wanted}, ())).bytes == CHUNK
+
+
+async def test_what_a_peer_has_dropped_comes_from_the_store(hosts: Hosts) -> None:
+    wanted = hosts.version(4)
+    async with far(hosts, wanted):
+        sent = hosts.copies_sent
+        hosts.cache("far").path(wanted[2].digest).unlink()
+        pulled = await (fetcher := await near(hosts)).pull(wanted)
+    assert hosts.right("near", wanted) and fetcher.told("gone") == 1
+    assert CHUNK <= pulled.from_store <= hosts.copies_sent - sent
+    assert pulled.from_store <= (1 + fetcher.told("failed")) * CHUNK
+
+
+async def test_a_host_whose_agent_ends_is_replaced(hosts: Hosts) -> None:
+    wanted = hosts.version(8)
+    await hosts.host("gone")
+    await (await hosts.fetcher("gone")).pull(wanted)
+    hosts.servers["gone"].close()
+    while hosts.servers["gone"]._selector.get_map() is not None:
+        await asyncio.sleep(0.01)
+    pulled = await (await near(hosts)).pull(wanted)
+    assert hosts.right("near", wanted) and pulled.bytes == 8 * CHUNK
+
+
+@pytest.mark.parametrize("harm", ["gone", "changed"])
+async def test_what_the_store_lacks_is_told_once_all_else_is_there(hosts: Hosts, harm: str) -> None:
+    fetcher, wanted = await near(hosts), hosts.version(6)
+    path = hosts.store.path(wanted[2].digest)
+    if harm == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(os.urandom(CHUNK))
+    with pytest.raises(NotFound if harm == "gone" else Damaged):
+        await fetcher.pull(wanted)
+    assert hosts.right("near", wanted[:2] + wanted[3:])
+    assert not hosts.store.has(wanted[2].digest)  # a damaged one was set aside
+    assert not fetcher.chunks.has(wanted[2].digest)
+
+
+async def test_a_store_that_is_started_anew_is_told_again(hosts: Hosts) -> None:
+    await hosts.host("near")
+    fetcher = await hosts.fetcher("near", rate_down=2_000_000)
+    wanted = hosts.version(12)
+    pulling = asyncio.create_task(fetcher.pull(wanted))
+    while not list(fetcher.chunks.directory.glob("??/*")):
+        await asyncio.sleep(0.01)
+    store = next(mesh for mesh in hosts.meshes if mesh.name == STORE)
+    await store.leave()
+    hosts.servers["head"].close()
+    hosts.meshes.remove(store)
+    await hosts.enter()
+    async with asyncio.timeout(30):
+        pulled = await pulling
+    assert hosts.right("near", wanted) and pulled.bytes == 12 * CHUNK
+
+
+async def test_one_that_is_cancelled_leaves_whole_chunks_alone(hosts: Hosts) -> None:
+    await hosts.host("near")
+    fetcher = await hosts.fetcher("near", rate_down=1_000_000)
+    wanted = hosts.version(12)
+    pulling = asyncio.create_task(fetcher.pull(wanted))
+    while not [p for p in fetcher.chunks.directory.glob("??/*") if not p.name.startswith(".")]:
+        await asyncio.sleep(0.01)
+    pulling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pulling
+    left = list(fetcher.chunks.directory.glob("??/*"))
+    assert 0 < len(left) < 12
+    assert all(digest_of(path.read_bytes()) == path.name for path in left)
+    second = await hosts.fetcher("near", "engine/second")
+    await second.pull(wanted)
+    assert hosts.right("near", wanted)
+
+
+async def test_a_host_gives_chunks_and_takes_none(hosts: Hosts) -> None:
+    """What is put there would be bounded by nothing."""
+    wanted = hosts.version(1)
+    async with far(hosts, wanted):
+        fetcher = await near(hosts)
+        entry = await registry.lookup(hosts.state, "node/far")
+        assert entry is not None
+        with pytest.raises(NotAllowed, match="takes none"):
+            await fetcher.bulk.put(entry, b"something")
+        path = hosts.root / "file"
+        path.write_bytes(b"something")
+        with pytest.raises(NotAllowed, match="takes none"):
+            await fetcher.bulk.put_file(entry, path)
+        assert digest_of(await fetcher.bulk.get(entry, wanted[0].digest)) == wanted[0].digest
+
+
+async def test_what_has_no_room_is_said_before_anything_is_fetched(hosts: Hosts) -> None:
+    await hosts.host("near")
+    fetcher = await hosts.fetcher("near", chunks_bytes=3 * CHUNK)
+    with pytest.raises(StorageFull, match="no room for 400000 bytes"):
+        await fetcher.pull(hosts.version(4))
+    assert hosts.copies_sent == 0
+    first, second = hosts.version(2), hosts.version(2)
+    await fetcher.pull(first)
+    await fetcher.pull(second)  # what was not used for longest makes room
+    assert hosts.right("near", second)
+
+
+async def test_another_directory_takes_chunks_too(hosts: Hosts) -> None:
+    fetcher, wanted = await hosts.fetcher("alone"), hosts.version(5)
+    elsewhere = ChunkStore(hosts.root / "elsewhere")
+    pulled = await pull(fetcher.mesh, fetcher.bulk, wanted, elsewhere)
+    assert pulled.bytes == 5 * CHUNK
+    assert all(elsewhere.read(one.digest) for one in wanted)
+
+
+async def test_a_source_far_slower_than_others_is_left(hosts: Hosts) -> None:
+    agent = hosts.process("node/slow", "slow", rate_up=40_000)
+    server = hosts.servers["slow"] = host_chunks.serve_cache(agent)
+    assert server is not None
+    await agent.join(None, bulk_address=server.address)
+    wanted = hosts.version(6, LARGE // 10)
+    await (await hosts.fetcher("slow")).pull(wanted[:1])  # from there alone it would take 8 s
+    fetcher = await near(hosts)
+    async with asyncio.timeout(60):
+        pulled = await fetcher.pull(wanted)
+    assert hosts.right("near", wanted)
+    assert pulled.bytes == 6 * (LARGE // 10) and server.sent < LARGE // 10

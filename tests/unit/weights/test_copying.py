@@ -1,0 +1,464 @@
+"""The durable copy of a mesh's jobs: what a commit has named is there, and another mesh goes on
+from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from common.api.weights import Checkpoint, LayOut, Weights
+from common.clock import SystemClock
+from common.errors import BadMessage, Damaged, MeshError, NotFound, Refused
+from common.job import bundle_files
+from common.records.checkpoints import (
+    STATE,
+    all_checkpoints,
+    digests_below,
+    manifest_of,
+    verified,
+)
+from common.records.durable_copy import Durable, DurableCopy, TakenOver
+from common.records.sealed import sealed
+from common.state import events, jobs, registry, steps
+from common.state.lifecycle import deleting
+from common.wire.chunks import digest_of
+from common.wire.weight_store import STORE
+from meshrl.launch.directory.places import MeshPlace, read_json
+from meshrl.launch.head import from_copy
+from meshrl.observe.live import tables
+from services.weights.copying import DAY_S, LATEST_AGAIN_S, LOOK_S, OLD_S, SILENT_S, Copying
+from sim.host import SimulatedHost
+from sim.mesh.job import config_of, document_of
+from sim.state import simulated_state
+from tests.unit.weights.store_bench import JOB, TRAINER, StoreBench, on_store
+
+T = TypeVar("T")
+
+
+def url_of(root: Path, kind: str = "file") -> str:
+    return f"{kind}://{root}/copy"
+
+
+class Silent(SimulatedHost):
+    """Whatever blocks takes longer here than anybody waits without a word."""
+
+    async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
+        await self._clock.sleep(2 * SILENT_S)
+        return fn(*args)
+
+
+class Behind(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A listing of checkpoints tells what the one before should have told."""
+
+    protocol = "behind"
+    cachable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: dict[str, object] = {}
+
+    def ls(self, path: str, detail: bool = False, **options: object) -> object:
+        found = super().ls(path, detail, **options)
+        if not path.endswith("/checkpoints"):
+            return found
+        told, self._found[path] = self._found.get(path, []), found
+        return told
+
+
+class Copied:
+    """A mesh with a job of a few checkpoints, whose store keeps a copy."""
+
+    def __init__(self, store: StoreBench, root: Path) -> None:
+        self.store, self.root = store, root
+        self.copy = DurableCopy(url_of(root))
+
+    async def begin(self, kind: str) -> None:
+        Durable(url_of(self.root, kind), "us").write(self.store.root / "mesh")
+        config = replace(config_of(1, 1, 1, 9), name=JOB)
+        document = document_of(config, self.store.root / "packed")
+        files = bundle_files.listed(self.store.root / "packed/bundle")
+        document["bundle"] |= {"files": files, "digest": bundle_files.digest_of(files)}
+        document["training"]["keep_checkpoints"] = 2
+        await jobs.submit(self.store.state, JOB, document, str(self.store.run_dir), "submit")
+        self.copying = Copying(self.store.mesh("copying", "weights"))
+        self.task = asyncio.create_task(self.copying.forever())
+
+    async def end(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    async def checkpoint(self, step: int) -> str:
+        """A step with a checkpoint, whose files tell the step."""
+        manifest = await self.store.stage(step)
+        name = f"step-000-{step:06d}-{manifest[:8]}"
+        directory = self.store.run_dir / "checkpoints" / name
+        (directory / STATE).mkdir(parents=True)
+        (directory / STATE / "a.safetensors").write_text(f"state {step}")
+        (directory / "tokenizer.json").write_text("always the same")
+        account = await steps.checkpoint_state(self.store.state, JOB)
+        account |= {"version": step, "cursor": 7}
+        asked = Checkpoint(JOB, 0, step, manifest, account, digests_below(directory))
+        await self.store.trainer.ref(STORE).call(Weights.save, asked)
+        if step:
+            await self.store.commit(step, manifest, name)
+        else:
+            token = self.store.trainer.token
+            await steps.commit_initial(self.store.state, JOB, TRAINER, token, 0, manifest, name)
+        return name
+
+    async def look(self) -> None:
+        await self.store.clock.sleep(2 * LOOK_S)
+
+    async def told(self, kind: str) -> list[dict[str, object]]:
+        return [dict(e.fields) for e in await events.read_all(self.store.state) if e.kind == kind]
+
+
+def copied(
+    root: Path,
+    story: Callable[[Copied], Awaitable[None]],
+    kind: str = "file",
+    silent: bool = False,
+) -> None:
+    (root / "mesh-a").mkdir()
+
+    async def on(store: StoreBench) -> None:
+        bench = Copied(store, root)
+        if silent:
+            store.host = Silent(store.clock, store.random)
+        await bench.begin(kind)
+        try:
+            await story(bench)
+        finally:
+            await bench.end()
+
+    on_store(root / "mesh-a", on)
+
+
+def test_another_mesh_goes_on_from_the_newest_committed_checkpoint(tmp_path: Path) -> None:
+    async def story(bench: Copied) -> None:
+        for step in range(4):
+            name = await bench.checkpoint(step)
+            await bench.look()
+        [*_, last] = await bench.told("durable_copied")
+        assert last["checkpoint"] == name and last["job"] == JOB
+        assert bench.copying.stats()["durable_checkpoints"] == 4
+        # as many as the job keeps, and no file that none of them has
+        assert len(bench.copy.checkpoints(JOB)) == 2
+        states = (tmp_path / "copy").rglob("files/*")
+        texts = [path.read_text() for path in states]
+        assert sorted(t for t in texts if t.startswith("state")) == ["state 2", "state 3"]
+        assert texts.count("always the same") == 1
+
+    copied(tmp_path, story)
+    shutil.rmtree(tmp_path / "mesh-a")  # the head, and its disk
+    place = MeshPlace(tmp_path / "mesh-b")
+    [run_dir] = from_copy.bring(url_of(tmp_path), place)
+    [manifest] = all_checkpoints(run_dir)
+    assert verified(manifest)["step"] == 3
+    document = read_json(run_dir / "job.json")["document"]
+    bundle = Path(document["bundle"]["dir"])
+    assert bundle.is_relative_to(run_dir)
+    bundle_files.check(bundle, bundle_files.of(document), large=True)
+
+    async def restored() -> jobs.JobRow:
+        state = simulated_state(SystemClock())
+        tell = from_copy.to_put_back(place)
+        assert tell is not None
+        await tell(state)
+        row = await jobs.job(state, JOB)
+        await state.close()
+        return row
+
+    row = asyncio.run(restored())
+    assert (row.lineage, row.version, row.checkpoint) == (1, 3, manifest.stem)
+    assert row.cursor == 7 and row.run_dir == str(run_dir)
+    assert from_copy.to_put_back(place) is None  # once
+
+
+def test_a_head_that_comes_back_copies_nothing_any_more(tmp_path: Path) -> None:
+    async def story(bench: Copied) -> None:
+        await bench.checkpoint(0)
+        await bench.look()
+        from_copy.bring(url_of(tmp_path), MeshPlace(tmp_path / "mesh-b"))
+        await bench.checkpoint(1)
+        await bench.look()
+        assert bench.task.done() and len(bench.copy.checkpoints(JOB)) == 1
+        assert len(await bench.told("durable_taken_over")) == 1
+        assert "was taken over by another mesh" in bench.copying.stats()["durable_trouble"]
+        entries = await registry.entries(bench.store.state)
+        told = replace(entries[0], stats=bench.copying.stats())
+        assert "was taken over by another mesh" in tables.copy_troubles([told])[0]
+
+    copied(tmp_path, story)
+    with pytest.raises(Refused, match="holds the jobs of another mesh"):
+        from_copy.keep(url_of(tmp_path), MeshPlace(tmp_path / "mesh-c"))
+    from_copy.keep(url_of(tmp_path), MeshPlace(tmp_path / "mesh-b"))
+
+
+def test_jobs_that_have_ended_do_not_go_on(tmp_path: Path) -> None:
+    async def story(bench: Copied) -> None:
+        await bench.checkpoint(0)
+        await jobs.cancel(bench.store.state, JOB, "stop")
+        await bench.look()
+
+    copied(tmp_path, story)
+    with pytest.raises(NotFound, match="no job that goes on"):
+        from_copy.bring(url_of(tmp_path), MeshPlace(tmp_path / "mesh-b"))
+
+
+def test_a_copy_that_cannot_be_written_is_told_once_and_made_up_for(tmp_path: Path) -> None:
+    (tmp_path / "copy").write_text("in the way")
+
+    async def story(bench: Copied) -> None:
+        name = await bench.checkpoint(0)
+        await bench.store.clock.sleep(200.0)
+        assert len(await bench.told("durable_failed")) == 1
+        assert bench.copying.stats()["durable_errors"] > 2
+        (tmp_path / "copy").unlink()
+        await bench.store.clock.sleep(LATEST_AGAIN_S + 5.0)
+        assert bench.copy.checkpoints(JOB) == [name]
+        assert bench.copying.stats()["durable_trouble"] == ""
+
+    copied(tmp_path, story)
+
+
+def test_nothing_is_written_from_the_moment_that_another_mesh_has_it(tmp_path: Path) -> None:
+    """Also by one that has been asked to copy something before, and is slow."""
+    ours, theirs = (DurableCopy(url_of(tmp_path), owner) for owner in ("us", "them"))
+    assert ours.claim() and not ours.claim()
+    ours.write("jobs/j/standing.json", {"phase": "training"})
+    theirs.take_over()
+    for late in (
+        lambda: ours.write("jobs/j/standing.json", {"phase": "stopped"}),
+        lambda: ours.remove(["jobs/j/standing.json"]),
+        lambda: ours.remove_job("j"),
+        ours.claim,
+    ):
+        with pytest.raises(TakenOver, match="taken over by another mesh"):
+            late()
+    assert theirs.read("jobs/j/standing.json")["phase"] == "training"
+
+
+def test_a_copy_where_nothing_is_new_is_not_asked(tmp_path: Path) -> None:
+    async def story(bench: Copied) -> None:
+        await bench.checkpoint(0)
+        await bench.look()
+        # nobody notices that it cannot be reached until there is something to copy
+        (tmp_path / "copy").rename(tmp_path / "away")
+        (tmp_path / "copy").write_text("in the way")
+        await bench.store.clock.sleep(20 * LOOK_S)
+        assert bench.copying.stats()["durable_errors"] == 0
+        await bench.checkpoint(1)
+        await bench.look()
+        assert bench.copying.stats()["durable_errors"] == 1
+
+    copied(tmp_path, story)
+
+
+def test_a_job_that_is_deleted_leaves_the_copy(tmp_path: Path) -> None:
+    async def story(bench: Copied) -> None:
+        state = bench.store.state
+        await bench.checkpoint(0)
+        await jobs.cancel(state, JOB, "stop")
+        await bench.look()
+        assert bench.copy.files(JOB), "one that has ended stays as long as its records"
+        await deleting.delete(state, JOB, "delete")
+        await bench.look()
+        assert bench.copy.jobs() == []
+
+    copied(tmp_path, story)
+
+
+def test_jobs_that_ended_before_the_copy_was_taken_over_go_when_they_are_old(
+    tmp_path: Path,
+) -> None:
+    async def story(bench: Copied) -> None:
+        us, month_ago = DurableCopy(url_of(tmp_path), "us"), bench.store.clock.wall() - 30 * DAY_S
+        us.claim()
+        for job, phase, at in (
+            ("old", "finished", month_ago - OLD_S),
+            ("newer", "failed", month_ago + OLD_S / 2),
+            ("goes on", "training", 0.0),
+        ):
+            us.write(f"jobs/{job}/standing.json", {"phase": phase, "at": at})
+        await bench.look()
+        assert us.jobs() == ["goes on", JOB, "newer"]
+        await bench.store.clock.sleep(OLD_S + LOOK_S)
+        assert us.jobs() == ["goes on", JOB]
+
+    copied(tmp_path, story)
+
+
+def test_a_job_that_begins_under_an_earlier_ones_name_has_none_of_its_checkpoints(
+    tmp_path: Path,
+) -> None:
+    async def story(bench: Copied) -> None:
+        name = "step-000-000009-aaaaaaaa"
+        us = DurableCopy(url_of(tmp_path), "us")
+        us.claim()
+        us.write(f"jobs/{JOB}/checkpoints/{name}.json", {"files": {}})
+        await bench.look()
+        assert bench.copy.checkpoints(JOB) == []
+        await bench.checkpoint(0)
+        await bench.look()
+        assert len(bench.copy.checkpoints(JOB)) == 1
+
+    copied(tmp_path, story)
+
+
+def test_one_job_whose_files_are_damaged_keeps_no_other_from_its_copy(tmp_path: Path) -> None:
+    async def story(bench: Copied) -> None:
+        state = bench.store.state
+        broken = (await jobs.job(state, JOB)).document | {
+            "name": "broken",
+            "bundle": {"dir": "/gone", "digest": "0", "files": {"modules/a.py": [1, "0" * 32]}},
+        }
+        await jobs.submit(state, "a-broken", broken, "/gone", "submit it")
+        name = await bench.checkpoint(0)
+        await bench.store.clock.sleep(100.0)
+        assert bench.copy.checkpoints(JOB) == [name]
+        [told] = await bench.told("durable_failed")
+        assert "/gone/modules/a.py" in str(told["error"])
+
+    copied(tmp_path, story)
+
+
+def test_a_checkpoint_that_is_damaged_there_gives_its_place_to_the_one_before(
+    tmp_path: Path,
+) -> None:
+    async def story(bench: Copied) -> None:
+        for step in range(2):
+            await bench.checkpoint(step)
+            await bench.look()
+
+    copied(tmp_path, story)
+    for path in (tmp_path / "copy").rglob("files/*"):
+        if path.read_text() == "state 1":
+            path.write_text("state 2")
+    [run_dir] = from_copy.bring(url_of(tmp_path), MeshPlace(tmp_path / "mesh-b"))
+    [manifest] = all_checkpoints(run_dir)
+    assert verified(manifest)["step"] == 0
+
+
+def test_what_breaks_off_in_the_middle_is_no_file_of_the_copy(tmp_path: Path) -> None:
+    copy, source = DurableCopy(url_of(tmp_path)), tmp_path / "source"
+    source.write_bytes(b"whole")
+    digest = "0" * 32
+    (tmp_path / f"copy/jobs/{JOB}/files").mkdir(parents=True)
+    (tmp_path / f"copy/jobs/{JOB}/files/{digest}.part").write_bytes(b"wh")
+    assert not copy.files(JOB)
+    copy.put(JOB, digest, source)
+    assert copy.files(JOB) == {digest}
+    [there] = (tmp_path / f"copy/jobs/{JOB}/files").iterdir()
+    assert there.read_bytes() == b"whole"
+
+
+def test_a_job_whose_copy_had_only_begun_keeps_no_other_from_going_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def story(bench: Copied) -> None:
+        await bench.checkpoint(0)
+        await bench.look()
+
+    copied(tmp_path, story)
+    (tmp_path / "copy/jobs/begun/files").mkdir(parents=True)
+    place = MeshPlace(tmp_path / "mesh-b")
+    runs = from_copy.bring(url_of(tmp_path), place)
+    assert [run.name for run in runs] == [JOB]
+    assert "begun is not in the copy as a whole" in capsys.readouterr().out
+    assert from_copy.bring(url_of(tmp_path), place) == runs, "as after an interruption"
+
+
+def test_a_checkpoint_names_no_file_but_its_own(tmp_path: Path) -> None:
+    secret = tmp_path / "owner.json"
+    secret.write_text("secret")
+
+    async def story(bench: Copied) -> None:
+        manifest = await bench.store.stage(0)
+        account = await steps.checkpoint_state(bench.store.state, JOB)
+        store, digest = bench.store.trainer.ref(STORE), digest_of(b"secret")
+        for name in (str(secret), "state/../../../owner.json", ""):
+            asked = Checkpoint(JOB, 0, 0, manifest, account, {name: digest})
+            with pytest.raises(BadMessage, match="no path in a checkpoint"):
+                await store.call(Weights.save, asked)
+            with pytest.raises(BadMessage, match="no path in a checkpoint"):
+                asked = LayOut(JOB, f"step-000-000000-{manifest[:8]}", {name: digest})
+                await store.call(Weights.lay_out, asked)
+        assert not all_checkpoints(bench.store.run_dir)
+        path = bench.store.run_dir / f"checkpoints/step-000-000000-{manifest[:8]}.json"
+        path.parent.mkdir(exist_ok=True)
+        held = {"lineage": 0, "step": 0, "weights": manifest, "files": {str(secret): digest}}
+        path.write_bytes(sealed(held))
+        with pytest.raises(Damaged, match="lists no files of a checkpoint"):
+            manifest_of(path)
+
+    copied(tmp_path, story)
+
+
+def test_the_last_checkpoint_stays_though_no_listing_tells_of_it_yet(tmp_path: Path) -> None:
+    fsspec.register_implementation("behind", Behind, clobber=True)
+
+    async def story(bench: Copied) -> None:
+        for step in range(4):
+            name = await bench.checkpoint(step)
+            await bench.look()
+            assert name in bench.copy.checkpoints(JOB)
+        assert len(bench.copy.checkpoints(JOB)) <= 3, "older ones go, a look later"
+
+    copied(tmp_path, story, kind="behind")
+    [run_dir] = from_copy.bring(url_of(tmp_path), MeshPlace(tmp_path / "mesh-b"))
+    [manifest] = all_checkpoints(run_dir)
+    assert verified(manifest)["step"] == 3
+
+
+def test_a_job_whose_checkpoints_cannot_be_listed_does_not_begin_anew(tmp_path: Path) -> None:
+    async def story(bench: Copied) -> None:
+        await bench.checkpoint(0)
+        await bench.look()
+
+    copied(tmp_path, story)
+    checkpoints = tmp_path / f"copy/jobs/{JOB}/checkpoints"
+    checkpoints.rename(tmp_path / "away")
+    checkpoints.symlink_to(checkpoints)  # whoever looks there gets an error
+    with pytest.raises(MeshError, match="the durable copy cannot be reached"):
+        from_copy.bring(url_of(tmp_path), MeshPlace(tmp_path / "mesh-b"))
+
+
+@pytest.mark.parametrize(("job", "file"), [("..", "modules/a.py"), ("j", "../../../../a.py")])
+def test_what_a_copy_names_leads_nowhere_else(tmp_path: Path, job: str, file: str) -> None:
+    copy, place = DurableCopy(url_of(tmp_path), "us"), MeshPlace(tmp_path / "mesh-b")
+    copy.claim()
+    (tmp_path / "a.py").write_text("what somebody else wrote")
+    digest = digest_of(b"what somebody else wrote")
+    copy.put(job, digest, tmp_path / "a.py")
+    bundle = {"digest": "b", "files": {file: [1, digest]}}
+    folder = f"jobs/{job}"
+    copy.write(f"{folder}/job.json", {"job": job, "document": {"bundle": bundle}})
+    copy.write(f"{folder}/standing.json", {"phase": "training", "lineage": 0})
+    with pytest.raises(Damaged, match="is no path in a checkpoint"):
+        from_copy._fetched(copy, job, place)
+    assert not place.root.exists() or not list(place.root.rglob("*.py"))
+
+
+def test_a_url_that_hangs_is_told_once(tmp_path: Path) -> None:
+    async def story(bench: Copied) -> None:
+        await bench.checkpoint(0)
+        await bench.store.clock.sleep(SILENT_S + 1.0)
+        [told] = await bench.told("durable_failed")
+        assert "nothing has been copied in 15 minutes" in str(told["error"])
+        assert str(told["error"]) == bench.copying.stats()["durable_trouble"]
+        await bench.store.clock.sleep(20 * SILENT_S)
+        assert len(await bench.told("durable_failed")) == 1
+        assert bench.copying.stats()["durable_checkpoints"] == 1
+        assert bench.copying.stats()["durable_trouble"] == ""
+
+    copied(tmp_path, story, silent=True)

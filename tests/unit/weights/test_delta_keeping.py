@@ -1,0 +1,203 @@
+"""What deltas keep in the store: their blobs while the version lives that they are to, and anchors
+while a host holds one.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common.api.deltas import AskDeltas, BeginDelta, ChunkDelta, DeltaSet, Received, StageDelta
+from common.api.versions import Base
+from common.api.weights import Weights
+from common.errors import BadMessage
+from common.records import documents
+from common.wire.weight_store import STORE, put
+from services.weights.deltas import MOST_PARTS
+from services.weights.versions.known import RunVersions
+from tests.unit.weights.store_bench import JOB, StoreBench, on_store
+
+LONG_S = 80.0  # longer than every grace but that of what nobody has named
+SILENT_S = 3700.0  # longer than a host counts that says nothing
+ANCHORS = 2
+
+
+async def begun(store: StoreBench, version: int, manifest: str, parts: int = 1) -> list[Base]:
+    """What deltas to a version are to be from, as the trainer is told."""
+    asked = BeginDelta(JOB, Base(0, version, manifest), ANCHORS, parts=parts)
+    return list((await store.trainer.ref(STORE).call(Weights.begin_delta, asked)).bases)
+
+
+async def received(store: StoreBench, version: int, manifest: str, host: str = "two") -> None:
+    told = Received(host, Base(0, version, manifest), JOB)
+    await store.trainer.ref(STORE).call(Weights.received, told)
+
+
+async def made(store: StoreBench, base: Base, version: int, manifest: str) -> str:
+    """A delta to a version, told of; its blob."""
+    blob = await put(store.trainer, store.bulk, store.random.token(64).encode(), "a delta")
+    deltas = DeltaSet(base, Base(0, version, manifest), [ChunkDelta("a", "b", blob, 0, 64)])
+    told = StageDelta(deltas, whole=True)
+    assert (await store.trainer.ref(STORE).call(Weights.stage_delta, told)).wanted
+    return blob
+
+
+def test_blobs_stay_as_long_as_the_version_that_they_make(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        first = await store.begin()
+        name = await store.save(1, second := await store.stage(1))
+        await received(store, 0, first)
+        [base] = await begun(store, 1, second)
+        blob = await made(store, base, 1, second)
+        await store.commit(1, second, name)
+        await store.clock.sleep(LONG_S)
+        assert store.chunks.has(blob)
+        third = await store.step(2, name)
+        fourth = await store.step(3, name)
+        await store.clock.sleep(LONG_S)
+        assert await store.stored(fourth) and not await store.stored(third)
+        assert store.chunks.has(blob), "a checkpoint is of its version"
+        for number in range(4, 8):
+            last = await store.stage(number)
+            await store.commit(number, last, await store.save(number, last))
+        await store.clock.sleep(LONG_S)
+        assert await store.stored(last) and not await store.stored(second)
+        assert not store.chunks.has(blob)
+
+    on_store(tmp_path, story)
+
+
+def why(store: StoreBench, version: int, manifest: str) -> dict[int, list[str]]:
+    """What keeps each version, as people are told; the last one was committed."""
+    documents.write(store.run_dir / "job.json", {"job": JOB, "document": store.document})
+    fields = {"version": version, "manifest": manifest}
+    event = {"id": "1-0", "ms": 0, "kind": "step", "fields": fields}
+    (store.run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
+    return {one.version: one.why for one in RunVersions.of(store.run_dir).versions}
+
+
+def test_an_anchor_stays_while_a_host_holds_it(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        await begun(store, 0, await store.begin())
+        name, manifests = "", [""]
+        for number in range(1, 6):
+            manifests.append(manifest := await store.stage(number))
+            name = name or await store.save(number, manifest)
+            await begun(store, number, manifest)
+            await store.commit(number, manifest, name)
+            if number < 4:
+                await received(store, number, manifest)
+        await store.clock.sleep(LONG_S)
+        assert await store.stored(manifests[2]), "who fell behind gets deltas from there"
+        assert not await store.stored(manifests[3])
+        assert why(store, 5, manifests[5])[2] == ["anchor"]
+        assert "anchor" not in why(store, 5, manifests[5])[5]
+        await store.clock.sleep(SILENT_S)
+        assert not await store.stored(manifests[2])
+        assert sorted(why(store, 5, manifests[5])) == [0, 1, 4, 5]
+
+    on_store(tmp_path, story)
+
+
+def test_who_makes_deltas_and_is_silent_is_not_waited_for(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        await received(store, 0, await store.begin())
+        second = await store.stage(1)
+        assert await begun(store, 1, second, parts=2)
+        clock, ref = store.clock, store.trainer.ref(STORE)
+
+        async def asked(host: str) -> tuple[bool, float]:
+            began = clock.monotonic()
+            told = await ref.call(Weights.deltas, AskDeltas(second, host, wait_s=5.0))
+            return told.more, clock.monotonic() - began
+
+        assert (await asked("three"))[0] is False, "it holds nothing that they are from"
+        more, took_s = await asked("two")
+        assert more and 4.9 < took_s < 6.0
+        await made(store, Base(0, 0, "whichever"), 1, second)
+        assert (await asked("two"))[0] is True, "the other part goes on"
+        await clock.sleep(60.0)
+        more, took_s = await asked("two")
+        assert not more and took_s < 1.0
+
+    on_store(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("parts", "part", "anchors"), [(1 << 40, 0, 2), (0, 0, 2), (2, 2, 2), (2, -1, 2), (1, 0, -1)]
+)
+def test_parts_that_there_cannot_be_are_refused(
+    tmp_path: Path, parts: int, part: int, anchors: int
+) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        await received(store, 0, await store.begin())
+        target = Base(0, 1, await store.stage(1))
+        asked = BeginDelta(JOB, target, anchors, part, parts)
+        with pytest.raises(BadMessage, match="of a delta"):
+            await store.trainer.ref(STORE).call(Weights.begin_delta, asked)
+        assert await begun(store, 1, target.digest, parts=MOST_PARTS)
+
+    on_store(tmp_path, story)
+
+
+def test_of_a_job_that_nobody_knows_nothing_is_remembered(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        await received(store, 0, await store.begin())
+        for number in range(3):
+            asked = BeginDelta(f"another {number}", Base(0, 1, "0" * 32), ANCHORS)
+            assert not (await store.trainer.ref(STORE).call(Weights.begin_delta, asked)).bases
+        assert not store.store.deltas._anchors
+        assert await begun(store, 1, await store.stage(1))
+        assert list(store.store.deltas._anchors) == [JOB]
+
+    on_store(tmp_path, story)
+
+
+def test_a_newer_version_ends_the_wait_for_an_older_one(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        await received(store, 0, await store.begin())
+        second, third = await store.stage(1), await store.stage(2)
+        base = (await begun(store, 1, second))[0]
+        await begun(store, 2, third)
+        ref = store.trainer.ref(STORE)
+        assert not (await ref.call(Weights.deltas, AskDeltas(second, "two", wait_s=5.0))).more
+        late = StageDelta(DeltaSet(base, Base(0, 1, second), []))
+        assert not (await ref.call(Weights.stage_delta, late)).wanted
+        assert (await ref.call(Weights.deltas, AskDeltas(third, "two"))).more
+
+    on_store(tmp_path, story)
+
+
+def test_what_a_host_tells_of_that_is_not_on_record_keeps_nothing(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        await begun(store, 0, await store.begin())
+        manifest = await store.stage(1)
+        await received(store, 2, manifest)  # by a number that is not its own
+        await received(store, 2, "0" * 32)
+        assert await begun(store, 4, "f" * 32) == []
+        await received(store, 1, manifest)
+        assert await begun(store, 4, "f" * 32) == [Base(0, 1, manifest)]
+
+    on_store(tmp_path, story)
+
+
+def test_a_host_that_reads_an_older_version_still_holds_the_newer_one(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        first = await store.begin()
+        await begun(store, 0, first)
+        second = await store.stage(1)
+        await received(store, 1, second)
+        await received(store, 0, first)
+        assert await begun(store, 4, "f" * 32) == [Base(0, 1, second)]
+
+    on_store(tmp_path, story)

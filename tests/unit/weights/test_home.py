@@ -1,0 +1,180 @@
+"""What the store does with files at a run's home outlives whoever has asked for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from common.api.weights import Clear, KeepSamples, LayOut, SetAside
+from common.clock import SystemClock
+from common.errors import MeshError
+from common.job.config import JobConfig
+from common.process.host import SystemHost
+from common.records import damage
+from common.records.append_file import AppendFile
+from common.records.checkpoints import digests_below
+from common.state import events, jobs
+from common.wire.chunks import ChunkStore
+from common.wire.weight_store import STORE, lay_out
+from services.weights.errands import ANSWER_S, STALL_S, Errands, Progress
+from services.weights.store import WeightStore
+from sim.host import SimulatedHost
+from sim.state import simulated_state
+from tests.meshes import on_sockets
+from tests.unit.weights.store_bench import JOB, StoreBench, on_store
+from tests.unit.weights.storing import Store
+
+T = TypeVar("T")
+SOON_S = 15.0  # two sweeps and something
+FIRST, SECOND, COMMITTED = (f"step-000-00000{n}-{n}aaaaaaa" for n in (1, 2, 3))
+
+
+async def told_of(store: StoreBench) -> list[dict[str, Any]]:
+    return [e.fields for e in await events.read_all(store.state) if e.kind == damage.EVENT]
+
+
+def left(store: StoreBench, *names: str) -> None:
+    for name in names:
+        (store.run_dir / "checkpoints" / name).mkdir(parents=True)
+        (store.run_dir / "checkpoints" / name / "model").touch()
+
+
+def test_all_that_a_cancelled_call_has_set_aside_is_told_once(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        left(store, FIRST, SECOND)
+        store.redis.faults.delay_s = 1.0
+        clearing = asyncio.create_task(store.store.clear(Clear(JOB, COMMITTED)))
+        while not (tmp_path / "quarantine").exists():
+            await store.clock.sleep(0.1)
+        await store.clock.sleep(0.5)  # Redis has the first event, and its answer is on the way
+        clearing.cancel()
+        await asyncio.gather(clearing, return_exceptions=True)
+        store.redis.faults.delay_s = 0.0
+        await store.clock.sleep(SOON_S)
+        told = [Path(fields["path"]).stem for fields in await told_of(store)]
+        assert told == [FIRST, SECOND]
+
+    on_store(tmp_path, story)
+
+
+def test_who_has_a_checkpoint_set_aside_need_not_be_there_to_tell_of_it(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        left(store, FIRST)
+        fields = damage.fields("checkpoint", Path(f"/{FIRST}.json"), "bad", "other", job=JOB)
+        moved = await store.store.set_aside(SetAside(JOB, FIRST, "op", fields))
+        assert (await store.store.set_aside(SetAside(JOB, FIRST, "op", fields))).path == ""
+        await events.append(store.state, damage.EVENT, fields, "op")  # it is there after all
+        [told] = await told_of(store)
+        assert told == fields | {"aside": moved.path} and moved.path
+
+    on_store(tmp_path, story)
+
+
+class Gated(SystemHost):
+    """Opens no file to append to before `gate` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.waiting = threading.Event(), threading.Event()
+
+    def open_append(self, path: Path) -> AppendFile:
+        self.waiting.set()
+        assert self.gate.wait(60.0)
+        return super().open_append(path)
+
+
+async def test_samples_that_are_sent_again_while_they_are_written_are_there_once(
+    tmp_path: Path,
+) -> None:
+    state, host = simulated_state(SystemClock()), Gated()
+    await jobs.submit(state, JOB, JobConfig(name=JOB).document(), str(tmp_path), "submit")
+    mesh = on_sockets(STORE, state, SystemClock(), host=host)
+    store = WeightStore(mesh, ChunkStore(tmp_path / "store"))
+    asked = KeepSamples(JOB, 0, "op", "a line\n")
+    first = asyncio.create_task(store.keep_samples(asked))
+    while not host.waiting.is_set():
+        await asyncio.sleep(0.01)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    second = asyncio.create_task(store.keep_samples(asked))
+    await asyncio.sleep(0)
+    host.gate.set()
+    await second
+    await store.keep_samples(asked)
+    assert (tmp_path / "samples.jsonl").read_text() == "a line\n"
+    await store.stop()
+    await mesh.leave()
+    await state.close()
+
+
+class SlowDisk(SimulatedHost):
+    """Moves a byte after each of `pauses`, in seconds, before a piece of work is done."""
+
+    pauses: tuple[float, ...] = ()
+
+    async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
+        for pause_s in self.pauses if args and isinstance(args[0], Progress) else ():
+            await asyncio.sleep(pause_s)
+            args[0](1)
+        return fn(*args)
+
+
+def test_a_copy_may_take_as_long_as_its_bytes_move(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        disk = SlowDisk(store.clock, store.random.child("disk"))
+        mesh, done = store.mesh("copying", "weights"), list[int]()
+        mesh.host = disk
+        errands = Errands(mesh)
+        disk.pauses = (0.9 * STALL_S,) * 4
+        asked = 0
+        while await errands.joined("it", lambda moved: done.append(moved.bytes) or 1, "it") is None:
+            asked += 1
+        assert done == [4]
+        assert asked >= 3 * STALL_S / ANSWER_S - 1  # and whoever asks is answered all along
+        disk.pauses = (1.0, 2 * STALL_S)
+        with pytest.raises(MeshError, match="no byte of it has moved for 600 s, after 1"):
+            while await errands.joined("it", lambda _: 1, "it") is None:
+                pass
+        await errands.stop()
+
+    on_store(tmp_path, story)
+
+
+def test_a_thread_that_nobody_waits_for_ends_at_its_next_block(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"x" * 100)
+    given_up = Progress()
+    given_up.over = True
+    shared = Path("/dev/shm")
+    if not shared.is_dir() or shared.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is one file system only")
+    chunks = ChunkStore(shared / f"meshrl-test-{os.getpid()}")
+    try:
+        with pytest.raises(MeshError, match="given up"):
+            chunks.take_in(source, "0" * 32, given_up)
+        assert not chunks.has("0" * 32) and not list(chunks.directory.glob("*/.*"))
+        chunks.take_in(source, "0" * 32, progress := Progress())
+        assert chunks.path("0" * 32).read_bytes() == b"x" * 100 and progress.bytes == 100
+    finally:
+        for path in sorted(chunks.directory.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        chunks.directory.rmdir()
+
+
+async def test_who_waits_for_a_checkpoint_asks_until_it_is_laid_out(
+    store: Store, tmp_path: Path
+) -> None:
+    (source := tmp_path / "source").mkdir()
+    (source / "state").write_bytes(os.urandom(3 << 20))
+    files = {"state": store.chunks.write_file(source / "state")}
+    await jobs.submit(store.mesh.state, JOB, JobConfig(name=JOB).document(), str(tmp_path), "it")
+    await lay_out(store.mesh, LayOut(JOB, FIRST, files))
+    assert digests_below(tmp_path / "checkpoints" / FIRST) == files

@@ -1,0 +1,184 @@
+"""A store that is killed while it collects, at any write: what is needed is whole at once, and in
+the end exactly that is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.records.checkpoints import STATE, committed
+from common.state import events, jobs
+from common.state.lifecycle import deleting
+from common.weights import verified
+from common.weights.manifest import unpacked
+from services.weights.keeping.pins import Pin, pin
+from services.weights.keeping.sweeping import GRACE_S, ORPHAN_S, ORPHANS_S, SWEEP_S
+from tests.unit.weights.store_bench import JOB, StoreBench, on_store
+
+COLLECTED_S = GRACE_S + 4 * SWEEP_S
+WRITES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.utime", "os.link", "os.truncate")
+OTHER = "other"  # a job that is deleted
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def dies_at(count: int) -> None:
+    """This process is killed before its `count`th write from now on."""
+    left = count
+
+    def hears(event: str, args: Sequence[Any]) -> None:
+        nonlocal left
+        opened = event == "open" and isinstance(args[2], int)
+        if event in WRITES or (opened and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hears)
+
+
+@dataclass
+class Needed:
+    """What must be there, whatever happens."""
+
+    versions: list[str]
+    checkpoint: str
+
+
+async def filled(store: StoreBench) -> Needed:
+    """A store with something to collect of each kind, and something to keep."""
+    await store.submit(keep_checkpoints=1)
+    document = store.document | {"weights": {"keep": 2, "keep_every": 3}}
+    await jobs.change(store.state, JOB, document, {}, "change")
+    await store.begin()
+    await store.ready(await store.group())  # which a checkpoint covers then
+    first = await store.stage(1)
+    name = await saved(store, 1, first)
+    await store.end_groups_with(1, first, name)
+    second, third = await store.step(2, name), await store.step(3, name)
+    fourth = await store.stage(4)
+    await store.commit(4, fourth, await saved(store, 4, fourth))
+    fifth = await store.stage(5)
+    await store.commit(5, fifth, name := await saved(store, 5, fifth))
+    pin(store.chunks, JOB, second, Pin(str(store.run_dir), 0, 2))
+    await store.submit(OTHER)
+    await store.begin(OTHER)
+    await jobs.cancel(store.state, OTHER, "stop")
+    await deleting.delete(store.state, OTHER, "delete")
+    return Needed([second, third, fourth, fifth], name)
+
+
+async def saved(store: StoreBench, step: int, manifest: str) -> str:
+    """A checkpoint with its directory."""
+    name = await store.save(step, manifest)
+    state = store.run_dir / "checkpoints" / name / STATE
+    state.mkdir(parents=True)
+    (state / "rank-0.safetensors").write_bytes(b"state")
+    return name
+
+
+async def check(store: StoreBench, needed: Needed) -> None:
+    """What the run goes on from is whole."""
+    for manifest in needed.versions:
+        assert await store.stored(manifest), manifest
+    path = committed(store.run_dir)
+    assert path is not None and path.stem == needed.checkpoint
+    verified_files = path.with_suffix("") / STATE / "rank-0.safetensors"
+    assert verified_files.read_bytes() == b"state"
+    told = [event.fields for event in await events.read_all(store.state) if event.kind == "damaged"]
+    assert told == []
+
+
+async def settled(store: StoreBench) -> set[str]:
+    """The files that are left when all has been collected, also what nobody has named."""
+    await store.clock.sleep(COLLECTED_S)
+    store.age(ORPHAN_S)
+    await store.clock.sleep(ORPHANS_S + COLLECTED_S)
+    kept = store.root / verified.NAME  # by those who have read versions
+    found = (path for path in store.root.rglob("*") if path.is_file() and path != kept)
+    names = {str(path.relative_to(store.root)) for path in found}
+    return {name for name in names if not name.startswith(f"{OTHER}/")}  # its run's directory stays
+
+
+async def die(store: StoreBench, at: int) -> None:
+    """Collects in this process, which ends by that."""
+    try:
+        dies_at(at)
+        await store.clock.sleep(COLLECTED_S)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def ended(child: int) -> bool:
+    """Whether the process was killed; it has collected all otherwise."""
+    _, status = os.waitpid(child, 0)
+    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    assert killed or status == 0, status
+    return killed
+
+
+def run_killed(root: Path, at: int) -> tuple[bool, set[str], set[str]]:
+    """Whether the store was killed before its `at`th write, the files that were left in the end,
+    and those that must be.
+    """
+    root.mkdir()
+    outcome: list[Any] = []
+
+    async def story(store: StoreBench) -> None:
+        needed = await filled(store)
+        loop = asyncio.get_running_loop()
+        if not (child := os.fork()):
+            asyncio._set_running_loop(loop)  # it is this process's, too: time is virtual
+            await die(store, at)
+        killed = ended(child)
+        await store.restart_store()
+        await check(store, needed)
+        left = await settled(store)
+        await check(store, needed)
+        outcome.append((killed, left, must(store, needed)))
+
+    on_store(root, story)
+    [(killed, left, there)] = outcome
+    return killed, left, there
+
+
+def must(store: StoreBench, needed: Needed) -> set[str]:
+    """The files of what is needed, and none else."""
+    manifests = {digest: unpacked(store.chunks.read(digest)) for digest in needed.versions}
+    digests = set(manifests)
+    digests |= {tensor.chunk for one in manifests.values() for tensor in one.tensors}
+    name = f"checkpoints/{needed.checkpoint}"
+    own = {f"store/{digest[:2]}/{digest}" for digest in digests}
+    own |= {f"store/jobs/{JOB}.json", f"store/pins/{JOB}/{needed.versions[0]}.json"}
+    return own | {f"{name}.json", f"{name}/{STATE}/rank-0.safetensors"}
+
+
+def run_all(root: Path) -> None:
+    """Kills it before each of its writes, one after the other."""
+    at, killed = 0, True
+    while killed:
+        at += 1
+        killed, left, there = run_killed(root / str(at), at)
+        assert left == there, f"killed before write {at}"
+    assert at > 20, "a collection of this much writes more often"
+
+
+def test_a_collection_that_is_killed_at_any_write_leaves_nothing_wrong(tmp_path: Path) -> None:
+    # In a process of its own: one that libraries have put threads into cannot be forked safely.
+    command = [sys.executable, "-m", __name__, str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+
+
+if __name__ == "__main__":
+    run_all(Path(sys.argv[1]))

@@ -1,0 +1,294 @@
+"""A version is opened on a host: hashed once for all of its processes, and refused when it is not
+what was written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from common.clock import SystemClock
+from common.errors import Damaged, NotFound, PeerLost
+from common.process.host import SystemHost
+from common.runtime.mesh import Mesh, MeshSettings
+from common.state.client import State
+from common.weights import receive, verified
+from common.weights.images import Image
+from common.weights.manifest import Rows
+from common.weights.receive import Receiver
+from common.weights.staging import staged_whole
+from common.weights.verified import NAME, Verified
+from common.weights.ways.base import Version
+from common.weights.ways.bringing import Bringing
+from common.wire.blob import pack
+from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
+from common.wire.weight_store import STORE
+from services.weights.store import WeightStore
+from sim.state import simulated_state
+from tests.meshes import on_sockets
+
+CHUNK = 64 << 10
+TENSORS = {
+    "embedding": torch.arange(5 * CHUNK // 8, dtype=torch.float32).reshape(-1, 64),
+    "layers.0.down": torch.arange(3 * CHUNK // 4, dtype=torch.bfloat16).reshape(64, -1),
+    "norm": torch.ones(7),
+}
+SIZE = sum(tensor.nbytes for tensor in TENSORS.values())
+
+
+class Hosts:
+    """A store, and processes on its host or elsewhere."""
+
+    def __init__(self, root: Path, state: State) -> None:
+        self.root, self.state = root, state
+        self.meshes: list[Mesh] = []
+        self.store = ChunkStore(root / "head/store")
+
+    def process(self, name: str, host: str, **more: int) -> Mesh:
+        root = str(self.root / host)
+        settings = MeshSettings(redis_url=self.state.url, run_root=root, host=host, **more)
+        made = on_sockets(name, self.state, SystemClock(), settings=settings)
+        self.meshes.append(made)
+        return made
+
+    async def receiver(self, name: str, host: str = "head", **more: int) -> tuple[Mesh, Receiver]:
+        mesh = self.process(name, host, **more)
+        await mesh.join(None)
+        return mesh, Receiver(mesh, BulkClient(mesh))
+
+    async def stage(self, tensors: dict[str, torch.Tensor], version: int = 0) -> str:
+        return await staged_whole(
+            self.trainer, BulkClient(self.trainer), "j", 0, version, tensors, most=CHUNK
+        )
+
+
+@pytest.fixture
+async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
+    state = simulated_state(SystemClock())
+    made = Hosts(tmp_path, state)
+    serving = made.process(STORE, "head")
+    made.store.directory.mkdir(parents=True)
+    door = SecretDoor.of(serving.settings)
+    bulk = BulkServer(made.store, SystemHost(), "tcp://127.0.0.1:*", door=door)
+    await serving.join(WeightStore(serving, made.store), bulk_address=bulk.address)
+    made.trainer = made.process("trainer/j", "head")
+    await made.trainer.join(None)
+    made.digest = await made.stage(TENSORS)
+    yield made
+    for mesh in reversed(made.meshes):
+        await mesh.leave()
+    bulk.close()
+    await state.close()
+
+
+def right(image: Image) -> bool:
+    return image.tensors.keys() == TENSORS.keys() and all(
+        torch.equal(image.tensors[name], tensor) for name, tensor in TENSORS.items()
+    )
+
+
+def hashed(*meshes: Mesh) -> float:
+    return sum(mesh.telemetry.counters.get("chunks_hashed_bytes", 0) for mesh in meshes)
+
+
+@pytest.mark.parametrize("host", ["head", "second"])
+async def test_a_version_is_hashed_once_for_all_processes_of_a_host(
+    hosts: Hosts, host: str
+) -> None:
+    made = [await hosts.receiver(f"engine/g{n}", host) for n in range(3)]
+    images = await asyncio.gather(*(one.receive(hosts.digest) for _, one in made))
+    assert all(map(right, images)) and all(image.joined_bytes == 0 for image in images)
+    # What comes over the network is verified as it comes.
+    assert hashed(*(mesh for mesh, _ in made)) == (SIZE if host == "head" else 0)
+    mesh, late = await hosts.receiver("engine/g3", host)
+    assert right(await late.receive(hosts.digest, fresh=True)) and hashed(mesh) == SIZE
+
+
+async def test_what_was_hashed_before_is_hashed_again_by_who_comes_later(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may have changed it since, and leaves size and times as they were."""
+    mesh, receiver = await hosts.receiver("engine/g0")
+    image = await receiver.receive(hosts.digest)
+    monkeypatch.setattr(receive, "TOGETHER_S", 3600.0)
+    again, early = await hosts.receiver("engine/g1")
+    assert right(await early.receive(hosts.digest)) and hashed(mesh, again) == SIZE
+    monkeypatch.setattr(receive, "TOGETHER_S", 0.0)
+    path = hosts.store.path(next(iter(image.chunks)))
+    stat = path.stat()
+    with path.open("r+b") as file:
+        byte = file.read(1)[0]
+        file.seek(0)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    _, late = await hosts.receiver("engine/g2")
+    for one in (late, receiver):
+        with pytest.raises((Damaged, NotFound)):
+            await one.receive(hosts.digest)
+
+
+async def test_a_file_that_was_written_to_is_hashed_again(hosts: Hosts) -> None:
+    _, receiver = await hosts.receiver("engine/g0")
+    image = await receiver.receive(hosts.digest)
+    path = hosts.store.path(damaged := next(iter(image.chunks)))
+    first = path.read_bytes()[0]
+    with path.open("r+b") as file:
+        file.write(bytes([first ^ 1]))
+    with pytest.raises(Damaged, match="not what its name says"):
+        await receiver.receive(hosts.digest)
+    assert not hosts.store.has(damaged)  # the store has set it aside
+    with pytest.raises(NotFound):
+        await receiver.receive(hosts.digest)
+    assert await hosts.stage(TENSORS) == hosts.digest
+    assert right(await receiver.receive(hosts.digest))
+
+
+@pytest.mark.parametrize("host", ["head", "second"])
+async def test_a_version_that_is_collected_meanwhile_leaves_nothing_behind(
+    hosts: Hosts, host: str
+) -> None:
+    """And whoever has it open keeps it."""
+    _, receiver = await hosts.receiver("engine/g0")
+    there = await receiver.receive(hosts.digest)
+    for digest in there.chunks:
+        hosts.store.path(digest).unlink()
+    _, late = await hosts.receiver("engine/g1", host)
+    with pytest.raises(NotFound):
+        await late.receive(hosts.digest)
+    assert right(there)
+    newest = await hosts.stage({"norm": torch.zeros(7)}, version=1)
+    assert torch.equal((await late.receive(newest)).tensors["norm"], torch.zeros(7))
+
+
+class Lost:
+    """A way by which nothing comes."""
+
+    name = "pull"
+
+    async def publish(self, manifest: str) -> None:
+        raise PeerLost("nobody is there")
+
+    async def receive(self, version: Version, into: ChunkStore) -> None:
+        raise PeerLost("nobody is there")
+
+
+async def test_what_comes_chunk_by_chunk_is_mapped_where_it_is_kept(hosts: Hosts) -> None:
+    mesh, _ = await hosts.receiver("engine/g0", "second")
+    receiver = Receiver(mesh, BulkClient(mesh), Bringing(mesh, [Lost()]))
+    image = await receiver.receive(hosts.digest)
+    assert right(image) and not image._held
+
+
+async def test_a_host_without_room_for_a_version_says_so_once(hosts: Hosts) -> None:
+    _, receiver = await hosts.receiver("engine/g0", "second", chunks_bytes=2 * CHUNK)
+    with capture_logs() as lines:
+        for _ in range(3):
+            image = await receiver.receive(hosts.digest)
+            assert right(image) and image._held
+    [said] = [line for line in lines if line["log_level"] == "warning"]
+    assert said["event"].startswith("no room for weights: each")
+
+
+async def test_one_who_stands_still_as_it_hashes_is_not_waited_for(hosts: Hosts) -> None:
+    _, receiver = await hosts.receiver("engine/g0")
+    [one, *_] = (await receiver.manifest(hosts.digest)).tensors
+    with hosts.store.path(one.chunk).open("rb") as stands:
+        fcntl.flock(stands, fcntl.LOCK_EX)
+        async with asyncio.timeout(60):
+            assert right(await receiver.receive(hosts.digest))
+
+
+async def test_who_is_cancelled_leaves_no_lock(hosts: Hosts) -> None:
+    _, receiver = await hosts.receiver("engine/g0")
+    [one, *_] = (await receiver.manifest(hosts.digest)).tensors
+    with hosts.store.path(one.chunk).open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        waiting = asyncio.create_task(receiver.receive(hosts.digest))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    _, other = await hosts.receiver("engine/g1")
+    assert right(await other.receive(hosts.digest))
+
+
+async def test_rows_of_a_tensor_bring_the_chunks_that_they_lie_in(hosts: Hosts) -> None:
+    mesh, receiver = await hosts.receiver("rank/0", "second")
+    rows = Rows(0, 0, 10)
+    image = await receiver.receive(hosts.digest, {"embedding": rows, "norm": None})
+    fetched = mesh.telemetry.counters["chunks_fetched_bytes"]
+    assert fetched == sum(image.chunks.values()) < SIZE
+    target = torch.zeros_like(TENSORS["embedding"])
+    image.copy_into("embedding", target)
+    assert torch.equal(target[:10], TENSORS["embedding"][:10])
+    assert torch.equal(image.tensors["norm"], TENSORS["norm"])
+
+
+async def test_a_manifest_of_format_1_is_read(hosts: Hosts) -> None:
+    _, receiver = await hosts.receiver("engine/g0")
+    manifest = await receiver.manifest(hosts.digest)
+    pieces = [replace(piece, dim=0, begin=0, end=-1) for piece in manifest.tensors]
+    old = replace(manifest, tensors=pieces, format=1, sha256="", image="", version=7)
+    assert right(await receiver.receive(hosts.store.write(pack(old))))
+
+
+async def test_a_version_is_read_without_being_in_memory_at_once(hosts: Hosts) -> None:
+    _, receiver = await hosts.receiver("trainer/k")
+    source = await receiver.source(hosts.digest)
+    for name in TENSORS:
+        found = await source.some([name])
+        assert torch.equal(found[name], TENSORS[name])
+        assert resident(hosts.store.directory) <= TENSORS[name].nbytes + 4 * CHUNK
+
+
+def resident(directory: Path) -> int:
+    """Bytes of files below it that are in this process's memory."""
+    found, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            ours = str(directory) in line
+        elif ours and line.startswith("Rss:"):
+            found += int(line.split()[1]) * 1024
+    return found
+
+
+def test_what_is_known_of_a_file_is_of_that_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = Verified(tmp_path / NAME, SystemClock()), Verified(tmp_path / NAME, SystemClock())
+    path = tmp_path / "chunk"
+    path.write_bytes(b"content")
+    one.note("digest", path)
+    assert one.knows("digest", path.stat(), 0.0) and other.knows("digest", path.stat(), 0.0)
+    assert not one.knows("another", path.stat(), 0.0)
+    now = time.monotonic()
+    assert not one.knows("digest", path.stat(), now) and other.knows("digest", path.stat(), 0.0)
+    monkeypatch.setattr(verified, "BOOT", tmp_path / "boot")
+    (tmp_path / "boot").write_text("another one\n")
+    later = Verified(tmp_path / NAME, SystemClock())
+    assert not later.knows("digest", path.stat(), 0.0)
+    beside = tmp_path / "beside"
+    beside.write_bytes(b"content")
+    os.utime(beside, ns=(0, path.stat().st_mtime_ns))
+    beside.rename(path)
+    assert not one.knows("digest", path.stat(), 0.0) and not other.knows("digest", path.stat(), 0.0)
+
+
+@pytest.mark.parametrize("harm", [b"", b"half a li", b"\xff\xfe\n\n \n", b"digest 1 2 3 4 5 6\n"])
+def test_lines_that_nobody_wrote_are_nothing_known(tmp_path: Path, harm: bytes) -> None:
+    (tmp_path / NAME).write_bytes(harm)
+    path = tmp_path / "chunk"
+    path.write_bytes(b"content")
+    known = Verified(tmp_path / NAME, SystemClock())
+    assert not known.knows("digest", path.stat(), 0.0)
+    known.note("digest", path)
+    known.note("digest", path)  # the first one goes on in a line that was torn
+    assert Verified(tmp_path / NAME, SystemClock()).knows("digest", path.stat(), 0.0)
