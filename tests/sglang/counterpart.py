@@ -209,7 +209,7 @@ class Counterpart:
             if name == self.flips:
                 self.flips = ""
                 tensor.view(-1).view(torch.int32)[tensor.numel() // 2] ^= 1
-            self.theirs[name] = tensor
+            self.theirs[name] = tensor.to(self.theirs[name].dtype)  # it has room for that type
         self._apply(int(body["weight_version"]))
         return web.json_response({"success": True, "message": ""})
 

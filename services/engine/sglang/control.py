@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from common.model.config import ModelConfig
@@ -27,14 +28,16 @@ class Control:
         transport: WeightTransport,
         *,
         on_cpu: bool = True,
+        dtype: torch.dtype = torch.float32,
         update_s: float = UPDATE_S,
     ) -> None:
+        """`dtype`: what the server computes in."""
         self.stands = ""  # how it was asked to pause: RETRACT, IN_PLACE; empty: it goes on
         self._settled = False  # the pause is certain, and what came before it is here
         self.released = False  # it has given back its memory
         self.updates = 0
         self._http, self._watch, self._transport = http, watch, transport
-        self.on_cpu, self._update_s = on_cpu, update_s
+        self.on_cpu, self._dtype, self._update_s = on_cpu, dtype, update_s
 
     def check_alive(self) -> None:
         """Raises when the server has ended or does not answer."""
@@ -91,7 +94,7 @@ class Control:
         with self._watch.grace():
             body = {"action": "checksum"}
             told = self._http.call("POST", v0_5.READ_BACK, body, deadline_s=self._update_s)
-        return reading_back.differing(config, told, theirs)
+        return reading_back.differing(config, told, theirs, self._dtype)
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
         with self._watch.grace():

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from common.clock import Clock
 from common.errors import ConfigError
 from common.generation.served_by_sglang import served_by_sglang
@@ -96,11 +98,12 @@ def attach(
 ) -> SGLangEngine:
     """The engine of a server, asleep until it gets weights; they must arrive in `update_s`."""
     how = server.launch
+    dtype, on_cpu = getattr(torch, how.dtype), how.device == "cpu"
     way = transport(weights, server.http, how.model.parent / "weights", server.ranks, how.device)
     watch = HealthWatch(server.http, server.lost)
     return SGLangEngine(
         server.http,
-        Control(server.http, watch, way, on_cpu=how.device == "cpu", update_s=update_s),
+        Control(server.http, watch, way, on_cpu=on_cpu, dtype=dtype, update_s=update_s),
         config,
         slots,
         max_length,

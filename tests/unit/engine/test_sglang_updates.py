@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,22 @@ def test_nothing_is_read_back_unless_it_is_asked_for(bench: Bench) -> None:
 def test_a_server_of_several_processes_tells_of_parts_which_is_an_error() -> None:
     told = {"ranks": [{"checksums": {}}, {"checksums": {}}]}
     with pytest.raises(RemoteFailure, match="2 ranks"):
-        reading_back.differing(TINY, told, state_to_hf(TINY, STATE))
+        reading_back.differing(TINY, told, state_to_hf(TINY, STATE), torch.float32)
+
+
+def test_a_version_is_compared_in_the_type_that_the_server_computes_in(reading: Bench) -> None:
+    half = {name: tensor.bfloat16() for name, tensor in STATE.items()}
+    reading.engine.swap(half, 5)
+    assert reading.engine.version == 5
+    about = TINY, {"ranks": [{"checksums": digests(half)}]}
+    assert reading_back.differing(*about, state_to_hf(TINY, STATE), torch.bfloat16) == []
+    odd = reading_back.differing(*about, state_to_hf(TINY, STATE), torch.float32)
+    assert set(odd) == set(digests(STATE))
+
+
+def digests(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    laid = reading_back.laid_out(TINY, state_to_hf(TINY, state))
+    return {name: reading_back.digest(tensor) for name, tensor in laid}
 
 
 def test_what_it_has_is_laid_out_as_a_servers() -> None:
