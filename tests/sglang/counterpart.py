@@ -21,6 +21,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from common.api.engine import Finish
+from common.clock import Clock
 from common.errors import MeshError, PeerLost, Refused
 from common.generation.contract import Piece, Request
 from common.model.hf import state_from_hf, state_to_hf
@@ -29,7 +30,7 @@ from services.engine.sglang.control import Control
 from services.engine.sglang.engine import SGLangEngine
 from services.engine.sglang.health import HealthWatch
 from services.engine.sglang.http import Http
-from services.engine.sglang.weights import FromDisk
+from services.engine.sglang.weights import FromDisk, WeightTransport
 from tests.unit.common.generation.engines_under_test import TINY, built_in, decoder, text_of
 
 WIDE = -(-TINY.ffn_size // v0_5.INNER_ROWS) * v0_5.INNER_ROWS  # SGLang's MLP on a CPU
@@ -285,10 +286,13 @@ def engine(
     *,
     adapters: bool = True,
     read_back: bool = False,
+    clock: Clock | None = None,
+    transport: WeightTransport | None = None,
 ) -> SGLangEngine:
     """The adapter, with the weights of `decoder()` in place as version 0."""
     watch = HealthWatch(server.http, server.lost)
-    control = Control(server.http, watch, FromDisk(server.http, directory))
+    way = transport or FromDisk(server.http, directory)
+    control = Control(server.http, watch, way, clock=clock)
     about = server.http, control, TINY, slots, max_length
     made = SGLangEngine(*about, decode=text_of, adapters=adapters, read_back=read_back)
     made.wake(decoder().state_dict(), 0)

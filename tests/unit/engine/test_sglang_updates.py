@@ -18,8 +18,11 @@ from common.generation.contract import NO_VERSION, Quarantined
 from common.model.hf import state_to_hf
 from common.process.host import SystemHost
 from services.engine.sglang import reading_back
+from services.engine.sglang.control import UPDATE_S
 from services.engine.sglang.engine import SGLangEngine
+from services.engine.sglang.http import Http
 from services.engine.sglang.server import Launch, SGLangServer
+from services.engine.sglang.weights import FromDisk
 from tests.sglang import counterpart
 from tests.sglang.counterpart import Counterpart
 from tests.unit.common.generation.engines_under_test import (
@@ -88,6 +91,44 @@ def test_a_server_of_several_processes_tells_of_parts_which_is_an_error() -> Non
     told = {"ranks": [{"checksums": {}}, {"checksums": {}}]}
     with pytest.raises(RemoteFailure, match="2 ranks"):
         reading_back.differing(TINY, told, state_to_hf(TINY, STATE), torch.float32)
+
+
+class Ahead(SystemClock):
+    """On which time passes by what it is told."""
+
+    seconds = 0.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+class Slow(FromDisk):
+    """Takes some seconds of a clock."""
+
+    takes_s = 0.0
+
+    def __init__(self, http: Http, directory: Path, clock: Ahead) -> None:
+        super().__init__(http, directory)
+        self._clock = clock
+
+    def push(self, *about: Any) -> None:
+        super().push(*about)
+        self._clock.seconds += self.takes_s
+
+
+def test_weights_are_in_place_and_read_back_within_one_deadline(tmp_path: Path) -> None:
+    server, clock = Counterpart(4, 128), Ahead()
+    slow = Slow(server.http, tmp_path, clock)
+    how: dict[str, Any] = {"read_back": True, "clock": clock, "transport": slow}
+    engine = counterpart.engine(server, tmp_path, 4, 128, **how)
+    slow.takes_s = UPDATE_S
+    with pytest.raises(Quarantined, match="took longer than"):
+        engine.swap(STATE, 5)
+    slow.takes_s = UPDATE_S / 2
+    engine.swap(STATE, 6)
+    assert engine.version == 6
+    engine.close()
+    server.close()
 
 
 def test_a_version_is_compared_in_the_type_that_the_server_computes_in(reading: Bench) -> None:
