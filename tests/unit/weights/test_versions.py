@@ -247,6 +247,20 @@ def test_a_version_is_exported_to_a_url_and_gone_on_with(run: Run, tmp_path: Pat
     assert not list((run.directory / "exports").iterdir())
 
 
+def test_a_version_that_cannot_be_exported_leaves_the_one_at_the_url(
+    run: Run, tmp_path: Path
+) -> None:
+    there = tmp_path / "there"
+    store = RunVersions.of(run.directory)
+    to(store, store.meant("0"), f"file://{there}")
+    before = {path.name: path.read_bytes() for path in there.iterdir()}
+    [chunk] = run.chunks_of(store.meant("3").manifest)
+    run.chunks.path(chunk).unlink()
+    with pytest.raises(NotFound, match=chunk):
+        to(store, store.meant("3"), f"file://{there}")
+    assert {path.name: path.read_bytes() for path in there.iterdir()} == before
+
+
 def test_nothing_but_an_export_is_replaced(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("years")
