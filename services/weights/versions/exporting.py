@@ -82,7 +82,7 @@ def _begun(there: AtUrl, manifest: str, *, own: bool) -> dict[str, int]:
 def _remove_left(exports: Path) -> None:
     """Removes what exports to URLs have left that were killed."""
     for left in exports.glob(f"{SCRATCH}-*"):
-        with suppress(Refused), making(left):  # unless it goes on
+        with suppress(Refused, OSError), making(left):  # unless it goes on
             pass
 
 
