@@ -159,7 +159,7 @@ def scratch_of(out: Path) -> Path:
 
 def _write(data: JobData, version: Version, out: Path) -> None:
     place = out.resolve()  # of a link, what it leads to
-    with making(scratch_of(place)) as made:
+    with making(scratch_of(place), place) as made:
         fill(data, version, made, out)
         put(made, place)
 

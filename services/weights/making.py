@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from common.records.durable import sync, sync_tree
 
 MARKER = "meshrl.json"  # marks a directory that an export wrote, and the next one may replace
 MADE = "made"  # what is being made, in a scratch directory: no model is opened by that one's name
+OLD = "old"  # beside it: what it replaces, for a moment
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
 _UNKNOWN = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # to this kind of disk
 
@@ -34,41 +36,40 @@ def check_ours(out: Path) -> None:
 
 
 @contextmanager
-def making(scratch: Path) -> Iterator[Path]:
+def making(scratch: Path, out: Path | None = None) -> Iterator[Path]:
     """An empty directory in `scratch`, to be filled and then put elsewhere. What somebody who was
-    killed has left of `scratch` goes, and all of it does in the end. Refused when it is something
-    else, or while another process makes it.
+    killed has left of `scratch` goes, and all of it does in the end; what was to be replaced at
+    `out`, and was not, is there again. Refused when `scratch` is something else, or while another
+    process makes it.
     """
     descriptor = _alone(scratch)
     try:
-        check_ours(scratch)
-        (scratch / MARKER).touch()
-        for left in scratch.iterdir():
-            if left.name != MARKER:
-                _remove(left)
-        made = scratch / MADE
-        made.mkdir()
-        yield made
+        _check_scratch(scratch)
+        try:
+            (scratch / MARKER).touch()
+            _clear(scratch, out)
+            made = scratch / MADE
+            made.mkdir()
+            yield made
+        finally:
+            _clear(scratch, out)
+            (scratch / MARKER).unlink(missing_ok=True)  # last: what has none is nobody's
+            with suppress(OSError):  # somebody has put something there
+                scratch.rmdir()
     finally:
-        if (scratch / MARKER).is_file():  # it is last to go: what has none is nobody's
-            for left in scratch.iterdir():
-                if left.name != MARKER:
-                    _remove(left)
-            (scratch / MARKER).unlink()
-        with suppress(OSError):  # it is somebody else's, and not empty
-            scratch.rmdir()
         os.close(descriptor)
 
 
 def put(made: Path, out: Path) -> None:
     """Has `made` take the place of `out`, an export or an empty directory, or nothing. At every
-    moment all of the one or of the other is there.
+    moment all of the one or of the other is there. Refused when `out` has become something else.
     """
     sync_tree(made)
+    check_ours(out)
     if not out.exists():
         made.rename(out)
     elif not _exchanged(made, out):
-        out.rename(made.with_name("old"))  # this kind of disk cannot do both in one step
+        out.rename(made.with_name(OLD))  # this kind of disk cannot do both in one step
         made.rename(out)
     sync(out.parent)
 
@@ -76,8 +77,17 @@ def put(made: Path, out: Path) -> None:
 def _alone(scratch: Path) -> int:
     """A descriptor of the directory, which nobody else has meanwhile; it is made if need be."""
     while True:
-        scratch.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            scratch.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            with suppress(FileNotFoundError):  # whoever had it was done just now
+                if not stat.S_ISDIR(os.lstat(scratch).st_mode):
+                    raise
+            continue
+        try:
+            descriptor = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(descriptor), os.stat(scratch)):
@@ -88,12 +98,34 @@ def _alone(scratch: Path) -> int:
                 f"another process writes {scratch}",
                 fix="Wait until it is done, or name another place",
             ) from None
-        except FileNotFoundError:  # whoever had it was done just now
+        except FileNotFoundError:
             pass
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
+
+
+def _check_scratch(scratch: Path) -> None:
+    """Refused when the directory holds anything but what `making` has left, as an export does."""
+    check_ours(scratch)
+    marker = scratch / MARKER
+    if marker.is_file() and marker.stat().st_size:
+        raise Refused(
+            f"{scratch} is an export, and the place where another one is made",
+            fix="Move it away, or name another place for that one",
+        )
+
+
+def _clear(scratch: Path, out: Path | None) -> None:
+    """Removes what is there but for the marker; what `put` has taken from `out` goes back first,
+    if nothing took its place.
+    """
+    if out is not None and (scratch / OLD).exists() and not out.exists():
+        (scratch / OLD).rename(out)
+    for left in scratch.iterdir():
+        if left.name != MARKER:
+            _remove(left)
 
 
 def _exchanged(one: Path, other: Path) -> bool:

@@ -157,20 +157,20 @@ class WeightStore(WithDeltas):
         """A version is committed once in its lineage, also when Redis has forgotten that it was;
         and a job's versions have no more bytes than its quota.
         """
-        record = self.records.of(manifest.job)
+        record, row = self.records.of(manifest.job), None
         with suppress(NotFound):  # a job that Redis has lost tells nothing
             row = await jobs.job(self.mesh.state, manifest.job)
             record.saw_commit(Number(row.lineage, row.version), row.manifest)
-            if digest not in record.versions:  # those take their room already
-                await self.sweeper.quotas.refuse(row, manifest)
         number = Number(manifest.lineage, manifest.version)
-        if other := record.conflict(number, digest):
+        if other := record.conflict(number, digest):  # no room would mend that
             raise AlreadyCommitted(
                 f"version {number.version} of lineage {number.lineage} of {manifest.job} is "
                 f"committed as {other}, and {digest} is offered for it",
                 where=self.mesh.name,
                 fix="Redis may be older than it was: `meshrl resume RUN` opens a new lineage",
             )
+        if row is not None and digest not in record.versions:  # those take their room already
+            await self.sweeper.quotas.refuse(row, manifest)
 
     def _touch(self, manifest: Manifest) -> None:
         """Refused when one of the chunks is not there; the others count as written now."""

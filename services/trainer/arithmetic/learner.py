@@ -125,11 +125,12 @@ class Learner:
         return found
 
     def apply(self, gradient_sum: Tensor, denominator: float, lr_factor: float) -> float:
-        """One step from the summed gradient / `denominator`; returns its norm before clipping.
+        """One step from the summed gradient / `denominator`; returns its norm before clipping. It
+        uses the gradient up.
 
         ConfigError, and no step, if the gradient is not finite.
         """
-        gradient = gradient_sum / denominator
+        gradient = gradient_sum.div_(denominator)
         norm = self._norm(gradient)
         if not np.isfinite(norm):
             raise ConfigError(

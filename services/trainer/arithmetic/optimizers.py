@@ -1,8 +1,8 @@
 """The optimizer: Muon on matrices, AdamW on everything else, over one flat gradient.
 
 Muon (Jordan 2024, kellerjordan.github.io/posts/muon) differs from `torch.optim.Muon` in two ways:
-the Newton-Schulz iteration runs in the parameter's own precision instead of bfloat16, and matrices
-of one shape go through it together.
+the Newton-Schulz iteration runs in the parameter's own precision instead of bfloat16, and several
+matrices of one shape go through it together.
 
 Of parameters that FSDP has cut by rows, each rank updates its own: the gradient is then that of its
 rows, parameter after parameter. AdamW is elementwise; Muon's matrices are made whole for the
@@ -12,7 +12,7 @@ iteration, each rank's share of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ NEWTON_SCHULZ_STEPS = 5
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # quintic, steepest at zero
 BETAS = 0.9, 0.95
 EPSILON = 1e-8
+AT_ONCE = 1 << 24  # numbers of a parameter or more that a step computes with beside them
 # Rows there are looked up, or decide alone.
 NOT_FOR_MUON = ("embedding", "unembedding", "router", "shared_gate")
 
@@ -120,6 +121,37 @@ class Part:
         return local(self.parameter.detach())
 
 
+class Piece:
+    """Some numbers of a part, end to end."""
+
+    def __init__(self, part: Part, begin: int, end: int) -> None:
+        self._part, self._own = part, slice(begin, end)
+        self.of_gradient = slice(part.span.start + begin, part.span.start + end)
+        self.numel = end - begin
+
+    @property
+    def values(self) -> Tensor:
+        return self._part.values.view(-1)[self._own]
+
+
+def in_batches(parts: Iterable[Part]) -> Iterator[list[Piece]]:
+    """All of the parts in their order, at most AT_ONCE numbers in each batch."""
+    batch: list[Piece] = []
+    room = AT_ONCE
+    for part in parts:
+        begin = 0
+        while begin < part.numel:
+            end = min(part.numel, begin + room)
+            batch.append(Piece(part, begin, end))
+            room -= end - begin
+            begin = end
+            if not room:
+                yield batch
+                batch, room = [], AT_ONCE
+    if batch:
+        yield batch
+
+
 def by_shape(parts: Iterable[Part]) -> list[list[Part]]:
     """Parts whose matrices have one shape, together."""
     alike: dict[torch.Size, list[Part]] = {}
@@ -134,6 +166,7 @@ class AdamW:
     def __init__(self, parts: list[Part], lr: float, weight_decay: float) -> None:
         self._parts, self.lr, self.weight_decay = parts, lr, weight_decay
         self._sizes = [part.numel for part in parts]
+        self._batches = list(in_batches(parts))
         device = parts[0].parameter.device if parts else None
         self.mean = torch.zeros(sum(self._sizes), device=device)
         self.square = torch.zeros_like(self.mean)
@@ -142,17 +175,26 @@ class AdamW:
     def step(self, gradient: Tensor, lr_factor: float) -> None:
         if not self._parts:
             return
-        own = torch.cat([gradient[part.span] for part in self._parts])
         self.steps += 1
-        self.mean.lerp_(own, 1 - BETAS[0])
-        self.square.mul_(BETAS[1]).addcmul_(own, own, value=1 - BETAS[1])
-        lr = self.lr * lr_factor
+        begin = 0
+        for pieces in self._batches:
+            own = torch.cat([gradient[piece.of_gradient] for piece in pieces])
+            end = begin + len(own)
+            move = self._move(own, self.mean[begin:end], self.square[begin:end], lr_factor)
+            begin = end
+            moves = torch.split(move, [piece.numel for piece in pieces])
+            for piece, delta in zip(pieces, moves, strict=True):
+                values = piece.values.mul_(1 - self.lr * lr_factor * self.weight_decay)
+                values.add_(delta)
+
+    def _move(self, own: Tensor, mean: Tensor, square: Tensor, lr_factor: float) -> Tensor:
+        """By how much parameters change whose gradient is `own`; their moments are updated."""
+        mean.lerp_(own, 1 - BETAS[0])
+        square.mul_(BETAS[1]).addcmul_(own, own, value=1 - BETAS[1])
         scale = math.sqrt(1 - BETAS[1] ** self.steps)
-        move = self.mean / (self.square.sqrt().div_(scale).add_(EPSILON))
-        move *= -lr / (1 - BETAS[0] ** self.steps)
-        for part, delta in zip(self._parts, torch.split(move, self._sizes), strict=True):
-            values = part.values.mul_(1 - lr * self.weight_decay)
-            values.add_(delta.view(part.shape))
+        move = mean / square.sqrt().div_(scale).add_(EPSILON)
+        move *= -self.lr * lr_factor / (1 - BETAS[0] ** self.steps)
+        return move
 
     def state(self) -> dict[str, Tensor]:
         state = {"adamw.steps": torch.tensor(self.steps)}
@@ -179,19 +221,25 @@ class Muon:
         self.momentum = torch.zeros(len(parts), *parts[0].shape, device=first.device)
         # A stack of matrices is cut between matrices, which stay whole.
         self._group = group_of(first) if first.dim() == 2 else None
+        ranks = 1 if self._group is None else self._group.size()
+        # Of whole matrices each rank has its share, and all of them the same number of rows.
+        self._at_once = max(1, AT_ONCE // (first.numel() * ranks)) * ranks
 
     def step(self, gradient: Tensor, lr_factor: float) -> None:
-        own = torch.stack([gradient[part.span].view(part.shape) for part in self._parts])
-        self.momentum.lerp_(own, 1 - MOMENTUM)
-        own.lerp_(self.momentum, MOMENTUM)
-        if self._group is None:
-            update = orthogonal(own)
-        else:
-            update = on_whole(own, self._height, orthogonal, self._group)
         lr = self.lr * lr_factor
-        for part, delta in zip(self._parts, update, strict=True):
-            values = part.values.mul_(1 - lr * self.weight_decay)
-            values.add_(delta, alpha=-lr * self._stretch)
+        for begin in range(0, len(self._parts), self._at_once):
+            some = slice(begin, begin + self._at_once)
+            parts = self._parts[some]
+            own = torch.stack([gradient[part.span].view(part.shape) for part in parts])
+            momentum = self.momentum[some].lerp_(own, 1 - MOMENTUM)
+            own.lerp_(momentum, MOMENTUM)
+            if self._group is None:
+                update = orthogonal(own)
+            else:
+                update = on_whole(own, self._height, orthogonal, self._group)
+            for part, delta in zip(parts, update, strict=True):
+                values = part.values.mul_(1 - lr * self.weight_decay)
+                values.add_(delta, alpha=-lr * self._stretch)
 
     def state(self) -> dict[str, Tensor]:
         moments = zip(self._parts, self.momentum, strict=True)

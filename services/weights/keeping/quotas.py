@@ -72,38 +72,44 @@ class Quotas:
             f"with version {offered.version} the versions of {row.id} have "
             f"{shown(held)}, and its quota is {shown(quota)}"
         )
-        await self._tell(row.id, why, {"held": held, "quota": quota})
+        await self._tell(row.id, offered.version, why, {"held": held, "quota": quota})
         raise QuotaExceeded(why, where="weights.quota_gb", fix=FIX)
 
     async def _make_room(self, job: str, version: int) -> None:
         """The versions before may be needed no longer: looks at once, and then ever more rarely,
         as who is refused asks again at once, and the store looks by itself every few seconds.
         """
-        now = self._mesh.clock.monotonic()
-        refusal = self._refusals.get(job)
-        if refusal is None or refusal.version != version:
-            refusal = self._refusals[job] = _Refusal(version, now)
+        now, refusal = self._mesh.clock.monotonic(), self._refusal(job, version)
         if now < refusal.sweep_at:
             return
         refusal.sweep_at = now + refusal.again_s
         refusal.again_s = min(2 * refusal.again_s, LATEST_AGAIN_S)
         await self._sweep()
 
-    async def _tell(self, job: str, why: str, sizes: dict[str, int]) -> None:
+    async def _tell(self, job: str, version: int, why: str, sizes: dict[str, int]) -> None:
         """Once for each version that is refused."""
-        refusal = self._refusals[job]
+        refusal = self._refusal(job, version)
         if not refusal.why:
-            told = {"job": job, "version": refusal.version, "why": why, "fix": FIX}
+            told = {"job": job, "version": version, "why": why, "fix": FIX}
             await events.append(self._mesh.state, REFUSED, told | sizes)
         refusal.why = f"{why}: training waits"
+
+    def _refusal(self, job: str, version: int) -> _Refusal:
+        """That of the version. A sweep may have let go of it since, and another have taken its
+        place.
+        """
+        found = self._refusals.get(job)
+        if found is None or found.version != version:
+            found = self._refusals[job] = _Refusal(version, self._mesh.clock.monotonic())
+        return found
 
     async def look(self, rows: Iterable[jobs.JobRow]) -> None:
         """Tells of jobs whose next version would be refused, once each time it comes to that."""
         near = dict[str, str]()
         waiting = {row.id: row.version for row in rows if not row.ended}
         for job, refusal in list(self._refusals.items()):
-            if waiting.get(job, refusal.version) >= refusal.version:
-                del self._refusals[job]  # its job is over, or has that version
+            if job not in waiting or waiting[job] > refusal.version:
+                del self._refusals[job]  # its job is over, or has gone on
         for row in rows:
             quota = 0 if row.ended else quota_of(row)
             if not quota or not row.manifest:

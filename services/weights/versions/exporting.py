@@ -44,25 +44,31 @@ def to(run: RunVersions, version: Known, out: str, key: str = "--out") -> int:
     if marker_at(there).get("manifest") == version.manifest:
         there.discard(BEGUN)
         return 0
-    begun = _begun(there, version.manifest, own=key == COPIES)
+    own = key == COPIES
+    _check_ours(there, there.sizes(), own=own)
     place = hashlib.sha256(out.encode()).hexdigest()[:DIGITS]
     with making(exports / f"{SCRATCH}-{version.manifest[:DIGITS]}-{place}") as made:
         data = JobData.of(run.job, run.document, str(run.run))
         export.fill(data, asked, made, made)
-        _put(made, there, begun)
+        _put(made, there, _begun(there, version.manifest, own=own))
         return _bytes(made)
 
 
-def _begun(there: AtUrl, manifest: str, *, own: bool) -> dict[str, int]:
-    """The sizes of the files of that version which an export has left there that was cut off; all
-    else goes. Refused when that is no export's, unless the place is MeshRL's `own`.
-    """
-    have = there.sizes()
+def _check_ours(there: AtUrl, have: dict[str, int], *, own: bool) -> None:
+    """Refused when the files there are no export's, unless the place is MeshRL's `own`."""
     if have and not own and MARKER not in have and BEGUN not in have:
         raise Refused(
             f"{there.shown} was not written by an export: it has no {MARKER}",
             fix="Name a folder of its own in --out, or move away what lies there",
         )
+
+
+def _begun(there: AtUrl, manifest: str, *, own: bool) -> dict[str, int]:
+    """The sizes of the files of that version which an export has left there that was cut off; all
+    else goes.
+    """
+    have = there.sizes()
+    _check_ours(there, have, own=own)
     if MARKER not in have and _told(there, BEGUN).get("manifest") == manifest:
         return {name: size for name, size in have.items() if name != BEGUN}
     there.place_content(BEGUN, b"{}")  # what is there goes, which a cut is to know
@@ -76,7 +82,7 @@ def _begun(there: AtUrl, manifest: str, *, own: bool) -> dict[str, int]:
 def _remove_left(exports: Path) -> None:
     """Removes what exports to URLs have left that were killed."""
     for left in exports.glob(f"{SCRATCH}-*"):
-        with suppress(Refused), making(left):  # unless it goes on
+        with suppress(Refused, OSError), making(left):  # unless it goes on
             pass
 
 

@@ -198,10 +198,14 @@ class TrainedWeather(Weather):
         """The job's row, once something holds of it."""
         end = time.monotonic() + self.within_s
         while not holds(row := await self.row()):
-            said = "\n".join(member.said for member in self._training.values())
-            assert time.monotonic() < end, f"{row.phase}, version {row.version}\n{said}"
+            assert time.monotonic() < end, f"{row.phase}, version {row.version}\n{self._said}"
             await asyncio.sleep(LOOK_S)
         return row
+
+    @property
+    def _said(self) -> str:
+        """What the core and the rank have said."""
+        return "\n".join(member.said for member in self._training.values())
 
     async def row(self) -> jobs.JobRow:
         """That of the job."""
@@ -210,7 +214,10 @@ class TrainedWeather(Weather):
         return row
 
     async def arrives(self, engine: Member, version: int = -1) -> None:
-        await super().arrives(engine, version)
+        try:
+            await super().arrives(engine, version)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self._said}") from None
         await self.expected(await self.serves(engine))  # while the store can be asked for it
 
     async def expected(self, version: int) -> Said:

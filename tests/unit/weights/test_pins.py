@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import NotFound, QuotaExceeded, from_wire, to_wire
+from common.api.weights import Manifest, Stage, Tensor
+from common.errors import AlreadyCommitted, NotFound, QuotaExceeded, from_wire, to_wire
 from common.runtime.patience import waited_for
 from common.state import events, jobs
 from common.state.events import Event
@@ -211,6 +212,33 @@ def test_what_a_job_that_is_over_was_refused_is_no_trouble(tmp_path: Path) -> No
         assert store.store.stats()["quota_trouble"] == ""
 
     on_store(tmp_path, story)
+
+
+def test_a_version_that_is_committed_otherwise_does_not_wait_for_room(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        second = await store.step(2, await begun(store))
+        await asked(store, quota_gb=32 / (1 << 30))
+        with pytest.raises(AlreadyCommitted, match=second):
+            await store.store.stage(offered(store, 2))
+
+    on_store(tmp_path, story)
+
+
+def test_a_version_of_a_job_that_is_over_is_refused_with_its_reason(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        held(store, await store.step(2, await begun(store)), 2)
+        await asked(store, quota_gb=32 / (1 << 30))
+        await jobs.cancel(store.state, JOB, "stop")
+        with pytest.raises(QuotaExceeded, match="with version 3 the versions of"):
+            await store.store.stage(offered(store, 3))
+
+    on_store(tmp_path, story)
+
+
+def offered(store: StoreBench, version: int) -> Stage:
+    """Weights that no step made, beside the versions of the bench."""
+    chunk = store.chunks.write(bytes(32))
+    return Stage(Manifest(JOB, 0, version, [Tensor("other", "F32", [8], chunk, 0, 32)]))
 
 
 def test_who_waits_for_a_quota_says_so() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -246,6 +247,20 @@ def test_a_version_is_exported_to_a_url_and_gone_on_with(run: Run, tmp_path: Pat
     assert not list((run.directory / "exports").iterdir())
 
 
+def test_a_version_that_cannot_be_exported_leaves_the_one_at_the_url(
+    run: Run, tmp_path: Path
+) -> None:
+    there = tmp_path / "there"
+    store = RunVersions.of(run.directory)
+    to(store, store.meant("0"), f"file://{there}")
+    before = {path.name: path.read_bytes() for path in there.iterdir()}
+    [chunk] = run.chunks_of(store.meant("3").manifest)
+    run.chunks.path(chunk).unlink()
+    with pytest.raises(NotFound, match=chunk):
+        to(store, store.meant("3"), f"file://{there}")
+    assert {path.name: path.read_bytes() for path in there.iterdir()} == before
+
+
 def test_nothing_but_an_export_is_replaced(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("years")
@@ -323,7 +338,13 @@ def test_without_room_it_is_said_and_nothing_is_left(run: Run, tmp_path: Path, a
     }[act]
 
     little = ["sh", "-c", 'ulimit -f 8; exec "$@"', "sh"]  # in blocks of 512 bytes
-    done = subprocess.run([*little, *command(words)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*little, *command(words)],
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},  # it would cut what Python compiles
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     with pytest.raises(StorageFull, match="Free some"):
         answer(done.stdout, done.stderr)
     assert done.returncode == 1 and list(out.parent.iterdir()) == []

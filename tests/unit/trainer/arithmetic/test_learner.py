@@ -116,9 +116,9 @@ def test_clipped_tokens_are_counted():
 def test_the_sum_is_divided_by_the_tokens_once():
     first, second = learner(), learner()
     gradient, stats = add(first.gradient(bin) for bin in make_bins(sequences(), 2560))
-    norm = first.apply(gradient, stats.tokens, 1.0)
-    assert norm == pytest.approx(float(gradient.norm()) / stats.tokens, rel=1e-5)
-    second.apply(gradient * 4, stats.tokens * 4, 1.0)
+    four_times, expected = gradient * 4, float(gradient.norm()) / stats.tokens
+    assert first.apply(gradient, stats.tokens, 1.0) == pytest.approx(expected, rel=1e-5)
+    second.apply(four_times, stats.tokens * 4, 1.0)
     for name, tensor in second.weights().items():
         assert torch.allclose(tensor, first.weights()[name], atol=1e-7)
 

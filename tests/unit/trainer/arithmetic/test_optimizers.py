@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from common.job.config import OptimizerConfig
+from services.trainer.arithmetic import optimizers
 from services.trainer.arithmetic.optimizers import Optimizer, lr_factor, orthogonal
 
 CONFIG = OptimizerConfig(muon_lr=0.02, adamw_lr=0.003, weight_decay=0.1)
@@ -89,6 +90,28 @@ def test_matrices_of_one_shape_do_not_mix():
     matrices = torch.randn(3, 12, 8, generator=torch.Generator().manual_seed(3))
     alone = torch.stack([orthogonal(matrix) for matrix in matrices])
     assert torch.allclose(orthogonal(matrices), alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("at_once", [1, 30, 100])
+def test_an_update_is_the_same_however_much_of_it_is_computed_at_once(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30: an embedding in pieces, of which the last lies with the vector, and one matrix at a time;
+    100: two matrices.
+    """
+    whole, pieces = Model(), Model()
+    optimizer = Optimizer(whole, CONFIG)
+    monkeypatch.setattr(optimizers, "AT_ONCE", at_once)
+    other = Optimizer(pieces, CONFIG)
+    for gradient in gradients(whole, 3):
+        optimizer.step(gradient, 1.0)
+        other.step(gradient, 1.0)
+    assert torch.equal(whole.embedding, pieces.embedding) and torch.equal(whole.norm, pieces.norm)
+    for name in ("first", "second", "wide"):
+        assert torch.allclose(getattr(whole, name), getattr(pieces, name), atol=1e-6)
+    state = other.state()
+    for name, moment in optimizer.state().items():
+        assert torch.allclose(moment, state[name], atol=1e-6), name
 
 
 def test_an_optimizer_goes_on_where_its_state_was_taken():
