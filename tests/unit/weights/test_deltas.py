@@ -249,6 +249,21 @@ async def test_an_error_that_nobody_has_foreseen_is_told_and_versions_go_in_full
         assert deltas.stats()["deltas_trouble"] == ""
 
 
+async def test_an_error_is_not_told_of_once_nobody_wants_deltas(hosts: Hosts) -> None:
+    engine = await hosts.engine()
+    async with hosts.deltas() as deltas:
+        await engine.receive(first := await hosts.stage(deltas))
+        told = await hosts.trainer.ref(STORE).call(Weights.manifest, Fetch(first.digest))
+        broken = hosts.store.path(told.tensors[0].chunk)
+        broken.unlink()
+        broken.mkdir()
+        await hosts.stage(deltas)
+        assert deltas.stats()["deltas_trouble"]
+        hosts.service.deltas.forget("j")  # as where no host has any of its versions
+        await hosts.stage(deltas)
+        assert deltas.stats()["deltas_trouble"] == ""
+
+
 async def missing(engine: Engine, version: Base) -> dict[str, int]:
     """Bytes by digest of what a host has not got of a version."""
     image = Image(await engine.receiver.manifest(version.digest))
