@@ -64,7 +64,7 @@ async def serve(name: str, source: list[str]) -> None:
     await mesh.join(service)
     if source:
         await knows(mesh, SOURCE, *source)
-    await service.swap(model.state_dict(), 0, "manifest")
+    await service.weights.swap(model.state_dict(), 0, "manifest")
     print(mesh.transport.address, mesh.incarnation, engine.cache_bytes_per_token, flush=True)
     await asyncio.sleep(FOREVER_S)
 

@@ -43,7 +43,7 @@ class Serving:
         self._following: asyncio.Task[None] | None = None
 
     def stats(self) -> dict[str, Any]:
-        return {"version": self._engine.version, "manifest": self._service.manifest}
+        return {"version": self._engine.version, "manifest": self._service.weights.manifest}
 
     async def begin(self, look_s: float = 1.0) -> float:
         """Joins, and follows the job from now on; when, by the clock that processes share."""
@@ -64,11 +64,11 @@ class Serving:
         """The version that it computes with; -1: none. `error`: why it follows no more."""
         ended = self._following is not None and self._following.done()
         error = repr(self._following.exception()) if ended and self._following else ""
-        return self.stats() | {"lineage": self._service.lineage, "error": error}
+        return self.stats() | {"lineage": self._service.weights.lineage, "error": error}
 
     async def looks(self) -> None:
         """As a hint that a step was committed."""
-        self._service.changed.set()
+        self._service.weights.changed.set()
 
     async def puts(self, seeds: list[int]) -> list[float]:
         """Seconds that putting whole versions in place takes, which are in memory, between two
@@ -84,7 +84,9 @@ class Serving:
                 self._engine.swap(tensors, version)
                 return time.monotonic() - began
 
-            took.append(await self._service.between_steps(put, "a version to be put in place"))
+            took.append(
+                await self._service.commands.between_steps(put, "a version to be put in place")
+            )
         return took
 
 

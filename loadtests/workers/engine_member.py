@@ -55,7 +55,7 @@ async def main(name: str, slots: int, max_length: int, pace: str) -> None:
 
     def stats() -> dict[str, Any]:
         return {
-            "requests": service.requests,
+            "requests": service.shards.requests,
             "prefill_tokens_per_s": service.engine.prefill_tokens_per_s,
             "cache_bytes_per_token": service.engine.cache_bytes_per_token,
             "plateau": service.throughput.plateau,

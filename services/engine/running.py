@@ -28,7 +28,8 @@ from services.engine.build import opened
 from services.engine.lacking import Versions
 from services.engine.merging import Merging, Wish
 from services.engine.paced import PacedEngine
-from services.engine.service import AdapterVersion, EngineService
+from services.engine.service import EngineService
+from services.engine.weights import AdapterVersion, EngineWeights
 
 IDLE_S = 0.05  # the driver sleeps this long when it has nothing to do and no hint comes
 # A slice is long beside the millisecond that a turn takes to change hands, and short beside a step
@@ -82,8 +83,7 @@ class Driver:
                 else:
                     wait_s = service.engine.due_s if service.turn() else IDLE_S
                 if wait_s:
-                    service.wake.wait(wait_s)
-                    service.wake.clear()
+                    service.commands.wait(wait_s)
         except BaseException as error:
             if self._stopped:  # what it waited for was cancelled with the loop
                 return
@@ -121,8 +121,7 @@ class Driver:
             did = True
             last = clock.monotonic() + engine.due_s >= until
             while (due_s := engine.due_s) > 0 and not self._stopped:
-                service.wake.wait(due_s)
-                service.wake.clear()
+                service.commands.wait(due_s)
                 if not last:
                     break  # a command may have come, which holds at once
             if last and engine.due_s <= 0:
@@ -133,10 +132,9 @@ class Driver:
     def _granted(self, service: EngineService, asking: Coroutine[Any, Any, int]) -> int | None:
         """The ticket of a turn; what needs none is done while it is waited for. None: it stops."""
         future = asyncio.run_coroutine_threadsafe(asking, self._loop)
-        future.add_done_callback(lambda _: service.wake.set())
+        future.add_done_callback(lambda _: service.commands.wake.set())
         while not future.done():
-            service.wake.wait(IDLE_S)
-            service.wake.clear()
+            service.commands.wait(IDLE_S)
             service.obey(in_turn=False)
             if self._stopped:
                 future.cancel()
@@ -178,13 +176,13 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
             **service.tiers.stats(),
             **service.pauses.stats(),
             **versions.bringing.stats(),
-            "version": service.version,
+            "version": service.weights.version,
             "tokens": engine.tokens_generated,
             "busy_s": engine.busy_s,
             "occupied_s": service.occupied_s,
             "running": engine.running,
             "waiting": engine.waiting,
-            "requests": service.requests,
+            "requests": service.shards.requests,
             "plateau": service.throughput.plateau,
             "path": engine.path,
             "tensor_parallel": engine.tensor_parallel,
@@ -230,18 +228,18 @@ async def _update(
     merging: Merging,
 ) -> None:
     """Brings the engine to the version of a job's row, if the store has it."""
-    if not merging.came(row.manifest) and await _beside(service, versions, row):
+    if not merging.came(row.manifest) and await _beside(service.weights, versions, row):
         return
     image = await versions.received(row.manifest)
     if image is not None:
         began = mesh.clock.monotonic()
         tensors = await mesh.host.run_blocking(plain, image.tensors, deadline_s=MERGE_S)
         merged_s = mesh.clock.monotonic() - began
-        await service.swap(tensors, row.version, row.manifest, row.lineage)
+        await service.weights.swap(tensors, row.version, row.manifest, row.lineage)
         merging.took(merged_s + service.pauses.last_s)
 
 
-async def _beside(service: EngineService, versions: Versions, row: jobs.JobRow) -> bool:
+async def _beside(weights: EngineWeights, versions: Versions, row: jobs.JobRow) -> bool:
     """Puts a version's adapters beside their base; False: it is not one of adapters alone."""
     manifest = await versions.described(row.manifest)
     base = manifest.base
@@ -250,7 +248,7 @@ async def _beside(service: EngineService, versions: Versions, row: jobs.JobRow) 
     names = {piece.name for piece in manifest.tensors}
     adapters = {name for name in names if is_adapter(name)}
     model = None
-    if not service.has_base(base.digest):
+    if not weights.has_base(base.digest):
         model = await versions.received(row.manifest, names - adapters)
         if model is None:
             return True
@@ -265,7 +263,7 @@ async def _beside(service: EngineService, versions: Versions, row: jobs.JobRow) 
             base.version,
             model.tensors if model is not None else None,
         )
-        await service.put_adapter(version, row.manifest, row.lineage)
+        await weights.put_adapter(version, row.manifest, row.lineage)
     return True
 
 
@@ -283,21 +281,22 @@ async def follow(
     keeps it from new ones for too long (`Patience`).
     """
     patience = Patience(mesh.job_clock)
+    weights = service.weights
     merging = merging or Merging("merged", mesh.clock)
     while True:
-        service.changed.clear()
-        if service.asleep:
+        weights.changed.clear()
+        if weights.asleep:
             patience.succeeded()
-            await service.changed.wait()
+            await weights.changed.wait()
             continue
         try:
             row = await jobs.job(mesh.state, job)
             mesh.job_clock.hold(row.paused)
-            stale = row is not None and row.version >= 0 and row.manifest != service.manifest
+            stale = row is not None and row.version >= 0 and row.manifest != weights.manifest
             if row is not None and stale:
                 await _update(mesh, service, versions, row, plain, merging)
-            elif row is not None and not stale and row.lineage != service.lineage:
-                service.enter(row.lineage)  # it begins with these weights
+            elif row is not None and not stale and row.lineage != weights.lineage:
+                weights.enter(row.lineage)  # it begins with these weights
             patience.succeeded()
         except ConfigError:  # the weights cannot be had
             raise
@@ -306,6 +305,6 @@ async def follow(
             patience.failed(error)
         try:
             async with mesh.clock.timeout(look_s, "a hint"):
-                await service.changed.wait()
+                await weights.changed.wait()
         except MeshError:
             continue

@@ -6,15 +6,15 @@ Nothing is kept: the store has the weights, and what was computed of sessions is
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from common.errors import DeadlineExceeded, Refused
+from common.generation.contract import TokenEngine
 from common.model.storages import trim
 from common.pool.rows import Tier
+from common.runtime.mesh import Mesh
 from common.runtime.residents.tiers import Keep, Take
-
-if TYPE_CHECKING:
-    from services.engine.service import EngineService
+from services.engine.commands import Commands
+from services.engine.weights import EngineWeights
 
 WEIGHTS_S = 600.0  # for the current version to be fetched and loaded
 
@@ -22,53 +22,60 @@ WEIGHTS_S = 600.0  # for the current version to be fetched and loaded
 class EngineSleeper:
     """Puts an engine to sleep between two steps. `cache_tokens`: that its cache has room for."""
 
-    def __init__(self, service: EngineService, cache_tokens: int) -> None:
-        self._service, self._cache_tokens = service, cache_tokens
+    def __init__(
+        self,
+        mesh: Mesh,
+        engine: TokenEngine,
+        commands: Commands,
+        weights: EngineWeights,
+        cache_tokens: int,
+    ) -> None:
+        self._mesh, self._engine, self._commands = mesh, engine, commands
+        self._weights, self._cache_tokens = weights, cache_tokens
 
     @property
     def bytes(self) -> int:
         """Of its weights, and of the room for its cache."""
-        service = self._service
-        if service.asleep or (service.engine.version < 0 and not service.weight_bytes):
+        weights = self._weights
+        if weights.asleep or (self._engine.version < 0 and not weights.bytes):
             return 0
-        return service.weight_bytes + self._cache_tokens * service.engine.cache_bytes_per_token
+        return weights.bytes + self._cache_tokens * self._engine.cache_bytes_per_token
 
     async def sleep(self, keep: Keep) -> None:
         """Rests until `wake`; new versions are not fetched meanwhile."""
-        service, engine = self._service, self._service.engine
 
         def rest() -> None:
-            engine.sleep()
-            engine.pause()
+            self._engine.sleep()
+            self._engine.pause()
 
-        service.asleep = True  # `follow` loads nothing from now on
+        self._weights.asleep = True  # `follow` loads nothing from now on
         try:
-            await service.between_steps(rest, "the engine to sleep")
+            await self._commands.between_steps(rest, "the engine to sleep")
         except BaseException:
-            service.asleep = False
+            self._weights.asleep = False
             raise
-        service.manifest = ""
-        await service.mesh.host.run_blocking(trim, deadline_s=WEIGHTS_S)
+        self._weights.manifest = ""
+        await self._mesh.host.run_blocking(trim, deadline_s=WEIGHTS_S)
 
     async def wake(self, take: Take) -> None:
         """Has `follow` load the current version. Refused, and it sleeps on, if it cannot be had."""
-        service, engine = self._service, self._service.engine
+        weights, engine = self._weights, self._engine
         had_weights = engine.version >= 0
-        service.loaded.clear()
-        service.woken, service.asleep = had_weights, False
-        await service.between_steps(engine.resume, "the engine to wake")
-        service.changed.set()
+        weights.loaded.clear()
+        weights.woken, weights.asleep = had_weights, False
+        await self._commands.between_steps(engine.resume, "the engine to wake")
+        weights.changed.set()
         if not had_weights:
             return
         try:
-            async with service.mesh.clock.timeout(WEIGHTS_S, "the weights to be loaded"):
-                await service.loaded.wait()
+            async with self._mesh.clock.timeout(WEIGHTS_S, "the weights to be loaded"):
+                await weights.loaded.wait()
         except DeadlineExceeded as error:
-            service.asleep = True
-            await service.between_steps(engine.pause, "the engine to sleep on")
-            raise Refused(str(error), where=service.mesh.name, fix="ask again") from error
+            weights.asleep = True
+            await self._commands.between_steps(engine.pause, "the engine to sleep on")
+            raise Refused(str(error), where=self._mesh.name, fix="ask again") from error
         except asyncio.CancelledError:
-            service.asleep = True
+            weights.asleep = True
             raise
 
     async def move(self, tier: Tier) -> None:

@@ -181,7 +181,7 @@ class TaskDriver:
         self._task = _begin(self._drive(service))
 
     async def _drive(self, service: EngineService) -> None:
-        wake = service.wake = _Wake()
+        wake = service.commands.wake = _Wake()
         while True:
             wait_s = FLUSH_S if service.turn() else IDLE_S
             timer = asyncio.get_running_loop().call_later(wait_s, wake.soon.set)

@@ -80,7 +80,7 @@ class Bench:
             await service.mesh.join(service)
             self._begin(self._drive(service))
             self._begin(self._listen(name))
-            await service.swap(decoder().state_dict(), 0, "manifest")
+            await service.weights.swap(decoder().state_dict(), 0, "manifest")
         await self.clock.sleep(0.1)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -216,9 +216,9 @@ def test_an_engine_without_a_cache_gives_nothing() -> None:
 def test_equal_numbers_of_two_lineages_are_other_weights() -> None:
     async def story(bench: Bench) -> None:
         context = await begun(bench)
-        await bench.services["engine/b"].swap(decoder(1).state_dict(), 0, "another lineage")
+        await bench.services["engine/b"].weights.swap(decoder(1).state_dict(), 0, "another lineage")
         assert (await bench.move()).tokens == 0
-        await bench.services["engine/b"].swap(decoder().state_dict(), 0, "manifest")
+        await bench.services["engine/b"].weights.swap(decoder().state_dict(), 0, "manifest")
         await recomputes(bench, context, 500)
 
     on_bench(story)

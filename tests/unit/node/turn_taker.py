@@ -54,7 +54,7 @@ async def generate(mesh: Mesh, turns: Turns, note: Path) -> None:
     while True:
         if not engine.running:
             asked = [request(count + i, max_new=NEW) for i in range(SLOTS)]
-            service.command(lambda asked=asked: engine.submit(asked))  # type: ignore[misc]
+            service.commands.give(lambda asked=asked: engine.submit(asked))  # type: ignore[misc]
             count += SLOTS
         await mesh.clock.sleep(0.02)
 

@@ -19,7 +19,7 @@ from common.records.experts import NO_EXPERTS, UNKNOWN, laid_out
 from common.records.ledger import Kind, Ledger, read
 from common.records.token_record import TokenRows
 from common.wire import blob, frames
-from services.engine.service import _cut
+from services.engine.shards import cut
 from services.rollout.record.staging import ROW_TOKENS, OpenRequest, Staging
 from services.rollout.trajectory import Restored, Trajectory
 from tests.unit.common.records.test_ledger import HOST
@@ -177,7 +177,7 @@ def test_a_flush_is_cut_with_them() -> None:
         experts=sent(tokens),
     )
     routes: Any = [("somebody", 10), ("me", 20)]
-    mine = _cut(made, routes, [False, True], 0, 3)
+    mine = cut(made, routes, [False, True], 0, 3)
     assert np.array_equal(mine.experts, sent(tokens)[1:])
     body, buffers = frames.encode(mine)
     again = frames.decode(Tokens, body, buffers)

@@ -35,13 +35,13 @@ def test_a_turn_that_takes_too_long_goes_on_elsewhere_after_its_last_token() -> 
         turn = begin(bench, 0)
         await bench.clock.sleep(1.0)
         stuck = bench.engine
-        stuck.command(stuck.engine.pause)
+        stuck.commands.give(stuck.engine.pause)
         await bench.add("engine/g1")
         await bench.clock.sleep(TURN_S / 2)
         assert not turn.done()
         await bench.clock.sleep(TURN_S / 2 + 10.0)
         assert turn.done() and turn.result().turn.tolist() == expected
-        stuck.command(stuck.engine.resume)
+        stuck.commands.give(stuck.engine.resume)
         await bench.clock.sleep(5.0)
         assert turn.result().length == 3 + NEW, "what came late was taken in"
 

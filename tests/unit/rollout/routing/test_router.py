@@ -108,7 +108,7 @@ class Bench:
         while True:
             alive = {
                 name: {
-                    "requests": service.requests,
+                    "requests": service.shards.requests,
                     "plateau": self.plateau,
                     "cache_bytes_per_token": service.engine.cache_bytes_per_token,
                 }
@@ -285,16 +285,16 @@ def test_time_without_any_engine_is_no_refusal() -> None:
 def test_a_new_lineage_is_served_by_engines_that_have_its_weights_alone() -> None:
     async def story(bench: Bench) -> None:
         engine = bench.engine
-        await engine.swap({}, 15, "m0.15", lineage=0)
+        await engine.weights.swap({}, 15, "m0.15", lineage=0)
         assert (await bench.generate(0)).versions[-1] == 15
         bench.router.enter(1)  # it begins at version 8
         waits = bench.begin(1)
         await bench.clock.sleep(20.0)
         assert not waits.done(), "15 is a version of the abandoned lineage"
         later = await bench.add("engine/g1")
-        await later.swap({}, 8, "m0.8", lineage=1)
+        await later.weights.swap({}, 8, "m0.8", lineage=1)
         assert (await waits).versions[-1] == 8
-        await engine.swap({}, 8, "m0.8", lineage=1)
+        await engine.weights.swap({}, 8, "m0.8", lineage=1)
         await bench.clock.sleep(2 * LOOK_S)
         assert bench.router.links["engine/g0"].version == 8
 
@@ -303,12 +303,12 @@ def test_a_new_lineage_is_served_by_engines_that_have_its_weights_alone() -> Non
 
 def test_a_lineage_that_begins_with_the_weights_that_are_loaded_is_served_by_them() -> None:
     async def story(bench: Bench) -> None:
-        await bench.engine.swap({}, 8, "m0.8", lineage=0)
+        await bench.engine.weights.swap({}, 8, "m0.8", lineage=0)
         bench.router.enter(1)
         waits = bench.begin(0)
         await bench.clock.sleep(2.0)
         assert not waits.done()
-        bench.engine.enter(1)
+        bench.engine.weights.enter(1)
         assert (await waits).versions[-1] == 8
 
     on_bench(story)
@@ -332,7 +332,7 @@ def test_a_version_that_no_engine_has_is_waited_for_by_name_until_one_has_it() -
         await bench.clock.sleep(2 * LOOK_S)
         assert waits(bench) == [("an engine", "an engine at version 5")]
         late = await bench.add("engine/g1")
-        await late.swap({}, 5, "fifth")
+        await late.weights.swap({}, 5, "fifth")
         assert await ahead == Finish.LENGTH
         await bench.clock.sleep(2 * LOOK_S)
         assert waits(bench) == []
