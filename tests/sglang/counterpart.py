@@ -52,7 +52,8 @@ class Counterpart:
         self.about: dict[str, Any] = {}  # what it says of itself
         self.flips = ""  # the tensor of the next update of which a bit is not what came
         self.ends = self.ended = False
-        self.steps_left = math.inf  # with work to do, that it takes before it waits for more
+        self.takes_steps = math.inf  # with work to do, all of them, before it waits for more
+        self._stepped = 0
         self.deaf = False  # it answers 500 to a pause, and goes on
         self.engine = built_in("eager", slots, max_length)
         self.theirs = dict(state_to_hf(TINY, decoder().state_dict()))
@@ -114,8 +115,8 @@ class Counterpart:
 
     async def _step(self) -> None:
         while True:
-            if not self.stands and self.steps_left:
-                self.steps_left -= self.engine.step()
+            if not self.stands and self._stepped < self.takes_steps:
+                self._stepped += self.engine.step()
                 self._drain()
             await asyncio.sleep(BETWEEN_S)
 

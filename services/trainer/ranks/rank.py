@@ -51,12 +51,14 @@ def join_group(
     door: socket.socket | None = None,
 ) -> DeviceMesh:
     """Meets the other ranks where none has met before, and reaches them by `interface`; rank 0
-    serves the store of a meeting over hosts at `door`.
+    serves the store of a meeting over hosts at `door`. It leaves the group that it is in: one may
+    have been formed after all when its failure had been seen elsewhere.
 
     From then on a collective that one of them does not join fails after the meeting's deadline.
     RankLost when they do not meet, or when a process of another user of this host has joined, or
     one on a host where no rank is: gloo asks nobody who it is.
     """
+    leave_group()
     interfaces.use(interface)
     if device == "cuda":  # the one that its worker sees, whatever LOCAL_RANK a launcher has left
         torch.cuda.set_device(0)

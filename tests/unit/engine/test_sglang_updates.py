@@ -180,13 +180,13 @@ def test_a_server_that_cannot_tell_of_the_whole_model_is_refused(bench: Bench) -
 
 def test_a_server_that_goes_on_stands_from_its_quarantine_to_a_whole_version(bench: Bench) -> None:
     """As when a base was put in place and its adapters were not."""
-    bench.server.steps_left = 20  # it does not end meanwhile
+    bench.server.takes_steps = 20  # it does not end meanwhile
     bench.engine.submit([request(1, max_new=90, temperature=0.0)])
     bench.generate(5)
     assert not bench.server.stands
     bench.engine.quarantine()
     assert bench.server.stands and bench.engine.version == NO_VERSION
-    bench.server.steps_left = math.inf
+    bench.server.takes_steps = math.inf
     bench.listener.drain()
     had = bench.engine.tokens_generated
     bench.engine.submit([request(2, max_new=7)])
@@ -201,12 +201,12 @@ def test_a_server_that_goes_on_stands_from_its_quarantine_to_a_whole_version(ben
 
 
 def test_a_server_that_cannot_be_told_to_stand_works_for_nobody(bench: Bench) -> None:
-    bench.server.steps_left = 20
+    bench.server.takes_steps = 20
     bench.engine.submit([request(1, max_new=120, temperature=0.0)])
     bench.generate(5)
     bench.server.deaf = True
     bench.engine.quarantine()
-    bench.server.steps_left = math.inf
+    bench.server.takes_steps = math.inf
     bench.listener.drain()
     heard = bench.listener.of(1)
     assert heard.finish == [Finish.ABORTED] and 5 <= len(heard.tokens) < 120

@@ -19,7 +19,7 @@ from services.trainer.ranks import interfaces
 
 CHOSEN: list[dict[str, str]] = [{}, {"NCCL_SOCKET_IFNAME": "ib0"}]
 # Ranks are forks of one process that has imported PyTorch: one of each of CHOSEN, then two, of
-# which the first has waited for the other in vain before.
+# which the first has waited for the other in vain before, and the second is in a group of its own.
 PROGRAM = """
 import json, os, sys
 from common.api.ranks import Meeting
@@ -41,6 +41,8 @@ def rank(number):
             join_group(at("early", 0.5), 0, 2, "cpu")
         except RankLost as error:
             leave_group()
+    else:
+        join_group(at("its own", 30.0), 0, 1, "cpu")
     join_group(at("late", 30.0), number, 2, "cpu")
     leave_group()
     return "met"
