@@ -15,6 +15,8 @@ from torch import Tensor
 
 from common.records.kept import Octets
 
+MMAP_THRESHOLD = -3  # of `mallopt`, in malloc.h
+
 
 class Storages:
     """Storages of named tensors, each once, under the first tensor's name that lies in it."""
@@ -108,6 +110,16 @@ def own(tensors: Iterable[Tensor]) -> None:
         if key not in moved:
             moved[key] = tensor.detach().clone()
         tensor.data = moved[key]
+
+
+def return_blocks(size: int) -> None:
+    """Has freed blocks of at least `size` bytes go back to the host at once, from now on (glibc). A
+    heap that is kept spares a small model its page faults; tensors of a large one, of many sizes,
+    leave holes there that add up to several times what is in use.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(MMAP_THRESHOLD, size)
 
 
 def trim() -> None:

@@ -19,10 +19,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from common.model.decoder import Decoder
 from common.model.lora import is_adapter
 from common.model.rows import Beginning
+from common.model.storages import return_blocks
 from services.trainer.arithmetic import critic, lora
 from services.trainer.arithmetic.cut_rows import local
 
 KEEP_BYTES = 2 << 30  # float32 parameters that a rank may hold whole beside its rows
+RETURNED_BYTES = 8 << 20  # blocks of a larger model, of which most of its tensors are
 
 
 def shard(
@@ -36,9 +38,12 @@ def shard(
 
     Gradients are summed over ranks, not averaged: a round's gradient is the sum over its bins.
     A model of at most KEEP_BYTES stays whole on every rank from a step's first pass until
-    `reshard`; of a larger one only the layer that computes is whole.
+    `reshard`; of a larger one only the layer that computes is whole, and what it took goes back to
+    the host.
     """
     keep = 4 * sum(parameter.numel() for parameter in model.parameters()) <= KEEP_BYTES
+    if not keep:
+        return_blocks(RETURNED_BYTES)
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
     )
