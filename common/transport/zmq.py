@@ -9,7 +9,6 @@ that its sender has proved.
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import time
 from collections.abc import Callable
@@ -53,9 +52,9 @@ class _Link:
         self._loop = loop
         self._ended = ended
         self._refused = refused
-        self._silent_s, self._connected_at = silent_s, math.inf
+        self._silent_s, self._begun_at = silent_s, time.monotonic()
         self._reached = False
-        told = _ENDED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        told = _ENDED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         self._monitor = pump.socket.get_monitor_socket(told)
         loop.add_reader(self._monitor.fileno(), self._look)
         loop.call_soon(self._look)
@@ -70,15 +69,12 @@ class _Link:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._reached = True
                 continue
-            if event == zmq.EVENT_CONNECTED:
-                self._connected_at = time.monotonic()
-                continue
             while self.pump.turn():  # the peer may have answered before it ended
                 pass
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 decided = heard["value"] != int(UNDECIDED)
             else:  # a process that stands still does not answer, whatever keys it has
-                decided = time.monotonic() - self._connected_at < self._silent_s
+                decided = time.monotonic() - self._begun_at < self._silent_s
             self._ended(self._reached, bool(event & self._refused) and decided)
 
     def close(self, linger_ms: int) -> None:

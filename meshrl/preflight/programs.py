@@ -45,7 +45,7 @@ def sglang(job: JobFile) -> None:
     if problem := without(python, "sglang"):
         raise job.fail(key, f"rollout.engine = 'sglang': {problem}", fix)
     _read_back(job)
-    _adapters(job, python)
+    _adapters(job, python, key)
 
 
 def _read_back(job: JobFile) -> None:
@@ -65,14 +65,17 @@ def _read_back(job: JobFile) -> None:
         )
 
 
-def _adapters(job: JobFile, python: Path) -> None:
-    """SGLang starts with adapters beside the model."""
+def _adapters(job: JobFile, python: Path, key: str) -> None:
+    """SGLang starts with adapters beside the model. `key`: where its interpreter is named."""
     config = job.config
     if not config.lora.rank or config.lora.engines != "beside" or config.mesh.device != "cpu":
         return
     ran = _run(python, PINS, IMPORT_S)
-    if isinstance(ran, str) or ran.returncode:
-        said = ran if isinstance(ran, str) else (ran.stderr.strip().splitlines() or [""])[-1]
+    if isinstance(ran, str):
+        fix = "See what keeps it, as a slow disk does, and submit again"
+        raise job.fail(key, f"rollout.engine = 'sglang': {ran}", fix)
+    if ran.returncode:
+        said = (ran.stderr.strip().splitlines() or [""])[-1]
         raise job.fail(
             "lora.engines",
             "lora.engines = 'beside': SGLang computes adapters beside a model with pinned memory, "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 import pickle
 import threading
 from collections.abc import Coroutine
@@ -21,6 +22,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from common.api.engine import Finish
+from common.clock import Clock
 from common.errors import MeshError, PeerLost, Refused
 from common.generation.contract import Piece, Request
 from common.model.hf import state_from_hf, state_to_hf
@@ -29,7 +31,7 @@ from services.engine.sglang.control import Control
 from services.engine.sglang.engine import SGLangEngine
 from services.engine.sglang.health import HealthWatch
 from services.engine.sglang.http import Http
-from services.engine.sglang.weights import FromDisk
+from services.engine.sglang.weights import FromDisk, WeightTransport
 from tests.unit.common.generation.engines_under_test import TINY, built_in, decoder, text_of
 
 WIDE = -(-TINY.ffn_size // v0_5.INNER_ROWS) * v0_5.INNER_ROWS  # SGLang's MLP on a CPU
@@ -50,6 +52,7 @@ class Counterpart:
         self.about: dict[str, Any] = {}  # what it says of itself
         self.flips = ""  # the tensor of the next update of which a bit is not what came
         self.ends = self.ended = False
+        self.steps_left = math.inf  # with work to do, that it takes before it waits for more
         self.deaf = False  # it answers 500 to a pause, and goes on
         self.engine = built_in("eager", slots, max_length)
         self.theirs = dict(state_to_hf(TINY, decoder().state_dict()))
@@ -111,8 +114,8 @@ class Counterpart:
 
     async def _step(self) -> None:
         while True:
-            if not self.stands:
-                self.engine.step()
+            if not self.stands and self.steps_left:
+                self.steps_left -= self.engine.step()
                 self._drain()
             await asyncio.sleep(BETWEEN_S)
 
@@ -209,7 +212,7 @@ class Counterpart:
             if name == self.flips:
                 self.flips = ""
                 tensor.view(-1).view(torch.int32)[tensor.numel() // 2] ^= 1
-            self.theirs[name] = tensor
+            self.theirs[name] = tensor.to(self.theirs[name].dtype)  # it has room for that type
         self._apply(int(body["weight_version"]))
         return web.json_response({"success": True, "message": ""})
 
@@ -285,10 +288,13 @@ def engine(
     *,
     adapters: bool = True,
     read_back: bool = False,
+    clock: Clock | None = None,
+    transport: WeightTransport | None = None,
 ) -> SGLangEngine:
     """The adapter, with the weights of `decoder()` in place as version 0."""
     watch = HealthWatch(server.http, server.lost)
-    control = Control(server.http, watch, FromDisk(server.http, directory))
+    way = transport or FromDisk(server.http, directory)
+    control = Control(server.http, watch, way, clock=clock)
     about = server.http, control, TINY, slots, max_length
     made = SGLangEngine(*about, decode=text_of, adapters=adapters, read_back=read_back)
     made.wake(decoder().state_dict(), 0)

@@ -157,7 +157,7 @@ def test_each_tensor_that_differs_is_found_and_named(engine: SGLangEngine) -> No
     for name, tensor in state.items():
         other = state | {name: tensor.clone()}
         other[name].view(-1)[tensor.numel() // 2] += 0.5
-        odd = control.differing(TINY, state_to_hf(TINY, other))
+        odd = control.differing(TINY, state_to_hf(TINY, other), 50.0)
         expected = dict(reading_back.laid_out(TINY, state_to_hf(TINY, other)))
         assert len(odd) == 1 and odd[0] in expected, name
 

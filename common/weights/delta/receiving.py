@@ -151,12 +151,12 @@ class _Making:
         try:
             room = sum(self._sizes[delta.new] for delta in deltas)
             within_s = room / (self._rate or LEAST_RATE) + WAIT_S  # the chunks are here by then
-            about = mesh, self._bulk, digest, what
+            about, job, needed = (mesh, self._bulk, digest, what), self._job, self._needed
             async with self._fetching:
                 if self._stalls:
                     return
-                blob = await get(*about, job=self._job, shared=True, within_s=within_s)
-            await host_chunks.make_room(mesh, self._into, room, self._needed)
+                blob = await get(*about, job=job, shared=True, needed=needed, within_s=within_s)
+            await host_chunks.make_room(mesh, self._into, room, needed)
         except MeshError as error:
             self._stalls = self._stalls or isinstance(error, DeadlineExceeded)
             mesh.telemetry.log.warning("deltas are left out", blob=digest, error=str(error))

@@ -95,6 +95,8 @@ class Deltas:
             work = self._all(made, bases, chunks)
             self._task = asyncio.create_task(work, name=f"deltas to version {target.version}")
             self._task.add_done_callback(looked_at)
+        else:
+            self._trouble = ""  # of deltas that nobody wants any more
         return bool(bases)
 
     async def done(self) -> None:

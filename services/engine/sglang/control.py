@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from common.clock import Clock, SystemClock
 from common.model.config import ModelConfig
 from services.engine.sglang import reading_back, v0_5
 from services.engine.sglang.health import HealthWatch
@@ -14,7 +16,9 @@ from services.engine.sglang.http import Http
 from services.engine.sglang.weights import WeightTransport
 
 CONTROL_S = 20.0  # for an answer of the scheduler, which ends the step it is in first
-UPDATE_S = 50.0  # for new weights; the service that asks waits 60
+UPDATE_S = (
+    50.0  # for new weights, read back where that is asked for; the service that asks waits 60
+)
 
 RETRACT, IN_PLACE = "retract", "in_place"  # give their cache up, or keep it
 
@@ -27,14 +31,18 @@ class Control:
         transport: WeightTransport,
         *,
         on_cpu: bool = True,
+        dtype: torch.dtype = torch.float32,
+        clock: Clock | None = None,
         update_s: float = UPDATE_S,
     ) -> None:
+        """`dtype`: what the server computes in."""
         self.stands = ""  # how it was asked to pause: RETRACT, IN_PLACE; empty: it goes on
         self._settled = False  # the pause is certain, and what came before it is here
         self.released = False  # it has given back its memory
         self.updates = 0
         self._http, self._watch, self._transport = http, watch, transport
-        self.on_cpu, self._update_s = on_cpu, update_s
+        self.on_cpu, self._dtype, self._update_s = on_cpu, dtype, update_s
+        self._clock = clock or SystemClock()
 
     def check_alive(self) -> None:
         """Raises when the server has ended or does not answer."""
@@ -78,20 +86,26 @@ class Control:
             self._post(v0_5.RESUME, {})
             self.released = False
 
-    def put(self, theirs: Mapping[str, Tensor], version: int) -> None:
-        """Weights by Hugging Face's names, into a server that stands. After an error nobody knows
-        what it holds: it must not go on before this has succeeded."""
+    def put(self, theirs: Mapping[str, Tensor], version: int) -> float:
+        """Weights by Hugging Face's names, into a server that stands; the seconds that are left to
+        read them back. After an error nobody knows what it holds: it must not go on before this
+        has succeeded.
+        """
+        until_s = self._clock.monotonic() + self._update_s
         flush = self.stands == RETRACT  # what stands in place still needs its cache
         with self._watch.grace():
             self._transport.push(theirs, version, flush, self._update_s)
         self.updates += 1
+        return max(0.0, until_s - self._clock.monotonic())
 
-    def differing(self, config: ModelConfig, theirs: Mapping[str, Tensor]) -> list[str]:
+    def differing(
+        self, config: ModelConfig, theirs: Mapping[str, Tensor], deadline_s: float
+    ) -> list[str]:
         """Names of the server's tensors that are not, bit by bit, of this version."""
         with self._watch.grace():
             body = {"action": "checksum"}
-            told = self._http.call("POST", v0_5.READ_BACK, body, deadline_s=self._update_s)
-        return reading_back.differing(config, told, theirs)
+            told = self._http.call("POST", v0_5.READ_BACK, body, deadline_s=deadline_s)
+        return reading_back.differing(config, told, theirs, self._dtype)
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
         with self._watch.grace():

@@ -361,8 +361,8 @@ class SGLangEngine:
         self._take_back()
         theirs = state_to_hf(self._config, state)
         with replacing(version, self.quarantine):
-            self._control.put(theirs, version)
-            if self._read_back and (odd := self._control.differing(self._config, theirs)):
+            left_s, config = self._control.put(theirs, version), self._config
+            if self._read_back and (odd := self._control.differing(config, theirs, left_s)):
                 raise Damaged(f"{len(odd)} tensors are not what was put there: {odd[0]}")
         self.version = version
         self._go()

@@ -25,17 +25,20 @@ THEIRS = {  # our fused matrices by SGLang's names
 OF_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
-def differing(config: ModelConfig, told: Any, theirs: Mapping[str, Tensor]) -> list[str]:
+def differing(
+    config: ModelConfig, told: Any, theirs: Mapping[str, Tensor], dtype: torch.dtype
+) -> list[str]:
     """Names of the server's tensors that are not what a dense model's version makes of them.
 
-    `theirs`: the version by Hugging Face's names, in the type that the server computes in. `told`:
-    its answer. RemoteFailure when it is not one of a server that has the whole model in a process.
+    `theirs`: the version by Hugging Face's names. `told`: the server's answer. `dtype`: the type
+    that it computes in, whatever the version is published in. RemoteFailure when the answer is not
+    one of a server that has the whole model in a process.
     """
     ranks = told.get("ranks") if isinstance(told, dict) else None
     if not ranks or len(ranks) != 1:
         raise RemoteFailure(f"{v0_5.READ_BACK} answered for {len(ranks or ())} ranks in place of 1")
     has = ranks[0]["checksums"]
-    expected = {name: digest(tensor) for name, tensor in laid_out(config, theirs)}
+    expected = {name: digest(tensor.to(dtype)) for name, tensor in laid_out(config, theirs)}
     return [name for name, wanted in expected.items() if has.get(name) != wanted]
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from common.clock import Clock
 from common.errors import ConfigError
 from common.generation.served_by_sglang import served_by_sglang
@@ -94,13 +96,17 @@ def attach(
     clock: Clock | None = None,
     update_s: float = UPDATE_S,
 ) -> SGLangEngine:
-    """The engine of a server, asleep until it gets weights; they must arrive in `update_s`."""
+    """The engine of a server, asleep until it gets weights; they must arrive, and be read back
+    where that is asked for, in `update_s`.
+    """
     how = server.launch
+    dtype, on_cpu = getattr(torch, how.dtype), how.device == "cpu"
     way = transport(weights, server.http, how.model.parent / "weights", server.ranks, how.device)
     watch = HealthWatch(server.http, server.lost)
+    about = server.http, watch, way
     return SGLangEngine(
         server.http,
-        Control(server.http, watch, way, on_cpu=how.device == "cpu", update_s=update_s),
+        Control(*about, on_cpu=on_cpu, dtype=dtype, clock=clock, update_s=update_s),
         config,
         slots,
         max_length,

@@ -151,11 +151,13 @@ class ShardedLearner(Learner):
     def gradient(self, bin: Bin) -> tuple[Tensor, BinStats]:
         """This rank's rows of the flat gradient, summed over the ranks; statistics of `bin`."""
         _, stats = super().gradient(bin)
-        found = [local(p.grad).reshape(-1) for p in self._parameters if p.grad is not None]
-        if len(found) != len(self._parameters):
-            raise RuntimeError("a parameter got no gradient: ranks would not agree on its rows")
-        gradient = torch.cat(found)
-        self._fresh_gradient()
+        sizes = [local(parameter.detach()).numel() for parameter in self._parameters]
+        gradient = torch.empty(sum(sizes), device=self.device)
+        for parameter, piece in zip(self._parameters, torch.split(gradient, sizes), strict=True):
+            if parameter.grad is None:
+                raise RuntimeError("a parameter got no gradient: ranks would not agree on its rows")
+            piece.copy_(local(parameter.grad).reshape(-1))
+            parameter.grad = None  # one by one, so that there is little more than one gradient
         return gradient, stats
 
     def apply(self, gradient_sum: Tensor, denominator: float, lr_factor: float) -> float:

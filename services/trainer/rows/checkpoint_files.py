@@ -37,10 +37,9 @@ async def checkpoint_files(
             await run(check_files, directory, files, part, deadline_s=CHECK_S)
         yield directory
         return
-    # Several ranks of a host each have their own.
-    copy = data.here / "restored" / f"{name}-{mesh.incarnation}"
+    # Each use has its own: they overlap, of several ranks of a host and within one.
+    copy = data.here / "restored" / f"{name}-{mesh.incarnation}-{mesh.random.token(4)}"
     try:
-        await run(shutil.rmtree, copy, True, deadline_s=CHECK_S)
         await fetch_checkpoint(mesh, bulk, data.id, name, below, copy)
         for part in below:
             await run(check_files, copy, files, part, deadline_s=CHECK_S)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from common.api.weights import Manifest
 from common.errors import Damaged
 from common.runtime.mesh import Mesh
 from common.weights.images import Image
@@ -16,7 +17,7 @@ from common.weights.laying import Part
 from common.weights.manifest import Rows, itemsize
 from common.weights.receive import Receiver
 from common.wire.bulk.port import BulkClient
-from services.trainer.rows.saved import MASTER, SavedRows
+from services.trainer.rows.saved import MASTER, RowsMissing, SavedRows
 
 Fill = Callable[[str, Part], None]  # puts a weight's rows where the part says
 
@@ -26,8 +27,8 @@ async def masters_of(
 ) -> Fill:
     """What puts masters into the rows of some weights: those that were saved beside the state,
     where another type is published, else those of the version. Damaged or NotFound when the store
-    does not hold it as it was written, once all chunks were asked for, and Damaged where it holds
-    fewer bits of a number than are trained.
+    does not hold it as it was written, once all chunks were asked for, and RowsMissing where
+    it holds fewer bits of a number than are trained.
     """
     wanted: dict[str, Rows | None] = {
         name: Rows(0, part.first, part.first + len(part.rows))
@@ -36,8 +37,9 @@ async def masters_of(
     }
     image: Image | None = None
     if wanted:
-        image = await Receiver(mesh, bulk).receive(manifest, wanted, fresh=True)
-        _check_types(image, {name: own[name] for name in wanted})
+        receiver = Receiver(mesh, bulk)
+        _check_types(manifest, await receiver.manifest(manifest), {n: own[n] for n in wanted})
+        image = await receiver.receive(manifest, wanted, fresh=True)
 
     def fill(name: str, part: Part) -> None:
         if not part.rows.numel():
@@ -51,13 +53,13 @@ async def masters_of(
     return fill
 
 
-def _check_types(image: Image, own: Mapping[str, Part]) -> None:
-    for piece in image.manifest.tensors:
+def _check_types(digest: str, version: Manifest, own: Mapping[str, Part]) -> None:
+    for piece in version.tensors:
         part = own.get(piece.name)
         if part is None or itemsize(piece) >= part.rows.element_size():
             continue
-        what = f"version {image.digest} has {piece.name} in {piece.dtype} alone"
-        raise Damaged(f"{what}, and its masters were not saved")
+        what = f"version {digest} has {piece.name} in {piece.dtype} alone"
+        raise RowsMissing(f"{what}, and its masters were not saved")
 
 
 @torch.no_grad()

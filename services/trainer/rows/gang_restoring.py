@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from common.api.ranks import MOVE_S, RestoreRows, RowsRestored, Trouble
-from common.errors import Damaged
 from common.job.job_data import JobData
 from common.records.checkpoints import STATE
 from common.runtime.mesh import Mesh
@@ -19,7 +18,7 @@ from services.trainer.ranks.rank import Rank
 from services.trainer.rows.checkpoint_files import checkpoint_files
 from services.trainer.rows.errand import Errand
 from services.trainer.rows.filling import masters_of
-from services.trainer.rows.saved import SavedRows, files_for
+from services.trainer.rows.saved import RowsMissing, SavedRows, files_for
 from services.trainer.rows.trouble import UNREADABLE, trouble_of
 
 Run = Callable[..., Awaitable[Any]]  # runs what blocks, on the thread of the rank's arithmetic
@@ -50,7 +49,7 @@ class RankRestoring:
         below = [] if self._data.at_home else files_for(order.files, rank.rank, rank.ranks)
         try:
             if below:
-                with suppress(Damaged):  # rows may have been cut otherwise
+                with suppress(RowsMissing):  # rows may have been cut otherwise
                     await self._from_files(order, below)
                     return Trouble()
             await self._from_files(order, [STATE])

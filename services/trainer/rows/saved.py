@@ -30,6 +30,12 @@ _OFFSETS, _SHARDS = "saved_offsets", "DCP_SHARDING_INFO"  # torch.distributed.ch
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+class RowsMissing(Damaged):
+    """What was saved has not all rows that are to go on from it, whole as it may be."""
+
+    code = "rows_missing"
+
+
 def save_state(path: Path, state: Mapping[str, Tensor]) -> None:
     """Writes whole tensors below `path`, durably. StorageFull without room for them."""
     save_rows(path, FIRST, whole(state))
@@ -67,7 +73,7 @@ def sync_all(path: Path) -> None:
 
 
 def load_state(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Fills whole tensors in place from what any number of ranks wrote; Damaged without all."""
+    """Fills whole tensors in place from what any number of ranks wrote; RowsMissing without all."""
     saved = SavedRows(path)
     for name, part in whole(state).items():
         saved.fill(name, part)
@@ -122,7 +128,7 @@ class SavedRows:
 
     @torch.no_grad()
     def fill(self, name: str, part: Part) -> None:
-        """Puts the part's rows of a tensor into it; Damaged without all of them."""
+        """Puts the part's rows of a tensor into it; RowsMissing without all of them."""
         if not part.rows.numel():
             return
         target = part.rows if part.rows.dim() else part.rows.reshape(1)
@@ -137,7 +143,7 @@ class SavedRows:
                 done = high - part.first
         if done != len(target):
             missing = f"rows {part.first} to {part.first + len(target)} of {name} are not all there"
-            raise Damaged(missing, where=str(self._path))
+            raise RowsMissing(missing, where=str(self._path))
 
 
 def _head(file: Path) -> dict[str, _Saved]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from common.generation.contract import NO_VERSION, Quarantined
 from common.model.hf import state_to_hf
 from common.process.host import SystemHost
 from services.engine.sglang import reading_back
+from services.engine.sglang.control import UPDATE_S
 from services.engine.sglang.engine import SGLangEngine
+from services.engine.sglang.http import Http
 from services.engine.sglang.server import Launch, SGLangServer
+from services.engine.sglang.weights import FromDisk
 from tests.sglang import counterpart
 from tests.sglang.counterpart import Counterpart
 from tests.unit.common.generation.engines_under_test import (
@@ -87,7 +91,60 @@ def test_nothing_is_read_back_unless_it_is_asked_for(bench: Bench) -> None:
 def test_a_server_of_several_processes_tells_of_parts_which_is_an_error() -> None:
     told = {"ranks": [{"checksums": {}}, {"checksums": {}}]}
     with pytest.raises(RemoteFailure, match="2 ranks"):
-        reading_back.differing(TINY, told, state_to_hf(TINY, STATE))
+        reading_back.differing(TINY, told, state_to_hf(TINY, STATE), torch.float32)
+
+
+class Ahead(SystemClock):
+    """On which time passes by what it is told."""
+
+    seconds = 0.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+class Slow(FromDisk):
+    """Takes some seconds of a clock."""
+
+    takes_s = 0.0
+
+    def __init__(self, http: Http, directory: Path, clock: Ahead) -> None:
+        super().__init__(http, directory)
+        self._clock = clock
+
+    def push(self, *about: Any) -> None:
+        super().push(*about)
+        self._clock.seconds += self.takes_s
+
+
+def test_weights_are_in_place_and_read_back_within_one_deadline(tmp_path: Path) -> None:
+    server, clock = Counterpart(4, 128), Ahead()
+    slow = Slow(server.http, tmp_path, clock)
+    how: dict[str, Any] = {"read_back": True, "clock": clock, "transport": slow}
+    engine = counterpart.engine(server, tmp_path, 4, 128, **how)
+    slow.takes_s = UPDATE_S
+    with pytest.raises(Quarantined, match="took longer than"):
+        engine.swap(STATE, 5)
+    slow.takes_s = UPDATE_S / 2
+    engine.swap(STATE, 6)
+    assert engine.version == 6
+    engine.close()
+    server.close()
+
+
+def test_a_version_is_compared_in_the_type_that_the_server_computes_in(reading: Bench) -> None:
+    half = {name: tensor.bfloat16() for name, tensor in STATE.items()}
+    reading.engine.swap(half, 5)
+    assert reading.engine.version == 5
+    about = TINY, {"ranks": [{"checksums": digests(half)}]}
+    assert reading_back.differing(*about, state_to_hf(TINY, STATE), torch.bfloat16) == []
+    odd = reading_back.differing(*about, state_to_hf(TINY, STATE), torch.float32)
+    assert set(odd) == set(digests(STATE))
+
+
+def digests(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    laid = reading_back.laid_out(TINY, state_to_hf(TINY, state))
+    return {name: reading_back.digest(tensor) for name, tensor in laid}
 
 
 def test_what_it_has_is_laid_out_as_a_servers() -> None:
@@ -123,11 +180,13 @@ def test_a_server_that_cannot_tell_of_the_whole_model_is_refused(bench: Bench) -
 
 def test_a_server_that_goes_on_stands_from_its_quarantine_to_a_whole_version(bench: Bench) -> None:
     """As when a base was put in place and its adapters were not."""
+    bench.server.steps_left = 20  # it does not end meanwhile
     bench.engine.submit([request(1, max_new=90, temperature=0.0)])
     bench.generate(5)
     assert not bench.server.stands
     bench.engine.quarantine()
     assert bench.server.stands and bench.engine.version == NO_VERSION
+    bench.server.steps_left = math.inf
     bench.listener.drain()
     had = bench.engine.tokens_generated
     bench.engine.submit([request(2, max_new=7)])
@@ -142,10 +201,12 @@ def test_a_server_that_goes_on_stands_from_its_quarantine_to_a_whole_version(ben
 
 
 def test_a_server_that_cannot_be_told_to_stand_works_for_nobody(bench: Bench) -> None:
+    bench.server.steps_left = 20
     bench.engine.submit([request(1, max_new=120, temperature=0.0)])
     bench.generate(5)
     bench.server.deaf = True
     bench.engine.quarantine()
+    bench.server.steps_left = math.inf
     bench.listener.drain()
     heard = bench.listener.of(1)
     assert heard.finish == [Finish.ABORTED] and 5 <= len(heard.tokens) < 120

@@ -5,6 +5,7 @@ gets it.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -248,6 +249,21 @@ async def test_an_error_that_nobody_has_foreseen_is_told_and_versions_go_in_full
         assert deltas.stats()["deltas_trouble"] == ""
 
 
+async def test_an_error_is_not_told_of_once_nobody_wants_deltas(hosts: Hosts) -> None:
+    engine = await hosts.engine()
+    async with hosts.deltas() as deltas:
+        await engine.receive(first := await hosts.stage(deltas))
+        told = await hosts.trainer.ref(STORE).call(Weights.manifest, Fetch(first.digest))
+        broken = hosts.store.path(told.tensors[0].chunk)
+        broken.unlink()
+        broken.mkdir()
+        await hosts.stage(deltas)
+        assert deltas.stats()["deltas_trouble"]
+        hosts.service.deltas.forget("j")  # as where no host has any of its versions
+        await hosts.stage(deltas)
+        assert deltas.stats()["deltas_trouble"] == ""
+
+
 async def missing(engine: Engine, version: Base) -> dict[str, int]:
     """Bytes by digest of what a host has not got of a version."""
     image = Image(await engine.receiver.manifest(version.digest))
@@ -266,6 +282,21 @@ async def test_deltas_that_stall_are_left_to_the_pull(hosts: Hosts) -> None:
         assert len(made) < len(lacking) and hosts.way.carried >= hosts.way.stands_at
         hosts.way.stands_at = 1 << 40
         await engine.receive(newest)
+
+
+async def test_deltas_do_not_take_the_room_of_what_is_there_of_the_version(hosts: Hosts) -> None:
+    engine = await hosts.engine(chunks_bytes=(CHUNKS + 1) * CHUNK)
+    async with hosts.deltas() as deltas:
+        await engine.receive(await hosts.stage(deltas))
+        newest = await hosts.stage(deltas)
+    there, *_ = lacking = await missing(engine, newest)
+    engine.cache.write(hosts.store.read(there))
+    before = engine.mesh.clock.wall() - 1000  # unused for longer than all others
+    os.utime(engine.cache.path(there), (before, before))
+    assert lacking.pop(there)
+    about = engine.mesh, engine.bulk, newest.digest, lacking, engine.cache
+    await from_deltas(*about, needed=[there])
+    assert engine.cache.has(there)
 
 
 async def test_a_file_that_was_there_is_not_taken_for_right(hosts: Hosts) -> None:

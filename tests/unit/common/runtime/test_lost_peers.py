@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from common.state import registry
 from common.transport.zmq import ZmqTransport
 from common.wire.frames import Frame
 from loadtests.rpc import PING, Echo
-from tests.meshes import SECRET, begun
+from tests.meshes import SECRET, begun, keys_of
 from tests.unit.common.runtime.talking import Join, until
 
 
@@ -108,3 +109,22 @@ async def test_a_requester_that_has_gone_is_reported() -> None:
             await asyncio.sleep(0.01)
     assert gone.result() == peer
     await server.close()
+
+
+async def test_a_peer_that_was_silent_has_not_refused_however_late_one_hears_of_that() -> None:
+    """All of the handshake goes by while the loop stands still."""
+    client = ZmqTransport(keys=keys_of("engine"), handshake_s=0.3)
+    lost: list[tuple[str, bool, bool]] = []
+    client.start(lambda *_: None, lambda *all: lost.append(all), lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as still:
+        still.settimeout(20.0)
+        address = f"tcp://127.0.0.1:{still.getsockname()[1]}"
+        client.send(address, (b"", b""))
+        accepted, _ = still.accept()
+        with accepted:
+            accepted.settimeout(20.0)
+            while accepted.recv(4096):  # until it is given up
+                pass
+        await until(lambda: lost, 20.0)
+    assert lost == [(address, False, False)]
+    await client.close()

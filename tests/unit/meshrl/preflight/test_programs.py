@@ -98,6 +98,17 @@ def test_adapters_beside_a_model_want_pinned_memory_of_sglang(place: Path) -> No
     programs.sglang(read(place, SGLANG, able, "lora.rank=4", beside))
 
 
+def test_an_interpreter_that_is_slow_is_not_one_without_pinned_memory(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "IMPORT_S", 0.1)
+    text = 'case "$3" in *pin_memory*) exec sleep 600;; esac'
+    python = f"rollout.sglang_python={script(place.parent / 'bin/python', text)}"
+    said = refusal(programs.sglang, place, SGLANG, python, "lora.rank=4", "lora.engines=beside")
+    assert said.startswith("--set rollout.sglang_python") and "within 0.1 s" in said
+    assert "has none" not in said and "merged" not in said
+
+
 def test_the_interpreter_of_the_models_code_has_what_the_job_imports(place: Path) -> None:
     python = f"sandbox.python={sys.executable}"
     programs.sandbox(read(place, python, 'sandbox.imports=["json", "math"]'))

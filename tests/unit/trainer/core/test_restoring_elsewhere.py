@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from common.job.config import LoraConfig
 from common.records.checkpoints import STATE, all_checkpoints, manifest_of, verified
 from sim.mesh.job import config_of
@@ -76,13 +78,24 @@ def test_one_that_is_damaged_at_home_gives_its_place_there(tmp_path: Path) -> No
     trained(tmp_path, story, away=True)
 
 
-def test_weights_are_made_again_from_the_model_at_home(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "lost", [slice(2), slice(1), slice(1, 2)], ids=["both", "manifest", "chunk"]
+)
+def test_weights_are_made_again_from_the_model_at_home(tmp_path: Path, lost: slice) -> None:
+    """Of the manifest and the one chunk that they are of; what is needed of the checkpoint
+    meanwhile stays.
+    """
+
     async def story(bench: Trained) -> None:
-        for path in await bench.chunks(1):
+        chunks = await bench.chunks(1)
+        assert len(chunks) == 2
+        for path in chunks[lost]:
             path.unlink()
         await bench.store.restart_store()
         assert await bench.usable() == 1
         assert await bench.store.stored(bench.manifests[1])
+        assert {one["what"] for one in await bench.told()} <= {"weights"}, "no checkpoint is"
+        assert not [path for path in (tmp_path / "away").rglob("*") if path.is_file()]
 
     trained(tmp_path, story, away=True)
 
