@@ -45,7 +45,7 @@ class BeginDelta:
     anchors: int  # each so manieth version stays a base for hosts that fall behind
     part: int = 0  # which of the processes that have staged the version asks
     parts: int = 1  # how many of them make deltas
-    host: str = ""  # whose chunks they are made of, and which needs none of them therefore
+    host: str = ""  # whose chunks they are made of: one that makes all of them needs none
 
 
 @message

@@ -86,11 +86,12 @@ class AtUrl:
 
         def names() -> list[str]:
             self._fs.invalidate_cache()
+            folder = self._path(below).rstrip("/")
             try:
-                found = self._fs.ls(self._path(below), False)
+                found = [str(path).rstrip("/") for path in self._fs.ls(folder, False)]
             except FileNotFoundError:  # `isdir` would take any error for "not there"
                 return []
-            return [str(path).rstrip("/").rpartition("/")[2] for path in found]
+            return [path.rpartition("/")[2] for path in found if path != folder]
 
         return sorted(self._asked(names, below))
 
@@ -112,9 +113,11 @@ class AtUrl:
         """Files, where `find` would leave out those of a folder that cannot be listed."""
         for about in self._fs.ls(folder, True):
             path = str(about["name"]).rstrip("/")
+            if path == folder:  # as a bucket marks one
+                continue
             if about["type"] != "directory":
                 yield path, int(about["size"])
-            elif path != folder:  # as a bucket marks one
+            else:
                 yield from self._below(path)
 
     def _place(self, name: str, put: Callable[[str], object]) -> None:

@@ -126,7 +126,8 @@ class DeltaSets:
         if found is None:
             self._supersede(asked.job)
             held = self._held(asked.job, now)
-            others = [holder for host, holder in held.items() if host != asked.host]
+            own = asked.host if asked.parts == 1 else ""  # of several each has some of the chunks
+            others = [holder for host, holder in held.items() if host != own]
             wanted = [b for b in bases(others, asked.anchors) if b != target]
             if not wanted:
                 return []

@@ -24,9 +24,11 @@ SILENT_S = 3700.0  # longer than a host counts that says nothing
 ANCHORS = 2
 
 
-async def begun(store: StoreBench, version: int, manifest: str, parts: int = 1) -> list[Base]:
+async def begun(
+    store: StoreBench, version: int, manifest: str, parts: int = 1, host: str = ""
+) -> list[Base]:
     """What deltas to a version are to be from, as the trainer is told."""
-    asked = BeginDelta(JOB, Base(0, version, manifest), ANCHORS, parts=parts)
+    asked = BeginDelta(JOB, Base(0, version, manifest), ANCHORS, parts=parts, host=host)
     return list((await store.trainer.ref(STORE).call(Weights.begin_delta, asked)).bases)
 
 
@@ -77,6 +79,20 @@ def why(store: StoreBench, version: int, manifest: str) -> dict[int, list[str]]:
     event = {"id": "1-0", "ms": 0, "kind": "step", "fields": fields}
     (store.run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
     return {one.version: one.why for one in RunVersions.of(store.run_dir).versions}
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_host_that_has_only_some_of_the_chunks_wants_the_deltas_of_the_others(
+    tmp_path: Path, parts: int
+) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        first = await store.begin()
+        await received(store, 0, first)
+        found = await begun(store, 1, await store.stage(1), parts, host="two")
+        assert found == ([] if parts == 1 else [Base(0, 0, first)])
+
+    on_store(tmp_path, story)
 
 
 def test_an_anchor_stays_while_a_host_holds_it(tmp_path: Path) -> None:

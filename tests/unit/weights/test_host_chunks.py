@@ -205,8 +205,8 @@ async def test_where_a_version_has_no_room_beside_what_is_there_of_it_none_of_th
         for _ in range(2):
             image = await receiver.receive(hosts.digest)
             assert right(image) and image._held and image._held.isdisjoint(found)
-    [said] = [line for line in lines if line["log_level"] == "warning"]
-    assert said["event"].startswith("no room for weights: each")
+    [said] = [line for line in lines if line["event"].startswith("no room for weights: each")]
+    assert said["log_level"] == "warning"
 
 
 async def test_what_nobody_uses_goes_and_what_is_used_stays(hosts: Hosts) -> None:

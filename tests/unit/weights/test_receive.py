@@ -194,8 +194,8 @@ async def test_a_host_without_room_for_a_version_says_so_once(hosts: Hosts) -> N
         for _ in range(3):
             image = await receiver.receive(hosts.digest)
             assert right(image) and image._held
-    [said] = [line for line in lines if line["log_level"] == "warning"]
-    assert said["event"].startswith("no room for weights: each")
+    [said] = [line for line in lines if line["event"].startswith("no room for weights: each")]
+    assert said["log_level"] == "warning"
 
 
 async def test_one_who_stands_still_as_it_hashes_is_not_waited_for(hosts: Hosts) -> None:

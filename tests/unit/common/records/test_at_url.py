@@ -77,6 +77,23 @@ def test_a_listing_that_fails_is_not_one_of_nothing(tmp_path: Path) -> None:
             listing()
 
 
+class Marking(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Lists a folder as a file in itself, as the console of a bucket makes one."""
+
+    protocol = "marking"
+
+    def ls(self, path: str, detail: bool = False, **options: object) -> object:
+        mark = {"name": f"{self._strip_protocol(path)}/", "size": 0, "type": "file"}
+        return [mark if detail else mark["name"], *super().ls(path, detail, **options)]
+
+
+def test_the_mark_of_a_folder_is_no_file(tmp_path: Path) -> None:
+    fsspec.register_implementation("marking", Marking, clobber=True)
+    at = AtUrl(f"marking://{tmp_path}/there", "out", "it")
+    at.place_content("a/one", b"1")
+    assert at.sizes() == {"a/one": 1} and at.names("a") == ["one"]
+
+
 def test_what_cannot_be_removed_is_not_taken_for_gone(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(MeshError, match="it cannot be reached"):
