@@ -65,6 +65,23 @@ def test_training_goes_on_from_what_is_fetched_and_leaves_nothing(tmp_path: Path
     trained(tmp_path, story, away=True)
 
 
+def test_what_a_killed_process_has_fetched_goes_with_the_next_use_and_no_other_s(
+    tmp_path: Path,
+) -> None:
+    async def story(bench: Trained) -> None:
+        name = bench.store.trainer.name.replace("/", "-")
+        killed, other = (
+            bench.data.here / "restored" / of / "0123456789abcdef-step" for of in (name, "another")
+        )
+        for copy in (killed, other):
+            copy.mkdir(parents=True)
+            (copy / "part").write_bytes(b"rows")
+        assert await bench.usable() == 1
+        assert not killed.exists() and (other / "part").is_file()
+
+    trained(tmp_path, story, away=True)
+
+
 def test_one_that_is_damaged_at_home_gives_its_place_there(tmp_path: Path) -> None:
     async def story(bench: Trained) -> None:
         bench.store.age(5 * 3600.0)  # what was staged of it has gone
