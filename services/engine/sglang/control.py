@@ -16,9 +16,7 @@ from services.engine.sglang.http import Http
 from services.engine.sglang.weights import WeightTransport
 
 CONTROL_S = 20.0  # for an answer of the scheduler, which ends the step it is in first
-UPDATE_S = (
-    50.0  # for new weights, read back where that is asked for; the service that asks waits 60
-)
+UPDATE_S = 50.0  # for new weights, and to read them back; the service that asks waits 60
 
 RETRACT, IN_PLACE = "retract", "in_place"  # give their cache up, or keep it
 
