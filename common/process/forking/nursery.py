@@ -70,6 +70,7 @@ class Nursery:
                 elif isinstance(key.fileobj, socket.socket):
                     self._selector.unregister(key.fileobj)
                     if (forked := self._answer(key.fileobj)) is not None:
+                        self._let_go()
                         return forked
                 else:
                     self._tell_ends()
@@ -95,6 +96,14 @@ class Nursery:
         close_all(descriptors)
         self._owners[pid] = connection
         return None
+
+    def _let_go(self) -> None:
+        """Closes, in a child, what has a descriptor. A selector is part of a cycle: the collection
+        that finds it, and the sockets that it knows, would close numbers that are others' by then.
+        """
+        self._selector.close()
+        for end in (self._listener, *self._owners.values()):
+            end.close()
 
     def _check(self, order: Order, descriptors: list[int], connection: socket.socket) -> None:
         if not same_user(connection):

@@ -117,6 +117,24 @@ async def test_threads_and_memory_are_as_the_environment_says(
         assert log.read_text().strip() == said
 
 
+async def test_no_descriptor_that_was_the_nursery_s_is_closed_once_more(
+    tmp_path: Path, open_nursery: Open
+) -> None:
+    code = """
+        import gc, os
+        mine = [os.open(os.devnull, os.O_RDONLY) for _ in range(64)]
+        gc.collect()
+        print(*(number for number in mine if not os.path.exists(f"/proc/self/fd/{number}")))
+    """
+    open_nursery()
+    env = module(tmp_path, "collects", code)
+    for number in range(2):  # the second one while the nursery knows of the first
+        log = tmp_path / f"log-{number}"
+        child = SystemHost().spawn(python("collects"), name="collects", env=env, log=log)
+        assert await child.wait(20) == 0
+        assert log.read_text() == "\n"
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [
