@@ -385,6 +385,7 @@ class TrackingConfig(Table):
 class PlannerConfig(Table):
     """`[planner]`: when a gang moves between rollout and training."""
 
+    moves: bool = True  # whether the planner moves gangs; false: the default split is held
     interval_s: Positive = 1.0  # between two looks at the stage times
     # ratio of the two stage times from which a move is considered
     imbalance: Annotated[float, Ge(1)] = 1.15

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from common.job.config import PlannerConfig
+from common.pool.measured import Measured
 from common.state.jobs import Phase
 
 
@@ -63,4 +64,5 @@ class PlannedJob:
     held: str = ""  # `waiting: WHY` or `paused: WHY`; empty: it runs
     checkpointed: bool = False  # whether a committed checkpoint holds all that it would go on from
     counters: Counters = Counters()
+    measured: Measured = field(default_factory=Measured)
     progress: dict[str, int] = field(default_factory=dict)  # what each resident has done so far

@@ -27,6 +27,8 @@ class Host:
     # Of isolation, those that a sandbox has there (see `common.job.isolation.contains`); None:
     # nobody has asked, as where there is one host.
     tiers: tuple[str, ...] | None = None
+    cores: float = 0.0  # processors that its processes share; 0: not known
+    busy_cores: float = 0.0  # of these, that were busy lately
 
     @property
     def trying(self) -> bool:

@@ -20,6 +20,8 @@ def balance(draft: Draft, job: PlannedJob, watch: StageWatch) -> StageWatch:
     if not job.need.helped:
         _dismiss(draft, job, team)
         return watch
+    if not job.config.moves:
+        return watch
     settled = team.core is not None and team.core.awake and team.settled
     watch, times = look(watch, job, settled, draft.snapshot.now_ms)
     if times is None:

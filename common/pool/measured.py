@@ -1,0 +1,69 @@
+"""What the processes of a job have measured of their own work, as the planner reads it.
+
+Counts only grow while a process lives. They are kept by process, so that what one brings when it
+comes, or takes when it goes, is told from what the others did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What has been done so far: counts and seconds, of one process or of several together."""
+
+    # by shards
+    groups: float = 0.0  # complete
+    trajectories: float = 0.0  # ended, of groups that may be trained
+    sampled: float = 0.0  # tokens that the model generated for them
+    flight_s: float = 0.0  # summed over trajectories: from its opening to its end
+    engine_s: float = 0.0  # of that: at an engine, computing or computed beside others
+    queue_s: float = 0.0  # of that: without an engine that takes it
+    tool_s: float = 0.0  # of that: in tools, environments and rewards
+    shut_s: float = 0.0  # wall time in which the staleness gate admitted nothing
+    # by the core of the training
+    steps: float = 0.0
+    busy_s: float = 0.0  # wall time of its steps but for what they waited for groups
+    wait_s: float = 0.0  # wall time that they waited for groups
+    held_s: float = 0.0  # of busy_s: waited for an evaluation
+    work_s: float = 0.0  # gradients, summed over the core and its helpers
+    tokens: float = 0.0  # trained
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, n) + getattr(other, n) for n in FIELDS))
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(*(getattr(self, n) - getattr(other, n) for n in FIELDS))
+
+
+FIELDS = tuple(one.name for one in fields(Work))
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """How fast a gang of engines' workers generates, as one of its engines has measured it: a
+    decode step takes `base_s` and, for each sequence, `sequence_s`, and for each token of their
+    contexts together, `context_s`.
+    """
+
+    kind: str  # of the accelerators
+    degree: int  # of tensor parallelism
+    base_s: float
+    sequence_s: float = 0.0
+    context_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0  # 0: not known
+    steps: int = 0  # that it was fitted to
+
+    def step_s(self, batch: float, context: float = 0.0) -> float:
+        """Seconds of a decode step of `batch` sequences with so many tokens of context each."""
+        return self.base_s + batch * (self.sequence_s + context * self.context_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All that a job's live processes say of their work."""
+
+    work: Mapping[str, Work] = field(default_factory=dict)  # by process and incarnation
+    curves: tuple[Curve, ...] = ()  # of its engines, one for each that has one
