@@ -8,7 +8,7 @@ from typing import Any
 
 from common.job.config import PlannerConfig
 from common.pool.asking import need_of, unhelped
-from common.pool.needs import Counters, Need, PlannedJob
+from common.pool.needs import Need, PlannedJob
 from common.state.jobs import Phase
 
 
@@ -35,11 +35,14 @@ def planned(
         need=_needed(document, processes),
         config=PlannerConfig(**document.get("planner", {})),
         groups_per_step=row["groups_per_step"],
+        group_size=document["algorithm"]["group_size"],
+        max_staleness=document["algorithm"]["max_staleness"],
+        slots=document["rollout"]["slots"],
+        steps=document["budget"]["steps"],
         submitted_ms=row["submitted_ms"],
         steps_done=row["steps_done"],
         held=row["held"],
         checkpointed=bool(row["checkpoint"]),
-        counters=counters(processes),
         progress={
             process.stats["resident"]: int(process.stats.get(PROGRESS[process.kind], 0))
             for process in processes
@@ -57,18 +60,3 @@ def _needed(document: Mapping[str, Any], processes: Sequence[Published]) -> Need
     if unhelped(there, document["training"]["dtype"]):
         return replace(need, helped=False)
     return need
-
-
-def counters(processes: Sequence[Published]) -> Counters:
-    """What a job's live processes have published."""
-    engines = [process for process in processes if process.kind == "engine"]
-    trainers = [process for process in processes if process.kind == "trainer"]
-    shards = [process for process in processes if process.kind == "rollout"]
-    return Counters(
-        sources=frozenset(p.name + p.incarnation for p in (*engines, *trainers, *shards)),
-        engines=len(engines),
-        occupied_s=sum(float(p.stats.get("occupied_s", 0.0)) for p in engines),
-        groups=sum(int(p.stats.get("groups", 0)) for p in shards),
-        train_busy_s=sum(float(p.stats.get("busy_s", 0.0)) for p in trainers),
-        steps=sum(int(p.stats.get("step", 0)) for p in trainers),
-    )
