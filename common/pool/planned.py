@@ -8,6 +8,7 @@ from typing import Any
 
 from common.job.config import PlannerConfig
 from common.pool.asking import need_of, unhelped
+from common.pool.measured import Measured, curve_of, work_of
 from common.pool.needs import Need, PlannedJob
 from common.state.jobs import Phase
 
@@ -26,9 +27,14 @@ PROGRESS = {"engine": "tokens", "trainer": "step", "hybrid": "bins"}  # what a p
 
 
 def planned(
-    row: Mapping[str, Any], document: Mapping[str, Any], processes: Sequence[Published] = ()
+    row: Mapping[str, Any],
+    document: Mapping[str, Any],
+    processes: Sequence[Published] = (),
+    kinds: Mapping[str, str] | None = None,
 ) -> PlannedJob:
-    """The job of a row, its document (the resolved job file) and its live processes."""
+    """The job of a row, its document (the resolved job file) and its live processes. `kinds`: what
+    accelerators the workers of each gang have.
+    """
     return PlannedJob(
         id=row["id"],
         phase=Phase(row["phase"]),
@@ -48,6 +54,7 @@ def planned(
             for process in processes
             if process.kind in PROGRESS and process.stats.get("resident")
         },
+        measured=measured(processes, kinds or {}),
     )
 
 
@@ -60,3 +67,17 @@ def _needed(document: Mapping[str, Any], processes: Sequence[Published]) -> Need
     if unhelped(there, document["training"]["dtype"]):
         return replace(need, helped=False)
     return need
+
+
+def measured(processes: Sequence[Published], kinds: Mapping[str, str]) -> Measured:
+    """What a job's live processes say of their work, by name and incarnation: who starts again
+    counts from nothing.
+    """
+    return Measured(
+        {p.name + p.incarnation: work_of(p.stats["work"]) for p in processes if "work" in p.stats},
+        tuple(
+            curve_of(kinds.get(p.stats.get("gang", ""), ""), p.stats["curve"])
+            for p in processes
+            if p.stats.get("curve")
+        ),
+    )

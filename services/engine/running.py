@@ -184,6 +184,7 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
             "waiting": engine.waiting,
             "requests": service.shards.requests,
             "plateau": service.throughput.plateau,
+            **service.measured(),
             "path": engine.path,
             "tensor_parallel": engine.tensor_parallel,
             "preempted": engine.preempted,
