@@ -348,8 +348,7 @@ async def test_a_look_has_all_that_is_decided_from(bench: Bench) -> None:
     [job] = found.jobs
     assert (job.id, job.phase, job.groups_per_step) == (JOB, "queued", 3)
     assert (job.need.priority, job.need.least, job.need.most) == (2, 2, 0)
-    assert job.progress == {"g0.0": 7} and job.counters.occupied_s == 1.5
-    assert job.counters.sources == {"engine/g0.0i"}
+    assert job.progress == {"g0.0": 7}
     [host] = found.hosts
     assert (host.name, host.alive, host.draining) == ("here", True, "")
     assert host.services == await pool.services_of(state, "here") != ()
