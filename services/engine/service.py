@@ -156,6 +156,7 @@ class EngineService(Actor):
         """What it publishes of its speed and its load."""
         curve = self.fit.curve("", self.engine.tensor_parallel)
         return {
+            "start_s": round(self.weights.start_s, 3),
             "throughput": self.throughput.by_context,
             "context": round(self.contexts.mean, 1),
             "running_s": round(self.load.seconds("running"), 3),
