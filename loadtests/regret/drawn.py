@@ -7,7 +7,7 @@ import math
 from common.random import Random
 from sim.mesh.paced.workload import Drift, Workload, still
 
-STEPS = 24
+STEPS = 32
 IN_FLIGHT = 3  # steps whose groups the gate lets through at a time: its staleness and one
 # What training with the core alone takes over what rollout on all other workers takes: 1 is where
 # the default split is right, and a planner has nothing to do.
@@ -21,9 +21,9 @@ def drawn(seed: int) -> Workload:
     turns = random.choice((1, 1, 2, 3))
     median = math.exp(random.uniform(math.log(12), math.log(45))) / math.sqrt(turns)
     sigma = random.uniform(0.3, 1.0)
-    tool_s = random.choice((0.0, 0.0, 0.5, 2.0, 4.0)) * random.uniform(0.5, 1.5)
+    tool_s = random.choice((0.0, 0.0, 0.3, 1.0, 2.0)) * random.uniform(0.5, 1.5)
     drifts = random.random() < DRIFTING
-    decode_s, plateau = random.uniform(0.12, 0.3), random.choice((4, 6, 8, 12, 16))
+    decode_s, plateau = random.uniform(0.06, 0.15), random.choice((4, 6, 8, 12, 16))
     workers = random.choice((3, 4, 5, 6, 7, 8))
     job = Workload(
         workers=workers,
@@ -38,7 +38,7 @@ def drawn(seed: int) -> Workload:
     )
     ratio = math.exp(random.uniform(math.log(LEAST_RATIO), math.log(MOST_RATIO)))
     tokens_per_s = trained_tokens(job) / (ratio * rollout_s(job, workers - 1, decode_s, plateau))
-    update_ms = random.uniform(50, 400)
+    update_ms = random.uniform(30, 200)
     return job.paced(f"{tokens_per_s:.0f}/{update_ms:.0f}")
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 FAR = 0.15  # a default split so much slower than the best one is far from it
+SECONDS = ("before_s", "predicted_s", "observed_s", "expected_s", "regret_s")  # of a step
+TOLD = ("from", "to", "step", *SECONDS, "paid", "undone")
 PAID, REGRET, ERROR = 0.9, 0.10, 0.15  # bounds: least share, most p90, most p50
 
 
@@ -57,12 +59,8 @@ class Compared:
 
 def judgement(told: Mapping[str, Any]) -> dict[str, Any]:
     """What a `move_judged` says, but for who moved."""
-    kept = ["from", "to", "step", "before_s", "predicted_s", "observed_s", "expected_s", "regret_s", "paid", "undone"]
-    return {
-        key: round(told[key], 3) if isinstance(told[key], float) else told[key]
-        for key in kept
-        if key in told
-    }
+    found = {key: told[key] for key in TOLD if key in told}
+    return {k: round(v, 3) if isinstance(v, float) else v for k, v in found.items()}
 
 
 def errors(judged: Sequence[Mapping[str, Any]]) -> list[float]:

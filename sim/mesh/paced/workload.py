@@ -57,9 +57,9 @@ class Workload:
     groups_per_step: int = 4
     group_size: int = 6
     turns: int = 1
-    median: Drift = still(30.0)  # tokens of a turn
-    sigma: Drift = still(0.6)  # deviation of their logarithm
-    tool_s: Drift = still(0.0)  # after every turn
+    median: Drift = Drift(30.0, 30.0)  # tokens of a turn
+    sigma: Drift = Drift(0.6, 0.6)  # deviation of their logarithm
+    tool_s: Drift = Drift(0.0, 0.0)  # after every turn
     decode: str = "200/8/4000"
     training: str = "300/500"
     bin_tokens: int = LONGEST
