@@ -12,12 +12,21 @@ IN_FLIGHT = 3  # steps whose groups the gate lets through at a time: its stalene
 # What training with the core alone takes over what rollout on all other workers takes: 1 is where
 # the default split is right, and a planner has nothing to do.
 LEAST_RATIO, MOST_RATIO = 0.4, 6.0
+LEAST_STEP_S = 2.0  # of rollout; a move takes as long
 DRIFTING = 0.3  # share of jobs that are another job at their end
 
 
 def drawn(seed: int) -> Workload:
-    """The job of a seed."""
+    """The job of a seed; a step of it takes long enough for a move to matter."""
     random = Random(seed).child("regret")
+    while True:
+        job, step_s = _candidate(random)
+        if step_s >= LEAST_STEP_S:
+            return job
+
+
+def _candidate(random: Random) -> tuple[Workload, float]:
+    """A job, and the seconds that a step's rollout takes beside its core, roughly."""
     turns = random.choice((1, 1, 2, 3))
     median = math.exp(random.uniform(math.log(12), math.log(45))) / math.sqrt(turns)
     sigma = random.uniform(0.3, 1.0)
@@ -37,9 +46,10 @@ def drawn(seed: int) -> Workload:
         decode=f"{round(1000 * decode_s)}/{plateau}/4000",
     )
     ratio = math.exp(random.uniform(math.log(LEAST_RATIO), math.log(MOST_RATIO)))
-    tokens_per_s = trained_tokens(job) / (ratio * rollout_s(job, workers - 1, decode_s, plateau))
+    step_s = rollout_s(job, workers - 1, decode_s, plateau)
+    tokens_per_s = trained_tokens(job) / (ratio * step_s)
     update_ms = random.uniform(30, 200)
-    return job.paced(f"{tokens_per_s:.0f}/{update_ms:.0f}")
+    return job.paced(f"{tokens_per_s:.0f}/{update_ms:.0f}"), step_s
 
 
 def _drift(value: float, factor: float) -> Drift:

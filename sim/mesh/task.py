@@ -29,16 +29,20 @@ class Talk:
 
     def open(self, row: dict[str, Any]) -> str:
         self._left, self._tool_s = int(row["turns"]), float(row["tool_s"])
+        self._alike = bool(row["alike"])
         return str(row["prompt"])
 
     def step(self, text: str) -> dict[str, Any]:
         waits(self._tool_s)
         self._left -= 1
-        return {"append": "+"} if self._left else {"done": True, "reward": score(text)}
+        return {"append": "+"} if self._left else {"done": True, "reward": self._score(text)}
 
     def cut(self, text: str) -> float:
         waits(self._tool_s)
-        return score(text)
+        return self._score(text)
+
+    def _score(self, text: str) -> float:
+        return 1.0 if self._alike else score(text)
 
     def close(self) -> None:
         return None

@@ -26,6 +26,7 @@ from sim.mesh.arithmetic import MODEL
 
 LONGEST = 256  # tokens of a trajectory; a longer one is cut there
 SLOTS = 64  # of an engine: its pace, not its slots, says how many are worth it
+AHEAD = 4  # steps beyond the last one that groups may be opened of
 AT_ONCE = 256  # environments that wait at a time
 
 
@@ -60,6 +61,7 @@ class Workload:
     median: Drift = Drift(30.0, 30.0)  # tokens of a turn
     sigma: Drift = Drift(0.6, 0.6)  # deviation of their logarithm
     tool_s: Drift = Drift(0.0, 0.0)  # after every turn
+    alike: Drift = Drift(0.0, 0.0)  # share of groups without variance, which are not trained
     decode: str = "200/8/4000"
     training: str = "300/500"
     bin_tokens: int = LONGEST
@@ -71,6 +73,14 @@ class Workload:
         """The same, with a split that stays."""
         return replace(self, moves=False, helping=helping)
 
+    def beginning(self, helping: int) -> Workload:
+        """The same, with a split that the planner may change."""
+        return replace(self, moves=True, helping=helping)
+
+    def of_steps(self, steps: int) -> Workload:
+        """The same, longer or shorter."""
+        return replace(self, steps=steps)
+
     def paced(self, training: str) -> Workload:
         """The same, with trainers at another pace."""
         return replace(self, training=training)
@@ -80,9 +90,14 @@ class Workload:
         """Helpers of every static split: an engine is needed, and the core."""
         return range(self.workers - 1)
 
-    def share(self, version: int) -> float:
+    def share(self, version: float) -> float:
         """How much of the run is over at a version of the weights."""
         return max(0, version) / max(1, self.steps - 1)
+
+    def overrides(self) -> list[str]:
+        """Its keys of `[planner]`, as of `--set`."""
+        keys = {"moves": str(self.moves).lower(), "training": 1 + self.helping}
+        return [f"planner.{key}={value}" for key, value in (keys | dict(self.planner)).items()]
 
     def config(self, name: str, seed: int) -> JobConfig:
         """Its job."""
@@ -106,7 +121,7 @@ class Workload:
             algorithm=AlgorithmConfig(
                 group_size=self.group_size,
                 groups_per_step=self.groups_per_step,
-                filter_zero_variance=False,
+                filter_zero_variance=self.alike.last > 0,
             ),
             training=TrainingConfig(
                 bin_tokens=self.bin_tokens,
@@ -122,13 +137,18 @@ class Workload:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of its dataset, in the order in which they are sampled: tools slow down along them."""
-        count = self.steps * self.groups_per_step
+        """Of its dataset, in the order in which they are sampled: tools slow down along them, and
+        more and more groups have rewards that are all alike.
+        """
+        count = (self.steps + AHEAD) * self.groups_per_step
+        share = [self.share(n // self.groups_per_step) for n in range(count)]
+        alike = [round(1e6 * sum(map(self.alike.at, share[: n + 1]))) for n in range(count)]
         return [
             {
                 "prompt": f"{n % 10}?",
                 "turns": self.turns,
-                "tool_s": self.tool_s.at(n / max(1, count - 1)),
+                "tool_s": self.tool_s.at(share[n]),
+                "alike": alike[n] // 1_000_000 > (alike[n - 1] // 1_000_000 if n else 0),
             }
             for n in range(count)
         ]
