@@ -113,6 +113,8 @@ class EnvironmentConfig(Table):
     verifiers_options: Options = field(default_factory=dict)  # its `[env]` table
     python: File = ""  # the interpreter that has `verifiers`
     processes: Count = 1  # environment processes of a rollout shard
+    # operations that one of them runs at a time, in threads: more where its code waits for others
+    threads: Annotated[Count, Le(1024)] = 1
     # tool name -> module:function, a built-in one's name, or mcp:SERVER/TOOL
     tools: dict[str, str] = field(default_factory=dict)
     mcp: dict[str, list[str]] = field(default_factory=dict)  # MCP server name -> its command

@@ -38,7 +38,7 @@ from common.generation.counter import draws, key_of, uniforms
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NORMAL = NormalDist()
+NORMAL = NormalDist()
 _ROUNDING = 1e-9  # share of a token: a step at exactly the time of a token brings it
 NEVER_S = math.inf  # when a slot without a request ends it
 NO_STOP = np.iinfo(np.int32).max  # above every token
@@ -295,7 +295,7 @@ class SimulatedEngine:
     def _drawn_length(self, request: Request) -> int:
         key = np.array([key_of(request.seed ^ key_of(self._seed))], np.uint64)
         uniform = float(uniforms(key, np.array([len(request.tokens)]))[0])
-        return max(1, round(self._median * math.exp(self._sigma * _NORMAL.inv_cdf(uniform))))
+        return max(1, round(self._median * math.exp(self._sigma * NORMAL.inv_cdf(uniform))))
 
     # -- weights ---------------------------------------------------------------------------------
 
