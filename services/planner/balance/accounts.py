@@ -7,12 +7,15 @@ those do is counted by the shards that ask them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from common.pool.measured import FIELDS, Measured, Work
 
+TIMES = 40  # looks whose times are kept: the longest trial
 KEPT = 16  # processes of a job that are remembered: one that was away for a moment comes back
 
 
@@ -77,7 +80,39 @@ class Window:
     @property
     def step_s(self) -> float:
         """Seconds of a step, less what it waited for an evaluation."""
-        return (self.work.busy_s + self.work.wait_s - self.work.held_s) / self.steps
+        return stepping_s(self.work) / self.steps
+
+
+def stepping_s(work: Work) -> float:
+    """Seconds in which steps went on, less what they waited for an evaluation."""
+    return work.busy_s + work.wait_s - work.held_s
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """When steps ended, on the clock of `stepping_s`: what tells how much they differ."""
+
+    ends: tuple[tuple[int, float], ...] = ()  # (step, seconds), of the last looks at new ones
+
+    def at(self, mark: Mark) -> Times:
+        """The times after another look."""
+        if self.ends and self.ends[-1][0] == mark.step:
+            return self
+        ends = self.ends if not self.ends or self.ends[-1][0] < mark.step else ()
+        return Times((*ends, (mark.step, round(stepping_s(mark.total), 4)))[-TIMES:])
+
+    def error_s(self, first: int, last: int) -> float:
+        """The standard error of the mean time of the steps after `first`, up to `last`; infinite
+        where fewer than two looks tell them apart.
+        """
+        ends = [one for one in self.ends if first <= one[0] <= last]
+        parts = [(b[0] - a[0], (b[1] - a[1]) / (b[0] - a[0])) for a, b in pairwise(ends)]
+        if len(parts) < 2:
+            return math.inf
+        weight = sum(steps for steps, _ in parts)
+        mean = sum(steps * each_s for steps, each_s in parts) / weight
+        variance = sum(steps * (each_s - mean) ** 2 for steps, each_s in parts) / weight
+        return math.sqrt(variance / (len(parts) - 1))
 
 
 def between(first: Mark, last: Mark) -> Window | None:

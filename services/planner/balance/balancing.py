@@ -33,6 +33,9 @@ from services.planner.team import Seated, Team
 RULE, UNDO = "stage_time", "unpaid"
 SWITCH_S = 3.0  # that a move takes where none was measured: to start a role process
 WEIGHT = 0.3  # of the last move, in what a move takes
+LEAST_STEPS = 2  # of a window by which anything is planned;
+SURE = 0.25  # share of a step that a move must save which is decided on so few
+FOREVER_S = 1e6
 CHANGED = 1.5  # times the imbalance of a move that did not pay: it is another job by now
 
 
@@ -72,7 +75,8 @@ def _try(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Watch:
     trial = trials.began(trial, team.settled, mark, terms)
     watch = replace(watch, trial=trial)
     failures = watch.failures.get(trial.towards, 0)
-    verdict = trials.judged(trial, mark, terms, job.config.window_steps * (1 + failures))
+    steps = job.config.window_steps * (1 + failures)
+    verdict = trials.judged(trial, mark, watch.times, terms, steps)
     if verdict is None:
         return watch
     imbalance = _imbalance(predicted(trial.demand, trial.rates, trial.before, terms, 0.0))
@@ -94,7 +98,7 @@ def _shifted(trial: Trial) -> int:
 
 def _plan(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Watch:
     team, config, terms, split = draft.team(job.id), job.config, _terms(job), watch.split
-    window = watch.window(mark, config.window_steps)
+    window = watch.window(mark, LEAST_STEPS)
     assert split is not None
     if window is None or any(one.gang in _under_way(draft) for one in team.all):
         return watch
@@ -123,6 +127,8 @@ def _plan(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Watch:
     left = job.steps - mark.step if job.steps else 1 << 30
     switch_s = (watch.switch_s or SWITCH_S) * abs(shift) / max(1, team.workers)
     saved_s = window.step_s - after_s
+    if window.steps < config.window_steps and saved_s < SURE * window.step_s:
+        return _explain(watch, model, f"{window.steps} steps are too few to tell", window)
     if why := triggers.worth(saved_s, window.step_s, config, failures, left, switch_s):
         return _explain(watch, model, f"{abs(shift)} more to {towards}: {why}", window)
     figures = model.rounded() | {
@@ -147,6 +153,7 @@ def _plan(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Watch:
         now,
         found,
         abs(shift),
+        _spread(watch, mark),
     )
     return _explain(
         watch.moved(mark.step, trial), model, f"{abs(shift)} moved to {towards}", window
@@ -215,6 +222,12 @@ def _dismiss(draft: Draft, job: PlannedJob, team: Team) -> None:
 
 def _terms(job: PlannedJob) -> Terms:
     return Terms(job.groups_per_step, job.group_size, job.max_staleness, job.slots)
+
+
+def _spread(watch: Watch, mark: Mark) -> float:
+    """How far off the mean time of a step in the window may be; finite, for its record."""
+    first = watch.older.step if watch.older is not None else mark.step
+    return min(watch.times.error_s(first, mark.step), FOREVER_S)
 
 
 def _under_way(draft: Draft) -> set[str]:

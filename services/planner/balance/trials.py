@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from services.planner.balance.accounts import Mark, Window, between
+from services.planner.balance.accounts import Mark, Times, Window, between
 from services.planner.balance.prediction import (
     Demand,
     Rates,
@@ -26,8 +26,8 @@ from services.planner.balance.prediction import (
     scaled,
 )
 
-CLOSE = 0.05  # of a step: two times that are closer are looked at for longer
-LONGEST = 3  # times the window that a verdict may take
+SURE = 1.5  # standard errors by which two times differ that are told apart
+LONGEST = 4  # times the window that a verdict may take
 KEPT = 12  # verdicts that a job remembers
 BIAS = (0.7, 1.5)  # bounds of the correction that verdicts give a rule's predictions
 TRUST = 0.5  # weight of the last verdict in that correction
@@ -48,6 +48,7 @@ class Trial:
     demand: Demand
     rates: Rates
     moved: int  # workers
+    error_s: float  # standard error of `before_s`
     begins: Mark | None = None  # of the window that is judged
     settled_step: int | None = None  # at which all was where it was wished
 
@@ -128,15 +129,20 @@ def began(trial: Trial, settled: bool, mark: Mark, terms: Terms) -> Trial:
     return trial
 
 
-def judged(trial: Trial, mark: Mark, terms: Terms, steps: int) -> Verdict | None:
-    """The verdict, when `steps` tell it; where the two times are close, more are waited for."""
-    window = between(trial.begins, mark) if trial.begins is not None else None
+def judged(trial: Trial, mark: Mark, times: Times, terms: Terms, steps: int) -> Verdict | None:
+    """The verdict, when `steps` tell it; as long as the two times are not told apart from how much
+    steps differ anyway, more are waited for.
+    """
+    if trial.begins is None:
+        return None
+    window = between(trial.begins, mark)
     if window is None or window.steps < steps:
         return None
     verdict = _verdict(trial, window, mark.step, terms)
     if verdict is None:
         return None
-    close = abs(verdict.regret_s) < CLOSE * verdict.expected_s
+    error_s = math.hypot(trial.error_s, times.error_s(trial.begins.step, mark.step))
+    close = abs(verdict.regret_s) < SURE * error_s
     return None if close and window.steps < LONGEST * steps else verdict
 
 

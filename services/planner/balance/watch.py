@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from services.planner.balance.accounts import Account, Mark, Window, between
+from services.planner.balance.accounts import Account, Mark, Times, Window, between
 from services.planner.balance.prediction import Split
 from services.planner.balance.trials import KEPT, Trial, Verdict, learned, verdict_of
 
@@ -20,6 +20,7 @@ class Watch:
     split_step: int = 0  # since when
     older: Mark | None = None  # the window begins here,
     newer: Mark | None = None  # and the next one here
+    times: Times = field(default_factory=Times)
     observed_ms: int = 0  # when the counters were looked at last
     planned_step: int = 0
     moved_step: int | None = None
@@ -39,6 +40,7 @@ class Watch:
             "split_step": self.split_step,
             "older": self.older.document() if self.older is not None else None,
             "newer": self.newer.document() if self.newer is not None else None,
+            "times": [list(one) for one in self.times.ends],
             "observed_ms": self.observed_ms,
             "planned_step": self.planned_step,
             "moved_step": self.moved_step,
@@ -62,6 +64,7 @@ class Watch:
                 "split": Split(**split) if split is not None else None,
                 "older": Mark.of(document["older"]),
                 "newer": Mark.of(document["newer"]),
+                "times": Times(tuple((step, s) for step, s in document["times"])),
                 "trial": Trial.of(document["trial"]),
                 "verdicts": tuple(map(verdict_of, document["verdicts"])),
             }
@@ -73,6 +76,12 @@ class Watch:
         """The watch at this mark. A window is of one split and `steps` long, twice that at most; it
         begins when what was sampled with another split, `lag` steps of groups, has been trained.
         """
+        if self.split is None:  # nothing was sampled with another one
+            return replace(self, split=split, split_step=mark.step - lag)
+        watch = replace(self, times=self.times.at(mark))
+        return watch._marked(mark, split, lag, steps)
+
+    def _marked(self, mark: Mark, split: Split, lag: int, steps: int) -> Watch:
         if split != self.split or (self.older is not None and mark.step < self.older.step):
             return replace(self, split=split, split_step=mark.step, older=None, newer=None)
         if mark.step <= self.split_step + lag:
