@@ -150,15 +150,17 @@ def delete(job: str, mesh: Path | None, token: str | None) -> None:
 
 
 def why(subject: str, mesh: Path | None, as_json: bool) -> None:
-    """Prints the last decisions about a job, a gang or a worker, each with its rule and inputs; what
-    came of its last moves; of a job what is predicted now, and why nothing moves.
+    """Prints the last decisions about a job, a gang or a worker, each with its rule and inputs, and
+    what came of its last moves; of a job what is predicted now, and why nothing moves.
     """
 
-    async def look(state: State) -> tuple[list[Event], dict[str, Explained]]:
-        return await decisions.recent(state), await explained(state)
+    async def look(state: State) -> tuple[list[Event], dict[str, Explained], list[jobs.JobRow]]:
+        return await decisions.recent(state), await explained(state), await jobs.jobs(state)
 
-    recent, told_of = ask(find_mesh(mesh), look, ANSWER_S)
-    found, judged = decisions.about(recent, subject), moves.judged(recent, subject)
+    recent, told_of, rows = ask(find_mesh(mesh), look, ANSWER_S)
+    known = [moves.recorded(Path(row.run_dir)) for row in rows]
+    judged = moves.judged(moves.merged(*known, recent), subject)
+    found = decisions.about(recent, subject)
     present = told_of.get(subject)
     if as_json:
         content = {

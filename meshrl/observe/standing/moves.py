@@ -1,15 +1,18 @@
-"""Moves as people see them: what was predicted of each, what came of it, and why none is made now."""
+"""Moves as people see them: what was predicted, what came of it, and why none is made now."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import datetime
+from pathlib import Path
 
 from rich.table import Table
 
 from common.pool.explained import JUDGED, Explained, Judged, judged_of
-from common.state.events import Event
+from common.records import lines
+from common.state.events import Event, order
 from meshrl.observe.live import printing
+from meshrl.observe.recording.recorded import EVENTS, event_of
 
 MOST = 10  # judged moves that are shown, the last ones
 
@@ -18,6 +21,23 @@ def judged(events: Iterable[Event], subject: str = "") -> list[Judged]:
     """The last moves that were judged: of a job, a gang or a resident, or of all, oldest first."""
     found = (judged_of(event.ms, event.fields) for event in events if event.kind == JUDGED)
     return [m for m in found if subject in ("", m.job, m.resident, m.gang)][-MOST:]
+
+
+def recorded(run_dir: Path) -> list[Event]:
+    """What the record of a run on this host tells of judged moves: Redis keeps what has happened
+    for some minutes only.
+    """
+    return [
+        event_of(row)
+        for row in lines.whole(run_dir / EVENTS, f'"{JUDGED}"')
+        if row["kind"] == JUDGED
+    ]
+
+
+def merged(*sources: Iterable[Event]) -> list[Event]:
+    """Events of several sources, each once, in their order."""
+    found = {event.id: event for source in sources for event in source if event.kind == JUDGED}
+    return sorted(found.values(), key=lambda event: order(event.id))
 
 
 def table(moves: Iterable[Judged]) -> Table:
@@ -71,11 +91,11 @@ def present(told: Explained) -> list[str]:
         "the host's cores": told.host_s,
     }
     said = ", ".join(f"{name} {seconds(value)}" for name, value in parts.items() if value)
-    lines = []
+    found = []
     if told.step_s:
-        lines.append(f"a step is predicted to take {seconds(told.step_s)}" + (said and f": {said}"))
+        found.append(f"a step is predicted to take {seconds(told.step_s)}" + (said and f": {said}"))
     if told.binds:
-        lines.append(f"what binds is {told.binds}")
+        found.append(f"what binds is {told.binds}")
     if told.error is not None:
-        lines.append(f"predictions of moves were off by {100 * told.error:.0f} % (median)")
-    return lines + ([told.verdict] if told.verdict else [])
+        found.append(f"predictions of moves were off by {100 * told.error:.0f} % (median)")
+    return found + ([told.verdict] if told.verdict else [])
