@@ -35,6 +35,6 @@ def model_of(run: Run, step: int | None, best: bool, scratch: Path) -> Path:
     if not last:
         raise NotFound(told)
     raise NotFound(
-        f"there is no model of {run.shown} yet: {told}",
+        f"there is no model of {run.shown} yet: {told.partition('. ')[0]}",
         fix="The first version comes with the warm start's end; `meshrl status` says how far it is",
     )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.api.gateway import JobState
-from common.errors import DeadlineExceeded, PeerLost, StateUnavailable
+from common.errors import DeadlineExceeded, NotFound, PeerLost, StateUnavailable
 from common.pool.explained import JUDGED
 from common.state.events import Event
 from common.state.jobs import Phase
@@ -43,7 +43,8 @@ class TokenOnlooker:
         states = [s for s in await client.jobs() if not s.over or s.name in self._shown]
         for state in states:
             self._shown.add(state.name)
-            await self._follow(client, state.name)
+            with contextlib.suppress(NotFound):  # it has been deleted since
+                await self._follow(client, state.name)
         jobs = tuple(self._job(state) for state in states)
         return Frame("", jobs, judged=tuple(moves.judged(self._judged)))
 
