@@ -208,10 +208,10 @@ def top(
         meshrl top --json
     """
     if token and not mesh:
-        from meshrl.run import top_by_token
+        from meshrl.top import by_token
 
-        raise typer.Exit(top_by_token.top(token, once, json))
-    from meshrl.run import top as showing
+        raise typer.Exit(by_token.top(token, once, json))
+    from meshrl.top import showing
 
     raise typer.Exit(showing.top(run, mesh, once, json))
 

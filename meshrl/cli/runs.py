@@ -233,7 +233,7 @@ def chat(
 
         meshrl chat runs/mygame --row 0 --temperature 0 --json
     """
-    from meshrl.run import chatting
+    from meshrl.run.talking import chatting
 
     raise typer.Exit(chatting.chat(run, step, best, prompt, row, temperature, seed, json))
 
@@ -282,7 +282,7 @@ def sample(
 
         meshrl sample runs/mygame - --greedy < prompts.txt
     """
-    from meshrl.run import sampling
+    from meshrl.run.talking import sampling
 
     temperature = 0.0 if greedy else temperature
     choice = sampling.Choice(step, best, n, temperature, max_tokens, seed)

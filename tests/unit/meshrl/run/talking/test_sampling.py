@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from common.errors import ConfigError, NotFound
 from meshrl.cli import app
-from meshrl.run.model_of import model_of
-from meshrl.run.sampling import Choice, asked, sample
+from meshrl.run.talking.model_of import model_of
+from meshrl.run.talking.sampling import Choice, asked, sample
 from meshrl.run.target import run_in
 from tests.unit.meshrl.run.conftest import written_run
 

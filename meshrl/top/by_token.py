@@ -19,10 +19,10 @@ from meshrl.client.client import Client
 from meshrl.observe.live.mesh_view import CURVE
 from meshrl.observe.live.watch import trained_rate
 from meshrl.observe.standing import moves
-from meshrl.observe.top.frame import Frame, JobFrame
-from meshrl.observe.top.making import steps_per_min, wait_share
 from meshrl.run.outcome import INTERRUPTED
-from meshrl.run.top import TopScreen, tell
+from meshrl.top.frame import Frame, JobFrame
+from meshrl.top.making import steps_per_min, wait_share
+from meshrl.top.showing import TopScreen, tell
 
 LOOK_S = 1.0
 AGAIN_S = 1.0  # until a mesh that does not answer is asked again

@@ -7,8 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from meshrl.run.model_of import model_of
 from meshrl.run.outcome import INTERRUPTED
+from meshrl.run.talking.model_of import model_of
 from meshrl.run.target import run_of
 
 

@@ -13,7 +13,7 @@ from common.state.jobs import Phase
 from meshrl.observe.live import printing
 from meshrl.observe.live.view import ROLE_COLORS, sparkline
 from meshrl.observe.standing import moves
-from meshrl.observe.top.frame import Frame, JobFrame, MoveFrame, ResidentFrame
+from meshrl.top.frame import Frame, JobFrame, MoveFrame, ResidentFrame
 
 MOVES = 5  # judged moves that are shown, the last ones
 CURVE = 16  # rewards

@@ -17,7 +17,7 @@ from meshrl.observe.live.mesh_view import JobLine, MeshShot
 from meshrl.observe.live.watch import ETA_STEPS
 from meshrl.observe.live.workers import WorkerLine, lines
 from meshrl.observe.standing.processes import owner
-from meshrl.observe.top.frame import Frame, HostFrame, JobFrame, MoveFrame, ResidentFrame
+from meshrl.top.frame import Frame, HostFrame, JobFrame, MoveFrame, ResidentFrame
 
 Rows = Sequence[Mapping[str, Any]]  # of a job's last steps
 

@@ -21,13 +21,13 @@ from meshrl.asking import ANSWER_S, ask
 from meshrl.launch.directory.places import MeshPlace, shown
 from meshrl.observe.live.view import OneScreen
 from meshrl.observe.standing import moves
-from meshrl.observe.top.frame import Frame
-from meshrl.observe.top.making import Seen, frame
-from meshrl.observe.top.screen import screen, tables
 from meshrl.run.looking import looked
 from meshrl.run.outcome import INTERRUPTED
 from meshrl.run.target import place_of
 from meshrl.run.watching_mesh import MeshOnlooker
+from meshrl.top.frame import Frame
+from meshrl.top.making import Seen, frame
+from meshrl.top.screen import screen, tables
 
 RATE_S = 1.0  # between the two looks that a single frame's rates are of
 WIDE = 200  # columns of a frame that no terminal bounds

@@ -13,8 +13,8 @@ from common.state import events, leader, pool
 from common.state.client import State
 from common.state.keys import PLANNER
 from meshrl.cli import app
-from meshrl.observe.top.frame import Frame, JobFrame
-from meshrl.run.top import TopScreen
+from meshrl.top.frame import Frame, JobFrame
+from meshrl.top.showing import TopScreen
 from tests.unit.meshrl.run.conftest import JOB, HeldMesh, held
 
 __all__ = ["held"]

@@ -15,9 +15,9 @@ from common.pool.snapshot import Move
 from common.state.jobs import Phase
 from common.state.registry import Entry
 from meshrl.observe.live.mesh_view import shot
-from meshrl.observe.top.frame import Frame
-from meshrl.observe.top.making import Seen, frame, steps_per_min, wait_share
-from meshrl.observe.top.screen import screen, tables
+from meshrl.top.frame import Frame
+from meshrl.top.making import Seen, frame, steps_per_min, wait_share
+from meshrl.top.screen import screen, tables
 from tests.unit.meshrl.observe.test_tables import POOL, WAITS, row
 
 NOW_MS = 1_000_000
