@@ -51,7 +51,8 @@ class Arm:
         return {
             "arm": self.name,
             "rl_s": round(self.rl_s, 1),
-            "steps": len(self.steps),
+            "trained_s": [round(row["train_s"], 1) for row in self.steps],
+            "waited_s": [round(row["wait_s"], 1) for row in self.steps],
             "moves": [f"{m['from']} to {m['to']} at step {m.get('step')}" for m in self.moves],
             "switches_s": [round(s, 2) for s in self.switches_s],
             "killed": self.killed,
