@@ -389,9 +389,14 @@ class PlannerConfig(Table):
 
     moves: bool = True  # whether the planner moves gangs; false: the default split is held
     interval_s: Positive = 1.0  # between two looks at the stage times
-    # ratio of the two stage times from which a move is considered
+    every: Count = 10  # steps after which the split is planned anew, whatever happens
+    # ratio of the two stage times from which it is planned at once,
     imbalance: Annotated[float, Ge(1)] = 1.15
-    gain: NonNegative = 0.05  # share of the iteration time a move must save
+    queue_pressure: Positive = 0.75  # trajectories that wait for an engine, over all slots,
+    active_pressure: Positive = 0.85  # trajectories at engines, over all slots,
+    rejected: Count = 8  # groups that came too old
+    gain: NonNegative = 0.05  # share of a step's time that a move must save
+    window_steps: Annotated[Whole, Ge(2)] = 4  # that are measured before a move, and after it
     warmup_steps: Natural = 1
     cooldown_steps: Natural = 3
     min_rollout: Count = 1

@@ -18,6 +18,7 @@ from common.pool.documents import (
     worker_document,
     worker_of,
 )
+from common.pool.measured import kind_of
 from common.pool.names import agent as agent_process
 from common.pool.planned import Published, planned
 from common.pool.rows import Gang, Report, Worker
@@ -34,6 +35,7 @@ LEADER = f"{MESH}:planner"  # what leaders leave to each other
 # Decisions of one script: each takes up to some 50 us of Redis, which answers nobody meanwhile.
 CHUNK = 128
 ENDED_S = 3600.0  # for which the last end of a process is told whose resident is gone
+PLACES, CORES = ("takes", "tiers"), ("cores", "busy_cores")  # what a host's agent says of it
 _POLLED = ("about", "token", "gang", "membership", "revision")
 
 
@@ -275,6 +277,7 @@ def _snapshot(found: dict[str, Any]) -> Snapshot:
     alive = frozenset(found["alive"])
     rows = (worker_of(row | {"alive": row["id"] in alive}) for row in found["workers"])
     known = tuple(sorted(rows, key=lambda one: numbered(one.id)))
+    kinds = {worker.gang: kind_of(worker.accelerator) for worker in known if worker.gang}
     requests = [request_of(op, row) for op, row in found["requests"].items()]
     settings = found["settings"]
     return Snapshot(
@@ -282,7 +285,7 @@ def _snapshot(found: dict[str, Any]) -> Snapshot:
         workers=known,
         gangs=tuple(sorted(map(gang_of, found["gangs"]), key=lambda one: numbered(one.id))),
         jobs=tuple(
-            planned(row, row["document"], by_job.get(row["id"], ())) for row in found["jobs"]
+            planned(row, row["document"], by_job.get(row["id"], ()), kinds) for row in found["jobs"]
         ),
         hosts=_hosts(found, known, processes),
         requests=tuple(sorted(requests, key=lambda one: (one.asked_ms, one.op))),
@@ -323,8 +326,9 @@ def host_of(agent: Entry) -> Host:
 
 
 def _offer(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What the stats of a host's agent say of `Host.takes` and `Host.tiers`."""
-    return {key: tuple(said[key]) for key in ("takes", "tiers") if said.get(key) is not None}
+    """What the stats of a host's agent say of its services, its tiers and its cores."""
+    offer: dict[str, Any] = {key: float(said[key]) for key in CORES if key in said}
+    return offer | {key: tuple(said[key]) for key in PLACES if said.get(key) is not None}
 
 
 def _stat(process: Published | None, name: str) -> Any:

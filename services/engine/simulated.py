@@ -142,7 +142,6 @@ class SimulatedEngine:
         self._numbers = {"": 0}  # of adapters, by name; a name keeps its own
         self._loaded: dict[str, int] = {}  # their versions
         self.tokens_generated = self.tokens_computed = 0
-        self.steps = 0
         self.busy_s = 0.0
         self.prefill_tokens_per_s = 0.0
         self.cache_bytes_per_token = 0  # there is none
@@ -226,8 +225,12 @@ class SimulatedEngine:
 
     # -- time ------------------------------------------------------------------------------------
 
+    @property
+    def steps(self) -> int:
+        """Tokens that each of its slots could have brought while any of them was in use."""
+        return int(self.busy_s * self._rate + _ROUNDING)
+
     def step(self) -> bool:
-        self.steps += 1
         self._advance()
         return not self._stands and bool(self._slots.slot_of or self._queue)
 

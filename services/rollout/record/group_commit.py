@@ -40,6 +40,7 @@ class GroupCommit:
     def __init__(self, mesh: Mesh, writer: TokenWriter) -> None:
         self._mesh, self._writer = mesh, writer
         self.sampled = 0  # tokens, evaluation's too
+        self.recorded = 0  # of trajectories that are written down: evaluation's are not
         self._staging = Staging()
         self._layers: list[list[Tokens]] = []  # the n-th flush of each engine since the last commit
         self._depth: dict[str, int] = {}  # engine -> its flushes in `_layers`
@@ -129,6 +130,7 @@ class GroupCommit:
         wanted = (rows != NOBODY) & (new.counts > 0)
         taken = new if wanted.all() else some(new, wanted)
         self.sampled += len(taken.tokens)
+        self.recorded += int(new.counts[wanted & self._staging.recorded(rows)].sum())
         self._staging.add(rows[wanted], taken)
         over = (rows != NOBODY) & (finish != Finish.RUNNING)
         for number, code in zip(requests[over].tolist(), finish[over].tolist(), strict=True):

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.throughput import Throughput, size_class
+from services.engine.throughput import Throughput, context_class, size_class
 
 
 def measured(plateau: int, sizes: range) -> Throughput:
@@ -39,3 +39,11 @@ def test_a_size_seen_once_or_without_tokens_says_nothing() -> None:
 def test_size_classes_are_at_most_a_third_below(batch: int) -> None:
     size = size_class(batch)
     assert size <= batch < 1.5 * size + 1
+
+
+def test_a_table_by_batch_and_context_says_how_many_steps_each_mean_is_of() -> None:
+    table = Throughput()
+    for context, rate in ((10.0, 400.0), (700.0, 200.0), (800.0, 200.0)):
+        table.stepped(4, 4, 4 / rate, context)
+    assert table.by_context == {"4x0": [400.0, 1], "4x512": [200.0, 2]}
+    assert [context_class(n) for n in (0, 31, 32, 63, 64, 1000.5)] == [0, 0, 32, 32, 64, 512]
