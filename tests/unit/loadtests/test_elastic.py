@@ -37,10 +37,16 @@ def moving(rl_s: float, switch_ms: int = 2000, planner_cpu_s: float = 1.0) -> Ar
 
 def test_an_arm_lasts_from_its_first_commit_to_its_last_and_moves_until_they_settle() -> None:
     found = Arm("planner")
-    told = [commit(1000, 1.0, 0.0), move(1500, 3500), move(2000, 3000, "asked"), commit(9000, 1, 0)]
+    told = [
+        commit(1000, 1.0, 0.0),
+        move(1500, 3500),
+        move(2000, 3000, "user"),
+        move(4000, 5000, "unpaid"),
+        commit(9000, 1, 0),
+    ]
     take(found, told)
     assert found.rl_s == 8.0 and len(found.steps) == 2
-    assert found.switches_s == [2.0]
+    assert len(found.moves) == 1 and found.switches_s == [2.0, 1.0]
 
 
 def test_the_span_is_of_what_steps_wait_beside_what_they_train() -> None:
