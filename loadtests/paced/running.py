@@ -21,6 +21,7 @@ from common.state import registry
 from common.state.events import Event
 from loadtests.jobs.mesh import RunningMesh, mesh_up
 from loadtests.paced.job import write
+from loadtests.regret.figures import judgement
 from sim.mesh.paced.workload import Workload
 
 JOB = "paced"
@@ -34,7 +35,8 @@ class Arm:
     name: str
     rl_s: float = 0.0  # from its first committed step to its last
     steps: list[dict[str, Any]] = field(default_factory=list)  # records
-    moves: list[dict[str, Any]] = field(default_factory=list)
+    moves: list[dict[str, Any]] = field(default_factory=list)  # by stage times
+    undone: list[dict[str, Any]] = field(default_factory=list)  # moves back: they had not paid
     judged: list[dict[str, Any]] = field(default_factory=list)
     planner_cpu_s: float = 0.0
     cpu_s: float = 0.0
@@ -43,16 +45,19 @@ class Arm:
 
     @property
     def switches_s(self) -> list[float]:
-        """What each move took, from its decision until it had settled."""
-        return [(m["finished_ms"] - m["started_ms"]) / 1e3 for m in self.moves]
+        """What each move, back too, took from its decision until it had settled."""
+        every = self.moves + self.undone
+        return [(m["finished_ms"] - m["started_ms"]) / 1e3 for m in every]
 
     def row(self) -> dict[str, Any]:
         """For people."""
         return {
             "arm": self.name,
             "rl_s": round(self.rl_s, 1),
-            "steps": len(self.steps),
+            "trained_s": [round(row["train_s"], 1) for row in self.steps],
+            "waited_s": [round(row["wait_s"], 1) for row in self.steps],
             "moves": [f"{m['from']} to {m['to']} at step {m.get('step')}" for m in self.moves],
+            "judged": [judgement(told) for told in self.judged],
             "switches_s": [round(s, 2) for s in self.switches_s],
             "killed": self.killed,
             **self.honest,
@@ -88,8 +93,11 @@ def take(arm: Arm, events: Sequence[Event]) -> None:
     arm.steps = [event.fields["metrics"] for event in commits]
     arm.rl_s = (commits[-1].ms - commits[0].ms) / 1e3
     for event in events:
-        if event.kind == "move" and event.fields.get("policy") == "stage_time":
+        policy = event.fields.get("policy")
+        if event.kind == "move" and policy == "stage_time":
             arm.moves.append(event.fields)
+        elif event.kind == "move" and policy == "unpaid":
+            arm.undone.append(event.fields)
         elif event.kind == "move_judged":
             arm.judged.append(event.fields)
 

@@ -64,7 +64,7 @@ class Workload:
     alike: Drift = Drift(0.0, 0.0)  # share of groups without variance, which are not trained
     decode: str = "200/8/4000"
     training: str = "300/500"
-    bin_tokens: int = LONGEST
+    bin_tokens: int = 96  # a longer trajectory has a bin of its own
     moves: bool = True  # whether the planner moves gangs
     helping: int = 0  # gangs that help the core in the first split
     planner: tuple[tuple[str, Any], ...] = ()  # further keys of `[planner]`
