@@ -91,7 +91,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         ("NVIDIA A400", ""),
     ],
 )
-def test_a_driver_s_name_tells_the_kind(name: str, kind: str) -> None:
+def test_the_name_of_a_driver_tells_the_kind(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
 

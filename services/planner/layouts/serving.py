@@ -1,0 +1,188 @@
+"""What gangs take to serve contiguous ranges of lengths, and how far each gets in a given time.
+
+A gang needs as many decode steps as its slots, its room for keys and values, and its longest
+trajectory ask for, whichever is most; each step takes its base, and each token and its context what
+they add (`common.pool.measured.Curve`). Nothing takes less than the longest trajectory takes alone:
+its tokens one after the other, and its tools. A range never takes less than a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.pool.measured import Curve
+from services.planner.costs.rollout import SLOTS, Gang
+from services.planner.layouts.grouping import Group
+
+Positions = NDArray[np.intp]  # [groups + 1]: where a range that begins at each group may end
+Seconds = NDArray[np.float64]
+ROUNDING = 1e-12  # relative; a sum of costs may be off by this
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A gang that could be formed."""
+
+    curve: Curve  # measured, or predicted
+    capacity: float  # tokens of context that fit at a time
+    slots: int = SLOTS  # sequences at a time at most
+
+    @classmethod
+    def of(cls, gang: Gang, slots: int = SLOTS, scale: float = 1.0) -> Server:
+        """The server that a gang is predicted to be, `scale` times as slow: its correction."""
+        curve = gang.curve(batch=min(slots, SLOTS))
+        slower = Curve(
+            curve.kind,
+            curve.degree,
+            scale * curve.base_s,
+            scale * curve.sequence_s,
+            scale * curve.context_s,
+            curve.prefill_tokens_per_s / scale,
+        )
+        return cls(slower, gang.capacity() if gang.fits(1) else 0.0, slots)
+
+    @property
+    def kind(self) -> str:
+        """Of its accelerators."""
+        return self.curve.kind
+
+    @property
+    def degree(self) -> int:
+        """Of tensor parallelism: accelerators that it takes, all of one node."""
+        return self.curve.degree
+
+    def alone_s(self, group: Group) -> float:
+        """Seconds of a group's longest trajectory when it is alone there; infinite when it does not
+        fit.
+        """
+        if group.longest_context > self.capacity:
+            return float("inf")
+        steps_s = group.longest * self.curve.step_s(1, group.prompt + group.longest / 2)
+        return self._prefill_s(group.prompt) + steps_s + group.tool_s
+
+    def serves_s(self, group: Group) -> float:
+        """Seconds until a group is done that is all that it serves."""
+        alone_s = self.alone_s(group)
+        if alone_s == float("inf"):
+            return alone_s
+        steps = max(group.longest, group.generated / self.slots, group.held / self.capacity)
+        return max(alone_s, self.curve.base_s * steps + self._shared_s(group))
+
+    def _shared_s(self, group: Group) -> float:
+        """What tokens add to steps, and their prefill."""
+        added_s = self.curve.sequence_s * group.generated + self.curve.context_s * group.held
+        return added_s + self._prefill_s(group.prompts)
+
+    def _prefill_s(self, tokens: float) -> float:
+        rate = self.curve.prefill_tokens_per_s
+        return tokens / rate if rate else 0.0
+
+
+class Ranges(Protocol):
+    """What the search asks. Ranges are [first, end) of groups in order of length; a longer range
+    takes no less time than a part of it.
+    """
+
+    kinds: Sequence[tuple[str, int]]  # (kind, degree) of each server
+    groups: int
+
+    def seconds(self, server: int, first: int, end: int) -> float:
+        """What a server takes for a range."""
+        ...
+
+    def reach(self, server: int, limit_s: float) -> Positions:
+        """The furthest end, for each first, that a server reaches within a time."""
+        ...
+
+
+class Served:
+    """The ranges of groups, as servers take them. Each is an inverse of sums from the first group
+    on, so that all reaches of a server are found by three searches.
+    """
+
+    def __init__(self, servers: Sequence[Server], groups: Sequence[Group]) -> None:
+        """`groups` are in order of length (`grouping.by_length`)."""
+        self.servers, self.kinds = servers, [(one.kind, one.degree) for one in servers]
+        self.groups = len(groups)
+        self._longest = np.array([0.0] + [group.longest for group in groups])
+        if (np.diff(self._longest) < 0).any():
+            raise ValueError("groups are not in order of what their longest one generates")
+        generated, held = _sums(groups, "generated"), _sums(groups, "held")
+        prompts = _sums(groups, "prompts")
+        self._parts: list[tuple[Seconds, Seconds, Seconds, Seconds]] = []
+        for one in servers:
+            rate, curve = one.curve.prefill_tokens_per_s, one.curve
+            shared = curve.sequence_s * generated + curve.context_s * held
+            shared = shared + (prompts / rate if rate else 0.0)
+            slots = shared + curve.base_s * generated / one.slots
+            room = shared + (curve.base_s * held / one.capacity if one.capacity > 0 else 0.0)
+            alone = np.array([one.alone_s(group) for group in groups])
+            self._parts.append((shared, slots, room, alone))
+
+    def seconds(self, server: int, first: int, end: int) -> float:
+        """What a server takes for groups [first, end)."""
+        if first == end:
+            return 0.0
+        shared, slots, room, alone = self._parts[server]
+        steps_s = self.servers[server].curve.base_s * self._longest[end]
+        sums = (slots[end] - slots[first], room[end] - room[first])
+        return float(max(alone[first:end].max(), shared[end] - shared[first] + steps_s, *sums))
+
+    def reach(self, server: int, limit_s: float) -> Positions:
+        """The furthest end, for each first, within a time."""
+        shared, slots, room, alone = self._parts[server]
+        latency = shared + self.servers[server].curve.base_s * self._longest
+        limit_s *= 1 + ROUNDING
+        found = np.minimum(
+            np.searchsorted(slots, slots + limit_s, "right"),
+            np.searchsorted(room, room + limit_s, "right"),
+        )
+        found = np.minimum(found, np.searchsorted(latency, shared + limit_s, "right")) - 1
+        barriers = np.where(alone > limit_s, np.arange(self.groups), self.groups)
+        first_barrier = np.minimum.accumulate(barriers[::-1])[::-1]
+        found[:-1] = np.minimum(found[:-1], first_barrier)
+        return np.maximum(found, np.arange(self.groups + 1))
+
+
+class Table:
+    """Ranges whose costs are given one by one, for few groups."""
+
+    def __init__(
+        self,
+        kinds: Sequence[tuple[str, int]],
+        groups: int,
+        cost: Callable[[int, int, int], float],
+    ) -> None:
+        """`cost(server, first, end)` in seconds; ValueError if a range takes less than a part."""
+        self.kinds, self.groups = kinds, groups
+        shape = (len(kinds), groups + 1, groups + 1)
+        self._seconds = np.full(shape, np.inf)
+        for server in range(len(kinds)):
+            for first in range(groups + 1):
+                self._seconds[server, first, first] = 0.0
+                for end in range(first + 1, groups + 1):
+                    self._seconds[server, first, end] = cost(server, first, end)
+        for server, first, end in np.ndindex(*shape):
+            part = self._seconds[server, min(first + 1, end), end] if first < end else 0.0
+            if end > first and self._seconds[server, first, end] < max(
+                part, self._seconds[server, first, end - 1]
+            ):
+                raise ValueError(f"groups {first} to {end} take less time than a part of them")
+
+    def seconds(self, server: int, first: int, end: int) -> float:
+        """What a server takes for groups [first, end)."""
+        return float(self._seconds[server, first, end])
+
+    def reach(self, server: int, limit_s: float) -> Positions:
+        """The furthest end, for each first, within a time."""
+        within = self._seconds[server] <= limit_s * (1 + ROUNDING)
+        return np.asarray(self.groups - np.argmax(within[:, ::-1], axis=1), np.intp)
+
+
+def _sums(groups: Sequence[Group], name: str) -> Seconds:
+    return np.concatenate(([0.0], np.cumsum([getattr(group, name) for group in groups])))
