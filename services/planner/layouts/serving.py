@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from common.pool.measured import Curve
 from services.planner.costs.rollout import SLOTS, Gang
-from services.planner.layouts.grouping import Group
+from services.planner.layouts.grouping import Group, together
 
 Positions = NDArray[np.intp]  # [groups + 1]: where a range that begins at each group may end
 Seconds = NDArray[np.float64]
@@ -65,13 +65,14 @@ class Server:
         steps_s = group.longest * self.curve.step_s(1, group.prompt + group.longest / 2)
         return self._prefill_s(group.prompt) + steps_s + group.tool_s
 
-    def serves_s(self, group: Group) -> float:
-        """Seconds until a group is done that is all that it serves."""
-        alone_s = self.alone_s(group)
+    def serves_s(self, groups: Sequence[Group]) -> float:
+        """Seconds until groups are done that are all that it serves."""
+        alone_s = max(map(self.alone_s, groups))
         if alone_s == float("inf"):
             return alone_s
-        steps = max(group.longest, group.generated / self.slots, group.held / self.capacity)
-        return max(alone_s, self.curve.base_s * steps + self._shared_s(group))
+        whole = together(groups)
+        steps = max(whole.longest, whole.generated / self.slots, whole.held / self.capacity)
+        return max(alone_s, self.curve.base_s * steps + self._shared_s(whole))
 
     def _shared_s(self, group: Group) -> float:
         """What tokens add to steps, and their prefill."""
