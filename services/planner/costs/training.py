@@ -24,7 +24,8 @@ ACTIVATIONS = 34  # bytes a token, layer and feature, attention recomputed (Kort
 class TrainingLayout:
     """How a step is spread: `data` replicas, each over `tensor` x `pipeline` accelerators, which
     computes `micro` sequences at a time. `sharded`: parameters, gradients and moments are spread
-    over replicas, too (FSDP).
+    over replicas, too (FSDP). `recomputed`: layers keep their inputs alone, and are computed once
+    more on the way back (Chen et al. 2016); otherwise attention is.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class TrainingLayout:
     pipeline: int = 1
     micro: int = 1
     sharded: bool = True
+    recomputed: bool = False
 
     @property
     def workers(self) -> int:
@@ -76,7 +78,10 @@ def memory_bytes(shape: ModelShape, layout: TrainingLayout, work: StepWork) -> f
     tokens = layout.micro * work.tokens / max(1, work.sequences)
     layers = shape.layers / layout.pipeline
     under_way = min(layout.pipeline, max(1, work.sequences // (layout.data * layout.micro)))
-    activations = ACTIVATIONS * tokens * shape.hidden * layers / layout.tensor
+    feature = (
+        shape.dtype_bytes * layers + ACTIVATIONS if layout.recomputed else ACTIVATIONS * layers
+    )
+    activations = feature * tokens * shape.hidden / layout.tensor
     return states + gathered + activations * under_way
 
 
@@ -103,8 +108,10 @@ def _stage_s(
         reduce_s = REDUCES * one * shape.layers / layout.pipeline
     sent_s = _experts_s(shape, on, layout, work, size)
     forward_s = (matrices + attention) / rate + reduce_s + sent_s
-    # Twice as much, and attention once more, as it is not kept but computed again.
+    # Twice as much, and once more what is not kept but computed again.
     back_s = (2 * matrices + 3 * attention) / rate + reduce_s + sent_s
+    if layout.recomputed:
+        back_s += matrices / rate + reduce_s + sent_s
     handing_s = (
         size / layout.tensor / _bytes_per_s(on, layout, work) if layout.pipeline > 1 else 0.0
     )

@@ -15,14 +15,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.planner.costs.training import TrainingLayout
-from services.planner.layouts.nodes import Node, Supply, placed, supply, without
-from services.planner.layouts.search import STATES, Furthest, Span, States, largest_degrees
+from services.planner.layouts.nodes import Node, Pool, Supply, placed, supply, without
+from services.planner.layouts.search import CELLS, Furthest, Span, States, largest_degrees
 from services.planner.layouts.serving import Ranges
 
 TOLERANCE = 1e-4  # of the time; what is below is told apart by no measurement
-COARSE = 20_000  # states, above which a coarser table finds a limit to begin from
+COARSE = 20_000  # cells, above which a coarser table finds a limit to begin from
 FIRST_STEP = 2.5e-3  # by which a limit is lowered first from there
 NEVER = 1e18  # seconds
+
+_Pools = frozenset[Pool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,9 @@ class Timed:
 
     layout: TrainingLayout
     seconds: float
+
+
+NO_TRAINING = Timed(TrainingLayout("", data=0), 0.0)  # where it is others' that are planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ def allocate(
     nodes: Sequence[Node],
     ways: Sequence[Timed],
     tolerance: float = TOLERANCE,
-    limit: int = STATES,
+    limit: int = CELLS,
 ) -> Plan | None:
     """The plan with the shortest iteration; of equally short ones that which trains in less time,
     then on fewer accelerators. None when no way to train leaves gangs that can serve every group.
@@ -139,7 +144,7 @@ class _Search:
             found = self._within(NEVER, self._states)
         if found is None:
             return None
-        if any(prod_of(states) > COARSE for states in self._states.values()):
+        if any(states.cells > COARSE for states in self._states.values()):
             found = self._bisected(found, low, 10 * tolerance, self._of(COARSE))
             found = self._lowered(found, low, tolerance)
         else:
@@ -151,7 +156,7 @@ class _Search:
         found: tuple[_Way, list[Span]],
         low: float,
         tolerance: float,
-        states: Mapping[tuple[object, ...], States],
+        states: Mapping[_Pools, States],
     ) -> tuple[_Way, list[Span]]:
         """The best found when no limit in between, further than `tolerance`, can be kept."""
         high = self._iteration_s(found)
@@ -179,42 +184,49 @@ class _Search:
         return found
 
     def _within(
-        self, limit_s: float, states: Mapping[tuple[object, ...], States]
+        self, limit_s: float, states: Mapping[_Pools, States]
     ) -> tuple[_Way, list[Span]] | None:
         """A way to train and gangs that keep a limit; None when there are none."""
-        tables: dict[tuple[object, ...], Furthest] = {}
+        tables: dict[int, Furthest] = {}
         for way in self.ways:
             if way.timed.seconds > limit_s:
                 break
-            key = _key(way)
-            if key not in tables:
-                tables[key] = Furthest(states[key], self.ranges, limit_s)
-            state = states[key].of(way.supply)
-            if tables[key].end(state) >= self.ranges.groups:
-                return way, tables[key].spans(state)
+            of = states[frozenset(way.supply)]
+            table = tables.get(id(of))
+            if table is None:
+                table = tables[id(of)] = Furthest(of, self.ranges, limit_s)
+            state = of.of(way.supply)
+            if table.end(state) >= self.ranges.groups:
+                return way, table.spans(state)
         return None
 
     def _iteration_s(self, found: tuple[_Way, list[Span]]) -> float:
         way, spans = found
         return max(way.timed.seconds, *(_seconds(self.ranges, span) for span in spans))
 
-    def _of(self, limit: int) -> dict[tuple[object, ...], States]:
-        """The states of each set of pools that ways to train leave something of."""
-        most: dict[tuple[object, ...], Supply] = {}
+    def _of(self, limit: int) -> dict[_Pools, States]:
+        """The states of each set of pools that ways to train leave something of, of no more than
+        `limit` cells together. Where they would be more, ways that leave something of fewer pools
+        are judged by the states of more.
+        """
+        most: dict[_Pools, Supply] = {}
         for way in self.ways:
-            of = most.setdefault(_key(way), {})
-            for pool, count in way.supply.items():
-                of[pool] = max(of.get(pool, 0), count)
-        return {key: States(of, self.ranges.kinds, limit) for key, of in most.items()}
+            _widen(most.setdefault(frozenset(way.supply), {}), way.supply)
+        kinds = self.ranges.kinds
+        found = {key: States(of, kinds, limit) for key, of in most.items()}
+        if sum(states.cells for states in found.values()) <= limit:
+            return found
+        widest = {key: max((k for k in most if key <= k), key=len) for key in most}
+        for key, of in list(most.items()):
+            _widen(most[widest[key]], of)
+        each = limit // len(set(widest.values()))
+        found = {key: States(most[key], kinds, each) for key in set(widest.values())}
+        return {key: found[widest[key]] for key in most}
 
 
-def prod_of(states: States) -> int:
-    """How many states there are."""
-    return math.prod(most + 1 for most in states.most)
-
-
-def _key(way: _Way) -> tuple[object, ...]:
-    return tuple(sorted(way.supply))
+def _widen(most: Supply, by: Supply) -> None:
+    for pool, count in by.items():
+        most[pool] = max(most.get(pool, 0), count)
 
 
 def _seconds(ranges: Ranges, span: Span) -> float:

@@ -12,6 +12,7 @@ too many, gangs of the largest pools come in bunches of `unit` accelerators of o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -23,7 +24,7 @@ from services.planner.layouts.nodes import Pool, Supply
 from services.planner.layouts.serving import Positions, Ranges
 
 _Index = tuple[int | slice, ...]
-STATES = 600_000  # of a table at most: some 0.1 s
+CELLS = 600_000  # of tables at most: some 0.1 s together
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +49,17 @@ class Span:
 class States:
     """The states of a table: how much of each pool is used, in units of its own."""
 
-    def __init__(self, most: Supply, kinds: Sequence[tuple[str, int]], limit: int = STATES) -> None:
+    def __init__(self, most: Supply, kinds: Sequence[tuple[str, int]], limit: int = CELLS) -> None:
         """`most` of each pool; `kinds` are the (kind, degree) of servers. Units are doubled until
-        there are no more than `limit` states."""
-        self.pools: list[Pool] = sorted(most, key=lambda pool: most[pool])
-        units = dict.fromkeys(self.pools, 1)
-        while prod(most[pool] // units[pool] + 1 for pool in self.pools) > limit:
-            wider = [pool for pool in self.pools if units[pool] < pool[1]]
-            if not wider:
-                break
-            units[max(wider, key=lambda pool: most[pool] // units[pool])] *= 2
-        self.units = [units[pool] for pool in self.pools]
-        self.most = [most[pool] // units[pool] for pool in self.pools]
+        there are no more than `limit` cells."""
+        self._into = {pool: pool for pool in most}
+        self._most = dict(most)
+        self._units = dict.fromkeys(most, 1)
+        while self.cells > limit and self._coarser():
+            pass
+        self.pools = sorted(self._most, key=self._count)
+        self.units = [self._units[pool] for pool in self.pools]
+        self.most = [self._count(pool) for pool in self.pools]
         self.steps = [
             Step(axis, max(1, degree // unit), server, max(1, unit // degree))
             for axis, ((kind, block), unit) in enumerate(zip(self.pools, self.units, strict=True))
@@ -68,15 +68,41 @@ class States:
         ]
 
     @property
+    def cells(self) -> int:
+        """Of the table: its levels, and in each the states of all pools but the largest."""
+        counts = sorted(map(self._count, self._most))
+        return (sum(counts) + 1) * prod(count + 1 for count in counts[:-1])
+
+    @property
     def exact(self) -> bool:
-        """Whether gangs come one by one."""
-        return all(unit == 1 for unit in self.units)
+        """Whether gangs come one by one, wherever they fit."""
+        return len(self._most) == len(self._into) and set(self._units.values()) <= {1}
 
     def of(self, have: Supply) -> tuple[int, ...]:
         """The state of a supply, which has no more of any pool than the largest."""
-        return tuple(
-            have.get(pool, 0) // unit for pool, unit in zip(self.pools, self.units, strict=True)
-        )
+        into: Counter[Pool] = Counter()
+        for pool, count in have.items():
+            into[self._into[pool]] += count
+        return tuple(into[pool] // unit for pool, unit in zip(self.pools, self.units, strict=True))
+
+    def _count(self, pool: Pool) -> int:
+        return self._most[pool] // self._units[pool]
+
+    def _coarser(self) -> bool:
+        """Takes a unit twice as large: one of whole blocks at first. Then blocks of two count as
+        two of one, then a bunch may be of several blocks. False when nothing is left to do.
+        """
+        largest = sorted(self._most, key=self._count, reverse=True)
+        within = [pool for pool in largest if self._units[pool] < pool[1]]
+        pairs = [(kind, 2) for kind, block in largest if block == 1 and (kind, 2) in self._most]
+        if not within and pairs:
+            self._most[pairs[0][0], 1] += self._most.pop(pairs[0])
+            self._into[pairs[0]] = (pairs[0][0], 1)
+            return True
+        for pool in within or [pool for pool in largest if self._count(pool) > 1]:
+            self._units[pool] *= 2
+            return True
+        return False
 
 
 class Furthest:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loadtests.layouts.brute import iteration_s
+from loadtests.layouts.cases import small
 from services.planner.layouts.allocation import allocate
-from tests.unit.planner.layouts.brute import iteration_s
-from tests.unit.planner.layouts.cases import small
 
 
 @settings(max_examples=40, deadline=None)
