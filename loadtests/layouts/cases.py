@@ -64,7 +64,8 @@ def small(seed: int, groups: int = 6, most: int = 16) -> Case:
     """Two kinds, up to `most` accelerators in up to four nodes of any fill."""
     rng = random.Random(seed)
     kinds = tuple(rng.sample(("A100", "A800", "H100", "A40", "L40S"), 2))
-    total, nodes = rng.randint(3, most), []
+    total = rng.randint(3, most)
+    nodes: list[Node] = []
     while total:
         free = min(total, rng.randint(1, 8))
         nodes.append(Node(rng.choice(kinds), f"host{len(nodes)}", free))

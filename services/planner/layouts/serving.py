@@ -108,7 +108,8 @@ class Served:
 
     def __init__(self, servers: Sequence[Server], groups: Sequence[Group]) -> None:
         """`groups` are in order of length (`grouping.by_length`)."""
-        self.servers, self.kinds = servers, [(one.kind, one.degree) for one in servers]
+        self.servers = servers
+        self.kinds: Sequence[tuple[str, int]] = [(one.kind, one.degree) for one in servers]
         self.groups = len(groups)
         self._longest = np.array([0.0] + [group.longest for group in groups])
         if (np.diff(self._longest) < 0).any():
