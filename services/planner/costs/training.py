@@ -1,6 +1,7 @@
 """What a step of training takes on accelerators of one kind, and the memory that it needs (Libra's
 Cost Evaluator, arXiv 2606.03077, but for its fitted terms of layers: those come from
-`kernels/cost.py`).
+`kernels/cost.py`). Its released pipeline fills and empties in the time of the micro-batches that it
+leaves out of between, so that it has no bubble; here it has (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -59,8 +60,7 @@ def step_s(shape: ModelShape, on: Accelerator, layout: TrainingLayout, work: Ste
     micros = max(1, math.ceil(work.sequences / (layout.data * layout.micro)))
     forward_s, back_s, between_s = _stage_s(shape, on, layout, work, micros)
     stages = layout.pipeline - 1
-    pipeline_s = stages * (forward_s + back_s + 2 * between_s)
-    pipeline_s += max(0, micros - stages) * (forward_s + back_s)
+    pipeline_s = micros * (forward_s + back_s) + stages * (forward_s + back_s + 2 * between_s)
     part = shape.parameters / (layout.tensor * layout.pipeline)
     kept = part / (layout.data if layout.sharded else 1)
     update_s = UPDATED * kept / on.read_bytes_per_s
@@ -95,7 +95,7 @@ def _stage_s(
     shape: ModelShape, on: Accelerator, layout: TrainingLayout, work: StepWork, micros: int
 ) -> tuple[float, float, float]:
     """Seconds of a stage's way forward and way back of a micro-batch, and of handing it on."""
-    pieces = layout.data * micros
+    pieces = min(layout.data, work.sequences) * micros  # a sequence is not divided
     tokens = work.tokens / pieces
     cost = expected(int(shape.active), shape.attention_width, shape.layers)
     matrices = cost.token * tokens / 3

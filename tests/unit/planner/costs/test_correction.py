@@ -44,7 +44,7 @@ def test_a_machine_that_has_changed_is_known_after_a_while() -> None:
     found = seen([(1.0, 2.0)] * 100 + [(1.0, 4.0)] * 30)
     off = math.log(4.0 / found.factor(KEY).value)
     assert off == pytest.approx(math.log(2.0) * FORGETTING**30, rel=1e-6)
-    assert found.error(KEY) < 0.1
+    assert found.error(KEY) < 0.15
 
 
 def test_a_prediction_that_comes_true_has_no_error_in_the_end() -> None:

@@ -42,16 +42,19 @@ def test_where_nothing_is_sent_four_take_a_quarter(layout: dict[str, int]) -> No
     assert step_s(TINY, FREE, TrainingLayout("free", **layout), WORK) == pytest.approx(alone_s / 4)
 
 
-def test_a_pipeline_fills_and_empties() -> None:
+@pytest.mark.parametrize(("stages", "micro"), [(2, 1), (4, 1), (4, 2)])
+def test_a_pipeline_fills_and_empties(stages: int, micro: int) -> None:
     alone_s = step_s(TINY, FREE, TrainingLayout("free"), WORK)
-    two = TrainingLayout("free", pipeline=2)
-    # Libra's form: one way in and out, and of eight micro-batches all but one in between.
-    assert step_s(TINY, FREE, two, WORK) == pytest.approx(alone_s / 2)
-    assert bubble(two, 8) == pytest.approx(1 / 9)
-    few = StepWork(2, 20.0, 200.0)
-    assert step_s(TINY, FREE, TrainingLayout("free", pipeline=4), few) == pytest.approx(
-        3 * step_s(TINY, FREE, TrainingLayout("free"), few) / 2 / 4
-    )
+    layout = TrainingLayout("free", pipeline=stages, micro=micro)
+    micros = 8 // micro
+    expected = alone_s / stages * (micros + stages - 1) / micros
+    assert step_s(TINY, FREE, layout, WORK) == pytest.approx(expected)
+    assert bubble(layout, 8) == pytest.approx(1 - alone_s / stages / expected)
+
+
+def test_more_replicas_than_sequences_help_nobody() -> None:
+    eight = step_s(TINY, FREE, TrainingLayout("free", 8), WORK)
+    assert step_s(TINY, FREE, TrainingLayout("free", 64), WORK) == pytest.approx(eight)
 
 
 def test_gradients_are_exchanged_beside_what_computing_hides() -> None:
