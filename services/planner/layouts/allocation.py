@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from services.planner.costs.training import TrainingLayout
 from services.planner.layouts.nodes import Node, Pool, Supply, placed, supply, without
@@ -187,6 +188,7 @@ class _Search:
         self, limit_s: float, states: Mapping[_Pools, States]
     ) -> tuple[_Way, list[Span]] | None:
         """A way to train and gangs that keep a limit; None when there are none."""
+        reach = cache(lambda server: self.ranges.reach(server, limit_s))
         tables: dict[int, Furthest] = {}
         for way in self.ways:
             if way.timed.seconds > limit_s:
@@ -194,7 +196,7 @@ class _Search:
             of = states[frozenset(way.supply)]
             table = tables.get(id(of))
             if table is None:
-                table = tables[id(of)] = Furthest(of, self.ranges, limit_s)
+                table = tables[id(of)] = Furthest(of, reach)
             state = of.of(way.supply)
             if table.end(state) >= self.ranges.groups:
                 return way, table.spans(state)

@@ -13,7 +13,7 @@ too many, gangs of the largest pools come in bunches of `unit` accelerators of o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.planner.layouts.nodes import Pool, Supply
-from services.planner.layouts.serving import Positions, Ranges
+from services.planner.layouts.serving import Positions
 
 _Index = tuple[int | slice, ...]
 CELLS = 600_000  # of tables at most: some 0.1 s together
@@ -108,11 +108,10 @@ class States:
 class Furthest:
     """The table of one limit. Its last axis, the largest pool, is not stored but told by level."""
 
-    def __init__(self, states: States, ranges: Ranges, limit_s: float) -> None:
-        self.states, self.ranges = states, ranges
-        self._single = {
-            step.server: np.append(ranges.reach(step.server, limit_s), -1) for step in states.steps
-        }
+    def __init__(self, states: States, reach: Callable[[int], Positions]) -> None:
+        """`reach` is that of each server within the limit."""
+        self.states = states
+        self._single = {step.server: np.append(reach(step.server), -1) for step in states.steps}
         self._reach = [_repeated(self._single[step.server], step.bunch) for step in states.steps]
         axes = len(states.pools) - 1
         self._pads = [
