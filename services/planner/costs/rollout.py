@@ -56,9 +56,13 @@ class Gang:
         shape, on, degree = self.shape, self.on, self.degree
         weights = shape.read_parameters(batch) * shape.dtype_bytes / degree
         reads_s = weights / on.read_bytes_per_s
-        computes_s = 2.0 * shape.active * batch / (degree * on.busy_flops)
         cache_s = batch * context * shape.kv_bytes(degree) / on.read_bytes_per_s
-        return max(reads_s, computes_s) + cache_s + self._reduces_s(batch)
+        return max(reads_s, batch * self.busy_s) + cache_s + self._reduces_s(batch)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of a token's arithmetic in its matrices, two operations a parameter."""
+        return 2.0 * self.shape.active / (self.degree * self.on.busy_flops)
 
     def prefill_s(self, tokens: float, before: float = 0.0) -> float:
         """Seconds of the forward pass of so many tokens behind `before` others."""

@@ -1,8 +1,9 @@
 """What gangs take to serve contiguous ranges of lengths, and how far each gets in a given time.
 
 A gang needs as many decode steps as its slots, its room for keys and values, and its longest
-trajectory ask for, whichever is most; each step takes its base, and each token and its context what
-they add (`common.pool.measured.Curve`). Nothing takes less than the longest trajectory takes alone:
+trajectory ask for, whichever is most; each step takes its base, or the arithmetic of its tokens if
+that is longer, and each token and its context what they add (`common.pool.measured.Curve`). Nothing
+takes less than the longest trajectory takes alone:
 its tokens one after the other, and its tools. A range never takes less than a part of it.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,11 +32,14 @@ class Server:
     curve: Curve  # measured, or predicted
     capacity: float  # tokens of context that fit at a time
     slots: int = SLOTS  # sequences at a time at most
+    # Arithmetic of a token, in seconds: a step's base lasts as long as that of its batch at least.
+    # 0 where the curve is measured, and has it.
+    busy_s: float = 0.0
 
     @classmethod
     def of(cls, gang: Gang, slots: int = SLOTS, scale: float = 1.0) -> Server:
         """The server that a gang is predicted to be, `scale` times as slow: its correction."""
-        curve = gang.curve(batch=min(slots, SLOTS))
+        curve = gang.curve()
         slower = Curve(
             curve.kind,
             curve.degree,
@@ -44,7 +48,8 @@ class Server:
             scale * curve.context_s,
             curve.prefill_tokens_per_s / scale,
         )
-        return cls(slower, gang.capacity() if gang.fits(1) else 0.0, slots)
+        capacity = gang.capacity() if gang.fits(1) else 0.0
+        return cls(slower, capacity, slots, scale * gang.busy_s)
 
     @property
     def kind(self) -> str:
@@ -72,7 +77,8 @@ class Server:
             return alone_s
         whole = together(groups)
         steps = max(whole.longest, whole.generated / self.slots, whole.held / self.capacity)
-        return max(alone_s, self.curve.base_s * steps + self._shared_s(whole))
+        base_s = max(self.curve.base_s * steps, self.busy_s * whole.generated)
+        return max(alone_s, base_s + self._shared_s(whole))
 
     def _shared_s(self, group: Group) -> float:
         """What tokens add to steps, and their prefill."""
@@ -102,8 +108,8 @@ class Ranges(Protocol):
 
 
 class Served:
-    """The ranges of groups, as servers take them. Each is an inverse of sums from the first group
-    on, so that all reaches of a server are found by three searches.
+    """The ranges of groups, as servers take them. What bounds a range is the difference of sums
+    from the first group on, so that all reaches of a server are found by a search for each bound.
     """
 
     def __init__(self, servers: Sequence[Server], groups: Sequence[Group]) -> None:
@@ -116,39 +122,49 @@ class Served:
             raise ValueError("groups are not in order of what their longest one generates")
         generated, held = _sums(groups, "generated"), _sums(groups, "held")
         prompts = _sums(groups, "prompts")
-        self._parts: list[tuple[Seconds, Seconds, Seconds, Seconds]] = []
+        self._parts: list[_Part] = []
         for one in servers:
             rate, curve = one.curve.prefill_tokens_per_s, one.curve
             shared = curve.sequence_s * generated + curve.context_s * held
             shared = shared + (prompts / rate if rate else 0.0)
-            slots = shared + curve.base_s * generated / one.slots
-            room = shared + (curve.base_s * held / one.capacity if one.capacity > 0 else 0.0)
+            bounds = [
+                shared + curve.base_s * generated / one.slots,
+                shared + (curve.base_s * held / one.capacity if one.capacity > 0 else 0.0),
+                shared + one.busy_s * generated,
+            ]
+            latency = shared + curve.base_s * self._longest
             alone = np.array([one.alone_s(group) for group in groups])
-            self._parts.append((shared, slots, room, alone))
+            self._parts.append(_Part(shared, bounds, latency, alone))
 
     def seconds(self, server: int, first: int, end: int) -> float:
         """What a server takes for groups [first, end)."""
         if first == end:
             return 0.0
-        shared, slots, room, alone = self._parts[server]
-        steps_s = self.servers[server].curve.base_s * self._longest[end]
-        sums = (slots[end] - slots[first], room[end] - room[first])
-        return float(max(alone[first:end].max(), shared[end] - shared[first] + steps_s, *sums))
+        part = self._parts[server]
+        sums = (float(bound[end] - bound[first]) for bound in part.bounds)
+        longest_s = float(part.latency[end] - part.shared[first])
+        return max(float(part.alone[first:end].max()), longest_s, *sums)
 
     def reach(self, server: int, limit_s: float) -> Positions:
         """The furthest end, for each first, within a time."""
-        shared, slots, room, alone = self._parts[server]
-        latency = shared + self.servers[server].curve.base_s * self._longest
+        part = self._parts[server]
         limit_s *= 1 + ROUNDING
-        found = np.minimum(
-            np.searchsorted(slots, slots + limit_s, "right"),
-            np.searchsorted(room, room + limit_s, "right"),
-        )
-        found = np.minimum(found, np.searchsorted(latency, shared + limit_s, "right")) - 1
-        barriers = np.where(alone > limit_s, np.arange(self.groups), self.groups)
+        found = np.searchsorted(part.latency, part.shared + limit_s, "right")
+        for bound in part.bounds:
+            found = np.minimum(found, np.searchsorted(bound, bound + limit_s, "right"))
+        barriers = np.where(part.alone > limit_s, np.arange(self.groups), self.groups)
         first_barrier = np.minimum.accumulate(barriers[::-1])[::-1]
-        found[:-1] = np.minimum(found[:-1], first_barrier)
-        return np.maximum(found, np.arange(self.groups + 1))
+        found[:-1] = np.minimum(found[:-1] - 1, first_barrier)
+        return np.maximum(found, np.arange(self.groups + 1)).clip(max=self.groups)
+
+
+class _Part(NamedTuple):
+    """Of a server, by the groups before: sums, and what a range's longest makes of them."""
+
+    shared: Seconds  # [groups + 1] what tokens add to steps, and their prefill
+    bounds: list[Seconds]  # [groups + 1] each, with all steps that a bound asks for
+    latency: Seconds  # [groups + 1] with the steps of the longest of those before
+    alone: Seconds  # [groups]
 
 
 class Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,6 +33,21 @@ def test_large_contexts_take_turns_in_its_memory() -> None:
     took = SERVER.serves_s([alike(10, 500, 10)])
     held = 10 * 10 * 505
     assert took == pytest.approx(held / 1000 + 0.01 * 100 + 0.001 * held + 5000 / 100)
+
+
+def test_a_large_batch_takes_its_arithmetic() -> None:
+    busy = replace(SERVER, slots=400, busy_s=0.5)
+    took = busy.serves_s([alike(40, 0, 10)])
+    assert took == pytest.approx(0.5 * 400 + 0.01 * 400 + 0.001 * 2000)
+
+
+@pytest.mark.parametrize("batch", [16, 64, 256])
+@pytest.mark.parametrize("degree", [1, 8])
+def test_a_full_batch_takes_the_steps_of_the_cost_model(batch: int, degree: int) -> None:
+    gang = Gang(QWEN_14B, declared()["A800"], degree)
+    took = Server.of(gang).serves_s([alike(batch, 0, 1000)])
+    # Within the latency of all-reduces, which hides behind arithmetic here and does not there.
+    assert took == pytest.approx(1000 * gang.step_s(batch, 500), rel=0.07)
 
 
 def test_nothing_takes_less_than_the_longest_alone_with_its_tools() -> None:
