@@ -95,8 +95,15 @@ class Ranges(Protocol):
     takes no less time than a part of it.
     """
 
-    kinds: Sequence[tuple[str, int]]  # (kind, degree) of each server
-    groups: int
+    @property
+    def kinds(self) -> Sequence[tuple[str, int]]:
+        """(kind, degree) of each server."""
+        ...
+
+    @property
+    def groups(self) -> int:
+        """How many groups there are."""
+        ...
 
     def seconds(self, server: int, first: int, end: int) -> float:
         """What a server takes for a range."""
