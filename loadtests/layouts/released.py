@@ -14,12 +14,12 @@ from services.planner.layouts.serving import Server
 INSTANCES, LAYOUTS = 32, 500  # of which it looks at no more
 
 
-def step_s(gang: Gang, batch: float, context: float) -> float:
-    """Its decode step: a rank's bytes over the bandwidth of all ranks."""
+def step_s(gang: Gang, batch: float, context: float, corrected: bool = False) -> float:
+    """Its decode step: a rank's bytes over the bandwidth of all ranks, or, `corrected`, of one."""
     shape, on, degree = gang.shape, gang.on, gang.degree
     read = shape.active * shape.dtype_bytes / degree + batch * context * shape.kv_bytes(degree)
     reduces_s = REDUCES * shape.layers * on.collective_s if degree > 1 else 0.0
-    return read / (degree * on.read_bytes_per_s) + reduces_s
+    return read / ((1 if corrected else degree) * on.read_bytes_per_s) + reduces_s
 
 
 def capacity(gang: Gang) -> float:
@@ -29,11 +29,11 @@ def capacity(gang: Gang) -> float:
     return max(pool, 0.0) / shape.kv_bytes(degree) * (1 - FRAGMENTED)
 
 
-def server(gang: Gang, slots: int = SLOTS) -> Server:
-    """The server that a gang is by its formulas."""
-    one, zero = step_s(gang, 1, 1), step_s(gang, 0, 0)
+def server(gang: Gang, slots: int = SLOTS, corrected: bool = False) -> Server:
+    """The server that a gang is by its formulas, or by those with nothing but t corrected."""
+    one, zero = step_s(gang, 1, 1, corrected), step_s(gang, 0, 0, corrected)
     curve = replace(gang.curve(), base_s=zero, sequence_s=0.0, context_s=one - zero)
-    return Server(curve, capacity(gang), slots)
+    return Server(curve, gang.capacity() if corrected else capacity(gang), slots)
 
 
 def layouts(workers: int) -> list[list[int]]:
