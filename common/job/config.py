@@ -394,7 +394,7 @@ class PlannerConfig(Table):
     imbalance: Annotated[float, Ge(1)] = 1.15
     queue_pressure: Positive = 0.75  # trajectories that wait for an engine, over all slots,
     active_pressure: Positive = 0.85  # trajectories at engines, over all slots,
-    rejected: Count = 8  # groups that came too old
+    rejected: Count = 8  # trajectories that came back too old
     gain: NonNegative = 0.05  # share of a step's time that a move must save
     window_steps: Annotated[Whole, Ge(2)] = 4  # that are measured before a move, and after it
     warmup_steps: Natural = 1

@@ -34,7 +34,7 @@ class Work:
     held_s: float = 0.0  # of busy_s: waited for an evaluation
     work_s: float = 0.0  # gradients, summed over the core and its helpers
     tokens: float = 0.0  # trained
-    stale: float = 0.0  # groups that came back too old
+    open_s: float = 0.0  # by shards, summed over groups: from a group's opening to its end
 
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, n) + getattr(other, n) for n in FIELDS))

@@ -51,6 +51,7 @@ class PlannedJob:
     max_staleness: int = 2
     slots: int = 64  # sequences that an engine decodes together
     steps: int = 0  # that it is to make; 0: not known
+    rejected: int = 0  # trajectories so far that came back too old
     submitted_ms: int = 0
     steps_done: int = 0
     held: str = ""  # `waiting: WHY` or `paused: WHY`; empty: it runs

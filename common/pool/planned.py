@@ -45,6 +45,7 @@ def planned(
         max_staleness=document["algorithm"]["max_staleness"],
         slots=document["rollout"]["slots"],
         steps=document["budget"]["steps"],
+        rejected=row["stale_requeued"],
         submitted_ms=row["submitted_ms"],
         steps_done=row["steps_done"],
         held=row["held"],

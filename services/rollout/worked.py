@@ -7,6 +7,7 @@ from common.pool.measured import Work
 from services.rollout.routing.stay import AT_ENGINE, TURN
 
 IN_FLIGHT = "flight"  # places of `Worked.spent`, beside those of a stay: training trajectories,
+OPEN = "open"  # groups under way,
 SHUT = "shut"  # and the gate, which is there while it holds back what there is room for
 
 
@@ -32,4 +33,5 @@ class Worked:
             queue_s=turn_s - engine_s,
             tool_s=flight_s - turn_s,
             shut_s=self.spent.seconds(SHUT),
+            open_s=self.spent.seconds(OPEN),
         )

@@ -8,7 +8,7 @@ those do is counted by the shards that ask them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -112,14 +112,29 @@ class Times:
         """The standard error of the mean time of the steps after `first`, up to `last`; infinite
         where fewer than two looks tell them apart.
         """
-        ends = [one for one in self.ends if first <= one[0] <= last]
-        parts = [(b[0] - a[0], (b[1] - a[1]) / (b[0] - a[0])) for a, b in pairwise(ends)]
+        parts = self._parts(first, last)
         if len(parts) < 2:
             return math.inf
-        weight = sum(steps for steps, _ in parts)
-        mean = sum(steps * each_s for steps, each_s in parts) / weight
-        variance = sum(steps * (each_s - mean) ** 2 for steps, each_s in parts) / weight
-        return math.sqrt(variance / (len(parts) - 1))
+        return math.sqrt(_variance(parts) / (len(parts) - 1))
+
+    def spread_s(self, first: int, last: int) -> float:
+        """The deviation of the time of one step among these; 0 where it cannot be told."""
+        parts = self._parts(first, last)
+        if len(parts) < 2:
+            return 0.0
+        each = sum(steps for steps, _ in parts) / len(parts)  # means of several differ less
+        return math.sqrt(_variance(parts) * each * len(parts) / (len(parts) - 1))
+
+    def _parts(self, first: int, last: int) -> list[tuple[int, float]]:
+        """(steps, their mean time), for each look at new ones."""
+        ends = [one for one in self.ends if first <= one[0] <= last]
+        return [(b[0] - a[0], (b[1] - a[1]) / (b[0] - a[0])) for a, b in pairwise(ends)]
+
+
+def _variance(parts: Sequence[tuple[int, float]]) -> float:
+    weight = sum(steps for steps, _ in parts)
+    mean = sum(steps * each_s for steps, each_s in parts) / weight
+    return sum(steps * (each_s - mean) ** 2 for steps, each_s in parts) / weight
 
 
 def between(first: Mark, last: Mark) -> Window | None:

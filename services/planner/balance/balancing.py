@@ -36,6 +36,7 @@ WEIGHT = 0.3  # of the last move, in what a move takes
 LEAST_STEPS = 2  # of a window by which anything is planned;
 SURE = 0.25  # share of a step that a move must save which is decided on so few
 FOREVER_S = 1e6
+VARY = 0.2  # deviation of a step's time, as a share of it, while nobody knows
 CHANGED = 1.5  # times the imbalance of a move that did not pay: it is another job by now
 
 
@@ -103,13 +104,15 @@ def _plan(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Watch:
     if window is None or any(one.gang in _under_way(draft) for one in team.all):
         return watch
     now = demand(window, terms)
-    found = rates(window, terms, split, job.measured.curves, _cores(draft, team))
+    first = watch.older.step if watch.older is not None else mark.step
+    vary = watch.times.spread_s(first, mark.step) / max(1e-9, window.step_s) or VARY
+    found = rates(window, terms, split, job.measured.curves, _cores(draft, team), vary)
     if now is None or found is None or window.step_s <= 0:
         return _explain(watch, None, "too little has been measured")
     model = predicted(now, found, split, terms, window.step_s)
     watch = _forgiven(watch, _imbalance(model))
     pressing = triggers.fired(
-        triggers.pressure(window, split, terms, model),
+        triggers.pressure(window, split, terms, model, job.rejected - watch.rejected),
         config,
         mark.step - watch.planned_step,
     )
@@ -119,7 +122,7 @@ def _plan(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Watch:
         return _explain(watch, model, why, window)
     if not pressing:
         return _explain(watch, model, "nothing presses for another split", window)
-    watch = replace(watch, planned_step=mark.step)
+    watch = replace(watch, planned_step=mark.step, rejected=job.rejected)
     shift, after_s = _best(watch, job, team, model, window, now, found)
     if not shift:
         return _explain(watch, model, "no other split is predicted to be faster", window)
@@ -132,16 +135,19 @@ def _plan(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Watch:
         return _explain(watch, model, f"{window.steps} steps are too few to tell", window)
     if why := triggers.worth(saved_s, window.step_s, config, failures, left, switch_s):
         return _explain(watch, model, f"{abs(shift)} more to {towards}: {why}", window)
+    after = Split(split.engines - shift, split.trainers + shift)
+    then = predicted(now, found, after, terms, window.step_s)
     figures = model.rounded() | {
         "rollout_s": model.rollout_s,
         "train_s": model.train_s,
         "before_s": round(window.step_s, 4),
         "predicted_s": round(after_s, 4),
+        "then_rollout_s": round(then.rollout_s, 4),
+        "then_train_s": round(then.train_s, 4),
         "trigger": pressing,
         "step": job.steps_done,
     }
     arrived = _shift(draft, job, team, shift, RULE, figures)
-    after = Split(split.engines - shift, split.trainers + shift)
     trial = Trial(
         RULE,
         arrived[0].resident.id,

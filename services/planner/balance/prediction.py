@@ -19,12 +19,12 @@ from typing import Any
 from common.pool.measured import Curve
 from services.planner.balance.accounts import Window
 
-# Members of an admitted group that are under way, on average, while rollout binds and nobody has
-# measured it: the others wait for the longest.
-FLYING = 0.6
+FLYING = 0.6  # share of an open group's members that are under way where nobody has measured it
 SURE_WAIT = 0.3  # share of a step that the trainer waits, from which on rollout surely binds
 REACHED = 0.95  # share of a host's cores that its processes can keep busy together
-OVERLAP = 8.0  # power mean of the two stages: 1.09 of either where they are equal, as both vary
+# Stages that vary wait for each other although neither binds: the power mean of the two has this
+# over the variation of steps as its power, so that equal stages take 1.26 of either at 0.4.
+OVERLAP, SHARP, BLUNT = 1.2, 16.0, 2.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class Rates:
     work_s: float  # gradients of a step's tokens, by one worker
     fixed_s: float  # of a step, whoever computes
     cores: float  # share of the host's cores that were busy; 0: not known
+    vary: float  # deviation of a step's time, as a share of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,12 @@ def demand(window: Window, terms: Terms) -> Demand | None:
 
 
 def rates(
-    window: Window, terms: Terms, split: Split, curves: Sequence[Curve], cores: float
+    window: Window,
+    terms: Terms,
+    split: Split,
+    curves: Sequence[Curve],
+    cores: float,
+    vary: float,
 ) -> Rates | None:
     """How fast the window's work was done with this split; None where too little was seen."""
     work = window.work
@@ -120,6 +126,7 @@ def rates(
         work_s=alone_s,
         fixed_s=max(0.0, busy_s - alone_s / split.trainers),
         cores=cores,
+        vary=vary,
     )
 
 
@@ -131,7 +138,7 @@ def predicted(now: Demand, then: Rates, split: Split, terms: Terms, step_s: floa
     train_s = then.fixed_s + then.work_s / split.trainers
     host_s = step_s * then.cores / REACHED
     overlap = terms.max_staleness > 0
-    stages_s = _longer(rollout_s, train_s) if overlap else rollout_s + train_s
+    stages_s = _longer(rollout_s, train_s, then.vary) if overlap else rollout_s + train_s
     return Prediction(rollout_s, train_s, host_s, max(stages_s, host_s))
 
 
@@ -198,19 +205,23 @@ def _per_s(now: Demand, then: Rates, engines: int, terms: Terms) -> float:
     return engines * batch / max(base_s + each_s * batch, 1e-12)
 
 
-def _longer(one_s: float, other_s: float) -> float:
+def _longer(one_s: float, other_s: float, vary: float) -> float:
     longest = max(one_s, other_s)
-    shares = sum((s / longest) ** OVERLAP for s in (one_s, other_s))
-    return float(longest * shares ** (1 / OVERLAP))
+    power = min(SHARP, max(BLUNT, OVERLAP / max(vary, 1e-6)))
+    shares = sum((s / longest) ** power for s in (one_s, other_s))
+    return float(longest * shares ** (1 / power))
 
 
 def _flight(window: Window, terms: Terms) -> float:
-    """Trajectories under way when rollout binds: those that were, if it did; else those that the
-    gate would let go on, half a step's groups being ready on average.
+    """Trajectories under way when rollout binds: those that were, if it did; else those of the
+    groups that the gate would let be open, half a step's groups being ready on average. Of an open
+    group the members that have ended wait for the longest.
     """
     work = window.work
     seen = work.flight_s / window.seconds
-    gate = FLYING * (terms.max_staleness + 0.5) * terms.groups * terms.group_size
+    member_s, group_s = work.flight_s / work.trajectories, work.open_s / work.groups
+    flying = min(1.0, member_s / group_s) if group_s > 0 else FLYING
+    gate = flying * (terms.max_staleness + 0.5) * terms.groups * terms.group_size
     waited = work.wait_s / max(1e-9, work.wait_s + work.busy_s - work.held_s)
     sure = min(1.0, waited / SURE_WAIT)
     return sure * seen + (1 - sure) * max(seen, gate)

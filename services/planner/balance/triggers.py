@@ -20,11 +20,13 @@ class Pressure:
 
     queue: float  # trajectories that wait for an engine, over all slots
     active: float  # trajectories at engines, over all slots
-    rejected: float  # groups that came too old
+    rejected: int  # trajectories that came back too old, since the last plan
     imbalance: float  # of the longer stage over the shorter
 
 
-def pressure(window: Window, split: Split, terms: Terms, stages: Prediction) -> Pressure:
+def pressure(
+    window: Window, split: Split, terms: Terms, stages: Prediction, rejected: int
+) -> Pressure:
     """That of a window."""
     slots = max(1, split.engines) * terms.slots * window.seconds
     shorter = min(stages.rollout_s, stages.train_s)
@@ -32,7 +34,7 @@ def pressure(window: Window, split: Split, terms: Terms, stages: Prediction) -> 
     return Pressure(
         queue=window.work.queue_s / slots,
         active=window.work.engine_s / slots,
-        rejected=window.work.stale,
+        rejected=rejected,
         imbalance=longer / shorter if shorter > 0 else 1.0,
     )
 

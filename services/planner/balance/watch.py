@@ -25,6 +25,7 @@ class Watch:
     times: Times = field(default_factory=Times)
     observed_ms: int = 0  # when the counters were looked at last
     planned_step: int = 0
+    rejected: int = 0  # of the job, when it was planned last
     moved_step: int | None = None
     trial: Trial | None = None
     verdicts: tuple[Verdict, ...] = ()  # the last ones
@@ -45,6 +46,7 @@ class Watch:
             "times": [list(one) for one in self.times.ends],
             "observed_ms": self.observed_ms,
             "planned_step": self.planned_step,
+            "rejected": self.rejected,
             "moved_step": self.moved_step,
             "trial": self.trial.document() if self.trial is not None else None,
             "verdicts": [asdict(verdict) for verdict in self.verdicts],

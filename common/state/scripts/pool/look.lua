@@ -63,14 +63,15 @@ put(',"jobs":[')
 for i = 1, #going, 2 do
   local key = '{' .. going[i] .. '}:job'
   local row = redis.call('HMGET', key, 'phase', 'groups_per_step', 'steps_done', 'held',
-    'checkpoint', 'digest')
+    'checkpoint', 'digest', 'stale_requeued')
   local document = 'null'
   if not row[6] or not known[row[6]] then
     document = redis.call('HGET', '{' .. going[i] .. '}:given', 'document')
   end
   put(i > 1 and ',' or '', '{"id":', cjson.encode(going[i]), ',"phase":"', row[1],
     '","groups_per_step":', row[2], ',"steps_done":', row[3], ',"held":',
-    cjson.encode(row[4] or ''), ',"checkpoint":', cjson.encode(row[5]), ',"digest":"',
+    cjson.encode(row[4] or ''), ',"checkpoint":', cjson.encode(row[5]),
+    ',"stale_requeued":', row[7] or '0', ',"digest":"',
     row[6] or '', '","submitted_ms":', going[i + 1], ',"document":', document, '}')
 end
 
