@@ -178,6 +178,7 @@ class Stay:
         self._attempts, self._failing_since = 0, 0.0
         try:
             while (finish := self._ended(limit)) is None:
+                self.trajectory.watch.enter("queue")
                 if self.whereabouts is not Whereabouts.COMING:
                     await self._place()
                 await self._bring()
@@ -221,6 +222,7 @@ class Stay:
             choice = link.costs(source).choose(length, length)
             self._engines.caches[choice.answer] += 1
             if choice.answer == "move":
+                self.trajectory.watch.enter("cache")
                 with suppress(MeshError):  # it computes what did not come
                     await link.fetch(self.trajectory, source)
         self._forget()
@@ -231,6 +233,7 @@ class Stay:
         if not self._engines.serves(self.link):
             return Finish.REFUSED  # it went while a cache was on its way there
         self.whereabouts = Whereabouts.OUT
+        self.trajectory.watch.enter("prefill")
         try:
             return await self.link.generate(self, max_new)
         except MeshError:

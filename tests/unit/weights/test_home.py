@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from common.api.weights import Clear, KeepSamples, LayOut, SetAside
+from common.api.weights import Clear, KeepLines, LayOut, SetAside
 from common.clock import SystemClock
 from common.errors import MeshError
 from common.job.config import JobConfig
@@ -98,17 +98,17 @@ async def test_samples_that_are_sent_again_while_they_are_written_are_there_once
     await jobs.submit(state, JOB, JobConfig(name=JOB).document(), str(tmp_path), "submit")
     mesh = on_sockets(STORE, state, SystemClock(), host=host)
     store = WeightStore(mesh, ChunkStore(tmp_path / "store"))
-    asked = KeepSamples(JOB, 0, "op", "a line\n")
-    first = asyncio.create_task(store.keep_samples(asked))
+    asked = KeepLines(JOB, "samples", "op", "a line\n")
+    first = asyncio.create_task(store.keep_lines(asked))
     while not host.waiting.is_set():
         await asyncio.sleep(0.01)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    second = asyncio.create_task(store.keep_samples(asked))
+    second = asyncio.create_task(store.keep_lines(asked))
     await asyncio.sleep(0)
     host.gate.set()
     await second
-    await store.keep_samples(asked)
+    await store.keep_lines(asked)
     assert (tmp_path / "samples.jsonl").read_text() == "a line\n"
     await store.stop()
     await mesh.leave()
