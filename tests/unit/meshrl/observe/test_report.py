@@ -14,9 +14,10 @@ from meshrl.dryrun import to_toml
 from meshrl.observe.live.watch import Evaluation
 from meshrl.observe.recording.summary import stage_time_moves, summarize
 from meshrl.observe.recording.usage import Tally
-from meshrl.observe.report import charts, sections
+from meshrl.observe.report import charts, figures, sections
 from meshrl.observe.report.decided import decisions
-from meshrl.observe.report.page import html, spans
+from meshrl.observe.report.gangs import spans
+from meshrl.observe.report.page import html
 
 ACCOUNT = {
     "opened": 512,
@@ -178,7 +179,8 @@ def test_the_report_is_one_page_that_needs_nothing_else() -> None:
 
 
 def test_the_health_of_steps_is_charted_from_their_rows_and_events() -> None:
-    titles = [title for title, content in sections.health(ROWS, EVENTS) if "<svg" in content]
+    charted = sections.charted(figures.health(ROWS, EVENTS))
+    titles = [title for title, content in charted if "<svg" in content]
     assert titles == [
         "Failed trajectories, share",
         "Reward spread",
@@ -188,8 +190,8 @@ def test_the_health_of_steps_is_charted_from_their_rows_and_events() -> None:
         "Clipped tokens, share",
         "Tokens a second",
     ]
-    assert sections.failures(EVENTS) == [(1.0, 2 / 16)]
-    assert sections.per_second(ROWS, "tokens") == [(2.0, 60.0), (3.0, 60.0), (4.0, 60.0)]
+    assert figures.failures(EVENTS) == [(1.0, 2 / 16)]
+    assert figures.per_second(ROWS, "tokens") == [(2.0, 60.0), (3.0, 60.0), (4.0, 60.0)]
 
 
 def test_what_was_measured_is_told_point_by_point() -> None:
