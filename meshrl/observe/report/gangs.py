@@ -14,8 +14,8 @@ from meshrl.observe.report.decided import decisions, figures
 JUDGED = "move_judged"  # what a move has come to, some steps after it
 # What the event of a move has beside its reason.
 _ABOUT = frozenset(
-    ("gang", "resident", "job", "from", "to", "started_ms", "undone", "others", "token", "op")
-) | {"policy", "reason", "pinned", "from_job"}
+    ("gang", "resident", "job", "from", "to", "started_ms", "finished_ms", "undone", "others")
+) | {"policy", "rule", "reason", "pinned", "from_job", "token", "op"}
 
 
 @dataclass(frozen=True)

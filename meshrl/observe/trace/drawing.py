@@ -49,7 +49,10 @@ def drawn(noted: Noted, events: Sequence[RunEvent]) -> Iterator[Event]:
     yield from _gangs(tracks, events)
     yield from _trainer(tracks, noted.trainer)
     for name, rows in sorted(noted.engines.items()):
-        bars = [Bar(f"version {r['version']}", r["at"], _parts(r["parts"])) for r in rows]
+        bars = [
+            Bar(f"version {r['version']}", r["at"], _parts(r["parts"]), category="engines")
+            for r in rows
+        ]
         yield from tracks.bars("engines", name, bars)
     trained = _trained(events)
     for name, rows in sorted(noted.shards.items()):
@@ -63,14 +66,14 @@ def _job(tracks: Tracks, events: Sequence[RunEvent]) -> Iterator[Event]:
     last_ms = events[-1].ms if events else 0
     edges = [(e.ms, str(e.fields["phase"])) for e in found] + [(last_ms, "")]
     bars = [
-        Bar(phase, ms / 1000, [(phase, max(0.0, after - ms))], shape=Shape.PARTS)
+        Bar(phase, ms / 1000, [(phase, max(0.0, after - ms))], {}, "job", Shape.WHOLE)
         for (ms, phase), (after, _) in pairwise(edges)
     ]
     yield from tracks.bars("job", "phase", bars)
 
 
 def _gangs(tracks: Tracks, events: Sequence[RunEvent]) -> Iterator[Event]:
-    """A track for each worker: who is there, in which role and tier; and the moves, with reasons."""
+    """A track for each worker: who is there, in which role and tier; and moves, with reasons."""
     if not events:
         return
     start_ms = events[0].ms
@@ -114,38 +117,21 @@ def _trainer(tracks: Tracks, rows: Sequence[Row]) -> Iterator[Event]:
     ]
     yield from tracks.bars("trainer", "steps", told)
     intake = [
-        Bar(
-            f"intake {row['step']}",
-            row["at"],
-            _parts(row["intake"]),
-            category="trainer",
-            shape=Shape.PARTS,
-        )
-        for row in steps
+        Bar("intake", r["at"], _parts(r["intake"]), {"step": r["step"]}, "trainer", Shape.PARTS)
+        for r in steps
     ]
     yield from tracks.bars("trainer", "pack", intake)
     rounds = [
-        Bar(
-            "round",
-            row["at"] + began / 1000,
-            [("round", ms)],
-            {"step": row["step"]},
-            shape=Shape.PARTS,
-        )
-        for row in steps
-        for began, ms in zip(row["rounds"][::2], row["rounds"][1::2], strict=True)
+        Bar("round", r["at"] + at / 1000, [("", ms)], {"step": r["step"]}, "trainer", Shape.WHOLE)
+        for r in steps
+        for at, ms in zip(r["rounds"][::2], r["rounds"][1::2], strict=True)
     ]
     yield from tracks.bars("trainer", "rounds", rounds)
+    name, step = "checkpoint: write", "step"
     written = [
-        Bar(
-            "checkpoint",
-            row["at"],
-            [("checkpoint: write", ms) for _, ms in _parts(row["parts"])],
-            {"step": row["step"]},
-            shape=Shape.PARTS,
-        )
-        for row in rows
-        if row["kind"] == "checkpoint"
+        Bar(name, r["at"], _parts(r["parts"]), {step: r[step]}, "trainer", Shape.WHOLE)
+        for r in rows
+        if r["kind"] == "checkpoint"
     ]
     yield from tracks.bars("trainer", "checkpoints", written)
 

@@ -1,8 +1,8 @@
 """Trace events in Chrome's format, as ui.perfetto.dev opens them: processes, their tracks, and
 spans on these.
 
-What is on a track at the same time goes to lanes of their own, so that spans of a lane nest or follow
-each other. Times are whole microseconds from the trace's begin: parts of a span meet exactly.
+What is on a track at the same time goes to lanes of their own, so that spans of a lane nest or
+follow each other. Times are whole microseconds from the trace's begin: parts of a span meet exactly.
 """
 
 from __future__ import annotations
