@@ -143,6 +143,30 @@ def audit(run: RunOrUrl = None, json: AsJson = False, mesh: MeshOption = None) -
 
 
 @app.command(rich_help_panel="Runs")
+def report(
+    run: RunOrUrl = None,
+    png: Annotated[
+        Path | None,
+        typer.Option("--png", metavar="DIR", help="Writes each figure as a PNG file to DIR."),
+    ] = None,
+    mesh: MeshOption = None,
+) -> None:
+    """Writes the report of a run that is over anew, or with --png its figures, also while it goes
+    on.
+
+    PNG files take matplotlib: pip install 'meshrl[plots]'.
+
+    Example:
+
+        meshrl report runs/calculator --png figures
+    """
+    from meshrl.observe.report import again
+    from meshrl.run.target import run_of
+
+    again.show(run_of(run, mesh).directory, png)
+
+
+@app.command(rich_help_panel="Runs")
 def trace(
     run: RunOrUrl = None,
     out: Annotated[

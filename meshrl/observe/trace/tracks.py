@@ -2,7 +2,7 @@
 spans on these.
 
 What is on a track at the same time goes to lanes of their own, so that spans of a lane nest or
-follow each other. Times are whole microseconds from the trace's begin: parts of a span meet exactly.
+follow each other. Times are whole microseconds from the trace's begin, so parts of a span meet.
 """
 
 from __future__ import annotations
