@@ -12,6 +12,8 @@ from meshrl.observe.live.watch import told
 from meshrl.observe.report.decided import decisions, figures
 
 JUDGED = "move_judged"  # what a move has come to, some steps after it
+LEAVING = "leaving"
+LEAVING_S = 10.0  # that a resident is shown which was removed, if nothing tells of its end
 # What the event of a move has beside its reason.
 _ABOUT = frozenset(
     ("gang", "resident", "job", "from", "to", "started_ms", "finished_ms", "undone", "others")
@@ -55,33 +57,72 @@ class Mark:
 
 
 def spans(events: Iterable[Event], start_ms: int, end: float) -> list[Span]:
-    """What each of the job's residents did over time, as workers reported."""
-    found: list[Span] = []
-    current: dict[str, Span] = {}
-    workers: dict[str, str] = {}  # of a resident, as they are shown
-    why: dict[str, str] = {}
+    """What each of the job's residents did over time, as workers reported; and how long one took
+    to leave that the planner removed, of which nobody reports.
+    """
+    seats = _Seats(end)
     for event in events:
-        fields, at = event.fields, (event.ms - start_ms) / 1000
+        seats.see(event, (event.ms - start_ms) / 1000)
+    return seats.found + list(seats.current.values())
+
+
+class _Seats:
+    """Who is where, event by event."""
+
+    def __init__(self, end: float) -> None:
+        self._end = end
+        self.found: list[Span] = []
+        self.current: dict[str, Span] = {}  # by resident
+        self._workers: dict[str, str] = {}  # of a resident, as they are shown
+        self._why: dict[str, str] = {}
+        self._gang: dict[str, str] = {}  # of a resident
+
+    def see(self, event: Event, at: float) -> None:
+        fields = event.fields
         if event.kind == "desired":
-            workers.setdefault(str(fields["resident"]), " ".join(fields["workers"]))
-            why |= {str(fields["resident"]): decision.text for decision in decisions([event])}
-        if event.kind == "lost":
-            row = str(fields["worker"])
-            ended = [key for key, span in current.items() if row in span.workers]
+            self._wished(event, at)
         elif event.kind == "actual":
-            ended = [key for key in current if key == fields["resident"]]
-        else:
-            continue
-        found += [replace(current.pop(key), end=at) for key in ended]
-        state = str(fields.get("status", ""))
-        if event.kind == "actual" and fields["role"] != Role.IDLE and state != Doing.GONE:
-            resident = str(fields["resident"])
-            row = workers.get(resident, str(fields["gang"]))
+            self._reported(fields, at)
+        elif event.kind == "lost":
+            worker = str(fields["worker"])
+            self._over([r for r, span in self.current.items() if worker in span.workers], at)
+        elif event.kind == "gang" and fields.get("dissolved"):
+            self._over([r for r in self.current if self._gang.get(r) == fields["gang"]], at)
+
+    def _wished(self, event: Event, at: float) -> None:
+        fields = event.fields
+        resident = str(fields["resident"])
+        self._workers.setdefault(resident, " ".join(fields["workers"]))
+        self._gang[resident] = str(fields["gang"])
+        self._why[resident] = next(decisions([event])).text
+        before = self.current.get(resident)
+        if before is not None and fields["role"] == Role.IDLE:
+            self._over([resident], at)
+            until, why = min(self._end, at + LEAVING_S), self._why[resident]
+            left = replace(before, state=LEAVING, start=at, end=until, why=why)
+            self.current[resident] = left
+
+    def _reported(self, fields: Mapping[str, Any], at: float) -> None:
+        resident, state = str(fields["resident"]), str(fields.get("status", ""))
+        row = self._workers.get(resident, str(fields["gang"]))
+        here = set(row.split(" "))
+        followed = [
+            other
+            for other, span in self.current.items()
+            if other == resident or (span.state == LEAVING and here & set(span.workers))
+        ]
+        self._over(followed, at)
+        if fields["role"] != Role.IDLE and state != Doing.GONE:
             asleep = fields["tier"] != Tier.ACCELERATOR
             state = f"{state}, {fields['tier']}" if asleep else state
-            about = resident, str(fields.get("job", "")), why.get(resident, "")
-            current[resident] = Span(row, str(fields["role"]), state, at, end, *about)
-    return found + list(current.values())
+            about = resident, str(fields.get("job", "")), self._why.get(resident, "")
+            role = str(fields["role"])
+            self.current[resident] = Span(row, role, state, at, self._end, *about)
+
+    def _over(self, residents: Sequence[str], at: float) -> None:
+        for resident in residents:
+            span = self.current.pop(resident)
+            self.found.append(replace(span, end=min(span.end, at)))
 
 
 def moves(events: Iterable[Event], start_ms: int) -> list[Mark]:

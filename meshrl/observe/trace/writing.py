@@ -7,14 +7,18 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TextIO
 
 from common.errors import NotFound
+from common.records import documents
 from common.records.lines import whole
 from common.state.events import Event
 from meshrl.launch.directory.places import shown
 from meshrl.observe.recording.recorder import read_events
 from meshrl.observe.trace.drawing import Noted, Row, drawn, name_of
+from meshrl.observe.trace.tracks import Event as TraceEvent
 
 NAME = "trace.json"
 FOLDER = "trace"
@@ -35,18 +39,29 @@ def show(run_dir: Path, out: Path | None) -> None:
 
 def write(run_dir: Path, path: Path, events: list[Event]) -> int:
     """Writes a run's trace, whole or not at all; how many events it has. OSError."""
-    beside = path.with_name(f"{path.name}.part")
-    count = 0
-    with beside.open("w", encoding="utf-8") as file:
-        os.chmod(beside, 0o600)
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
-        for event in drawn(noted(run_dir), events):
-            file.write(",\n" if count else "\n")
-            file.write(json.dumps(event, ensure_ascii=False))
-            count += 1
-        file.write("\n]}\n")
-    beside.replace(path)
+    beside = documents.in_the_making(path)
+    try:
+        with beside.open("w", encoding="utf-8", opener=_for_this_user) as file:
+            count = _written(file, drawn(noted(run_dir), events))
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
     return count
+
+
+def _written(file: TextIO, events: Iterable[TraceEvent]) -> int:
+    """One by one, since all of them together take some hundred MB."""
+    count = 0
+    file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+    for event in events:
+        file.write((",\n" if count else "\n") + json.dumps(event, ensure_ascii=False))
+        count += 1
+    file.write("\n]}\n")
+    return count
+
+
+def _for_this_user(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def noted(run_dir: Path) -> Noted:
