@@ -41,7 +41,7 @@ def write(run_dir: Path, path: Path, events: list[Event]) -> int:
     """Writes a run's trace, whole or not at all; how many events it has. OSError."""
     beside = documents.in_the_making(path)
     try:
-        with beside.open("w", encoding="utf-8", opener=_for_this_user) as file:
+        with open(beside, "w", encoding="utf-8", opener=_for_this_user) as file:
             count = _written(file, drawn(noted(run_dir), events))
         beside.replace(path)
     finally:
