@@ -13,7 +13,7 @@ import pytest
 
 from common.api.weights import Clear, KeepLines, LayOut, SetAside
 from common.clock import SystemClock
-from common.errors import MeshError
+from common.errors import BadMessage, MeshError
 from common.job.config import JobConfig
 from common.process.host import SystemHost
 from common.records import damage
@@ -113,6 +113,23 @@ async def test_samples_that_are_sent_again_while_they_are_written_are_there_once
     await store.stop()
     await mesh.leave()
     await state.close()
+
+
+@pytest.mark.parametrize("name", ["job", "../samples", "trace/../job", "trace/", "events"])
+def test_no_process_names_another_file_than_those_of_samples_and_traces(
+    name: str, tmp_path: Path
+) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        before = sorted(store.run_dir.rglob("*"))
+        with pytest.raises(BadMessage, match="no file of samples or traces"):
+            await store.store.keep_lines(KeepLines(JOB, name, "op", "a line\n"))
+        assert sorted(store.run_dir.rglob("*")) == before
+        for good in ("samples-3", "trace/shard-0", "trace/engine-g3.0", "trace/trainer"):
+            await store.store.keep_lines(KeepLines(JOB, good, "op", "a line\n"))
+            assert (store.run_dir / f"{good}.jsonl").read_text() == "a line\n"
+
+    on_store(tmp_path, story)
 
 
 class SlowDisk(SimulatedHost):
