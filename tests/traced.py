@@ -15,16 +15,27 @@ def check(events: Iterable[Event]) -> None:
     trajectory fill its span, one after the other.
     """
     by_track: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    arrows: dict[int, list[Event]] = defaultdict(list)
     for event in events:
         assert event.keys() >= NEEDED, event
-        assert event["ph"] in ("M", "X", "i"), event
+        assert event["ph"] in ("M", "X", "i", "s", "f"), event
         assert isinstance(event["ts"], int) and event["ts"] >= 0, event
         if event["ph"] == "X":
             assert isinstance(event["dur"], int) and event["dur"] >= 0, event
             by_track[event["pid"], event["tid"]].append(event)
+        if event["ph"] in ("s", "f"):
+            arrows[event["id"]].append(event)
+    for ends in arrows.values():
+        source, target = ends
+        assert (source["ph"], target["ph"]) == ("s", "f") and source["ts"] <= target["ts"], ends
+        assert all(_within(end, by_track[end["pid"], end["tid"]]) for end in ends), ends
     for spans in by_track.values():
         _nested(spans)
         _filled([span for span in spans if span["cat"] == "trajectory"])
+
+
+def _within(moment: Event, spans: list[Event]) -> bool:
+    return any(span["ts"] <= moment["ts"] <= span["ts"] + span["dur"] for span in spans)
 
 
 def _nested(spans: list[Event]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from common.state.events import Event as RunEvent
 from meshrl.observe.report import gangs
+from meshrl.observe.trace.arrows import Arrows
 from meshrl.observe.trace.tracks import Bar, Event, Part, Shape, Tracks
 
 Row = dict[str, Any]
@@ -47,17 +48,18 @@ def drawn(noted: Noted, events: Sequence[RunEvent]) -> Iterator[Event]:
     tracks = Tracks(min(begun, default=0.0))
     yield from _job(tracks, events)
     yield from _gangs(tracks, events)
-    yield from _trainer(tracks, noted.trainer)
+    arrows, trained = Arrows(), _trained(events)
+    yield from arrows.steps(_trainer(tracks, noted.trainer))
     for name, rows in sorted(noted.engines.items()):
         bars = [
             Bar(f"version {r['version']}", r["at"], _parts(r["parts"]), category="engines")
             for r in rows
         ]
         yield from tracks.bars("engines", name, bars)
-    trained = _trained(events)
     for name, rows in sorted(noted.shards.items()):
         bars = [_trajectory(row, trained) for row in rows]
-        yield from tracks.bars(name, "trajectories", bars)
+        yield from arrows.trajectories(tracks.bars(name, "trajectories", bars))
+    yield from arrows.drawn(trained)
 
 
 def _job(tracks: Tracks, events: Sequence[RunEvent]) -> Iterator[Event]:

@@ -33,6 +33,7 @@ def test_a_run_of_two_shards_is_traced_from_its_prompts_to_its_weights(tmp_path:
 
     begun = [s for n in (0, 1) for s in spans_of(found, f"shard {n}") if "args" in s]
     trained = {s["args"]["group"] for s in begun if "trained in step" in s["args"]}
+    assert {e["id"] for e in found if e["ph"] == "s"} == trained
     steps = [e.fields for e in seen if e.kind == "step"]
     assert trained == {row["group"] for fields in steps for row in fields["groups"]}
     inside = Counter(s["name"] for n in (0, 1) for s in spans_of(found, f"shard {n}"))

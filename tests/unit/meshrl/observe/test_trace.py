@@ -112,6 +112,20 @@ def test_a_trace_has_trajectories_trainer_engines_and_gangs() -> None:
     assert [s["name"] for s in spans_of(events, "job")] == ["training", "finished"]
 
 
+def test_an_arrow_leads_from_a_group_to_the_step_that_trained_it() -> None:
+    late = trajectory(7, 0.6, "open", 250.0)
+    noted = Noted(shards={"shard 0": [*NOTED.shards["shard 0"], late]}, trainer=NOTED.trainer)
+    events = list(drawn(noted, EVENTS))
+    check(events)
+    source, target = (e for e in events if e["ph"] in "sf")
+    assert (source["id"], source["ts"], target["ts"]) == (7, 849_999, 850_000)
+    [step] = [s for s in spans_of(events, "trainer") if s["name"] == "step 4"]
+    assert (target["pid"], target["tid"]) == (step["pid"], step["tid"])
+    too_late = trajectory(7, 1.1, "open", 250.0)  # by its host's clock: after the step
+    noted = Noted(shards={"shard 0": [too_late]}, trainer=NOTED.trainer)
+    assert not [e for e in drawn(noted, EVENTS) if e["ph"] in "sf"]
+
+
 def test_a_move_is_a_moment_on_its_workers_track_with_its_reason() -> None:
     events = list(drawn(NOTED, EVENTS))
     [track] = [e for e in events if e["name"] == "thread_name" and e["args"]["name"] == "w1"]
