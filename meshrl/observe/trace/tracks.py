@@ -118,16 +118,23 @@ class Tracks:
 
 
 def _drawn(bar: Bar, edges: Sequence[int], pid: int, tid: int) -> Iterator[Event]:
-    where = {"pid": pid, "tid": tid, "ph": "X", "cat": bar.category or bar.name}
-    args = {"args": dict(bar.args)}
+    args, category = dict(bar.args), bar.category or bar.name
     if bar.shape is not Shape.PARTS:
-        yield {"name": bar.name, "ts": edges[0], "dur": edges[-1] - edges[0]} | where | args
+        yield _span(bar.name, category, edges[0], edges[-1], pid, tid) | {"args": args}
     if bar.shape is Shape.WHOLE:
         return
-    told = args if bar.shape is Shape.PARTS else {}
     for (name, _), start, end in zip(bar.parts, edges, edges[1:], strict=False):
         if name and end > start:
-            yield {"name": name, "ts": start, "dur": end - start} | where | told
+            span = _span(name, category, start, end, pid, tid)
+            if bar.shape is Shape.PARTS:
+                span["args"] = args
+            yield span
+
+
+def _span(name: str, category: str, start: int, end: int, pid: int, tid: int) -> Event:
+    about: Event = {"name": name, "cat": category, "ph": "X", "ts": start, "dur": end - start}
+    about["pid"], about["tid"] = pid, tid
+    return about
 
 
 def _about(what: str, pid: int, tid: int, args: Mapping[str, Any]) -> Event:

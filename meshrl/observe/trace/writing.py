@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
@@ -22,6 +23,7 @@ from meshrl.observe.trace.tracks import Event as TraceEvent
 
 NAME = "trace.json"
 FOLDER = "trace"
+BATCH = 1000  # events that are encoded together
 MOST = 20_000  # trajectories of a shard, the last ones: Perfetto takes some 100 MB well
 
 
@@ -49,13 +51,14 @@ def write(run_dir: Path, path: Path, events: list[Event]) -> int:
     return count
 
 
-def _written(file: TextIO, events: Iterable[TraceEvent]) -> int:
-    """One by one, since all of them together take some hundred MB."""
+def _written(file: TextIO, events: Iterator[TraceEvent]) -> int:
+    """Some at a time: all of them take some hundred MB, and each by itself three times as long."""
     count = 0
     file.write('{"displayTimeUnit": "ms", "traceEvents": [')
-    for event in events:
-        file.write((",\n" if count else "\n") + json.dumps(event, ensure_ascii=False))
-        count += 1
+    while batch := list(islice(events, BATCH)):
+        text = json.dumps(batch, separators=(",", ":"))
+        file.write((",\n" if count else "\n") + text[1:-1])
+        count += len(batch)
     file.write("\n]}\n")
     return count
 
