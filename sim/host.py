@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from common.clock import Clock
 from common.errors import DeadlineExceeded, NotFound, PeerLost
+from common.process.cores import Cores
 from common.process.ends.failure import Failure
 from common.process.ends.limits import Room
 from common.process.handle import Child, Usage
@@ -128,7 +129,7 @@ class _Ticker:
 
 class SimulatedHost:
     """`programs` by module name: what `spawn` runs. `disk_bytes` bounds each append-only file;
-    it may change at any time, as may what is `left` of memory and disk.
+    it may change at any time, as may what is `left` of memory and disk, and the `processors`.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class SimulatedHost:
         self._programs = dict(programs or {})
         self.disk_bytes = disk_bytes
         self.left = PLENTY
+        self.processors = Cores(0, 0.0)  # what runs here takes no time of a processor
         self.children: dict[int, SimulatedChild] = {}
 
     def spawn(
@@ -206,6 +208,9 @@ class SimulatedHost:
 
     def room(self, directory: Path) -> Room:
         return self.left
+
+    def cores(self) -> Cores:
+        return self.processors
 
     def usage(self) -> dict[str, float]:
         return {}

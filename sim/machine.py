@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from common.errors import DeadlineExceeded, MeshError, NotFound, PeerLost, StorageFull
+from common.process.cores import Cores
 from common.process.ends.failure import Failure
 from common.process.ends.limits import Room
 from common.process.handle import UNKNOWN_EXIT, Usage
@@ -273,6 +274,9 @@ class ProcessHost:
 
     def room(self, directory: Path) -> Room:
         return PLENTY._replace(disk=0) if self._machine.disk.full else PLENTY
+
+    def cores(self) -> Cores:
+        return Cores(0, 0.0)  # what runs here takes no time of a processor
 
     def usage(self) -> dict[str, float]:
         return {}

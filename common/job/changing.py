@@ -47,6 +47,7 @@ RULES: dict[str, Rule] = {
     "dataset": _BUNDLED,
     "environment": _BUNDLED,
     "environment.processes": FREE,
+    "environment.threads": FREE,
     "environment.python": FREE,
     "environment.tool_deadline_s": FREE,
     "environment.step_deadline_s": FREE,

@@ -113,6 +113,8 @@ class EnvironmentConfig(Table):
     verifiers_options: Options = field(default_factory=dict)  # its `[env]` table
     python: File = ""  # the interpreter that has `verifiers`
     processes: Count = 1  # environment processes of a rollout shard
+    # operations that one of them runs at a time, in threads: more where its code waits for others
+    threads: Annotated[Count, Le(1024)] = 1
     # tool name -> module:function, a built-in one's name, or mcp:SERVER/TOOL
     tools: dict[str, str] = field(default_factory=dict)
     mcp: dict[str, list[str]] = field(default_factory=dict)  # MCP server name -> its command
@@ -388,9 +390,14 @@ class PlannerConfig(Table):
 
     moves: bool = True  # whether the planner moves gangs; false: the default split is held
     interval_s: Positive = 1.0  # between two looks at the stage times
-    # ratio of the two stage times from which a move is considered
+    every: Count = 10  # steps after which the split is planned anew, whatever happens
+    # ratio of the two stage times from which it is planned at once,
     imbalance: Annotated[float, Ge(1)] = 1.15
-    gain: NonNegative = 0.05  # share of the iteration time a move must save
+    queue_pressure: Positive = 0.75  # trajectories that wait for an engine, over all slots,
+    active_pressure: Positive = 0.85  # trajectories at engines, over all slots,
+    rejected: Count = 8  # groups that came too old
+    gain: NonNegative = 0.05  # share of a step's time that a move must save
+    window_steps: Annotated[Whole, Ge(2)] = 4  # that are measured before a move, and after it
     warmup_steps: Natural = 1
     cooldown_steps: Natural = 3
     min_rollout: Count = 1

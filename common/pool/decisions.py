@@ -16,7 +16,8 @@ from common.pool.snapshot import Move
 class Why:
     """The rule that decided, and the figures that it decided by."""
 
-    rule: str  # default, repair, stage_time, user, share, preempt, release, lost, undo, unhelped
+    # default, repair, stage_time, unpaid, user, share, preempt, release, lost, undo, unhelped
+    rule: str
     job: str = ""  # the job that it concerns
     inputs: dict[str, Any] = field(default_factory=dict)
 
@@ -128,6 +129,26 @@ class Decline:
     why: Why
 
 
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """What a move of a job has brought, beside what it was to bring: an event tells it."""
+
+    job: str
+    details: dict[str, Any]
+    why: Why
+
+
 Decision = (
-    Form | Dissolve | Place | Remove | Lose | HostGone | Admit | FailJob | Serve | Finish | Decline
+    Form
+    | Dissolve
+    | Place
+    | Remove
+    | Lose
+    | HostGone
+    | Admit
+    | FailJob
+    | Serve
+    | Finish
+    | Decline
+    | Judge
 )

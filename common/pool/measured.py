@@ -6,8 +6,12 @@ comes, or takes when it goes, is told from what the others did.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
+
+DIGITS = 3  # of a published count, after the point: of seconds and of tokens that suffices
+FIGURES = 4  # of a published coefficient that count
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class Work:
     held_s: float = 0.0  # of busy_s: waited for an evaluation
     work_s: float = 0.0  # gradients, summed over the core and its helpers
     tokens: float = 0.0  # trained
+    stale: float = 0.0  # groups that came back too old
 
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, n) + getattr(other, n) for n in FIELDS))
@@ -39,6 +44,17 @@ class Work:
 
 
 FIELDS = tuple(one.name for one in fields(Work))
+
+
+def told(work: Work) -> dict[str, float]:
+    """What a process publishes as `work`: what is not zero, as the leader reads it of thousands."""
+    found = ((name, round(getattr(work, name), DIGITS)) for name in FIELDS)
+    return {name: value for name, value in found if value}
+
+
+def work_of(said: Mapping[str, Any]) -> Work:
+    """The counts that `told` made a document of; what a newer process counts beside is left out."""
+    return Work(**{name: float(said[name]) for name in FIELDS if name in said})
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +75,27 @@ class Curve:
     def step_s(self, batch: float, context: float = 0.0) -> float:
         """Seconds of a decode step of `batch` sequences with so many tokens of context each."""
         return self.base_s + batch * (self.sequence_s + context * self.context_s)
+
+    def told(self) -> list[float]:
+        """What an engine publishes as `curve`, without its accelerators' kind, which it does not
+        know.
+        """
+        steps = self.base_s, self.sequence_s, self.context_s, self.prefill_tokens_per_s
+        return [self.degree, *(float(f"{x:.{FIGURES}g}") for x in steps), self.steps]
+
+
+def kind_of(accelerator: str) -> str:
+    """The kind of a worker's accelerator: `cpu` of "cpu:0", `NVIDIA H200` of
+    "cuda:0 NVIDIA H200".
+    """
+    place, _, name = accelerator.partition(" ")
+    return name or place.partition(":")[0]
+
+
+def curve_of(kind: str, said: Sequence[float]) -> Curve:
+    """The curve that an engine on accelerators of this kind has `told`."""
+    degree, base_s, sequence_s, context_s, prefill, steps = said
+    return Curve(kind, int(degree), base_s, sequence_s, context_s, prefill, int(steps))
 
 
 @dataclass(frozen=True, slots=True)

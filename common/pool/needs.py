@@ -39,30 +39,21 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
-    """What a job's processes have published so far, by which its stage times are told."""
-
-    sources: frozenset[str] = frozenset()  # processes that they come from, with incarnations
-    engines: int = 0
-    occupied_s: float = 0.0
-    groups: int = 0
-    train_busy_s: float = 0.0
-    steps: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class PlannedJob:
     """A job of the mesh as the planner sees it."""
 
     id: str
     phase: Phase
     need: Need = Need()
-    config: PlannerConfig = field(default_factory=PlannerConfig)  # of the stage-time policy
+    config: PlannerConfig = field(default_factory=PlannerConfig)  # of its split's policy
     groups_per_step: int = 1
+    group_size: int = 1
+    max_staleness: int = 2
+    slots: int = 64  # sequences that an engine decodes together
+    steps: int = 0  # that it is to make; 0: not known
     submitted_ms: int = 0
     steps_done: int = 0
     held: str = ""  # `waiting: WHY` or `paused: WHY`; empty: it runs
     checkpointed: bool = False  # whether a committed checkpoint holds all that it would go on from
-    counters: Counters = Counters()
     measured: Measured = field(default_factory=Measured)
     progress: dict[str, int] = field(default_factory=dict)  # what each resident has done so far

@@ -8,7 +8,8 @@ from typing import Any
 
 from common.job.config import PlannerConfig
 from common.pool.asking import need_of, unhelped
-from common.pool.needs import Counters, Need, PlannedJob
+from common.pool.measured import Measured, curve_of, work_of
+from common.pool.needs import Need, PlannedJob
 from common.state.jobs import Phase
 
 
@@ -26,25 +27,34 @@ PROGRESS = {"engine": "tokens", "trainer": "step", "hybrid": "bins"}  # what a p
 
 
 def planned(
-    row: Mapping[str, Any], document: Mapping[str, Any], processes: Sequence[Published] = ()
+    row: Mapping[str, Any],
+    document: Mapping[str, Any],
+    processes: Sequence[Published] = (),
+    kinds: Mapping[str, str] | None = None,
 ) -> PlannedJob:
-    """The job of a row, its document (the resolved job file) and its live processes."""
+    """The job of a row, its document (the resolved job file) and its live processes. `kinds`: what
+    accelerators the workers of each gang have.
+    """
     return PlannedJob(
         id=row["id"],
         phase=Phase(row["phase"]),
         need=_needed(document, processes),
         config=PlannerConfig(**document.get("planner", {})),
         groups_per_step=row["groups_per_step"],
+        group_size=document["algorithm"]["group_size"],
+        max_staleness=document["algorithm"]["max_staleness"],
+        slots=document["rollout"]["slots"],
+        steps=document["budget"]["steps"],
         submitted_ms=row["submitted_ms"],
         steps_done=row["steps_done"],
         held=row["held"],
         checkpointed=bool(row["checkpoint"]),
-        counters=counters(processes),
         progress={
             process.stats["resident"]: int(process.stats.get(PROGRESS[process.kind], 0))
             for process in processes
             if process.kind in PROGRESS and process.stats.get("resident")
         },
+        measured=measured(processes, kinds or {}),
     )
 
 
@@ -59,16 +69,15 @@ def _needed(document: Mapping[str, Any], processes: Sequence[Published]) -> Need
     return need
 
 
-def counters(processes: Sequence[Published]) -> Counters:
-    """What a job's live processes have published."""
-    engines = [process for process in processes if process.kind == "engine"]
-    trainers = [process for process in processes if process.kind == "trainer"]
-    shards = [process for process in processes if process.kind == "rollout"]
-    return Counters(
-        sources=frozenset(p.name + p.incarnation for p in (*engines, *trainers, *shards)),
-        engines=len(engines),
-        occupied_s=sum(float(p.stats.get("occupied_s", 0.0)) for p in engines),
-        groups=sum(int(p.stats.get("groups", 0)) for p in shards),
-        train_busy_s=sum(float(p.stats.get("busy_s", 0.0)) for p in trainers),
-        steps=sum(int(p.stats.get("step", 0)) for p in trainers),
+def measured(processes: Sequence[Published], kinds: Mapping[str, str]) -> Measured:
+    """What a job's live processes say of their work, by name and incarnation: who starts again
+    counts from nothing.
+    """
+    return Measured(
+        {p.name + p.incarnation: work_of(p.stats["work"]) for p in processes if "work" in p.stats},
+        tuple(
+            curve_of(kinds.get(p.stats.get("gang", ""), ""), p.stats["curve"])
+            for p in processes
+            if p.stats.get("curve")
+        ),
     )

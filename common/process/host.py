@@ -21,6 +21,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from common.errors import DeadlineExceeded
 from common.process import marks
 from common.process.child import CHANNEL_FD
+from common.process.cores import Cores, cores
 from common.process.ends import failure, limits
 from common.process.ends.failure import FAILURE_ENV, Failure, path_beside
 from common.process.ends.limits import Room
@@ -114,6 +115,9 @@ class Host(Protocol):
 
     def room(self, directory: Path) -> Room:
         """Bytes that are left of memory, and of the disk that `directory` is on."""
+
+    def cores(self) -> Cores:
+        """Processors that the processes of this host share, and how busy they have been."""
 
     def usage(self) -> dict[str, float]:
         """What this process uses, by name; see `common.telemetry.watchdog.usage`."""
@@ -314,6 +318,10 @@ class SystemHost:
     def room(self, directory: Path) -> Room:
         """Bytes that are left of memory, and of the disk that `directory` is on."""
         return limits.room(directory)
+
+    def cores(self) -> Cores:
+        """Processors that the processes of this host share, and how busy they have been."""
+        return cores()
 
     def usage(self) -> dict[str, float]:
         """Memory and CPU time of this process."""

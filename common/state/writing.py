@@ -14,6 +14,7 @@ from common.pool.decisions import (
     Finish,
     Form,
     HostGone,
+    Judge,
     Lose,
     Place,
     Remove,
@@ -70,6 +71,8 @@ def _arguments(decision: Decision) -> dict[str, Any]:
             }
         case Decline(op, reason):
             return {"kind": "decline", "op": op, "reason": reason}
+        case Judge(job, details):
+            return {"kind": "judge", "job": job, "extra": details}
 
 
 def _place(decision: Place) -> dict[str, Any]:

@@ -150,10 +150,14 @@ class RunningMesh:
         await self.events()
         self._meter.look()
 
+    def cpu_s(self) -> dict[str, float]:
+        """What all processes have used so far, by kind."""
+        return self._meter.reading(roles=True)
+
     def close(self) -> None:
         """Notes the host's part."""
         wall_s = time.monotonic() - self._began
-        used = sum(self._meter.reading(roles=True).values())
+        used = sum(self.cpu_s().values())
         cores = {"mesh_cores": round(used / wall_s, 3), "wall_s": round(wall_s, 1)}
         self.watched.host = self._host.reading() | cores
 

@@ -157,6 +157,7 @@ async def main(seat: Seat) -> None:
 
 async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineDriver) -> None:
     """The life of an engine process, until it is cancelled."""
+    began = mesh.clock.monotonic()
     row = await patiently(mesh.clock, lambda: jobs.job(mesh.state, seat.job))
     data = await local_job(mesh, row)
     with mesh.loading():
@@ -166,6 +167,7 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
     room = limits.kv_tokens or limits.slots * limits.max_tokens
     turns = Turns(mesh, seat.keeper, seat.resident, seat.generation, enabled=seat.turns)
     service = EngineService(mesh, engine, limits.slots, driver.deliver, room, turns=turns)
+    service.weights.began = began
     versions = Versions(mesh, seat.job, limits.weights)
     traces = Traces(mesh, data, f"engine-{seat.resident}")
 
@@ -177,7 +179,7 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
             "ready": not service.draining,
             **service.tiers.stats(),
             **service.pauses.stats(),
-            **versions.bringing.stats(),
+            **versions.stats(),
             "version": service.weights.version,
             "tokens": engine.tokens_generated,
             "busy_s": engine.busy_s,
@@ -186,6 +188,7 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
             "waiting": engine.waiting,
             "requests": service.shards.requests,
             "plateau": service.throughput.plateau,
+            **service.measured(),
             "path": engine.path,
             "tensor_parallel": engine.tensor_parallel,
             "preempted": engine.preempted,

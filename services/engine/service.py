@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -29,12 +30,15 @@ from common.api.hint import Look
 from common.api.role import Drain, Drained, Settle, Settled
 from common.errors import Refused
 from common.generation.contract import Request, TokenEngine
+from common.occupancy import Occupancy
 from common.runtime.actor import Actor, call, cast, stream
 from common.runtime.mesh import Mesh
 from common.runtime.residents.tiers import Tiers
 from common.runtime.residents.turns import Turns
 from services.engine.cache_moves import CacheMoves
 from services.engine.commands import Commands
+from services.engine.contexts import Contexts
+from services.engine.curve import CurveFit
 from services.engine.pauses import Pauses
 from services.engine.shards import Attached, Shards
 from services.engine.sleeping import EngineSleeper
@@ -69,7 +73,8 @@ class EngineService(Actor):
         self._slots = slots
         self._turned_at = mesh.clock.monotonic()
         self.occupied_s = 0.0  # time that all slots together would have needed for what they did
-        self.throughput = Throughput()
+        self.throughput, self.fit, self.contexts = Throughput(), CurveFit(), Contexts()
+        self.load = Occupancy(mesh.clock.monotonic)
         self.pauses = Pauses(mesh.clock)
         self.commands = Commands(mesh.clock, deliver)
         self.shards = Shards(mesh.name, lambda: self.weights.told)
@@ -90,12 +95,19 @@ class EngineService(Actor):
         self.obey(in_turn=True)
         running, before = self.engine.running, self.engine.tokens_generated
         busy_s, steps = self.engine.busy_s, self.engine.steps
+        computed, context = self.engine.tokens_computed, self.contexts.mean
         busy = self.engine.step()
         now = self.mesh.clock.monotonic()
         sampled = self.engine.tokens_generated - before
         took_s = self.engine.busy_s - busy_s
-        self.throughput.stepped(running, sampled, took_s)
-        self.pauses.stepped(self.engine.steps - steps, took_s)
+        steps = self.engine.steps - steps
+        prefilled = max(0, self.engine.tokens_computed - computed - sampled)
+        self.throughput.stepped(running, sampled, took_s, context)
+        batch = sampled / steps if steps else 0.0
+        self.fit.stepped(steps, sampled, context * batch, prefilled, took_s)
+        self.pauses.stepped(steps, took_s)
+        self.load.put("running", self.engine.running)
+        self.load.put("waiting", self.engine.waiting)
         self.occupied_s += (now - self._turned_at) * running / self._slots
         self._turned_at = now
         self._flush(now, busy)
@@ -126,6 +138,7 @@ class EngineService(Actor):
         if due or self.engine.ended:
             flush = self.engine.drain(ended_only=not due)
             if flush is not None:
+                self.contexts.flushed(flush)
                 self.commands.deliver(lambda: self.shards.route(flush))
 
     def _admit(self, requests: list[Request], ended: list[int]) -> None:
@@ -135,8 +148,21 @@ class EngineService(Actor):
             request.adapter = request.adapter or self.weights.adapter
         try:
             self.engine.submit(requests)
+            self.contexts.submitted(requests)
         except Refused as error:
             self.commands.deliver(partial(self._refuse, [r.id for r in requests], error))
+
+    def measured(self) -> dict[str, Any]:
+        """What it publishes of its speed and its load."""
+        curve = self.fit.curve("", self.engine.tensor_parallel)
+        return {
+            "start_s": round(self.weights.start_s, 3),
+            "throughput": self.throughput.by_context,
+            "context": round(self.contexts.mean, 1),
+            "running_s": round(self.load.seconds("running"), 3),
+            "waiting_s": round(self.load.seconds("waiting"), 3),
+            **({"curve": curve.told()} if curve is not None else {}),
+        }
 
     # -- the loop's side -------------------------------------------------------------------------
 

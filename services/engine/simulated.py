@@ -38,7 +38,7 @@ from common.generation.counter import draws, key_of, uniforms
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NORMAL = NormalDist()
+NORMAL = NormalDist()
 _ROUNDING = 1e-9  # share of a token: a step at exactly the time of a token brings it
 NEVER_S = math.inf  # when a slot without a request ends it
 NO_STOP = np.iinfo(np.int32).max  # above every token
@@ -142,7 +142,6 @@ class SimulatedEngine:
         self._numbers = {"": 0}  # of adapters, by name; a name keeps its own
         self._loaded: dict[str, int] = {}  # their versions
         self.tokens_generated = self.tokens_computed = 0
-        self.steps = 0
         self.busy_s = 0.0
         self.prefill_tokens_per_s = 0.0
         self.cache_bytes_per_token = 0  # there is none
@@ -226,8 +225,12 @@ class SimulatedEngine:
 
     # -- time ------------------------------------------------------------------------------------
 
+    @property
+    def steps(self) -> int:
+        """Tokens that each of its slots could have brought while any of them was in use."""
+        return int(self.busy_s * self._rate + _ROUNDING)
+
     def step(self) -> bool:
-        self.steps += 1
         self._advance()
         return not self._stands and bool(self._slots.slot_of or self._queue)
 
@@ -292,7 +295,7 @@ class SimulatedEngine:
     def _drawn_length(self, request: Request) -> int:
         key = np.array([key_of(request.seed ^ key_of(self._seed))], np.uint64)
         uniform = float(uniforms(key, np.array([len(request.tokens)]))[0])
-        return max(1, round(self._median * math.exp(self._sigma * _NORMAL.inv_cdf(uniform))))
+        return max(1, round(self._median * math.exp(self._sigma * NORMAL.inv_cdf(uniform))))
 
     # -- weights ---------------------------------------------------------------------------------
 

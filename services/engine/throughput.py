@@ -1,4 +1,6 @@
-"""Measures tokens per second by batch size while an engine runs, and where that curve flattens."""
+"""Measures tokens per second by batch size and context while an engine runs, and where their growth
+with the batch flattens.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,34 @@ class Throughput:
     def __init__(self) -> None:
         self._means: dict[int, float] = {}
         self._steps: dict[int, int] = {}
+        self._by_context: dict[tuple[int, int], tuple[float, int]] = {}  # the mean, and its steps
 
-    def stepped(self, batch: int, tokens: int, seconds: float) -> None:
-        """Takes in that one or more steps of `batch` requests brought `tokens` tokens."""
+    def stepped(self, batch: int, tokens: int, seconds: float, context: float = 0.0) -> None:
+        """Takes in that one or more steps of `batch` requests with `context` tokens each brought
+        `tokens` tokens.
+        """
         if batch <= 0 or tokens <= 0 or seconds <= 0:
             return
         size, rate = size_class(batch), tokens / seconds
         mean = self._means.get(size, rate)
         self._means[size] = mean + WEIGHT * (rate - mean)
         self._steps[size] = self._steps.get(size, 0) + 1
+        place = size, context_class(context)
+        mean, steps = self._by_context.get(place, (rate, 0))
+        self._by_context[place] = mean + WEIGHT * (rate - mean), steps + 1
 
     @property
     def table(self) -> dict[int, float]:
         """Tokens per second by batch size, of the sizes that were seen often enough."""
         return {n: self._means[n] for n in sorted(self._means) if self._steps[n] >= ENOUGH}
+
+    @property
+    def by_context(self) -> dict[str, float]:
+        """Tokens per second by `BATCHxCONTEXT`, the least of each class, of those that were seen
+        often enough.
+        """
+        found = sorted(self._by_context.items())
+        return {f"{b}x{c}": round(rate, 1) for (b, c), (rate, steps) in found if steps >= ENOUGH}
 
     @property
     def plateau(self) -> int:
@@ -46,3 +62,8 @@ def size_class(batch: int) -> int:
     """The largest of 1, 2, 3, 4, 6, 8, 12, ... that is not above `batch`."""
     power = 1 << (batch.bit_length() - 1)
     return power * 3 // 2 if power > 1 and batch >= power * 3 // 2 else power
+
+
+def context_class(tokens: float) -> int:
+    """The largest power of two from 32 on that is not above so many tokens; 0 below."""
+    return 1 << (int(tokens).bit_length() - 1) if tokens >= 32 else 0

@@ -51,6 +51,8 @@ class EngineWeights:
         self.lineage = 0  # lineage of their version; never ahead of them
         self.base = ""  # manifest of those that the job's adapters lie beside; empty: of none
         self.bytes = 0  # of what was loaded last, as it came
+        self.began = mesh.clock.monotonic()  # when its process did
+        self.start_s = 0.0  # from then until it first had weights; 0: it has had none
         self._model_bytes = 0  # the part of them that is no adapter's
         self.woken = False  # the engine was, and has none yet
         self.asleep = False  # by request: new versions are not fetched until it wakes
@@ -157,6 +159,7 @@ class EngineWeights:
 
     def _entered(self, manifest: str, lineage: int, weight_bytes: int) -> None:
         self.manifest, self.bytes = manifest, weight_bytes
+        self.start_s = self.start_s or self._mesh.clock.monotonic() - self.began
         self.loaded.set()
         self.enter(lineage)
 

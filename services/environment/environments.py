@@ -26,6 +26,7 @@ from common.job.authored import place_of, placed
 from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
 from common.process.child import Channel
+from services.environment import threaded
 from services.environment.sessions import ChatSession, Session, TextSession
 from services.environment.tools import BuiltIn, JobTool
 
@@ -187,6 +188,7 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--tools", type=json.loads, default={}, help="name: module:function")
     found.add_argument("--mcp", type=json.loads, default={}, help="MCP server: its command")
+    found.add_argument("--threads", type=int, default=1, help="operations at a time")
     return found
 
 
@@ -195,7 +197,10 @@ def main() -> None:
     channel = Channel.from_env()
     with making():
         served = made(arguments)
-    serve(channel, served)
+    if arguments.threads > 1:
+        threaded.serve(channel, served, arguments.threads)
+    else:
+        serve(channel, served)
     served.close()
 
 

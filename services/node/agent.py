@@ -32,6 +32,7 @@ from services.node.adopting import Notes
 from services.node.distance import Distance
 from services.node.gpus.accelerators import Accelerator
 from services.node.gpus.watch import GpuWatch
+from services.node.host_load import HostLoad
 from services.node.isolation import OwnIsolation
 from services.node.job_services import JobServices
 from services.node.log_files import LogFiles
@@ -76,6 +77,7 @@ class NodeAgent(Actor, Hooks):
         self.leases = LeaseWatch(mesh.state, mesh.clock, mesh.settings.host, self._children)
         self.services = JobServices(mesh, self._root, self.leases, service_options or [])
         self._distance = Distance(mesh)
+        self._load = HostLoad(mesh, self._root)
         self._isolation = OwnIsolation(mesh, takes)
         self.gpus = GpuWatch(
             mesh,
@@ -91,6 +93,7 @@ class NodeAgent(Actor, Hooks):
             "adopted": len(self._adopted),
             **self.services.stats(),
             **self._distance.stats,
+            **self._load.stats,
             **self._isolation.stats,
             **self.gpus.stats(),
         }
@@ -123,6 +126,7 @@ class NodeAgent(Actor, Hooks):
         self._run(self.services.follow())
         self._run(old_runs.sweep_forever(self._mesh))
         self._run(self._distance.run())
+        self._run(self._load.run())
         self._run(self._isolation.run())
         self._run(self.gpus.run())
 

@@ -46,7 +46,7 @@ class GangWorker(KeepsTurns, KeepsSegments):
     interface = Worker
 
     def __init__(self, mesh: Mesh, row: WorkerRow, around: Around) -> None:
-        self._mesh, self._row = mesh, row
+        self._mesh, self._row, self._budgets = mesh, row, around.budgets
         self._news = asyncio.Event()
         self._seen: tuple[str, int, int] | None = None  # gang, membership, revision
         self._cleared = False  # of what earlier residents have left on disk
@@ -63,6 +63,7 @@ class GangWorker(KeepsTurns, KeepsSegments):
             "worker": self._row.id,
             "accelerator": self._row.accelerator,
             "gang": self.gang.id if self.gang is not None else "",
+            "held_bytes": self._budgets.stats(),
             "rank": workers.index(self._row.id) if self._row.id in workers else 0,
             "residents": self.residents.stats(),
             **self.turns.stats(),

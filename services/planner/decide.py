@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from common.pool.decisions import Decision
 from common.pool.needs import PlannedJob
 from common.pool.snapshot import Snapshot
+from services.planner.balance.balancing import balance
+from services.planner.balance.watch import Watch
 from services.planner.draft import Draft
 from services.planner.memory import Memory
 from services.planner.policies import moves, pausing
-from services.planner.policies.balancing import balance
 from services.planner.policies.feasibility import runnable, shortfalls
 from services.planner.policies.leaving import leave, lose, release
 from services.planner.policies.placement import end_turns, give_back, grow, place_floor
 from services.planner.policies.requests import answer
 from services.planner.policies.serving import serve
-from services.planner.policies.settling import StageWatch
 from services.planner.policies.sharing import Claim, Division, divide
 from services.planner.presence import Presence, present
 from services.planner.takers import Takers
@@ -45,7 +45,7 @@ def decide(snapshot: Snapshot, memory: Memory) -> tuple[list[Decision], Memory]:
     _place(draft, jobs, division, presence)
     aside = answer(draft, jobs, division, presence, takers, memory.aside)
     watches = {
-        job.id: balance(draft, job, memory.watches.get(job.id, StageWatch()))
+        job.id: balance(draft, job, memory.watches.get(job.id, Watch()))
         for job in jobs
         if job.id in division.workers
     }

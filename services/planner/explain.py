@@ -23,6 +23,7 @@ from common.pool.decisions import (
     Finish,
     Form,
     HostGone,
+    Judge,
     Lose,
     Place,
     Remove,
@@ -63,6 +64,8 @@ def told(decision: Decision) -> str:
             return f"move of {move.id} {'undone' if undone else 'complete'}"
         case Decline(op, reason):
             return f"decline {op}: {reason}" if reason else f"settle {op}"
+        case Judge(job, details):
+            return f"judge the move of {job} at step {details['step']}"
 
 
 def lines(decisions: Iterable[Decision]) -> list[str]:

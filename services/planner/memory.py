@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from services.planner.policies.settling import StageWatch
+from services.planner.balance.watch import Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Memory:
     gone: frozenset[str] = frozenset()  # hosts that were told lost, and are not back
     short: Mapping[str, int] = field(default_factory=dict)  # job that can never fit -> since
     aside: frozenset[str] = frozenset()  # workers that a person has put aside
-    watches: Mapping[str, StageWatch] = field(default_factory=dict)  # of jobs' stage times
+    watches: Mapping[str, Watch] = field(default_factory=dict)  # of jobs' splits
     entitled: Mapping[str, int] = field(default_factory=dict)  # job -> workers; people are shown it
 
     def document(self) -> dict[str, Any]:
@@ -36,6 +36,9 @@ class Memory:
             "aside": sorted(self.aside),
             "watches": {job: watch.document() for job, watch in self.watches.items()},
             "entitled": dict(self.entitled),
+            "explained": {
+                job: dict(watch.explained) for job, watch in self.watches.items() if watch.explained
+            },
         }
 
     @classmethod
@@ -50,7 +53,7 @@ class Memory:
             gone=frozenset(document["gone"]),
             short=dict(document["short"]),
             aside=frozenset(document["aside"]),
-            watches={job: StageWatch.of(d) for job, d in document["watches"].items()},
+            watches={job: Watch.of(d) for job, d in document["watches"].items()},
             entitled=dict(document["entitled"]),
         )
 

@@ -14,6 +14,7 @@ from common.errors import ConfigError, MeshError, ToolFailed
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
 from common.model.tokenizer import Tokenizer
+from common.pool import measured
 from common.records import damage
 from common.records.ledger import Kind
 from common.runtime.mesh import Mesh
@@ -42,6 +43,7 @@ from services.rollout.supervised import supervise
 from services.rollout.timing import TrajectoryTimes
 from services.rollout.trajectory import Ending, Trajectory, Turn
 from services.rollout.transcript import Transcript
+from services.rollout.worked import IN_FLIGHT, SHUT, Worked
 
 LOOK_S = 0.5  # how often engines and the job's row are looked at without a hint
 GATE_S = 0.1  # how soon a closed gate is tried again
@@ -86,6 +88,7 @@ class ShardJob:
         self.judge = judge_of(mesh, job, self.scorer)
         self.broken = Broken()
         self.groups_finished = 0
+        self.worked = Worked(self.router.spent)
         self._dropped_in_a_row = 0
         self._groups: dict[int, asyncio.Task[None]] = {}
         self.hungry = asyncio.Event()
@@ -166,9 +169,19 @@ class ShardJob:
         size = self.config.algorithm.group_size
         if self.config.supervised:  # no engine is needed
             return max(0, 2 * self.config.algorithm.groups_per_step - len(self._groups))
+        return max(0, -(-(self._room + size) // size)) if self.router.links else 0
+
+    @property
+    def _room(self) -> int:
+        """Trajectories that would find an engine at once."""
         seats = self.router.capacity - len(self.router.stays)
-        room = min(seats, self.router.idle) + size
-        return max(0, -(-room // size)) if self.router.links else 0
+        return min(seats, self.router.idle)
+
+    def _shut(self, opened: int) -> bool:
+        """Whether the gate holds back what there is room for, as it opened so many groups."""
+        if opened or not (self.admitting and self.wanted()):
+            return False
+        return self.config.supervised or self._room > 0
 
     async def admit_forever(self) -> None:
         """Opens groups as soon as slots free up, as far as the staleness gate allows."""
@@ -176,8 +189,11 @@ class ShardJob:
             await self.hungry.wait()
             self.hungry.clear()
             self._opening = self.admitting and bool(self.wanted())
+            if not self._opening:
+                self.worked.spent.put(SHUT, 0)
             try:
                 opened = await self._admit() if self._opening else 0
+                self.worked.spent.put(SHUT, self._opening and self._shut(opened))
             except MeshError as error:
                 if not error.retryable:
                     raise
@@ -258,6 +274,7 @@ class ShardJob:
         scored = [t for t in members if t.ending is not None and t.ending.reward is not None]
         if len(scored) >= self.config.min_group:
             await self._hand_in(group, prompt, members)
+            self.worked.groups += 1
             fate = "ready"
             self._dropped_in_a_row = 0
         else:
@@ -325,11 +342,12 @@ class ShardJob:
         """A trajectory to its end, and what the job's frozen models make of it."""
         if t.ending is not None:  # in the ledger
             return await self._scored(t)
-        with self.times.of(t):
-            await self._played(t, row)
+        with self.worked.spent.within(IN_FLIGHT), self.times.of(t):
+            await self._lived(t, row)
+        self.worked.trajectories += 1
         self.samples.ended(t, row, self.version)
 
-    async def _played(self, t: Trajectory, row: dict[str, Any]) -> None:
+    async def _lived(self, t: Trajectory, row: dict[str, Any]) -> None:
         if self.config.supervised:
             dataset, most = self.config.dataset, self.config.rollout.max_tokens
             await supervise(t, row, dataset.response, self.environments, most)
@@ -511,6 +529,7 @@ class ShardJob:
             "histogram": [int(n) for n in histogram],
             "tokens": self.commits.sampled,
             "groups": self.groups_finished,
+            "work": measured.told(self.worked.work(self.commits.recorded)),
             **self.router.stats,
             "environments": self.environments.pids,
         }

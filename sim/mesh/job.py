@@ -22,6 +22,7 @@ from common.job.config import (
 )
 from common.model.tokenizer import character_tokenizer
 from sim.mesh.arithmetic import MODEL
+from sim.mesh.paced.workload import Workload
 
 JOB = "simulated"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;+-*/=()[]{}<>?!#$%&@^_"
@@ -63,7 +64,7 @@ def config_of(
     )
 
 
-def document_of(config: JobConfig, root: Path) -> dict[str, Any]:
+def document_of(config: JobConfig, root: Path, workload: Workload | None = None) -> dict[str, Any]:
     """The job as it is submitted, with its bundle below `root`, its run's directory."""
     bundle = root / "bundle"
     (bundle / "modules").mkdir(parents=True)
@@ -71,4 +72,6 @@ def document_of(config: JobConfig, root: Path) -> dict[str, Any]:
     for name, count in (("train", 64), ("held_out", 8)):
         rows = [json.dumps({"prompt": f"{name} {n}?"}) for n in range(count)]
         (bundle / f"{name}.jsonl").write_text("\n".join(rows))
+    if workload is not None:
+        workload.write(bundle)
     return config.document() | {"bundle": {"dir": str(bundle), "digest": "0"}}

@@ -11,8 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgpack
+
 from common.api.callers import CALLERS
+from common.environment.framing import packed
+from common.generation.contract import TokenEngine
 from common.job.job_data import JobData
+from common.job.pace import profile
 from common.pool import names
 from common.pool.seat import Seat, parser
 from common.runtime.lease import LOST
@@ -20,6 +25,7 @@ from common.runtime.mesh import Mesh, MeshSettings
 from common.state.client import State
 from common.wire.weight_store import STORE
 from services.engine import running as engine_running
+from services.engine.paced import PacedEngine
 from services.engine.service import EngineService
 from services.engine.simulated import SimulatedEngine
 from services.environment import environments
@@ -31,7 +37,10 @@ from services.trainer import running as trainer_running
 from services.weights import __main__ as weights
 from sim.machine import Machine, ProcessHost
 from sim.mesh.arithmetic import TinyArithmetic
+from sim.mesh.paced.computing import PacedArithmetic, SteppedEngine
+from sim.mesh.paced.workload import Workload
 from sim.mesh.redis import VirtualRedis, state_of
+from sim.mesh.task import owed_s
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.process import Program, VirtualProcess
 
@@ -47,9 +56,16 @@ class Surroundings:
     """What processes find: a machine, a network, a Redis, and a directory."""
 
     def __init__(
-        self, machine: Machine, network: MemoryNetwork, redis: VirtualRedis, root: Path
+        self,
+        machine: Machine,
+        network: MemoryNetwork,
+        redis: VirtualRedis,
+        root: Path,
+        workload: Workload | None = None,
     ) -> None:
+        """`workload`: paces that its engines and trainers keep to; None: they have none."""
         self.machine, self.network, self.redis, self.root = machine, network, redis, root
+        self.workload = workload
         self.meshes: dict[str, Mesh] = {}  # the newest of each name
         self.state_of: Callable[[VirtualProcess], State] = partial(state_of, redis)
 
@@ -131,8 +147,10 @@ class Surroundings:
         driver = TaskDriver(mesh)
         await engine_running.serve(mesh, seat, self._open_engine, driver)
 
-    async def _open_engine(self, mesh: Mesh, data: JobData, resident: str) -> SimulatedEngine:
+    async def _open_engine(self, mesh: Mesh, data: JobData, resident: str) -> TokenEngine:
         limits = data.config.rollout
+        if self.workload is not None:
+            return PacedEngine(SteppedEngine(self.workload), profile(limits.pace), mesh.clock)
         return SimulatedEngine(
             mesh.clock,
             limits.slots,
@@ -146,13 +164,34 @@ class Surroundings:
         seat = Seat.of(parser(None).parse_args(argv))
         await self._begun(process)
         kind, name = trainer_running.place(seat)
-        await trainer_running.serve(self.mesh(process, name, kind), seat, TinyArithmetic())
+        arithmetic = TinyArithmetic() if self.workload is None else PacedArithmetic()
+        await trainer_running.serve(self.mesh(process, name, kind), seat, arithmetic)
 
     async def _environment(self, process: VirtualProcess, argv: list[str]) -> None:
         await self._begun(process)
-        served = environments.made(environments.parser().parse_args(argv))
+        arguments = environments.parser().parse_args(argv)
+        served = environments.made(arguments)
+        if arguments.threads > 1:
+            return await self._threaded(process, served)
         while (block := await process.channel.to_child.get()) is not None:
             process.channel.to_parent.put_nowait(environments.answered(served, block))
+        served.close()
+
+    async def _threaded(self, process: VirtualProcess, served: environments.Environments) -> None:
+        """What each operation takes, it says (`sim.mesh.task.waits`); the others go on."""
+        answers: set[asyncio.Task[None]] = set()
+
+        async def answer(number: int, *operation: Any) -> None:
+            told = served.perform(*operation)
+            if (seconds := owed_s()) > 0:
+                await self.machine.clock.sleep(seconds)
+            process.channel.to_parent.put_nowait(packed([[number, *told]]))
+
+        while (block := await process.channel.to_child.get()) is not None:
+            for operation in msgpack.unpackb(block, raw=False):
+                task = asyncio.create_task(answer(*operation))
+                answers.add(task)
+                task.add_done_callback(answers.discard)
         served.close()
 
 
@@ -183,11 +222,17 @@ class TaskDriver:
     async def _drive(self, service: EngineService) -> None:
         wake = service.commands.wake = _Wake()
         while True:
-            wait_s = FLUSH_S if service.turn() else IDLE_S
+            wait_s = self._wait_s(service)
             timer = asyncio.get_running_loop().call_later(wait_s, wake.soon.set)
             await wake.soon.wait()
             timer.cancel()
             wake.soon.clear()
+
+    @staticmethod
+    def _wait_s(service: EngineService) -> float:
+        if not service.turn():
+            return IDLE_S
+        return service.engine.due_s if isinstance(service.engine, PacedEngine) else FLUSH_S
 
     def stop(self) -> None:
         if self._task is not None:

@@ -10,8 +10,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Coroutine, MutableMapping
-from contextlib import redirect_stderr, suppress
+from collections.abc import Coroutine, Iterator, MutableMapping
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,20 +90,30 @@ class Outcome:
 
 def play(plan: Plan, log: Path | None = None) -> Outcome:
     """The outcome of a plan; its files are gone afterwards."""
-    began, path = time.process_time(), list(sys.path)
+    began = time.process_time()
     root = Path(tempfile.mkdtemp(prefix="mesh-", dir=MEMORY if MEMORY.is_dir() else None))
     loop = VirtualLoop()
     record = Record(lambda: loop.now, root, log)
     outcome = Outcome(plan)
     try:
-        run_in(loop, record, _story(loop, record, root, plan, outcome))
+        with keeping_path():
+            run_in(loop, record, _story(loop, record, root, plan, outcome))
     finally:
         for place in root.parent.glob(f"{root.name}*"):
             shutil.rmtree(place, ignore_errors=True)
         heard_by(None)
-        sys.path[:] = path  # environments put their job's modules on it
     outcome.virtual_s, outcome.cpu_s = loop.now, time.process_time() - began
     return outcome
+
+
+@contextmanager
+def keeping_path() -> Iterator[None]:
+    """Environments put their job's modules on the path of imports; it is as before after it."""
+    path = list(sys.path)
+    try:
+        yield
+    finally:
+        sys.path[:] = path
 
 
 def run_in(loop: VirtualLoop, record: Record, story: Coroutine[Any, Any, T]) -> T:

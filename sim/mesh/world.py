@@ -25,6 +25,7 @@ from sim.machine import Machine, MachineClock
 from sim.mesh.gate import VirtualGate
 from sim.mesh.job import JOB, config_of, document_of, runs_of
 from sim.mesh.launcher import VirtualLauncher
+from sim.mesh.paced.workload import Workload
 from sim.mesh.programs import HOST, Surroundings
 from sim.mesh.recorder import VirtualRecorder
 from sim.mesh.redis import VirtualRedis, state_of
@@ -42,6 +43,7 @@ class Size:
     ranks: int = 1
     steps: int = 20
     jobs: int = 1
+    workload: Workload | None = None  # in place of the job that faults are tried on
 
 
 class World:
@@ -54,7 +56,7 @@ class World:
         self.network = MemoryNetwork(self.clock, random.child("network"))
         self.network.delivered = self._delivered
         self.redis = VirtualRedis(MachineClock(loop), random.child("redis"))
-        self.around = Surroundings(self.machine, self.network, self.redis, root)
+        self.around = Surroundings(self.machine, self.network, self.redis, root, size.workload)
         self.machine.programs = self.around.programs() | {"launcher": self._launch}
         self.lost: set[str] = set()  # files that power cuts took, or a part of them
         self.runs = runs_of(root, size.jobs)
@@ -77,7 +79,9 @@ class World:
             run_dir.mkdir(parents=True, exist_ok=True)
             if run_dir != self.root:
                 (run_dir / "store").symlink_to(self.root / "store")
-            document = document_of(config_of(*shape, name, seed), run_dir)
+            workload = size.workload
+            config = workload.config(name, seed) if workload else config_of(*shape, name, seed)
+            document = document_of(config, run_dir, workload)
             self.documents[name] = document
             await jobs.submit(self._state, name, document, str(run_dir), f"submit {name}")
 

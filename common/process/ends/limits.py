@@ -46,7 +46,7 @@ def room(directory: Path) -> Room:
     """
     there = next(place for place in (directory, *directory.absolute().parents) if place.is_dir())
     found = os.statvfs(there)
-    groups = (left for place in _groups("memory") if (left := group_left(place)) is not None)
+    groups = (left for place in groups_of("memory") if (left := group_left(place)) is not None)
     return Room(min([_meminfo("MemAvailable"), *groups]), found.f_bavail * found.f_frsize)
 
 
@@ -55,7 +55,7 @@ def group_left(place: Path) -> int | None:
     for limit, use, cache in MEMORY:
         most, now = _read(place / limit), _read(place / use)
         if most.isdigit() and now.isdigit() and int(most) < NO_LIMIT:
-            dropped = _count(place / "memory.stat", cache) or 0  # before anything else is
+            dropped = counter(place / "memory.stat", cache) or 0  # before anything else is
             return max(0, int(most) - int(now) + dropped)
     return None
 
@@ -64,7 +64,7 @@ def memory_limit() -> int | None:
     """The most bytes of memory that our control groups let us have; None: as many as there are."""
     found = [
         int(most)
-        for place in _groups("memory")
+        for place in groups_of("memory")
         for limit, _, _ in MEMORY
         if (most := _read(place / limit)).isdigit() and int(most) < NO_LIMIT
     ]
@@ -75,7 +75,7 @@ def cores() -> int:
     """Cores that this process may use: those it may run on, or the share of them that its control
     groups have, rounded up.
     """
-    shares = [share for place in _groups("cpu") if (share := group_cores(place)) is not None]
+    shares = [share for place in groups_of("cpu") if (share := group_cores(place)) is not None]
     return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, shares)]))
 
 
@@ -162,7 +162,7 @@ def processes() -> str:
             f"The limit of this user's processes and threads (RLIMIT_NPROC) is {soft}, {used} are"
         )
         found.append((used / max(1, soft), f"{what} there: raise it with {how}"))
-    for place in _groups("pids"):
+    for place in groups_of("pids"):
         most, now = _read(place / "pids.max"), _read(place / "pids.current")
         if most.isdigit() and now.isdigit():
             what = f"The control group {place} may have {most} processes and threads (pids.max)"
@@ -195,16 +195,16 @@ def oom_kills() -> int:
     """
     counts = [
         count
-        for place in _groups("memory")
+        for place in groups_of("memory")
         for name in ("memory.events", "memory.oom_control")
-        if (count := _count(place / name, "oom_kill")) is not None
+        if (count := counter(place / name, "oom_kill")) is not None
     ]
-    return max([*counts, _count(Path("/proc/vmstat"), "oom_kill") or 0])
+    return max([*counts, counter(Path("/proc/vmstat"), "oom_kill") or 0])
 
 
 def _group_memory() -> str:
     """The limit of memory of the nearest control group that has one."""
-    for place in _groups("memory"):
+    for place in groups_of("memory"):
         for limit, use, _ in MEMORY:
             most, now = _read(place / limit), _read(place / use)
             if most.isdigit() and int(most) < _meminfo("MemTotal"):
@@ -216,7 +216,7 @@ def _group_memory() -> str:
     return ""
 
 
-def _groups(controller: str) -> list[Path]:
+def groups_of(controller: str) -> list[Path]:
     """Our control group for a controller and those above it, the nearest first."""
     found: list[Path] = []
     for line in _read("/proc/self/cgroup").splitlines():
@@ -250,7 +250,8 @@ def _listed(directory: str) -> list[str]:
         return []
 
 
-def _count(path: Path, name: str) -> int | None:
+def counter(path: Path, name: str) -> int | None:
+    """What a file of names and numbers, one pair a line, says of a name; None: nothing."""
     for line in _read(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name:

@@ -102,6 +102,7 @@ class Tiers:
         self.places = Places(mesh, segments, files)
         self.tier = self.heading = Tier.ACCELERATOR  # where it is, and where it goes to sleep
         self.epoch = 0  # of the last wish
+        self._took: dict[str, float] = {}  # seconds of the last of each: sleep_s, wake_s
         self._wish: Settle | None = None
         self._moving: asyncio.Task[None] | None = None
 
@@ -113,7 +114,7 @@ class Tiers:
 
     def stats(self) -> dict[str, Any]:
         """What a process publishes of it."""
-        return {"epoch": self.epoch, "tier": str(self.tier)}
+        return {"epoch": self.epoch, "tier": str(self.tier), **self._took}
 
     async def settle(self, wish: Settle) -> Settled:
         """Answers Settle."""
@@ -186,18 +187,22 @@ class Tiers:
             await self.places.keep(tier, about, content)
 
         self.heading = tier
+        began = self._mesh.clock.monotonic()
         try:
             await self._sleeper.sleep(keep)
         except BaseException:
             await self._forget()  # it may have been kept before something else failed
             raise
+        self._took["sleep_s"] = round(self._mesh.clock.monotonic() - began, 3)
 
     async def _wake(self) -> None:
         async def take(content: Resumable) -> None:
             await self.places.take(self.tier, content)
 
+        began = self._mesh.clock.monotonic()
         try:
             await self._sleeper.wake(take)
+            self._took["wake_s"] = round(self._mesh.clock.monotonic() - began, 3)
         except Damaged:
             self.tier = Tier.ACCELERATOR  # and goes on from elsewhere
             raise

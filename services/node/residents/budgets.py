@@ -59,6 +59,12 @@ class Budgets:
             if name != beside
         )
 
+    def stats(self) -> dict[str, int]:
+        """Bytes that all have or are about to take, by tier, and those of its budget, if any."""
+        found = {str(tier): self.used(tier) for tier in OF_TIER}
+        budget = {f"{tier}_budget": int(getattr(self.limits, at)) for tier, at in OF_TIER.items()}
+        return found | {name: most for name, most in budget.items() if most}
+
     def check_start(self, name: str) -> None:
         """OverBudget when others have all of the accelerator; what it will take is not known."""
         limit, used = self.limits.accelerator, self.used(Tier.ACCELERATOR, beside=name)

@@ -24,8 +24,8 @@ def move(
     *,
     pinned: bool = False,
     op: str = "",
-) -> None:
-    """Another role for the workers of a resident, of the same job, with a way back."""
+) -> Seated:
+    """Another role for the workers of a resident, of the same job, with a way back; who arrives."""
     before = seated.resident
     settings, now_ms = draft.snapshot.settings, draft.snapshot.now_ms
     told = details | {"before": progress(draft.snapshot.jobs, before.id)}
@@ -35,7 +35,7 @@ def move(
         return Move(resident, gang, now_ms, now_ms + round(1000 * settings.move_s), back, told)
 
     draft.remove(seated, why)
-    draft.seat(seated.workers, before.job, role, why, pinned=pinned, move=made, op=op)
+    return draft.seat(seated.workers, before.job, role, why, pinned=pinned, move=made, op=op)
 
 
 def finish(draft: Draft) -> None:

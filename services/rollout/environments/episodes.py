@@ -1,7 +1,7 @@
 """The kind of environment process that answers each operation when it can, however many are open.
 
-For environments that own their loop: one that waits for its tools must not hold up the others, as
-it would in a batch that is answered as a whole.
+For environments that own their loop, and those with threads: one that waits for its tools must not
+hold up the others, as it would in a batch that is answered as a whole.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def command(job: JobData) -> list[str]:
         return verifiers_command(job)
     argv = [sys.executable, "-m", "services.environment", "--use", config.use]
     argv += ["--modules", str(job.modules), "--tokenizer", str(job.tokenizer)]
-    argv += ["--prompt", job.config.dataset.prompt]
+    argv += ["--prompt", job.config.dataset.prompt, "--threads", str(config.threads)]
     if config.chat:
         argv += chat_arguments(job)
         argv += ["--tools", json.dumps(config.tools), "--mcp", json.dumps(config.mcp)]
@@ -76,7 +76,8 @@ class EnvironmentPool:
         config = job.config.environment
         self._failures = failures or Failures(mesh, job.id)
         self._use, self._deadline_s = config.use or config.verifiers, config.step_deadline_s
-        kind = EpisodeProcess if config.verifiers else EnvironmentProcess
+        at_once = config.verifiers or config.threads > 1
+        kind = EpisodeProcess if at_once else EnvironmentProcess
         name = "environment-" + mesh.name.replace("/", "-")
         self._processes = [
             kind(

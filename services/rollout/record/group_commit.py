@@ -41,6 +41,7 @@ class GroupCommit:
     def __init__(self, mesh: Mesh, writer: TokenWriter) -> None:
         self._mesh, self._writer = mesh, writer
         self.sampled = 0  # tokens, evaluation's too
+        self.recorded = 0  # of trajectories that are written down: evaluation's are not
         self._staging = Staging()
         self._timed: list[OpenRequest] = []  # whose first token is waited for by a stopwatch
         self._layers: list[list[Tokens]] = []  # the n-th flush of each engine since the last commit
@@ -134,6 +135,7 @@ class GroupCommit:
         wanted = (rows != NOBODY) & (new.counts > 0)
         taken = new if wanted.all() else some(new, wanted)
         self.sampled += len(taken.tokens)
+        self.recorded += int(new.counts[wanted & self._staging.recorded(rows)].sum())
         self._staging.add(rows[wanted], taken)
         if self._timed:
             self._timed = [request for request in self._timed if not _decodes(request)]

@@ -16,6 +16,7 @@ from typing import Any
 
 from common.api.engine import Sampling
 from common.errors import MeshError
+from common.occupancy import Occupancy
 from common.runtime.mesh import Mesh
 from services.rollout.routing import balance
 from services.rollout.routing.cmlfq import Scheduler
@@ -53,6 +54,7 @@ class Router:
     ) -> None:
         self._mesh, self._sink, self._sampling, self._seats = mesh, sink, sampling, seats
         self.clock = mesh.job_clock
+        self.spent = Occupancy(self.clock.monotonic)
         self.stop = frozenset(sampling.stop)
         self.scheduler = scheduler or Scheduler([LengthBucket(1 << 30, seats)], 1, Lengths())
         self.links: dict[str, EngineLink] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum
 from types import TracebackType
 from typing import Protocol
@@ -18,6 +18,7 @@ from typing import Protocol
 from common.api.engine import Finish
 from common.errors import MeshError, ToolFailed
 from common.job_clock import JobClock
+from common.occupancy import Occupancy
 from services.rollout.record.staging import OpenRequest
 from services.rollout.routing.cmlfq import Course
 from services.rollout.routing.engine_link import EngineLink
@@ -26,6 +27,7 @@ from services.rollout.trajectory import Trajectory
 ATTEMPTS = 5  # engines in a row may take a request and fail it without one new token;
 PATIENCE_S = 120.0  # longest time that engines may refuse it: they drain and move all the time
 AWAY_S = 2.0  # who waits longer finds no engine: that is no refusal, an engine rests for less
+TURN, AT_ENGINE = "turn", "engine"  # places of `Engines.spent`
 
 
 class Whereabouts(Enum):
@@ -46,6 +48,7 @@ class Engines(Protocol):
     caches: Counter[str]  # what became of those that were left behind: move, recompute
     continued: int  # trajectories that went on elsewhere after their engine failed
     moved: int  # moves made because another engine was better
+    spent: Occupancy  # time of trajectories that count: in a turn, and of that at an engine
 
     async def place(self, stay: Stay) -> None:
         """Finds an engine, and has the stay take its place there."""
@@ -176,14 +179,19 @@ class Stay:
         PATIENCE_S.
         """
         self._attempts, self._failing_since = 0, 0.0
+        with self._counted(TURN):
+            return await self._generate(limit)
+
+    async def _generate(self, limit: int) -> Finish:
         try:
             while (finish := self._ended(limit)) is None:
                 self.trajectory.watch.enter("queue")
                 if self.whereabouts is not Whereabouts.COMING:
                     await self._place()
-                await self._bring()
                 length = self.trajectory.length
-                finish = await self._attempt(limit - length)
+                with self._counted(AT_ENGINE):
+                    await self._bring()
+                    finish = await self._attempt(limit - length)
                 if finish in (Finish.STOP, Finish.LENGTH):
                     self.whereabouts = Whereabouts.SEATED
                     return finish
@@ -194,6 +202,10 @@ class Stay:
             if self.whereabouts not in (Whereabouts.AWAY, Whereabouts.SEATED):
                 self.leave()
             self._engines.dispatch()
+
+    def _counted(self, place: str) -> AbstractContextManager[None]:
+        """The trajectory's time within the block counts, unless it is one of an evaluation."""
+        return self._engines.spent.within(place) if self.trajectory.recorded else nullcontext()
 
     def _ended(self, limit: int) -> Finish | None:
         """How the turn has ended, with what has come of it by now; None: it goes on."""

@@ -32,6 +32,8 @@ from common.job.changing import in_force
 from common.job.config import JobConfig
 from common.job.job_data import JobData
 from common.job.pace import training_profile
+from common.pool import measured
+from common.pool.measured import Work
 from common.pool.seat import Seat
 from common.records import damage
 from common.runtime.actor import Actor, call
@@ -62,6 +64,7 @@ from services.trainer.core.recovery import Recovery
 from services.trainer.core.restoring import Restoring
 from services.trainer.core.sleeping import CoreSleeper
 from services.trainer.core.step import Step, Stepped
+from services.trainer.core.step_parts import StepParts
 from services.trainer.core.timing import StepTimes
 from services.trainer.helpers.gradients import Gradients
 from services.trainer.ranks.by_turns import ByTurns
@@ -71,6 +74,7 @@ from services.trainer.ranks.paced import PacedCompute
 
 T = TypeVar("T")
 
+EVALUATION = "evaluation"  # the part of a step that its commit waits for one
 PHASE_S = 0.1  # between two looks whether the job trains: evaluations before it take minutes
 SLICE_S = 0.2  # of a warm start, until others of the gang have their turns: as engines have
 
@@ -102,6 +106,8 @@ class TrainerCore(Actor):
         self.weights = NOBODY  # of the current version
         self.tokens = 0
         self.busy_s, self.wait_s = 0.0, 0.0
+        self.held_s = 0.0  # of busy_s: waited for evaluations
+        self.made = 0  # steps that this process has committed
         self.warm_fraction = 0.0
         self._born = 0  # the lineage that the current version was made in
         self.turns = Turns(mesh, seat.keeper, seat.resident, seat.generation, enabled=seat.turns)
@@ -110,6 +116,7 @@ class TrainerCore(Actor):
         if pace := data.config.training.pace:
             self._paced = PacedCompute(compute, training_profile(pace), mesh.clock)
         self.nap = Nap(mesh.clock)
+        self.parts = StepParts(lambda: mesh.clock.monotonic() - self.nap.total_s)
         self.compute = ByTurns(self._paced or compute, self.turns, self.nap)
         training, (model, parameters) = data.config.training, outline(data)
         prior = expected(parameters, model.heads * model.head_dim, model.layers)
@@ -165,9 +172,23 @@ class TrainerCore(Actor):
             "tokens": self.tokens,
             "busy_s": self.busy_s,
             "wait_s": self.wait_s,
+            "work": measured.told(self._work),
+            "parts": self.parts.stats(),
+            "bin_tokens_per_s": self.gradients.rates.table,
             "warm_start": self.warm_fraction,
             "hybrids": self.gradients.hybrids.stages(),
         }
+
+    @property
+    def _work(self) -> Work:
+        return Work(
+            steps=self.made,
+            busy_s=self.busy_s,
+            wait_s=self.wait_s,
+            held_s=self.held_s,
+            work_s=self.gradients.work_s,
+            tokens=self.tokens,
+        )
 
     # -- hybrids ---------------------------------------------------------------------------------
 
@@ -438,10 +459,14 @@ class TrainerCore(Actor):
         self.times.begin(step)
         self.enter("waiting", step)
         self.gradients.busy_s = {}
+        self.parts.began()
+        held_before = self.parts.total.get(EVALUATION, 0.0)
         refill = Refill(self.data.config)
         groups = self.intake.groups(step, self._stale, refill.replaces)
         done = await self._make_step(step, self.manifest, self.data.config).run(groups)
         self._computed = step
+        self.parts.took("update", done.update_s)
+        self.parts.took("compute", self.gradients.busy_s.get(self.seat.resident, 0.0))
         waited = self.intake.waited_s - waited_before
         asleep = self.nap.total_s - asleep_before
         busy = clock.monotonic() - started - waited - asleep
@@ -461,6 +486,9 @@ class TrainerCore(Actor):
         asleep = self.nap.total_s - asleep_before
         self.busy_s += clock.monotonic() - started - waited - asleep
         self.wait_s += waited
+        self.held_s += self.parts.total.get(EVALUATION, 0.0) - held_before
+        self.made += 1
+        self.parts.ended()
         self.tokens += done.batch.tokens
         self.times.ended(done.batch.tokens)
 
@@ -471,14 +499,17 @@ class TrainerCore(Actor):
     # -- staging and the commit ------------------------------------------------------------------
 
     async def _commit(self, step: int, done: Stepped, metrics: dict[str, Any]) -> None:
-        await evaluated(self.mesh, self.data, step - 1)
+        with self.parts.of(EVALUATION):
+            await evaluated(self.mesh, self.data, step - 1)
         self.enter("staging", step)
-        staged = await self._stage(step)
+        with self.parts.of("stage"):
+            staged = await self._stage(step)
         self._staged = step, staged
         if self.checkpoints.due(step):
             self.enter("checkpointing", step)
             account = await self._account(done.batch)
-            await self.checkpoints.begin(self.lineage, step, staged, account)
+            with self.parts.of("checkpoint"):
+                await self.checkpoints.begin(self.lineage, step, staged, account)
             metrics["checkpoint_pause_s"] = self.checkpoints.pause_s
         if step == self.data.config.budget.steps:
             await self.checkpoints.settled(required=True)
@@ -489,31 +520,32 @@ class TrainerCore(Actor):
             "settings": in_force(self.data.config),
         }
         checkpoint, covered = self.checkpoints.name, self.checkpoints.step
-        committed = await patiently(
-            self.mesh.clock,
-            lambda: steps.commit_step(
-                self.mesh.state,
-                self.data.id,
-                self.mesh.name,
-                self.mesh.token,
-                self.lineage,
-                step,
-                done.batch.groups,
-                done.batch.filtered,
-                staged.manifest,
-                checkpoint,
-                metrics,
-                record,
-                covered=covered,
-                image=staged.image,
-                masters=staged.masters,
-            ),
+        commit = partial(
+            steps.commit_step,
+            self.mesh.state,
+            self.data.id,
+            self.mesh.name,
+            self.mesh.token,
+            self.lineage,
+            step,
+            done.batch.groups,
+            done.batch.filtered,
+            staged.manifest,
+            checkpoint,
+            metrics,
+            record,
+            covered=covered,
+            image=staged.image,
+            masters=staged.masters,
         )
+        with self.parts.of("commit"):
+            committed = await patiently(self.mesh.clock, commit)
         self.covered = covered
         self.steps_done, self.weights, self._born = committed.version, staged, self.lineage
         self.gradients.announce(self.manifest)
         self.enter("telling", step)
-        await self._tell_engines()
+        with self.parts.of("tell"):
+            await self._tell_engines()
 
     async def _stage(self, step: int) -> Identity:
         """Writes the weights as they are now as a version that nobody sees yet."""

@@ -39,6 +39,7 @@ class Stepped:
     norm: float = 0.0  # norm of the last update's gradient, before clipping
     bins: int = 0
     updates: list[RoundPlan] = field(default_factory=list)
+    update_s: float = 0.0  # that the optimizer took, but for what the core slept meanwhile
 
 
 class Step:
@@ -163,11 +164,17 @@ class Step:
             return
         self._enter("updating", self._number)
         divisor = denominator(sequences, self._config)
+        began = self._working_s()
         self.done.norm = await self._compute.apply(len(plan), divisor, self._factor)
+        self.done.update_s += self._working_s() - began
         self.done.stats += stats
         self.done.counted += divisor
         self.done.bins += sum(bool(bin) for one in plan for bin in one)
         self.done.updates.append(plan)
+
+    def _working_s(self) -> float:
+        """A clock that stands while the core sleeps or waits for its turn."""
+        return self._mesh.clock.monotonic() - self._gradients.idle_s()
 
     async def _run(self, work: Any, *args: Any) -> Any:
         return await self._mesh.host.run_blocking(work, *args, deadline_s=COMPUTE_S)

@@ -13,6 +13,7 @@ from common.runtime.mesh import Mesh
 from common.wire.bulk.port import BulkClient
 from kernels.cost import Calibration
 from services.trainer.arithmetic.stats import BinStats
+from services.trainer.helpers.bin_rates import Rates
 from services.trainer.helpers.gradient_transfer import collect
 from services.trainer.helpers.membership import Membership
 from services.trainer.helpers.round_board import RoundBoard
@@ -46,6 +47,8 @@ class Gradients:
         self._bin_deadline_s = bin_deadline_s
         self.costs = costs
         self.busy_s: dict[str, float] = {}  # by helper
+        self.work_s = 0.0  # of all together, over all updates
+        self.rates = Rates()  # tokens a second by the tokens of a bin, of the core
         self._work: StepWork | None = None
         self._offered = asyncio.Event()  # there may be a round for a hybrid
         self._progress = asyncio.Event()  # something to look at for the core
@@ -212,6 +215,8 @@ class Gradients:
         self._round_s = took if not self._round_s else 0.8 * self._round_s + 0.2 * took
         self._spent(self._core, took)
         lengths = [bin.lengths.tolist() for bin in work.rounds[index]]
+        for one in lengths if took > 0 else ():
+            self.rates.add(sum(one), sum(one) / took)
         self.costs.learn(max(lengths, key=self.costs.cost().of), took)  # the others wait for it
         if work.board.done(index):
             work.stats[index] = stats
@@ -219,6 +224,7 @@ class Gradients:
 
     def _spent(self, helper: str, seconds: float) -> None:
         self.busy_s[helper] = self.busy_s.get(helper, 0.0) + seconds
+        self.work_s += seconds
 
     async def _others(self, work: StepWork) -> None:
         """Returns when a round or a result comes, or a hybrid's lease runs out."""

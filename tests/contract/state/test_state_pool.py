@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from common.errors import Fenced, Refused
+from common.pool import measured
 from common.pool.decisions import (
     Admit,
     Decline,
@@ -21,6 +22,8 @@ from common.pool.decisions import (
     Serve,
     Why,
 )
+from common.pool.explained import Explained
+from common.pool.measured import Curve, Work
 from common.pool.needs import Need
 from common.pool.rows import Budget, Doing, Gang, Report, Resident, Role, Tier, Worker
 from common.pool.settings import PoolSettings
@@ -283,6 +286,11 @@ async def test_people_are_shown_how_the_workers_were_divided_last(bench: Bench) 
     for op, memory in (("a", {"entitled": {JOB: 2}}), ("b", None)):
         assert await pool.write(bench.state, led, op, [], memory) == []
         assert await pool.entitled(bench.state) == {JOB: 2}
+    assert await pool.explained(bench.state) == {}, "a leader that predicts nothing says nothing"
+    told = {"step_s": 0.8, "rollout_s": 0.8, "binds": "latency", "verdict": "no split is better"}
+    assert await pool.write(bench.state, led, "c", [], {"explained": {JOB: told}}) == []
+    found = await pool.explained(bench.state)
+    assert found == {JOB: Explained(0.8, 0.8, 0.0, 0.0, "latency", "no split is better", None)}
 
 
 async def test_a_leader_that_resumes_after_another_has_led_grants_nothing_again(
@@ -346,13 +354,40 @@ async def test_a_look_has_all_that_is_decided_from(bench: Bench) -> None:
     [job] = found.jobs
     assert (job.id, job.phase, job.groups_per_step) == (JOB, "queued", 3)
     assert (job.need.priority, job.need.least, job.need.most) == (2, 2, 0)
-    assert job.progress == {"g0.0": 7} and job.counters.occupied_s == 1.5
-    assert job.counters.sources == {"engine/g0.0i"}
+    assert job.progress == {"g0.0": 7}
     [host] = found.hosts
     assert (host.name, host.alive, host.draining) == ("here", True, "")
     assert host.services == await pool.services_of(state, "here") != ()
     assert (found.settings.lost_s, found.up_ms, found.gangs_formed) == (3.0, up_ms, 1)
     assert found.now_ms >= up_ms
+
+
+async def test_a_look_has_what_processes_have_measured_each_for_itself(bench: Bench) -> None:
+    led, [_] = await gang_of(bench)
+    state = bench.state
+    await jobs.submit(state, JOB, document(groups_per_step=3), "/runs/job", "op")
+    curve = Curve("cpu", 2, 0.02, 0.0005, prefill_tokens_per_s=6000.0, steps=80)
+    shard, core = Work(groups=3, sampled=40, flight_s=7.5), Work(steps=2, busy_s=1.25)
+    said = {
+        "rollout/job/0": {"work": measured.told(shard), "histogram": [1] * 100},
+        "trainer/g1.0": {"work": measured.told(core), "resident": "g1.0"},
+        "engine/g0.0": {"gang": "g0", "resident": "g0.0", "curve": curve.told()},
+        "engine/g2.0": {"gang": "g2", "resident": "g2.0"},
+    }
+    for name, stats in said.items():
+        entry = registry.Entry(name, name.partition("/")[0], stats=stats | {"job": JOB})
+        entry.incarnation = "i"
+        await registry.register(state, entry, 600_000)
+    about = {"cores": 2.0, "busy_cores": 1.5}
+    agent = registry.Entry("node/here", "node", host="here", incarnation="n", stats=about)
+    await registry.register(state, agent, 600_000)
+    found = (await pool.look(state, led)).snapshot
+    [job], [host] = found.jobs, found.hosts
+    assert job.measured.work == {"rollout/job/0i": shard, "trainer/g1.0i": core}
+    assert job.measured.curves == (curve,)
+    assert (host.cores, host.busy_cores) == (2.0, 1.5)
+    text = await state.command("HGET", "{mesh}:look:counted", "rollout/job/0")
+    assert "histogram" not in text and "queue_s" not in text
 
 
 async def test_a_look_has_what_each_host_takes_also_of_those_that_are_away(bench: Bench) -> None:
@@ -431,6 +466,7 @@ async def test_a_move_is_under_way_until_it_is_finished_and_told_of_once(bench: 
     move = Move("g0.0", "g0", 100, 200, {"back": [1]}, {"policy": "stage_time"})
     await write(bench, led, Form("g0", ("w0",), WHY), place(move=move))
     assert (await pool.look(bench.state, led)).snapshot.moves == (move,)
+    assert await pool.under_way(bench.state) == [move]
     later = replace(move, started_ms=300, until_ms=400)
     done = Finish(move, True, {"policy": "stage_time", "others": {}}, WHY)
     assert await write(bench, led, place(epoch=2, move=later), done) == []
@@ -441,6 +477,7 @@ async def test_a_move_is_under_way_until_it_is_finished_and_told_of_once(bench: 
     await write(bench, led, Remove("g0", "g0.0", WHY))
     await write(bench, led, replace(done, move=later))
     assert (await pool.look(bench.state, led)).snapshot.moves == ()
+    assert await pool.under_way(bench.state) == []
     assert len(await told(bench.state, "move")) == 1
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.throughput import Throughput, size_class
+from services.engine.throughput import Throughput, context_class, size_class
 
 
 def measured(plateau: int, sizes: range) -> Throughput:
@@ -39,3 +39,14 @@ def test_a_size_seen_once_or_without_tokens_says_nothing() -> None:
 def test_size_classes_are_at_most_a_third_below(batch: int) -> None:
     size = size_class(batch)
     assert size <= batch < 1.5 * size + 1
+
+
+def test_a_table_by_batch_and_context_has_what_was_seen_often_enough() -> None:
+    table = Throughput()
+    for _ in range(7):
+        for context, rate in ((10.0, 400.0), (700.0, 200.0), (800.0, 200.0)):
+            table.stepped(4, 4, 4 / rate, context)
+    assert table.by_context == {"4x512": 200.0}
+    table.stepped(5, 5, 5 / 400.0, 12.0)
+    assert table.by_context == {"4x0": 400.0, "4x512": 200.0}
+    assert [context_class(n) for n in (0, 31, 32, 63, 64, 1000.5)] == [0, 0, 32, 32, 64, 512]

@@ -82,3 +82,10 @@ def test_what_has_slept_needs_all_that_it_had_when_it_wakes(host: SimulatedHost)
     found.settled(B, Budget(accelerator=30))
     with pytest.raises(StorageFull, match="would take 80 bytes of accelerator"):
         found.claim(A, Tier.ACCELERATOR)
+
+
+def test_what_is_held_of_each_tier_is_told_beside_its_budget(host: SimulatedHost) -> None:
+    found = budgets(host, accelerator=100)
+    found.settled(A, Budget(accelerator=60, memory=5))
+    told = {"accelerator": 60, "memory": 5, "disk": 0, "accelerator_budget": 100}
+    assert found.stats() == told

@@ -19,7 +19,7 @@ from common.pool.decisions import (
     Remove,
     Serve,
 )
-from common.pool.needs import Counters, Need, PlannedJob
+from common.pool.needs import Need, PlannedJob
 from common.pool.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
 from common.pool.settings import PoolSettings
 from common.pool.snapshot import Host, Snapshot
@@ -51,21 +51,8 @@ def job(id: str = "job", **other: Any) -> PlannedJob:
     """One that trains; what differs is said of it or of its need."""
     needs = {key: other.pop(key) for key in list(other) if key in Need.__slots__}
     about: dict[str, Any] = {"phase": Phase.TRAINING, "steps_done": 10, "groups_per_step": 16}
+    about |= {"group_size": 8, "slots": 64, "steps": 1000}
     return PlannedJob(id, need=Need(**needs), **(about | other))
-
-
-def counters(
-    steps: int, rollout_s: float = 1.0, train_s: float = 1.0, engines: int = 2
-) -> Counters:
-    """What the processes of a job have published after so many steps that took so long."""
-    return Counters(
-        frozenset({"engines", "trainer"}),
-        engines,
-        engines * steps * rollout_s,
-        16 * steps,
-        steps * train_s,
-        steps,
-    )
 
 
 def settled(gang: Gang) -> Gang:
@@ -225,13 +212,6 @@ class Looks:
     def workers_of(self, job: str) -> int:
         """Workers that a job is awake on."""
         return len(awake(self.snapshot, job))
-
-
-def seen(looks: Looks, steps: int, id: str = "job", **took: float) -> None:
-    """The job has made so many steps in all, and a while has passed."""
-    config = looks.snapshot.jobs[0].config
-    looks.job(id, counters=counters(steps, **took), steps_done=steps)  # type: ignore[arg-type]
-    looks.change(now_ms=looks.snapshot.now_ms + round(1000 * config.interval_s))
 
 
 def awake(snapshot: Snapshot, job: str) -> set[str]:

@@ -11,33 +11,35 @@ from common.job.config import PlannerConfig
 from common.pool.decisions import Finish, Place
 from common.pool.rows import Doing
 from services.planner.memory import Memory
-from tests.unit.planner.pools import LOOK_MS, Looks, counters, does, job, pool, seen
+from tests.unit.planner.plant import Plant, run, split, stepped
+from tests.unit.planner.pools import LOOK_MS, Looks, does, job, pool
 
-SLOW_TRAINER = {"rollout_s": 1.0, "train_s": 3.0}
+SLOW_TRAINER = {"work_s": 4.0}
 
 
-def balanced(workers: int = 4) -> Looks:
-    """A job whose trainer is slow, at the look before that is known."""
-    looks = Looks(pool([workers], job()))
+def moved(looks: Looks, plant: Plant) -> Place:
+    """The move that a slow trainer is helped by; it is not there yet."""
+    for _ in range(12):
+        run(looks, plant, 1, ready=False)
+        places = [d for d in looks.decisions if isinstance(d, Place)]
+        if places:
+            [place] = places
+            assert place.move is not None and place.why.rule == "stage_time"
+            return place
+    raise AssertionError("nothing moves")
+
+
+def slow(workers: int = 4) -> tuple[Looks, Plant]:
+    """A job whose trainer is slow, settled where the default has put it."""
+    looks = Looks(pool([workers], job(steps_done=0)))
     looks.settle()
-    for steps in (10, 11):
-        seen(looks, steps, **SLOW_TRAINER)
-        assert looks.look() == []
-    return looks
-
-
-def moved(looks: Looks) -> Place:
-    seen(looks, 12, **SLOW_TRAINER)
-    decisions = looks.look(ready=False)
-    place = next(d for d in decisions if isinstance(d, Place))
-    assert place.move is not None and place.why.rule == "stage_time"
-    return place
+    return looks, Plant(**SLOW_TRAINER, base_s=0.005)
 
 
 def test_the_last_engine_helps_a_slow_trainer_and_the_rest_is_left_alone() -> None:
-    looks = balanced()
+    looks, plant = slow()
     before = {r.id for _, r in looks.residents()}
-    place = moved(looks)
+    place = moved(looks, plant)
     after = {r.id for _, r in looks.residents()}
     assert looks.roles() == {"w0": "core", "w1": "rollout", "w2": "rollout", "w3": "training"}
     assert after - before == {place.resident.id} and len(before - after) == 1
@@ -45,9 +47,9 @@ def test_the_last_engine_helps_a_slow_trainer_and_the_rest_is_left_alone() -> No
 
 
 def test_a_move_tells_what_the_others_did_meanwhile() -> None:
-    looks = balanced()
+    looks, plant = slow()
     looks.job("job", progress={"g0.0": 11, "g1.0": 100})
-    place = moved(looks)
+    place = moved(looks, plant)
     looks.job("job", progress={"g0.0": 12, "g1.0": 180, place.resident.id: 3})
     looks.look()
     finish = next(d for d in looks.look() if isinstance(d, Finish))
@@ -61,8 +63,8 @@ def test_a_move_tells_what_the_others_did_meanwhile() -> None:
 
 @pytest.mark.parametrize("how", ["late", "failed"])
 def test_a_move_that_does_not_arrive_is_undone_and_not_tried_again_at_once(how: str) -> None:
-    looks = balanced()
-    place = moved(looks)
+    looks, plant = slow()
+    place = moved(looks, plant)
     if how == "late":
         move_ms = round(1000 * looks.snapshot.settings.move_s)
         looks.change(now_ms=looks.snapshot.now_ms + move_ms + 1)
@@ -82,14 +84,13 @@ def test_a_move_that_does_not_arrive_is_undone_and_not_tried_again_at_once(how: 
     decisions = looks.look()
     assert next(d for d in decisions if isinstance(d, Finish)).undone
     assert list(looks.roles().values()) == ["core", "rollout", "rollout", "rollout"]
-    seen(looks, 13, **SLOW_TRAINER)
-    looks.settle()
+    run(looks, plant, 2)
     assert list(looks.roles().values()) == ["core", "rollout", "rollout", "rollout"]
 
 
 def test_a_move_whose_worker_is_lost_ends() -> None:
-    looks = balanced()
-    moved(looks)
+    looks, plant = slow()
+    moved(looks, plant)
     looks.worker("w3", alive=False)
     looks.look(ready=False)
     looks.change(now_ms=looks.snapshot.now_ms + 11_000)
@@ -99,38 +100,32 @@ def test_a_move_whose_worker_is_lost_ends() -> None:
 
 
 def test_two_jobs_move_at_once() -> None:
-    looks = Looks(pool([8], job("a"), job("b", submitted_ms=1)))
+    looks = Looks(pool([8], job("a", steps_done=0), job("b", submitted_ms=1, steps_done=0)))
     looks.settle()
-    for steps in (10, 11, 12):
-        looks.job("a", counters=counters(steps, **SLOW_TRAINER, engines=3), steps_done=steps)
-        seen(looks, steps, "b", **SLOW_TRAINER, engines=3)
+    plants = {"a": Plant(**SLOW_TRAINER, base_s=0.005), "b": Plant(**SLOW_TRAINER, base_s=0.005)}
+    at_once = 0
+    for _ in range(12):
+        took_s = max(stepped(looks, plant, name) for name, plant in plants.items())
+        looks.change(now_ms=looks.snapshot.now_ms + round(1000 * took_s))
         looks.look(ready=False)
-    assert len(looks.snapshot.moves) == 2
-    assert len({move.gang for move in looks.snapshot.moves}) == 2
-
-
-def test_stage_times_of_processes_that_changed_are_not_believed() -> None:
-    looks = balanced()
-    looks.job("job", counters=replace(counters(12, **SLOW_TRAINER), sources=frozenset({"other"})))
-    looks.change(now_ms=looks.snapshot.now_ms + 1000)
-    assert looks.look() == []
+        at_once = max(at_once, len({move.back["job"] for move in looks.snapshot.moves}))
+    assert at_once == 2
 
 
 def test_a_job_that_has_not_warmed_up_is_left_alone() -> None:
-    config = PlannerConfig(warmup_steps=100)
-    looks = Looks(pool([4], job(config=config)))
+    looks = Looks(pool([4], job(config=PlannerConfig(warmup_steps=100), steps_done=0)))
     looks.settle()
-    for steps in (10, 12, 14):
-        seen(looks, steps, **SLOW_TRAINER)
-        assert looks.look() == []
+    run(looks, Plant(**SLOW_TRAINER, base_s=0.005), 20)
+    assert split(looks) == (3, 1)
 
 
 def test_what_is_remembered_survives_its_record() -> None:
-    looks = balanced()
+    looks, plant = slow()
+    run(looks, plant, 20)
     looks.worker("w1", alive=False)
     looks.look()
-    text = json.dumps(looks.memory.document())
-    assert Memory.of(json.loads(text)) == looks.memory
+    document = json.loads(json.dumps(looks.memory.document()))
+    assert Memory.of(document).document() == document
     assert looks.memory.missing == {"w1": looks.snapshot.now_ms - LOOK_MS}
     assert looks.memory.after_outage().missing == {}
 
@@ -146,7 +141,5 @@ def test_helpers_that_a_core_takes_nothing_of_roll_out() -> None:
     assert next(d for d in decisions if isinstance(d, Place)).why.rule == "unhelped"
     looks.job("job", need=need)
     looks.settle()
-    for steps in (10, 11, 12):
-        seen(looks, steps, **SLOW_TRAINER)
-        looks.look()
+    run(looks, Plant(**SLOW_TRAINER, base_s=0.005), 12)
     assert "training" in looks.roles().values(), "it is helped again when that pays"

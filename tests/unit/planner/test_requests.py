@@ -6,7 +6,8 @@ import pytest
 
 from common.pool.decisions import Decline
 from common.pool.snapshot import Request
-from tests.unit.planner.pools import Looks, job, pool, seen
+from tests.unit.planner.plant import Plant, run
+from tests.unit.planner.pools import Looks, job, pool
 
 
 def ask(looks: Looks, **about: str) -> list[str]:
@@ -22,9 +23,7 @@ def test_a_worker_is_moved_by_hand_and_stays_there() -> None:
     assert looks.roles()["w1"] == "training"
     resident = dict(looks.residents())["w1"]
     assert resident.pinned
-    for steps in (10, 12, 14, 16):
-        seen(looks, steps, rollout_s=9.0, train_s=1.0)
-        looks.look()
+    run(looks, Plant(base_s=0.3, work_s=0.2), 20)
     assert looks.roles()["w1"] == "training", "the policy leaves it alone"
 
 

@@ -86,9 +86,14 @@ local function decline(d)
     d.extra)
 end
 
+-- What a move has brought, beside what it was to bring.
+local function judge(d)
+  event('move_judged', why(d, {job = d.job}), d.extra)
+end
+
 local APPLY = {form = form, dissolve = dissolve, place = place, remove = remove, lose = lose,
   host_gone = host_gone, admit = admit, fail = fail, serve = serve, finish = finish,
-  decline = decline}
+  decline = decline, judge = judge}
 local refused = {}
 for _, d in ipairs(a.decisions) do
   local reason = APPLY[d.kind](d)

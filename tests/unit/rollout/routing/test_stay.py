@@ -12,6 +12,7 @@ import pytest
 from common.api.engine import Finish
 from common.errors import ToolFailed
 from common.job_clock import JobClock
+from common.occupancy import Occupancy
 from common.random import Random
 from services.rollout.routing.stay import ATTEMPTS, PATIENCE_S, Stay
 from services.rollout.trajectory import Trajectory
@@ -50,6 +51,7 @@ class OneEngine:
 
     def __init__(self, clock: VirtualClock, link: ScriptedLink) -> None:
         self.clock, self.link = JobClock(clock), link
+        self.spent = Occupancy(self.clock.monotonic)
         self.caches: Counter[str] = Counter()
         self.continued = self.moved = 0
 

@@ -1,0 +1,145 @@
+"""Writes the files of a paced job for the real mesh: a small random model, forced lengths, rows
+that say how long a tool takes, and a reward that a hash decides.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from statistics import NormalDist
+
+from common.model.tokenizer import character_tokenizer
+from sim.mesh.job import CHARACTERS
+from sim.mesh.paced.workload import AHEAD, Workload
+
+PROMPT = 2  # tokens of a row's
+ENGINE_SLOTS = 256
+MODULE = '''"""An environment whose grader is a tool that takes its time."""
+
+import time
+import zlib
+
+
+class Graded:
+    def open(self, row):
+        self._row = row
+        return row["prompt"]
+
+    def step(self, text):
+        return {"done": True, "reward": self.cut(text)}
+
+    def cut(self, text):
+        time.sleep(self._row["tool_s"])
+        if self._row["alike"]:
+            return 1.0
+        return float(zlib.crc32(text.encode()) & 1)
+
+    def close(self):
+        return None
+'''
+JOB = """name = "paced"
+seed = {seed}
+cache = ""
+
+[mesh]
+workers = {workers}
+
+[model]
+tokenizer = "tokenizer.json"
+
+[model.config]
+model_type = "llama"
+architectures = ["LlamaForCausalLM"]
+vocab_size = 64
+hidden_size = 96
+intermediate_size = 256
+num_hidden_layers = 3
+num_attention_heads = 3
+num_key_value_heads = 1
+head_dim = 32
+max_position_embeddings = 512
+rms_norm_eps = 1e-6
+tie_word_embeddings = true
+
+[dataset]
+train = "train.jsonl"
+held_out = "held_out.jsonl"
+
+[environment]
+use = "graded:Graded"
+threads = {threads}
+
+[rollout]
+slots = {slots}
+max_tokens = {max_tokens}
+pace = "{decode}"
+lengths = {lengths}
+
+[algorithm]
+group_size = {group_size}
+groups_per_step = {groups_per_step}
+filter_zero_variance = {filters}
+
+[training]
+bin_tokens = {bin_tokens}
+pace = "{training}"
+checkpoint_every = {checkpoint_every}
+
+[evaluation]
+every = 0
+before = false
+after = false
+
+[budget]
+steps = {steps}
+"""
+
+
+def write(folder: Path, job: Workload, seed: int, most: int) -> Path:
+    """The job file of a workload of one turn, with all that it names; completions have at most
+    `most` tokens.
+    """
+    folder.mkdir(parents=True)
+    (folder / "graded.py").write_text(MODULE)
+    character_tokenizer(CHARACTERS, str(folder / "tokenizer.json"))
+    job.write(folder)
+    rows = [json.dumps({"prompt": "?", "tool_s": 0.0, "alike": False})]
+    (folder / "held_out.jsonl").write_text("\n".join(rows))
+    path = folder / "job.toml"
+    path.write_text(
+        JOB.format(
+            seed=seed,
+            workers=job.workers,
+            threads=AHEAD * job.groups_per_step * job.group_size,
+            slots=ENGINE_SLOTS,
+            max_tokens=PROMPT + most,
+            decode=job.decode,
+            lengths=lengths(job, seed, most),
+            group_size=job.group_size,
+            groups_per_step=job.groups_per_step,
+            filters=str(job.alike.last > 0).lower(),
+            bin_tokens=max(PROMPT + most, job.bin_tokens),
+            training=job.training,
+            checkpoint_every=max(8, job.steps),
+            steps=job.steps,
+        )
+    )
+    return path
+
+
+def lengths(job: Workload, seed: int, most: int) -> list[int]:
+    """Tokens of each trajectory's completion, in the order in which groups are opened: of every
+    step the same quantiles of its lognormal, in an order of their own, so that no draw is lucky.
+    """
+    rng = random.Random(seed)
+    batch = job.groups_per_step * job.group_size
+    normals = [NormalDist().inv_cdf((i + 0.5) / batch) for i in range(batch)]
+    found: list[int] = []
+    for step in range(job.steps + AHEAD):
+        share = job.share(step)
+        median, sigma = job.median.at(share), job.sigma.at(share)
+        drawn = [round(median * math.exp(sigma * z)) for z in normals]
+        found += rng.sample([min(most, max(1, n)) for n in drawn], batch)
+    return found

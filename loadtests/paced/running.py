@@ -1,0 +1,140 @@
+"""Runs one paced job on a mesh of its own, and says how long its steps took, what moved, what that
+cost, and whether the host kept up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.errors import MeshError
+from common.state import registry
+from common.state.events import Event
+from loadtests.jobs.mesh import RunningMesh, mesh_up
+from loadtests.paced.job import write
+from loadtests.regret.figures import judgement
+from sim.mesh.paced.workload import Workload
+
+JOB = "paced"
+PLANNER = "planner"  # kind of the processes that decide
+
+
+@dataclass
+class Arm:
+    """One run; seconds are of the wall, and `planner_cpu_s` and `cpu_s` of processors."""
+
+    name: str
+    rl_s: float = 0.0  # from its first committed step to its last
+    steps: list[dict[str, Any]] = field(default_factory=list)  # records
+    moves: list[dict[str, Any]] = field(default_factory=list)  # by stage times
+    undone: list[dict[str, Any]] = field(default_factory=list)  # moves back: they had not paid
+    judged: list[dict[str, Any]] = field(default_factory=list)
+    planner_cpu_s: float = 0.0
+    cpu_s: float = 0.0
+    killed: int = 0
+    honest: dict[str, Any] = field(default_factory=dict)  # of the host
+
+    @property
+    def switches_s(self) -> list[float]:
+        """What each move, back too, took from its decision until it had settled."""
+        every = self.moves + self.undone
+        return [(m["finished_ms"] - m["started_ms"]) / 1e3 for m in every]
+
+    def row(self) -> dict[str, Any]:
+        """For people."""
+        return {
+            "arm": self.name,
+            "rl_s": round(self.rl_s, 1),
+            "trained_s": [round(row["train_s"], 1) for row in self.steps],
+            "waited_s": [round(row["wait_s"], 1) for row in self.steps],
+            "moves": [f"{m['from']} to {m['to']} at step {m.get('step')}" for m in self.moves],
+            "judged": [judgement(told) for told in self.judged],
+            "switches_s": [round(s, 2) for s in self.switches_s],
+            "killed": self.killed,
+            **self.honest,
+        }
+
+
+async def run(name: str, job: Workload, seed: int, most: int, kill_every_s: float = 0.0) -> Arm:
+    """The job on a mesh of its workers; completions have at most `most` tokens. With
+    `kill_every_s` an engine process is killed so often.
+    """
+    arm = Arm(name)
+    with tempfile.TemporaryDirectory(prefix=f"p-{name}-") as made:
+        folder = Path(made)
+        path = write(folder / "job", job, seed, most)
+        async with mesh_up(folder, job.workers) as mesh:
+            handle = await mesh.submit(path, JOB, *job.overrides())
+            killing = asyncio.create_task(_kill(mesh, arm, kill_every_s, seed))
+            try:
+                await mesh.finished(handle)
+            finally:
+                killing.cancel()
+                await asyncio.gather(killing, return_exceptions=True)
+            take(arm, await mesh.events())
+            used = mesh.cpu_s()
+            arm.planner_cpu_s, arm.cpu_s = used.get(PLANNER, 0.0), sum(used.values())
+        arm.honest = mesh.watched.honest()
+    return arm
+
+
+def take(arm: Arm, events: Sequence[Event]) -> None:
+    """What the events of a run say of it."""
+    commits = [event for event in events if event.kind == "step"]
+    arm.steps = [event.fields["metrics"] for event in commits]
+    arm.rl_s = (commits[-1].ms - commits[0].ms) / 1e3
+    for event in events:
+        policy = event.fields.get("policy")
+        if event.kind == "move" and policy == "stage_time":
+            arm.moves.append(event.fields)
+        elif event.kind == "move" and policy == "unpaid":
+            arm.undone.append(event.fields)
+        elif event.kind == "move_judged":
+            arm.judged.append(event.fields)
+
+
+async def _kill(mesh: RunningMesh, arm: Arm, every_s: float, seed: int) -> None:
+    """Kills an engine process of the job every so often, until it is cancelled."""
+    rng = random.Random(seed)
+    while every_s:
+        await asyncio.sleep(every_s)
+        with contextlib.suppress(MeshError, ProcessLookupError):
+            entries = await registry.entries(mesh.state, "engine")
+            if alive := sorted(entry.pid for entry in entries if entry.alive):
+                os.kill(rng.choice(alive), signal.SIGKILL)
+                arm.killed += 1
+
+
+def honest(arms: Sequence[Arm]) -> dict[str, Any]:
+    """The worst that the host did in any of them."""
+    told = [arm.honest for arm in arms]
+    keys = ("late_share", "host_cores", "mesh_cores", "steal_cores", "load")
+    worst = {key: max((one.get(key) or 0.0 for one in told), default=0.0) for key in keys}
+    return {**worst, "valid": min((one["valid"] for one in told), default=0)}
+
+
+def ratios(arm: Arm) -> Iterator[float]:
+    """T_rollout / T_train of each step but the first, by its record: what it waited for groups and
+    trained, over what it trained. Where rollout binds that is the ratio; elsewhere it is more than
+    the ratio, which is below 1 then.
+    """
+    for row in arm.steps[1:]:
+        yield (row["wait_s"] + row["train_s"]) / row["train_s"]
+
+
+def ratio_span(arm: Arm) -> float:
+    """By how much the ratio has grown, at least: its median over the last third of the steps over
+    that of the first third.
+    """
+    found = list(ratios(arm))
+    third = max(1, len(found) // 3)
+    return statistics.median(found[-third:]) / statistics.median(found[:third])

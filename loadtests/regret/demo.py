@@ -1,0 +1,71 @@
+"""The demo with the planner over the demo with its first split held."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common.records import lines
+from common.state.events import Event
+from loadtests.jobs.host import HostMeter
+from meshrl.observe.recording.recorded import EVENTS, event_of
+
+JOB = Path(__file__).parents[2] / "examples" / "calculator.toml"
+RUN_S = 600.0
+ARMS = {"planner": "true", "held": "false"}  # name -> planner.moves
+
+
+async def compared(seeds: Sequence[int]) -> dict[str, Any]:
+    """Flat; the ratio is the median over seeds. Which of the two comes first turns."""
+    found: dict[str, list[float]] = {name: [] for name in ARMS}
+    moves = 0
+    meter = HostMeter()
+    for number, seed in enumerate(seeds):
+        for name in list(ARMS) if number % 2 else list(reversed(ARMS)):
+            events = await _events(seed, ARMS[name])
+            found[name].append(rl_s(events))
+            moved = sum(e.kind == "move" and e.fields.get("rule") == "stage_time" for e in events)
+            moves += moved
+            told = {"arm": name, "seed": seed, "rl_s": found[name][-1], "moves": moved}
+            print(json.dumps(told | meter.reading()), file=sys.stderr, flush=True)
+    ratios = [ours / held for ours, held in zip(*found.values(), strict=True)]
+    return {
+        "demo_time_ratio": round(statistics.median(ratios), 4),
+        "demo_time_ratio_most": round(max(ratios), 4),
+        "demo_moves": moves,
+        "demo_planner_s": statistics.median(found["planner"]),
+        "demo_held_s": statistics.median(found["held"]),
+        **{f"demo_{key}": value for key, value in meter.reading().items()},
+    }
+
+
+def rl_s(events: Sequence[Event]) -> float:
+    """Seconds from the beginning of a run's training phase to its last committed step."""
+    began = next(e.ms for e in events if e.kind == "phase" and e.fields.get("phase") == "training")
+    ended = max(e.ms for e in events if e.kind == "step")
+    return round((ended - began) / 1e3, 2)
+
+
+async def _events(seed: int, moves: str) -> list[Event]:
+    """What a run of the demo has recorded."""
+    with tempfile.TemporaryDirectory(prefix="demo-") as folder:
+        out = Path(folder) / "run"
+        words = ["run", str(JOB), "--seed", str(seed), "--set", f"out={out}"]
+        run = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "meshrl", *words, "--set", f"planner.moves={moves}"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        async with asyncio.timeout(RUN_S):
+            said, _ = await run.communicate()
+        if run.returncode:
+            raise RuntimeError(f"the demo ends with {run.returncode}: {said.decode()[-4000:]}")
+        return [event_of(row) for row in lines.read(out / EVENTS).rows]

@@ -1,0 +1,80 @@
+"""Random jobs: lengths, tools, sizes of models as paces, workers."""
+
+from __future__ import annotations
+
+import math
+
+from common.random import Random
+from sim.mesh.paced.workload import Drift, Workload, still
+
+STEPS = 32
+IN_FLIGHT = 3  # steps whose groups the gate lets through at a time: its staleness and one
+# What training with the core alone takes over what rollout on all other workers takes: 1 is where
+# the default split is right, and a planner has nothing to do.
+LEAST_RATIO, MOST_RATIO = 0.4, 6.0
+LEAST_STEP_S = 2.0  # of rollout; a move takes as long
+DRIFTING = 0.3  # share of jobs that are another job at their end
+
+
+def drawn(seed: int) -> Workload:
+    """The job of a seed; a step of it takes long enough for a move to matter."""
+    random = Random(seed).child("regret")
+    while True:
+        job, step_s = _candidate(random)
+        if step_s >= LEAST_STEP_S:
+            return job
+
+
+def _candidate(random: Random) -> tuple[Workload, float]:
+    """A job, and the seconds that a step's rollout takes beside its core, roughly."""
+    turns = random.choice((1, 1, 2, 3))
+    median = math.exp(random.uniform(math.log(12), math.log(45))) / math.sqrt(turns)
+    sigma = random.uniform(0.3, 1.0)
+    tool_s = random.choice((0.0, 0.0, 0.3, 1.0, 2.0)) * random.uniform(0.5, 1.5)
+    drifts = random.random() < DRIFTING
+    decode_s, plateau = random.uniform(0.06, 0.15), random.choice((4, 6, 8, 12, 16))
+    workers = random.choice((3, 4, 5, 6, 7, 8))
+    job = Workload(
+        workers=workers,
+        steps=STEPS,
+        groups_per_step=random.choice((3, 4, 5)),
+        group_size=random.choice((4, 6)),
+        turns=turns,
+        median=_drift(median, 1.8 if drifts else 1.0),
+        sigma=still(sigma),
+        tool_s=_drift(tool_s, 3.0 if drifts else 1.0),
+        decode=f"{round(1000 * decode_s)}/{plateau}/4000",
+    )
+    ratio = math.exp(random.uniform(math.log(LEAST_RATIO), math.log(MOST_RATIO)))
+    step_s = rollout_s(job, workers - 1, decode_s, plateau)
+    tokens_per_s = trained_tokens(job) / (ratio * step_s)
+    update_ms = random.uniform(30, 200)
+    return job.paced(f"{tokens_per_s:.0f}/{update_ms:.0f}"), step_s
+
+
+def _drift(value: float, factor: float) -> Drift:
+    return Drift(value, value * factor)
+
+
+def sampled_tokens(job: Workload) -> float:
+    """Tokens of one trajectory's turns, in the mean over the run."""
+    sigma = (job.sigma.first + job.sigma.last) / 2
+    median = (job.median.first + job.median.last) / 2
+    return job.turns * median * math.exp(sigma * sigma / 2)
+
+
+def trained_tokens(job: Workload) -> float:
+    """Tokens of a step's trajectories, prompts of two and what follows a turn included."""
+    each = sampled_tokens(job) + 2 + job.turns
+    return job.groups_per_step * job.group_size * each
+
+
+def rollout_s(job: Workload, engines: int, decode_s: float, plateau: int) -> float:
+    """Seconds of a step's rollout, roughly: what the engines' rate takes, and not less than a
+    trajectory's own time where the gate lets through no more than IN_FLIGHT steps.
+    """
+    trajectories = job.groups_per_step * job.group_size
+    batch = IN_FLIGHT * trajectories / engines
+    step_s = decode_s * max(1.0, batch / plateau)
+    waits_s = job.turns * (job.tool_s.first + job.tool_s.last) / 2
+    return (sampled_tokens(job) * step_s + waits_s) / IN_FLIGHT

@@ -1,0 +1,70 @@
+"""Three paced jobs on the real mesh, each with the planner and with every split that stays."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from loadtests.paced.running import Arm, honest, run
+from loadtests.regret.figures import Compared, figures
+from sim.mesh.paced.workload import Drift, Workload
+
+MOST = 120  # tokens of a completion
+WALL_S = 1200.0  # of all arms
+STEPS = 20
+
+
+def _job(workers: int, decode_ms: int, training: str, **changes: Any) -> Workload:
+    return Workload(
+        workers=workers,
+        steps=STEPS,
+        groups_per_step=8,
+        group_size=4,
+        median=Drift(27.0, 27.0),
+        sigma=Drift(0.4, 0.4),
+        decode=f"{decode_ms}/16/20000",
+        training=training,
+        bin_tokens=MOST + 2,
+        **changes,
+    )
+
+
+JOBS = {
+    "trained": _job(4, 50, "250/50"),  # training takes 4 s on the core alone, rollout 1 s beside it
+    "even": _job(4, 80, "600/50", tool_s=Drift(0.3, 0.3)),  # 1.7 s and 1.6 s: it should stay
+    "small": _job(3, 55, "200/50"),  # 5 s and 1.7 s
+}
+
+
+async def compared(names: Sequence[str], seed: int) -> dict[str, Any]:
+    """Figures of these jobs, flat; the order of the arms turns from job to job."""
+    began = time.monotonic()
+    rows: list[Compared] = []
+    every: list[Arm] = []
+    for number, name in enumerate(names):
+        found = await _arms(JOBS[name], number, seed)
+        every += found.values()
+        planner = found.pop(-1)
+        static = {split: arm.rl_s for split, arm in sorted(found.items())}
+        moves, judged = len(planner.moves), planner.judged
+        rows.append(Compared(name, static, planner.rl_s, moves, judged))
+        print(json.dumps(rows[-1].row()), file=sys.stderr, flush=True)
+    wall_s = time.monotonic() - began
+    told = honest(every) | {"wall_s": round(wall_s, 1)}
+    told["valid"] = int(bool(told["valid"]) and wall_s <= WALL_S)
+    return figures(rows, "real_") | {f"real_{key}": value for key, value in told.items()}
+
+
+async def _arms(job: Workload, turn: int, seed: int) -> dict[int, Arm]:
+    """All of one job's, by the gangs that help; -1: the planner's."""
+    splits = [-1, *job.splits]
+    turn %= len(splits)
+    found: dict[int, Arm] = {}
+    for split in splits[turn:] + splits[:turn]:
+        name = "planner" if split < 0 else f"static_{split}"
+        found[split] = await run(name, job if split < 0 else job.held(split), seed, MOST)
+        print(json.dumps(found[split].row()), file=sys.stderr, flush=True)
+    return found

@@ -1,0 +1,66 @@
+"""Random jobs on the virtual mesh, each with the planner and with every split that stays."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from multiprocessing import get_context
+from typing import Any
+
+from loadtests.regret import figures
+from loadtests.regret.drawn import drawn
+from loadtests.regret.figures import Compared
+from sim.mesh.paced.running import Run, run
+from sim.mesh.paced.workload import Workload
+
+PLANNER = -1  # in place of how many gangs help
+
+
+def compared(seeds: Sequence[int], processes: int, verbose: bool) -> dict[str, Any]:
+    """Figures of the jobs of these seeds, flat; also told on stderr job by job as they come."""
+    found: dict[int, dict[int, Run]] = {seed: {} for seed in seeds}
+    tasks = [(seed, split) for seed in seeds for split in (PLANNER, *drawn(seed).splits)]
+    rows: list[Compared] = []
+    with get_context("spawn").Pool(processes) as pool:
+        for seed, split, one in pool.imap_unordered(_played, tasks):
+            if one.failures:
+                raise RuntimeError(f"seed {seed}, split {split}: {one.failures}")
+            found[seed][split] = one
+            if len(found[seed]) == len(drawn(seed).splits) + 1:
+                rows.append(_compared(seed, found[seed]))
+                _tell(seed, rows[-1], found[seed], verbose)
+    cpu_s = [one.cpu_s for runs in found.values() for one in runs.values()]
+    return {
+        **figures.figures(rows),
+        "runs": len(cpu_s),
+        "cpu_s": round(sum(cpu_s), 1),
+        "cpu_s_most": round(max(cpu_s), 1),
+    }
+
+
+def _played(task: tuple[int, int]) -> tuple[int, int, Run]:
+    seed, split = task
+    workload: Workload = drawn(seed)
+    return seed, split, run(workload if split == PLANNER else workload.held(split), seed)
+
+
+def _compared(seed: int, runs: dict[int, Run]) -> Compared:
+    static = {split: one.rl_s for split, one in sorted(runs.items()) if split != PLANNER}
+    planner = runs[PLANNER]
+    return Compared(str(seed), static, planner.rl_s, len(planner.moves), planner.judged)
+
+
+def _tell(seed: int, row: Compared, runs: dict[int, Run], verbose: bool) -> None:
+    print(json.dumps(row.row()), file=sys.stderr, flush=True)
+    if not verbose:
+        return
+    print(f"  {drawn(seed)}", file=sys.stderr)
+    for move in runs[PLANNER].moves:
+        told = {key: value for key, value in move.items() if key != "others"}
+        print(f"  move at {move['at_s']:.0f} s: {told}", file=sys.stderr)
+    for split, one in sorted(runs.items()):
+        name = "planner" if split == PLANNER else f"{split} help"
+        steps = " ".join(f"{s:.1f}" for s in one.steps_s)
+        print(f"  {name:8} {one.rl_s:7.1f} s, {one.cpu_s:.1f} CPU s: {steps}", file=sys.stderr)
+    sys.stderr.flush()

@@ -1,0 +1,52 @@
+"""Serves an environment process whose operations wait: each in a thread of its own, answered when
+it can be, however many are open. So one that waits for its tools holds up no other.
+
+Frames in are lists of [number, key, operation, argument], frames out lists of [number, status,
+value], as those of `verifying`. The operations of one trajectory come one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import Any, Protocol
+
+import msgpack
+
+from common.environment.framing import packed
+from common.process.child import Channel
+
+PROBE = "text"  # operation that asks for a sign of life; no environment's
+
+
+class Performing(Protocol):
+    """What answers operations: `Environments`."""
+
+    def perform(self, key: int, operation: str, argument: Any) -> tuple[str, Any]: ...
+
+
+def serve(channel: Channel, served: Performing, threads: int) -> None:
+    """Answers the shard until it closes the channel, with so many operations at a time; returns
+    when those that were begun have ended.
+    """
+    sending = Lock()
+
+    def answer(number: int, key: int, operation: str, argument: Any) -> None:
+        _send(channel, sending, number, *served.perform(key, operation, argument))
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="environment") as pool:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while (block := channel.recv()) is not None:
+                for number, key, operation, argument in msgpack.unpackb(block, raw=False):
+                    if operation == PROBE:  # its answer waits for nobody
+                        _send(channel, sending, number, "ok", "")
+                    else:
+                        pool.submit(answer, number, key, operation, argument)
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _send(channel: Channel, sending: Lock, number: int, status: str, value: Any) -> None:
+    content = packed([[number, status, value]])
+    with sending, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        channel.send(content)

@@ -1,0 +1,40 @@
+"""How busy this host's processors are, and how much memory is left, as its agent publishes it."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+
+from common.runtime.mesh import Mesh
+
+LOOK_S = 1.0
+WINDOW_S = 5.0  # that `busy_cores` is the mean of
+
+
+class HostLoad:
+    """`stats` has the last look's; nothing of the processors before the second."""
+
+    def __init__(self, mesh: Mesh, directory: Path) -> None:
+        """`directory` is on the disk whose room is told."""
+        self._mesh, self._directory = mesh, directory
+        self._looks: deque[tuple[float, float]] = deque()  # when, and busy seconds until then
+        self.stats: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Looks for ever."""
+        while True:
+            self.look()
+            await self._mesh.clock.sleep(LOOK_S)
+
+    def look(self) -> None:
+        """Takes in how things are now."""
+        now, (number, busy_s) = self._mesh.clock.monotonic(), self._mesh.host.cores()
+        self._looks.append((now, busy_s))
+        while len(self._looks) > 2 and self._looks[1][0] <= now - WINDOW_S:
+            self._looks.popleft()
+        since, before_s = self._looks[0]
+        room = self._mesh.host.room(self._directory)
+        self.stats = {"memory_left_bytes": room.memory, "disk_left_bytes": room.disk}
+        if number and now > since:
+            busy = (busy_s - before_s) / (now - since)
+            self.stats |= {"cores": number, "busy_cores": round(min(busy, number), 2)}

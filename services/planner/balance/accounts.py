@@ -1,0 +1,143 @@
+"""The account of a job's work: totals that go on when a process comes or goes, and windows of them.
+
+Processes count from their own start. What each has done since it was last seen is added to the
+totals, so that a window spans restarts of shards and cores, and knows nothing of engines: what
+those do is counted by the shards that ask them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from common.pool.measured import FIELDS, Measured, Work
+
+# A window lasts so long at least: processes tell their counts with each renewal of their leases,
+# every 1.5 s, and not at the same moment.
+LEAST_S = 6.0
+TIMES = 40  # looks whose times are kept: the longest trial
+KEPT = 16  # processes of a job that are remembered: one that was away for a moment comes back
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Of one job."""
+
+    last: Mapping[str, Work] = field(default_factory=dict)  # by process, as it was seen last
+    total: Work = field(default_factory=Work)
+
+    def credited(self, measured: Measured) -> Account:
+        """The account after another look."""
+        total, last = self.total, dict(self.last)
+        for source, work in measured.work.items():
+            before = last.pop(source, Work())
+            if work != before:
+                total = total + (work - before)
+            last[source] = work
+        for source in list(last)[: max(0, len(last) - KEPT)]:
+            if source not in measured.work:
+                del last[source]
+        return Account(last, total)
+
+    def document(self) -> dict[str, Any]:
+        """It as JSON has it."""
+        last = {source: packed(work) for source, work in self.last.items()}
+        return {"last": last, "total": packed(self.total)}
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Account:
+        """The account of a `document`."""
+        last = {source: unpacked(row) for source, row in document["last"].items()}
+        return cls(last, unpacked(document["total"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The totals of a job when it had made so many steps."""
+
+    step: int
+    ms: int
+    total: Work
+
+    def document(self) -> list[Any]:
+        """It as JSON has it."""
+        return [self.step, self.ms, packed(self.total)]
+
+    @classmethod
+    def of(cls, row: list[Any] | None) -> Mark | None:
+        """The mark of a document; None for none."""
+        return cls(row[0], row[1], unpacked(row[2])) if row is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What was done between two marks."""
+
+    steps: int
+    seconds: float
+    work: Work
+
+    def long(self, steps: int) -> bool:
+        """Whether it has so many steps, and lasts long enough for its counts to belong together."""
+        return self.steps >= steps and self.seconds >= LEAST_S
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, less what it waited for an evaluation."""
+        return stepping_s(self.work) / self.steps
+
+
+def stepping_s(work: Work) -> float:
+    """Seconds in which steps went on, less what they waited for an evaluation."""
+    return work.busy_s + work.wait_s - work.held_s
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """When steps ended, on the clock of `stepping_s`: what tells how much they differ."""
+
+    ends: tuple[tuple[int, float], ...] = ()  # (step, seconds), of the last looks at new ones
+
+    def at(self, mark: Mark) -> Times:
+        """The times after another look."""
+        if self.ends and self.ends[-1][0] == mark.step:
+            return self
+        ends = self.ends if not self.ends or self.ends[-1][0] < mark.step else ()
+        return Times((*ends, (mark.step, round(stepping_s(mark.total), 4)))[-TIMES:])
+
+    def error_s(self, first: int, last: int) -> float:
+        """The standard error of the mean time of the steps after `first`, up to `last`; infinite
+        where fewer than two looks tell them apart.
+        """
+        ends = [one for one in self.ends if first <= one[0] <= last]
+        parts = [(b[0] - a[0], (b[1] - a[1]) / (b[0] - a[0])) for a, b in pairwise(ends)]
+        if len(parts) < 2:
+            return math.inf
+        weight = sum(steps for steps, _ in parts)
+        mean = sum(steps * each_s for steps, each_s in parts) / weight
+        variance = sum(steps * (each_s - mean) ** 2 for steps, each_s in parts) / weight
+        return math.sqrt(variance / (len(parts) - 1))
+
+
+def between(first: Mark, last: Mark) -> Window | None:
+    """The window between two marks; None where no step was made, or a lineage was left."""
+    steps, seconds = last.step - first.step, (last.ms - first.ms) / 1000
+    if steps <= 0 or seconds <= 0:
+        return None
+    return Window(steps, seconds, last.total - first.total)
+
+
+def packed(work: Work) -> list[float]:
+    """Its figures in the order of their names, to the microsecond, without zeros at the end."""
+    found = [round(getattr(work, name), 6) for name in FIELDS]
+    while found and not found[-1]:
+        found.pop()
+    return found
+
+
+def unpacked(row: list[float]) -> Work:
+    """What `packed` made."""
+    return Work(*row)

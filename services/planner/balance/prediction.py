@@ -1,0 +1,216 @@
+"""Predicts the seconds of a job's step for any split of its workers, from what it has measured.
+
+Rollout is a closed network (Reiser and Lavenberg 1980, mean value analysis): as many trajectories
+as the staleness gate admits go round between engines, where each waits for tokens one after the
+other, and tools. Where engines are many the time of a trajectory alone binds, and another engine
+brings nothing; where they are few their throughput does. Training is what does not get shorter with
+company and, divided by who computes, what does. The two overlap (an iteration takes the longer one:
+Libra, arXiv 2606.03077) where versions may lag, and follow one another where they may not. No split
+makes a step shorter than the host's cores take for all that its processes compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from common.pool.measured import Curve
+from services.planner.balance.accounts import Window
+
+# Members of an admitted group that are under way, on average, while rollout binds and nobody has
+# measured it: the others wait for the longest.
+FLYING = 0.6
+SURE_WAIT = 0.3  # share of a step that the trainer waits, from which on rollout surely binds
+REACHED = 0.95  # share of a host's cores that its processes can keep busy together
+OVERLAP = 8.0  # power mean of the two stages: 1.09 of either where they are equal, as both vary
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a job's file says of a step."""
+
+    groups: int  # of a step
+    group_size: int
+    max_staleness: int
+    slots: int  # of an engine
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a step asks for, whoever does it."""
+
+    trajectories: float  # of a step
+    sampled: float  # tokens of a trajectory
+    tool_s: float  # of a trajectory
+    trained: float  # tokens of a step
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """How fast it is done, as measured with one split."""
+
+    curve: Curve  # of its engines
+    friction: float  # seconds of a trajectory's token over those of a step of the curve
+    flight: float  # trajectories under way while rollout binds
+    work_s: float  # gradients of a step's tokens, by one worker
+    fixed_s: float  # of a step, whoever computes
+    cores: float  # share of the host's cores that were busy; 0: not known
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Who does what: engines of one worker each, and workers that train, the core as one."""
+
+    engines: int
+    trainers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds of a step and of its stages."""
+
+    rollout_s: float
+    train_s: float
+    host_s: float  # the host's cores would take it, all busy; 0: not known
+    step_s: float
+
+    @property
+    def binds(self) -> str:
+        """What a step waits for most: rollout, training or cores."""
+        if self.host_s >= max(self.rollout_s, self.train_s):
+            return "cores"
+        return "rollout" if self.rollout_s >= self.train_s else "training"
+
+    def rounded(self) -> dict[str, float]:
+        """It for an event, in seconds."""
+        return {name: round(value, 4) for name, value in asdict(self).items()}
+
+
+def demand(window: Window, terms: Terms) -> Demand | None:
+    """What a step of the window asked for; None where too little ended in it."""
+    work = window.work
+    if min(work.groups, work.trajectories, work.sampled) <= 0:
+        return None
+    return Demand(
+        trajectories=terms.groups * work.trajectories / work.groups,
+        sampled=work.sampled / work.trajectories,
+        tool_s=work.tool_s / work.trajectories,
+        trained=work.tokens / window.steps,
+    )
+
+
+def rates(
+    window: Window, terms: Terms, split: Split, curves: Sequence[Curve], cores: float
+) -> Rates | None:
+    """How fast the window's work was done with this split; None where too little was seen."""
+    work = window.work
+    if min(work.sampled, work.engine_s, work.busy_s) <= 0 or not split.engines:
+        return None
+    curve = mean(curves, work.sampled / max(1.0, work.trajectories) / 2)
+    batch = work.engine_s / window.seconds / split.engines
+    token_s = work.engine_s / work.sampled
+    alone_s = work.work_s / window.steps
+    busy_s = (work.busy_s - work.held_s) / window.steps
+    return Rates(
+        curve=curve,
+        friction=token_s / curve.step_s(min(batch, terms.slots)),
+        flight=_flight(window, terms),
+        work_s=alone_s,
+        fixed_s=max(0.0, busy_s - alone_s / split.trainers),
+        cores=cores,
+    )
+
+
+def predicted(now: Demand, then: Rates, split: Split, terms: Terms, step_s: float) -> Prediction:
+    """Seconds of a step of this demand with another split. `step_s` was measured with the rates: of
+    it the host's cores were busy for their share.
+    """
+    rollout_s = now.trajectories / _per_s(now, then, split.engines, terms)
+    train_s = then.fixed_s + then.work_s / split.trainers
+    host_s = step_s * then.cores / REACHED
+    overlap = terms.max_staleness > 0
+    stages_s = _longer(rollout_s, train_s) if overlap else rollout_s + train_s
+    return Prediction(rollout_s, train_s, host_s, max(stages_s, host_s))
+
+
+def corrected(model: Prediction, now: Prediction, step_s: float) -> float:
+    """What a step takes by a `model`, where the same model says `now` of what was measured as
+    `step_s`. Time that the model does not know of stays as it is; what it sees too much of shrinks
+    in proportion.
+    """
+    unknown_s = step_s - now.step_s
+    return model.step_s + unknown_s if unknown_s > 0 else model.step_s * step_s / now.step_s
+
+
+def scaled(before: Rates, then: Demand, now: Demand) -> Rates:
+    """The rates for another demand: gradients take longer in proportion to what is trained."""
+    share = then.trained / now.trained if now.trained > 0 and then.trained > 0 else 1.0
+    document = asdict(before) | {"work_s": before.work_s * share, "curve": before.curve}
+    return Rates(**document)
+
+
+def mean(curves: Sequence[Curve], context: float = 0.0) -> Curve:
+    """The curve of an engine among these, for sequences of so many tokens of context; where nobody
+    has one, a step takes as long whatever is in it, which says that latency alone binds.
+    """
+    known = [curve for curve in curves if curve.steps > 0 and curve.base_s >= 0]
+    weight = sum(curve.steps for curve in known)
+    if not weight:
+        return Curve("", 1, 1.0)
+
+    def of(name: str) -> float:
+        return float(sum(getattr(curve, name) * curve.steps for curve in known) / weight)
+
+    base_s, sequence_s = of("base_s"), of("sequence_s") + context * of("context_s")
+    if base_s + sequence_s <= 0:
+        return Curve("", 1, 1.0)
+    return Curve(known[0].kind, known[0].degree, base_s, sequence_s, 0.0, 0.0, weight)
+
+
+def document_of(value: Demand | Rates | Split) -> dict[str, Any]:
+    """It as JSON has it."""
+    return asdict(value)
+
+
+def rates_of(document: dict[str, Any]) -> Rates:
+    """The rates of a document."""
+    return Rates(**document | {"curve": Curve(**document["curve"])})
+
+
+def _per_s(now: Demand, then: Rates, engines: int, terms: Terms) -> float:
+    """Trajectories a second with so many engines.
+
+    With `b` trajectories at each of K engines and friction*(base + b*sequence) seconds a token, K*b
+    are at engines and, by Little's law, K*b*tool_s / (tokens * token_s) in tools: a quadratic in b.
+    """
+    base_s = then.friction * then.curve.base_s * now.sampled
+    each_s = then.friction * then.curve.sequence_s * now.sampled
+    flight = max(then.flight, 1.0)
+    linear = engines * (base_s + now.tool_s) - flight * each_s
+    if each_s * engines > 1e-12:
+        root = math.sqrt(linear * linear + 4 * engines * each_s * flight * base_s)
+        batch = (root - linear) / (2 * engines * each_s)
+    else:
+        batch = flight * base_s / max(linear, 1e-12)
+    batch = min(max(batch, 1e-9), float(terms.slots))
+    return engines * batch / max(base_s + each_s * batch, 1e-12)
+
+
+def _longer(one_s: float, other_s: float) -> float:
+    longest = max(one_s, other_s)
+    shares = sum((s / longest) ** OVERLAP for s in (one_s, other_s))
+    return float(longest * shares ** (1 / OVERLAP))
+
+
+def _flight(window: Window, terms: Terms) -> float:
+    """Trajectories under way when rollout binds: those that were, if it did; else those that the
+    gate would let go on, half a step's groups being ready on average.
+    """
+    work = window.work
+    seen = work.flight_s / window.seconds
+    gate = FLYING * (terms.max_staleness + 0.5) * terms.groups * terms.group_size
+    waited = work.wait_s / max(1e-9, work.wait_s + work.busy_s - work.held_s)
+    sure = min(1.0, waited / SURE_WAIT)
+    return sure * seen + (1 - sure) * max(seen, gate)

@@ -1,0 +1,185 @@
+"""The trial of each move: what it was to bring, what it brought, and whether it is undone.
+
+A move changes a running job whose demand changes, too: trajectories grow, tools slow down. So a
+step after it is not compared with a step before it, but with what a step would take now without it:
+the model of the old split, with the rates that were measured with it, for the demand of now. The
+window that is judged begins when all that was sampled with the old split has been trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from services.planner.balance.accounts import Mark, Times, Window, between
+from services.planner.balance.prediction import (
+    Demand,
+    Rates,
+    Split,
+    Terms,
+    corrected,
+    demand,
+    predicted,
+    rates_of,
+    scaled,
+)
+
+SURE = 1.5  # standard errors by which two times differ that are told apart
+LONGEST = 4  # times the window that a verdict may take
+KEPT = 12  # verdicts that a job remembers
+BIAS = (0.7, 1.5)  # bounds of the correction that verdicts give a rule's predictions
+TRUST = 0.5  # weight of the last verdict in that correction
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A move that is not judged yet."""
+
+    rule: str
+    resident: str  # the first that arrived
+    before: Split
+    after: Split
+    step: int  # of the job, at which it was decided
+    before_s: float  # seconds of a step, measured
+    predicted_s: float  # of a step after it, all corrections in it
+    bias: float  # the correction of the rule that is in it
+    demand: Demand
+    rates: Rates
+    moved: int  # workers
+    error_s: float  # standard error of `before_s`
+    begins: Mark | None = None  # of the window that is judged
+    settled_step: int | None = None  # at which all was where it was wished
+
+    def document(self) -> dict[str, Any]:
+        """It as JSON has it."""
+        begins = self.begins.document() if self.begins is not None else None
+        return asdict(self) | {"begins": begins}
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any] | None) -> Trial | None:
+        """The trial of a document; None for none."""
+        if document is None:
+            return None
+        return cls(
+            **dict(document)
+            | {
+                "before": Split(**document["before"]),
+                "after": Split(**document["after"]),
+                "demand": Demand(**document["demand"]),
+                "rates": rates_of(document["rates"]),
+                "begins": Mark.of(document["begins"]),
+            }
+        )
+
+    @property
+    def towards(self) -> str:
+        """The role that it gave workers."""
+        return "training" if self.after.trainers > self.before.trainers else "rollout"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a move was to bring, and what it brought. Seconds of a step."""
+
+    rule: str
+    resident: str
+    towards: str
+    moved: int
+    step: int  # of the job, at which it was decided
+    judged_after: int  # steps, from the end of the move
+    before_s: float
+    expected_s: float  # without the move, by now
+    predicted_s: float  # with it, by now
+    observed_s: float
+    paid: bool
+
+    @property
+    def regret_s(self) -> float:
+        """What each step takes longer than without the move; negative: what it saves."""
+        return self.observed_s - self.expected_s
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was observed."""
+        return abs(self.predicted_s / self.observed_s - 1)
+
+    def told(self) -> dict[str, Any]:
+        """It for an event."""
+        found = {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(self).items()}
+        del found["rule"], found["towards"]
+        sides = ("rollout", "training")
+        there, here = sides if self.towards == "training" else sides[::-1]
+        return found | {
+            "policy": self.rule,
+            "from": there,
+            "to": here,
+            "regret_s": round(self.regret_s, 4),
+            "undone": not self.paid,
+        }
+
+
+def began(trial: Trial, settled: bool, mark: Mark, terms: Terms) -> Trial:
+    """The trial after another look: its window begins when what was sampled before is trained."""
+    if trial.settled_step is None:
+        return replace(trial, settled_step=mark.step) if settled else trial
+    if trial.begins is None and mark.step > trial.settled_step + terms.max_staleness:
+        return replace(trial, begins=mark)
+    return trial
+
+
+def judged(trial: Trial, mark: Mark, times: Times, terms: Terms, steps: int) -> Verdict | None:
+    """The verdict, when `steps` tell it; as long as the two times are not told apart from how much
+    steps differ anyway, more are waited for.
+    """
+    if trial.begins is None:
+        return None
+    window = between(trial.begins, mark)
+    if window is None or not window.long(steps):
+        return None
+    assert trial.settled_step is not None
+    verdict = _verdict(trial, window, mark.step - trial.settled_step, terms)
+    if verdict is None:
+        return None
+    error_s = math.hypot(trial.error_s, times.error_s(trial.begins.step, mark.step))
+    close = abs(verdict.regret_s) < SURE * error_s
+    return None if close and window.steps < LONGEST * steps else verdict
+
+
+def _verdict(trial: Trial, window: Window, after: int, terms: Terms) -> Verdict | None:
+    now = demand(window, terms)
+    if now is None or window.step_s <= 0:
+        return None
+    then = trial.demand, trial.rates
+    model = predicted(*then, trial.before, terms, trial.before_s)
+    rates = scaled(trial.rates, now, trial.demand)
+    stays = predicted(now, rates, trial.before, terms, trial.before_s)
+    goes = predicted(now, rates, trial.after, terms, trial.before_s)
+    expected_s = corrected(stays, model, trial.before_s)
+    observed_s = window.step_s
+    return Verdict(
+        rule=trial.rule,
+        resident=trial.resident,
+        towards=trial.towards,
+        moved=trial.moved,
+        step=trial.step,
+        judged_after=after,
+        before_s=trial.before_s,
+        expected_s=expected_s,
+        predicted_s=corrected(goes, model, trial.before_s) * trial.bias,
+        observed_s=observed_s,
+        paid=observed_s < expected_s,
+    )
+
+
+def learned(bias: float, verdict: Verdict) -> float:
+    """The correction of a rule's predictions after a verdict on one that had `bias` in it."""
+    raw = bias * verdict.observed_s / verdict.predicted_s
+    least, most = BIAS
+    return min(most, max(least, math.exp((1 - TRUST) * math.log(bias) + TRUST * math.log(raw))))
+
+
+def verdict_of(document: Mapping[str, Any]) -> Verdict:
+    """The verdict of a document that `asdict` made."""
+    return Verdict(**document)

@@ -1,0 +1,78 @@
+"""The conditions under which a job's split is planned anew (Libra's triggers, arXiv 2606.03077).
+
+Its defaults are those of the released code: every ten steps, or at once when requests queue for
+engines, when engines are full, when groups come back too old, or when one stage takes longer than
+the other. Nothing is planned before the warm-up is over, and nothing for a while after a move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.job.config import PlannerConfig
+from services.planner.balance.accounts import Window
+from services.planner.balance.prediction import Prediction, Split, Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """What presses for another split."""
+
+    queue: float  # trajectories that wait for an engine, over all slots
+    active: float  # trajectories at engines, over all slots
+    rejected: float  # groups that came too old
+    imbalance: float  # of the longer stage over the shorter
+
+
+def pressure(window: Window, split: Split, terms: Terms, stages: Prediction) -> Pressure:
+    """That of a window."""
+    slots = max(1, split.engines) * terms.slots * window.seconds
+    shorter = min(stages.rollout_s, stages.train_s)
+    longer = max(stages.rollout_s, stages.train_s)
+    return Pressure(
+        queue=window.work.queue_s / slots,
+        active=window.work.engine_s / slots,
+        rejected=window.work.stale,
+        imbalance=longer / shorter if shorter > 0 else 1.0,
+    )
+
+
+def fired(found: Pressure, config: PlannerConfig, since_planned: int) -> str:
+    """The trigger that asks for a plan, by name; empty: none. `since_planned` are the steps since
+    the last one.
+    """
+    if found.imbalance >= config.imbalance:
+        return "imbalance"
+    if found.queue >= config.queue_pressure:
+        return "queue"
+    if found.active >= config.active_pressure:
+        return "active"
+    if found.rejected >= config.rejected:
+        return "rejected"
+    return "interval" if since_planned >= config.every else ""
+
+
+def rests(step: int, since: int | None, config: PlannerConfig, failures: int) -> str:
+    """Why nothing is planned now, whatever presses; empty: something may be. `since` are the steps
+    since the last move. Moves that did not pay make the rest longer.
+    """
+    if step <= config.warmup_steps:
+        return f"the first {config.warmup_steps} steps are not over"
+    rest = config.cooldown_steps << min(failures, 4)
+    if since is not None and since < rest:
+        return f"the last move was {since} steps ago, and {rest} are waited"
+    return ""
+
+
+def worth(
+    gain_s: float, step_s: float, config: PlannerConfig, failures: int, left: int, switch_s: float
+) -> str:
+    """Why a plan is not applied that saves `gain_s` of each step, with `left` steps to go; empty:
+    it is. Each move of the kind that did not pay doubles what is asked.
+    """
+    asked = config.gain * (1 << min(failures, 4))
+    if gain_s < asked * step_s:
+        return f"it would save {gain_s / step_s:.1%} of a step, and {asked:.0%} are asked"
+    if gain_s * left <= switch_s:
+        return f"it would save {gain_s * left:.1f} s until the end, and take {switch_s:.1f} s"
+    return ""

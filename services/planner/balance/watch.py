@@ -1,0 +1,130 @@
+"""What is remembered of a job's split from look to look: its account, its window, its trial."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from services.planner.balance.accounts import Account, Mark, Times, Window, between
+from services.planner.balance.prediction import Split
+from services.planner.balance.trials import KEPT, Trial, Verdict, learned, verdict_of
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Of one job. Directions are the role that a move gives workers; steps are those that its
+    account has counted.
+    """
+
+    account: Account = field(default_factory=Account)
+    split: Split | None = None  # that the window was measured with
+    split_step: int = 0  # since when
+    older: Mark | None = None  # the window begins here,
+    newer: Mark | None = None  # and the next one here
+    times: Times = field(default_factory=Times)
+    observed_ms: int = 0  # when the counters were looked at last
+    planned_step: int = 0
+    moved_step: int | None = None
+    trial: Trial | None = None
+    verdicts: tuple[Verdict, ...] = ()  # the last ones
+    failures: Mapping[str, int] = field(default_factory=dict)  # by direction: that did not pay
+    failed_at: Mapping[str, float] = field(default_factory=dict)  # rollout over training then
+    bias: Mapping[str, float] = field(default_factory=dict)  # by direction: correction
+    switch_s: float = 0.0  # that a move takes until it is settled; 0: none was made
+    explained: Mapping[str, Any] = field(default_factory=dict)  # for people
+
+    def document(self) -> dict[str, Any]:
+        """It as JSON has it."""
+        return {
+            "account": self.account.document(),
+            "split": asdict(self.split) if self.split is not None else None,
+            "split_step": self.split_step,
+            "older": self.older.document() if self.older is not None else None,
+            "newer": self.newer.document() if self.newer is not None else None,
+            "times": [list(one) for one in self.times.ends],
+            "observed_ms": self.observed_ms,
+            "planned_step": self.planned_step,
+            "moved_step": self.moved_step,
+            "trial": self.trial.document() if self.trial is not None else None,
+            "verdicts": [asdict(verdict) for verdict in self.verdicts],
+            "failures": dict(self.failures),
+            "failed_at": dict(self.failed_at),
+            "bias": dict(self.bias),
+            "switch_s": self.switch_s,
+            "explained": dict(self.explained),
+        }
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Watch:
+        """The watch of a document."""
+        split = document["split"]
+        return cls(
+            **dict(document)
+            | {
+                "account": Account.of(document["account"]),
+                "split": Split(**split) if split is not None else None,
+                "older": Mark.of(document["older"]),
+                "newer": Mark.of(document["newer"]),
+                "times": Times(tuple((step, s) for step, s in document["times"])),
+                "trial": Trial.of(document["trial"]),
+                "verdicts": tuple(map(verdict_of, document["verdicts"])),
+            }
+        )
+
+    # -- its window --------------------------------------------------------------------------------
+
+    def marked(self, mark: Mark, split: Split, lag: int, steps: int) -> Watch:
+        """The watch at this mark. A window is of one split and `steps` long, twice that at most; it
+        begins when what was sampled with another split, `lag` steps of groups, has been trained.
+        """
+        if self.split is None:  # nothing was sampled with another one
+            return replace(self, split=split, split_step=mark.step - lag)
+        watch = replace(self, times=self.times.at(mark))
+        return watch._marked(mark, split, lag, steps)
+
+    def _marked(self, mark: Mark, split: Split, lag: int, steps: int) -> Watch:
+        if split != self.split or (self.older is not None and mark.step < self.older.step):
+            return replace(self, split=split, split_step=mark.step, older=None, newer=None)
+        if mark.step <= self.split_step + lag:
+            return self
+        if self.older is None:
+            return replace(self, older=mark)
+        window = between(self.newer or self.older, mark)
+        if window is None or not window.long(steps):
+            return self
+        older = self.newer or self.older
+        return replace(self, older=older, newer=mark)
+
+    def window(self, mark: Mark, steps: int) -> Window | None:
+        """The window until this mark, when it is long enough."""
+        found = between(self.older, mark) if self.older is not None else None
+        return found if found is not None and found.long(steps) else None
+
+    def interrupted(self) -> Watch:
+        """The watch of a job that stands: times do not go on from before."""
+        trial = replace(self.trial, begins=None) if self.trial is not None else None
+        return replace(self, older=None, newer=None, trial=trial)
+
+    # -- its moves ---------------------------------------------------------------------------------
+
+    def moved(self, step: int, trial: Trial | None) -> Watch:
+        """The watch after a move at this step."""
+        return replace(self, moved_step=step, planned_step=step, trial=trial)
+
+    def convinced(self, verdict: Verdict, imbalance: float, step: int) -> Watch:
+        """The watch after a verdict: a direction that did not pay needs more next time."""
+        trial, towards = self.trial, verdict.towards
+        assert trial is not None
+        failures = dict(self.failures)
+        failures[towards] = 0 if verdict.paid else failures.get(towards, 0) + 1
+        bias = dict(self.bias) | {towards: learned(trial.bias, verdict)}
+        return replace(
+            self,
+            trial=None,
+            moved_step=step,
+            verdicts=(*self.verdicts, verdict)[-KEPT:],
+            failures=failures,
+            failed_at=dict(self.failed_at) | ({} if verdict.paid else {towards: imbalance}),
+            bias=bias,
+        )

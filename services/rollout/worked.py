@@ -1,0 +1,35 @@
+"""What a shard has measured of its own work, as the planner reads it."""
+
+from __future__ import annotations
+
+from common.occupancy import Occupancy
+from common.pool.measured import Work
+from services.rollout.routing.stay import AT_ENGINE, TURN
+
+IN_FLIGHT = "flight"  # places of `Worked.spent`, beside those of a stay: training trajectories,
+SHUT = "shut"  # and the gate, which is there while it holds back what there is room for
+
+
+class Worked:
+    """Counts of groups and trajectories that may be trained, and where their time went."""
+
+    def __init__(self, spent: Occupancy) -> None:
+        """`spent` goes by the clock of the job: what happens in a pause is no work."""
+        self.spent = spent
+        self.groups = 0  # handed in
+        self.trajectories = 0  # ended, by whatever end
+
+    def work(self, sampled: int) -> Work:
+        """All so far, trajectories in flight among them; `sampled`: tokens of training ones."""
+        flight_s, turn_s = self.spent.seconds(IN_FLIGHT), self.spent.seconds(TURN)
+        engine_s = self.spent.seconds(AT_ENGINE)
+        return Work(
+            groups=self.groups,
+            trajectories=self.trajectories,
+            sampled=sampled,
+            flight_s=flight_s,
+            engine_s=engine_s,
+            queue_s=turn_s - engine_s,
+            tool_s=flight_s - turn_s,
+            shut_s=self.spent.seconds(SHUT),
+        )

@@ -1,0 +1,43 @@
+"""How long the parts of a step take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class StepParts:
+    """Seconds by part: of the last step that has ended, and of all so far."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        """`now` stands while the core does not work."""
+        self._now = now
+        self._step: dict[str, float] = {}
+        self.last: dict[str, float] = {}
+        self.total: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, part: str) -> Iterator[None]:
+        """The block is such a part of the step."""
+        began = self._now()
+        try:
+            yield
+        finally:
+            self.took(part, self._now() - began)
+
+    def took(self, part: str, seconds: float) -> None:
+        """So much of the step went there."""
+        self._step[part] = self._step.get(part, 0.0) + seconds
+        self.total[part] = self.total.get(part, 0.0) + seconds
+
+    def began(self) -> None:
+        """A step begins; one that was cut off is forgotten."""
+        self._step = {}
+
+    def ended(self) -> None:
+        """The step is committed."""
+        self.last, self._step = self._step, {}
+
+    def stats(self) -> dict[str, float]:
+        """Those of the last step, for people."""
+        return {part: round(seconds, 4) for part, seconds in self.last.items()}

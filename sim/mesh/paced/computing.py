@@ -1,0 +1,99 @@
+"""What paced processes of a virtual mesh compute with: an engine that makes a token a step, and
+arithmetic that takes no time of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import numpy as np
+from torch import Tensor
+
+from common.clock import Clock
+from common.generation.contract import Request
+from common.generation.counter import key_of, uniforms
+from common.job.job_data import JobData
+from services.engine.simulated import NORMAL, SimulatedEngine
+from services.trainer.arithmetic.learner import Learner
+from services.trainer.arithmetic.packing import Bin
+from services.trainer.arithmetic.stats import BinStats
+from sim.machine import takes
+from sim.mesh.arithmetic import TinyArithmetic, TinyLearner, gradient_of
+from sim.mesh.paced.workload import LONGEST, SLOTS, Workload
+
+AT_ONCE_S = 0.001  # what arithmetic takes without its pace
+
+
+class _Steps:
+    """A clock that is read in steps."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def monotonic(self) -> float:
+        return float(self.count)
+
+
+class SteppedEngine(SimulatedEngine):
+    """Every request that runs gets a token a step, whatever time that takes; what is submitted
+    begins with the next step, which so shows its prefill.
+
+    The length of a turn is drawn from its trajectory and where the turn begins, so that one that
+    goes on at another engine ends where it would have ended here.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload, self._ticks, self._stepping = workload, _Steps(), False
+        clock = cast(Clock, self._ticks)
+        super().__init__(clock, SLOTS, 1.0, max_length=LONGEST, version=-1)
+
+    @property
+    def due_s(self) -> float:
+        return 0.0  # whoever paces it says when
+
+    def step(self) -> bool:
+        self._stepping = True
+        try:
+            self._fill(self._now_s)
+            self._ticks.count += bool(self._slots.slot_of) and not self._stands
+            return super().step()
+        finally:
+            self._stepping = False
+
+    def _fill(self, at_s: float) -> None:
+        if self._stepping and not self._stands:
+            super()._fill(at_s)
+
+    def _drawn_length(self, request: Request) -> int:
+        begin = len(request.tokens) if request.begin < 0 else request.begin
+        key = np.array([key_of(request.seed)], np.uint64)
+        deviation = NORMAL.inv_cdf(float(uniforms(key, np.array([begin]))[0]))
+        share = self._workload.share(self.version)
+        whole = self._workload.median.at(share) * math.exp(
+            self._workload.sigma.at(share) * deviation
+        )
+        return max(1, round(whole) - (len(request.tokens) - begin))
+
+
+class PacedLearner(TinyLearner):
+    """What it takes is its pace's."""
+
+    @takes(AT_ONCE_S)
+    def gradient(self, bin: Bin) -> tuple[Tensor, BinStats]:
+        return gradient_of(self._flat, bin)
+
+    @takes(AT_ONCE_S)
+    def round_gradient(self, bins: Any) -> tuple[Tensor, BinStats]:
+        return Learner.round_gradient(self, bins)
+
+    @takes(AT_ONCE_S)
+    def apply(self, gradient_sum: Tensor, denominator: float, lr_factor: float) -> float:
+        return super().apply(gradient_sum, denominator, lr_factor)
+
+
+class PacedArithmetic(TinyArithmetic):
+    """What training processes of a workload compute with."""
+
+    def learner(self, data: JobData) -> Learner:
+        return PacedLearner(data.config.seed)

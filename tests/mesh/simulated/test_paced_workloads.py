@@ -1,0 +1,75 @@
+"""What workloads at declared paces take on the virtual mesh is what arithmetic says."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+
+from sim.mesh.paced.running import run
+from sim.mesh.paced.workload import Drift, Workload
+
+STEPS = 8
+TOKENS = 20  # of every turn
+PROMPT = 2  # tokens of it
+
+
+def job(**changes: object) -> Workload:
+    """Trajectories of one length: two workers, an engine and the core."""
+    settings: dict[str, object] = {
+        "workers": 2,
+        "steps": STEPS,
+        "groups_per_step": 2,
+        "group_size": 4,
+        "median": Drift(TOKENS, TOKENS),
+        "sigma": Drift(0.0, 0.0),
+        "bin_tokens": 22,
+        "decode": "100/64/100000",
+        "training": "100000/10",
+        "moves": False,
+    }
+    return Workload(**(settings | changes))  # type: ignore[arg-type]
+
+
+def step_s(workload: Workload) -> float:
+    """Seconds of a step, in the mean over two times as many as the gate lets in."""
+    found = run(workload)
+    assert not found.failures and not found.moves
+    assert len(found.steps_s) == STEPS - 1
+    return fmean(found.steps_s[-6:])
+
+
+def test_training_takes_its_tokens_over_its_pace_and_an_update() -> None:
+    """Eight bins of 22 tokens at 22 a second, one after the other, then half a second."""
+    assert step_s(job(training="22/500")) == pytest.approx(8.0 + 0.5, rel=0.1)
+
+
+def test_a_helper_takes_half_of_the_bins() -> None:
+    workload = job(training="22/500", workers=3, helping=1)
+    assert step_s(workload) == pytest.approx(4.0 + 0.5, rel=0.1)
+
+
+def test_rollout_takes_its_tokens_a_step_each_beyond_the_plateau() -> None:
+    """The gate lets 24 trajectories through at a time, three steps' worth, which advance a token in
+    24 / 4 decode steps of a tenth of a second: 20 tokens take 12 s, for three steps.
+    """
+    assert step_s(job(decode="100/4/100000")) == pytest.approx(12.0 / 3, rel=0.1)
+
+
+def test_turns_and_tools_are_a_trajectory_s_own_time() -> None:
+    """Two turns of 2 s, and tools of 4 s after each: 12 s for the three steps that are let in."""
+    workload = job(turns=2, tool_s=Drift(4.0, 4.0), bin_tokens=256)
+    assert step_s(workload) == pytest.approx(12.0 / 3, rel=0.1)
+
+
+def test_lengths_and_tools_drift_along_the_run() -> None:
+    workload = job(median=Drift(5, 40), tool_s=Drift(0.0, 6.0), bin_tokens=256)
+    found = run(workload)
+    assert not found.failures
+    assert fmean(found.steps_s[-2:]) > 3 * fmean(found.steps_s[:2])
+
+
+def test_the_planner_moves_a_gang_where_training_takes_long() -> None:
+    found = run(job(workers=3, training="22/500", moves=True, steps=12))
+    assert [(move["from"], move["to"]) for move in found.moves] == [("rollout", "training")]
+    assert found.moves[0]["at_s"] > 0

@@ -1,0 +1,99 @@
+"""Figures of a job that turns into another along its run, and its lengths."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+import pytest
+
+from common.state.events import Event
+from loadtests.elastic.__main__ import JOB, MOST
+from loadtests.elastic.figures import figures, good
+from loadtests.paced.job import lengths
+from loadtests.paced.running import Arm, ratio_span, take
+
+HONEST = {"late_share": 0.01, "host_cores": 1.0, "valid": 1}
+
+
+def commit(ms: int, train_s: float, wait_s: float) -> Event:
+    return Event(str(ms), ms, "step", {"metrics": {"train_s": train_s, "wait_s": wait_s}})
+
+
+def move(started_ms: int, finished_ms: int, policy: str = "stage_time") -> Event:
+    about = {"started_ms": started_ms, "finished_ms": finished_ms, "policy": policy}
+    return Event(str(finished_ms), finished_ms, "move", about | {"from": "rollout"})
+
+
+def arm(name: str, rl_s: float, **changes: Any) -> Arm:
+    steps = [{"train_s": 1.0, "wait_s": wait_s} for wait_s in (9.0, 0.0, 0.0, 1.0, 1.5, 3.0, 3.0)]
+    return Arm(name, rl_s, steps, honest=dict(HONEST), cpu_s=100.0, **changes)
+
+
+def moving(rl_s: float, switch_ms: int = 2000, planner_cpu_s: float = 1.0) -> Arm:
+    moves = [{"started_ms": 0, "finished_ms": switch_ms}]
+    return arm("planner", rl_s, moves=moves, planner_cpu_s=planner_cpu_s)
+
+
+def test_an_arm_lasts_from_its_first_commit_to_its_last_and_moves_until_they_settle() -> None:
+    found = Arm("planner")
+    told = [
+        commit(1000, 1.0, 0.0),
+        move(1500, 3500),
+        move(2000, 3000, "user"),
+        move(4000, 5000, "unpaid"),
+        commit(9000, 1, 0),
+    ]
+    take(found, told)
+    assert found.rl_s == 8.0 and len(found.steps) == 2
+    assert len(found.moves) == 1 and found.switches_s == [2.0, 1.0]
+
+
+def test_the_span_is_of_what_steps_wait_beside_what_they_train() -> None:
+    """But for the first one, which waits for the first groups of all."""
+    assert ratio_span(arm("static", 1.0)) == pytest.approx(4.0)
+
+
+def test_times_are_over_the_best_and_the_worst_split_s() -> None:
+    statics = [arm("static_2", 150.0), arm("static_3", 100.0), arm("static_4", 120.0)]
+    found = figures(moving(102.0), statics, workers=6, wall_s=500.0)
+    assert found["ratio_best_static"] == 1.02 and found["ratio_worst_static"] == 0.68
+    assert found["moves"] == 1 and found["switch_s"] == 2.0
+    assert found["switch_share"] == pytest.approx(2.0 / (6 * 102.0), abs=1e-4)
+    assert found["planner_cpu_share"] == 0.01
+    assert found["valid"] == 1 and good(found)
+
+
+@pytest.mark.parametrize(
+    ("planner", "wall_s"),
+    [
+        (moving(108.0), 500.0),
+        (moving(102.0, switch_ms=30_000), 500.0),
+        (moving(102.0, planner_cpu_s=3.0), 500.0),
+        (arm("planner", 102.0), 500.0),
+        (moving(102.0), 721.0),
+    ],
+)
+def test_what_falls_short_of_a_bound_is_not_good(planner: Arm, wall_s: float) -> None:
+    statics = [arm("static_2", 150.0), arm("static_3", 100.0)]
+    assert not good(figures(planner, statics, workers=6, wall_s=wall_s))
+
+
+def test_a_busy_host_or_a_job_that_stays_makes_no_valid_run() -> None:
+    busy = arm("static_2", 150.0)
+    busy.honest["valid"] = 0
+    still = arm("static_2", 150.0)
+    still.steps = [{"train_s": 1.0, "wait_s": 1.0}] * 7
+    for static in (busy, still):
+        assert figures(moving(102.0), [static], workers=6, wall_s=500.0)["valid"] == 0
+
+
+def test_the_tail_grows_and_the_median_stays() -> None:
+    job = JOB.of_steps(36)
+    batch = job.groups_per_step * job.group_size
+    drawn = lengths(job, 0, MOST)
+    first, last = drawn[:batch], drawn[35 * batch : 36 * batch]
+    assert max(first) < 60 and max(last) == MOST
+    assert median(last) == pytest.approx(median(first), abs=1.0)
+    assert sum(last) > 1.4 * sum(first)
+    assert lengths(job, 0, MOST) == drawn != lengths(job, 1, MOST)

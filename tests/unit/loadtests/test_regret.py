@@ -1,0 +1,101 @@
+"""What the load test of moves draws, and the figures it makes."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadtests.regret.drawn import LEAST_STEP_S, drawn, rollout_s, trained_tokens
+from loadtests.regret.figures import Compared, errors, figures, good
+from sim.mesh.paced.workload import Drift, Workload
+
+
+def test_a_seed_draws_one_job() -> None:
+    assert drawn(7) == drawn(7) != drawn(8)
+
+
+def test_thirty_jobs_differ_in_all_that_a_split_depends_on() -> None:
+    jobs = [drawn(seed) for seed in range(30)]
+    assert {job.workers for job in jobs} == {3, 4, 5, 6, 7, 8}
+    assert {job.turns for job in jobs} == {1, 2, 3}
+    assert any(job.tool_s.first for job in jobs) and not all(job.tool_s.first for job in jobs)
+    drifting = [job for job in jobs if job.median.last > job.median.first]
+    assert 4 <= len(drifting) <= 15
+    for job in jobs:
+        decode_ms, plateau, _ = job.decode.split("/")
+        pace = float(decode_ms) / 1e3, int(plateau)
+        assert rollout_s(job, job.workers - 1, *pace) >= 0.99 * LEAST_STEP_S
+
+
+def test_training_alone_is_slow_enough_that_a_third_of_the_defaults_are_far_off() -> None:
+    """Where the core takes twice as long as rollout beside it, two gangs that train are better."""
+    slow = 0
+    for seed in range(30):
+        job = drawn(seed)
+        decode_ms, plateau, _ = job.decode.split("/")
+        beside_s = rollout_s(job, job.workers - 1, float(decode_ms) / 1e3, int(plateau))
+        slow += trained_tokens(job) / float(job.training.split("/")[0]) > 2 * beside_s
+    assert slow >= 10
+
+
+def test_every_split_has_an_engine_and_the_core() -> None:
+    assert list(Workload(workers=4).splits) == [0, 1, 2]
+
+
+def test_what_drifts_goes_from_its_first_value_to_its_last() -> None:
+    job = Workload(steps=11, tool_s=Drift(0.0, 2.0))
+    assert [job.tool_s.at(job.share(version)) for version in (-1, 0, 5, 10, 12)] == [0, 0, 1, 2, 2]
+
+
+def test_rows_tell_of_tools_and_of_groups_without_variance() -> None:
+    job = Workload(steps=10, groups_per_step=10, tool_s=Drift(0.0, 1.0), alike=Drift(0.0, 0.5))
+    rows = job.rows()
+    first, last = rows[:20], rows[80:100]
+    assert sum(row["alike"] for row in first) <= 2 and 8 <= sum(row["alike"] for row in last) <= 11
+    assert [row["tool_s"] for row in (rows[0], rows[99])] == [0.0, 1.0]
+
+
+TOLD = {"predicted_s": 2.0, "observed_s": 2.5, "paid": True, "undone": False}
+
+
+def compared(planner_s: float, *judged: dict[str, object]) -> Compared:
+    return Compared("a", {0: 120.0, 1: 100.0, 2: 150.0}, planner_s, len(judged), judged)
+
+
+def test_regret_is_time_over_the_best_static_split_s() -> None:
+    one = compared(110.0)
+    assert one.best == 1
+    assert one.regret == pytest.approx(0.1) and one.default_loses == pytest.approx(0.2)
+
+
+def test_figures_are_of_all_jobs_and_of_judged_moves() -> None:
+    undone = {"predicted_s": 3.0, "observed_s": 4.0, "paid": False, "undone": True}
+    found = figures([compared(100.0, TOLD), compared(110.0, TOLD, undone)], "real_")
+    assert found["real_moves"] == 3 and found["real_far_defaults"] == 2
+    assert found["real_moves_that_paid"] == pytest.approx(2 / 3, abs=1e-4)
+    assert found["real_undone"] == 1
+    assert found["real_regret_p50"] == pytest.approx(0.05)
+    assert found["real_prediction_error_p50"] == pytest.approx(0.2)
+    assert not good(found, "real_")
+
+
+def test_a_move_without_an_observation_has_no_error() -> None:
+    assert errors([{"predicted_s": 2.0, "observed_s": 0.0}, {"predicted_s": 2.0}]) == []
+
+
+@pytest.mark.parametrize(
+    ("planner_s", "told", "reached"),
+    [
+        (105.0, TOLD | {"observed_s": 2.1}, True),
+        (115.0, TOLD | {"observed_s": 2.1}, False),
+        (105.0, TOLD, False),
+        (105.0, TOLD | {"observed_s": 2.1, "paid": False}, False),
+    ],
+)
+def test_a_run_is_good_where_moves_pay_are_foreseen_and_lose_little(
+    planner_s: float, told: dict[str, object], reached: bool
+) -> None:
+    assert good(figures([compared(planner_s, told)])) is reached
+
+
+def test_planners_that_judged_nothing_are_not_good() -> None:
+    assert not good(figures([compared(100.0)]))
