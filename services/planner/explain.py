@@ -77,6 +77,22 @@ def lines(decisions: Iterable[Decision]) -> list[str]:
     return found
 
 
+def predictions(memory: Memory) -> list[str]:
+    """A line for each job whose steps are predicted: what, beside what was observed, and how far
+    predictions of its moves have been off.
+    """
+    found = []
+    for job, watch in sorted(memory.watches.items()):
+        told = watch.explained
+        if "step_s" in told:
+            stages = f"rollout {told['rollout_s']:.3g} s, training {told['train_s']:.3g} s"
+            step = f"step {told['step_s']:.3g} s, observed {told['measured_s']:.3g} s"
+            error = told.get("error")
+            off = f", moves were predicted {error:.0%} off" if error is not None else ""
+            found.append(f"{job}: {stages}; {step}{off}; {told['verdict']}")
+    return found
+
+
 def documents(decisions: Iterable[Decision]) -> list[dict[str, Any]]:
     """The decisions as JSON takes them, with all that they say."""
     return [{"kind": type(one).__name__.lower(), **asdict(one)} for one in decisions]
@@ -113,6 +129,8 @@ def main() -> int:
         print(json.dumps({"decisions": documents(decisions), "memory": memory.document()}))
     else:
         print("\n".join(lines(decisions)) or "nothing: all is as it should be")
+        for line in predictions(memory):
+            print(line)
         for line in unplaced(snapshot, Memory.of(asked.get("memory") or {}), decisions):
             print(line)
     return 0

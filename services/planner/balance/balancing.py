@@ -278,10 +278,10 @@ def _explain(
     watch: Watch, model: Prediction | None, verdict: str, window: Window | None = None
 ) -> Watch:
     """Says to people what is predicted, and why this is done."""
+    binds = model.binds if model is not None else ""
     told: dict[str, Any] = dict(watch.explained)
     if model is not None and window is not None:
-        told |= model.rounded() | {"step_s": round(window.step_s, 4), "binds": model.binds}
-        told["modelled_s"] = round(model.step_s, 4)
+        told |= model.rounded() | {"binds": binds, "measured_s": round(window.step_s, 4)}
     errors = [one.error for one in watch.verdicts]
     told |= {"verdict": verdict, "error": round(median(errors), 4) if errors else None}
     return replace(watch, explained=told)
