@@ -121,7 +121,7 @@ _TABLE: dict[str, tuple[str, ...]] = {
     "Weights.older": ("trainer",),
     "Weights.set_aside": ("trainer",),
     "Weights.clear": ("trainer",),
-    "Weights.keep_samples": ("rollout",),
+    "Weights.keep_lines": ("engine", "rollout", "trainer"),
     # whoever stages a version, and whoever loads one
     "Weights.begin_delta": ("rank", "trainer"),
     "Weights.stage_delta": ("rank", "trainer"),

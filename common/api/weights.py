@@ -270,18 +270,18 @@ class Published:
 
 
 @message
-class KeepSamples:
-    """Hands lines of a shard's samples over, for the run's home."""
+class KeepLines:
+    """Hands lines of a process's samples or traces over, for the run's home."""
 
     job: str
-    shard: int
+    file: str  # as `common.records.run_lines` names them
     op: str  # repeated, it is done once
     lines: str
 
 
 @message
-class SamplesKept:
-    """The answer to KeepSamples."""
+class LinesKept:
+    """The answer to KeepLines."""
 
 
 @message
@@ -332,7 +332,7 @@ class Weights(Interface):
     older = Call(Older, Names, deadline_s=30.0, idempotent=True)
     set_aside = Call(SetAside, Aside, deadline_s=30.0, idempotent=True)
     clear = Call(Clear, Cleared, deadline_s=60.0, idempotent=True)
-    keep_samples = Call(KeepSamples, SamplesKept, deadline_s=30.0, idempotent=True)
+    keep_lines = Call(KeepLines, LinesKept, deadline_s=30.0, idempotent=True)
     publish = Call(Publish, Published, deadline_s=120.0, idempotent=True)
     begin_delta = Call(BeginDelta, DeltaBases, deadline_s=5.0, idempotent=True)
     stage_delta = Call(StageDelta, DeltaStaged, deadline_s=10.0, idempotent=True)

@@ -381,6 +381,7 @@ class TrackingConfig(Table):
     tensorboard: bool | str = False  # true: files in RUN/tensorboard; or in that directory
     wandb: str = ""  # project; empty: not there
     trackio: str = ""  # project; empty: not there
+    trace: Share = 0.25  # of the groups whose trajectories `meshrl trace` shows; 0: no traces
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,53 @@ def audit(run: RunOrUrl = None, json: AsJson = False, mesh: MeshOption = None) -
     raise typer.Exit(auditing.show(run_of(run, mesh).directory, json))
 
 
+@app.command(rich_help_panel="Runs")
+def report(
+    run: RunOrUrl = None,
+    png: Annotated[
+        Path | None,
+        typer.Option("--png", metavar="DIR", help="Writes each figure as a PNG file to DIR."),
+    ] = None,
+    mesh: MeshOption = None,
+) -> None:
+    """Writes the report of a run that is over anew, or with --png its figures, also while it goes
+    on.
+
+    PNG files take matplotlib: pip install 'meshrl[plots]'.
+
+    Example:
+
+        meshrl report runs/calculator --png figures
+    """
+    from meshrl.observe.report import again
+    from meshrl.run.target import run_of
+
+    again.show(run_of(run, mesh).directory, png)
+
+
+@app.command(rich_help_panel="Runs")
+def trace(
+    run: RunOrUrl = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Default: RUN/trace.json.")
+    ] = None,
+    mesh: MeshOption = None,
+) -> None:
+    """Writes where a run's time goes as a trace for https://ui.perfetto.dev, also while it goes on.
+
+    Trajectories (queue, prefill, decode, tool, reward), the trainer's steps (pack, train, sync,
+    checkpoint), engines' new weights, and who is on which worker in which role, with every move.
+
+    Example:
+
+        meshrl trace runs/calculator --out calculator-trace.json
+    """
+    from meshrl.observe.trace import writing
+    from meshrl.run.target import run_of
+
+    writing.show(run_of(run, mesh).directory, out)
+
+
 @app.command(rich_help_panel="Meshes")
 def status(
     run: RunOrMesh = None,

@@ -24,6 +24,7 @@ from common.runtime.mesh import Mesh, MeshSettings
 from common.runtime.patience import Patience, patiently
 from common.runtime.residents.turns import Turns
 from common.state import jobs
+from common.telemetry.traces import Traces
 from services.engine.build import opened
 from services.engine.lacking import Versions
 from services.engine.merging import Merging, Wish
@@ -168,6 +169,7 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
     service = EngineService(mesh, engine, limits.slots, driver.deliver, room, turns=turns)
     service.weights.began = began
     versions = Versions(mesh, seat.job, limits.weights)
+    traces = Traces(mesh, data, f"engine-{seat.resident}")
 
     def stats() -> dict[str, Any]:
         return {
@@ -198,9 +200,11 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
     await mesh.join(service, stats=stats)
     try:
         plain, merging = partial(_plain, data), Merging(_wish(data), mesh.clock)
-        await follow(mesh, service, seat.job, versions, plain=plain, merging=merging)
+        about = mesh, service, seat.job, versions
+        await follow(*about, plain=plain, merging=merging, traces=traces)
     finally:
         driver.stop()
+        await traces.close()
         await mesh.leave()
 
 
@@ -270,6 +274,16 @@ async def _beside(weights: EngineWeights, versions: Versions, row: jobs.JobRow) 
     return True
 
 
+def _pulled(mesh: Mesh, version: int, took_s: float, paused_s: float) -> dict[str, Any]:
+    """What a trace tells of a version that has just been put in place: it was pulled, and waited
+    for the end of a step, and then no step ran.
+    """
+    paused_ms = round(1000 * min(paused_s, took_s), 3)
+    parts = ["pull", round(1000 * took_s - paused_ms, 3), "pause", paused_ms]
+    at = round(mesh.clock.wall() - took_s, 6)
+    return {"kind": "weights", "at": at, "version": version, "parts": parts}
+
+
 async def follow(
     mesh: Mesh,
     service: EngineService,
@@ -278,6 +292,7 @@ async def follow(
     look_s: float = LOOK_S,
     plain: Callable[[Tensors], Tensors] = lambda tensors: tensors,
     merging: Merging | None = None,
+    traces: Traces | None = None,
 ) -> None:
     """Keeps the engine at the job's committed version: looks at each hint, and each `look_s`.
     ConfigError when a version's weights are damaged, and nobody can write them again; what else
@@ -297,7 +312,11 @@ async def follow(
             mesh.job_clock.hold(row.paused)
             stale = row is not None and row.version >= 0 and row.manifest != weights.manifest
             if row is not None and stale:
+                began = mesh.clock.monotonic()
                 await _update(mesh, service, versions, row, plain, merging)
+                took_s = mesh.clock.monotonic() - began
+                if traces is not None and weights.manifest == row.manifest:
+                    traces.write(_pulled(mesh, row.version, took_s, service.pauses.last_s))
             elif row is not None and not stale and row.lineage != weights.lineage:
                 weights.enter(row.lineage)  # it begins with these weights
             patience.succeeded()

@@ -40,6 +40,7 @@ from services.rollout.routing.router import Router
 from services.rollout.routing.stay import Stay
 from services.rollout.samples import Samples
 from services.rollout.supervised import supervise
+from services.rollout.timing import TrajectoryTimes
 from services.rollout.trajectory import Ending, Trajectory, Turn
 from services.rollout.transcript import Transcript
 from services.rollout.worked import IN_FLIGHT, OPEN, SHUT, Worked
@@ -80,6 +81,7 @@ class ShardJob:
         tokenizer = Tokenizer.load(str(job.tokenizer))
         self.transcript = Transcript(tokenizer.decode, self.router.stop, config.rollout.stop_text)
         self.samples = Samples(mesh, job, self.transcript)
+        self.times = TrajectoryTimes(mesh, job)
         self.version = -1  # the job's current one
         self.bulk = BulkClient(mesh)
         self.scorer = Scorer(mesh, job)
@@ -342,7 +344,7 @@ class ShardJob:
         """A trajectory to its end, and what the job's frozen models make of it."""
         if t.ending is not None:  # in the ledger
             return await self._scored(t)
-        with self.worked.spent.within(IN_FLIGHT):
+        with self.worked.spent.within(IN_FLIGHT), self.times.of(t):
             await self._lived(t, row)
         self.worked.trajectories += 1
         self.samples.ended(t, row, self.version)
@@ -362,6 +364,7 @@ class ShardJob:
     async def _scored(self, t: Trajectory) -> None:
         """What the job's frozen models make of a trajectory that has a reward."""
         if t.ending is not None and t.ending.reward is not None:
+            t.watch.enter("scoring")
             try:
                 t.scores = await self.scorer.score(t.tokens)
             except ToolFailed as error:
@@ -369,8 +372,11 @@ class ShardJob:
 
     async def run(self, t: Trajectory, row: dict[str, Any]) -> None:
         """A trajectory to its end, from wherever the ledger has it."""
-        if t.ending is not None:
-            return
+        if t.ending is None:
+            with self.times.of(t):
+                await self._run(t, row)
+
+    async def _run(self, t: Trajectory, row: dict[str, Any]) -> None:
         stay = self.router.stay(t)
         try:
             async with stay:
@@ -425,6 +431,7 @@ class ShardJob:
     ) -> float:
         """The job's reward or judge, or else the environment's own score."""
         environment = self.config.environment
+        t.watch.enter("reward")
         if self.judge is not None:
             return await self.judge.verdict(row, self.transcript.turns(t, reason))
         if self.config.reward.declared:
@@ -451,9 +458,11 @@ class ShardJob:
             # just where there is no room for more.
             ended = t.open_turn is not None
             if not ended and await stay.generate(self._limit(t)) is Finish.LENGTH:
+                t.watch.enter("environment")
                 said, score = await self.environments.cut(t.id, t.turn.tolist(), replay)
                 t.open_turn = Turn(said, 0, cut=True)
                 return "length", score
+            t.watch.enter("environment")
             if t.open_turn is None or not t.open_turn.answered:
                 t.open_turn = None
                 text, action, value = await self.environments.step(t.id, t.turn.tolist(), replay)
@@ -470,6 +479,7 @@ class ShardJob:
                     )
                 name, argument = value
                 earlier = t.called()
+                t.watch.enter("tool")
                 answer = await self.sandbox.tool(name, argument, str(t.id), earlier)
                 await self._answered(stay, name, argument, answer)
                 action, value = await self._told(t, replay)
@@ -495,6 +505,7 @@ class ShardJob:
     async def _told(self, t: Trajectory, replay: Any) -> tuple[str, Any]:
         """What the environment does after the last tool's value."""
         assert t.open_turn is not None
+        t.watch.enter("environment")
         return await self.environments.result(t.id, t.open_turn.value, replay)
 
     async def _answered(self, stay: Stay, name: str, argument: Any, answer: Any) -> None:
@@ -533,6 +544,7 @@ class ShardJob:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.samples.close()
+        await self.times.close()
         await self.router.close()
         await self.commits.close()
         await self.sandbox.close()

@@ -20,10 +20,9 @@ import numpy as np
 from common.errors import StorageFull
 from common.job.job_data import JobData
 from common.records.lines import line_of
-from common.records.sample_files import SampleFile
+from common.records.run_lines import lines_of, sample_file
 from common.runtime.mesh import Mesh
 from services.rollout.record.buffers import NOT_SAMPLED
-from services.rollout.sample_sender import SampleSender
 from services.rollout.trajectory import Trajectory
 from services.rollout.transcript import Transcript
 
@@ -41,11 +40,7 @@ class Samples:
     def __init__(self, mesh: Mesh, job: JobData, transcript: Transcript) -> None:
         self._mesh, self._transcript, self._seed = mesh, transcript, job.config.seed
         number = int(mesh.name.rpartition("/")[2])
-        self._file: SampleFile | SampleSender = (
-            SampleFile(mesh.host, job.run_dir, number)
-            if job.at_home
-            else SampleSender(mesh, job.id, number)
-        )
+        self._file = lines_of(mesh, job, sample_file(number))
         algorithm = job.config.algorithm
         self._chance = CHANCE / (algorithm.group_size * algorithm.groups_per_step)
         self._full = False
@@ -149,10 +144,7 @@ class Samples:
 
     async def close(self) -> None:
         """Closes the file; the next sample opens it again."""
-        if isinstance(self._file, SampleFile):
-            self._file.close()
-        else:
-            await self._file.close()
+        await self._file.close()
 
 
 def bounded(value: Any) -> Any:

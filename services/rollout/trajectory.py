@@ -9,6 +9,7 @@ import numpy as np
 
 from common.records.ledger import Kind, Record, group_of, trajectory_id
 from common.records.token_record import TokenRows, some
+from common.telemetry.stopwatch import UNTIMED, Untimed
 from services.rollout.record.buffers import ExpertIds, Floats, Ints, TokenBuffer
 
 
@@ -60,6 +61,7 @@ class Trajectory:
         self.ending: Ending | None = None
         self.recorded = True  # training trajectories are in the ledger, evaluation is not
         self.temperature = 1.0
+        self.watch: Untimed = UNTIMED  # says where its time goes
         self.scores: dict[str, np.ndarray] = {}  # frozen models' numbers, one for each token
 
     @property

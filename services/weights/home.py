@@ -19,7 +19,7 @@ from common.records.checkpoints import (
     manifest_of,
     set_aside,
 )
-from common.records.sample_files import SampleFile
+from common.records.run_lines import LineFile
 from common.state.jobs import JobRow
 from common.wire.chunks import ChunkStore
 
@@ -71,13 +71,13 @@ def publish(
     return chosen
 
 
-def keep_samples(host: Host, row: JobRow, shard: int, lines: bytes) -> None:
-    """Appends lines to the samples of a run; StorageFull."""
-    file = SampleFile(host, Path(row.run_dir), shard)
+def keep_lines(host: Host, row: JobRow, name: str, lines: bytes) -> None:
+    """Appends lines to a file of samples or traces of a run; StorageFull, BadMessage."""
+    file = LineFile(host, Path(row.run_dir), name)
     try:
         file.write(lines)
     finally:
-        file.close()
+        file.shut()
 
 
 def clear(directory: Path, committed: str, aside: Callable[[Path, Path], None]) -> None:

@@ -16,16 +16,16 @@ from common.api.weights import (
     Examine,
     Examined,
     Fetch,
-    KeepSamples,
+    KeepLines,
     LaidOut,
     LayOut,
+    LinesKept,
     Load,
     Manifest,
     Names,
     Older,
     Publish,
     Published,
-    SamplesKept,
     Saved,
     Seek,
     SetAside,
@@ -71,7 +71,7 @@ from services.weights.relay.tracker import Tracker
 
 T = TypeVar("T")
 HOME_S = 900.0  # to rename and remove files at a run's home; see the deadlines of the calls
-SHARDS = 1024  # whose last samples are known: more than write at a time
+SHARDS = 1024  # whose last lines are known: more files than are written at a time
 
 
 class WeightStore(WithDeltas):
@@ -91,7 +91,7 @@ class WeightStore(WithDeltas):
         self.mesh, self.chunks = mesh, chunks
         self._manifests: dict[str, Manifest] = {}
         # The last operation of a shard with samples, the last shards that had one.
-        self._kept: dict[tuple[str, int, int], str] = {}
+        self._kept: dict[tuple[str, int, str], str] = {}
         self.records = JobRecords(mesh.host, chunks.directory / JOBS)
         self._untold = Untold(mesh)
         self._errands = errands or Errands(mesh)
@@ -347,25 +347,25 @@ class WeightStore(WithDeltas):
         what = f"the files of {checkpoint or 'the bundle of'} {row.id}"
         return await self._errands.joined(key, publish, what) or Published({}, whole=False)
 
-    @call(Weights.keep_samples)
-    async def keep_samples(self, request: KeepSamples) -> SamplesKept:
-        """StorageFull: they are left out."""
+    @call(Weights.keep_lines)
+    async def keep_lines(self, request: KeepLines) -> LinesKept:
+        """StorageFull: they are left out. BadMessage: there is no such file."""
         row, lines = await jobs.job(self.mesh.state, request.job), request.lines.encode()
-        key = request.job, row.since_ms, request.shard
+        key = request.job, row.since_ms, request.file
 
-        def keep(_: Progress) -> SamplesKept:
+        def keep(_: Progress) -> LinesKept:
             if self._kept.get(key) != request.op:
-                home.keep_samples(self.mesh.host, row, request.shard, lines)
+                home.keep_lines(self.mesh.host, row, request.file, lines)
                 self._kept.pop(key, None)
                 self._kept[key] = request.op
                 while len(self._kept) > SHARDS:
                     del self._kept[next(iter(self._kept))]
-            return SamplesKept()
+            return LinesKept()
 
         # Who asks again while the first writes waits for that.
-        told = await self._errands.joined((*key, request.op), keep, f"samples of {row.id}")
+        told = await self._errands.joined((*key, request.op), keep, f"{request.file} of {row.id}")
         if told is None:
-            raise DeadlineExceeded("the disk takes no samples", where=row.run_dir)
+            raise DeadlineExceeded("the disk takes no lines", where=row.run_dir)
         return told
 
     async def _home(self, work: Callable[..., T], *args: Any) -> T:

@@ -17,6 +17,7 @@ from common.job.config import (
     ModelConfigSection,
     PlannerConfig,
     RolloutConfig,
+    TrackingConfig,
     TrainingConfig,
 )
 from common.model.tokenizer import character_tokenizer
@@ -59,6 +60,7 @@ def config_of(
         evaluation=EvaluationConfig(every=5, problems=2, hold_s=60.0),
         budget=BudgetConfig(steps=steps),
         planner=PlannerConfig(interval_s=5.0),
+        tracking=TrackingConfig(trace=1.0),
     )
 
 

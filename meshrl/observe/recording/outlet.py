@@ -37,7 +37,7 @@ RECORDS = (
     "in_flight.json",
     "tracking.json",
 )
-FOLDERS = ("bundle", "ledger", "model")
+FOLDERS = ("bundle", "ledger", "model", "trace")
 CHECKPOINTS = "checkpoints"
 
 

@@ -9,17 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from common.pool.rows import Role
-
 WIDTH, HEIGHT = 720, 240
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 12, 34  # margins, for the axes' labels
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # Okabe and Ito: apart for all eyes
-ROLE_COLORS: dict[str, str] = {
-    Role.ROLLOUT: "#56b4e9",
-    Role.TRAINING: "#e69f00",
-    Role.SCORING: "#cc79a7",
-}
-ROW = 26  # height of a row in the timeline
 
 
 @dataclass(frozen=True)
@@ -30,14 +22,11 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Span:
-    """A resident in one role from `start` to `end`, seconds from the run's start."""
+class Figure:
+    """A line chart over the steps of a run."""
 
-    row: str  # the worker, or the workers, that it is on
-    role: str
-    state: str
-    start: float
-    end: float
+    title: str
+    series: Sequence[Series]
 
 
 def lines(series: Sequence[Series], x_label: str, y_from_zero: bool = True) -> str:
@@ -48,42 +37,11 @@ def lines(series: Sequence[Series], x_label: str, y_from_zero: bool = True) -> s
     xs, ys = [p[0] for p in points], [p[1] for p in points]
     x_ticks = ticks(min(xs), max(xs))
     y_ticks = ticks(min(0.0, *ys) if y_from_zero else min(ys), max(ys))
-    plot = _Plot((x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1]))
+    plot = Plot((x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1]))
     parts = [plot.grid(x_ticks, y_ticks, x_label)]
     for index, s in enumerate(series):
         parts.append(plot.series(s, COLORS[index % len(COLORS)]))
-    return _svg(HEIGHT, parts) + _legend([(s.label, COLORS[i]) for i, s in enumerate(series)])
-
-
-def timeline(spans: Sequence[Span], marks: Sequence[tuple[float, str]], end: float) -> str:
-    """Who had which role when; paler while a role starts or drains. `marks` are (second, text)."""
-    rows = sorted({span.row for span in spans}, key=lambda row: (len(row), row))
-    if not rows:
-        return '<p class="none">no roles were recorded</p>'
-    x_ticks = ticks(0.0, end)
-    height = TOP + ROW * len(rows) + BOTTOM
-    plot = _Plot((0.0, x_ticks[-1]), (0.0, 1.0), height)
-    parts = [plot.grid(x_ticks, [], "seconds")]
-    for span in spans:
-        top = TOP + ROW * rows.index(span.row) + 3
-        left, right = plot.x(span.start), plot.x(min(span.end, x_ticks[-1]))
-        opacity = "1" if span.state == "ready" else "0.35"
-        title = f"{span.row} {span.role} ({span.state}) {span.start:.1f}-{span.end:.1f} s"
-        parts.append(
-            f'<rect x="{left:.1f}" y="{top}" width="{max(0.5, right - left):.1f}" '
-            f'height="{ROW - 6}" fill="{ROLE_COLORS.get(span.role, "#bbbbbb")}" '
-            f'opacity="{opacity}"><title>{escape(title)}</title></rect>'
-        )
-    for index, row in enumerate(rows):
-        y = TOP + ROW * index + ROW / 2 + 4
-        parts.append(f'<text x="{LEFT - 8}" y="{y}" text-anchor="end">{escape(row)}</text>')
-    for second, text in marks:
-        x = plot.x(second)
-        parts.append(
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - BOTTOM}" class="mark">'
-            f"<title>{escape(text)}</title></line>"
-        )
-    return _svg(height, parts) + _legend(list(ROLE_COLORS.items())[:2])
+    return svg(HEIGHT, parts) + legend([(s.label, COLORS[i]) for i, s in enumerate(series)])
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
@@ -97,7 +55,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [i * step for i in range(first, last + 1)]
 
 
-class _Plot:
+class Plot:
     """Maps values to pixels."""
 
     def __init__(
@@ -144,10 +102,12 @@ class _Plot:
         return line + "".join(dots)
 
 
-def _svg(height: int, parts: Sequence[str]) -> str:
+def svg(height: int, parts: Sequence[str]) -> str:
+    """A drawing of the width that all have."""
     return f'<svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(parts)}</svg>'
 
 
-def _legend(items: Sequence[tuple[str, str]]) -> str:
+def legend(items: Sequence[tuple[str, str]]) -> str:
+    """What each colour stands for."""
     keys = (f'<span><i style="background:{c}"></i>{escape(label)}</span>' for label, c in items)
     return f'<p class="legend">{"".join(keys)}</p>'

@@ -31,12 +31,15 @@ class Decision:
     @property
     def text(self) -> str:
         """It in a line."""
-        figures = list(self.inputs.items())
-        more = f", and {len(figures) - SHOWN} more" if len(figures) > SHOWN else ""
-        said = ", ".join(f"{name} {_figure(value)}" for name, value in figures[:SHOWN])
-        return f"{self.what}: {self.rule or 'no rule is given'}" + (
-            f" ({said}{more})" if said else ""
-        )
+        said = figures(self.inputs)
+        return f"{self.what}: {self.rule or 'no rule is given'}" + (f" ({said})" if said else "")
+
+
+def figures(named: Mapping[str, Any], most: int = SHOWN) -> str:
+    """Figures in a line, the first ones of many."""
+    every = list(named.items())
+    more = f", and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(f"{name} {_figure(value)}" for name, value in every[:most]) + more
 
 
 def decisions(events: Iterable[Event], job: str = "", gang: str = "") -> Iterator[Decision]:

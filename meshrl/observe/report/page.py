@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from html import escape
 from typing import Any
 
-from common.job.evaluation_plan import HELD_OUT
-from common.pool.rows import Doing, Role, Tier
 from common.state.events import Event
 from meshrl.observe.live.watch import Evaluation, told, unforeseen
-from meshrl.observe.report import charts, samples, sections
-from meshrl.observe.report.charts import Series, Span
+from meshrl.observe.report import figures, gangs, samples, sections, timeline
 from meshrl.observe.report.decided import decisions
 from meshrl.observe.report.facts import facts
-from meshrl.observe.report.sections import column
+from meshrl.observe.report.gangs import Mark
 from meshrl.observe.standing.failures import Failure, counted
 
+TIMELINE = "Which worker did what when"
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 780px; margin: 2em auto; padding: 0 1em;
   color: #222; background: #fff }
 h1 { font-size: 1.5em } h2 { font-size: 1.1em; margin-top: 2em }
 svg { width: 100%; height: auto } svg text { font-size: 11px; fill: #666 }
 .grid { stroke: #e4e4e4 } .axis { stroke: #999 } .mark { stroke: #c00; stroke-dasharray: 2 2 }
+.move { fill: #222; stroke: #fff }
 .legend span { margin-right: 1.5em } .legend i { display: inline-block; width: 12px; height: 12px;
   margin-right: 6px; vertical-align: -1px }
 table { border-collapse: collapse } td, th { padding: 2px 16px 2px 0; text-align: left }
@@ -49,30 +47,18 @@ def html(
     end = (events[-1].ms - start_ms) / 1000 if events else 1.0
     news = [((e.ms - start_ms) / 1000, told(e)) for e in events]
     news = [(second, text) for second, text in news if text]
-    faults = [((e.ms - start_ms) / 1000, told(e)) for e in events if unforeseen(e)]
-    lengths = [
-        Series("mean", column(rows, "length_mean")),
-        Series("longest", column(rows, "length_max")),
-    ]
-    times = [
-        Series("training", column(rows, "train_s")),
-        Series("waiting for trajectories", column(rows, "wait_s")),
-    ]
-    gap = [Series("largest of the step", column(rows, "logprob_gap"))]
+    faults = [Mark((e.ms - start_ms) / 1000, told(e)) for e in events if unforeseen(e)]
+    shown, marks = gangs.spans(events, start_ms, end), gangs.moves(events, start_ms)
     every = [
         ("Summary", _table(facts(found))),
         *sections.learning(rows, evaluations),
-        *_evaluated(evaluations),
+        *sections.charted(figures.evaluated(evaluations)),
         *_read(kept),
-        *sections.health(rows, events),
-        ("Length of trajectories, tokens", charts.lines(lengths, "step")),
-        (
-            "Staleness, versions",
-            charts.lines([Series("mean over tokens", column(rows, "staleness"))], "step"),
-        ),
-        ("Log-probability gap between engine and trainer", charts.lines(gap, "step")),
-        ("Which worker did what when", charts.timeline(spans(events, start_ms, end), faults, end)),
-        ("Seconds a step", charts.lines(times, "step")),
+        *sections.charted(figures.health(rows, events)),
+        *sections.charted(figures.trajectories(rows)),
+        (TIMELINE, timeline.drawn(shown, marks, faults, end)),
+        *sections.moves(events),
+        *sections.charted([figures.times(rows)]),
         *_failures(found),
         *_decided(events, start_ms),
         ("What happened", _table([(f"{second:.1f} s", text) for second, text in news])),
@@ -102,50 +88,11 @@ def _failures(found: dict[str, Any]) -> list[tuple[str, str]]:
     return [("Failed trajectories", _table(rows))] if rows else []
 
 
-def _evaluated(evaluations: Sequence[Evaluation]) -> list[tuple[str, str]]:
-    """A section with the figures of the datasets beside the held-out set, if there are any."""
-    names = {n: 0 for e in evaluations for n in e.figures if not n.startswith(f"{HELD_OUT}.")}
-    curves = [
-        Series(n, [(float(e.step), e.figures[n]) for e in evaluations if n in e.figures], dots=True)
-        for n in names
-    ]
-    return [("Evaluation", charts.lines(curves, "step"))] if curves else []
-
-
 def _decided(events: Sequence[Event], start_ms: int) -> list[tuple[str, str]]:
     """What the planner has decided about the job, by which rule and from which figures."""
     rows = [((d.ms - start_ms) / 1000, d) for d in decisions(events)]
     told = [(f"{second:.1f} s", d.text) for second, d in rows]
     return [("What the planner decided", _table(told))] if told else []
-
-
-def spans(events: Sequence[Event], start_ms: int, end: float) -> list[Span]:
-    """What each of the job's residents did over time, as workers reported; a row is a worker, or
-    the workers of a gang.
-    """
-    found: list[Span] = []
-    current: dict[str, Span] = {}
-    workers: dict[str, str] = {}  # of a resident, as they are shown
-    for event in events:
-        fields, at = event.fields, (event.ms - start_ms) / 1000
-        if event.kind == "desired":
-            workers.setdefault(str(fields["resident"]), " ".join(fields["workers"]))
-        if event.kind == "lost":
-            row = str(fields["worker"])
-            ended = [key for key, span in current.items() if row in span.row.split(" ")]
-        elif event.kind == "actual":
-            ended = [key for key in current if key == fields["resident"]]
-        else:
-            continue
-        found += [replace(current.pop(key), end=at) for key in ended]
-        state = str(fields.get("status", ""))
-        if event.kind == "actual" and fields["role"] != Role.IDLE and state != Doing.GONE:
-            resident = str(fields["resident"])
-            row = workers.get(resident, str(fields["gang"]))
-            asleep = fields["tier"] != Tier.ACCELERATOR
-            state = f"{state}, {fields['tier']}" if asleep else state
-            current[resident] = Span(row, str(fields["role"]), state, at, end)
-    return found + list(current.values())
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:

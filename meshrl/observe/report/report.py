@@ -13,6 +13,7 @@ from typing import Any
 from common.errors import MeshError, StorageFull
 from common.process.ends.failure import NO_ROOM
 from common.records import documents
+from common.state.events import Event
 from common.state.jobs import Phase
 from common.state.lifecycle.accounting import WRONG
 from meshrl.exporting import command
@@ -24,6 +25,7 @@ from meshrl.observe.recording.recorder import Recorder, read_events
 from meshrl.observe.recording.room import Room
 from meshrl.observe.report import samples
 from meshrl.observe.report.page import html
+from meshrl.observe.trace import writing as traced
 
 EXPORT_S = 120.0
 PAGE_S = 10.0  # between two pages of a run that goes on
@@ -57,6 +59,8 @@ async def write(recorder: Recorder, given_up: Callable[[], bool] = lambda: False
     rows = thinned(recorder.recorded.every_row())
     page = html(found, rows, evaluations, events, document, kept=kept)
     await room.write(lambda: write_page(run_dir, page))
+    if document.get("tracking", {}).get("trace"):
+        await asyncio.to_thread(_write_trace, run_dir, events)
     if found["phase"] in EXPORTED_PHASES and found["steps"]:
         await export_model(run_dir)
     # Last: who waits for it finds all the rest.
@@ -146,6 +150,14 @@ class LivePage:
 def write_page(run_dir: Path, page: str) -> None:
     """Whole or not at all: who opens it never sees half a page. StorageFull."""
     documents.put(run_dir / "report.html", page.encode(), durable=False)
+
+
+def _write_trace(run_dir: Path, events: list[Event]) -> None:
+    """Says so when there is no room: it can be written at any time."""
+    try:
+        traced.write(run_dir, run_dir / traced.NAME, events)
+    except OSError as error:
+        print(f"the trace was not written: {error}; `meshrl trace` writes it", file=sys.stderr)
 
 
 async def export_model(run_dir: Path) -> bool:

@@ -21,6 +21,7 @@ from common.errors import BadMessage
 from common.records.experts import laid_out
 from common.records.token_record import TokenRows, some
 from common.runtime.mesh import Mesh
+from common.telemetry.stopwatch import UNTIMED
 from common.wire.frames import Array
 from services.rollout.record.staging import NOBODY, OpenRequest, Staging
 from services.rollout.trajectory import Trajectory
@@ -42,6 +43,7 @@ class GroupCommit:
         self.sampled = 0  # tokens, evaluation's too
         self.recorded = 0  # of trajectories that are written down: evaluation's are not
         self._staging = Staging()
+        self._timed: list[OpenRequest] = []  # whose first token is waited for by a stopwatch
         self._layers: list[list[Tokens]] = []  # the n-th flush of each engine since the last commit
         self._depth: dict[str, int] = {}  # engine -> its flushes in `_layers`
         self._backlog = 0
@@ -55,7 +57,10 @@ class GroupCommit:
 
     def open(self, trajectory: Trajectory) -> OpenRequest:
         """A new request of a trajectory."""
-        return self._staging.open(trajectory, asyncio.get_running_loop().create_future())
+        request = self._staging.open(trajectory, asyncio.get_running_loop().create_future())
+        if trajectory.watch is not UNTIMED:
+            self._timed.append(request)
+        return request
 
     def forget(self, request: OpenRequest) -> bool:
         """Takes nothing more for a request; False if it was over already."""
@@ -132,6 +137,8 @@ class GroupCommit:
         self.sampled += len(taken.tokens)
         self.recorded += int(new.counts[wanted & self._staging.recorded(rows)].sum())
         self._staging.add(rows[wanted], taken)
+        if self._timed:
+            self._timed = [request for request in self._timed if not _decodes(request)]
         over = (rows != NOBODY) & (finish != Finish.RUNNING)
         for number, code in zip(requests[over].tolist(), finish[over].tolist(), strict=True):
             self._end(number, code)
@@ -155,6 +162,15 @@ class GroupCommit:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+
+
+def _decodes(request: OpenRequest) -> bool:
+    """Whether a request waits for its first token no more; its stopwatch hears of that."""
+    if not request.over:
+        if request.waits:
+            return False
+        request.trajectory.watch.enter("decode")
+    return True
 
 
 def _joined(parts: list[Array], dtype: type[np.generic]) -> Array:

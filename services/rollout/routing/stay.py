@@ -185,6 +185,7 @@ class Stay:
     async def _generate(self, limit: int) -> Finish:
         try:
             while (finish := self._ended(limit)) is None:
+                self.trajectory.watch.enter("queue")
                 if self.whereabouts is not Whereabouts.COMING:
                     await self._place()
                 length = self.trajectory.length
@@ -233,6 +234,7 @@ class Stay:
             choice = link.costs(source).choose(length, length)
             self._engines.caches[choice.answer] += 1
             if choice.answer == "move":
+                self.trajectory.watch.enter("cache")
                 with suppress(MeshError):  # it computes what did not come
                     await link.fetch(self.trajectory, source)
         self._forget()
@@ -243,6 +245,7 @@ class Stay:
         if not self._engines.serves(self.link):
             return Finish.REFUSED  # it went while a cache was on its way there
         self.whereabouts = Whereabouts.OUT
+        self.trajectory.watch.enter("prefill")
         try:
             return await self.link.generate(self, max_new)
         except MeshError:

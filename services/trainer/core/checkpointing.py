@@ -61,6 +61,8 @@ class Checkpoints:
         self.name, self.step = "", -1
         self.pause_s = 0.0  # seconds that training stood still for the last checkpoint
         self._writing: asyncio.Task[None] | None = None
+        # which step's was written, and how long ago that began, seconds
+        self.timed: Callable[[int, float], None] = lambda step, took: None
 
     def due(self, step: int) -> bool:
         config = self._data.config
@@ -126,7 +128,7 @@ class Checkpoints:
     ) -> None:
         """`copied` is set once training may go on, also when this fails."""
         directory = self._data.run_dir / "checkpoints" / name
-        run = self._mesh.host.run_blocking
+        run, began = self._mesh.host.run_blocking, self._mesh.clock.monotonic()
         try:
             written = await self._write_state(saving, copied)
             self._enter("writing", request.step)
@@ -145,6 +147,7 @@ class Checkpoints:
         whole = replace(request, files=files)
         await patiently(self._mesh.clock, lambda: store.call(Weights.save, whole))
         self.name, self.step = name, request.step
+        self.timed(request.step, self._mesh.clock.monotonic() - began)
 
     async def _write_state(self, saving: Saving, copied: asyncio.Event) -> dict[str, str]:
         """What was copied in memory is written while training goes on. The digests of the bytes as

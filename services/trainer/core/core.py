@@ -65,6 +65,7 @@ from services.trainer.core.restoring import Restoring
 from services.trainer.core.sleeping import CoreSleeper
 from services.trainer.core.step import Step, Stepped
 from services.trainer.core.step_parts import StepParts
+from services.trainer.core.timing import StepTimes
 from services.trainer.helpers.gradients import Gradients
 from services.trainer.ranks.by_turns import ByTurns
 from services.trainer.ranks.compute import COMPUTE_S, Compute, LocalCompute
@@ -129,6 +130,8 @@ class TrainerCore(Actor):
         self.broadcasts = Broadcasts(mesh, files, data.config.rollout.broadcast)
         self.intake = Intake(mesh, self.bulk, data.id)
         self.checkpoints = Checkpoints(mesh, data, self.compute, model, self.publisher, self.enter)
+        self.times = StepTimes(mesh, data)
+        self.gradients.timed, self.checkpoints.timed = self.times.round, self.times.checkpoint
         self.sleeper = CoreSleeper(self)
         self.tiers = Tiers(mesh, self.sleeper, *mesh.settings.places, turns=self.turns.settle)
 
@@ -136,6 +139,7 @@ class TrainerCore(Actor):
         await self.publisher.stop()
         await self.broadcasts.stop()
         await self.tiers.stop()
+        await self.times.close()
 
     def enter(self, phase: str, step: int) -> None:
         """A step goes through waiting, computing, updating, staging, checkpointing, committing and
@@ -143,6 +147,7 @@ class TrainerCore(Actor):
         restoring and replaying.
         """
         self.phase = phase
+        self.times.enter(phase)
         self._entered += 1
         if phase == "updating":
             self._updating = step
@@ -330,7 +335,8 @@ class TrainerCore(Actor):
         self.gradients.announce(self.manifest)
 
     def _make_step(self, number: int, manifest: str, config: JobConfig) -> Step:
-        return Step(self.mesh, config, self.compute, self.gradients, number, manifest, self.enter)
+        about = self.mesh, config, self.compute, self.gradients, number, manifest
+        return Step(*about, self.enter, self.times.intake)
 
     async def _row(self) -> jobs.JobRow:
         row = await patiently(self.mesh.clock, lambda: jobs.job(self.mesh.state, self.data.id))
@@ -450,6 +456,7 @@ class TrainerCore(Actor):
         started, waited_before = clock.monotonic(), self.intake.waited_s
         asleep_before = self.nap.total_s
         turned_before = self.turns.waited_s
+        self.times.begin(step)
         self.enter("waiting", step)
         self.gradients.busy_s = {}
         self.parts.began()
@@ -483,6 +490,7 @@ class TrainerCore(Actor):
         self.made += 1
         self.parts.ended()
         self.tokens += done.batch.tokens
+        self.times.ended(done.batch.tokens)
 
     def _stale(self, group: Group) -> bool:
         """Whether the group's stored tokens are too old, whatever its row in Redis says."""

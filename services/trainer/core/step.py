@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from common.api.weights import Group
 from common.job.config import JobConfig
 from common.runtime.mesh import Mesh
+from common.telemetry.stopwatch import UNTIMED, Untimed
 from services.trainer.algorithms import algorithm, passes
 from services.trainer.arithmetic.optimizers import lr_factor
 from services.trainer.arithmetic.packing import UNKNOWN, Bin, Sequence, fill, packed
@@ -53,11 +54,13 @@ class Step:
         number: int,
         manifest: str,
         enter: Enter,
+        intake: Untimed = UNTIMED,
     ) -> None:
+        """`intake` says how long groups are waited for, and how long they are packed."""
         self._mesh, self._config = mesh, config
         self._compute, self._gradients = compute, gradients
         self._number, self._manifest, self._enter = number, manifest, enter
-        self._version = number - 1
+        self._version, self._intake = number - 1, intake
         self._algorithm = algorithm(config.algorithm.name)
         self._factor = lr_factor(self._version, config.budget.steps, config.optimizer)
         self.done = Stepped(Batch(self._version, config))
@@ -68,9 +71,12 @@ class Step:
             await self._streamed(groups)
         else:
             arrived = [group async for group in groups]
+            self._intake.enter("pack")
             for sequences in await self._minibatches(arrived):
                 maker = self._maker()
+                self._intake.enter("pack")
                 rounds = await self._run(_all_rounds, maker, sequences)
+                self._intake.enter("")
                 await self._update(rounds, maker.plan, sequences)
         return self.done
 
@@ -110,10 +116,14 @@ class Step:
         async def feed() -> None:
             async for group in groups:
                 self._enter("computing", self._number)
+                self._intake.enter("pack")
                 sequences = await self._run(self.done.batch.add, group)
                 trained.extend(sequences)
                 self._gradients.offer(await self._run(maker.add, sequences))
+                self._intake.enter("wait")
+            self._intake.enter("pack")
             self._gradients.offer(await self._run(maker.flush))
+            self._intake.enter("")
             self._gradients.close()
 
         stats = await both(feed(), self._gradients.run())

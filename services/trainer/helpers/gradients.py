@@ -58,6 +58,8 @@ class Gradients:
         self.asleep = False  # no round is given, and none is taken
         # seconds for which the core has slept, and waited for its turns, so far
         self.idle_s: Callable[[], float] = float
+        # when the core began a round, and how long that took, seconds
+        self.timed: Callable[[float, float], None] = lambda began, took: None
         self._current = ""  # manifest of the weights that the next step begins with
 
     # -- hybrids ---------------------------------------------------------------------------------
@@ -204,9 +206,12 @@ class Gradients:
         return self._work
 
     async def _own(self, work: StepWork, index: int) -> None:
-        began = self._mesh.clock.monotonic() - self.idle_s()
+        clock = self._mesh.clock
+        started = clock.monotonic()
+        began = started - self.idle_s()
         stats = await self._compute.compute(index, work.rounds[index])
-        took = self._mesh.clock.monotonic() - self.idle_s() - began
+        took = clock.monotonic() - self.idle_s() - began
+        self.timed(started, clock.monotonic() - started)
         self._round_s = took if not self._round_s else 0.8 * self._round_s + 0.2 * took
         self._spent(self._core, took)
         lengths = [bin.lengths.tolist() for bin in work.rounds[index]]

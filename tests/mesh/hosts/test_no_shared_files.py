@@ -16,6 +16,7 @@ from common.state import events, jobs, pool, registry
 from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.observe.report import samples
+from meshrl.observe.trace import writing
 from meshrl.remote_logs import RemoteLogs
 from tests.mesh.hosts.hidden import HiddenHost
 from tests.mesh.hosts.joining import submitted, until
@@ -75,6 +76,9 @@ async def test_everything_of_a_job_runs_where_no_file_of_the_head_is_seen(
         told = await events.read_all(mesh.state)
         assert not [e.fields for e in told if e.kind in ("damaged", "lineage")]
         assert samples.read(run_dir) and not samples.damaged(run_dir)
+        noted = writing.noted(run_dir)
+        assert noted.shards and {r["kind"] for r in noted.trainer} == {"step", "checkpoint"}
+        assert noted.engines
     finally:
         host.end()
 

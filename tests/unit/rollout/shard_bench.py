@@ -35,6 +35,7 @@ from common.job.config import (
     JobConfig,
     RewardConfig,
     RolloutConfig,
+    TrackingConfig,
 )
 from common.job.job_data import JobData
 from common.model.tokenizer import Tokenizer, character_tokenizer
@@ -188,6 +189,7 @@ class ShardBench:
             rollout=RolloutConfig(slots=SLOTS, max_tokens=200, stop=["#"]),
             evaluation=EvaluationConfig(problems=3),
             budget=BudgetConfig(steps=9),
+            tracking=TrackingConfig(trace=1.0),
         )
 
     async def _submit(self, config: JobConfig) -> None:

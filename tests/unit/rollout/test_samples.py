@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from common.api.sandbox import OK, RAISED, Outcome, RewardCall
-from common.records import sample_files
+from common.records import run_lines
 from services.rollout.samples import FAILED, MOST, TEXT, TURNS, bounded
 from services.rollout.trajectory import Ending, Trajectory
 from tests.unit.rollout.shard_bench import ShardBench, on_shard
@@ -87,7 +87,7 @@ WHYS = ("best", "worst", "failed", "longest")
 def test_the_file_starts_again_past_its_bound_and_the_one_before_it_is_kept(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(sample_files, "FILE_BYTES", 4000)
+    monkeypatch.setattr(run_lines, "FILE_BYTES", 4000)
 
     async def story(bench: ShardBench) -> None:
         for n in range(40):

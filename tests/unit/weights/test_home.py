@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from common.api.weights import Clear, KeepSamples, LayOut, SetAside
+from common.api.weights import Clear, KeepLines, LayOut, SetAside
 from common.clock import SystemClock
-from common.errors import MeshError
+from common.errors import BadMessage, MeshError
 from common.job.config import JobConfig
 from common.process.host import SystemHost
 from common.records import damage
@@ -98,21 +98,38 @@ async def test_samples_that_are_sent_again_while_they_are_written_are_there_once
     await jobs.submit(state, JOB, JobConfig(name=JOB).document(), str(tmp_path), "submit")
     mesh = on_sockets(STORE, state, SystemClock(), host=host)
     store = WeightStore(mesh, ChunkStore(tmp_path / "store"))
-    asked = KeepSamples(JOB, 0, "op", "a line\n")
-    first = asyncio.create_task(store.keep_samples(asked))
+    asked = KeepLines(JOB, "samples", "op", "a line\n")
+    first = asyncio.create_task(store.keep_lines(asked))
     while not host.waiting.is_set():
         await asyncio.sleep(0.01)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    second = asyncio.create_task(store.keep_samples(asked))
+    second = asyncio.create_task(store.keep_lines(asked))
     await asyncio.sleep(0)
     host.gate.set()
     await second
-    await store.keep_samples(asked)
+    await store.keep_lines(asked)
     assert (tmp_path / "samples.jsonl").read_text() == "a line\n"
     await store.stop()
     await mesh.leave()
     await state.close()
+
+
+@pytest.mark.parametrize("name", ["job", "../samples", "trace/../job", "trace/", "events"])
+def test_no_process_names_another_file_than_those_of_samples_and_traces(
+    name: str, tmp_path: Path
+) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        before = sorted(store.run_dir.rglob("*"))
+        with pytest.raises(BadMessage, match="no file of samples or traces"):
+            await store.store.keep_lines(KeepLines(JOB, name, "op", "a line\n"))
+        assert sorted(store.run_dir.rglob("*")) == before
+        for good in ("samples-3", "trace/shard-0", "trace/engine-g3.0", "trace/trainer"):
+            await store.store.keep_lines(KeepLines(JOB, good, "op", "a line\n"))
+            assert (store.run_dir / f"{good}.jsonl").read_text() == "a line\n"
+
+    on_store(tmp_path, story)
 
 
 class SlowDisk(SimulatedHost):

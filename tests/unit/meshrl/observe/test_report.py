@@ -14,9 +14,11 @@ from meshrl.dryrun import to_toml
 from meshrl.observe.live.watch import Evaluation
 from meshrl.observe.recording.summary import stage_time_moves, summarize
 from meshrl.observe.recording.usage import Tally
-from meshrl.observe.report import charts, sections
+from meshrl.observe.report import charts, figures, sections, timeline
 from meshrl.observe.report.decided import decisions
-from meshrl.observe.report.page import html, spans
+from meshrl.observe.report.gangs import Mark, Span, moves, spans
+from meshrl.observe.report.gangs import rows as rows_of
+from meshrl.observe.report.page import html
 
 ACCOUNT = {
     "opened": 512,
@@ -178,7 +180,8 @@ def test_the_report_is_one_page_that_needs_nothing_else() -> None:
 
 
 def test_the_health_of_steps_is_charted_from_their_rows_and_events() -> None:
-    titles = [title for title, content in sections.health(ROWS, EVENTS) if "<svg" in content]
+    charted = sections.charted(figures.health(ROWS, EVENTS))
+    titles = [title for title, content in charted if "<svg" in content]
     assert titles == [
         "Failed trajectories, share",
         "Reward spread",
@@ -188,8 +191,8 @@ def test_the_health_of_steps_is_charted_from_their_rows_and_events() -> None:
         "Clipped tokens, share",
         "Tokens a second",
     ]
-    assert sections.failures(EVENTS) == [(1.0, 2 / 16)]
-    assert sections.per_second(ROWS, "tokens") == [(2.0, 60.0), (3.0, 60.0), (4.0, 60.0)]
+    assert figures.failures(EVENTS) == [(1.0, 2 / 16)]
+    assert figures.per_second(ROWS, "tokens") == [(2.0, 60.0), (3.0, 60.0), (4.0, 60.0)]
 
 
 def test_what_was_measured_is_told_point_by_point() -> None:
@@ -217,10 +220,79 @@ def test_the_timeline_has_a_span_for_each_state_of_a_resident() -> None:
     shown = spans([*EVENTS, lost], 1000, 7.0)
     assert [(s.row, s.role, s.state, s.start, s.end) for s in shown] == [
         ("w1", "rollout", "starting", 0.0, 2.0),
-        ("w1", "rollout", "ready", 2.0, 4.0),
+        ("w1", "rollout", "ready", 2.0, 3.5),
+        ("w1", "rollout", "leaving", 3.5, 4.0),
         ("w1", "rollout", "draining", 4.0, 4.5),
         ("w1", "training", "ready, memory", 5.0, 5.5),
     ]
+
+
+def test_who_is_removed_leaves_until_another_comes_or_the_gang_is_dissolved() -> None:
+    first = desired(0, "g1.0", "rollout", "w1"), actual(1000, "g1.0", "rollout", "ready")
+    removed = desired(2000, "g1.0", "idle", "w1", from_role="rollout")
+    second = desired(2000, "g1.1", "training", "w1"), actual(2500, "g1.1", "training", "ready")
+    shown = spans([*first, removed, *second], 0, 60.0)
+    assert [(s.resident, s.state, s.start, s.end) for s in shown] == [
+        ("g1.0", "ready", 1.0, 2.0),
+        ("g1.0", "leaving", 2.0, 2.5),
+        ("g1.1", "ready", 2.5, 60.0),
+    ]
+    dissolved = Event("4000-0", 4000, "gang", {"gang": "g1", "dissolved": True, "workers": ["w1"]})
+    assert spans([*first, removed, dissolved], 0, 60.0)[-1].end == 4.0
+    assert spans([*first, removed], 0, 60.0)[-1].end == 12.0
+
+
+def test_a_worker_has_a_row_of_its_own_with_lanes_for_those_that_are_there_together() -> None:
+    wide = Span("w9 w10", "training", "ready", 0.0, 9.0, "g1.0", "tiny")
+    beside = Span("w10", "rollout", "ready", 4.0, 6.0, "g2.0", "tiny")
+    after = Span("w10", "rollout", "draining", 6.0, 8.0, "g2.0", "tiny")
+    assert rows_of([wide, beside, after]) == ["w9", "w10"]
+    assert [(lane, lanes) for lane, lanes, _ in timeline.laned([wide, beside, after], "w10")] == [
+        (0, 2),
+        (1, 2),
+        (1, 2),
+    ]
+    drawn = timeline.drawn([wide, beside, after], [Mark(5.0, "g2 <moved>", ("w10",))], [], 9.0)
+    assert drawn.count("<rect") == 4 and drawn.count("<polygon") == 1
+    assert "g2 &lt;moved&gt;" in drawn and "scoring" not in drawn
+
+
+def test_a_move_is_told_with_its_rule_its_figures_and_what_it_took() -> None:
+    [mark, *_] = moves(EVENTS, 1000)
+    assert mark.workers == () and mark.at == 2.5
+    said = "g1 moved from rollout to training: rollout 1.00 s, training 2.00 s a step"
+    assert mark.text == f"{said}; it took 0.0 s; stage_time (rollout_s 1, train_s 2)"
+
+
+JUDGEMENT = {
+    "job": "tiny",
+    "resident": "g1.1",
+    "policy": "stage_time",
+    "from": "rollout",
+    "to": "training",
+    "step": 7,
+    "before_s": 1.2,
+    "predicted_s": 0.9,
+    "observed_s": 1.0,
+    "expected_s": 0.95,
+    "regret_s": 0.05,
+    "paid": True,
+    "undone": False,
+}
+
+
+def test_moves_that_were_judged_have_a_table_and_others_have_none() -> None:
+    bad = JUDGEMENT | {"paid": False, "undone": True, "observed_s": 1.4, "regret_s": None}
+    events = [Event(f"{n}-0", n, "move_judged", f) for n, f in ((1, JUDGEMENT), (2, bad))]
+    [(title, table)] = sections.moves(events)
+    assert title == "Moves: predicted, observed, regret"
+    assert table.count("<tr>") == 3
+    first, second = table.split("<tr>")[2:]
+    assert "g1.1 from rollout to training" in first and "<td class=n>0.05</td><td>it paid" in first
+    assert "<td class=n>1.40</td>" in second and "it did not pay, and was undone" in second
+    assert sections.moves(EVENTS) == []
+    [told, _] = moves(events, 0)
+    assert told.text.startswith("g1.1 from rollout to training: it paid (before 1.20 s, predicted")
 
 
 def test_the_report_has_each_decision_with_its_rule_and_figures() -> None:

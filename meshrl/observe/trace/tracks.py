@@ -1,0 +1,141 @@
+"""Trace events in Chrome's format, as ui.perfetto.dev opens them: processes, their tracks, and
+spans on these.
+
+What is on a track at the same time goes to lanes of their own, so that spans of a lane nest or
+follow each other. Times are whole microseconds from the trace's begin, so parts of a span meet.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+Event = dict[str, Any]
+Part = tuple[str, float]  # its name, empty for a gap, and its milliseconds
+
+
+class Shape(Enum):
+    """How a bar is drawn."""
+
+    NESTED = "nested"  # its parts within a span of its name
+    PARTS = "parts"  # its parts alone
+    WHOLE = "whole"  # the span alone
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A span with the parts that it consists of, one after the other from its start."""
+
+    name: str
+    start_s: float  # wall
+    parts: Sequence[Part]
+    args: Mapping[str, Any] = field(default_factory=dict)
+    category: str = ""
+    shape: Shape = Shape.NESTED
+
+    @property
+    def end_s(self) -> float:
+        """Wall, seconds."""
+        return self.start_s + sum(ms for _, ms in self.parts) / 1000
+
+
+@dataclass
+class Process:
+    """A group of tracks, under one name."""
+
+    pid: int
+    name: str
+    threads: int = 0
+
+
+class Tracks:
+    """Makes events for one trace, which begins at `began_s` (wall)."""
+
+    def __init__(self, began_s: float) -> None:
+        self._began_s = began_s
+        self._processes: dict[str, Process] = {}
+
+    def process(self, name: str) -> tuple[Process, list[Event]]:
+        """The process of that name, and the events that name it if it is new."""
+        found = self._processes.get(name)
+        if found is not None:
+            return found, []
+        made = self._processes[name] = Process(len(self._processes) + 1, name)
+        order = {"sort_index": made.pid}
+        return made, [
+            _about("process_name", made.pid, 0, {"name": name}),
+            _about("process_sort_index", made.pid, 0, order),
+        ]
+
+    def bars(self, process: str, track: str, found: Sequence[Bar]) -> Iterator[Event]:
+        """The events of bars, on as many lanes of a track as they need."""
+        of, named = self.process(process)
+        yield from named
+        first, lanes = of.threads + 1, 0
+        free: list[tuple[int, int]] = []  # when a lane is free again, and its number
+        idle: list[int] = []
+        for bar in sorted(found, key=lambda bar: (bar.start_s, bar.name)):
+            edges = self._edges(bar)
+            while free and free[0][0] <= edges[0]:
+                heapq.heappush(idle, heapq.heappop(free)[1])
+            if idle:
+                lane = heapq.heappop(idle)
+            else:
+                lane, lanes = lanes, lanes + 1
+                of.threads += 1
+                tid = first + lane
+                said = f"{track} {lane + 1}" if lane else track
+                yield _about("thread_name", of.pid, tid, {"name": said})
+                yield _about("thread_sort_index", of.pid, tid, {"sort_index": tid})
+            heapq.heappush(free, (edges[-1], lane))
+            yield from _drawn(bar, edges, of.pid, first + lane)
+
+    def instant(
+        self, process: str, tid: int, name: str, at_s: float, args: Mapping[str, Any]
+    ) -> Iterator[Event]:
+        """A moment, on a track that `bars` has made; 0: of the whole process."""
+        of, named = self.process(process)
+        yield from named
+        scope = "t" if tid else "p"
+        about = {"name": name, "cat": process, "ph": "i", "s": scope, "ts": self.at(at_s)}
+        yield about | {"pid": of.pid, "tid": tid, "args": dict(args)}
+
+    def at(self, wall_s: float) -> int:
+        """Microseconds from the trace's begin."""
+        return max(0, round(1e6 * (wall_s - self._began_s)))
+
+    def _edges(self, bar: Bar) -> list[int]:
+        """Where a bar's parts begin, and where the last one ends."""
+        start, ms = self.at(bar.start_s), 0.0
+        edges = [start]
+        for _, more in bar.parts:
+            ms += more
+            edges.append(start + round(1000 * ms))
+        return edges
+
+
+def _drawn(bar: Bar, edges: Sequence[int], pid: int, tid: int) -> Iterator[Event]:
+    args, category = dict(bar.args), bar.category or bar.name
+    if bar.shape is not Shape.PARTS:
+        yield _span(bar.name, category, edges[0], edges[-1], pid, tid) | {"args": args}
+    if bar.shape is Shape.WHOLE:
+        return
+    for (name, _), start, end in zip(bar.parts, edges, edges[1:], strict=False):
+        if name and end > start:
+            span = _span(name, category, start, end, pid, tid)
+            if bar.shape is Shape.PARTS:
+                span["args"] = args
+            yield span
+
+
+def _span(name: str, category: str, start: int, end: int, pid: int, tid: int) -> Event:
+    about: Event = {"name": name, "cat": category, "ph": "X", "ts": start, "dur": end - start}
+    about["pid"], about["tid"] = pid, tid
+    return about
+
+
+def _about(what: str, pid: int, tid: int, args: Mapping[str, Any]) -> Event:
+    return {"name": what, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": dict(args)}
