@@ -203,7 +203,12 @@ def document(
         "reward": {"use": "math", "parts": []},
         "environment": {"tools": {}},
         "sandbox": {"processes": 1},
-        "rollout": {"shards": 1, "engine": "torch", "dtype": "float32"},
+        "rollout": {
+            "shards": 1,
+            "engine": "torch",
+            "dtype": "float32",
+            "tensor_parallel": [1],
+        },
         "lora": {"rank": 0},
         "optimizer": {"muon_lr": 0.003},
         "training": {"ranks": 1, "dtype": "float32"},
