@@ -220,8 +220,8 @@ class _Checker:
             raise self.fail(
                 "pool.workers.most",
                 f"pool.workers.most = {most}, and the job takes {floor}: one for each rank of its "
-                "core, one for frozen models, and those of an engine that takes no turns (sglang, or "
-                "rollout.tensor_parallel above 1)",
+                "core, one for frozen models, and those of an engine that takes no turns (sglang, "
+                "or rollout.tensor_parallel above 1)",
                 "Give it more, or 0 for as many as there are",
             )
 

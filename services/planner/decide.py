@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from common.pool.decisions import Decision
+from common.pool.fitting import fitted
 from common.pool.needs import PlannedJob
 from common.pool.snapshot import Snapshot
 from services.planner.draft import Draft
@@ -37,7 +39,10 @@ def decide(snapshot: Snapshot, memory: Memory) -> tuple[list[Decision], Memory]:
     short, failed = shortfalls(snapshot, presence.counted, memory.short)
     for failure in failed:
         draft.decide(failure)
-    jobs = runnable(snapshot.jobs, failed)
+    jobs = [
+        replace(job, need=fitted(job.need, presence.usable))
+        for job in runnable(snapshot.jobs, failed)
+    ]
     release(draft, jobs)
     moves.finish(draft)
     takers = Takers(snapshot, presence)
@@ -86,10 +91,10 @@ def _divide(
 def _claim(draft: Draft, job: PlannedJob) -> Claim:
     team = draft.team(job.id)
     home = draft.place(team.core.workers[0]) if team.core is not None else ""
-    engines = sum(seated.resident.pinned for seated in team.engines)
+    engines = sum(len(seated.workers) for seated in team.engines if seated.resident.pinned)
     helpers = sum(seated.resident.pinned for seated in team.helpers)
     if not engines and helpers and job.need.rolls_out:
-        engines = 1
+        engines = job.need.smallest
     return Claim(home, engines + helpers)
 
 
