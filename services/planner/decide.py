@@ -20,6 +20,7 @@ from services.planner.draft import Draft
 from services.planner.memory import Memory
 from services.planner.policies import moves, pausing
 from services.planner.policies.balancing import balance
+from services.planner.policies.engines import nowhere
 from services.planner.policies.feasibility import runnable, shortfalls
 from services.planner.policies.leaving import leave, lose, release
 from services.planner.policies.placement import end_turns, give_back, grow, place_floor
@@ -95,7 +96,9 @@ def _claim(draft: Draft, job: PlannedJob) -> Claim:
     helpers = sum(seated.resident.pinned for seated in team.helpers)
     if not engines and helpers and job.need.rolls_out:
         engines = job.need.smallest
-    return Claim(home, engines + helpers)
+    settled = team.core is not None and team.core.awake and team.core.resident.settled
+    stranded = settled and job.checkpointed and nowhere(draft, job)
+    return Claim(home, engines + helpers, stranded)
 
 
 def _place(

@@ -47,7 +47,8 @@ def _gather(draft: Draft, job: PlannedJob, home: str) -> list[str]:
         near = [*mine, *filter(None, [draft.free(lambda w: _fits(draft, job, w))])]
         if any(need.smallest > 1 for need in draft.needs.values()):  # where an engine keeps room
             at_home = draft.free(lambda w: draft.place(w) == home and _fits(draft, job, w))
-            near = [*mine, at_home] if at_home else near
+            there = [worker for worker in mine if draft.place(worker) == home]
+            near = [*there, *filter(None, [at_home])] or near
     offers: dict[str, list[Offer]] = {}
     for worker in set(near):
         host = draft.workers[worker].host if ranks > 1 else ""

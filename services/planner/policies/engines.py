@@ -59,6 +59,12 @@ def place(draft: Draft, job: PlannedJob, most: int, why: Why, repair: Why) -> No
             return
 
 
+def nowhere(draft: Draft, job: PlannedJob) -> bool:
+    """Whether a job lacks an engine of several workers, and no host can be made to have room."""
+    lacks = job.need.rolls_out and job.need.smallest > 1 and not draft.team(job.id).engines
+    return lacks and _only(draft, job, job.need.smallest) is None
+
+
 def shape(
     draft: Draft,
     job: PlannedJob,

@@ -27,6 +27,7 @@ class Claim:
 
     home: str = ""  # place of its core; empty: it has none
     pinned: int = 0  # workers that it needs beside its core for what people have put into it
+    stranded: bool = False  # where its core is, no engine finds room beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ def _admit(
         total = sum(rooms.had.values())
         why = f"it needs {least} {_workers(least)}, and {free} of {total} are left{_beside(found)}"
         if least <= free:
-            home = rooms.take(job.need, claim.home)
+            home = rooms.take(job.need, "" if claim.stranded else claim.home)
             if home:
                 found.homes[job.id] = home
                 bounds[job.id] = Bounds(least, job.need.most or math.inf, job.need.share)

@@ -284,4 +284,3 @@ def test_degrees_that_fit_no_worker_are_not_thought_of() -> None:
     need = job(degrees=(1, 2, 4), alternates=True).need
     assert fitted(need, workers).degrees == (1, 2)
     assert fitted(job(degrees=(4,)).need, workers).degrees == (4,)
-

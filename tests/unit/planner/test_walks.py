@@ -76,6 +76,7 @@ def test_a_job_alone_has_an_engine_whatever_has_come_and_gone(seed: int) -> None
         looks.look(ready=drawn.random() < 0.8)
     for worker in [worker.id for worker in looks.snapshot.workers]:
         looks.worker(worker, alive=True, token=999)
+    looks.job("first", checkpointed=True)
     looks.settle(within=40)
     if looks.snapshot.jobs:  # it has not failed for a mesh that was too small for too long
         assert {"core", "rollout"} <= set(looks.roles("first").values())
