@@ -101,7 +101,7 @@ async def kept(state: State, wish: Wish) -> tuple[list[str], list[str]]:
     """The UUIDs of the GPUs that the process of an engine computes on, none of CPU workers; and the
     workers that have not said yet that theirs is free.
     """
-    if wish.keeps or len(wish.resident.ranks) == 1:
+    if not wish.gathers:
         return [], []
     gang = await pool.gang(state, wish.gang)
     lacking = _lacking(gang, wish)

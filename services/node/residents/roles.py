@@ -46,6 +46,11 @@ class Wish:
         return self.resident.role == Role.ROLLOUT and self.place > 0
 
     @property
+    def gathers(self) -> bool:
+        """Whether its process computes on accelerators that others keep for it, too."""
+        return self.resident.role == Role.ROLLOUT and not self.place and len(self.resident.ranks) > 1
+
+    @property
     def process(self) -> tuple[str, int]:
         """What no other process is: a wish for another one ends this one."""
         return self.resident.id, self.resident.generation
