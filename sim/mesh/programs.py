@@ -131,16 +131,18 @@ class Surroundings:
         driver = TaskDriver(mesh)
         await engine_running.serve(mesh, seat, self._open_engine, driver)
 
-    async def _open_engine(self, mesh: Mesh, data: JobData, resident: str) -> SimulatedEngine:
+    async def _open_engine(self, mesh: Mesh, data: JobData, seat: Seat) -> SimulatedEngine:
         limits = data.config.rollout
-        return SimulatedEngine(
+        engine = SimulatedEngine(
             mesh.clock,
             limits.slots,
-            TOKENS_PER_S,
+            TOKENS_PER_S * seat.ranks,
             max_length=limits.max_tokens,
             median_length=MEDIAN_TOKENS,
             version=-1,
         )
+        engine.tensor_parallel = seat.ranks
+        return engine
 
     async def _trainer(self, process: VirtualProcess, argv: list[str]) -> None:
         seat = Seat.of(parser(None).parse_args(argv))

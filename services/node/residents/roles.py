@@ -48,7 +48,9 @@ class Wish:
     @property
     def gathers(self) -> bool:
         """Whether its process computes on accelerators that others keep for it, too."""
-        return self.resident.role == Role.ROLLOUT and not self.place and len(self.resident.ranks) > 1
+        return (
+            self.resident.role == Role.ROLLOUT and not self.place and len(self.resident.ranks) > 1
+        )
 
     @property
     def process(self) -> tuple[str, int]:
