@@ -53,4 +53,3 @@ def test_a_job_trains_with_an_engine_of_two_workers_and_goes_on_when_one_is_kill
     assert mesh.finish() == 0
     summary = mesh.summary()
     assert (summary["phase"], summary["steps"], summary["lost"]) == ("finished", STEPS, 0)
-

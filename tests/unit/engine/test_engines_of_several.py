@@ -18,7 +18,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 secrets = json.load(open(sys.argv[sys.argv.index("--config") + 1]))
 class Server(BaseHTTPRequestHandler):
     def do_GET(self):
-        about = {"served_model_name": secrets["served-model-name"], "version": "0.5.9", "tp_size": 1}
+        about = {"version": "0.5.9", "tp_size": 1}
+        about["served_model_name"] = secrets["served-model-name"]
         body = json.dumps(about).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")

@@ -267,7 +267,8 @@ def test_any_wish_is_met_where_a_host_has_the_workers(seed: int) -> None:
     looks = Looks(pool([size + 1], job(degrees=(1, 2, 4, 8), helped=False)))
     looks.settle()
     for _ in range(4):
-        wanted, room = [], size
+        wanted: list[int] = []
+        room = size
         while room and (not wanted or drawn.random() < 0.8):
             wanted.append(drawn.choice([d for d in (1, 2, 4, 8) if d <= room]))
             room -= wanted[-1]

@@ -12,6 +12,7 @@ from meshrl.job.jobfile import load
 
 PACED = 'rollout.pace="18/32/6000"'
 MANY = "mesh.workers=9"
+SGLANG = "rollout.engine=sglang"
 
 
 def refusal(job: Path, *overrides: str) -> str:
@@ -27,14 +28,14 @@ def refusal(job: Path, *overrides: str) -> str:
         (("rollout.tensor_parallel=[1, 3]", PACED), "has 3, which is no power of two"),
         (("rollout.tensor_parallel=[1, 2]",), "the built-in engine computes on one worker"),
         (
-            ("rollout.tensor_parallel=[2]", "rollout.engine=sglang", 'rollout.sglang_options=["--tp=2"]'),
+            ("rollout.tensor_parallel=[2]", SGLANG, 'rollout.sglang_options=["--tp=2"]'),
             "sglang_options has --tp=2",
         ),
-        (("rollout.tensor_parallel=[64]", "rollout.engine=sglang", "mesh.workers=99"), "heads"),
+        (("rollout.tensor_parallel=[64]", SGLANG, "mesh.workers=99"), "heads"),
         (("rollout.tensor_parallel=[2]", PACED, "mesh.workers=2"), "2 that roll out"),
         (("rollout.tensor_parallel=[2]", PACED, MANY, "pool.workers.most=2"), "takes 3"),
     ],
-)  # fmt: skip
+)
 def test_degrees_that_nothing_computes_with_are_refused(
     job: Path, overrides: tuple[str, ...], says: str
 ) -> None:
