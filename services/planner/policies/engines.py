@@ -258,12 +258,13 @@ def _back(
     """
     told = {"policy": why.rule, "from": _roles(own), **details}
     inside = [one for one in own if set(one.workers) <= set(found.workers)]
+    ids = [one.resident.id for one in own]
     whole = sum(degrees_of(inside)) == len(found.workers)
     roles = {one.resident.role for one in inside}
     if whole and roles == {Role.TRAINING}:
-        return way_back(draft, job.id, Role.TRAINING, told)
+        return way_back(draft, job.id, Role.TRAINING, told, leaves=ids)
     degrees = degrees_of(inside) if whole and roles == {Role.ROLLOUT} else [len(found.workers)]
-    return way_back(draft, job.id, Role.ROLLOUT, told, degrees)
+    return way_back(draft, job.id, Role.ROLLOUT, told, degrees, leaves=ids)
 
 
 def _help(draft: Draft, wish: _Wish, helpers: int | None) -> bool:

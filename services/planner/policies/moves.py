@@ -4,7 +4,7 @@ failed. What the others did meanwhile is told, which shows that a move stops nob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from common.pool.decisions import Finish, Why
@@ -31,7 +31,9 @@ def move(
     """
     before = seated.resident
     degrees = [len(seated.workers)]
-    made = way_back(draft, before.job, before.role, details, degrees, pinned=before.pinned)
+    made = way_back(
+        draft, before.job, before.role, details, degrees, pinned=before.pinned, leaves=[before.id]
+    )
     draft.remove(seated, why)
     workers = [worker] if worker else seated.workers[:1]
     draft.seat(workers, before.job, role, why, pinned=pinned, move=made, op=op)
@@ -45,12 +47,15 @@ def way_back(
     degrees: Sequence[int] = (1,),
     *,
     pinned: bool = False,
+    leaves: Collection[str] = (),
 ) -> Callable[[str, str], Move]:
     """What makes the move of a new resident, from its id and its gang's, that is undone by engines
-    of these `degrees` or by helpers on its workers.
+    of these `degrees` or by helpers on its workers. Those who leave for it are none of the others.
     """
     settings, now_ms = draft.snapshot.settings, draft.snapshot.now_ms
-    told = details | {"before": progress(draft.snapshot.jobs, "")}
+    done = progress(draft.snapshot.jobs, "")
+    others = {resident: n for resident, n in done.items() if resident not in leaves}
+    told = details | {"before": others}
     back = {"job": job, "role": role, "pinned": pinned, "degrees": list(degrees)}
 
     def made(resident: str, gang: str) -> Move:
