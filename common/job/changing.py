@@ -75,6 +75,7 @@ RULES: dict[str, Rule] = {
     "rollout.read_back": FREE,
     "rollout.buckets": FREE,
     "rollout.pace": FREE,
+    "rollout.tensor_parallel": FREE,
     "algorithm": RECORDED,
     "algorithm.name": _fixed("the optimizer's state and the groups under way are this algorithm's"),
     "algorithm.group_size": _fixed("groups that are under way are of this size"),

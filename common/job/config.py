@@ -228,6 +228,8 @@ class RolloutConfig(Table):
     read_back: bool = False
     buckets: list[BucketConfig] = field(default_factory=list)  # short ones first; empty: one
     pace: str = ""  # an accelerator's, which the engine is slowed down to; empty: its own
+    # workers that share the weights of one engine: degrees that engines of the job may have
+    tensor_parallel: list[Count] = field(default_factory=lambda: [1])
     # forced, in tokens, by trajectory; empty: no
     lengths: list[Count] = field(default_factory=list)
 

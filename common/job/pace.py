@@ -5,10 +5,18 @@ can imitate them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.errors import ConfigError
 from common.hardware.profiles import Accelerator, declared
+
+# Where t workers share a model, each layer gathers their parts twice, after attention and after its
+# MLP, for so long each, whatever t is; a chunk of prefill does, too (Libra's cost model, model.py).
+COLLECTIVE_S = 8e-6
+CHUNK_TOKENS = 1024
+# What the collectives of a step take of a decode step of one worker, where the layers of a pace are
+# not known: those of the profiles below have 0.02 to 0.08.
+COLLECTIVES_SHARE = 0.05
 
 # A step that ends later than its pace by more than this share of it counts as late: the host could
 # not keep up, and figures of the run are worth less.
@@ -22,10 +30,30 @@ class Pace:
     decode_s: float  # a step with up to `plateau` sequences
     plateau: int
     prefill_tokens_per_s: float
+    layers: int = 0  # of the model; 0: not known
+    collectives_s: float = 0.0  # of a decode step, whatever its batch
+
+    def of_degree(self, degree: int) -> Pace:
+        """The pace of so many of these accelerators that share a model: each reads its part of the
+        weights and does its part of the arithmetic, and all wait for two collectives a layer.
+        Libra's released formula divides what is read by the degree twice; here it is once.
+        """
+        if degree == 1:
+            return self
+        known_s = 2 * self.layers * COLLECTIVE_S
+        gathers_s = known_s if self.layers else COLLECTIVES_SHARE * self.decode_s
+        token_s = 1 / (self.prefill_tokens_per_s * degree) + gathers_s / CHUNK_TOKENS
+        return replace(
+            self,
+            decode_s=self.decode_s / degree,
+            prefill_tokens_per_s=1 / token_s,
+            collectives_s=gathers_s,
+        )
 
     def step_s(self, batch: int, steps: int, prefilled: int) -> float:
         """Seconds of `steps` decode steps of `batch` sequences, with `prefilled` tokens beside."""
-        decode = steps * self.decode_s * max(1.0, batch / self.plateau) if batch else 0.0
+        computes_s = self.decode_s * max(1.0, batch / self.plateau)
+        decode = steps * (computes_s + self.collectives_s) if batch else 0.0
         return decode + prefilled / self.prefill_tokens_per_s
 
 
@@ -45,13 +73,13 @@ class TrainingPace:
         return tokens / (3.0 * self.tokens_per_s)
 
 
-def pace_of(parameters: float, on: Accelerator) -> Pace:
+def pace_of(parameters: float, on: Accelerator, layers: int = 0) -> Pace:
     """The pace of a dense model in 16 bits: a decode step reads every weight once, until the
     arithmetic of the batch takes longer than the reading.
     """
     decode_s = 2 * parameters / on.read_bytes_per_s
     token_s = 2 * parameters / on.busy_flops
-    return Pace(decode_s, round(decode_s / token_s), 1 / token_s)
+    return Pace(decode_s, round(decode_s / token_s), 1 / token_s, layers)
 
 
 def training_pace_of(parameters: float, on: Accelerator) -> TrainingPace:
@@ -62,14 +90,18 @@ def training_pace_of(parameters: float, on: Accelerator) -> TrainingPace:
     return TrainingPace(1 / token_s, 28 * parameters / on.read_bytes_per_s)
 
 
-# Parameters of the model, and the accelerator that it is on.
+# Parameters of the model, and the accelerator that it is on; layers are those of Qwen2.5-7B and
+# Qwen3-14B, which have so many parameters.
 _DECLARED = {
     "a100-7b": (7.6e9, declared()["A100"]),
     "a100-14b": (14.8e9, declared()["A100"]),
     "h100-7b": (7.6e9, declared()["H100"]),
     "l40s-7b": (7.6e9, declared()["L40S"]),
 }
-PROFILES = {name: pace_of(*which) for name, which in _DECLARED.items()}
+_LAYERS = {"7b": 28, "14b": 40}
+PROFILES = {
+    name: pace_of(*which, _LAYERS[name.rpartition("-")[2]]) for name, which in _DECLARED.items()
+}
 TRAINING_PROFILES = {name: training_pace_of(*which) for name, which in _DECLARED.items()}
 
 

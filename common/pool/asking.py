@@ -20,11 +20,13 @@ def need_of(document: Mapping[str, Any], parameters: int | None = None) -> Need:
     pool, models, rollout = document["pool"], document["models"], document["rollout"]
     reward = document["reward"]
     sandboxed = document["environment"]["tools"] or reward["use"] or reward["parts"]
+    degrees = tuple(sorted(set(rollout["tensor_parallel"])))
     return Need(
         ranks=document["training"]["ranks"],
         rolls_out=document["algorithm"]["name"] != "sft",
         scoring=any(model["path"] for model in models.values()),
-        alternates=rollout["engine"] != "sglang",  # its server computes when it likes
+        # A server computes when it likes, and an engine of several workers on all of them at once.
+        alternates=rollout["engine"] != "sglang" and degrees[0] == 1,
         shards=rollout["shards"],
         sandboxes=document["sandbox"]["processes"] if sandboxed else 0,
         tier=_tier(document),
@@ -37,6 +39,7 @@ def need_of(document: Mapping[str, Any], parameters: int | None = None) -> Need:
         moments=1 if document["optimizer"]["muon_lr"] else 2,  # Muon has one, AdamW two
         helped=not unhelped([rollout["dtype"]], document["training"]["dtype"]),
         half=rollout["dtype"] != "float32",
+        degrees=degrees,
     )
 
 

@@ -9,9 +9,10 @@ from common.pool.rows import Budget, Resident, Role, Tier
 def takes(role: Role, core: bool, ranks: int, need: Need) -> int:
     """Bytes of each worker's accelerator that such a resident takes at least; 0 where it is not
     known. Beside the parameters a helper has gradients of what is trained, a core moments, too.
+    An engine of several ranks has a part of the parameters on each.
     """
     if role == Role.ROLLOUT:
-        return need.bytes // 2 if need.half else need.bytes
+        return (need.bytes // 2 if need.half else need.bytes) // ranks
     if role != Role.TRAINING:
         return 0
     trained = 0 if need.adapters else need.bytes

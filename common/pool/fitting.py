@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from common.pool.budgets import room, takes
 from common.pool.needs import Need
@@ -21,10 +22,27 @@ def least_workers(need: Need, turns: bool) -> int:
     return max(need.least, tight_floor(need) if turns else need.floor)
 
 
+def fitted(need: Need, workers: Sequence[Worker]) -> Need:
+    """The need with those degrees alone that an engine of the job can have on these workers: so
+    many of one host, each with the bytes of its part. With all degrees where it can have none.
+    """
+    if len(need.degrees) == 1:
+        return need
+    degrees = tuple(d for d in need.degrees if _most_of_a_host(need, workers, d) >= d)
+    if not degrees or degrees == need.degrees:
+        return need
+    return replace(need, degrees=degrees, alternates=need.alternates and degrees[0] == 1)
+
+
 def never_fits(need: Need, workers: Sequence[Worker], settings: PoolSettings) -> str:
     """Why a job can never run on these workers, and what to do; empty when it can."""
+    need = fitted(need, workers)
     places = Counter(map(settings.place, workers))
-    return never_fits_on(need, places, settings) or too_large(need, workers, settings)
+    return (
+        never_fits_on(need, places, settings)
+        or too_far_apart(need, workers, settings)
+        or too_large(need, workers, settings)
+    )
 
 
 def never_fits_on(need: Need, places: Mapping[str, int], settings: PoolSettings) -> str:
@@ -34,7 +52,7 @@ def never_fits_on(need: Need, places: Mapping[str, int], settings: PoolSettings)
     if total < least:
         roles = {
             f"{need.ranks} for its core": True,
-            "1 to roll out": need.rolls_out and not (turns and need.alternates),
+            f"{need.smallest} to roll out": need.rolls_out and not (turns and need.alternates),
             "1 for its frozen models": need.scoring,
         }
         parts = ", ".join(role for role, wanted in roles.items() if wanted)
@@ -66,18 +84,20 @@ def too_large(need: Need, workers: Sequence[Worker], settings: PoolSettings) -> 
     what to do; empty when some have, and while its bytes are not known.
     """
     roles = [("core", need.ranks, takes(Role.TRAINING, True, need.ranks, need))]
-    if need.rolls_out:
-        roles.append(("engine", 1, takes(Role.ROLLOUT, False, 1, need)))
+    if need.rolls_out and not any(_most_of_a_host(need, workers, d) >= d for d in need.degrees):
+        count = need.degrees[-1]  # the largest engine has the least on each
+        roles.append(("engine", count, takes(Role.ROLLOUT, False, count, need)))
     for role, count, more in roles:
         fit = Counter(
-            settings.place(worker)
+            settings.place(worker) if role == "core" else worker.host
             for worker in workers
             if room(worker.budget, Tier.ACCELERATOR, 0, more)
         )
         if max(fit.values(), default=0) >= count:
             continue
         largest = max((worker.budget.accelerator for worker in workers), default=0)
-        spread = ", or raise training.ranks" if role == "core" else ""
+        more_ranks = {"core": "training.ranks", "engine": "rollout.tensor_parallel"}
+        spread = f", or raise {more_ranks[role]}"
         return (
             f"the job's {role} takes {more} bytes of each of {count} accelerators of one "
             f"{settings.gangs} (its model has {need.bytes} in float32), no {settings.gangs} has "
@@ -85,3 +105,30 @@ def too_large(need: Need, workers: Sequence[Worker], settings: PoolSettings) -> 
             f"join larger ones (`--accelerator-bytes`), or train a smaller model{spread}"
         )
     return ""
+
+
+def too_far_apart(need: Need, workers: Sequence[Worker], settings: PoolSettings) -> str:
+    """Why a core and an engine of several workers do not find room beside each other: each takes
+    workers of one place; empty when they do.
+    """
+    if not need.rolls_out or need.smallest == 1:
+        return ""
+    hosts = Counter((settings.place(worker), worker.host) for worker in workers)
+    places = Counter(map(settings.place, workers))
+    for (place, _), count in hosts.items():
+        left = places - Counter({place: need.smallest})
+        if count >= need.smallest and max(left.values(), default=0) >= need.ranks:
+            return ""
+    sizes = ", ".join(str(count) for count in sorted(hosts.values(), reverse=True))
+    return (
+        f"the job's core takes {need.ranks} workers of one {settings.gangs} and an engine "
+        f"{need.smallest} of one host (rollout.tensor_parallel), and the hosts of this mesh, with "
+        f"{sizes}, have no room for both: lower either, or join a larger host"
+    )
+
+
+def _most_of_a_host(need: Need, workers: Sequence[Worker], degree: int) -> int:
+    """The most workers of one host that have a part's bytes of an engine of so many."""
+    part = takes(Role.ROLLOUT, False, degree, need)
+    fit = Counter(w.host for w in workers if room(w.budget, Tier.ACCELERATOR, 0, part))
+    return max(fit.values(), default=0)

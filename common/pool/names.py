@@ -22,10 +22,11 @@ def agent(host: str) -> str:
 
 def role_process(resident: Resident, place: int = 0) -> str:
     """The process of a resident, the `place`-th of those that it has; a core's and frozen models'
-    are called after their job, which has them once.
+    are called after their job, which has them once. An engine has one, and where it would have
+    others its accelerators are kept for it under such a name.
     """
     if resident.role == Role.ROLLOUT:
-        return f"engine/{resident.id}"
+        return f"engine/{resident.id}/{place}" if place else f"engine/{resident.id}"
     if resident.role == Role.SCORING:
         return f"scoring/{resident.job}"
     if not resident.core:

@@ -31,11 +31,17 @@ class Need:
     moments: int = 2  # of the optimizer, each as large as what is trained
     helped: bool = True  # whether others than its core can compute gradients for it
     half: bool = False  # its engines have the parameters in 16 bits
+    degrees: tuple[int, ...] = (1,)  # rising; workers of one host that an engine of it may have
 
     @property
     def floor(self) -> int:
-        """Workers for the core, one engine and the frozen models, each of its own."""
-        return self.ranks + int(self.rolls_out) + int(self.scoring)
+        """Workers for the core, the smallest engine and the frozen models, each of its own."""
+        return self.ranks + self.smallest * int(self.rolls_out) + int(self.scoring)
+
+    @property
+    def smallest(self) -> int:
+        """Workers of its smallest engine."""
+        return self.degrees[0]
 
 
 @dataclass(frozen=True, slots=True)

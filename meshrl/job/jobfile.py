@@ -22,6 +22,7 @@ from common.pool.fitting import tight_floor
 from common.records.at_url import is_url
 from meshrl.job import (
     algorithm,
+    engines,
     extras,
     models,
     references,
@@ -131,6 +132,7 @@ class _Checker:
         sandbox.check(config, self.fail)  # options of rewards, before the rows that they name
         self._files(config, base)
         models.shapes(config, self.fail)
+        engines.divides(config, self.fail)
         extras.check(config, self.fail)
         self._verifiers(config)
         self._references(config, base)
@@ -152,6 +154,7 @@ class _Checker:
         algorithm.check(placed, self.fail)
         models.evaluation_of(placed, self.fail)
         models.shapes(placed, self.fail)
+        engines.divides(placed, self.fail)
         extras.check(placed, self.fail)
         sandbox.check(placed, self.fail)
         return config, placed
@@ -189,15 +192,17 @@ class _Checker:
 
     def _sizes(self, config: JobConfig) -> None:
         self._scheduling(config)
+        engines.check(config, self.fail)
         if config.min_group > config.algorithm.group_size:
             raise self.fail("algorithm.min_group", "algorithm.min_group exceeds the group size")
         scoring = int(bool(config.models.declared))
         training = config.planner.training + config.training.ranks - 1
-        if training + config.planner.min_rollout + scoring > config.mesh.workers:
+        rollout = config.planner.min_rollout * min(config.rollout.tensor_parallel)
+        if training + rollout + scoring > config.mesh.workers:
             raise self.fail(
                 "mesh.workers",
                 f"mesh.workers = {config.mesh.workers} are too few for {training} "
-                f"that train and {config.planner.min_rollout} that roll out"
+                f"that train and {rollout} that roll out"
                 + (", and one for the job's frozen models" if scoring else ""),
             )
 
@@ -215,7 +220,8 @@ class _Checker:
             raise self.fail(
                 "pool.workers.most",
                 f"pool.workers.most = {most}, and the job takes {floor}: one for each rank of its "
-                "core, one for frozen models, and one for an engine that takes no turns (sglang)",
+                "core, one for frozen models, and those of an engine that takes no turns (sglang, "
+                "or rollout.tensor_parallel above 1)",
                 "Give it more, or 0 for as many as there are",
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from common.errors import ConfigError
 from common.generation.builtin.build import BUILD_S, TorchEngine, build
 from common.generation.contract import TokenEngine
 from common.job.job_data import JobData
@@ -12,6 +13,7 @@ from common.job.model_shape import model_config
 from common.job.pace import profile
 from common.model.projections import targeted
 from common.model.tokenizer import Tokenizer
+from common.pool.seat import Seat
 from common.process.interpreters import home, interpreter
 from common.runtime.mesh import Mesh
 from services.engine.paced import PacedEngine
@@ -21,20 +23,29 @@ if TYPE_CHECKING:
     from services.engine.sglang.engine import SGLangEngine
 
 
-async def opened(mesh: Mesh, data: JobData, resident: str) -> TokenEngine:
-    """The job's engine, asleep; native code is compiled if this host has none yet.
+async def opened(mesh: Mesh, data: JobData, seat: Seat) -> TokenEngine:
+    """The job's engine, asleep; native code is compiled if this host has none yet. A seat of
+    several ranks has one of so many workers, whose accelerators this process sees: at a pace it
+    imitates them, else SGLang computes on them.
 
     From the main thread: a server that an engine needs dies with the thread that starts it.
     """
-    if data.config.rollout.engine == "sglang":
-        engine: TokenEngine = await _sglang(mesh, data, resident)
-    else:
-        engine = await mesh.host.run_blocking(_torch, data, deadline_s=BUILD_S)
     pace = data.config.rollout.pace
-    return PacedEngine(engine, profile(pace), mesh.clock) if pace else engine
+    if data.config.rollout.engine == "sglang":
+        degree = 1 if pace else seat.ranks
+        engine: TokenEngine = await _sglang(mesh, data, seat.resident, degree)
+    else:
+        if seat.ranks > 1 and not pace:
+            raise ConfigError(
+                f"the built-in engine computes on one worker, and {seat.resident} has {seat.ranks}",
+                where="rollout.tensor_parallel",
+                fix='set it to [1], or rollout.engine = "sglang"',
+            )
+        engine = await mesh.host.run_blocking(_torch, data, deadline_s=BUILD_S)
+    return PacedEngine(engine, profile(pace), mesh.clock, seat.ranks) if pace else engine
 
 
-async def _sglang(mesh: Mesh, data: JobData, resident: str) -> SGLangEngine:
+async def _sglang(mesh: Mesh, data: JobData, resident: str, degree: int) -> SGLangEngine:
     from services.engine.sglang import startup
 
     limits, lora = data.config.rollout, data.config.lora
@@ -56,6 +67,7 @@ async def _sglang(mesh: Mesh, data: JobData, resident: str) -> SGLangEngine:
         adapters=adapters,
         read_back=limits.read_back,
         options=tuple(limits.sglang_options),
+        degree=degree,
     )
     server = await startup.start(mesh.host, mesh.clock, how, limits.sglang_weights)
     return startup.attach(

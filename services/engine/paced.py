@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 class PacedEngine:
     """See `TokenEngine`; whatever `inner` has beyond that is reachable there."""
 
-    def __init__(self, inner: TokenEngine, pace: Pace, clock: Clock) -> None:
-        """`inner` does one step a call, so that none of its tokens shows too early."""
-        self.inner, self.pace = inner, pace
+    def __init__(self, inner: TokenEngine, pace: Pace, clock: Clock, degree: int = 1) -> None:
+        """`inner` does one step a call, so that none of its tokens shows too early. The pace is of
+        one accelerator; the engine is as fast as `degree` of them that share its model.
+        """
+        self.inner, self.pace, self._degree = inner, pace.of_degree(degree), degree
         self._clock = clock
         self._ends_s = 0.0  # when the step that runs would be over
         self._seen: Flush | None = None  # what its accelerator would have brought by now
@@ -63,7 +65,7 @@ class PacedEngine:
 
     @property
     def tensor_parallel(self) -> int:
-        return self.inner.tensor_parallel
+        return self._degree
 
     @property
     def preempted(self) -> int:

@@ -41,7 +41,7 @@ MERGE_S = 300.0  # for adapters to become part of the model
 SWITCH_S = 0.0005  # the compute thread leaves the interpreter to the loop this often
 
 
-OpenEngine = Callable[[Mesh, JobData, str], Awaitable[TokenEngine]]
+OpenEngine = Callable[[Mesh, JobData, Seat], Awaitable[TokenEngine]]
 
 
 class EngineDriver(Protocol):
@@ -161,7 +161,7 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
     row = await patiently(mesh.clock, lambda: jobs.job(mesh.state, seat.job))
     data = await local_job(mesh, row)
     with mesh.loading():
-        engine = await open_engine(mesh, data, seat.resident)
+        engine = await open_engine(mesh, data, seat)
     limits = data.config.rollout
     mesh.telemetry.log.info("engine", path=engine.path)
     room = limits.kv_tokens or limits.slots * limits.max_tokens

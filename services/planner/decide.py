@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from common.pool.decisions import Decision
+from common.pool.fitting import fitted
 from common.pool.needs import PlannedJob
 from common.pool.snapshot import Snapshot
 from services.planner.balance.balancing import balance
@@ -19,6 +21,7 @@ from services.planner.balance.watch import Watch
 from services.planner.draft import Draft
 from services.planner.memory import Memory
 from services.planner.policies import moves, pausing
+from services.planner.policies.engines import nowhere
 from services.planner.policies.feasibility import runnable, shortfalls
 from services.planner.policies.leaving import leave, lose, release
 from services.planner.policies.placement import end_turns, give_back, grow, place_floor
@@ -37,7 +40,10 @@ def decide(snapshot: Snapshot, memory: Memory) -> tuple[list[Decision], Memory]:
     short, failed = shortfalls(snapshot, presence.counted, memory.short)
     for failure in failed:
         draft.decide(failure)
-    jobs = runnable(snapshot.jobs, failed)
+    jobs = [
+        replace(job, need=fitted(job.need, presence.usable))
+        for job in runnable(snapshot.jobs, failed)
+    ]
     release(draft, jobs)
     moves.finish(draft)
     takers = Takers(snapshot, presence)
@@ -86,11 +92,13 @@ def _divide(
 def _claim(draft: Draft, job: PlannedJob) -> Claim:
     team = draft.team(job.id)
     home = draft.place(team.core.workers[0]) if team.core is not None else ""
-    engines = sum(seated.resident.pinned for seated in team.engines)
+    engines = sum(len(seated.workers) for seated in team.engines if seated.resident.pinned)
     helpers = sum(seated.resident.pinned for seated in team.helpers)
     if not engines and helpers and job.need.rolls_out:
-        engines = 1
-    return Claim(home, engines + helpers)
+        engines = job.need.smallest
+    settled = team.core is not None and team.core.awake and team.core.resident.settled
+    stranded = settled and job.checkpointed and nowhere(draft, job)
+    return Claim(home, engines + helpers, stranded)
 
 
 def _place(

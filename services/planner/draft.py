@@ -61,6 +61,11 @@ class Draft:
                 sleepers = sleepers or worker
         return sleepers
 
+    @property
+    def idle(self) -> list[str]:
+        """The workers that nobody is awake on, in their order."""
+        return [worker for _, worker in self._free]
+
     def beside(self, worker: str) -> list[Seated]:
         """The residents of the other workers of its gang, who lose it when it joins another one."""
         gang = self.gangs.get(self.where.get(worker, ""))

@@ -69,13 +69,14 @@ class ShardJob:
         self.environments = EnvironmentPool(mesh, job, logs, self.failures)
         self.ledger = ShardLedger(mesh, job)
         buckets = self._buckets()
+        follows = not config.rollout.buckets and len(set(config.rollout.tensor_parallel)) > 1
         self.history = (
             LengthHistory(mesh.host, self.ledger.directory, root=job.here)
-            if len(buckets) > 1
+            if len(buckets) > 1 or follows
             else None
         )
         lengths = Lengths(self.history.latest if self.history else ())
-        scheduler = Scheduler(buckets, len(self.train_rows), lengths)
+        scheduler = Scheduler(buckets, len(self.train_rows), lengths, follows)
         self.commits = GroupCommit(mesh, self.ledger)
         self.router = Router(mesh, self.commits, sampling, config.rollout.slots, scheduler)
         tokenizer = Tokenizer.load(str(job.tokenizer))

@@ -147,18 +147,23 @@ class Surroundings:
         driver = TaskDriver(mesh)
         await engine_running.serve(mesh, seat, self._open_engine, driver)
 
-    async def _open_engine(self, mesh: Mesh, data: JobData, resident: str) -> TokenEngine:
+    async def _open_engine(self, mesh: Mesh, data: JobData, seat: Seat) -> TokenEngine:
         limits = data.config.rollout
         if self.workload is not None:
-            return PacedEngine(SteppedEngine(self.workload), profile(limits.pace), mesh.clock)
-        return SimulatedEngine(
+            pace = profile(limits.pace).of_degree(seat.ranks)
+            stepped = SteppedEngine(self.workload)
+            stepped.tensor_parallel = seat.ranks
+            return PacedEngine(stepped, pace, mesh.clock)
+        engine = SimulatedEngine(
             mesh.clock,
             limits.slots,
-            TOKENS_PER_S,
+            TOKENS_PER_S * seat.ranks,
             max_length=limits.max_tokens,
             median_length=MEDIAN_TOKENS,
             version=-1,
         )
+        engine.tensor_parallel = seat.ranks
+        return engine
 
     async def _trainer(self, process: VirtualProcess, argv: list[str]) -> None:
         seat = Seat.of(parser(None).parse_args(argv))

@@ -68,6 +68,7 @@ class Launch:
     adapters: Adapting | None = None  # what adapters it is to take beside its base
     read_back: bool = False  # it is to tell what it computes with
     options: tuple[str, ...] = ()  # further flags; the last of a kind holds
+    degree: int = 1  # of tensor parallelism: GPUs that share the weights
 
     @property
     def secrets(self) -> Path:
@@ -93,6 +94,8 @@ class Launch:
             tokens = self.slots * (self.max_length + ROOM)
         if tokens:
             flags += ["--max-total-tokens", str(tokens)]
+        if self.degree > 1:
+            flags += ["--tp-size", str(self.degree)]
         if self.adapters is not None:
             flags += self.adapters.flags(self.device)
         return [*flags, *self.options, "--config", str(self.secrets)]
@@ -228,11 +231,17 @@ class SGLangServer:
                 where=self.launch.python,
                 fix="install SGLang 0.5: `meshrl engine install sglang`",
             )
+        if self.launch.degree > 1 and self.ranks % self.launch.degree:
+            raise ConfigError(
+                f"SGLang computes with {self.ranks} processes, not with {self.launch.degree}",
+                where="rollout.tensor_parallel",
+                fix="read its log; rollout.sglang_options may say otherwise",
+            )
         if self.launch.read_back and self.ranks > 1:
             raise ConfigError(
                 f"{self.ranks} processes of SGLang share the model, and each tells of its part",
                 where="rollout.read_back",
-                fix="leave it out, or --tp and --pp of rollout.sglang_options",
+                fix="leave it out, or set rollout.tensor_parallel = [1]",
             )
         described = await self._fetch("/openapi.json", DESCRIBE_S)
         lacking = v0_5.missing(described, v0_5.NEEDS | v0_5.NEEDS_OF[weights])

@@ -49,8 +49,11 @@ def launch(
     adapters: Adapting | None = None,
     read_back: bool = False,
     options: tuple[str, ...] = (),
+    degree: int = 1,
 ) -> Launch:
-    """How to serve a model; its config.json and the log go into `directory`."""
+    """How to serve a model; its config.json and the log go into `directory`. With a `degree` above
+    1 the server computes on so many of the GPUs that this process sees.
+    """
     if max_length > config.max_positions:
         raise ConfigError(
             f"slots of {max_length} tokens exceed the model's {config.max_positions} positions",
@@ -73,6 +76,7 @@ def launch(
         adapters=adapters,
         read_back=read_back,
         options=options,
+        degree=degree,
     )
 
 

@@ -42,7 +42,7 @@ class GpuRoom:
         """
         if not self._uuid:
             return
-        needed = max(before, await self._least(resident)) + CONTEXT
+        needed = max(before, await self.least(resident)) + CONTEXT
         memory = await self._mesh.host.run_blocking(_memory, self._uuid, deadline_s=ANSWER_S)
         if memory is not None and memory.free < needed:
             raise GpuFull(
@@ -52,8 +52,10 @@ class GpuRoom:
                 fix="End what is not of this mesh; it is tried again",
             )
 
-    async def _least(self, resident: Resident) -> int:
-        """Bytes by the model's shape; 0 where it is not known."""
+    async def least(self, resident: Resident) -> int:
+        """The bytes that a resident takes of each of its workers at least, by the model's shape; 0
+        where it is not known.
+        """
         try:
             row = await jobs.job(self._mesh.state, resident.job)
         except NotFound:

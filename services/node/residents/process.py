@@ -5,7 +5,7 @@ tier that is wished, drained, ended.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from common.errors import (
     StorageFull,
 )
 from common.gpus.driver import GpuLost, GpuTrouble, NoDriver
+from common.gpus.visible import CUDA
 from common.pool.rows import Budget, Doing, Tier
 from common.process.ends.failure import Failure, end_of
 from common.process.handle import Child
@@ -97,11 +98,14 @@ class RoleProcess(Hooks):
         gone: Callable[[str], None] = lambda resident: None,
         others_leave: Callable[[], bool] = lambda: False,
         beside: Callable[[], Mapping[int, str]] = dict,
+        gpus: Sequence[str] = (),
     ) -> None:
         """`changed` is called when there is news of it, `gone` when a process has ended, whoever
         ended it. `others_leave` says whether the accelerator will have more room by itself,
-        `beside` which processes the worker has, by pid.
+        `beside` which processes the worker has, by pid. `gpus` are the UUIDs of those that the
+        process is to see; none: its worker's.
         """
+        self._gpus = {CUDA: ",".join(gpus)} if gpus else {}
         self.wish = wish  # of this process; its tier and epoch may change
         self.name, self.process = wish.name, wish.process
         self.doing, self.detail = Doing.STARTING, ""
@@ -129,9 +133,14 @@ class RoleProcess(Hooks):
         self._trouble_since: float | None = None  # since when errors keep it from its tier
 
     @property
+    def children(self) -> list[Child]:
+        """The process that runs now, if one does."""
+        return list(self.supervisor.children.values())
+
+    @property
     def pid(self) -> int:
         """0: none runs."""
-        return next((child.pid for child in self.supervisor.children.values()), 0)
+        return next((child.pid for child in self.children), 0)
 
     @property
     def may_end(self) -> bool:
@@ -162,7 +171,12 @@ class RoleProcess(Hooks):
             spec = ChildSpec(
                 self.name,
                 self.wish.argv(self._around.commands),
-                env={**ENVIRONMENT, WORKER_ENV: self._mesh.name, DEVICE_ENV: self._around.device},
+                env={
+                    **ENVIRONMENT,
+                    **self._gpus,
+                    WORKER_ENV: self._mesh.name,
+                    DEVICE_ENV: self._around.device,
+                },
                 log=self._log,
                 restart="on_failure",
                 budget=BUDGET,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,7 @@ from common.process.handle import Child
 from common.process.supervision.lease_watch import LeaseWatch
 from common.settings import kept_file
 from common.state import pool
+from services.node.residents.keeping import Keeping, kept
 from services.node.residents.keepsakes import left_by
 from services.node.residents.process import Around, RoleProcess
 from services.node.residents.roles import Wish
@@ -38,7 +39,8 @@ class Tenancy:
     def __init__(self, owner: Residents, name: str) -> None:
         self.name = name
         self.wish: Wish | None = None
-        self.process: RoleProcess | None = None
+        self.process: RoleProcess | Keeping | None = None
+        self._awaits: list[str] = []  # workers whose accelerators its process is to have, too
         self._owner, self._around = owner, owner.around
         self._news = asyncio.Event()
         self._told: Report | None = None  # that the record has taken
@@ -103,27 +105,40 @@ class Tenancy:
                 self._left = wish.resident.id, tier
         elif wish is not None and not wish.absent:
             self._left = None
-            self.process = RoleProcess(
-                self._around,
-                wish,
-                self._owner.leases,
-                self._news.set,
-                self._owner.gone,
-                self._others_leave,
-                lambda: {child.pid: child.name for child in self._owner.children},
-            )
-            await self.process.start()
+            gpus, self._awaits = await kept(self._around.mesh.state, wish)
+            if not self._awaits:
+                self.process = self._made(wish, gpus)
+                await self.process.start()
+
+    def _made(self, wish: Wish, gpus: Sequence[str]) -> RoleProcess | Keeping:
+        around, owner = self._around, self._owner
+
+        def beside() -> dict[int, str]:
+            return {child.pid: child.name for child in owner.children}
+
+        if wish.keeps:
+            return Keeping(around, wish, self._others_leave, beside)
+        return RoleProcess(
+            around,
+            wish,
+            owner.leases,
+            self._news.set,
+            owner.gone,
+            self._others_leave,
+            beside,
+            gpus,
+        )
 
     def _others_leave(self) -> bool:
         return any(other.leaves for other in self._owner.tenancies if other is not self)
 
-    def _is_over(self, process: RoleProcess, wish: Wish | None) -> bool:
+    def _is_over(self, process: RoleProcess | Keeping, wish: Wish | None) -> bool:
         if wish is None or wish.process != process.process:
             return True
         # Who starts computes, and takes no turn, while others have the accelerator.
         return (wish.absent and process.may_end) or (wish.asleep and not process.up)
 
-    async def _finish(self, process: RoleProcess, wish: Wish | None) -> None:
+    async def _finish(self, process: RoleProcess | Keeping, wish: Wish | None) -> None:
         process.doing = Doing.DRAINING
         await self._tell()
         await process.stop(_reason(process, wish))
@@ -162,6 +177,8 @@ class Tenancy:
         if process is None:
             tier, detail = self._left[1] if wish.asleep and self._left else Tier.ABSENT, ""
             doing = Doing.GONE if wish.absent or wish.asleep else Doing.STARTING
+            if self._awaits and doing == Doing.STARTING:
+                detail = f"{', '.join(self._awaits)} to keep accelerators for it are awaited"
             if wish.asleep and tier == resident.tier:
                 doing = Doing.READY
         else:
@@ -183,7 +200,7 @@ class Tenancy:
     def _pause_s(self) -> float:
         process = self.process
         if process is None:
-            return LOOK_S
+            return STARTING_LOOK_S if self._awaits else LOOK_S
         if self._told is None:  # Redis was away, or the wish has changed
             return LOOK_S
         if process.doing == Doing.READY and process.wish is self.wish:
@@ -274,8 +291,7 @@ class Residents:
     @property
     def children(self) -> list[Child]:
         """The processes that run now."""
-        found = (process.supervisor.children.values() for process in self._processes())
-        return [child for children in found for child in children]
+        return [child for process in self._processes() for child in process.children]
 
     @property
     def tenancies(self) -> list[Tenancy]:
@@ -297,7 +313,7 @@ class Residents:
             for process in self._processes()
         ]
 
-    def _processes(self) -> list[RoleProcess]:
+    def _processes(self) -> list[RoleProcess | Keeping]:
         return [t.process for t in self._tenancies.values() if t.process is not None]
 
     def _run(self, tenancy: Tenancy) -> None:
@@ -329,7 +345,7 @@ def _clear(directory: Path, kept: set[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _reason(process: RoleProcess, wish: Wish | None) -> str:
+def _reason(process: RoleProcess | Keeping, wish: Wish | None) -> str:
     """Why a process drains, for its log."""
     id, generation = process.process
     if wish is None:

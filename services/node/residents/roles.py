@@ -31,7 +31,26 @@ class Wish:
     @property
     def name(self) -> str:
         """The registry name of the process."""
-        return names.role_process(self.resident, self.resident.ranks.index(self.rank))
+        return names.role_process(self.resident, self.place)
+
+    @property
+    def place(self) -> int:
+        """Of the worker among those of the resident."""
+        return self.resident.ranks.index(self.rank)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the worker has no process of its own for it, and keeps its accelerator for the
+        one of its first worker.
+        """
+        return self.resident.role == Role.ROLLOUT and self.place > 0
+
+    @property
+    def gathers(self) -> bool:
+        """Whether its process computes on accelerators that others keep for it, too."""
+        return (
+            self.resident.role == Role.ROLLOUT and not self.place and len(self.resident.ranks) > 1
+        )
 
     @property
     def process(self) -> tuple[str, int]:
@@ -66,7 +85,7 @@ class Wish:
             resident.job,
             resident.generation,
             resident.core,
-            resident.ranks.index(self.rank),
+            self.place,
             len(resident.ranks),
             resident.turns,
             self.keeper,

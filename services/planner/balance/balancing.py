@@ -58,7 +58,7 @@ def balance(draft: Draft, job: PlannedJob, watch: Watch) -> Watch:
     split, terms = Split(len(team.engines), 1 + len(team.helpers)), _terms(job)
     watch = replace(watch, account=account, observed_ms=mark.ms)
     watch = watch.marked(mark, split, terms.max_staleness, config.window_steps)
-    if not config.moves:
+    if not config.moves or job.need.degrees != (1,):
         return watch
     if watch.trial is not None:
         return _try(draft, job, watch, mark)
@@ -221,7 +221,8 @@ def _dismiss(draft: Draft, job: PlannedJob, team: Team) -> None:
     for seated in [one for one in team.helpers if not one.resident.pinned]:
         why = Why("unhelped", job.id)
         draft.remove(seated, why)
-        draft.seat(seated.workers, job.id, Role.ROLLOUT, why)
+        if job.need.smallest == 1:
+            draft.seat(seated.workers, job.id, Role.ROLLOUT, why)
 
 
 # -- what it goes by -------------------------------------------------------------------------------

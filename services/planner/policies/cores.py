@@ -45,6 +45,10 @@ def _gather(draft: Draft, job: PlannedJob, home: str) -> list[str]:
     else:
         mine = [w for seated in own.all for w in seated.workers if w in draft.placeable]
         near = [*mine, *filter(None, [draft.free(lambda w: _fits(draft, job, w))])]
+        if any(need.smallest > 1 for need in draft.needs.values()):  # where an engine keeps room
+            at_home = draft.free(lambda w: draft.place(w) == home and _fits(draft, job, w))
+            there = [worker for worker in mine if draft.place(worker) == home]
+            near = [*there, *filter(None, [at_home])] or near
     offers: dict[str, list[Offer]] = {}
     for worker in set(near):
         host = draft.workers[worker].host if ranks > 1 else ""

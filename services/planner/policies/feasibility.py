@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from common.pool.decisions import FailJob, Why
-from common.pool.fitting import never_fits_on, too_large
+from common.pool.fitting import fitted, never_fits_on, too_far_apart, too_large
 from common.pool.needs import PlannedJob
 from common.pool.rows import Worker
 from common.pool.snapshot import Snapshot
@@ -26,11 +26,14 @@ def shortfalls(
         return {}, []
     places = Counter(map(settings.place, counted))
     there = {r.job for gang in snapshot.gangs for r in gang.residents if r.core and r.settled}
-    why = {
-        job.id: never_fits_on(job.need, places, settings)
-        or ("" if job.id in there else too_large(job.need, counted, settings))
-        for job in snapshot.jobs
-    }
+    why = {}
+    for job in snapshot.jobs:
+        need = fitted(job.need, counted)
+        why[job.id] = (
+            never_fits_on(need, places, settings)
+            or too_far_apart(need, counted, settings)
+            or ("" if job.id in there else too_large(need, counted, settings))
+        )
     short = {job: before.get(job, now_ms) for job, found in why.items() if found}
     failed = [
         FailJob(job, why[job], Why("short", job, {"there_are": len(counted)}))

@@ -4,7 +4,7 @@ failed. What the others did meanwhile is told, which shows that a move stops nob
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from common.pool.decisions import Finish, Why
@@ -22,20 +22,46 @@ def move(
     why: Why,
     details: dict[str, Any],
     *,
+    worker: str = "",
     pinned: bool = False,
     op: str = "",
 ) -> Seated:
-    """Another role for the workers of a resident, of the same job, with a way back; who arrives."""
+    """Another role for a resident's worker, of the same job, with a way back; who arrives. `worker`
+    is which, where an engine has several.
+    """
     before = seated.resident
+    degrees = [len(seated.workers)]
+    made = way_back(
+        draft, before.job, before.role, details, degrees, pinned=before.pinned, leaves=[before.id]
+    )
+    draft.remove(seated, why)
+    workers = [worker] if worker else seated.workers[:1]
+    return draft.seat(workers, before.job, role, why, pinned=pinned, move=made, op=op)
+
+
+def way_back(
+    draft: Draft,
+    job: str,
+    role: Role,
+    details: dict[str, Any],
+    degrees: Sequence[int] = (1,),
+    *,
+    pinned: bool = False,
+    leaves: Collection[str] = (),
+) -> Callable[[str, str], Move]:
+    """What makes the move of a new resident, from its id and its gang's, that is undone by engines
+    of these `degrees` or by helpers on its workers. Those who leave for it are none of the others.
+    """
     settings, now_ms = draft.snapshot.settings, draft.snapshot.now_ms
-    told = details | {"before": progress(draft.snapshot.jobs, before.id)}
-    back = {"job": before.job, "role": before.role, "pinned": before.pinned}
+    done = progress(draft.snapshot.jobs, "")
+    others = {resident: n for resident, n in done.items() if resident not in leaves}
+    told = details | {"before": others}
+    back = {"job": job, "role": role, "pinned": pinned, "degrees": list(degrees)}
 
     def made(resident: str, gang: str) -> Move:
         return Move(resident, gang, now_ms, now_ms + round(1000 * settings.move_s), back, told)
 
-    draft.remove(seated, why)
-    return draft.seat(seated.workers, before.job, role, why, pinned=pinned, move=made, op=op)
+    return made
 
 
 def finish(draft: Draft) -> None:
@@ -80,7 +106,22 @@ def _undo(draft: Draft, under_way: Move, seated: Seated, reason: str) -> None:
     back = under_way.back
     why = Why("undo", back["job"], {"reason": reason})
     draft.remove(seated, why)
-    draft.seat(seated.workers, back["job"], Role(back["role"]), why, pinned=back["pinned"])
+    role, start = Role(back["role"]), 0
+    degrees = back.get("degrees", [1])
+    if role != Role.ROLLOUT:
+        degrees = [1] * len(seated.workers)
+    elif not _may(draft, back["job"], degrees) or sum(degrees) != len(seated.workers):
+        return  # what there was had other workers, too: the job grows as it would
+    for degree in degrees:
+        workers = seated.workers[start : start + degree]
+        draft.seat(workers, back["job"], role, why, pinned=back["pinned"])
+        start += degree
+
+
+def _may(draft: Draft, job: str, degrees: Sequence[int]) -> bool:
+    """Whether a job's engines may be of these degrees."""
+    need = draft.needs.get(job)
+    return need is None or set(degrees) <= set(need.degrees)
 
 
 def _tell(draft: Draft, under_way: Move, undone: str) -> None:

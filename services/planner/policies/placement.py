@@ -1,7 +1,8 @@
 """The placement of a job's roles on the workers that are its share: what it gives back, the floor
 that it needs, repairs, and what it grows by.
 
-A core takes a worker for each of its ranks, all of one host; every other role takes one worker.
+A core takes a worker for each of its ranks, an engine as many as its degree (`engines.py`), all of
+one host; every other role takes one worker.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from common.pool.decisions import Why
 from common.pool.needs import PlannedJob
 from common.pool.rows import Role, Tier
 from services.planner.draft import Draft
+from services.planner.policies import engines
 from services.planner.policies.cores import place_core
+from services.planner.policies.gathering import helps
 from services.planner.team import Seated
 
 
@@ -24,12 +27,17 @@ def give_back(draft: Draft, job: PlannedJob, share: int, rule: str, wakes: Set[s
     """
     why = _why(rule, job, share)
     team = draft.team(job.id)
-    engines = sorted(team.engines, key=lambda engine: not wakes.isdisjoint(engine.workers))
-    engines = engines[1:] if share > _fixed(job) else engines
-    spare = [*reversed(team.helpers), *reversed(engines)]
+    there = sorted(team.engines, key=lambda engine: not wakes.isdisjoint(engine.workers))
+    most = share - _fixed(job)
+    stays = next((engine for engine in there if len(engine.workers) <= most), None)
+    others = [engine for engine in there if engine is not stays]
+    spare = [*reversed(team.helpers), *reversed(others)]
     spare.sort(key=lambda s: (s.resident.pinned, wakes.isdisjoint(s.workers)))  # stable
-    for seated in spare[: max(0, team.workers - share)]:
-        draft.remove(seated, why)
+    over = team.workers - share
+    for seated in spare:
+        if over > 0:
+            draft.remove(seated, why)
+            over -= len(seated.workers)
 
 
 def place_floor(draft: Draft, job: PlannedJob, share: int, home: str, turns: bool) -> None:
@@ -38,45 +46,69 @@ def place_floor(draft: Draft, job: PlannedJob, share: int, home: str, turns: boo
     _place_scoring(draft, job, share)
     if not job.need.rolls_out:
         return
-    if share > _fixed(job):
-        _place_engine(draft, job, share)
+    if share - _fixed(job) >= job.need.smallest:
+        if not draft.team(job.id).engines:
+            why, repair = _why("default", job, share), _why("repair", job, share)
+            engines.place(draft, job, share - _fixed(job), why, repair)
     elif turns and job.need.alternates:
         _take_turns(draft, job, share)
 
 
 def grow(draft: Draft, job: PlannedJob, share: int) -> None:
-    """Idle workers train until as many do as the job's file says, the others roll out."""
+    """Idle workers train until as many do as the job's file says, the others roll out; those that
+    are too few for an engine train, too, once all who join a new mesh are there.
+    """
     team = draft.team(job.id)
     if team.core is None or not team.core.awake:
         return
-    trains, have = 1 + len(team.helpers), team.workers
-    while have < share:
-        helps = job.need.helped and trains < job.config.training
-        role = Role.TRAINING if helps else Role.ROLLOUT
-        worker = draft.free(lambda w, role=role: fits(draft, job, w, role))  # type: ignore[misc]
+    _conform(draft, job, share)
+    why = _why("default", job, share)
+    wanted = job.config.training - 1 - len(team.helpers) if job.need.helped else 0
+    if _help(draft, job, min(wanted, share - draft.team(job.id).workers), why) < wanted:
+        return
+    left = share - draft.team(job.id).workers
+    left -= engines.grow(draft, job, left, why)
+    if job.need.smallest > 1 and not draft.snapshot.gathers:
+        _help(draft, job, left, why)
+
+
+def _help(draft: Draft, job: PlannedJob, most: int, why: Why) -> int:
+    """Helpers on idle workers, at most so many; how many there are then, `most` if none is
+    wanted.
+    """
+    if not job.need.helped or most <= 0:
+        return most
+    for found in range(most):
+        worker = draft.free(lambda w: helps(draft, job.need, w))
         if not worker:
-            return
-        draft.seat([worker], job.id, role, Why("default", job.id, {"entitled": share}))
-        trains, have = trains + (role == Role.TRAINING), have + 1
+            return found
+        draft.seat([worker], job.id, Role.TRAINING, why)
+    return most
+
+
+def _conform(draft: Draft, job: PlannedJob, share: int) -> None:
+    """Engines of degrees that the job allows no more become others."""
+    team, allowed = draft.team(job.id), draft.needs[job.id].degrees
+    there = [len(engine.workers) for engine in team.engines if not engine.resident.pinned]
+    if set(there) <= set(allowed):
+        return
+    right = [degree for degree in there if degree in allowed]
+    room = share - _fixed(job) - len(team.helpers) - sum(right)
+    wanted = right + [job.need.smallest] * (room // job.need.smallest)
+    engines.shape(draft, job, wanted, why=_why("default", job, share))
 
 
 def end_turns(draft: Draft, job: PlannedJob, share: int) -> None:
     """Engines that take turns with the core leave when one with a worker of its own is ready."""
     team = draft.team(job.id)
     ready = any(engine.resident.settled for engine in team.engines)
-    if team.core is None or not ready or share <= _fixed(job):
+    if team.core is None or not ready or share - _fixed(job) < job.need.smallest:
         return
     why = Why("share", job.id, {"entitled": share})
     for engine in team.turning:
         draft.remove(engine, why)
     if team.core.resident.turns:
         draft.change(team.core, why, turns=False)
-
-
-def fits(draft: Draft, job: PlannedJob, worker: str, role: Role) -> bool:
-    """Whether a worker's accelerator has what the role takes."""
-    need = takes(role, False, 1, job.need)
-    return room(draft.workers[worker].budget, Tier.ACCELERATOR, 0, need)
 
 
 def _fixed(job: PlannedJob) -> int:
@@ -95,32 +127,15 @@ def _place_scoring(draft: Draft, job: PlannedJob, share: int) -> None:
         return
     why, worker = _why("default", job, share), draft.free()
     if not worker:
-        engines = [e for e in team.engines if not e.resident.pinned]
+        movable = [e for e in team.engines if not e.resident.pinned]
         spare = _last([h for h in team.helpers if not h.resident.pinned])
-        spare = spare or (_last(engines) if len(team.engines) > 1 else None)
+        spare = spare or (_last(movable) if len(team.engines) > 1 else None)
         if spare is None:
             return
         why = _why("repair", job, share)
         draft.remove(spare, why)
         worker = spare.workers[0]
     draft.seat([worker], job.id, Role.SCORING, why)
-
-
-def _place_engine(draft: Draft, job: PlannedJob, share: int) -> None:
-    """One engine at least: on an idle worker, or on that of a helper."""
-    team = draft.team(job.id)
-    if team.engines:
-        return
-    why = _why("default", job, share)
-    worker = draft.free(lambda w: fits(draft, job, w, Role.ROLLOUT))
-    if not worker:
-        spare = next(iter(team.helpers), None)
-        if spare is None:
-            return
-        why = _why("repair", job, share)
-        draft.remove(spare, why)
-        worker = spare.workers[0]
-    draft.seat([worker], job.id, Role.ROLLOUT, why)
 
 
 def _take_turns(draft: Draft, job: PlannedJob, share: int) -> None:

@@ -8,6 +8,7 @@ from common.pool.needs import PlannedJob
 from common.pool.rows import Role
 from common.pool.snapshot import Request
 from services.planner.draft import Draft
+from services.planner.policies import engines
 from services.planner.policies.moves import move
 from services.planner.policies.sharing import Division
 from services.planner.presence import Presence
@@ -98,6 +99,12 @@ def _refusal(
         return f"{job.id} does not run: {division.refused.get(job.id, 'it has ended')}"
     if job.need.most and _has(draft, job) >= job.need.most and not _is_on(draft, job, worker.id):
         return f"{job.id} has its most workers, {job.need.most}; raise pool.workers.most"
+    if _becomes_engine(draft, request, job) and engines.around(draft, job, worker.id) is None:
+        return (
+            f"an engine of {job.id} takes {job.need.smallest} workers of one host "
+            f"(rollout.tensor_parallel), and {worker.host} has too few beside {worker.id} that are "
+            "idle or help it; put another one of it aside first"
+        )
     return ""
 
 
@@ -121,13 +128,25 @@ def _grant(
     if same and same[0].resident.role == role:
         draft.change(same[0], why, pinned=True)
         draft.decide(Decline(request.op, "", why))
+    elif _becomes_engine(draft, request, job):
+        found = engines.around(draft, job, worker)
+        assert found is not None, "it was refused"
+        engines.seat(draft, job, found, why, details, pinned=True, op=request.op)
+        aside -= set(found.workers)
     elif same and not same[0].resident.turns:
-        move(draft, same[0], role, why, details, pinned=True, op=request.op)
+        move(draft, same[0], role, why, details, worker=worker, pinned=True, op=request.op)
     else:
         for seated in there:
             draft.remove(seated, why)
         draft.seat([worker], job.id, role, why, pinned=True, op=request.op)
     return aside - {worker}
+
+
+def _becomes_engine(draft: Draft, request: Request, job: PlannedJob) -> bool:
+    """Whether a worker is to be in an engine of several, and is in none of the job yet."""
+    there = [s for s in draft.awake_on(request.worker) if s.resident.job == job.id]
+    serves = any(seated.resident.role == Role.ROLLOUT for seated in there)
+    return request.role == Role.ROLLOUT and job.need.smallest > 1 and not serves
 
 
 def _has(draft: Draft, job: PlannedJob) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from common.pool.fitting import tight_floor
-from common.pool.needs import PlannedJob
+from common.pool.needs import Need, PlannedJob
 from common.state.jobs import Phase
 
 NAMED = 3  # jobs that a reason names
@@ -27,6 +27,7 @@ class Claim:
 
     home: str = ""  # place of its core; empty: it has none
     pinned: int = 0  # workers that it needs beside its core for what people have put into it
+    stranded: bool = False  # where its core is, no engine finds room beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ def _admit(
         total = sum(rooms.had.values())
         why = f"it needs {least} {_workers(least)}, and {free} of {total} are left{_beside(found)}"
         if least <= free:
-            home = rooms.take(job.need.ranks, claim.home)
+            home = rooms.take(job.need, "" if claim.stranded else claim.home)
             if home:
                 found.homes[job.id] = home
                 bounds[job.id] = Bounds(least, job.need.most or math.inf, job.need.share)
@@ -180,17 +181,32 @@ class _Rooms:
     def __init__(self, places: Mapping[str, int], kind: str) -> None:
         self.had, self.kind = places, kind
         self._free = dict(places)
+        self._kept = dict.fromkeys(places, 0)  # for engines of several workers; no core leaves one
 
-    def take(self, ranks: int, home: str) -> str:
-        """The place that a core goes to: the one that it is in, or else the one with most room;
-        empty when there is none.
+    def take(self, need: Need, home: str) -> str:
+        """The place that a core goes to: the one that it is in, or else the one with most room,
+        where an engine of several workers finds room beside it if there is such a place; empty when
+        there is none.
         """
+        ranks, engine = need.ranks, need.smallest if need.rolls_out else 0
         fits = [place for place, free in self._free.items() if free >= ranks]
         if not fits:
             return ""
-        place = home if home in fits else max(fits, key=lambda place: self._free[place])
-        self._free[place] -= ranks
-        return place
+        if home not in fits:
+            home = max(fits, key=lambda place: (self._leaves(place, need), self._free[place]))
+        self._free[home] -= ranks
+        if engine > 1 and (beside := [p for p in self._free if self._room(p) >= engine]):
+            self._kept[min(beside, key=self._room)] += engine
+        return home
+
+    def _leaves(self, place: str, need: Need) -> bool:
+        """Whether the engines of jobs before, and one of this job, have room beside its core."""
+        left = {p: self._room(p) - (need.ranks if p == place else 0) for p in self._free}
+        alone = need.smallest == 1 or not need.rolls_out
+        return left[place] >= 0 and (alone or max(left.values()) >= need.smallest)
+
+    def _room(self, place: str) -> int:
+        return self._free[place] - self._kept[place]
 
 
 def _workers(number: int) -> str:

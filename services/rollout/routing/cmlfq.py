@@ -8,10 +8,11 @@ Everything starts in the short bucket. After a tool has answered, the trees of p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.rollout.record.buffers import NOT_SAMPLED
+from services.rollout.routing.degree_buckets import Engine, buckets_of
 from services.rollout.routing.lengths import Lengths, Past, ToolReturn, tool_return_of
 from services.rollout.routing.queues import BucketDecision, LengthBucket, decide
 from services.rollout.trajectory import Trajectory
@@ -28,11 +29,36 @@ class Course:
 class Scheduler:
     """Decides the bucket of each trajectory, and learns from each that ends."""
 
-    def __init__(self, buckets: Sequence[LengthBucket], prompts: int, lengths: Lengths) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[LengthBucket],
+        prompts: int,
+        lengths: Lengths,
+        follows: bool = False,
+    ) -> None:
+        """`follows`: the buckets are those of the engines that are there (`follow`), and lengths
+        are learnt while there is one.
+        """
         self.buckets = list(buckets)
+        self._follows = follows
+        self._longest, self._batch = buckets[-1].max_tokens, buckets[-1].batch
+        self._degrees: dict[str, int] = {}  # of the engines that the buckets are for
         self.lengths = lengths
         self.outcomes: Counter[str] = Counter()  # decisions so far, by outcome
         self._prompts = max(1, prompts)  # rows of the data set: epochs share their trees
+
+    def follow(self, engines: Mapping[str, Engine]) -> bool:
+        """Makes the buckets those of these engines, by name, where they follow engines and others
+        are there than before; whether there are other buckets, so that nobody's is his any more.
+        """
+        degrees = {name: engine.degree for name, engine in engines.items()}
+        if not self._follows or not degrees or degrees == self._degrees:
+            return False
+        others = set(degrees.values()) != set(self._degrees.values())
+        self._degrees = degrees
+        past = self.lengths.sampled
+        self.buckets = buckets_of(list(engines.values()), past, self._longest, self._batch)
+        return others
 
     def order(self, t: Trajectory, course: Course) -> tuple[int, ...]:
         """Whose turn it is when several wait, lowest first; then who came first.
@@ -53,7 +79,10 @@ class Scheduler:
         return decision
 
     def restored(self, t: Trajectory, course: Course) -> None:
-        """Takes up a trajectory that a predecessor began, where its tool returns have it."""
+        """Takes up a trajectory that a predecessor began, or that other buckets were for, where its
+        tool returns have it.
+        """
+        course.bucket = 0
         if len(self.buckets) == 1:
             return
         course.returns = returns_of(t)
@@ -69,12 +98,16 @@ class Scheduler:
         """Takes in a trajectory that is over; returns what is to be remembered of it, if it counts.
         One that failed says nothing of lengths, nor does evaluation, which samples otherwise.
         """
-        if len(self.buckets) == 1 or not t.recorded or t.ending is None or t.ending.error:
+        if not self._learns or not t.recorded or t.ending is None or t.ending.error:
             return None
         sampled = int((t.versions != NOT_SAMPLED).sum())
         past = Past(t.prompt % self._prompts, tuple(returns_of(t, course.returns)), sampled)
         self.lengths.learn(past)
         return past
+
+    @property
+    def _learns(self) -> bool:
+        return self._follows or len(self.buckets) > 1
 
     def _prompt(self, t: Trajectory) -> int | None:
         return t.prompt % self._prompts if t.recorded else None

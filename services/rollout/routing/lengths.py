@@ -73,6 +73,11 @@ class Lengths:
         self._limit = limit
         self._rebuild()
 
+    @property
+    def sampled(self) -> list[int]:
+        """The tokens of each trajectory that it knows, the oldest first."""
+        return [past.sampled for past in self._history]
+
     def learn(self, past: Past) -> None:
         """Takes in a finished trajectory, and forgets the oldest ones beyond the limit."""
         self._history.append(past)

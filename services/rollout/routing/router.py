@@ -20,6 +20,7 @@ from common.occupancy import Occupancy
 from common.runtime.mesh import Mesh
 from services.rollout.routing import balance
 from services.rollout.routing.cmlfq import Scheduler
+from services.rollout.routing.degree_buckets import Engine
 from services.rollout.routing.engine_link import NO_VERSION, EngineLink, TokenSink
 from services.rollout.routing.lengths import Lengths
 from services.rollout.routing.queues import (
@@ -94,6 +95,8 @@ class Router:
             self._tasks[name].cancel()
         for name in sorted(alive.keys() - self.links.keys()):
             self._connect(name)
+        if self.scheduler.follow({name: _engine(alive[name]) for name in alive}):
+            self._rebucket()
         buckets = self.scheduler.buckets
         degrees = {name: int(alive[name].get("tensor_parallel", 1)) for name in alive}
         for name, bucket in assign(degrees, buckets).items():
@@ -107,6 +110,14 @@ class Router:
         if now - self._balanced_at >= BALANCE_S:
             self._balanced_at = now
             self._balance()
+
+    def _rebucket(self) -> None:
+        """Each stay has the bucket that its tool returns are for, and those that wait its turn."""
+        for stay in self.stays.values():
+            self.scheduler.restored(stay.trajectory, stay.course)
+        for stay in self._queue:
+            stay.order = (*self.scheduler.order(stay.trajectory, stay.course), stay.order[-1])
+        self._queue.sort(key=lambda stay: stay.order)
 
     def _connect(self, name: str) -> None:
         link = EngineLink(self._mesh, name, self._seats, self._sink, self._sampling, self.dispatch)
@@ -264,3 +275,11 @@ class Router:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _engine(stats: Mapping[str, Any]) -> Engine:
+    return Engine(
+        int(stats.get("tensor_parallel", 1)),
+        int(stats.get("tokens", 0)),
+        float(stats.get("busy_s", 0.0)),
+    )

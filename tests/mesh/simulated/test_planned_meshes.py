@@ -13,6 +13,7 @@ from common.job.config import (
     JobConfig,
     ModelsConfig,
     PlannerConfig,
+    RolloutConfig,
     TrainingConfig,
 )
 from common.pool import names
@@ -152,6 +153,28 @@ def test_a_job_whose_only_engine_is_lost_goes_on_by_turns(tmp_path: Path) -> Non
         [gang] = [g for g in await pool.gangs(mesh.world.state) if "w0" in g.workers]
         assert sorted(r.role for r in gang.residents) == ["rollout", "training"]
         assert all(r.turns for r in gang.residents)
+
+    tell(story, tmp_path)
+
+
+def test_an_engine_that_loses_a_worker_is_formed_anew_with_another_one(tmp_path: Path) -> None:
+    config = JobConfig(rollout=RolloutConfig(tensor_parallel=[2], pace="18/32/6000"))
+
+    async def engine(mesh: PlannedMesh) -> tuple[str, ...]:
+        [gang] = [gang for gang in await pool.gangs(mesh.world.state) if len(gang.workers) > 1]
+        [resident] = gang.residents
+        assert (resident.role, resident.ranks, resident.settled) == ("rollout", (0, 1), True)
+        return gang.workers
+
+    async def story(mesh: PlannedMesh) -> None:
+        await mesh.start(config)
+        members = [await mesh.worker(f"w{number}") for number in range(4)]
+        await mesh.clock.sleep(20.0)
+        assert await mesh.roles() == ["training", "rollout", "rollout", "training"]
+        assert await engine(mesh) == ("w1", "w2")
+        members[2].stop()
+        await mesh.clock.sleep(2 * LOST_S)
+        assert await engine(mesh) == ("w1", "w3"), "the helper makes room"
 
     tell(story, tmp_path)
 

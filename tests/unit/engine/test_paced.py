@@ -115,6 +115,35 @@ def test_a_larger_batch_never_takes_less_and_never_brings_fewer_tokens_a_second(
     assert (batch + 1) / pace.step_s(batch + 1, 1, 0) >= batch / pace.step_s(batch, 1, 0) * 0.999
 
 
+def test_a_pace_of_a_higher_degree_reads_a_part_of_the_weights_and_gathers() -> None:
+    one = PROFILES["a100-7b"]
+    four = one.of_degree(4)
+    gathers_s = 2 * 28 * 8e-6
+    assert four.step_s(1, 1, 0) == pytest.approx(one.decode_s / 4 + gathers_s)
+    assert four.step_s(0, 0, 1024) == pytest.approx(one.step_s(0, 0, 1024) / 4 + gathers_s)
+    assert one.of_degree(1) == one
+    declared = profile("20/32/6000").of_degree(2)
+    assert declared.step_s(1, 1, 0) == pytest.approx(0.020 / 2 + 0.05 * 0.020)
+
+
+@given(st.integers(1, 300), st.sampled_from([2, 4, 8]))
+def test_a_higher_degree_answers_sooner_and_gives_less_for_each_worker(
+    batch: int, degree: int
+) -> None:
+    one, more = PROFILES["a100-7b"], PROFILES["a100-7b"].of_degree(degree)
+    assert one.step_s(batch, 1, 0) / degree < more.step_s(batch, 1, 0) < one.step_s(batch, 1, 0)
+
+
+def test_an_engine_of_two_workers_has_the_pace_of_two_and_says_so() -> None:
+    clock = StandingClock()
+    pace = profile("20/4/1000")
+    engine = PacedEngine(built_in("eager", 4, 256, clock=clock), pace, clock, 2)
+    assert engine.tensor_parallel == 2
+    engine.submit([request(1, (1,), max_new=30)])
+    ends = finished_at(engine, clock, [1])
+    assert ends[1] == pytest.approx(30 * (0.010 + 0.001), rel=0.1)
+
+
 def test_a_profile_is_a_name_or_three_numbers() -> None:
     assert profile("18/32/6000") == Pace(0.018, 32, 6000.0)
     assert profile("h100-7b").decode_s == pytest.approx(2 * 7.6e9 / (3.35e12 * 0.85))

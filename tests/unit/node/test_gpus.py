@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,32 @@ async def test_processes_see_their_worker_s_device_and_one_that_others_fill_is_n
         assert words in refused.detail
     gpus.gpu(A, used=0)
     await mesh.until_settled("g0.0")  # it is tried again
+
+
+async def test_an_engine_of_two_sees_both_devices_and_waits_until_nobody_fills_the_second(
+    mesh: SmallMesh, gpus: Gpus
+) -> None:
+    gpus.gpu(A)
+    gpus.gpu(B, used=80 * GIB - 1000)
+    mesh.start_agent("--device", "cuda", workers=2, env=gpus.environment)
+    await mesh.form("w0", "w1")
+    document = JobConfig.from_document({"name": "j"}).document()
+    document |= {"bundle": {"dir": str(mesh.directory), "parameters": 1_000_000_000}}
+    await jobs.submit(mesh.state, "j", document, str(mesh.directory), "j")
+    await mesh.place("g0.0", ranks=(0, 1))
+    refused = await mesh.until("failed", "g0.0", lambda r: r.doing == Doing.FAILED)
+    assert "engine/g0.0/1 needs 2536870912 bytes of GPU GPU-bbbb" in refused.detail
+    assert refused.reports[0].detail == "w1 to keep accelerators for it are awaited"
+    gpus.gpu(B, used=0)
+    found = await mesh.until_settled("g0.0")
+    assert found.reports[1].held.accelerator == 2_000_000_000
+    seen = environment_of(await mesh.pid_of("engine/g0.0"))
+    assert (seen["CUDA_VISIBLE_DEVICES"], seen["MESHRL_DEVICE"]) == (f"{A},{B}", "cuda")
+
+    gpus.gpu(B, used=80 * GIB - 1000)  # by the engine itself, which goes on when w1 is back
+    worker, token = await mesh.pid_of("worker/w1"), found.reports[1].token
+    os.kill(worker, signal.SIGKILL)
+    await mesh.until("kept", "g0.0", lambda r: r.settled and r.reports[1].token != token)
 
 
 async def test_figures_are_published_and_what_breaks_is_an_event(

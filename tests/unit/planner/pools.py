@@ -227,7 +227,8 @@ def awake(snapshot: Snapshot, job: str) -> set[str]:
 def check(snapshot: Snapshot) -> None:
     """What holds at every look: a worker is in one gang, and its accelerator is one resident's, or
     of an engine and a core of one job that take turns; a job has one core and its gang one host,
-    or one network if the pool says so, with the ranks of a host next to each other.
+    or one network if the pool says so, with the ranks of a host next to each other. An engine is on
+    one host; of several workers it takes no turns.
     """
     members = [worker for gang in snapshot.gangs for worker in gang.workers]
     assert len(members) == len(set(members))
@@ -238,6 +239,11 @@ def check(snapshot: Snapshot) -> None:
         hosts = [there_are[worker].host for worker in gang.workers]
         assert sum(one != other for one, other in pairwise(hosts)) == len(set(hosts)) - 1
         cores += [resident.job for resident in gang.residents if resident.core]
+        for resident in gang.residents:
+            if resident.role == Role.ROLLOUT:
+                degree = len(resident.ranks)
+                assert len({hosts[rank] for rank in resident.ranks}) == 1
+                assert degree == 1 or not resident.turns
         for rank in range(len(gang.workers)):
             there = [r for r in gang.residents if rank in r.ranks and r.tier == Tier.ACCELERATOR]
             if len(there) > 1:

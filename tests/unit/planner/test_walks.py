@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from common.pool.decisions import Place, Remove
+from common.pool.fitting import never_fits
 from common.pool.rows import Gang, Resident, Role, Tier
 from common.pool.settings import PoolSettings
 from common.pool.snapshot import Request
@@ -26,19 +28,73 @@ def test_decisions_apply_whatever_comes_and_goes(seed: int) -> None:
     about = PoolSettings(gangs="network" if seed % 3 == 0 else "host")
     looks = Looks(pool(hosts, job("first", ranks=2), settings=about))
     for number in range(STEPS):
-        step(looks, drawn, number)
+        step(looks, drawn, number, [(1,)])
         looks.look(ready=drawn.random() < 0.8)
     looks.settle(within=40)
 
 
-def step(looks: Looks, drawn: random.Random, number: int) -> None:
+@pytest.mark.parametrize("seed", range(200, 240))
+def test_decisions_apply_where_engines_are_gangs(seed: int) -> None:
+    """The same with jobs of many degrees; what runs has an engine in the end, if it could have one
+    with the mesh to itself.
+    """
+    drawn = random.Random(seed)
+    hosts = [drawn.randint(2, 6) for _ in range(drawn.randint(1, 3))]
+    about = PoolSettings(gangs="network" if seed % 3 == 0 else "host")
+    looks = Looks(pool(hosts, job("first", degrees=(2,), alternates=False), settings=about))
+    for number in range(STEPS):
+        step(looks, drawn, number, [(1,), (1, 2), (2,), (2, 4), (1, 4), (4,)])
+        looks.look(ready=drawn.random() < 0.8)
+        of_allowed_degrees(looks)
+    looks.settle(within=40)
+
+
+def of_allowed_degrees(looks: Looks) -> None:
+    """All engines have degrees that their jobs allow."""
+    for planned in looks.snapshot.jobs:
+        engines = [r for _, r in looks.residents(planned.id) if r.role == Role.ROLLOUT]
+        assert {len(engine.ranks) for engine in engines} <= set(planned.need.degrees)
+
+
+@pytest.mark.parametrize("seed", range(300, 330))
+def test_a_job_alone_has_an_engine_whatever_has_come_and_gone(seed: int) -> None:
+    drawn = random.Random(seed)
+    hosts = [drawn.randint(2, 6) for _ in range(drawn.randint(1, 3))]
+    degrees = drawn.choice([(1, 2), (2,), (2, 4), (4,)])
+    ranks = drawn.choice([1, 1, 2])
+    wanted = job("first", degrees=degrees, ranks=ranks, alternates=degrees[0] == 1)
+    if never_fits(wanted.need, pool(hosts).workers, PoolSettings()):
+        return
+    looks = Looks(pool(hosts, wanted))
+    for number in range(STEPS):
+        worker = drawn.choice(looks.snapshot.workers).id
+        kind = drawn.choice(["dies", "back", "back", "later"])
+        if kind in ("dies", "back"):
+            looks.worker(worker, alive=kind == "back", token=100 + number)
+        else:
+            looks.change(now_ms=looks.snapshot.now_ms + 1000 * drawn.choice([1, 11]))
+        looks.look(ready=drawn.random() < 0.8)
+    for worker in [worker.id for worker in looks.snapshot.workers]:
+        looks.worker(worker, alive=True, token=999)
+    looks.job("first", checkpointed=True)
+    looks.settle(within=40)
+    if looks.snapshot.jobs:  # it has not failed for a mesh that was too small for too long
+        assert {"core", "rollout"} <= set(looks.roles("first").values())
+
+
+def step(
+    looks: Looks, drawn: random.Random, number: int, degrees: Sequence[tuple[int, ...]]
+) -> None:
     """One thing happens to jobs, to a worker, or to the clock."""
     snapshot, kind = looks.snapshot, drawn.choice(KINDS)
     worker = drawn.choice(snapshot.workers).id
     ids = [planned.id for planned in snapshot.jobs]
     if kind == "comes" and len(ids) < 5:
+        some = drawn.choice(degrees)
         more = job(
             f"j{number}",
+            degrees=some,
+            alternates=some[0] == 1,
             ranks=drawn.choice([1, 1, 2, 3]),
             priority=drawn.randint(0, 3),
             phase=Phase.QUEUED,

@@ -48,6 +48,8 @@ class Bench:
         self.computes = False  # engines are the built-in one, not simulated
         self.buckets = [LengthBucket(1 << 30, SLOTS)]
         self.past: list[Past] = []
+        self.degrees: dict[str, int] = {}  # of engines, where they are not 1
+        self.follows = False  # buckets are those of the engines
         self.network = MemoryNetwork(clock, random.child("network"))
         self.state = simulated_state(clock)
         self.routers: list[Router] = []
@@ -65,7 +67,7 @@ class Bench:
 
     def _router(self) -> Router:
         commits = GroupCommit(self.rollout, Forgetful())
-        scheduler = Scheduler(self.buckets, 1, Lengths(self.past))
+        scheduler = Scheduler(self.buckets, 1, Lengths(self.past), self.follows)
         return Router(self.rollout, commits, Sampling([], []), SLOTS, scheduler)
 
     def _engine(self, name: str) -> EngineService:
@@ -111,6 +113,7 @@ class Bench:
                     "requests": service.shards.requests,
                     "plateau": self.plateau,
                     "cache_bytes_per_token": service.engine.cache_bytes_per_token,
+                    "tensor_parallel": self.degrees.get(name, 1),
                 }
                 for name, service in self.engines.items()
             }
@@ -260,6 +263,38 @@ def test_a_trajectory_that_turns_out_long_changes_engine_and_takes_its_cache_alo
         assert other.engine.tokens_computed < 25  # the first 32 came with it
         assert moved.tokens.tolist() == stayed.tokens.tolist()
         assert moved.logprobs.tolist() == stayed.logprobs.tolist()
+
+    run_virtual(main, limit_s=3600.0)
+
+
+class Following(TwoBuckets):
+    """Engines of one worker, and of two where the test says so; buckets follow them."""
+
+    def __init__(self, clock: VirtualClock, random: Random) -> None:
+        super().__init__(clock, random)
+        self.buckets, self.follows = [LengthBucket(100, SLOTS)], True
+        failure = ("run", "small", "failure")
+        self.past = [Past(0, ((failure, 5),), 100)] * 20 + [Past(0, (), 1)] * 1200
+        self.routers = []
+        self.router = self.shard("rollout/0")
+
+
+def test_an_engine_of_two_workers_takes_the_long_ones_when_it_comes_until_it_goes() -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        bench = Following(clock, random)
+        await bench.start()
+        await bench.two_turns(bench.router)
+        assert len(bench.router.scheduler.buckets) == 1
+        bench.degrees = {"engine/g1": 2}
+        large = await bench.add("engine/g1")
+        await clock.sleep(2 * LOOK_S)
+        assert bench.router.stats["buckets"] == {"engine/g0": 0, "engine/g1": 1}
+        assert (await bench.two_turns(bench.router)).length == 55
+        assert large.engine.tokens_generated == 20, "the turn after the failure"
+        del bench.engines["engine/g1"]
+        await clock.sleep(2 * LOOK_S)
+        assert len(bench.router.scheduler.buckets) == 1
+        assert (await bench.two_turns(bench.router)).length == 55
 
     run_virtual(main, limit_s=3600.0)
 

@@ -1,0 +1,133 @@
+"""The workers that an engine of several is formed of: of one host, and of those where the fewest
+residents have to leave for it.
+
+What comes together are whole gangs: a worker joins another gang only when all have left its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from common.pool.budgets import room, takes
+from common.pool.documents import numbered
+from common.pool.needs import Need
+from common.pool.rows import Role, Tier
+from services.planner.draft import Draft
+from services.planner.team import Seated
+
+NEVER = 100  # the cost of a resident that does not leave for an engine
+
+Cost = Callable[[Seated], int]  # how much a resident's work would be missed
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Workers of one host, in rank order, and who leaves for them."""
+
+    workers: tuple[str, ...]
+    leave: tuple[Seated, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Workers of a host that are to be had together."""
+
+    workers: tuple[str, ...]
+    leave: tuple[Seated, ...] = ()
+    cost: int = 0  # 0: nobody has to leave
+
+
+def idle(draft: Draft, need: Need, degree: int) -> dict[str, list[str]]:
+    """By host, the workers that an engine of this degree can be formed of without anybody leaving;
+    hosts and workers in their order.
+    """
+    found: dict[str, list[str]] = {}
+    for worker in draft.idle:
+        alone = not draft.on[worker] and not draft.beside(worker)
+        if alone and holds(draft, need, worker, degree):
+            found.setdefault(draft.workers[worker].host, []).append(worker)
+    return found
+
+
+def gather(draft: Draft, need: Need, degree: int, cost: Cost) -> Gathered | None:
+    """The workers for an engine of this degree, where residents leave by what they cost; None when
+    no host has so many.
+    """
+    hosts: dict[str, list[_Unit]] = {}
+    for unit in _units(draft, need, degree, cost):
+        hosts.setdefault(draft.workers[unit.workers[0]].host, []).append(unit)
+    chosen = [
+        (_price(units), host, units)
+        for host, there in hosts.items()
+        if (units := _cheapest(there, degree))
+    ]
+    if not chosen:
+        return None
+    _, _, units = min(chosen, key=lambda one: (one[0], numbered(one[1])))
+    return _taken(units, degree)
+
+
+def holds(draft: Draft, need: Need, worker: str, degree: int) -> bool:
+    """Whether a worker's accelerator has the bytes of a part of such an engine."""
+    part = takes(Role.ROLLOUT, False, degree, need)
+    return room(draft.workers[worker].budget, Tier.ACCELERATOR, 0, part)
+
+
+def helps(draft: Draft, need: Need, worker: str) -> bool:
+    """Whether a worker's accelerator has the bytes of a helper."""
+    whole = takes(Role.TRAINING, False, 1, need)
+    return room(draft.workers[worker].budget, Tier.ACCELERATOR, 0, whole)
+
+
+def _units(draft: Draft, need: Need, degree: int, cost: Cost) -> Iterable[_Unit]:
+    """All that is to be had, each gang as one."""
+    seen: set[str] = set()
+    for worker in sorted(draft.placeable, key=numbered):
+        gang = draft.gangs.get(draft.where.get(worker, ""))
+        if gang is None or not gang.residents:
+            if holds(draft, need, worker, degree):
+                yield _Unit((worker,))
+        elif gang.id not in seen:
+            seen.add(gang.id)
+            leave = tuple(draft.of[r.job][r.id] for r in gang.residents)
+            price = sum(map(cost, leave))
+            workers = [w for w in gang.workers if w in draft.placeable]
+            fit = tuple(w for w in workers if holds(draft, need, w, degree))
+            one_host = len({draft.workers[w].host for w in fit}) == 1
+            if price < NEVER and one_host:
+                yield _Unit(fit, leave, price)
+
+
+def _cheapest(units: Sequence[_Unit], degree: int) -> list[_Unit]:
+    """Idle workers first; then the one gang that has enough, or the largest until there are enough;
+    empty when there are not.
+    """
+    if sum(len(unit.workers) for unit in units) < degree:
+        return []
+    chosen = [unit for unit in units if not unit.cost][:degree]
+    others = [unit for unit in units if unit.cost]
+    while (lacking := degree - sum(len(unit.workers) for unit in chosen)) > 0:
+        enough = [unit for unit in others if len(unit.workers) >= lacking]
+        best = (
+            min(enough, key=lambda u: (u.cost, len(u.workers), numbered(u.workers[0])))
+            if enough
+            else min(others, key=lambda u: (u.cost, -len(u.workers), numbered(u.workers[0])))
+        )
+        others.remove(best)
+        chosen.append(best)
+    spare = sum(len(unit.workers) for unit in chosen) - degree
+    for unit in [unit for unit in chosen if not unit.cost][:spare]:  # the gangs have enough already
+        chosen.remove(unit)
+    return chosen
+
+
+def _price(units: Sequence[_Unit]) -> tuple[int, int]:
+    """What it costs, and how many workers lose their gang for it."""
+    return sum(unit.cost for unit in units), sum(len(unit.workers) for unit in units if unit.cost)
+
+
+def _taken(units: Sequence[_Unit], degree: int) -> Gathered:
+    workers = [worker for unit in units for worker in unit.workers][:degree]
+    leave = [seated for unit in units for seated in unit.leave]
+    return Gathered(tuple(sorted(workers, key=numbered)), tuple(leave))

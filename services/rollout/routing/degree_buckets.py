@@ -1,0 +1,79 @@
+"""Buckets that follow the engines that exist: one for each degree of tensor parallelism, short
+lengths for small degrees (C-MLFQ: Libra, arXiv 2606.03077).
+
+Each bucket is to have as much of the work as its engines can do of all: past trajectories in the
+order of their lengths are cut where the tokens up to there are the share of the rates up to there.
+Libra's code has the bounds in a file; here they follow lengths and gangs as these change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from services.rollout.routing.queues import LengthBucket
+
+LEAST_PAST = 16  # trajectories whose lengths say something
+LEAST_TOKENS = 512  # of an engine, before its rate is believed
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What an engine tells of itself, of its life so far."""
+
+    degree: int
+    tokens: int = 0  # generated
+    busy_s: float = 0.0  # in which it computed them
+
+
+def buckets_of(
+    engines: Sequence[Engine], past: Sequence[int], longest: int, batch: int
+) -> list[LengthBucket]:
+    """The buckets for these engines, one for each degree that they have, by the lengths of `past`
+    trajectories in tokens. The last takes lengths up to `longest`; engines decode `batch` requests
+    together.
+    """
+    degrees = sorted({engine.degree for engine in engines})
+    rates = _rates(engines, degrees)
+    whole = sum(rates.values())
+    bounds: list[int] = []
+    share = 0.0
+    for number, degree in enumerate(degrees):
+        share += rates[degree] / whole
+        last = number == len(degrees) - 1
+        bound = longest if last else _quantile(past, share, longest)
+        bounds.append(max(bound, bounds[-1] + 1 if bounds else 1))
+    counts = {d: sum(engine.degree == d for engine in engines) for d in degrees}
+    return [
+        LengthBucket(bound, batch, float(counts[degree]))
+        for bound, degree in zip(bounds, degrees, strict=True)
+    ]
+
+
+def _rates(engines: Sequence[Engine], degrees: Sequence[int]) -> Mapping[int, float]:
+    """Tokens a second of all engines of each degree, as they have been measured; where a degree has
+    not been, all count by their workers.
+    """
+    found: dict[int, float] = {}
+    for degree in degrees:
+        there = [engine for engine in engines if engine.degree == degree]
+        tokens, busy_s = sum(e.tokens for e in there), sum(e.busy_s for e in there)
+        if tokens < LEAST_TOKENS or busy_s <= 0:
+            return {d: float(sum(e.degree for e in engines if e.degree == d)) for d in degrees}
+        found[degree] = len(there) * tokens / busy_s
+    return found
+
+
+def _quantile(past: Sequence[int], share: float, longest: int) -> int:
+    """The length up to which trajectories have that share of all tokens; the same share of the
+    longest length while too few are known.
+    """
+    if len(past) < LEAST_PAST:
+        return max(1, int(share * longest))
+    lengths = sorted(past)
+    whole, so_far = sum(lengths), 0
+    for length in lengths:
+        so_far += length
+        if so_far >= share * whole:
+            return max(1, length)
+    return lengths[-1]

@@ -1,0 +1,287 @@
+"""Engines of several workers: gangs of one host, formed, merged and split with few changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from common.pool.decisions import Decline, FailJob, Remove
+from common.pool.fitting import fitted, never_fits
+from common.pool.rows import Budget, Doing, Role, Worker
+from common.pool.settings import PoolSettings
+from common.pool.snapshot import Request
+from common.state.jobs import Phase
+from services.planner.draft import Draft
+from services.planner.memory import Memory
+from services.planner.policies.engines import shape
+from services.planner.presence import present
+from tests.unit.planner.pools import QUIET, Looks, applied, check, does, job, pool, settled
+
+SHORT_MS = round(1000 * PoolSettings().short_s) + 1
+
+
+def degrees(looks: Looks, id: str = "job") -> list[int]:
+    """Of the job's engines, falling."""
+    there = [r for _, r in looks.residents(id) if r.role == Role.ROLLOUT]
+    return sorted((len(r.ranks) for r in there), reverse=True)
+
+
+def wished(looks: Looks, wanted: Sequence[int], helpers: int | None = None) -> bool:
+    """One look at which somebody wishes for these engines, which settle; whether they are there."""
+    snapshot = looks.snapshot
+    draft = Draft(snapshot, present(snapshot, Memory()).usable)
+    done = shape(draft, snapshot.jobs[0], wanted, helpers=helpers)
+    draft.clear()
+    looks.decisions = draft.decisions
+    looks.snapshot = applied(snapshot, draft.decisions)
+    check(looks.snapshot)
+    looks.change(moves=())
+    return done
+
+
+def left(looks: Looks) -> int:
+    return sum(isinstance(decision, Remove) for decision in looks.decisions)
+
+
+# -- by default ------------------------------------------------------------------------------------
+
+
+def test_engines_are_gangs_of_the_smallest_degree_of_one_host_each() -> None:
+    looks = Looks(pool([4, 3], job(degrees=(2, 4))))
+    looks.settle()
+    assert degrees(looks) == [2, 2] and "core" in looks.roles().values()
+    hosts = {w.id: w.host for w in looks.snapshot.workers}
+    for gang in looks.snapshot.gangs:
+        assert len({hosts[worker] for worker in gang.workers}) == 1
+    assert len(looks.roles()) == 7, "who are too few for an engine help"
+
+
+def test_workers_too_small_for_a_whole_model_form_the_next_degree() -> None:
+    looks = Looks(pool([4], job(degrees=(1, 2, 4), bytes=100, half=True), settings=QUIET))
+    for worker in ("w1", "w2", "w3"):
+        looks.worker(worker, budget=Budget(accelerator=30))
+    looks.settle()
+    assert degrees(looks) == [2] and looks.roles()["w0"] == "core"
+    assert looks.snapshot.jobs[0].need.degrees == (1, 2, 4)
+
+
+def test_an_engine_of_several_takes_no_turns_with_a_core() -> None:
+    looks = Looks(pool([2], job(degrees=(2,), phase=Phase.QUEUED, alternates=False)))
+    looks.settle()
+    looks.change(now_ms=looks.snapshot.now_ms + SHORT_MS)
+    [failed] = [d for d in looks.look() if isinstance(d, FailJob)]
+    assert "needs 3 workers (1 for its core, 2 to roll out)" in failed.error
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "says"),
+    [([2, 1], 1, ""), ([1, 1, 1], 1, "no room for both"), ([3, 1], 2, "no room for both")],
+)
+def test_who_never_has_room_for_core_and_engine_is_told(
+    hosts: list[int], ranks: int, says: str
+) -> None:
+    wanted = job(degrees=(2,), ranks=ranks, alternates=False)
+    looks = Looks(pool(hosts, wanted))
+    told = never_fits(wanted.need, looks.snapshot.workers, PoolSettings())
+    assert says in told and bool(told) == bool(says)
+
+
+def test_a_core_leaves_the_host_to_the_engine_that_fits_nowhere_else() -> None:
+    looks = Looks(pool([2, 1], job(degrees=(2,), alternates=False)))
+    looks.settle()
+    assert looks.roles() == {"w0": "rollout", "w1": "rollout", "w2": "core"}
+
+
+def test_a_worker_of_an_engine_that_is_lost_ends_it_and_another_one_is_formed() -> None:
+    looks = Looks(pool([5], job(degrees=(2,), alternates=False, helped=False)))
+    looks.settle()
+    assert degrees(looks) == [2, 2]
+    looks.worker("w2", alive=False)
+    looks.change(now_ms=looks.snapshot.now_ms + 11_000)
+    looks.settle()
+    looks.change(now_ms=looks.snapshot.now_ms + 11_000)
+    looks.settle()
+    assert degrees(looks) == [2] and "w2" not in looks.roles()
+    looks.worker("w2", alive=True, token=99)
+    looks.settle()
+    assert degrees(looks) == [2, 2]
+
+
+def test_helpers_and_smaller_engines_of_others_leave_for_a_jobs_only_engine() -> None:
+    many = job("many", submitted_ms=1)
+    looks = Looks(pool([4, 4], many, settings=QUIET))
+    looks.settle()
+    late = job("late", degrees=(4,), alternates=False, phase=Phase.QUEUED, submitted_ms=2)
+    looks.change(jobs=(many, late))
+    looks.settle()
+    assert degrees(looks, "late") == [4]
+    assert degrees(looks, "many")
+
+
+def test_a_share_is_given_back_by_whole_engines() -> None:
+    first = job("first", degrees=(2,), alternates=False, helped=False)
+    looks = Looks(pool([9], first))
+    looks.settle()
+    assert degrees(looks, "first") == [2, 2, 2, 2]
+    second = job("second", degrees=(2,), alternates=False, phase=Phase.QUEUED, submitted_ms=3)
+    looks.change(jobs=(first, second))
+    looks.settle()
+    assert degrees(looks, "first") == [2, 2] and degrees(looks, "second") == [2]
+
+
+def test_a_job_whose_file_allows_other_degrees_gets_engines_of_those() -> None:
+    looks = Looks(pool([5], job(helped=False)))
+    looks.settle()
+    assert degrees(looks) == [1, 1, 1, 1]
+    looks.change(jobs=(job(helped=False, degrees=(2,), alternates=False),))
+    looks.settle()
+    assert degrees(looks) == [2, 2]
+
+
+# -- as somebody wishes ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def eight() -> Looks:
+    """A core and eight engines of one worker on a host of nine."""
+    looks = Looks(pool([9], job(degrees=(1, 2, 4, 8), helped=False)))
+    looks.settle()
+    return looks
+
+
+def test_engines_are_merged_and_the_others_stay(eight: Looks) -> None:
+    before = {r.id for _, r in eight.residents()}
+    assert wished(eight, [4, 2, 1, 1])
+    assert degrees(eight) == [4, 2, 1, 1]
+    assert len(before & {r.id for _, r in eight.residents()}) == 3, "the core, and two engines"
+    assert left(eight) == 6
+    assert wished(eight, [4, 2, 1, 1]) and not eight.decisions
+
+
+def test_an_engine_is_split(eight: Looks) -> None:
+    assert not wished(eight, [4, 4]), "one serves until the first is ready"
+    assert wished(eight, [4, 4])
+    assert wished(eight, [4, 2, 1, 1])
+    assert degrees(eight) == [4, 2, 1, 1] and left(eight) == 1
+
+
+def test_the_last_engine_stays_until_another_one_is_ready() -> None:
+    looks = Looks(pool([5], job(degrees=(2, 4), helped=False, alternates=False, most=3)))
+    looks.settle()
+    assert degrees(looks) == [2]
+    [old] = [r.id for _, r in looks.residents() if r.role == Role.ROLLOUT]
+    looks.change(workers=(*looks.snapshot.workers, *more("w5", "w6")))
+    assert not wished(looks, [4])
+    assert degrees(looks) == [4, 2] and old in {r.id for _, r in looks.residents()}
+    assert wished(looks, [4]) and degrees(looks) == [4]
+
+
+def test_without_other_workers_the_last_engine_makes_way(eight: Looks) -> None:
+    wished(eight, [8])
+    assert degrees(eight) == [8]
+    assert wished(eight, [4, 4]) and degrees(eight) == [4, 4]
+
+
+def test_pinned_engines_stay_and_count(eight: Looks) -> None:
+    eight.change(requests=(Request("op", "move", "w1", Role.ROLLOUT, "job"),))
+    eight.settle()
+    wished(eight, [4, 2, 1])
+    assert degrees(eight) == [4, 2, 1]
+    assert any(r.pinned and len(r.ranks) == 1 for _, r in eight.residents())
+    wished(eight, [4, 2])
+    assert degrees(eight) == [4, 2, 1], "who was put there by hand is no policy's to move"
+
+
+def test_helpers_become_an_engine_and_again_helpers() -> None:
+    looks = Looks(pool([7], job(degrees=(2,), alternates=False)))
+    looks.settle()
+    assert degrees(looks) == [2, 2, 2]
+    assert wished(looks, [2, 2], helpers=2)
+    assert sorted(looks.roles().values()).count("training") == 2
+    assert wished(looks, [2, 2, 2], helpers=0)
+    assert degrees(looks) == [2, 2, 2]
+
+
+def test_degrees_that_the_job_does_not_allow_are_left_out(eight: Looks) -> None:
+    assert wished(eight, [8, 3])
+    assert degrees(eight) == [8]
+
+
+def test_no_engine_is_formed_over_hosts() -> None:
+    looks = Looks(pool([3, 2], job(degrees=(1, 4), helped=False)))
+    looks.settle()
+    assert not wished(looks, [4])
+    assert degrees(looks) == [1, 1, 1, 1]
+
+
+def test_a_merge_that_fails_is_undone(eight: Looks) -> None:
+    wished(eight, [8])
+    wished(eight, [4, 4])
+    looks = eight
+    snapshot = looks.snapshot
+    draft = Draft(snapshot, present(snapshot, Memory()).usable)
+    shape(draft, snapshot.jobs[0], [8])
+    looks.snapshot = applied(snapshot, draft.decisions, ready=False)
+    [gang] = [g for g in looks.snapshot.gangs if len(g.workers) == 8]
+    failed = tuple(does(r, Doing.FAILED) for r in gang.residents)
+    others = [settled(g) for g in looks.snapshot.gangs if g is not gang]
+    looks.change(gangs=(*others, replace(gang, residents=failed)))
+    looks.settle()
+    assert degrees(looks) == [4, 4]
+    assert not looks.snapshot.moves
+
+
+# -- by hand ---------------------------------------------------------------------------------------
+
+
+def test_a_worker_of_an_engine_is_moved_alone_and_the_engine_ends() -> None:
+    looks = Looks(pool([5], job(degrees=(2,), alternates=False)))
+    looks.settle()
+    looks.change(requests=(Request("op", "move", "w2", Role.TRAINING, "job"),))
+    looks.settle()
+    assert looks.roles()["w2"] == "training" and degrees(looks) == [2]
+    looks.change(requests=(Request("op2", "move", "w2", Role.ROLLOUT, "job"),))
+    looks.settle()
+    assert degrees(looks) == [2, 2]
+
+
+def test_a_worker_alone_is_no_engine_of_two() -> None:
+    looks = Looks(pool([4, 1], job(degrees=(2,), alternates=False, helped=False)))
+    looks.settle()
+    looks.change(requests=(Request("op", "move", "w4", Role.ROLLOUT, "job"),))
+    [declined] = [d for d in looks.look() if isinstance(d, Decline)]
+    assert "takes 2 workers of one host" in declined.reason or looks.roles()["w4"] == "core"
+
+
+# -- whatever comes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_wish_is_met_where_a_host_has_the_workers(seed: int) -> None:
+    """On one host every split of its workers into powers of two can be had."""
+    drawn = random.Random(seed)
+    size = drawn.randint(2, 12)
+    looks = Looks(pool([size + 1], job(degrees=(1, 2, 4, 8), helped=False)))
+    looks.settle()
+    for _ in range(4):
+        wanted: list[int] = []
+        room = size
+        while room and (not wanted or drawn.random() < 0.8):
+            wanted.append(drawn.choice([d for d in (1, 2, 4, 8) if d <= room]))
+            room -= wanted[-1]
+        met = [wished(looks, wanted) for _ in range(3)]
+        assert met[-1] and degrees(looks) == sorted(wanted, reverse=True)
+
+
+def more(*ids: str) -> list[Worker]:
+    return [Worker(id, "host0", "cpu:0", 50 + number) for number, id in enumerate(ids)]
+
+
+def test_degrees_that_fit_no_worker_are_not_thought_of() -> None:
+    workers = pool([2]).workers
+    need = job(degrees=(1, 2, 4), alternates=True).need
+    assert fitted(need, workers).degrees == (1, 2)
+    assert fitted(job(degrees=(4,)).need, workers).degrees == (4,)
