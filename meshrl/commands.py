@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import StateUnavailable
+from common.pool.explained import Explained
 from common.process.ends.failure import end_of
 from common.process.handle import usage_of
 from common.settings import MeshSettings
 from common.state import ended, jobs, leader, registry
 from common.state.client import State, server_ms
+from common.state.events import Event
 from common.state.keys import PLANNER
+from common.state.pool import explained
 from common.state.server.embedded import without_password
 from meshrl.asking import ANSWER_S, ask
 from meshrl.client import checked
@@ -25,6 +28,7 @@ from meshrl.launch.directory.places import MeshPlace, find_mesh
 from meshrl.observe.live import gpus, printing, tables
 from meshrl.observe.recording import storage
 from meshrl.observe.report import decisions
+from meshrl.observe.standing import moves
 from meshrl.observe.standing.diagnosing import stalls
 from meshrl.observe.standing.pool import Pool, pool
 from meshrl.observe.standing.processes import owner
@@ -146,16 +150,37 @@ def delete(job: str, mesh: Path | None, token: str | None) -> None:
 
 
 def why(subject: str, mesh: Path | None, as_json: bool) -> None:
-    """Prints the last decisions about a job, a gang or a worker, each with its rule and inputs."""
-    recent = ask(find_mesh(mesh), decisions.recent, ANSWER_S)
+    """Prints the last decisions about a job, a gang or a worker, each with its rule and inputs, and
+    what came of its last moves; of a job what is predicted now, and why nothing moves.
+    """
+
+    async def look(state: State) -> tuple[list[Event], dict[str, Explained], list[jobs.JobRow]]:
+        return await decisions.recent(state), await explained(state), await jobs.jobs(state)
+
+    recent, told_of, rows = ask(find_mesh(mesh), look, ANSWER_S)
+    known = [moves.recorded(Path(row.run_dir)) for row in rows]
+    judged = moves.judged(moves.merged(*known, recent), subject)
     found = decisions.about(recent, subject)
+    present = told_of.get(subject)
     if as_json:
-        print(json.dumps([asdict(event) for event in found]))
+        content = {
+            "decisions": [asdict(event) for event in found],
+            "moves": [asdict(move) for move in judged],
+            "now": present and asdict(present),
+        }
+        print(json.dumps(content))
         return
     if not found:
         print(f"nothing was decided about {subject} lately; `meshrl status` shows what there is")
     for event in found:
         print(decisions.told(event))
+    if judged:
+        print(f"\nWhat came of the last moves of {subject}, in seconds a step:")
+        table = moves.table(judged)
+        printing.console(table).print(table)
+    if present is not None and (lines := moves.present(present)):
+        print("\nNow:")
+        print("\n".join(f"  {line}" for line in lines))
 
 
 def stalled(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:

@@ -8,10 +8,7 @@ import math
 from dataclasses import dataclass
 
 from common.errors import ConfigError
-
-BUSY_SHARE = 0.55  # share of peak arithmetic that prefill reaches,
-TRAIN_SHARE = 0.4  # that training reaches, as dense models of this size are reported to,
-READ_SHARE = 0.85  # share of peak bandwidth that decoding reaches (Libra's cost model, model.py)
+from common.hardware.profiles import Accelerator, declared
 
 # A step that ends later than its pace by more than this share of it counts as late: the host could
 # not keep up, and figures of the run are worth less.
@@ -48,32 +45,32 @@ class TrainingPace:
         return tokens / (3.0 * self.tokens_per_s)
 
 
-def pace_of(parameters: float, bytes_per_s: float, flops: float) -> Pace:
+def pace_of(parameters: float, on: Accelerator) -> Pace:
     """The pace of a dense model in 16 bits: a decode step reads every weight once, until the
     arithmetic of the batch takes longer than the reading.
     """
-    decode_s = 2 * parameters / (bytes_per_s * READ_SHARE)
-    token_s = 2 * parameters / (flops * BUSY_SHARE)
+    decode_s = 2 * parameters / on.read_bytes_per_s
+    token_s = 2 * parameters / on.busy_flops
     return Pace(decode_s, round(decode_s / token_s), 1 / token_s)
 
 
-def training_pace_of(parameters: float, bytes_per_s: float, flops: float) -> TrainingPace:
+def training_pace_of(parameters: float, on: Accelerator) -> TrainingPace:
     """The pace of training the same model: six operations a parameter and token, and an update
     that reads parameter, gradient and two moments in 32 bits and writes all but the gradient.
     """
-    token_s = 6 * parameters / (flops * TRAIN_SHARE)
-    return TrainingPace(1 / token_s, 28 * parameters / (bytes_per_s * READ_SHARE))
+    token_s = 6 * parameters / on.train_flops
+    return TrainingPace(1 / token_s, 28 * parameters / on.read_bytes_per_s)
 
 
-# Parameters, peak bandwidth and dense 16-bit arithmetic, the latter as their makers declare them.
+# Parameters of the model, and the accelerator that it is on.
 _DECLARED = {
-    "a100-7b": (7.6e9, 2.04e12, 312e12),
-    "a100-14b": (14.8e9, 2.04e12, 312e12),
-    "h100-7b": (7.6e9, 3.35e12, 989e12),
-    "l40s-7b": (7.6e9, 0.864e12, 362e12),
+    "a100-7b": (7.6e9, declared()["A100"]),
+    "a100-14b": (14.8e9, declared()["A100"]),
+    "h100-7b": (7.6e9, declared()["H100"]),
+    "l40s-7b": (7.6e9, declared()["L40S"]),
 }
-PROFILES = {name: pace_of(*declared) for name, declared in _DECLARED.items()}
-TRAINING_PROFILES = {name: training_pace_of(*declared) for name, declared in _DECLARED.items()}
+PROFILES = {name: pace_of(*which) for name, which in _DECLARED.items()}
+TRAINING_PROFILES = {name: training_pace_of(*which) for name, which in _DECLARED.items()}
 
 
 def profile(text: str) -> Pace:

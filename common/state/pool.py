@@ -18,12 +18,13 @@ from common.pool.documents import (
     worker_document,
     worker_of,
 )
+from common.pool.explained import Explained, explained_of
 from common.pool.measured import kind_of
 from common.pool.names import agent as agent_process
 from common.pool.planned import Published, planned
 from common.pool.rows import Gang, Report, Worker
 from common.pool.settings import PoolSettings
-from common.pool.snapshot import Host, Request, Snapshot
+from common.pool.snapshot import Host, Move, Request, Snapshot
 from common.state.client import State
 from common.state.keys import MESH, PLANNER
 from common.state.registry import Entry
@@ -32,6 +33,7 @@ from common.state.writing import written
 WORKER = f"{MESH}:worker:"
 SERVICES, HOSTS = f"{MESH}:services:", f"{MESH}:hosts"
 LEADER = f"{MESH}:planner"  # what leaders leave to each other
+MOVING = f"{MESH}:moving"  # moves under way, by the resident that arrives
 # Decisions of one script: each takes up to some 50 us of Redis, which answers nobody meanwhile.
 CHUNK = 128
 ENDED_S = 3600.0  # for which the last end of a process is told whose resident is gone
@@ -135,11 +137,32 @@ async def gang(state: State, id: str) -> Gang | None:
     return gang_of(rows[0]) if rows else None
 
 
+async def remembered(state: State) -> dict[str, Any]:
+    """What leaders leave to each other; nothing before there has been one."""
+    text = await state.command("HGET", LEADER, "memory")
+    found: dict[str, Any] = json.loads(text) if text else {}
+    return found
+
+
 async def entitled(state: State) -> dict[str, int]:
     """Workers that each job is to have, as the leader divided them last."""
-    text = await state.command("HGET", LEADER, "memory")
-    found: dict[str, int] = (json.loads(text) if text else {}).get("entitled", {})
+    found: dict[str, int] = (await remembered(state)).get("entitled", {})
     return found
+
+
+async def explained(state: State) -> dict[str, Explained]:
+    """What the leader predicted last of each job's steps, and why it moves nothing, by job; nothing
+    of jobs that it has not judged.
+    """
+    return explained_of(await remembered(state))
+
+
+async def under_way(state: State) -> list[Move]:
+    """The moves that are decided and not complete, the oldest first."""
+    flat = await state.command("HGETALL", MOVING)
+    rows = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))
+    found = [move_of(id, json.loads(row)) for id, row in rows.items()]
+    return sorted(found, key=lambda move: (move.started_ms, move.id))
 
 
 async def services_of(state: State, host: str) -> tuple[str, ...]:

@@ -187,6 +187,35 @@ def status(
         commands.status(run, mesh, json)
 
 
+@app.command(rich_help_panel="Meshes")
+def top(
+    run: RunOrMesh = None,
+    once: Annotated[bool, typer.Option("--once", help="Prints one frame, and ends.")] = False,
+    json: AsJson = False,
+    mesh: MeshOption = None,
+    token: TokenOption = None,
+) -> None:
+    """Shows a mesh while it works: jobs, rates, moves of workers, gangs and what resides on them.
+
+    Changes nothing; Ctrl-C ends it. Without a terminal it prints one frame. With a token: its jobs.
+
+    Examples:
+
+        meshrl top
+
+        meshrl top runs/calculator --once
+
+        meshrl top --json
+    """
+    if token and not mesh:
+        from meshrl.top import by_token
+
+        raise typer.Exit(by_token.top(token, once, json))
+    from meshrl.top import showing
+
+    raise typer.Exit(showing.top(run, mesh, once, json))
+
+
 @app.command(rich_help_panel="Help")
 def logs(
     names: Annotated[

@@ -233,6 +233,57 @@ def chat(
 
         meshrl chat runs/mygame --row 0 --temperature 0 --json
     """
-    from meshrl.run import chatting
+    from meshrl.run.talking import chatting
 
     raise typer.Exit(chatting.chat(run, step, best, prompt, row, temperature, seed, json))
+
+
+@app.command(rich_help_panel="Runs")
+def sample(
+    run: RunOrJob,
+    prompt: Annotated[
+        str,
+        typer.Argument(
+            metavar="PROMPT",
+            help="A prompt, a whole row as a JSON object, or - for one on each line of the input.",
+        ),
+    ],
+    n: Annotated[int, typer.Option("--n", "-n", min=1, metavar="N", help="Of each prompt.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 1.0,
+    greedy: Annotated[bool, typer.Option("--greedy", help="As --temperature 0.")] = False,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="That the model samples of one; default: what has room."
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Default: another each time.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="That step's model; default: the last.")
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The model that evaluation found best.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Samples trajectories of a prompt with a run's model, in the environment of its job.
+
+    Also while the run goes on. It prints what the model said, its tools, the reward where the row
+    allows one, and the tokens. A prompt that a row of the job has is that row. Exits 1 when a
+    trajectory or its reward failed.
+
+    Examples:
+
+        meshrl sample runs/calculator '?17a-13b-16='
+
+        meshrl sample runs/calculator '{"prompt": "?2a+3=", "answer": 5}' --n 4 --best --json
+
+        meshrl sample runs/mygame - --greedy < prompts.txt
+    """
+    from meshrl.run.talking import sampling
+
+    temperature = 0.0 if greedy else temperature
+    choice = sampling.Choice(step, best, n, temperature, max_tokens, seed)
+    raise typer.Exit(sampling.sample(run, prompt, choice, json))

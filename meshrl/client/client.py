@@ -123,15 +123,20 @@ class Client:
         while True:
             # before the look: what ends it is seen, too
             over = (await _patiently(partial(self.job, name))).over
-            look = partial(self._happened, name, since, 0.0 if over else WAIT_S)
+            look = partial(self.happened, name, since, 0.0 if over else WAIT_S)
             found, since = await _patiently(look)
             for event in found:
                 yield event
             if over and not found:
                 return
 
-    async def _happened(self, name: str, since: str, wait_s: float) -> tuple[list[Event], str]:
-        async with _within(ANSWER_S + WAIT_S, f"asking for events of {name}"):
+    async def happened(
+        self, name: str, since: str = "0", wait_s: float = 0.0
+    ) -> tuple[list[Event], str]:
+        """A page of what has happened to a job after the event whose id is `since`, and where to go
+        on; where there is none, what comes within `wait_s`. NotFound.
+        """
+        async with _within(ANSWER_S + wait_s, f"asking for events of {name}"):
             return await self._door.happened(name, since, wait_s)
 
     async def wait(self, name: str, timeout_s: float | None = None) -> JobState:

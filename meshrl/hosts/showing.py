@@ -29,7 +29,18 @@ def show(mesh: Path | None, as_json: bool) -> None:
 
 def table(found: list[HostRow]) -> Table:
     """A row a host."""
-    columns = ("host", "state", "address", "since", "workers", "services", "trip", "clock", "")
+    columns = (
+        "host",
+        "state",
+        "address",
+        "since",
+        "workers",
+        "services",
+        "busy",
+        "trip",
+        "clock",
+        "",
+    )
     made = printing.table(*columns, wraps=columns[-1:])
     for row in found:
         since = datetime.fromtimestamp(row.since_s).strftime("%m-%d %H:%M") if row.since_s else ""
@@ -40,6 +51,7 @@ def table(found: list[HostRow]) -> Table:
             since,
             _workers(row),
             _services(row),
+            "" if row.cores is None else f"{row.busy_cores:.1f} of {row.cores:g}",
             "" if row.trip_ms is None else f"{row.trip_ms:.1f} ms",
             "" if row.ahead_ms is None else f"{row.ahead_ms:+.0f} ms",
             ", ".join(_notes(row)),

@@ -40,6 +40,8 @@ class HostRow:
     draining: str  # why nothing new is placed there; empty: something may be
     trip_ms: float | None  # to Redis and back; None: not measured
     ahead_ms: float | None  # its clock, of that of Redis' host
+    cores: float | None  # processors that its processes share; None: not known
+    busy_cores: float | None  # of these, that were busy in the last seconds
 
     @property
     def document(self) -> dict[str, Any]:
@@ -107,6 +109,8 @@ def _row(
         draining=draining,
         trip_ms=stats.get("trip_ms"),
         ahead_ms=stats.get("ahead_ms"),
+        cores=stats.get("cores"),
+        busy_cores=stats.get("busy_cores"),
     )
 
 

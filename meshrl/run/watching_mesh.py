@@ -26,7 +26,7 @@ class MeshOnlooker:
     def __init__(self, state: State) -> None:
         self._state, self._began = state, time.monotonic()
         self._shown: set[str] = set()
-        self._steps: dict[str, list[dict[str, object]]] = {}
+        self.steps: dict[str, list[dict[str, object]]] = {}  # the last rows of each job
         self._histories: dict[str, History] = {}
 
     async def look(self) -> MeshShot:
@@ -34,13 +34,13 @@ class MeshOnlooker:
         state = self._state
         rows = [row for row in await jobs.jobs(state) if not row.ended or row.id in self._shown]
         for row in rows:
-            if not row.ended or row.id not in self._steps:
+            if not row.ended or row.id not in self.steps:
                 await self._follow(row)
         self._shown |= {row.id for row in rows}
         return shot(
             time.monotonic() - self._began,
             rows,
-            self._steps,
+            self.steps,
             await registry.entries(state),
             await pool(state),
             self._histories,
@@ -48,11 +48,11 @@ class MeshOnlooker:
 
     async def _follow(self, row: JobRow) -> None:
         """The last rows of a job's steps; those that a new lineage has left behind are gone."""
-        known = [r for r in self._steps.get(row.id, []) if int(str(r["step"])) <= row.steps_done]
+        known = [r for r in self.steps.get(row.id, []) if int(str(r["step"])) <= row.steps_done]
         last = int(str(known[-1]["step"])) if known else max(0, row.steps_done - CURVE)
         if last < row.steps_done:
             known += await steps.step_rows(self._state, row.id, since=last)
-        self._steps[row.id] = known[-CURVE:]
+        self.steps[row.id] = known[-CURVE:]
 
 
 async def several(state: State) -> bool:

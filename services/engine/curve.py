@@ -11,6 +11,7 @@ cores.
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 
 import numpy as np
@@ -21,7 +22,8 @@ from common.pool.measured import Curve
 WINDOW_STEPS = 8  # are taken in together: an engine may not tell to a step when a token came
 ENOUGH = 4  # windows before there is a curve
 REMEMBERED = 0.998  # weight of a window beside the next: some 4,000 steps tell the terms apart,
-LEVEL = 0.97  # and some 260 tell how long steps take altogether
+LEVEL_S = 10.0  # and those of so much computing tell how long they take altogether
+STALL_S = 0.1  # is no outlier: others had the processor, and will have it again
 OUTLIER = 10.0  # times what was expected: code is compiled, the host stands; it counts as so much
 SOLVED_EACH = 16  # windows, from so many on: it takes a third of a millisecond
 SHARES = np.array([0.8, 0.1, 0.1, 0.1])  # of a step's time: the prior, in the order of the terms
@@ -72,7 +74,8 @@ class CurveFit:
     def _take(self, terms: Floats, took_s: float, steps: int) -> None:
         expected_s = float(terms @ self._terms)
         if self._windows >= ENOUGH and expected_s > 0:
-            took_s = min(took_s, OUTLIER * expected_s * max(1.0, self._level))
+            most_s = OUTLIER * expected_s * max(1.0, self._level)
+            took_s = min(took_s, max(most_s, STALL_S))
         row = terms / took_s
         self._squares = REMEMBERED * self._squares + np.outer(row, row)
         self._sums = REMEMBERED * self._sums + row
@@ -81,8 +84,9 @@ class CurveFit:
         self.steps += steps
         if self._windows < SOLVED_EACH or self._windows % SOLVED_EACH == 0:
             self._terms = _solved(self._squares, self._sums, self._weight)
-        self._took = LEVEL * self._took + took_s
-        self._expected = LEVEL * self._expected + float(terms @ self._terms)
+        fade = math.exp(-took_s / LEVEL_S)
+        self._took = fade * self._took + took_s
+        self._expected = fade * self._expected + float(terms @ self._terms)
 
 
 def _solved(squares: Floats, sums: Floats, weight: float) -> Floats:

@@ -37,10 +37,12 @@ class Throughput:
         return {n: self._means[n] for n in sorted(self._means) if self._steps[n] >= ENOUGH}
 
     @property
-    def by_context(self) -> dict[str, list[float]]:
-        """[tokens per second, steps] by `BATCHxCONTEXT`, the least of each class."""
+    def by_context(self) -> dict[str, float]:
+        """Tokens per second by `BATCHxCONTEXT`, the least of each class, of those that were seen
+        often enough.
+        """
         found = sorted(self._by_context.items())
-        return {f"{b}x{c}": [round(rate, 1), steps] for (b, c), (rate, steps) in found}
+        return {f"{b}x{c}": round(rate, 1) for (b, c), (rate, steps) in found if steps >= ENOUGH}
 
     @property
     def plateau(self) -> int:

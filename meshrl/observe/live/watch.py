@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from common.pool.explained import JUDGED, judged_of
 from common.process.ends.failure import told as failure_text
 from common.records import damage
 from common.state.events import Event
@@ -16,6 +17,7 @@ from common.state.lifecycle.accounting import COUNTED
 from common.state.registry import Entry
 from meshrl.observe.live import gpus
 from meshrl.observe.live.workers import WorkerLine, WorkerSums, worker_lines, worker_sums
+from meshrl.observe.standing import moves
 from meshrl.observe.standing.failures import Failure, Heard
 from meshrl.observe.standing.held import ADMISSION, OtherLine, others, reason
 from meshrl.observe.standing.pool import Pool
@@ -273,6 +275,8 @@ def told(event: Event) -> str:
         return f"history_lost: {span} are on no record; the account goes on from Redis' rows"
     if event.kind == "move_declined":
         return f"a move was declined: {f['reason']}"
+    if event.kind == JUDGED:
+        return moves.line(judged_of(event.ms, f))
     if event.kind == "epoch":
         return f"redis was away for {float(f.get('away_ms', 0)) / 1000:.0f} s; leases were kept"
     return ""

@@ -15,6 +15,9 @@ from typing import Any
 
 from common.pool.measured import FIELDS, Measured, Work
 
+# A window lasts so long at least: processes tell their counts with each renewal of their leases,
+# every 1.5 s, and not at the same moment.
+LEAST_S = 6.0
 TIMES = 40  # looks whose times are kept: the longest trial
 KEPT = 16  # processes of a job that are remembered: one that was away for a moment comes back
 
@@ -76,6 +79,10 @@ class Window:
     steps: int
     seconds: float
     work: Work
+
+    def long(self, steps: int) -> bool:
+        """Whether it has so many steps, and lasts long enough for its counts to belong together."""
+        return self.steps >= steps and self.seconds >= LEAST_S
 
     @property
     def step_s(self) -> float:

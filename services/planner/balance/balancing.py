@@ -53,7 +53,7 @@ def balance(draft: Draft, job: PlannedJob, watch: Watch) -> Watch:
     if draft.snapshot.now_ms - watch.observed_ms < 1000 * config.interval_s:
         return watch
     account = watch.account.credited(job.measured)
-    mark = Mark(job.steps_done, draft.snapshot.now_ms, account.total)
+    mark = Mark(round(account.total.steps), draft.snapshot.now_ms, account.total)
     split, terms = Split(len(team.engines), 1 + len(team.helpers)), _terms(job)
     watch = replace(watch, account=account, observed_ms=mark.ms)
     watch = watch.marked(mark, split, terms.max_staleness, config.window_steps)
@@ -80,10 +80,10 @@ def _try(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Watch:
     if verdict is None:
         return watch
     imbalance = _imbalance(predicted(trial.demand, trial.rates, trial.before, terms, 0.0))
-    watch = watch.convinced(verdict, imbalance)
+    watch = watch.convinced(verdict, imbalance, mark.step)
     draft.decide(Judge(job.id, verdict.told(), Why(verdict.rule, job.id)))
     if not verdict.paid:
-        figures = {"regret_s": round(verdict.regret_s, 4), "step": mark.step}
+        figures = {"regret_s": round(verdict.regret_s, 4), "step": job.steps_done}
         _shift(draft, job, team, -_shifted(trial), UNDO, figures)
     return _explain(watch, None, _judged_words(verdict))
 
@@ -114,7 +114,8 @@ def _plan(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Watch:
         mark.step - watch.planned_step,
     )
     failures = max(watch.failures.values(), default=0)
-    if why := triggers.rests(mark.step, watch.moved_step, config, failures):
+    since = mark.step - watch.moved_step if watch.moved_step is not None else None
+    if why := triggers.rests(job.steps_done, since, config, failures):
         return _explain(watch, model, why, window)
     if not pressing:
         return _explain(watch, model, "nothing presses for another split", window)
@@ -124,7 +125,7 @@ def _plan(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Watch:
         return _explain(watch, model, "no other split is predicted to be faster", window)
     towards = Role.TRAINING if shift > 0 else Role.ROLLOUT
     failures = watch.failures.get(towards, 0)
-    left = job.steps - mark.step if job.steps else 1 << 30
+    left = job.steps - job.steps_done if job.steps else 1 << 30
     switch_s = (watch.switch_s or SWITCH_S) * abs(shift) / max(1, team.workers)
     saved_s = window.step_s - after_s
     if window.steps < config.window_steps and saved_s < SURE * window.step_s:
@@ -137,7 +138,7 @@ def _plan(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Watch:
         "before_s": round(window.step_s, 4),
         "predicted_s": round(after_s, 4),
         "trigger": pressing,
-        "step": mark.step,
+        "step": job.steps_done,
     }
     arrived = _shift(draft, job, team, shift, RULE, figures)
     after = Split(split.engines - shift, split.trainers + shift)
@@ -146,7 +147,7 @@ def _plan(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Watch:
         arrived[0].resident.id,
         split,
         after,
-        mark.step,
+        job.steps_done,
         window.step_s,
         after_s,
         watch.bias.get(towards, 1.0),
@@ -277,10 +278,10 @@ def _explain(
     watch: Watch, model: Prediction | None, verdict: str, window: Window | None = None
 ) -> Watch:
     """Says to people what is predicted, and why this is done."""
+    binds = model.binds if model is not None else ""
     told: dict[str, Any] = dict(watch.explained)
     if model is not None and window is not None:
-        told |= model.rounded() | {"step_s": round(window.step_s, 4), "binds": model.binds}
-        told["modelled_s"] = round(model.step_s, 4)
+        told |= model.rounded() | {"binds": binds, "measured_s": round(window.step_s, 4)}
     errors = [one.error for one in watch.verdicts]
     told |= {"verdict": verdict, "error": round(median(errors), 4) if errors else None}
     return replace(watch, explained=told)

@@ -41,7 +41,7 @@ class Trial:
     resident: str  # the first that arrived
     before: Split
     after: Split
-    step: int  # at which it was decided
+    step: int  # of the job, at which it was decided
     before_s: float  # seconds of a step, measured
     predicted_s: float  # of a step after it, all corrections in it
     bias: float  # the correction of the rule that is in it
@@ -87,8 +87,8 @@ class Verdict:
     resident: str
     towards: str
     moved: int
-    step: int  # at which it was decided
-    judged_step: int
+    step: int  # of the job, at which it was decided
+    judged_after: int  # steps, from the end of the move
     before_s: float
     expected_s: float  # without the move, by now
     predicted_s: float  # with it, by now
@@ -136,9 +136,10 @@ def judged(trial: Trial, mark: Mark, times: Times, terms: Terms, steps: int) -> 
     if trial.begins is None:
         return None
     window = between(trial.begins, mark)
-    if window is None or window.steps < steps:
+    if window is None or not window.long(steps):
         return None
-    verdict = _verdict(trial, window, mark.step, terms)
+    assert trial.settled_step is not None
+    verdict = _verdict(trial, window, mark.step - trial.settled_step, terms)
     if verdict is None:
         return None
     error_s = math.hypot(trial.error_s, times.error_s(trial.begins.step, mark.step))
@@ -146,7 +147,7 @@ def judged(trial: Trial, mark: Mark, times: Times, terms: Terms, steps: int) -> 
     return None if close and window.steps < LONGEST * steps else verdict
 
 
-def _verdict(trial: Trial, window: Window, step: int, terms: Terms) -> Verdict | None:
+def _verdict(trial: Trial, window: Window, after: int, terms: Terms) -> Verdict | None:
     now = demand(window, terms)
     if now is None or window.step_s <= 0:
         return None
@@ -163,7 +164,7 @@ def _verdict(trial: Trial, window: Window, step: int, terms: Terms) -> Verdict |
         towards=trial.towards,
         moved=trial.moved,
         step=trial.step,
-        judged_step=step,
+        judged_after=after,
         before_s=trial.before_s,
         expected_s=expected_s,
         predicted_s=corrected(goes, model, trial.before_s) * trial.bias,

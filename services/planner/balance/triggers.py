@@ -52,15 +52,15 @@ def fired(found: Pressure, config: PlannerConfig, since_planned: int) -> str:
     return "interval" if since_planned >= config.every else ""
 
 
-def rests(step: int, moved_step: int | None, config: PlannerConfig, failures: int) -> str:
-    """Why nothing is planned now, whatever presses; empty: something may be. Moves that did not pay
-    make the rest longer.
+def rests(step: int, since: int | None, config: PlannerConfig, failures: int) -> str:
+    """Why nothing is planned now, whatever presses; empty: something may be. `since` are the steps
+    since the last move. Moves that did not pay make the rest longer.
     """
     if step <= config.warmup_steps:
         return f"the first {config.warmup_steps} steps are not over"
     rest = config.cooldown_steps << min(failures, 4)
-    if moved_step is not None and step < moved_step + rest:
-        return f"the last move was at step {moved_step}, and {rest} steps are waited"
+    if since is not None and since < rest:
+        return f"the last move was {since} steps ago, and {rest} are waited"
     return ""
 
 

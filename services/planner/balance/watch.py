@@ -13,7 +13,9 @@ from services.planner.balance.trials import KEPT, Trial, Verdict, learned, verdi
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Of one job. Directions are the role that a move gives workers."""
+    """Of one job. Directions are the role that a move gives workers; steps are those that its
+    account has counted.
+    """
 
     account: Account = field(default_factory=Account)
     split: Split | None = None  # that the window was measured with
@@ -88,8 +90,8 @@ class Watch:
             return self
         if self.older is None:
             return replace(self, older=mark)
-        begun = self.newer or self.older
-        if mark.step - begun.step < steps:
+        window = between(self.newer or self.older, mark)
+        if window is None or not window.long(steps):
             return self
         older = self.newer or self.older
         return replace(self, older=older, newer=mark)
@@ -97,7 +99,7 @@ class Watch:
     def window(self, mark: Mark, steps: int) -> Window | None:
         """The window until this mark, when it is long enough."""
         found = between(self.older, mark) if self.older is not None else None
-        return found if found is not None and found.steps >= steps else None
+        return found if found is not None and found.long(steps) else None
 
     def interrupted(self) -> Watch:
         """The watch of a job that stands: times do not go on from before."""
@@ -110,7 +112,7 @@ class Watch:
         """The watch after a move at this step."""
         return replace(self, moved_step=step, planned_step=step, trial=trial)
 
-    def convinced(self, verdict: Verdict, imbalance: float) -> Watch:
+    def convinced(self, verdict: Verdict, imbalance: float, step: int) -> Watch:
         """The watch after a verdict: a direction that did not pay needs more next time."""
         trial, towards = self.trial, verdict.towards
         assert trial is not None
@@ -120,7 +122,7 @@ class Watch:
         return replace(
             self,
             trial=None,
-            moved_step=verdict.judged_step,
+            moved_step=step,
             verdicts=(*self.verdicts, verdict)[-KEPT:],
             failures=failures,
             failed_at=dict(self.failed_at) | ({} if verdict.paid else {towards: imbalance}),

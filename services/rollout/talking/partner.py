@@ -24,7 +24,7 @@ from common.api.sandbox import (
     RunTools,
     ToolCall,
 )
-from common.errors import ConfigError, MeshError, ToolFailed, from_wire
+from common.errors import ConfigError, MeshError, Refused, ToolFailed, from_wire
 from common.generation.builtin.build import TorchEngine, build
 from common.generation.contract import Request
 from common.job.builtin import PERSON
@@ -57,6 +57,8 @@ class Played:
     turns: list[dict[str, Any]]
     reason: str  # done, length or turns
     score: float | None  # the environment's own, or the job's reward; None: neither has one
+    tokens: int = 0  # of all of it, the prompt and what was appended included
+    sampled: int = 0  # of these, by the model
 
 
 class Partner:
@@ -110,27 +112,38 @@ class Partner:
         show: Show,
         hear: Hear | None = None,
         reward: bool = False,
+        most_new: int | None = None,
     ) -> Played:
         """A trajectory of a row to its end; each turn is shown when it has happened. Without
         `hear` a conversation ends after the model's first answer. `reward`: the job's is computed.
+        The model samples `most_new` tokens of it at most; None: as many as there is room for.
 
-        ToolFailed when the environment, a tool or the reward fails.
+        ToolFailed when the environment, a tool or the reward fails; Refused when the prompt leaves
+        no room.
         """
         t = Trajectory(key, 0, 0, 0, seed)
         t.begin(await self._ask(key, "begin", row))
+        if t.length >= self.most:
+            raise Refused(
+                f"the prompt is too long: it has {t.length} tokens, and a trajectory at most "
+                f"{self.most}",
+                fix="Shorten it; rollout.max_tokens of the job, or the model's positions, say so",
+            )
         show({"role": "prompt", "text": self.transcript.prompt(t)})
-        reason, score = await self._turns(t, temperature, show, hear)
+        most_new = self.most if most_new is None else most_new
+        reason, score = await self._turns(t, temperature, most_new, show, hear)
         await self._ask(key, "close", None)
         turns = self.transcript.turns(t, reason)
         if reward and self.job.config.reward.declared:
-            score = await self._reward(row, turns)
-        return Played(self.transcript.prompt(t), turns, reason, score)
+            score = await self.reward(row, turns)
+        return Played(self.transcript.prompt(t), turns, reason, score, t.length, _sampled(t))
 
     async def _turns(
-        self, t: Trajectory, temperature: float, show: Show, hear: Hear | None
+        self, t: Trajectory, temperature: float, most_new: int, show: Show, hear: Hear | None
     ) -> tuple[str, float | None]:
         while True:
-            cut = self._generate(t, temperature) is Finish.LENGTH
+            left = min(self.most - t.length, most_new - _sampled(t))
+            cut = self._generate(t, temperature, left) is Finish.LENGTH
             if cut:
                 said, score = await self._ask(t.group, "cut", t.turn.tolist())
                 t.open_turn = Turn(said, 0, cut=True)
@@ -146,7 +159,8 @@ class Partner:
             # A person says when a conversation ends; other trajectories are as in training.
             turns = len(t.past_turns) + 1
             spent = hear is None and turns >= self.job.config.rollout.max_turns
-            if spent or t.length + len(value) >= self.most:
+            full = t.length + len(value) >= self.most or _sampled(t) >= most_new
+            if spent or full:
                 _, score = await self._ask(t.group, "cut", [])
                 return "turns" if spent else "length", score
             t.appended(value)
@@ -170,13 +184,13 @@ class Partner:
         action, value = await self._ask(t.group, "result", answer)
         return action, value
 
-    def _generate(self, t: Trajectory, temperature: float) -> Finish:
-        """Samples a turn of the model onto the trajectory; why it ended."""
+    def _generate(self, t: Trajectory, temperature: float, most: int) -> Finish:
+        """Samples a turn of the model of `most` tokens onto the trajectory; why it ended."""
         rollout = self.job.config.rollout
         request = Request(
             id=t.id,
             tokens=t.tokens.copy(),
-            max_new=self.most - t.length,
+            max_new=most,
             temperature=temperature,
             stop_ids=self.stop,
             seed=t.seed,
@@ -241,7 +255,8 @@ class Partner:
             raise ToolFailed(f"tool {name}: {outcome.status}: {outcome.error}")
         return outcome.value
 
-    async def _reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
+    async def reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
+        """What the job's reward gives for a trajectory of a row. ToolFailed when it fails."""
         deadline_s = self.job.config.reward.deadline_s
         call = RewardCall(0, self.job.id, row, turns, deadline_s)
         outcome = await self._sandboxed("score", RewardBatch([call]), 5 * deadline_s)
@@ -276,6 +291,11 @@ class Partner:
         for child in (self._environment, self._sandbox):
             if child is not None:
                 await dismissed(child)
+
+
+def _sampled(t: Trajectory) -> int:
+    """Tokens that the model has sampled."""
+    return t.length - t.prompt_length - sum(turn.appended for turn in t.every_turn)
 
 
 def _kept(value: Any) -> bool:

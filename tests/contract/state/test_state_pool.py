@@ -22,6 +22,7 @@ from common.pool.decisions import (
     Serve,
     Why,
 )
+from common.pool.explained import Explained
 from common.pool.measured import Curve, Work
 from common.pool.needs import Need
 from common.pool.rows import Budget, Doing, Gang, Report, Resident, Role, Tier, Worker
@@ -285,6 +286,11 @@ async def test_people_are_shown_how_the_workers_were_divided_last(bench: Bench) 
     for op, memory in (("a", {"entitled": {JOB: 2}}), ("b", None)):
         assert await pool.write(bench.state, led, op, [], memory) == []
         assert await pool.entitled(bench.state) == {JOB: 2}
+    assert await pool.explained(bench.state) == {}, "a leader that predicts nothing says nothing"
+    told = {"step_s": 0.8, "rollout_s": 0.8, "binds": "latency", "verdict": "no split is better"}
+    assert await pool.write(bench.state, led, "c", [], {"explained": {JOB: told}}) == []
+    found = await pool.explained(bench.state)
+    assert found == {JOB: Explained(0.8, 0.8, 0.0, 0.0, "latency", "no split is better", None)}
 
 
 async def test_a_leader_that_resumes_after_another_has_led_grants_nothing_again(
@@ -460,6 +466,7 @@ async def test_a_move_is_under_way_until_it_is_finished_and_told_of_once(bench: 
     move = Move("g0.0", "g0", 100, 200, {"back": [1]}, {"policy": "stage_time"})
     await write(bench, led, Form("g0", ("w0",), WHY), place(move=move))
     assert (await pool.look(bench.state, led)).snapshot.moves == (move,)
+    assert await pool.under_way(bench.state) == [move]
     later = replace(move, started_ms=300, until_ms=400)
     done = Finish(move, True, {"policy": "stage_time", "others": {}}, WHY)
     assert await write(bench, led, place(epoch=2, move=later), done) == []
@@ -470,6 +477,7 @@ async def test_a_move_is_under_way_until_it_is_finished_and_told_of_once(bench: 
     await write(bench, led, Remove("g0", "g0.0", WHY))
     await write(bench, led, replace(done, move=later))
     assert (await pool.look(bench.state, led)).snapshot.moves == ()
+    assert await pool.under_way(bench.state) == []
     assert len(await told(bench.state, "move")) == 1
 
 

@@ -36,7 +36,7 @@ def test_shards_core_and_engines_tell_their_parts_of_what_a_job_did(tmp_path: Pa
         assert whole.groups >= (whole.steps - LATE) * a_step  # a shard may have told earlier
         assert whole.trajectories >= whole.groups and whole.sampled > whole.trajectories
         assert min(whole.busy_s, whole.wait_s, whole.work_s, whole.tokens) > 0
-        assert whole.work_s < whole.busy_s and whole.held_s < whole.busy_s
+        assert whole.work_s < whole.busy_s and 0 < whole.held_s < whole.busy_s
         assert whole.flight_s > whole.engine_s > 0 and whole.tool_s > 0
         assert abs(whole.flight_s - whole.engine_s - whole.queue_s - whole.tool_s) < 0.01
         assert found.curves

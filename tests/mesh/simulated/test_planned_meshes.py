@@ -16,6 +16,7 @@ from common.job.config import (
     TrainingConfig,
 )
 from common.pool import names
+from common.pool.measured import Work, told
 from common.pool.rows import Doing, Report, Resident, Tier, Worker
 from common.pool.settings import PoolSettings
 from common.runtime.actor import Actor
@@ -173,8 +174,8 @@ def test_a_lost_worker_is_waited_for_until_it_counts_as_gone(tmp_path: Path) -> 
 
 
 def test_stage_times_are_looked_at_once_in_an_interval(tmp_path: Path) -> None:
-    """The trainer needs a second for a step, its engines a tenth of one: rollout has a gang too
-    many, as the second look shows.
+    """The trainer needs a second for a step, its engines are nearly idle: rollout has a gang too
+    many, as soon as there is a window that tells.
     """
     interval_s = 120.0
     config = JobConfig(planner=PlannerConfig(interval_s=interval_s, warmup_steps=-1))
@@ -186,15 +187,24 @@ def test_stage_times_are_looked_at_once_in_an_interval(tmp_path: Path) -> None:
             await mesh.worker(f"w{number}")
         await mesh.clock.sleep(20.0)
         assert await mesh.roles() == ["training", "rollout", "rollout"]
-        await mesh.member("engine", lambda: {"occupied_s": now() / 10})
-        a_step = config.algorithm.groups_per_step
-        await mesh.member("rollout", lambda: {"groups": int(now() * a_step)})
-        trainer = await mesh.member("trainer", lambda: {"busy_s": now(), "step": int(now())})
+        groups, size = config.algorithm.groups_per_step, config.algorithm.group_size
+
+        def rolled() -> dict[str, Any]:
+            ended = now() * groups * size
+            work = Work(groups=now() * groups, trajectories=ended, sampled=20 * ended)
+            return {"work": told(work + Work(engine_s=4 * now(), flight_s=4 * now()))}
+
+        def trained() -> dict[str, Any]:
+            steps = int(now())
+            return {"work": told(Work(steps=steps, busy_s=steps, work_s=0.9 * steps))}
+
+        await mesh.member("rollout", rolled)
+        trainer = await mesh.member("trainer", trained)
         lease = (JOB, "training", trainer.mesh.token, trainer.mesh.name)
         await jobs.set_phase(mesh.world.state, *lease)
-        await mesh.clock.sleep(interval_s - 10.0)
+        await mesh.clock.sleep(2 * interval_s - 20.0)
         assert await mesh.roles() == ["training", "rollout", "rollout"]
-        await mesh.clock.sleep(20.0)
+        await mesh.clock.sleep(interval_s)
         assert sorted(await mesh.roles()) == ["rollout", "training", "training"]
 
     tell(story, tmp_path)

@@ -158,3 +158,12 @@ def test_load_and_contexts_are_those_of_what_runs_and_waits() -> None:
     clock.pass_(50.0)
     service.turn()
     assert (service.contexts.mean, service.contexts.tokens) == (0, 0)
+
+
+def test_time_that_others_take_from_short_steps_counts_in_the_mean() -> None:
+    random, fit, took_s = np.random.default_rng(0), CurveFit(), 0.0
+    for _ in range(20_000):
+        step_s = 40e-6 + (2e-3 if random.random() < 0.05 else 0.0)
+        fit.stepped(1, 8, 8 * 40.0, 0, step_s)
+        took_s += step_s
+    assert known(fit).step_s(8, 40) == pytest.approx(took_s / 20_000, rel=0.1)

@@ -41,9 +41,12 @@ def test_size_classes_are_at_most_a_third_below(batch: int) -> None:
     assert size <= batch < 1.5 * size + 1
 
 
-def test_a_table_by_batch_and_context_says_how_many_steps_each_mean_is_of() -> None:
+def test_a_table_by_batch_and_context_has_what_was_seen_often_enough() -> None:
     table = Throughput()
-    for context, rate in ((10.0, 400.0), (700.0, 200.0), (800.0, 200.0)):
-        table.stepped(4, 4, 4 / rate, context)
-    assert table.by_context == {"4x0": [400.0, 1], "4x512": [200.0, 2]}
+    for _ in range(7):
+        for context, rate in ((10.0, 400.0), (700.0, 200.0), (800.0, 200.0)):
+            table.stepped(4, 4, 4 / rate, context)
+    assert table.by_context == {"4x512": 200.0}
+    table.stepped(5, 5, 5 / 400.0, 12.0)
+    assert table.by_context == {"4x0": 400.0, "4x512": 200.0}
     assert [context_class(n) for n in (0, 31, 32, 63, 64, 1000.5)] == [0, 0, 32, 32, 64, 512]

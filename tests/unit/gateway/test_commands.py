@@ -34,6 +34,7 @@ async def test_every_command_takes_the_token_from_the_environment(
     assert "queued" in (await said("status")).output
     [state] = json.loads((await said("status", "game", "--json")).output)["jobs"]
     assert (state["name"], state["phase"]) == ("game", "queued")
+    assert "game queued 0/" in " ".join((await said("top", "--once")).output.split())
     late = await said("wait", "game", "--timeout", "0.2")
     assert late.exit_code == 124
     assert "game: stopped" in (await said("cancel", "game")).output

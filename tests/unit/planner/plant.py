@@ -62,6 +62,7 @@ class Plant:
         token_s = self.base_s + batch * self.sequence_s
         each = TRAJECTORIES * count
         self.total += Work(
+            steps=count,
             groups=16.0 * count,
             trajectories=each,
             sampled=each * self.tokens,

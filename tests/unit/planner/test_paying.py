@@ -155,6 +155,6 @@ def test_a_verdict_tells_its_regret_and_its_error() -> None:
     assert verdict.regret_s == 0.5 and verdict.error == pytest.approx(0.4)
     assert verdict.told() == {
         **{"policy": "stage_time", "from": "rollout", "to": "training", "resident": "g1.0"},
-        **{"moved": 1, "step": 3, "judged_step": 12, "before_s": 2.0, "expected_s": 2.0},
+        **{"moved": 1, "step": 3, "judged_after": 12, "before_s": 2.0, "expected_s": 2.0},
         **{"predicted_s": 1.5, "observed_s": 2.5, "regret_s": 0.5, "paid": False, "undone": True},
     }

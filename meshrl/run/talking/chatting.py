@@ -7,9 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common.errors import NotFound
-from meshrl import exporting
 from meshrl.run.outcome import INTERRUPTED
+from meshrl.run.talking.model_of import model_of
 from meshrl.run.target import run_of
 
 
@@ -27,11 +26,7 @@ def chat(
     run = run_of(chosen, None)
     with tempfile.TemporaryDirectory(prefix="meshrl-chat-") as made:
         scratch = Path(made)
-        model = run.directory / "model"
-        if step is not None or best or not (model / "config.json").is_file():
-            model = scratch / "model"
-            if exporting.export(run.directory, step, best, model, quiet=True) != 0:
-                raise NotFound(f"{run.shown} has no such version", fix="See the line above")
+        model = model_of(run, step, best, scratch)
         words = [sys.executable, "-m", "services.rollout.talking", "--run", str(run.directory)]
         words += ["--model", str(model), "--scratch", str(scratch)]
         words += ["--temperature", str(temperature), *(["--json"] if as_json else [])]

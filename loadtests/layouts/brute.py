@@ -1,0 +1,115 @@
+"""The same questions answered by trying everything: for few groups and accelerators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import combinations, pairwise
+
+from services.planner.layouts.allocation import Timed
+from services.planner.layouts.nodes import Node
+
+Cost = Callable[[int, frozenset[int]], float]  # of a server and the groups that it serves
+
+
+def leftovers(nodes: Sequence[Node], timed: Timed) -> Iterator[tuple[tuple[str, int], ...]]:
+    """What each way to take a layout's accelerators leaves of nodes, as (kind, free)."""
+    layout = timed.layout
+
+    def taken(
+        index: int, units: int, left: tuple[tuple[str, int], ...]
+    ) -> Iterator[tuple[tuple[str, int], ...]]:
+        if index == len(nodes):
+            if units == 0:
+                yield left
+            return
+        node = nodes[index]
+        most = node.free // layout.tensor if node.kind == layout.kind else 0
+        for count in range(min(most, units) + 1):
+            rest = node.free - count * layout.tensor
+            yield from taken(index + 1, units - count, (*left, (node.kind, rest)))
+
+    yield from taken(0, layout.workers // layout.tensor, ())
+
+
+@cache
+def packs(left: tuple[tuple[str, int], ...], gangs: tuple[tuple[str, int], ...]) -> bool:
+    """Whether gangs of (kind, degree) fit into nodes, each into one."""
+    if not gangs:
+        return True
+    kind, degree = gangs[0]
+    return any(
+        packs(tuple(sorted((*left[:i], (of, free - degree), *left[i + 1 :]))), gangs[1:])
+        for i, (of, free) in enumerate(left)
+        if of == kind and free >= degree
+    )
+
+
+def partitions(groups: int) -> Iterator[list[frozenset[int]]]:
+    """The groups in contiguous ranges, in every way."""
+    for count in range(groups):
+        for cuts in combinations(range(1, groups), count):
+            edges = (0, *cuts, groups)
+            yield [frozenset(range(a, b)) for a, b in pairwise(edges)]
+
+
+def divisions(groups: int) -> Iterator[list[frozenset[int]]]:
+    """The groups in parts of any kind, in every way."""
+    if groups == 0:
+        yield []
+        return
+    for parts in divisions(groups - 1):
+        for i, part in enumerate(parts):
+            yield [*parts[:i], part | {groups - 1}, *parts[i + 1 :]]
+        yield [*parts, frozenset({groups - 1})]
+
+
+def rollout_s(
+    kinds: Sequence[tuple[str, int]],
+    left: tuple[tuple[str, int], ...],
+    parts: Iterator[list[frozenset[int]]],
+    cost: Cost,
+    below: float = math.inf,
+) -> float:
+    """The shortest time in which gangs within what is left serve one of the given divisions;
+    `below` or more when none takes less than that.
+    """
+    best = below
+    cost = cache(cost)
+
+    def assigned(
+        division: list[frozenset[int]], gangs: tuple[tuple[str, int], ...], so_far: float
+    ) -> None:
+        nonlocal best
+        if so_far >= best or not packs(left, tuple(sorted(gangs, key=lambda g: (-g[1], g[0])))):
+            return
+        if not division:
+            best = so_far
+            return
+        for server, kind in enumerate(kinds):
+            took = max(so_far, cost(server, division[0]))
+            assigned(division[1:], (*gangs, kind), took)
+
+    for division in parts:
+        assigned(division, (), 0.0)
+    return best
+
+
+def iteration_s(
+    kinds: Sequence[tuple[str, int]],
+    groups: int,
+    nodes: Sequence[Node],
+    ways: Sequence[Timed],
+    cost: Cost,
+    parts: Callable[[int], Iterator[list[frozenset[int]]]] = partitions,
+) -> float:
+    """The shortest max(T_rollout, T_train) of the family; infinite when there is none."""
+    best = math.inf
+    for timed in sorted(ways, key=lambda one: one.seconds):
+        if timed.seconds >= best:
+            break
+        for left in {tuple(sorted(left)) for left in leftovers(nodes, timed)}:
+            found = rollout_s(kinds, left, parts(groups), cost, best)
+            best = min(best, max(found, timed.seconds))
+    return best

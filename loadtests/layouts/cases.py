@@ -1,0 +1,90 @@
+"""Random small cases of the allocation, and a large one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from common.hardware.profiles import declared
+from services.planner.costs.rollout import Gang
+from services.planner.costs.shapes import ModelShape
+from services.planner.costs.training import StepWork, TrainingLayout, step_s
+from services.planner.layouts.allocation import Timed
+from services.planner.layouts.grouping import Group, alike, by_length
+from services.planner.layouts.nodes import Node
+from services.planner.layouts.serving import Served, Server
+
+QWEN_14B = ModelShape(40, 5120, 40, 8, 128, 14.8e9, 14.8e9)  # Qwen3-14B
+QWEN_30B_A3B = ModelShape(48, 2048, 32, 4, 128, 30.5e9, 3.3e9, 128, 8)  # Qwen3-30B-A3B
+DEGREES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that `allocate` takes, with the servers and groups that its ranges are of."""
+
+    servers: tuple[Server, ...]
+    groups: tuple[Group, ...]
+    nodes: tuple[Node, ...]
+    ways: tuple[Timed, ...]
+
+    @property
+    def ranges(self) -> Served:
+        return Served(self.servers, self.groups)
+
+    def cost(self, server: int, groups: frozenset[int]) -> float:
+        """Of any groups, not only of contiguous ones."""
+        return self.servers[server].serves_s([self.groups[i] for i in sorted(groups)])
+
+
+def servers(shape: ModelShape, kinds: tuple[str, ...], slots: int = 256) -> tuple[Server, ...]:
+    return tuple(
+        Server.of(Gang(shape, declared()[kind], degree), slots)
+        for kind in kinds
+        for degree in DEGREES
+    )
+
+
+def lengths(rng: random.Random, requests: int, middle: float, sigma: float) -> list[Group]:
+    """Trajectories of lognormal lengths, some with tools, in order of length."""
+    found = []
+    for _ in range(requests):
+        generated = min(max(16.0, round(rng.lognormvariate(0.0, sigma) * middle)), 40_000.0)
+        tool_s = rng.uniform(0.0, 30.0) if rng.random() < 0.3 else 0.0
+        found.append(alike(1, float(rng.randint(64, 2048)), generated, tool_s))
+    return by_length(found)
+
+
+def trained(shape: ModelShape, kind: str, workers: int, work: StepWork) -> Timed:
+    layout = TrainingLayout(kind, data=workers)
+    return Timed(layout, step_s(shape, declared()[kind], layout, work))
+
+
+def small(seed: int, groups: int = 6, most: int = 16) -> Case:
+    """Two kinds, up to `most` accelerators in up to four nodes of any fill."""
+    rng = random.Random(seed)
+    kinds = tuple(rng.sample(("A100", "A800", "H100", "A40", "L40S"), 2))
+    total = rng.randint(3, most)
+    nodes: list[Node] = []
+    while total:
+        free = min(total, rng.randint(1, 8))
+        nodes.append(Node(rng.choice(kinds), f"host{len(nodes)}", free))
+        total -= free
+    found = [
+        alike(rng.randint(1, 200), one.prompt, one.longest, one.tool_s)
+        for one in lengths(rng, groups, rng.choice((300, 1500, 6000)), rng.uniform(0.3, 1.5))
+    ]
+    work = StepWork(
+        sum(one.requests for one in found),
+        sum(one.prompts + one.generated for one in found),
+        sum(one.requests * one.longest_context**2 for one in found),
+    )
+    shape = rng.choice((QWEN_14B, ModelShape(28, 3584, 28, 4, 128, 7.6e9, 7.6e9)))
+    ways = [
+        trained(shape, kind, workers, work)
+        for kind in kinds
+        for workers in range(1, sum(node.free for node in nodes if node.kind == kind) + 1)
+    ]
+    return Case(
+        servers(shape, kinds, rng.choice((16, 64, 256))), tuple(found), tuple(nodes), tuple(ways)
+    )

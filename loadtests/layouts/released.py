@@ -1,0 +1,92 @@
+"""Libra's released layout search and decode formula (github.com/NetX-lab/Libra, infra/cost_model:
+model.py and optimizer.py of August 2026), as far as plans are compared with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from services.planner.costs.rollout import FRAGMENTED, REDUCES, SLOTS, WORKSPACE, Gang
+from services.planner.layouts.grouping import Group
+from services.planner.layouts.serving import Server
+
+INSTANCES, LAYOUTS = 32, 500  # of which it looks at no more
+
+
+def step_s(gang: Gang, batch: float, context: float) -> float:
+    """Its decode step: a rank's bytes over the bandwidth of all ranks."""
+    shape, on, degree = gang.shape, gang.on, gang.degree
+    read = shape.active * shape.dtype_bytes / degree + batch * context * shape.kv_bytes(degree)
+    reduces_s = REDUCES * shape.layers * on.collective_s if degree > 1 else 0.0
+    return read / (degree * on.read_bytes_per_s) + reduces_s
+
+
+def capacity(gang: Gang) -> float:
+    """Its room for keys and values: that of all ranks, in tokens of one rank's bytes."""
+    shape, degree = gang.shape, gang.degree
+    pool = degree * gang.on.memory_bytes - shape.bytes - WORKSPACE
+    return max(pool, 0.0) / shape.kv_bytes(degree) * (1 - FRAGMENTED)
+
+
+def server(gang: Gang, slots: int = SLOTS) -> Server:
+    """The server that a gang is by its formulas."""
+    one, zero = step_s(gang, 1, 1), step_s(gang, 0, 0)
+    curve = replace(gang.curve(), base_s=zero, sequence_s=0.0, context_s=one - zero)
+    return Server(curve, capacity(gang), slots)
+
+
+def layouts(workers: int) -> list[list[int]]:
+    """The layouts that it looks at: partitions into degrees, the first of them."""
+
+    def parted(left: int, most: int, count: int) -> Iterator[list[int]]:
+        if left == 0:
+            yield []
+        elif count < INSTANCES:
+            for degree in (8, 4, 2, 1):
+                if degree <= min(left, most):
+                    yield from (
+                        [degree, *rest] for rest in parted(left - degree, degree, count + 1)
+                    )
+
+    found = []
+    for layout in parted(workers, 8, 0):
+        found.append(layout)
+        if len(found) == LAYOUTS:
+            break
+    return found
+
+
+def longest_first(servers: Sequence[Server], groups: Sequence[Group]) -> list[list[Group]]:
+    """The trajectories of each gang: longest first, each to the one that would be done with it
+    first by its mean throughput.
+    """
+    total = sum(group.requests for group in groups)
+    prompt = sum(group.prompts for group in groups) / total
+    generated = sum(group.generated for group in groups) / total
+    held = prompt + generated / 2
+    rates = []
+    for one in servers:
+        batch = max(1.0, min(float(one.slots), one.capacity / held))
+        rates.append(batch / one.curve.step_s(batch, held))
+    work = [0.0] * len(servers)
+    found: list[list[Group]] = [[] for _ in servers]
+    for group in sorted(groups, key=lambda group: -group.longest_context):
+        tokens = group.prompts + group.generated
+        chosen = min(range(len(servers)), key=lambda i: (work[i] + tokens) / rates[i])
+        work[chosen] += tokens
+        found[chosen].append(group)
+    return found
+
+
+def best_s(by_degree: dict[int, Server], workers: int, groups: Sequence[Group]) -> float:
+    """The shortest time of its layouts, each as long as its slowest gang really takes."""
+    return min(
+        max(
+            one.serves_s(mine)
+            for one, mine in zip(servers, longest_first(servers, groups), strict=True)
+            if mine
+        )
+        for layout in layouts(workers)
+        if (servers := [by_degree[degree] for degree in layout])
+    )

@@ -1,0 +1,168 @@
+"""Measures the planner's allocation: its time, how far it is from what trying everything finds, and
+from Libra's released search.
+
+    python -m loadtests.plan
+
+`plan_s_1024` is the CPU time of a whole plan of 1,024 accelerators of two kinds and 4,096
+trajectories one by one, the slowest of several; `plan_s_grouped` the same of 1,024 groups,
+`plan_s_fragments` where nodes have any number of accelerators free. `optimal_16` is the share of
+small cases whose plan is as short as the shortest of its family. `gap_free_*` are plans over the
+shortest way to give whole groups to gangs without an order, `gap_longest_first` the best of Libra's
+released layouts and its assignment over ours (on 16 A800, by the same costs). `grouping_error` is
+how much longer plans of 64 groups take on 64 accelerators, `_256` of so many, `_rule` of as many as
+`groups_for` says. `decode_corrected_ratio` is a decode step over the released formula's (64
+sequences of 2,048 tokens of a model with 14.8e9 parameters, on 8 A800), `capacity_corrected_ratio`
+the same of the room for contexts; `released_layouts_cost` is what layouts take that are chosen by
+the released formulas, over those of the corrected ones, `released_layouts_differ` the share of
+cases with other gangs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+
+from common.hardware.profiles import declared
+from loadtests.layouts import brute, released
+from loadtests.layouts.cases import DEGREES, QWEN_14B, lengths, servers, small
+from services.planner.costs.rollout import Gang
+from services.planner.costs.training import StepWork
+from services.planner.layouts.allocation import NO_TRAINING, Plan, allocate
+from services.planner.layouts.grouping import Group, groups_for, quantiles
+from services.planner.layouts.nodes import Node
+from services.planner.layouts.serving import Served, Server
+from services.planner.layouts.training import Trainable, Trains
+
+KINDS = ("A800", "H100")
+REQUESTS = 4096
+SHAPES = ((300.0, 0.5), (1000.0, 1.0), (3000.0, 0.3), (8000.0, 1.0))  # median tokens, sigma
+EXACT = 1e-9
+
+
+def nodes_of(kinds: Sequence[str], workers: int, rng: random.Random | None = None) -> list[Node]:
+    """Nodes of as many of each kind, with eight accelerators free, or with any number by `rng`."""
+    return [
+        Node(kind, f"{kind}-{index}", rng.randint(1, 8) if rng else 8)
+        for kind in kinds
+        for index in range(workers // len(kinds) // 8)
+    ]
+
+
+def whole_plan_s(groups: Sequence[Group], count: int, nodes: Sequence[Node]) -> float:
+    """CPU-seconds of a plan from trajectories on: groups, costs, ways to train, the search."""
+    began = time.process_time()
+    found = quantiles(groups, count) if count < len(groups) else groups
+    work = StepWork(
+        len(groups),
+        sum(group.prompts + group.generated for group in groups),
+        sum(group.longest_context**2 for group in groups),
+    )
+    ways = Trains(QWEN_14B, work, declared(), Trainable(grain=8)).ways(nodes)
+    plan = allocate(Served(servers(QWEN_14B, KINDS), found), nodes, ways)
+    if plan is None:
+        raise RuntimeError("there is no plan: run tests/unit/planner/layouts")
+    return time.process_time() - began
+
+
+def times(rng: random.Random) -> dict[str, float]:
+    """The slowest plan of each sort."""
+    whole, fragments = nodes_of(KINDS, 1024), nodes_of(KINDS, 1024, rng)
+    of = [lengths(rng, REQUESTS, *shape) for shape in SHAPES]
+    return {
+        "plan_s_1024": max(whole_plan_s(groups, REQUESTS, whole) for groups in of),
+        "plan_s_grouped": max(whole_plan_s(groups, 1024, whole) for groups in of),
+        "plan_s_fragments": max(whole_plan_s(groups, REQUESTS, fragments) for groups in of),
+    }
+
+
+def optimality(cases: int) -> dict[str, float]:
+    """Small cases by the plan and by trying everything."""
+    equal, gaps = [], []
+    for seed in range(cases):
+        case = small(seed)
+        ranges = case.ranges
+        plan = allocate(ranges, case.nodes, case.ways, EXACT)
+        given = (ranges.kinds, ranges.groups, case.nodes, case.ways, case.cost)
+        shortest = brute.iteration_s(*given)
+        ours = plan.iteration_s if plan is not None else float("inf")
+        equal.append(ours == shortest or abs(ours - shortest) <= 2 * EXACT * shortest)
+        if plan is not None:
+            gaps.append(ours / brute.iteration_s(*given, brute.divisions))
+    return {
+        "optimal_16": sum(equal) / len(equal),
+        "gap_free_median": statistics.median(gaps),
+        "gap_free_worst": max(gaps),
+        "gap_free_cases": len(gaps),
+    }
+
+
+def rollout(of: Sequence[Server], groups: Sequence[Group], nodes: Sequence[Node]) -> Plan:
+    """The plan of gangs alone."""
+    plan = allocate(Served(of, groups), nodes, [NO_TRAINING])
+    if plan is None:
+        raise RuntimeError("no gang has the memory: run tests/unit/planner/layouts")
+    return plan
+
+
+def peers(rng: random.Random, cases: int) -> dict[str, float]:
+    """Plans beside Libra's released search, and by its released formulas."""
+    gangs = [Gang(QWEN_14B, declared()["A800"], degree) for degree in DEGREES]
+    ours, theirs = [Server.of(gang) for gang in gangs], [released.server(gang) for gang in gangs]
+    nodes = nodes_of(("A800",), 16)
+    longest_first, formulas, changed = [], [], 0
+    for index in range(cases):
+        groups = lengths(rng, 512, *SHAPES[index % len(SHAPES)])
+        best = rollout(ours, groups, nodes)
+        by_degree = {one.degree: one for one in ours}
+        longest_first.append(released.best_s(by_degree, 16, groups) / best.rollout_s)
+        chosen = rollout(theirs, groups, nodes)
+        took = [by_degree[g.degree].serves_s(groups[g.first : g.end]) for g in chosen.gangs]
+        formulas.append(max(took) / best.rollout_s)
+        changed += [g.degree for g in chosen.gangs] != [g.degree for g in best.gangs]
+    step = (64, 2048)
+    return {
+        "gap_longest_first": statistics.median(longest_first),
+        "gap_longest_first_least": min(longest_first),
+        "gap_longest_first_most": max(longest_first),
+        "decode_corrected_ratio": gangs[-1].step_s(*step) / released.step_s(gangs[-1], *step),
+        "capacity_corrected_ratio": gangs[-1].capacity() / released.capacity(gangs[-1]),
+        "released_layouts_cost": statistics.median(formulas),
+        "released_layouts_cost_most": max(formulas),
+        "released_layouts_differ": changed / cases,
+    }
+
+
+def grouping(rng: random.Random, cases: int) -> dict[str, float]:
+    """How much longer plans of groups take than those of trajectories one by one."""
+    found: dict[str, list[float]] = {}
+    of = servers(QWEN_14B, KINDS)
+    for index in range(cases):
+        groups = lengths(rng, REQUESTS, *SHAPES[index % len(SHAPES)])
+        nodes = nodes_of(KINDS, 64)
+        whole = rollout(of, groups, nodes).rollout_s
+        for name, count in (("", 64), ("_256", 256), ("_rule", groups_for(64))):
+            error = rollout(of, quantiles(groups, count), nodes).rollout_s / whole - 1
+            found.setdefault(f"grouping_error{name}", []).append(error)
+    medians = {name: statistics.median(errors) for name, errors in found.items()}
+    return medians | {f"{name}_worst": max(errors) for name, errors in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", type=int, default=80)
+    parser.add_argument("--peers", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    a = parser.parse_args()
+    rng = random.Random(a.seed)
+    found = times(rng) | peers(rng, a.peers) | grouping(rng, a.peers) | optimality(a.cases)
+    print(json.dumps({name: round(figure, 4) for name, figure in found.items()}))
+
+
+if __name__ == "__main__":
+    main()

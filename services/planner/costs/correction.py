@@ -1,0 +1,90 @@
+"""Corrects predictions by what was observed: a factor for each (model, kind of accelerator, role),
+the geometric mean of observed over predicted, in which old observations fade.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+FORGETTING = 0.9  # weight of an observation beside the next: ten are remembered
+KEYS = 256  # that are kept; who was observed longest ago goes first
+FURTHEST = math.log(100.0)  # an observation further from its prediction counts as this far
+
+
+class Key(NamedTuple):
+    """What has a factor of its own."""
+
+    model: str
+    kind: str
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """What is known of a key. Means are of natural logarithms, over `count` observations of which
+    as many as `FORGETTING` says weigh.
+    """
+
+    log: float = 0.0  # of observed over predicted
+    error: float = 0.0  # of observed over what was predicted with the factor before, its size
+    count: int = 0
+
+    @property
+    def value(self) -> float:
+        """By which a prediction is multiplied."""
+        return math.exp(self.log)
+
+    def seen(self, predicted: float, observed: float) -> Factor:
+        """The factor after one more observation."""
+        found = math.log(observed) - math.log(predicted)
+        found = max(-FURTHEST, min(found, FURTHEST))
+        weight = max(1.0 / (self.count + 1), 1.0 - FORGETTING)
+        missed = abs(found - self.log)
+        return Factor(
+            self.log + weight * (found - self.log),
+            self.error + weight * (missed - self.error),
+            self.count + 1,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """The factors of all keys; a value, which is on record with the planner's memory."""
+
+    factors: Mapping[Key, Factor] = field(default_factory=dict)  # latest observed last
+
+    def predicted(self, key: Key, seconds: float) -> float:
+        """A prediction of the cost model as it is to be believed."""
+        return seconds * self.factor(key).value
+
+    def factor(self, key: Key) -> Factor:
+        """What is known of a key; 1 without an observation."""
+        return self.factors.get(key, Factor())
+
+    def error(self, key: Key) -> float:
+        """How far corrected predictions have been off, as a share of them; 0 when nothing was
+        observed.
+        """
+        return math.expm1(self.factor(key).error)
+
+    def seen(self, key: Key, predicted: float, observed: float) -> Correction:
+        """The correction after `observed` where the cost model itself, without a factor, had
+        `predicted`; the same where either is no time.
+        """
+        if not (0 < predicted < math.inf and 0 < observed < math.inf):
+            return self
+        others = {one: factor for one, factor in self.factors.items() if one != key}
+        kept = list(others.items())[-(KEYS - 1) :]
+        return Correction(dict(kept) | {key: self.factor(key).seen(predicted, observed)})
+
+    def document(self) -> list[list[Any]]:
+        """It as JSON has it."""
+        return [[*key, one.log, one.error, one.count] for key, one in self.factors.items()]
+
+    @classmethod
+    def of(cls, document: list[list[Any]]) -> Correction:
+        """The correction of a `document`."""
+        return cls({Key(*row[:3]): Factor(*row[3:]) for row in document})

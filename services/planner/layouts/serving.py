@@ -1,0 +1,213 @@
+"""What gangs take to serve contiguous ranges of lengths, and how far each gets in a given time.
+
+A gang needs as many decode steps as its slots, its room for keys and values, and its longest
+trajectory ask for, whichever is most; each step takes its base, or the arithmetic of its tokens if
+that is longer, and each token and its context what they add (`common.pool.measured.Curve`). Nothing
+takes less than the longest trajectory takes alone:
+its tokens one after the other, and its tools. A range never takes less than a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.pool.measured import Curve
+from services.planner.costs.rollout import SLOTS, Gang
+from services.planner.layouts.grouping import Group, together
+
+Positions = NDArray[np.intp]  # [groups + 1]: where a range that begins at each group may end
+Seconds = NDArray[np.float64]
+ROUNDING = 1e-12  # relative; a sum of costs may be off by this
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A gang that could be formed."""
+
+    curve: Curve  # measured, or predicted
+    capacity: float  # tokens of context that fit at a time
+    slots: int = SLOTS  # sequences at a time at most
+    # Arithmetic of a token, in seconds: a step's base lasts as long as that of its batch at least.
+    # 0 where the curve is measured, and has it.
+    busy_s: float = 0.0
+
+    @classmethod
+    def of(cls, gang: Gang, slots: int = SLOTS, scale: float = 1.0) -> Server:
+        """The server that a gang is predicted to be, `scale` times as slow: its correction."""
+        curve = gang.curve()
+        slower = Curve(
+            curve.kind,
+            curve.degree,
+            scale * curve.base_s,
+            scale * curve.sequence_s,
+            scale * curve.context_s,
+            curve.prefill_tokens_per_s / scale,
+        )
+        capacity = gang.capacity() if gang.fits(1) else 0.0
+        return cls(slower, capacity, slots, scale * gang.busy_s)
+
+    @property
+    def kind(self) -> str:
+        """Of its accelerators."""
+        return self.curve.kind
+
+    @property
+    def degree(self) -> int:
+        """Of tensor parallelism: accelerators that it takes, all of one node."""
+        return self.curve.degree
+
+    def alone_s(self, group: Group) -> float:
+        """Seconds of a group's longest trajectory when it is alone there; infinite when it does not
+        fit.
+        """
+        if group.longest_context > self.capacity:
+            return float("inf")
+        steps_s = group.longest * self.curve.step_s(1, group.prompt + group.longest / 2)
+        return self._prefill_s(group.prompt) + steps_s + group.tool_s
+
+    def serves_s(self, groups: Sequence[Group]) -> float:
+        """Seconds until groups are done that are all that it serves."""
+        alone_s = max(map(self.alone_s, groups))
+        if alone_s == float("inf"):
+            return alone_s
+        whole = together(groups)
+        steps = max(whole.longest, whole.generated / self.slots, whole.held / self.capacity)
+        base_s = max(self.curve.base_s * steps, self.busy_s * whole.generated)
+        return max(alone_s, base_s + self._shared_s(whole))
+
+    def _shared_s(self, group: Group) -> float:
+        """What tokens add to steps, and their prefill."""
+        added_s = self.curve.sequence_s * group.generated + self.curve.context_s * group.held
+        return added_s + self._prefill_s(group.prompts)
+
+    def _prefill_s(self, tokens: float) -> float:
+        rate = self.curve.prefill_tokens_per_s
+        return tokens / rate if rate else 0.0
+
+
+class Ranges(Protocol):
+    """What the search asks. Ranges are [first, end) of groups in order of length; a longer range
+    takes no less time than a part of it.
+    """
+
+    @property
+    def kinds(self) -> Sequence[tuple[str, int]]:
+        """(kind, degree) of each server."""
+        ...
+
+    @property
+    def groups(self) -> int:
+        """How many groups there are."""
+        ...
+
+    def seconds(self, server: int, first: int, end: int) -> float:
+        """What a server takes for a range."""
+        ...
+
+    def reach(self, server: int, limit_s: float) -> Positions:
+        """The furthest end, for each first, that a server reaches within a time."""
+        ...
+
+
+class Served:
+    """The ranges of groups, as servers take them. What bounds a range is the difference of sums
+    from the first group on, so that all reaches of a server are found by a search for each bound.
+    """
+
+    def __init__(self, servers: Sequence[Server], groups: Sequence[Group]) -> None:
+        """`groups` are in order of length (`grouping.by_length`)."""
+        self.servers = servers
+        self.kinds: Sequence[tuple[str, int]] = [(one.kind, one.degree) for one in servers]
+        self.groups = len(groups)
+        self._longest = np.array([0.0] + [group.longest for group in groups])
+        if (np.diff(self._longest) < 0).any():
+            raise ValueError("groups are not in order of what their longest one generates")
+        generated, held = _sums(groups, "generated"), _sums(groups, "held")
+        prompts = _sums(groups, "prompts")
+        self._parts: list[_Part] = []
+        for one in servers:
+            rate, curve = one.curve.prefill_tokens_per_s, one.curve
+            shared = curve.sequence_s * generated + curve.context_s * held
+            shared = shared + (prompts / rate if rate else 0.0)
+            bounds = [
+                shared + curve.base_s * generated / one.slots,
+                shared + (curve.base_s * held / one.capacity if one.capacity > 0 else 0.0),
+                shared + one.busy_s * generated,
+            ]
+            latency = shared + curve.base_s * self._longest
+            alone = np.array([one.alone_s(group) for group in groups])
+            self._parts.append(_Part(shared, bounds, latency, alone))
+
+    def seconds(self, server: int, first: int, end: int) -> float:
+        """What a server takes for groups [first, end)."""
+        if first == end:
+            return 0.0
+        part = self._parts[server]
+        sums = (float(bound[end] - bound[first]) for bound in part.bounds)
+        longest_s = float(part.latency[end] - part.shared[first])
+        return max(float(part.alone[first:end].max()), longest_s, *sums)
+
+    def reach(self, server: int, limit_s: float) -> Positions:
+        """The furthest end, for each first, within a time."""
+        part = self._parts[server]
+        limit_s *= 1 + ROUNDING
+        found = np.searchsorted(part.latency, part.shared + limit_s, "right")
+        for bound in part.bounds:
+            found = np.minimum(found, np.searchsorted(bound, bound + limit_s, "right"))
+        barriers = np.where(part.alone > limit_s, np.arange(self.groups), self.groups)
+        first_barrier = np.minimum.accumulate(barriers[::-1])[::-1]
+        found[:-1] = np.minimum(found[:-1] - 1, first_barrier)
+        return np.maximum(found, np.arange(self.groups + 1)).clip(max=self.groups)
+
+
+class _Part(NamedTuple):
+    """Of a server, by the groups before: sums, and what a range's longest makes of them."""
+
+    shared: Seconds  # [groups + 1] what tokens add to steps, and their prefill
+    bounds: list[Seconds]  # [groups + 1] each, with all steps that a bound asks for
+    latency: Seconds  # [groups + 1] with the steps of the longest of those before
+    alone: Seconds  # [groups]
+
+
+class Table:
+    """Ranges whose costs are given one by one, for few groups."""
+
+    def __init__(
+        self,
+        kinds: Sequence[tuple[str, int]],
+        groups: int,
+        cost: Callable[[int, int, int], float],
+    ) -> None:
+        """`cost(server, first, end)` in seconds; ValueError if a range takes less than a part."""
+        self.kinds, self.groups = kinds, groups
+        shape = (len(kinds), groups + 1, groups + 1)
+        self._seconds = np.full(shape, np.inf)
+        for server in range(len(kinds)):
+            for first in range(groups + 1):
+                self._seconds[server, first, first] = 0.0
+                for end in range(first + 1, groups + 1):
+                    self._seconds[server, first, end] = cost(server, first, end)
+        for server, first, end in np.ndindex(*shape):
+            part = self._seconds[server, min(first + 1, end), end] if first < end else 0.0
+            if end > first and self._seconds[server, first, end] < max(
+                part, self._seconds[server, first, end - 1]
+            ):
+                raise ValueError(f"groups {first} to {end} take less time than a part of them")
+
+    def seconds(self, server: int, first: int, end: int) -> float:
+        """What a server takes for groups [first, end)."""
+        return float(self._seconds[server, first, end])
+
+    def reach(self, server: int, limit_s: float) -> Positions:
+        """The furthest end, for each first, within a time."""
+        within = self._seconds[server] <= limit_s * (1 + ROUNDING)
+        return np.asarray(self.groups - np.argmax(within[:, ::-1], axis=1), np.intp)
+
+
+def _sums(groups: Sequence[Group], name: str) -> Seconds:
+    return np.concatenate(([0.0], np.cumsum([getattr(group, name) for group in groups])))

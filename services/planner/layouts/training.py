@@ -1,0 +1,99 @@
+"""The ways to train that a job's processes can run, with the time of each: what `allocation.py`
+chooses of. Libra's outer enumeration (arXiv 2606.03077), pruned as there by memory, by batches that
+do not divide, and by the bubbles of pipelines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from common.hardware.profiles import Accelerator
+from services.planner.costs.rollout import WORKSPACE
+from services.planner.costs.shapes import ModelShape
+from services.planner.costs.training import (
+    StepWork,
+    TrainingLayout,
+    bubble,
+    memory_bytes,
+    step_s,
+)
+from services.planner.layouts.allocation import Timed
+from services.planner.layouts.nodes import Node
+
+BUBBLE = 0.5  # share of a step at most in which a stage waits
+
+
+@dataclass(frozen=True, slots=True)
+class Trainable:
+    """What processes that train can do. As it stands: what ours can, a core of sharded ranks and
+    helpers, over which packed bins are spread whatever their number.
+    """
+
+    tensor: tuple[int, ...] = (1,)  # degrees
+    pipeline: tuple[int, ...] = (1,)  # stages
+    micro: tuple[int, ...] = (1,)  # sequences at a time
+    sharded: bool = True
+    recomputed: tuple[bool, ...] = (False, True)  # whether layers are computed once more
+    even: bool = False  # whether replicas must have as many micro-batches each
+    least: int = 1  # accelerators, as of a core's ranks
+    most: int = 0  # 0: as many as there are
+    grain: int = 1  # accelerators that are added at a time; 8 of large clusters
+
+    def layouts(self, kind: str, workers: int, sequences: int) -> Iterator[TrainingLayout]:
+        """Those on up to so many accelerators of a kind."""
+        most = min(workers, self.most or workers)
+        for tensor, stages in product(self.tensor, self.pipeline):
+            for data in range(1, most // (tensor * stages) + 1):
+                count = data * tensor * stages
+                if count < self.least or count % self.grain:
+                    continue
+                for micro, again in product(self.micro, self.recomputed):
+                    if not self.even or not sequences % (data * micro):
+                        yield TrainingLayout(kind, data, tensor, stages, micro, self.sharded, again)
+
+
+# What a simulated cluster declares: Megatron's dimensions, as Libra enumerates them.
+DIMENSIONS = (1, 2, 4, 8)
+SIMULATED = Trainable(DIMENSIONS, DIMENSIONS, DIMENSIONS, sharded=False, even=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Trains:
+    """A job's training: its model, the work of a step, and what is known of the hardware."""
+
+    shape: ModelShape
+    work: StepWork
+    profiles: Mapping[str, Accelerator]
+    by: Trainable = Trainable()
+    scale: Mapping[str, float] = field(default_factory=dict)  # by kind: the model's correction
+
+    def ways(self, nodes: Sequence[Node]) -> list[Timed]:
+        """Those that fit on accelerators of nodes, each on one kind."""
+        total: Counter[str] = Counter()
+        largest: Counter[str] = Counter()
+        for node in nodes:
+            total[node.kind] += node.free
+            largest[node.kind] = max(largest[node.kind], node.free)
+        return [
+            self._timed(layout)
+            for kind, workers in total.items()
+            for layout in self.by.layouts(kind, workers, self.work.sequences)
+            if layout.tensor <= largest[kind] and self._fits(layout)
+        ]
+
+    def _timed(self, layout: TrainingLayout) -> Timed:
+        seconds = step_s(self.shape, self.profiles[layout.kind], layout, self.work)
+        return Timed(layout, seconds * self.scale.get(layout.kind, 1.0))
+
+    def _fits(self, layout: TrainingLayout) -> bool:
+        """Whether it divides the model, and has the memory, and computes most of the time."""
+        shape, room = self.shape, self.profiles[layout.kind].memory_bytes - WORKSPACE
+        return (
+            shape.splits(layout.tensor)
+            and not shape.layers % layout.pipeline
+            and bubble(layout, self.work.sequences) <= BUBBLE
+            and memory_bytes(shape, layout, self.work) <= room
+        )

@@ -1,0 +1,25 @@
+"""Libra's released search, that plans are compared with."""
+
+from __future__ import annotations
+
+from common.pool.measured import Curve
+from loadtests.layouts import released
+from services.planner.layouts.grouping import alike
+from services.planner.layouts.serving import Server
+
+
+def test_layouts_are_the_partitions_into_degrees() -> None:
+    assert released.layouts(4) == [[4], [2, 2], [2, 1, 1], [1, 1, 1, 1]]
+    assert len(released.layouts(8)) == 10
+    assert all(len(layout) <= 32 for layout in released.layouts(64))
+    assert len(released.layouts(96)) == 500
+
+
+def test_the_longest_go_first_to_who_is_done_first() -> None:
+    slow = Server(Curve("A", 1, 2.0), 1e6)
+    fast = Server(Curve("A", 2, 1.0), 1e6)
+    groups = [alike(1, 0, length) for length in (10, 40, 30, 20)]
+    found = released.longest_first([slow, fast], groups)
+    # 40 to the fast one; 30 to the slow one (30 / 1 < 70 / 2); 20 and 10 to the fast one.
+    assert [[group.longest for group in mine] for mine in found] == [[30], [40, 20, 10]]
+    assert released.best_s({1: slow, 2: fast, 4: fast, 8: fast}, 2, groups) == 40.0

@@ -1,0 +1,153 @@
+"""A frame of `meshrl top`: jobs, rates, moves, gangs and hosts, of one look."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from common.pool.explained import Explained, judged_of
+from common.pool.snapshot import Move
+from common.state.jobs import Phase
+from common.state.registry import Entry
+from meshrl.observe.live.mesh_view import shot
+from meshrl.top.frame import Frame
+from meshrl.top.making import Seen, frame, steps_per_min, wait_share
+from meshrl.top.screen import screen, tables
+from tests.unit.meshrl.observe.test_tables import POOL, WAITS, row
+
+NOW_MS = 1_000_000
+ENTRIES = [
+    Entry(
+        "rollout/a/0",
+        "rollout",
+        alive=True,
+        stats={"tokens": 0, "in_flight": 7, "waiting": 2},
+        renewed_ms=NOW_MS,
+    ),
+    Entry(
+        "engine/g0.1",
+        "engine",
+        alive=True,
+        stats={"job": "a", "running": 31, "waiting": 4, "version": 9, "tensor_parallel": 2},
+    ),
+    Entry("node/h0", "node", alive=True, host="h0", stats={"cores": 2.0, "busy_cores": 1.26}),
+    Entry("node/h1", "node", alive=True, host="h1"),
+]
+MOVE = Move(
+    "g4.2",
+    "g4",
+    NOW_MS - 4_000,
+    NOW_MS + 26_000,
+    {"job": "b", "role": "training"},
+    {"policy": "stage_time", "from": "training", "to": "rollout", "predicted_s": 0.81},
+)
+JUDGED = judged_of(NOW_MS, {"job": "a", "resident": "g0.1", "to": "rollout", "paid": True})
+
+
+def steps(*took_s: float) -> list[dict[str, Any]]:
+    """Rows of steps of which the last was committed two seconds ago."""
+    ends = [NOW_MS - 2_000 - 1000 * sum(took_s[n:]) for n in range(len(took_s) + 1)]
+    about = {"reward": 0.5, "tokens_trained": 500, "wait_s": 0.3, "train_s": 0.9}
+    return [
+        {"step": n, "committed_ms": int(ms), "wall": ms / 1000} | about
+        for n, ms in enumerate(ends, 1)
+    ]
+
+
+def seen(*rows: Any, **more: Any) -> Seen:
+    pool = replace(POOL, entitled={"a": 2, "b": 1})
+    took = {"a": steps(3.0, 4.0, 9.0)}
+    now = shot(10.0, rows or (row("a"), row("b", WAITS, Phase.QUEUED)), took, ENTRIES, pool, {})
+    told = {name: Explained(0.8, binds="latency", verdict="no split is better") for name in "ab"}
+    return replace(Seen(now, took, [MOVE], told, [JUDGED]), **more)
+
+
+def test_a_job_has_its_rates_and_what_is_predicted_of_it() -> None:
+    a, b = frame(seen(), "/mesh").jobs
+    assert (a.job, a.phase, a.step, a.steps) == ("a", "training", 3, 48)
+    assert (a.workers, a.entitled, a.in_flight) == (1, 2, 7)
+    assert (a.running, a.waiting) == (31, 6)
+    assert a.steps_per_min == 15.0 and a.wait_share == 0.25
+    assert a.now is not None and a.now.binds == "latency"
+    assert (b.held, b.steps_per_min, b.running, b.now) == (WAITS, None, 0, None)
+
+
+def test_steps_a_minute_are_of_the_median_step_or_of_the_one_that_takes_longer() -> None:
+    ends = [0, 3_000, 7_000, 16_000]
+    assert steps_per_min(ends, 17_000) == 15.0
+    assert steps_per_min(ends, 28_000) == 5.0
+    assert steps_per_min(ends[:2], 28_000) is None
+    assert steps_per_min([5, 5, 5], 5) is None
+
+
+def test_the_trainers_wait_is_of_the_steps_that_tell_of_it() -> None:
+    assert wait_share([]) is None
+    assert wait_share([{"step": 1}, {"wait_s": 1.0, "train_s": 3.0}]) == 0.25
+
+
+def test_gangs_residents_hosts_and_moves_are_told() -> None:
+    found = frame(seen(), "/mesh")
+    core, engine, asleep = found.residents
+    assert (core.role, core.gang, core.workers, core.tensor_parallel) == (
+        "core",
+        "g0",
+        ("w0",),
+        None,
+    )
+    assert (engine.role, engine.tier, engine.state) == ("rollout", "accelerator", "ready")
+    assert engine.tensor_parallel == 2 and engine.doing == "31 running, version 9"
+    assert (asleep.job, asleep.tier, asleep.doing) == ("b", "disk", "asleep")
+    assert (found.idle, found.lost) == (("w2",), ("w3",))
+    [host] = found.hosts
+    assert (host.host, host.cores, host.busy_cores) == ("h0", 2.0, 1.26)
+    [move] = found.moves
+    assert (move.job, move.was, move.to, move.rule) == ("b", "training", "rollout", "stage_time")
+    assert (move.since_s, move.left_s, move.predicted_s) == (4.0, 26.0, 0.81)
+
+
+def shown(found: Frame) -> list[str]:
+    console = Console(file=StringIO(), width=200, record=True)
+    for part in tables(found):
+        console.print(part)
+    return [" ".join(line.split()) for line in console.export_text().splitlines()]
+
+
+def test_the_screen_has_all_of_it_and_why_it_is_not_of_now() -> None:
+    lines = shown(frame(seen(), "/mesh"))
+    for wanted in (
+        "a training 3/48 15 0.500 ████ 1/2 0.8 s, latency",
+        f"b is {WAITS}",
+        "a: no split is better",
+        "h0: 1.3 of 2 cores busy",
+        "g4 moves from training to rollout (stage_time) since 4 s, undone in 26 s if it is not "
+        "complete, predicted 0.81 s a step",
+        "g0 w0 a g0.1 rollout accelerator ready 2 31 running, version 9",
+        "idle: w2",
+        "lost: w3",
+    ):
+        assert wanted in lines, "\n".join(lines)
+    console = Console(file=StringIO(), width=120, record=True)
+    console.print(screen(frame(seen(), "/mesh"), trouble="redis does not answer; asking again"))
+    assert "redis does not answer" in console.export_text()
+
+
+def test_a_mesh_without_jobs_says_so() -> None:
+    assert shown(Frame("/mesh")) == ["no job goes on"]
+
+
+@pytest.mark.parametrize("phase", [Phase.FAILED, Phase.FINISHED])
+def test_a_job_that_is_over_has_no_rate_and_no_prediction(phase: Phase) -> None:
+    [job] = frame(seen(row("a", phase=phase)), "/mesh").jobs
+    assert (job.steps_per_min, job.entitled, job.now) == (None, None, None)
+    assert job.error == ("it broke" if phase == Phase.FAILED else "")
+
+
+def test_the_document_is_json() -> None:
+    document = json.loads(json.dumps(asdict(frame(seen(), "/mesh"))))
+    assert document["jobs"][0]["now"]["step_s"] == 0.8
+    assert document["judged"][0]["paid"] is True
