@@ -26,7 +26,9 @@ def move(started_ms: int, finished_ms: int, policy: str = "stage_time") -> Event
 
 
 def arm(name: str, rl_s: float, **changes: Any) -> Arm:
-    steps = [{"train_s": 1.0, "wait_s": wait_s} for wait_s in (9.0, 0.0, 0.0, 1.0, 1.5, 3.0, 3.0)]
+    waited_s = (9.0, 0.0, 0.0, 1.0, 1.5, 3.0, 3.0)
+    steps = [{"train_s": 1.0, "wait_s": wait_s, "tokens_trained": 1} for wait_s in waited_s]
+    steps.insert(3, {"train_s": 0.0, "wait_s": 1.0, "tokens_trained": 0})  # all were filtered
     return Arm(name, rl_s, steps, honest=dict(HONEST), cpu_s=100.0, **changes)
 
 
@@ -83,7 +85,7 @@ def test_a_busy_host_or_a_job_that_stays_makes_no_valid_run() -> None:
     busy = arm("static_2", 150.0)
     busy.honest["valid"] = 0
     still = arm("static_2", 150.0)
-    still.steps = [{"train_s": 1.0, "wait_s": 1.0}] * 7
+    still.steps = [{"train_s": 1.0, "wait_s": 1.0, "tokens_trained": 1}] * 7
     for static in (busy, still):
         assert figures(moving(102.0), [static], workers=6, wall_s=500.0)["valid"] == 0
 
