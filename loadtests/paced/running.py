@@ -123,9 +123,9 @@ def honest(arms: Sequence[Arm]) -> dict[str, Any]:
 
 
 def ratios(arm: Arm) -> Iterator[float]:
-    """T_rollout / T_train of each step but the first that trained, by its record: what it waited and
-    trained, over what it trained. Where rollout binds that is the ratio; elsewhere it is more than
-    the ratio, which is below 1 then.
+    """T_rollout / T_train of each step but the first, if it trained, by its record: what it waited
+    and trained, over what it trained. Where rollout binds that is the ratio; elsewhere it is more
+    than the ratio, which is below 1 then.
     """
     for row in arm.steps[1:]:
         if row["tokens_trained"]:
