@@ -1,6 +1,6 @@
 """A job that turns into another along its run: the planner against splits that stay.
 
-    python -m loadtests.elastic [--churn] [--steps 32] [--splits 1,3,4] [--start 3]
+    python -m loadtests.elastic [--churn] [--steps 28] [--splits 1,3,4] [--start 3]
 
 Paced, on the real mesh, each arm on one of its own, six workers. Along the run completions' tail
 grows (the deviation of the logarithm of their lengths from 0.3 to 1.3, at one median), the tool
@@ -41,7 +41,7 @@ JOB = Workload(
     median=Drift(26.0, 26.0),  # the mean grows from 27 to 45 by the tail alone
     sigma=Drift(0.3, 1.3),
     tool_s=Drift(0.0, 2.0),
-    alike=Drift(0.0, 0.67),
+    alike=Drift(0.0, 0.85),
     decode="32/8/20000",
     training="150/100",
     bin_tokens=MOST + 2,
@@ -82,7 +82,7 @@ async def churned(steps: int, start: int, seed: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtests.elastic", description=__doc__)
-    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--splits", default="1,3,4", help="gangs that train in each static split")
     parser.add_argument("--start", type=int, default=3, help="those that the planner begins with")
     parser.add_argument("--seed", type=int, default=0)

@@ -123,12 +123,13 @@ def honest(arms: Sequence[Arm]) -> dict[str, Any]:
 
 
 def ratios(arm: Arm) -> Iterator[float]:
-    """T_rollout / T_train of each step but the first, by its record: what it waited for groups and
-    trained, over what it trained. Where rollout binds that is the ratio; elsewhere it is more than
-    the ratio, which is below 1 then.
+    """T_rollout / T_train of each step but the first, if it trained, by its record: what it waited
+    and trained, over what it trained. Where rollout binds that is the ratio; elsewhere it is more
+    than the ratio, which is below 1 then.
     """
     for row in arm.steps[1:]:
-        yield (row["wait_s"] + row["train_s"]) / row["train_s"]
+        if row["tokens_trained"]:
+            yield (row["wait_s"] + row["train_s"]) / row["train_s"]
 
 
 def ratio_span(arm: Arm) -> float:

@@ -24,6 +24,7 @@ from sim.record import Record
 
 LONGEST_S = 14_400.0  # of virtual time: far beyond any workload's
 LOOK_S = 1.0
+RECORDED_S = 5.0  # for the last events to be in the record
 
 
 @dataclass
@@ -68,11 +69,14 @@ async def _story(
             await world.clock.sleep(LOOK_S)
     except DeadlineExceeded as error:
         found.failures.append(str(error))
+    await world.clock.sleep(RECORDED_S)
     await world.stop()
     if world.phase != "finished":
         found.failures.append(f"the job is {world.phase}")
     found.failures += world.machine.failures
     _take(found, [event_of(row) for row in lines.read(root / EVENTS).rows])
+    if len(found.steps_s) != workload.steps - 1:
+        found.failures.append(f"{len(found.steps_s) + 1} steps of {workload.steps} are recorded")
     return found
 
 

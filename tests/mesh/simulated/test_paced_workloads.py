@@ -9,7 +9,7 @@ import pytest
 from sim.mesh.paced.running import run
 from sim.mesh.paced.workload import Drift, Workload
 
-STEPS = 8
+STEPS = 9  # three times as many as the gate lets in at a time
 TOKENS = 20  # of every turn
 PROMPT = 2  # tokens of it
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from common.state.events import Event
+from loadtests.regret.demo import rl_s
 from loadtests.regret.drawn import LEAST_STEP_S, drawn, rollout_s, trained_tokens
 from loadtests.regret.figures import Compared, errors, figures, good
 from sim.mesh.paced.workload import Drift, Workload
@@ -99,3 +101,15 @@ def test_a_run_is_good_where_moves_pay_are_foreseen_and_lose_little(
 
 def test_planners_that_judged_nothing_are_not_good() -> None:
     assert not good(figures([compared(100.0)]))
+
+
+def test_the_demo_s_rl_phase_ends_with_its_last_step() -> None:
+    """Evaluations before and after it are none of it."""
+    told = [
+        Event("1", 1000, "phase", {"phase": "baseline"}),
+        Event("2", 4000, "phase", {"phase": "training"}),
+        Event("3", 5000, "step", {}),
+        Event("4", 9500, "step", {}),
+        Event("5", 9600, "phase", {"phase": "evaluation"}),
+    ]
+    assert rl_s(told) == 5.5
