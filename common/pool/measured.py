@@ -71,17 +71,22 @@ class Curve:
     context_s: float = 0.0
     prefill_tokens_per_s: float = 0.0  # 0: not known
     steps: int = 0  # that it was fitted to
+    # that no batch exceeds, as measured where throughput no longer grew; 0: it grew as far as seen
+    most_tokens_per_s: float = 0.0
 
     def step_s(self, batch: float, context: float = 0.0) -> float:
         """Seconds of a decode step of `batch` sequences with so many tokens of context each."""
-        return self.base_s + batch * (self.sequence_s + context * self.context_s)
+        grows_s = self.base_s + batch * (self.sequence_s + context * self.context_s)
+        return max(grows_s, batch / self.most_tokens_per_s) if self.most_tokens_per_s else grows_s
 
     def told(self) -> list[float]:
         """What an engine publishes as `curve`, without its accelerators' kind, which it does not
         know.
         """
         steps = self.base_s, self.sequence_s, self.context_s, self.prefill_tokens_per_s
-        return [self.degree, *(float(f"{x:.{FIGURES}g}") for x in steps), self.steps]
+        figures = (float(f"{x:.{FIGURES}g}") for x in steps)
+        most = [float(f"{self.most_tokens_per_s:.{FIGURES}g}")] if self.most_tokens_per_s else []
+        return [self.degree, *figures, self.steps, *most]
 
 
 def kind_of(accelerator: str) -> str:
@@ -94,8 +99,9 @@ def kind_of(accelerator: str) -> str:
 
 def curve_of(kind: str, said: Sequence[float]) -> Curve:
     """The curve that an engine on accelerators of this kind has `told`."""
-    degree, base_s, sequence_s, context_s, prefill, steps = said
-    return Curve(kind, int(degree), base_s, sequence_s, context_s, prefill, int(steps))
+    degree, base_s, sequence_s, context_s, prefill, steps, *most = said
+    known = kind, int(degree), base_s, sequence_s, context_s, prefill, int(steps)
+    return Curve(*known, *most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,16 @@ ARMS = {"planner": "true", "held": "false"}  # name -> planner.moves
 async def compared(seeds: Sequence[int]) -> dict[str, Any]:
     """Flat; the ratio is the median over seeds. Which of the two comes first turns."""
     found: dict[str, list[float]] = {name: [] for name in ARMS}
-    moves = 0
+    moves, shares = 0, []
     meter = HostMeter()
     for number, seed in enumerate(seeds):
         for name in list(ARMS) if number % 2 else list(reversed(ARMS)):
-            events = await _events(seed, ARMS[name])
+            events, cpu_s = await _ran(seed, ARMS[name])
+            if name == "planner":
+                planners_s = sum(
+                    s for process, s in cpu_s.items() if process.startswith("planner/")
+                )
+                shares.append(planners_s / sum(cpu_s.values()))
             found[name].append(rl_s(events))
             moved = sum(e.kind == "move" and e.fields.get("rule") == "stage_time" for e in events)
             moves += moved
@@ -40,6 +45,7 @@ async def compared(seeds: Sequence[int]) -> dict[str, Any]:
         "demo_time_ratio": round(statistics.median(ratios), 4),
         "demo_time_ratio_most": round(max(ratios), 4),
         "demo_moves": moves,
+        "demo_planner_cpu_share": round(statistics.median(shares), 4),
         "demo_planner_s": statistics.median(found["planner"]),
         "demo_held_s": statistics.median(found["held"]),
         **{f"demo_{key}": value for key, value in meter.reading().items()},
@@ -53,8 +59,8 @@ def rl_s(events: Sequence[Event]) -> float:
     return round((ended - began) / 1e3, 2)
 
 
-async def _events(seed: int, moves: str) -> list[Event]:
-    """What a run of the demo has recorded."""
+async def _ran(seed: int, moves: str) -> tuple[list[Event], dict[str, float]]:
+    """What a run of the demo has recorded, and the CPU-seconds of its processes."""
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
         out = Path(folder) / "run"
         words = ["run", str(JOB), "--seed", str(seed), "--set", f"out={out}"]
@@ -68,4 +74,5 @@ async def _events(seed: int, moves: str) -> list[Event]:
             said, _ = await run.communicate()
         if run.returncode:
             raise RuntimeError(f"the demo ends with {run.returncode}: {said.decode()[-4000:]}")
-        return [event_of(row) for row in lines.read(out / EVENTS).rows]
+        cpu_s: dict[str, float] = json.loads((out / "summary.json").read_text())["cpu_s"]
+        return [event_of(row) for row in lines.read(out / EVENTS).rows], cpu_s

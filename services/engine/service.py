@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -155,6 +156,8 @@ class EngineService(Actor):
     def measured(self) -> dict[str, Any]:
         """What it publishes of its speed and its load."""
         curve = self.fit.curve("", self.engine.tensor_parallel)
+        if curve is not None:
+            curve = replace(curve, most_tokens_per_s=self.throughput.most)
         return {
             "start_s": round(self.weights.start_s, 3),
             "throughput": self.throughput.by_context,

@@ -57,6 +57,11 @@ class Throughput:
         smallest = next(n for n, rate in table.items() if rate * (1 + GAIN) >= best)
         return smallest if smallest < max(table) else 0
 
+    @property
+    def most(self) -> float:
+        """Tokens per second that no batch exceeds; 0 while it is not known."""
+        return max(self.table.values()) if self.plateau else 0.0
+
 
 def size_class(batch: int) -> int:
     """The largest of 1, 2, 3, 4, 6, 8, 12, ... that is not above `batch`."""

@@ -18,6 +18,7 @@ from common.pool.measured import FIELDS, Measured, Work
 # A window lasts so long at least: processes tell their counts with each renewal of their leases,
 # every 1.5 s, and not at the same moment.
 LEAST_S = 6.0
+VARY, VARY_WORTH = 0.3, 2  # deviation of a step's time as a share of it, and the steps it is worth
 TIMES = 40  # looks whose times are kept: the longest trial
 KEPT = 16  # processes of a job that are remembered: one that was away for a moment comes back
 
@@ -101,6 +102,11 @@ class Times:
 
     ends: tuple[tuple[int, float], ...] = ()  # (step, seconds), of the last looks at new ones
 
+    @property
+    def last(self) -> int:
+        """The step that ended last; -1: none is known."""
+        return self.ends[-1][0] if self.ends else -1
+
     def at(self, mark: Mark) -> Times:
         """The times after another look."""
         if self.ends and self.ends[-1][0] == mark.step:
@@ -117,13 +123,17 @@ class Times:
             return math.inf
         return math.sqrt(_variance(parts) / (len(parts) - 1))
 
-    def spread_s(self, first: int, last: int) -> float:
-        """The deviation of the time of one step among these; 0 where it cannot be told."""
+    def spread(self, first: int, last: int) -> float:
+        """The deviation of the time of one step among these, as a share of it. As few tell little,
+        what steps usually vary by is worth some of them.
+        """
         parts = self._parts(first, last)
-        if len(parts) < 2:
-            return 0.0
-        each = sum(steps for steps, _ in parts) / len(parts)  # means of several differ less
-        return math.sqrt(_variance(parts) * each * len(parts) / (len(parts) - 1))
+        told, squares = len(parts) - 1, 0.0
+        if told > 0:
+            each = sum(steps for steps, _ in parts) / len(parts)  # means of several differ less
+            mean_s = sum(steps * s for steps, s in parts) / sum(steps for steps, _ in parts)
+            squares = _variance(parts) * each * len(parts) / max(mean_s, 1e-9) ** 2
+        return math.sqrt((squares + VARY_WORTH * VARY**2) / (max(0, told) + VARY_WORTH))
 
     def _parts(self, first: int, last: int) -> list[tuple[int, float]]:
         """(steps, their mean time), for each look at new ones."""

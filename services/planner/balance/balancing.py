@@ -36,7 +36,6 @@ WEIGHT = 0.3  # of the last move, in what a move takes
 LEAST_STEPS = 2  # of a window by which anything is planned;
 SURE = 0.25  # share of a step that a move must save which is decided on so few
 FOREVER_S = 1e6
-VARY = 0.2  # deviation of a step's time, as a share of it, while nobody knows
 CHANGED = 1.5  # times the imbalance of a move that did not pay: it is another job by now
 
 
@@ -56,7 +55,10 @@ def balance(draft: Draft, job: PlannedJob, watch: Watch) -> Watch:
     account = watch.account.credited(job.measured)
     mark = Mark(round(account.total.steps), draft.snapshot.now_ms, account.total)
     split, terms = Split(len(team.engines), 1 + len(team.helpers)), _terms(job)
-    watch = replace(watch, account=account, observed_ms=mark.ms)
+    watch = replace(watch, observed_ms=mark.ms)
+    if watch.times.last == mark.step and watch.split == split:
+        return watch  # counts of half a step fit no others
+    watch = replace(watch, account=account)
     watch = watch.marked(mark, split, terms.max_staleness, config.window_steps)
     if not config.moves or job.need.degrees != (1,):
         return watch
@@ -105,7 +107,7 @@ def _plan(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Watch:
         return watch
     now = demand(window, terms)
     first = watch.older.step if watch.older is not None else mark.step
-    vary = watch.times.spread_s(first, mark.step) / max(1e-9, window.step_s) or VARY
+    vary = watch.times.spread(first, mark.step)
     found = rates(window, terms, split, job.measured.curves, _cores(draft, team), vary)
     if now is None or found is None or window.step_s <= 0:
         return _explain(watch, None, "too little has been measured")

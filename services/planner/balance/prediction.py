@@ -173,7 +173,9 @@ def mean(curves: Sequence[Curve], context: float = 0.0) -> Curve:
     base_s, sequence_s = of("base_s"), of("sequence_s") + context * of("context_s")
     if base_s + sequence_s <= 0:
         return Curve("", 1, 1.0)
-    return Curve(known[0].kind, known[0].degree, base_s, sequence_s, 0.0, 0.0, weight)
+    peaks = [curve.most_tokens_per_s for curve in known if curve.most_tokens_per_s]
+    most = max(peaks, default=0.0)
+    return Curve(known[0].kind, known[0].degree, base_s, sequence_s, 0.0, 0.0, weight, most)
 
 
 def document_of(value: Demand | Rates | Split) -> dict[str, Any]:
@@ -202,7 +204,11 @@ def _per_s(now: Demand, then: Rates, engines: int, terms: Terms) -> float:
     else:
         batch = flight * base_s / max(linear, 1e-12)
     batch = min(max(batch, 1e-9), float(terms.slots))
-    return engines * batch / max(base_s + each_s * batch, 1e-12)
+    per_s = engines * batch / max(base_s + each_s * batch, 1e-12)
+    if not then.curve.most_tokens_per_s:
+        return per_s
+    most = then.curve.most_tokens_per_s / max(1.0, then.friction) / now.sampled
+    return min(per_s, engines * most)
 
 
 def _longer(one_s: float, other_s: float, vary: float) -> float:

@@ -123,7 +123,7 @@ def test_a_paced_engine_below_its_plateau_is_found_to_keep_its_pace(batches: lis
     found = known(service.fit)
     for batch in set(batches):
         assert found.step_s(batch, 30) == pytest.approx(pace.step_s(batch, 1, 0), rel=0.05)
-    assert service.measured()["curve"] == found.told()
+    assert service.measured()["curve"][:6] == found.told()
 
 
 def test_a_paced_engine_beyond_its_plateau_is_found_to_take_longer_for_each_sequence() -> None:
