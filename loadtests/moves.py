@@ -59,7 +59,7 @@ async def serve(name: str, source: list[str]) -> None:
     model = Decoder(MODEL)
     model.initialise(torch.Generator().manual_seed(0))
     driver = Driver(asyncio.get_running_loop())
-    service = EngineService(mesh, engine, SLOTS, driver.deliver)
+    service = EngineService(mesh, engine, driver.deliver)
     driver.start(service)
     await mesh.join(service)
     if source:

@@ -69,7 +69,6 @@ return 'renewed'
 WHY = Why("default", "job0", {"share": 0.5})
 # What an engine publishes: numbers of its work, its memory, its loop and its traffic.
 STATS = {
-    "occupied_s": 1234.567,
     "tokens": 123456789,
     "curve": [1, 0.01234, 0.0001234, 1.234e-07, 6123.0, 123456],
     **{f"counter_of_something_{n}": 12345.678 + n for n in range(40)},

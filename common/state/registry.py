@@ -17,7 +17,7 @@ LEASE_MS = 6000
 COUNTED_KINDS = frozenset({"engine", "trainer", "hybrid", "rollout", "sandbox", "node"})
 COUNTED = (
     *("job", "gang", "resident", "draining", "rests", "takes", "tiers"),
-    *("tokens", "occupied_s", "groups", "step", "busy_s", "bins", "published"),
+    *("tokens", "step", "bins", "published"),
     *("work", "curve", "cores", "busy_cores"),
 )
 

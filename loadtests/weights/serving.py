@@ -39,7 +39,7 @@ class Serving:
         self._engine = build(
             models.MODELS[model], SLOTS, LENGTH, steps=FLUSH_STEPS, budget_s=FLUSH_S
         )
-        self._service = EngineService(mesh, self._engine, SLOTS, self._driver.deliver)
+        self._service = EngineService(mesh, self._engine, self._driver.deliver)
         self._following: asyncio.Task[None] | None = None
 
     def stats(self) -> dict[str, Any]:

@@ -84,7 +84,7 @@ async def serve(mesh: Mesh, phase_s: float) -> None:
         median_length=LENGTH_MEDIAN,
         sigma=LENGTH_SIGMA,
     )
-    service = EngineService(mesh, engine, SLOTS, lambda action: action())
+    service = EngineService(mesh, engine, lambda action: action())
     await mesh.join(service, stats=lambda: published(service))
     due = clock.monotonic() + phase_s
     try:
@@ -149,7 +149,7 @@ async def native(inner: TokenEngine, name: str, log: Path) -> None:
     mesh = await Mesh.open(name, "engine", MeshSettings.from_env())
     engine = Noting(inner, mesh, log)
     driver = Driver(asyncio.get_running_loop())
-    service = EngineService(mesh, engine, SLOTS, driver.deliver)
+    service = EngineService(mesh, engine, driver.deliver)
     driver.start(service)
     await mesh.join(service, stats=lambda: published(service))
     try:

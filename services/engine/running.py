@@ -166,7 +166,7 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
     mesh.telemetry.log.info("engine", path=engine.path)
     room = limits.kv_tokens or limits.slots * limits.max_tokens
     turns = Turns(mesh, seat.keeper, seat.resident, seat.generation, enabled=seat.turns)
-    service = EngineService(mesh, engine, limits.slots, driver.deliver, room, turns=turns)
+    service = EngineService(mesh, engine, driver.deliver, room, turns=turns)
     service.weights.began = began
     versions = Versions(mesh, seat.job, limits.weights)
     traces = Traces(mesh, data, f"engine-{seat.resident}")
@@ -183,7 +183,6 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
             "version": service.weights.version,
             "tokens": engine.tokens_generated,
             "busy_s": engine.busy_s,
-            "occupied_s": service.occupied_s,
             "running": engine.running,
             "waiting": engine.waiting,
             "requests": service.shards.requests,

@@ -61,7 +61,6 @@ class EngineService(Actor):
         self,
         mesh: Mesh,
         engine: TokenEngine,
-        slots: int,
         deliver: Callable[[Callable[[], None]], None],
         cache_tokens: int = 0,
         *,
@@ -71,9 +70,6 @@ class EngineService(Actor):
         others of its gang, None: it has the accelerator alone.
         """
         self.mesh, self.engine, self.turns = mesh, engine, turns
-        self._slots = slots
-        self._turned_at = mesh.clock.monotonic()
-        self.occupied_s = 0.0  # time that all slots together would have needed for what they did
         self.throughput, self.fit, self.contexts = Throughput(), CurveFit(), Contexts()
         self.load = Occupancy(mesh.clock.monotonic)
         self.pauses = Pauses(mesh.clock)
@@ -109,8 +105,6 @@ class EngineService(Actor):
         self.pauses.stepped(steps, took_s)
         self.load.put("running", self.engine.running)
         self.load.put("waiting", self.engine.waiting)
-        self.occupied_s += (now - self._turned_at) * running / self._slots
-        self._turned_at = now
         self._flush(now, busy)
         return busy or self.commands.some
 

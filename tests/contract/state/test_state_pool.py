@@ -343,7 +343,7 @@ async def test_a_look_has_all_that_is_decided_from(bench: Bench) -> None:
     await jobs.submit(state, JOB, about, "/runs/job", "op")
     await jobs.submit(state, "ended", about, "/runs/ended", "op")
     await jobs.cancel(state, "ended", "op")
-    stats = {"job": JOB, "resident": "g0.0", "tokens": 7, "occupied_s": 1.5}
+    stats = {"job": JOB, "resident": "g0.0", "tokens": 7}
     engine = registry.Entry("engine/g0.0", "engine", incarnation="i", stats=stats)
     await registry.register(state, engine, 600_000)
     await registry.register(state, registry.Entry("node/here", "node", incarnation="n"), 600_000)

@@ -68,9 +68,7 @@ class Bench:
         )
 
     def _service(self, name: str) -> EngineService:
-        service = EngineService(
-            self._mesh(name), self.engines[name], SLOTS, lambda action: action()
-        )
+        service = EngineService(self._mesh(name), self.engines[name], lambda action: action())
         service.moves.part_bytes, service.moves.frame_bytes = 20_000, 3_000
         return service
 
@@ -205,7 +203,7 @@ def test_what_the_source_does_not_have_is_computed() -> None:
 def test_an_engine_without_a_cache_gives_nothing() -> None:
     async def story(bench: Bench) -> None:
         simulated = SimulatedEngine(bench.clock, SLOTS, 100.0)
-        service = EngineService(bench._mesh("engine/s"), simulated, SLOTS, lambda action: action())
+        service = EngineService(bench._mesh("engine/s"), simulated, lambda action: action())
         await service.mesh.join(service)
         bench._begin(bench._drive(service))
         assert (await bench.move(source="engine/s")).tokens == 0

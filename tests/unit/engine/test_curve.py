@@ -100,7 +100,7 @@ def test_there_is_no_curve_before_a_few_windows_nor_of_prompts_alone() -> None:
 
 def serving(engine: PacedEngine | SimulatedEngine, clock: StandingClock) -> EngineService:
     mesh = alone("engine/g0", clock, Random(0), SimulatedHost(clock, Random(0)))
-    return EngineService(mesh, engine, 8, lambda action: action())
+    return EngineService(mesh, engine, lambda action: action())
 
 
 def run(service: EngineService, clock: StandingClock, batches: list[int], tokens: int) -> None:

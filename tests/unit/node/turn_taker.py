@@ -48,7 +48,7 @@ class Noted:
 async def generate(mesh: Mesh, turns: Turns, note: Path) -> None:
     engine: Any = Noted(built_in("eager", SLOTS, 128, clock=mesh.clock), "step", note)
     driver = Driver(asyncio.get_running_loop())
-    service = EngineService(mesh, engine, SLOTS, driver.deliver, turns=turns)
+    service = EngineService(mesh, engine, driver.deliver, turns=turns)
     driver.start(service)
     count = 0
     while True:

@@ -231,7 +231,7 @@ class ShardBench:
             self.clock, SLOTS, TOKENS_PER_S, median_length=20.0, max_length=200, version=0
         )
         mesh = self._mesh(f"engine/g{number}")
-        service = EngineService(mesh, engine, SLOTS, lambda action: action())
+        service = EngineService(mesh, engine, lambda action: action())
         await mesh.join(service, stats=lambda: {"job": JOB, "ready": True})
         self.engines.append(service)
 

@@ -74,7 +74,7 @@ class Bench:
         engine: TokenEngine = SimulatedEngine(self.clock, SLOTS, 100.0)
         if self.computes:
             engine = built_in("eager", SLOTS, 128, clock=self.clock)
-        return EngineService(self._mesh(name), engine, SLOTS, lambda action: action())
+        return EngineService(self._mesh(name), engine, lambda action: action())
 
     def _mesh(self, name: str) -> Mesh:
         return Mesh(
