@@ -56,6 +56,7 @@ class PlannedJob:
     group_size: int = 1
     max_staleness: int = 2
     slots: int = 64  # sequences that an engine decodes together
+    bin_tokens: int = 0  # of a bin, which one worker computes; 0: not known
     steps: int = 0  # that it is to make; 0: not known
     rejected: int = 0  # trajectories so far that came back too old
     submitted_ms: int = 0

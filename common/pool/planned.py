@@ -44,6 +44,7 @@ def planned(
         group_size=document["algorithm"]["group_size"],
         max_staleness=document["algorithm"]["max_staleness"],
         slots=document["rollout"]["slots"],
+        bin_tokens=document["training"]["bin_tokens"],
         steps=document["budget"]["steps"],
         rejected=row["stale_requeued"],
         submitted_ms=row["submitted_ms"],

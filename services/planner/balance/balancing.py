@@ -231,7 +231,7 @@ def _dismiss(draft: Draft, job: PlannedJob, team: Team) -> None:
 
 
 def _terms(job: PlannedJob) -> Terms:
-    return Terms(job.groups_per_step, job.group_size, job.max_staleness, job.slots)
+    return Terms(job.groups_per_step, job.group_size, job.max_staleness, job.slots, job.bin_tokens)
 
 
 def _spread(watch: Watch, mark: Mark) -> float:

@@ -35,6 +35,7 @@ class Terms:
     group_size: int
     max_staleness: int
     slots: int  # of an engine
+    bin_tokens: int  # of a bin, which one worker computes; 0: gradients are divided at will
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,9 @@ def rates(
         friction=token_s / curve.step_s(min(batch, terms.slots)),
         flight=_flight(window, terms),
         work_s=alone_s,
-        fixed_s=max(0.0, busy_s - alone_s / split.trainers),
+        fixed_s=max(
+            0.0, busy_s - alone_s * _share(split.trainers, work.tokens / window.steps, terms)
+        ),
         cores=cores,
         vary=vary,
     )
@@ -135,7 +138,7 @@ def predicted(now: Demand, then: Rates, split: Split, terms: Terms, step_s: floa
     it the host's cores were busy for their share.
     """
     rollout_s = now.trajectories / _per_s(now, then, split.engines, terms)
-    train_s = then.fixed_s + then.work_s / split.trainers
+    train_s = then.fixed_s + then.work_s * _share(split.trainers, now.trained, terms)
     host_s = step_s * then.cores / REACHED
     overlap = terms.max_staleness > 0
     stages_s = _longer(rollout_s, train_s, then.vary) if overlap else rollout_s + train_s
@@ -209,6 +212,12 @@ def _per_s(now: Demand, then: Rates, engines: int, terms: Terms) -> float:
         return per_s
     most = then.curve.most_tokens_per_s / max(1.0, then.friction) / now.sampled
     return min(per_s, engines * most)
+
+
+def _share(trainers: int, tokens: float, terms: Terms) -> float:
+    """The share of a step's gradients that the busiest of its workers computes: whole bins."""
+    bins = math.ceil(tokens / terms.bin_tokens) if terms.bin_tokens else 0
+    return math.ceil(bins / trainers) / bins if bins else 1 / trainers
 
 
 def _longer(one_s: float, other_s: float, vary: float) -> float:

@@ -212,6 +212,6 @@ def document(
         },
         "lora": {"rank": 0},
         "optimizer": {"muon_lr": 0.003},
-        "training": {"ranks": 1, "dtype": "float32"},
+        "training": {"ranks": 1, "dtype": "float32", "bin_tokens": 64},
         "planner": {},
     }
