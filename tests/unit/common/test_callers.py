@@ -22,6 +22,7 @@ LOADERS = {"engine", "hybrid", "scoring", "trainer"}  # of weights
 # What runs in processes of several roles, or is not in the package of its role.
 ALSO = {
     # whoever has files of a job to read
+    "common/records/run_lines.py": {"engine", "rollout", "trainer"},
     "common/job/local_files.py": LOADERS | {"node", "rank", "rollout"},
     "common/weights/pull": LOADERS | {"rank"},
     "common/weights/staging.py": {"trainer"},

@@ -18,12 +18,14 @@ from common.job.config import (
     RewardConfig,
 )
 from common.job.job_data import JobData
+from common.occupancy import Occupancy
 from common.random import Random
 from common.state import groups, jobs, steps
 from services.rollout.job import ShardJob
 from services.rollout.routing.stay import Stay
 from services.rollout.shard import RolloutShard
 from services.rollout.trajectory import Ending, Trajectory
+from services.rollout.worked import Worked
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, Seats, document
@@ -69,6 +71,7 @@ class World:
         )
         job.mesh, job.job = self.mesh, JobData(JOB, job.config, Path(), Path())
         job.held_out = [{"n": 0}]
+        job.worked = Worked(Occupancy(self.mesh.clock.monotonic))
         job.lineage, job._beginning, job._groups = -1, 0, {}
         job.router = SimpleNamespace(enter=self.entered.append, stays={})  # type: ignore[assignment]
         job.samples = SimpleNamespace(evaluated=lambda *drawn: None)  # type: ignore[assignment]

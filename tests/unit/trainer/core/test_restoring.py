@@ -287,7 +287,7 @@ def planned_helped(bench: Trained, config: JobConfig) -> bool:
     assert "published" in COUNTED, "it is read of stats"
     told = Published("core", "trainer", "1", {"published": bench.publisher.published})
     row = {"id": JOB, "phase": "training", "groups_per_step": 1, "submitted_ms": 0}
-    row |= {"steps_done": 0, "held": "", "checkpoint": ""}
+    row |= {"steps_done": 0, "held": "", "checkpoint": "", "stale_requeued": 0}
     return planned(row, config.document(), [told]).need.helped
 
 
