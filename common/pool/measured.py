@@ -104,9 +104,50 @@ def curve_of(kind: str, said: Sequence[float]) -> Curve:
     return Curve(*known, *most)
 
 
+# Shares of trajectories that are shorter than a published length: closer where the long ones are,
+# whose tokens one after the other a step waits for.
+LEVELS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.94, 0.97, 0.985, 0.995, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How long a job's latest trajectories were."""
+
+    count: int  # trajectories
+    sampled: tuple[float, ...]  # tokens of one, at each of `LEVELS`
+    prompt: float = 0.0  # tokens of a prompt, mean
+
+    def told(self) -> list[float]:
+        """What a shard publishes as `lengths`."""
+        return [self.count, *(round(tokens, 1) for tokens in self.sampled), round(self.prompt, 1)]
+
+
+def lengths_of(said: Sequence[float]) -> Lengths:
+    """The lengths that a shard has `told`."""
+    count, *sampled, prompt = said
+    return Lengths(int(count), tuple(sampled), prompt)
+
+
+def together(found: Sequence[Lengths]) -> Lengths | None:
+    """Those of several shards as one: means of each level, by their trajectories, as the shards of
+    a job have the same prompts. None without any.
+    """
+    count = sum(one.count for one in found)
+    if not count:
+        return None
+    levels = zip(*(one.sampled for one in found), strict=True)
+    sampled = (
+        sum(one.count * tokens for one, tokens in zip(found, level, strict=True)) / count
+        for level in levels
+    )
+    prompt = sum(one.count * one.prompt for one in found) / count
+    return Lengths(count, tuple(sampled), prompt)
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """All that a job's live processes say of their work."""
 
     work: Mapping[str, Work] = field(default_factory=dict)  # by process and incarnation
     curves: tuple[Curve, ...] = ()  # of its engines, one for each that has one
+    lengths: Lengths | None = None  # of its shards together

@@ -64,4 +64,6 @@ class PlannedJob:
     held: str = ""  # `waiting: WHY` or `paused: WHY`; empty: it runs
     checkpointed: bool = False  # whether a committed checkpoint holds all that it would go on from
     measured: Measured = field(default_factory=Measured)
+    pace: str = ""  # that its engines imitate; empty: their own
+    model: str = ""  # that its engines compute, by which their speeds are remembered
     progress: dict[str, int] = field(default_factory=dict)  # what each resident has done so far

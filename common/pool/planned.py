@@ -8,7 +8,7 @@ from typing import Any
 
 from common.job.config import PlannerConfig
 from common.pool.asking import need_of, unhelped
-from common.pool.measured import Measured, curve_of, work_of
+from common.pool.measured import Measured, curve_of, lengths_of, together, work_of
 from common.pool.needs import Need, PlannedJob
 from common.state.jobs import Phase
 
@@ -57,7 +57,17 @@ def planned(
             if process.kind in PROGRESS and process.stats.get("resident")
         },
         measured=measured(processes, kinds or {}),
+        pace=document["rollout"].get("pace", ""),
+        model=_model(document),
     )
+
+
+def _model(document: Mapping[str, Any]) -> str:
+    """What a job's engines compute, as far as their speed goes by it."""
+    parameters = document.get("bundle", {}).get("parameters", 0)
+    rollout = document["rollout"]
+    parts = (f"{parameters} parameters", rollout.get("dtype", ""), rollout.get("pace", ""))
+    return " ".join(part for part in parts if part)
 
 
 def _needed(document: Mapping[str, Any], processes: Sequence[Published]) -> Need:
@@ -82,4 +92,5 @@ def measured(processes: Sequence[Published], kinds: Mapping[str, str]) -> Measur
             for p in processes
             if p.stats.get("curve")
         ),
+        together([lengths_of(p.stats["lengths"]) for p in processes if p.stats.get("lengths")]),
     )

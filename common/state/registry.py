@@ -18,7 +18,7 @@ COUNTED_KINDS = frozenset({"engine", "trainer", "hybrid", "rollout", "sandbox", 
 COUNTED = (
     *("job", "gang", "resident", "draining", "rests", "takes", "tiers"),
     *("tokens", "step", "bins", "published"),
-    *("work", "curve", "cores", "busy_cores"),
+    *("work", "curve", "lengths", "cores", "busy_cores"),
 )
 
 

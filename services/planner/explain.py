@@ -79,7 +79,8 @@ def lines(decisions: Iterable[Decision]) -> list[str]:
 
 def predictions(memory: Memory) -> list[str]:
     """A line for each job whose steps are predicted: what, beside what was observed, and how far
-    predictions of its moves have been off.
+    predictions of its moves have been off; and one for each degree of its engines whose speed was
+    predicted and measured.
     """
     found = []
     for job, watch in sorted(memory.watches.items()):
@@ -90,6 +91,12 @@ def predictions(memory: Memory) -> list[str]:
             error = told.get("error")
             off = f", moves were predicted {error:.0%} off" if error is not None else ""
             found.append(f"{job}: {stages}; {step}{off}; {told['verdict']}")
+        for which, figures in told.get("degrees", {}).items():
+            found.append(
+                f"{job}: a decode step of {which}: {1000 * figures['predicted_s']:.3g} ms, "
+                f"observed {1000 * figures['observed_s']:.3g} ms, "
+                f"predictions were {figures['error']:.0%} off"
+            )
     return found
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.planner.balance.watch import Watch
+from services.planner.costs.correction import Correction
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Memory:
     aside: frozenset[str] = frozenset()  # workers that a person has put aside
     watches: Mapping[str, Watch] = field(default_factory=dict)  # of jobs' splits
     entitled: Mapping[str, int] = field(default_factory=dict)  # job -> workers; people are shown it
+    correction: Correction = field(default_factory=Correction)  # of predicted speeds of engines
 
     def document(self) -> dict[str, Any]:
         """All of it, as JSON takes it."""
@@ -36,6 +38,7 @@ class Memory:
             "aside": sorted(self.aside),
             "watches": {job: watch.document() for job, watch in self.watches.items()},
             "entitled": dict(self.entitled),
+            "correction": self.correction.document(),
             "explained": {
                 job: dict(watch.explained) for job, watch in self.watches.items() if watch.explained
             },
@@ -55,6 +58,7 @@ class Memory:
             aside=frozenset(document["aside"]),
             watches={job: Watch.of(d) for job, d in document["watches"].items()},
             entitled=dict(document["entitled"]),
+            correction=Correction.of(document.get("correction", [])),
         )
 
     def after_outage(self) -> Memory:

@@ -26,6 +26,7 @@ from common.wire.bulk.port import BulkClient
 from services.rollout.broken import Broken
 from services.rollout.environments.pool import EnvironmentPool
 from services.rollout.failures import Failures, TrajectoryFailed
+from services.rollout.record.buffers import NOT_SAMPLED
 from services.rollout.record.finished_groups import finished_group, hand_in
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.record.shard_ledger import ShardLedger
@@ -348,6 +349,8 @@ class ShardJob:
         with self.worked.spent.within(IN_FLIGHT), self.times.of(t):
             await self._lived(t, row)
         self.worked.trajectories += 1
+        if t.ending is not None and not t.ending.error:
+            self.worked.ended(int((t.versions != NOT_SAMPLED).sum()), t.prompt_length)
         self.samples.ended(t, row, self.version)
 
     async def _lived(self, t: Trajectory, row: dict[str, Any]) -> None:
@@ -533,9 +536,17 @@ class ShardJob:
             "tokens": self.commits.sampled,
             "groups": self.groups_finished,
             "work": measured.told(self.worked.work(self.commits.recorded)),
+            **self._lengths(),
             **self.router.stats,
             "environments": self.environments.pids,
         }
+
+    def _lengths(self) -> dict[str, Any]:
+        """What the planner reads of lengths, where engines may be of several workers."""
+        if set(self.config.rollout.tensor_parallel) == {1}:
+            return {}
+        lengths = self.worked.lengths
+        return {"lengths": lengths.told()} if lengths is not None else {}
 
     async def close(self) -> None:
         """Leaves what is in flight to the ledger."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
+
+import numpy as np
+
 from common.occupancy import Occupancy
-from common.pool.measured import Work
+from common.pool.measured import LEVELS, Lengths, Work
 from services.rollout.routing.stay import AT_ENGINE, TURN
 
 IN_FLIGHT = "flight"  # places of `Worked.spent`, beside those of a stay: training trajectories,
 OPEN = "open"  # groups under way,
 SHUT = "shut"  # and the gate, which is there while it holds back what there is room for
+LATEST, LEAST = 512, 16  # trajectories whose lengths are published: so many at most, and at least
 
 
 class Worked:
@@ -19,6 +24,22 @@ class Worked:
         self.spent = spent
         self.groups = 0  # handed in
         self.trajectories = 0  # ended, by whatever end
+        self._latest: deque[tuple[int, int]] = deque(maxlen=LATEST)  # (sampled, prompt) of each
+
+    def ended(self, sampled: int, prompt: int) -> None:
+        """A training trajectory is over that did not fail, with so many tokens sampled behind a
+        prompt of so many.
+        """
+        self._latest.append((sampled, prompt))
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """Of the latest of those; None as long as they are few."""
+        if len(self._latest) < LEAST:
+            return None
+        sampled, prompts = np.array(self._latest, np.float64).T
+        levels = np.quantile(sampled, LEVELS)
+        return Lengths(len(self._latest), tuple(map(float, levels)), float(prompts.mean()))
 
     def work(self, sampled: int) -> Work:
         """All so far, trajectories in flight among them; `sampled`: tokens of training ones."""

@@ -12,7 +12,7 @@ makes a step shorter than the host's cores take for all that its processes compu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -63,10 +63,39 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Who does what: engines of one worker each, and workers that train, the core as one."""
+    """Who does what: engines, and workers that train, the core as one.
+
+    Where engines may be of several workers, `degrees` say of how many each is, and `engines` are
+    how many there were when rates were measured: what others bring is in `speed`, as they change
+    what a token takes, and with it what a closed network of equal engines goes by.
+    """
 
     engines: int
     trainers: int
+    degrees: tuple[int, ...] = ()  # falling; empty: one worker each
+    speed: float = 1.0  # at which it rolls out, over that of the split that rates are of
+
+    def same(self, other: Split | None) -> bool:
+        """Whether the same workers do the same, whatever they were compared with."""
+        if other is None or (self.trainers, self.degrees) != (other.trainers, other.degrees):
+            return False
+        return bool(self.degrees) or self.engines == other.engines
+
+    @property
+    def named(self) -> str:
+        """Its engines, for people."""
+        return f"rollout of {','.join(map(str, self.degrees))}"
+
+    def document(self) -> dict[str, Any]:
+        """It as JSON has it."""
+        return asdict(self) | {"degrees": list(self.degrees)}
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any] | None) -> Split | None:
+        """The split of a document; None for none."""
+        if document is None:
+            return None
+        return cls(**dict(document) | {"degrees": tuple(document.get("degrees", ()))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +166,7 @@ def predicted(now: Demand, then: Rates, split: Split, terms: Terms, step_s: floa
     """Seconds of a step of this demand with another split. `step_s` was measured with the rates: of
     it the host's cores were busy for their share.
     """
-    rollout_s = now.trajectories / _per_s(now, then, split.engines, terms)
+    rollout_s = now.trajectories / _per_s(now, then, split.engines, terms) / split.speed
     train_s = then.fixed_s + then.work_s * _share(split.trainers, now.trained, terms)
     host_s = step_s * then.cores / REACHED
     overlap = terms.max_staleness > 0
@@ -179,11 +208,6 @@ def mean(curves: Sequence[Curve], context: float = 0.0) -> Curve:
     peaks = [curve.most_tokens_per_s for curve in known if curve.most_tokens_per_s]
     most = max(peaks, default=0.0)
     return Curve(known[0].kind, known[0].degree, base_s, sequence_s, 0.0, 0.0, weight, most)
-
-
-def document_of(value: Demand | Rates | Split) -> dict[str, Any]:
-    """It as JSON has it."""
-    return asdict(value)
 
 
 def rates_of(document: dict[str, Any]) -> Rates:

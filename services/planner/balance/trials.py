@@ -30,6 +30,7 @@ SURE = 1.5  # standard errors by which two times differ that are told apart
 LONGEST = 4  # times the window that a verdict may take
 KEPT = 12  # verdicts that a job remembers
 BIAS = (0.7, 1.5)  # bounds of the correction that verdicts give a rule's predictions
+RESHAPED = "degrees"  # what a move is towards that gives engines other degrees
 TRUST = 0.5  # weight of the last verdict in that correction
 
 
@@ -55,7 +56,8 @@ class Trial:
     def document(self) -> dict[str, Any]:
         """It as JSON has it."""
         begins = self.begins.document() if self.begins is not None else None
-        return asdict(self) | {"begins": begins}
+        sides = {"before": self.before.document(), "after": self.after.document()}
+        return asdict(self) | sides | {"begins": begins}
 
     @classmethod
     def of(cls, document: Mapping[str, Any] | None) -> Trial | None:
@@ -65,8 +67,8 @@ class Trial:
         return cls(
             **dict(document)
             | {
-                "before": Split(**document["before"]),
-                "after": Split(**document["after"]),
+                "before": Split.of(document["before"]),
+                "after": Split.of(document["after"]),
                 "demand": Demand(**document["demand"]),
                 "rates": rates_of(document["rates"]),
                 "begins": Mark.of(document["begins"]),
@@ -75,7 +77,9 @@ class Trial:
 
     @property
     def towards(self) -> str:
-        """The role that it gave workers."""
+        """The role that it gave workers; `RESHAPED` where engines got other degrees."""
+        if self.after.degrees != self.before.degrees:
+            return RESHAPED
         return "training" if self.after.trainers > self.before.trainers else "rollout"
 
 
@@ -94,6 +98,8 @@ class Verdict:
     predicted_s: float  # with it, by now
     observed_s: float
     paid: bool
+    was: str = ""  # the engines of the job, where they got other degrees,
+    became: str = ""  # and those that it has then
 
     @property
     def regret_s(self) -> float:
@@ -108,9 +114,12 @@ class Verdict:
     def told(self) -> dict[str, Any]:
         """It for an event."""
         found = {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(self).items()}
-        del found["rule"], found["towards"]
+        for name in ("rule", "towards", "was", "became"):
+            del found[name]
         sides = ("rollout", "training")
         there, here = sides if self.towards == "training" else sides[::-1]
+        if self.towards == RESHAPED:
+            there, here = self.was, self.became
         return found | {
             "policy": self.rule,
             "from": there,
@@ -170,6 +179,8 @@ def _verdict(trial: Trial, window: Window, after: int, terms: Terms) -> Verdict 
         predicted_s=corrected(goes, model, trial.before_s) * trial.bias,
         observed_s=observed_s,
         paid=observed_s < expected_s,
+        was=trial.before.named if trial.towards == RESHAPED else "",
+        became=trial.after.named if trial.towards == RESHAPED else "",
     )
 
 

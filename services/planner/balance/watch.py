@@ -7,8 +7,31 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from services.planner.balance.accounts import Account, Mark, Times, Window, between
+from services.planner.balance.degrees import Curves, curves_of, told
 from services.planner.balance.prediction import Split
 from services.planner.balance.trials import KEPT, Trial, Verdict, learned, verdict_of
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """The engines and helpers that a job is to have: looks that follow bring it there."""
+
+    rule: str
+    degrees: tuple[int, ...]
+    helpers: int
+    until_ms: int  # then it is given up
+    figures: Mapping[str, Any] = field(default_factory=dict)  # that it was decided by
+
+    def document(self) -> dict[str, Any]:
+        """It as JSON has it."""
+        return asdict(self) | {"degrees": list(self.degrees)}
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any] | None) -> Wish | None:
+        """The wish of a document; None for none."""
+        if document is None:
+            return None
+        return cls(**dict(document) | {"degrees": tuple(document["degrees"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +57,14 @@ class Watch:
     bias: Mapping[str, float] = field(default_factory=dict)  # by direction: correction
     switch_s: float = 0.0  # that a move takes until it is settled; 0: none was made
     explained: Mapping[str, Any] = field(default_factory=dict)  # for people
+    wish: Wish | None = None  # that is not fulfilled yet
+    curves: Curves = field(default_factory=dict)  # of degrees that engines of it have had
 
     def document(self) -> dict[str, Any]:
         """It as JSON has it."""
         return {
             "account": self.account.document(),
-            "split": asdict(self.split) if self.split is not None else None,
+            "split": self.split.document() if self.split is not None else None,
             "split_step": self.split_step,
             "older": self.older.document() if self.older is not None else None,
             "newer": self.newer.document() if self.newer is not None else None,
@@ -55,22 +80,25 @@ class Watch:
             "bias": dict(self.bias),
             "switch_s": self.switch_s,
             "explained": dict(self.explained),
+            "wish": self.wish.document() if self.wish is not None else None,
+            "curves": told(self.curves),
         }
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Watch:
         """The watch of a document."""
-        split = document["split"]
         return cls(
             **dict(document)
             | {
                 "account": Account.of(document["account"]),
-                "split": Split(**split) if split is not None else None,
+                "split": Split.of(document["split"]),
                 "older": Mark.of(document["older"]),
                 "newer": Mark.of(document["newer"]),
                 "times": Times(tuple((step, s) for step, s in document["times"])),
                 "trial": Trial.of(document["trial"]),
                 "verdicts": tuple(map(verdict_of, document["verdicts"])),
+                "wish": Wish.of(document.get("wish")),
+                "curves": curves_of(document.get("curves", ())),
             }
         )
 
@@ -86,7 +114,7 @@ class Watch:
         return watch._marked(mark, split, lag, steps)
 
     def _marked(self, mark: Mark, split: Split, lag: int, steps: int) -> Watch:
-        if split != self.split or (self.older is not None and mark.step < self.older.step):
+        if not split.same(self.split) or (self.older is not None and mark.step < self.older.step):
             return replace(self, split=split, split_step=mark.step, older=None, newer=None)
         if mark.step <= self.split_step + lag:
             return self

@@ -23,7 +23,7 @@ from common.pool.decisions import (
     Why,
 )
 from common.pool.explained import Explained
-from common.pool.measured import Curve, Work
+from common.pool.measured import LEVELS, Curve, Lengths, Work
 from common.pool.needs import Need
 from common.pool.rows import Budget, Doing, Gang, Report, Resident, Role, Tier, Worker
 from common.pool.settings import PoolSettings
@@ -368,8 +368,12 @@ async def test_a_look_has_what_processes_have_measured_each_for_itself(bench: Be
     await jobs.submit(state, JOB, document(groups_per_step=3), "/runs/job", "op")
     curve = Curve("cpu", 2, 0.02, 0.0005, prefill_tokens_per_s=6000.0, steps=80)
     shard, core = Work(groups=3, sampled=40, flight_s=7.5), Work(steps=2, busy_s=1.25)
+    lengths = Lengths(40, tuple(10.0 * n for n in range(len(LEVELS))), 7.5)
     said = {
-        "rollout/job/0": {"work": measured.told(shard), "histogram": [1] * 100},
+        "rollout/job/0": {
+            **{"work": measured.told(shard), "histogram": [1] * 100},
+            "lengths": lengths.told(),
+        },
         "trainer/g1.0": {"work": measured.told(core), "resident": "g1.0"},
         "engine/g0.0": {"gang": "g0", "resident": "g0.0", "curve": curve.told()},
         "engine/g2.0": {"gang": "g2", "resident": "g2.0"},
@@ -385,6 +389,7 @@ async def test_a_look_has_what_processes_have_measured_each_for_itself(bench: Be
     [job], [host] = found.jobs, found.hosts
     assert job.measured.work == {"rollout/job/0i": shard, "trainer/g1.0i": core}
     assert job.measured.curves == (curve,)
+    assert job.measured.lengths == lengths
     assert (host.cores, host.busy_cores) == (2.0, 1.5)
     text = await state.command("HGET", "{mesh}:look:counted", "rollout/job/0")
     assert "histogram" not in text and "queue_s" not in text

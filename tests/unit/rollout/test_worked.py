@@ -96,3 +96,16 @@ async def close(bench: ShardBench) -> None:
     """The staleness gate gives nothing from now on."""
     key = "{" + bench.job.job.id + "}:job"
     await bench.state.command("HSET", key, "groups_per_step", "0")
+
+
+def test_lengths_of_training_trajectories_that_ended_well_are_kept(tmp_path: Path) -> None:
+    async def story(bench: ShardBench) -> None:
+        await asyncio.gather(*[await bench.group() for _ in range(5)])
+        await asyncio.gather(*[await bench.group() for _ in range(5)])
+        lengths = bench.job.worked.lengths
+        assert lengths is not None and lengths.count == bench.job.worked.trajectories == 30
+        sampled = work(bench).sampled
+        assert lengths.sampled[0] <= sampled / 30 <= lengths.sampled[-1] and lengths.prompt > 0
+        assert "lengths" not in bench.job.stats(), "nobody reads them: engines are of one worker"
+
+    on_shard(tmp_path, story)

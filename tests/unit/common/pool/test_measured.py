@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from common.pool.measured import Curve, Work, curve_of, kind_of, told, work_of
+from common.pool.measured import (
+    LEVELS,
+    Curve,
+    Lengths,
+    Work,
+    curve_of,
+    kind_of,
+    lengths_of,
+    together,
+    told,
+    work_of,
+)
 from common.pool.planned import Published, measured
 
 SHARD = Work(groups=3, trajectories=12, sampled=480, flight_s=31.25, engine_s=20.0, queue_s=1.5)
@@ -23,6 +34,16 @@ def test_a_curve_is_published_in_few_digits() -> None:
     assert (read.kind, read.degree, read.steps) == ("NVIDIA H200", 4, 400)
     assert read.step_s(8, 500) == pytest.approx(CURVE.step_s(8, 500), rel=1e-3)
     assert len(str(CURVE.told())) < 60
+
+
+def test_lengths_are_published_in_short_and_those_of_shards_are_one() -> None:
+    short = Lengths(100, tuple(float(n) for n in range(len(LEVELS))), 20.0)
+    long = Lengths(300, tuple(4.0 * n for n in range(len(LEVELS))), 40.0)
+    assert lengths_of(short.told()) == short and len(str(short.told())) < 120
+    both = together([short, long])
+    assert both is not None and (both.count, both.prompt) == (400, 35.0)
+    assert both.sampled[-1] == pytest.approx(3.25 * short.sampled[-1])
+    assert together([]) is None
 
 
 def test_a_kind_of_accelerators_is_what_they_are_and_not_which() -> None:

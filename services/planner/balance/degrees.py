@@ -1,0 +1,173 @@
+"""How fast a job's engines generate, by how many workers share its model: as measured, where there
+has been such an engine, else as predicted from those of another degree.
+
+A step of t workers reads a t-th of the weights and does a t-th of the arithmetic, and waits for
+collectives (`common/job/pace.py`). How far off that is on real gangs is learned when an engine of
+the degree exists, and corrects it for every job of the same model (`costs/correction.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, replace
+from typing import Any
+
+from common.errors import ConfigError
+from common.job.pace import COLLECTIVES_SHARE, Pace, profile
+from common.pool.measured import Curve
+from services.planner.costs.correction import Correction, Key
+from services.planner.costs.rollout import TYPICAL
+
+Which = tuple[str, int]  # the kind of accelerators, and the degree
+Curves = Mapping[Which, Curve]
+
+NOTED = 256  # decode steps after which a curve is noted anew
+
+
+def noted(known: Curves, now: Sequence[Curve]) -> Curves:
+    """The curves of each kind and degree after another look: the means of those that engines have
+    now, where they have been fitted to many more steps, and what was known of others.
+    """
+    found = dict(known)
+    for which in {(curve.kind, curve.degree) for curve in now}:
+        curve = _mean([one for one in now if (one.kind, one.degree) == which])
+        before = found.get(which)
+        if curve is not None and (before is None or abs(curve.steps - before.steps) >= NOTED):
+            found[which] = curve
+    return found if found != known else known
+
+
+def curve(
+    which: Which, known: Curves, pace: str, correction: Correction, model: str
+) -> Curve | None:
+    """That of a kind and degree; None where no engine of the kind was ever measured."""
+    if which in known:
+        return known[which]
+    found = predicted(which, known, pace)
+    if found is None:
+        return None
+    factor = correction.factor(key(model, which)).value
+    return _times(found, factor, factor, 1 / factor)
+
+
+def predicted(which: Which, known: Curves, pace: str) -> Curve | None:
+    """The curve of a degree by that of the smallest other one of the kind, without correction; None
+    without one.
+    """
+    kind, degree = which
+    others = [one for (of, other), one in known.items() if of == kind and other != degree]
+    if not others:
+        return None
+    base = min(others, key=lambda one: one.degree)
+    waits = _collectives(pace)
+    steps = _step(degree, waits) / _step(base.degree, waits)
+    each = base.degree / degree
+    found = _times(base, steps, each, _prefill(pace, degree) / _prefill(pace, base.degree))
+    return replace(found, degree=degree, steps=0)
+
+
+def observed(
+    correction: Correction, model: str, pace: str, before: Curves, after: Curves
+) -> Correction:
+    """The correction after curves were noted anew."""
+    for which, one in sorted(after.items()):
+        if before.get(which) == one:
+            continue
+        foretold = predicted(which, after, pace)
+        if foretold is not None and which[1] != _least(after, which[0]):
+            correction = correction.seen(key(model, which), typical_s(foretold), typical_s(one))
+    return correction
+
+
+def compared(
+    known: Curves, pace: str, correction: Correction, model: str
+) -> dict[str, dict[str, float]]:
+    """For people: of each degree that was predicted and measured, the seconds of a typical decode
+    step by both, and how far predictions have been off.
+    """
+    found = {}
+    for which, one in sorted(known.items()):
+        foretold = predicted(which, known, pace)
+        if foretold is None or which[1] == _least(known, which[0]):
+            continue
+        of = key(model, which)
+        found[f"{of.role} on {of.kind}"] = {
+            "predicted_s": float(f"{correction.predicted(of, typical_s(foretold)):.4g}"),
+            "observed_s": float(f"{typical_s(one):.4g}"),
+            "error": round(correction.error(of), 4),
+        }
+    return found
+
+
+def key(model: str, which: Which) -> Key:
+    """What has a factor of its own."""
+    return Key(model, which[0], f"rollout:{which[1]}")
+
+
+def typical_s(of: Curve) -> float:
+    """Seconds of a decode step of many sequences."""
+    return of.step_s(TYPICAL)
+
+
+def told(known: Curves) -> list[list[Any]]:
+    """Curves as JSON has them."""
+    return [list(astuple(one)) for one in known.values()]
+
+
+def curves_of(rows: Iterable[Sequence[Any]]) -> Curves:
+    """What `told` made."""
+    return {(one.kind, one.degree): one for one in (Curve(*row) for row in rows)}
+
+
+def _least(known: Curves, kind: str) -> int:
+    """The degree that others of the kind are predicted from."""
+    return min(degree for of, degree in known if of == kind)
+
+
+def _mean(curves: Sequence[Curve]) -> Curve | None:
+    """Of engines alike, weighted by the steps that each was fitted to."""
+    steps = sum(one.steps for one in curves)
+    if not steps:
+        return None
+
+    def of(name: str) -> float:
+        return float(sum(getattr(one, name) * one.steps for one in curves) / steps)
+
+    base_s, sequence_s = of("base_s"), of("sequence_s")
+    if base_s < 0 or base_s + sequence_s <= 0:
+        return None
+    rest = of("context_s"), of("prefill_tokens_per_s")
+    return Curve(curves[0].kind, curves[0].degree, base_s, sequence_s, *rest, steps // len(curves))
+
+
+def _times(of: Curve, base: float, each: float, prefill: float) -> Curve:
+    return replace(
+        of,
+        base_s=base * of.base_s,
+        sequence_s=each * of.sequence_s,
+        context_s=each * of.context_s,
+        prefill_tokens_per_s=prefill * of.prefill_tokens_per_s,
+    )
+
+
+def _step(degree: int, collectives: float) -> float:
+    """A decode step of so many workers over one of a single one."""
+    return 1 / degree + (collectives if degree > 1 else 0.0)
+
+
+def _collectives(pace: str) -> float:
+    """What a step's collectives take of a decode step of one worker."""
+    known = _pace(pace)
+    return known.of_degree(2).collectives_s / known.decode_s if known else COLLECTIVES_SHARE
+
+
+def _prefill(pace: str, degree: int) -> float:
+    known = _pace(pace)
+    return known.of_degree(degree).prefill_tokens_per_s if known else float(degree)
+
+
+def _pace(text: str) -> Pace | None:
+    try:
+        return profile(text) if text else None
+    except ConfigError:  # a pace that this version does not know
+        return None

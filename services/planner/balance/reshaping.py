@@ -1,0 +1,257 @@
+"""Chooses the degrees of a job's engines by the lengths of its trajectories, where its file allows
+several, and brings them there over as many looks as it takes.
+
+What a step waits for are its longest trajectories, token after token: an engine of several workers
+has them sooner done, while as many workers one by one do more of the short ones. The allocation of
+`layouts/` weighs the two; what it says of the gangs that are there is set to what was measured of
+them, and what it says of others is judged afterwards like any move (`trials.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from common.pool.decisions import Place, Why
+from common.pool.measured import Lengths, kind_of
+from common.pool.needs import PlannedJob
+from services.planner.balance import degrees, shapes
+from services.planner.balance.accounts import Mark
+from services.planner.balance.prediction import Split, corrected, predicted
+from services.planner.balance.shapes import Room, Shape
+from services.planner.balance.standing import Pressed, explained, refused, spread_s, terms_of
+from services.planner.balance.trials import RESHAPED, Trial
+from services.planner.balance.watch import Watch, Wish
+from services.planner.costs.correction import Correction
+from services.planner.draft import Draft
+from services.planner.layouts.nodes import BLOCK, Node
+from services.planner.layouts.serving import Served, Server
+from services.planner.policies.engines import shape
+from services.planner.team import Seated, Team
+
+RULE = "lengths"
+LATE = 3  # times as long as a move may take, after which a shape is given up
+TIE = 0.99  # of the present step's time that another shape takes at most which is thought of
+
+
+def reshape(
+    draft: Draft,
+    job: PlannedJob,
+    watch: Watch,
+    mark: Mark,
+    found: Pressed,
+    correction: Correction,
+) -> Watch:
+    """Wishes for other degrees and helpers where that is predicted to pay."""
+    team, split, lengths = draft.team(job.id), watch.split, job.measured.lengths
+    assert split is not None
+    if lengths is None:
+        return explained(watch, found.model, "no lengths are known yet", found.window)
+    ranges = _ranges(draft, job, watch, lengths, found, correction)
+    room = _room(draft, job, team)
+    here = shapes.present(ranges, room) if ranges.servers else None
+    if here is None or not math.isfinite(here.rollout_s) or here.rollout_s <= 0:
+        why = "how fast its engines generate is not known yet"
+        return explained(watch, found.model, why, found.window)
+    best, after_s = _best(job, watch, found, ranges, room, here)
+    if best == here:
+        why = "no other degrees are predicted to be faster"
+        return explained(watch, found.model, why, found.window)
+    after = _after(split, best, here)
+    moved = _changed(split, after)
+    towards = RESHAPED if after.degrees != split.degrees else "training"
+    if why := refused(job, watch, team, found, after_s, towards, moved):
+        return explained(watch, found.model, f"{after.named}: {why}", found.window)
+    then = predicted(found.demand, found.rates, after, terms_of(job), found.window.step_s)
+    figures = found.figures() | {
+        "predicted_s": round(after_s, 4),
+        "then_rollout_s": round(then.rollout_s, 4),
+        "then_train_s": round(then.train_s, 4),
+        "was": split.named,
+        "step": job.steps_done,
+    }
+    watch, arrived = _wished(draft, job, watch, RULE, best.degrees, best.helpers, figures)
+    trial = Trial(
+        RULE,
+        arrived,
+        split,
+        after,
+        job.steps_done,
+        found.window.step_s,
+        after_s,
+        watch.bias.get(towards, 1.0),
+        found.demand,
+        found.rates,
+        moved,
+        spread_s(watch, mark),
+    )
+    told = f"{moved} workers become {after.named}"
+    return explained(watch.moved(mark.step, trial), found.model, told, found.window)
+
+
+def back(
+    draft: Draft, job: PlannedJob, watch: Watch, to: Split, rule: str, figures: dict[str, Any]
+) -> Watch:
+    """Wishes for the degrees and helpers that a job had before."""
+    watch, _ = _wished(draft, job, watch, rule, to.degrees, to.trainers - 1, figures)
+    return watch
+
+
+def pursue(draft: Draft, job: PlannedJob, watch: Watch, step: int) -> Watch:
+    """The watch after another look at a wish, which is fulfilled as far as can be at once."""
+    wish = watch.wish
+    assert wish is not None
+    if draft.snapshot.now_ms > wish.until_ms:
+        failures = dict(watch.failures)
+        failures[RESHAPED] = failures.get(RESHAPED, 0) + 1
+        watch = replace(watch, wish=None, trial=None, failures=failures, moved_step=step)
+        return explained(watch, None, f"{list(wish.degrees)} could not be had in time")
+    why = Why(wish.rule, job.id, dict(wish.figures))
+    done = shape(
+        draft, job, wish.degrees, helpers=wish.helpers, why=why, details=dict(wish.figures)
+    )
+    return replace(watch, wish=None) if done else watch
+
+
+def _wished(
+    draft: Draft,
+    job: PlannedJob,
+    watch: Watch,
+    rule: str,
+    wanted: tuple[int, ...],
+    helpers: int,
+    figures: dict[str, Any],
+) -> tuple[Watch, str]:
+    """The watch with a new wish, and the first resident that arrived for it."""
+    late_ms = round(1000 * LATE * draft.snapshot.settings.move_s)
+    wish = Wish(rule, wanted, helpers, draft.snapshot.now_ms + late_ms, figures)
+    before = len(draft.decisions)
+    watch = pursue(draft, job, replace(watch, wish=wish), 0)
+    moves = (d for d in draft.decisions[before:] if isinstance(d, Place) and d.move is not None)
+    arrived = next((one.resident.id for one in moves), "")
+    return watch, arrived
+
+
+# -- which shape -----------------------------------------------------------------------------------
+
+
+def _best(
+    job: PlannedJob, watch: Watch, found: Pressed, ranges: Served, room: Room, here: Shape
+) -> tuple[Shape, float]:
+    """The shape with the shortest step, and its seconds; the present one unless another is shorter
+    by more than a tie. Of several as good, the one that changes least.
+    """
+    terms, split, step_s = terms_of(job), watch.split, found.window.step_s
+    assert split is not None
+    # By the model of layouts the present gangs take another time than was measured of them: what
+    # training takes is set in proportion, so that both are weighed as they are.
+    scale = here.rollout_s / max(found.model.rollout_s, 1e-9)
+    fixed_s, work_s = found.rates.fixed_s, found.rates.work_s
+
+    def train_s(helpers: int) -> float:
+        return scale * (fixed_s + work_s / (1 + helpers))
+
+    best, best_s = here, step_s
+    for other in shapes.others(ranges, room, train_s):
+        if other.degrees == here.degrees and other.helpers == here.helpers:
+            continue
+        if not 0 < other.rollout_s < math.inf:
+            continue
+        model = predicted(found.demand, found.rates, _after(split, other, here), terms, step_s)
+        towards = RESHAPED if other.degrees != here.degrees else "training"
+        after_s = corrected(model, found.model, step_s) * watch.bias.get(towards, 1.0)
+        if after_s < TIE * best_s:
+            best, best_s = other, after_s
+    return best, best_s
+
+
+def _after(split: Split, other: Shape, here: Shape) -> Split:
+    speed = here.rollout_s / other.rollout_s
+    return Split(split.engines, 1 + other.helpers, other.degrees, speed)
+
+
+def _changed(before: Split, after: Split) -> int:
+    """Workers that get something else to do."""
+    gone, come = Counter(before.degrees), Counter(after.degrees)
+    leave = sum(degree * n for degree, n in (gone - come).items())
+    arrive = sum(degree * n for degree, n in (come - gone).items())
+    return max(leave, arrive, abs(after.trainers - before.trainers))
+
+
+def _ranges(
+    draft: Draft,
+    job: PlannedJob,
+    watch: Watch,
+    lengths: Lengths,
+    found: Pressed,
+    correction: Correction,
+) -> Served:
+    """A step's trajectories by length, as engines of every degree and kind would serve them."""
+    team = draft.team(job.id)
+    kinds = sorted({_kind(draft, one) for one in (*team.engines, *team.helpers)})
+    servers = [
+        Server(curve, math.inf, job.slots)
+        for kind in kinds
+        for degree in job.need.degrees
+        if degree <= BLOCK and not degree & (degree - 1)
+        if (curve := degrees.curve((kind, degree), watch.curves, job.pace, correction, job.model))
+    ]
+    now = found.demand
+    groups = shapes.groups_of(lengths, now.trajectories, now.tool_s, team.workers)
+    return Served(servers, groups)
+
+
+def _room(draft: Draft, job: PlannedJob, team: Team) -> Room:
+    """The workers of a job's engines and helpers, by host and kind of accelerators."""
+    engines = [one for one in team.engines if not one.resident.pinned]
+    helpers = [one for one in team.helpers if not one.resident.pinned]
+    free: Counter[tuple[str, str]] = Counter()
+    for seated in (*engines, *helpers):
+        for worker in seated.workers:
+            about = draft.workers[worker]
+            free[kind_of(about.accelerator), about.host] += 1
+    nodes = tuple(Node(kind, f"{host} {kind}", n) for (kind, host), n in sorted(free.items()))
+    pinned = [one for one in team.engines if one.resident.pinned]
+    return Room(
+        nodes,
+        tuple((_kind(draft, one), len(one.workers)) for one in engines),
+        len(helpers),
+        tuple((_kind(draft, one), len(one.workers)) for one in pinned),
+        len(team.helpers) - len(helpers),
+        job.need.helped,
+        job.need.smallest,
+        job.config.min_rollout,
+    )
+
+
+def _kind(draft: Draft, seated: Seated) -> str:
+    return kind_of(draft.workers[seated.workers[0]].accelerator)
+
+
+# -- what is known of degrees ----------------------------------------------------------------------
+
+
+def noted(job: PlannedJob, watch: Watch, correction: Correction) -> Watch:
+    """The watch after a look at the curves of its engines."""
+    curves = degrees.noted(watch.curves, job.measured.curves)
+    if curves is watch.curves:
+        return watch
+    told = degrees.compared(curves, job.pace, correction, job.model)
+    return replace(watch, curves=curves, explained=dict(watch.explained) | {"degrees": told})
+
+
+def learned(
+    correction: Correction,
+    jobs: Mapping[str, PlannedJob],
+    before: Mapping[str, Watch],
+    after: Mapping[str, Watch],
+) -> Correction:
+    """The correction of predicted curves after a look at which some were noted anew."""
+    for name, watch in after.items():
+        job, known = jobs[name], before.get(name, Watch()).curves
+        if watch.curves != known:
+            correction = degrees.observed(correction, job.model, job.pace, known, watch.curves)
+    return correction

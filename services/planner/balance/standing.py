@@ -1,0 +1,176 @@
+"""How a job stands at a look: what its window says, and whether anything presses for another split.
+Both the policy of engines of one worker and that of several go by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from common.pool.decisions import Finish
+from common.pool.needs import PlannedJob
+from services.planner.balance import triggers
+from services.planner.balance.accounts import Mark, Window
+from services.planner.balance.prediction import (
+    Demand,
+    Prediction,
+    Rates,
+    Split,
+    Terms,
+    demand,
+    predicted,
+    rates,
+)
+from services.planner.balance.watch import Watch
+from services.planner.draft import Draft
+from services.planner.team import Team
+
+SWITCH_S = 3.0  # that a move takes where none was measured: to start a role process
+WEIGHT = 0.3  # of the last move, in what a move takes
+LEAST_STEPS = 2  # of a window by which anything is planned;
+SURE = 0.25  # share of a step that a move must save which is decided on so few
+FOREVER_S = 1e6
+CHANGED = 1.5  # times the imbalance of a move that did not pay: it is another job by now
+
+
+@dataclass(frozen=True, slots=True)
+class Pressed:
+    """A job for which another split is to be looked for."""
+
+    window: Window
+    demand: Demand
+    rates: Rates
+    model: Prediction  # of the split that it has
+    trigger: str
+
+    def figures(self) -> dict[str, Any]:
+        """What a move is decided by, as far as it is known before."""
+        model = self.model
+        return model.rounded() | {
+            "rollout_s": model.rollout_s,
+            "train_s": model.train_s,
+            "before_s": round(self.window.step_s, 4),
+            "trigger": self.trigger,
+        }
+
+
+def pressed(
+    draft: Draft, job: PlannedJob, watch: Watch, mark: Mark
+) -> tuple[Watch, Pressed | None]:
+    """The watch of a job, and what presses; None where nothing does, or it rests."""
+    team, config, terms, split = draft.team(job.id), job.config, terms_of(job), watch.split
+    window = watch.window(mark, LEAST_STEPS)
+    assert split is not None
+    if window is None or any(one.gang in _under_way(draft) for one in team.all):
+        return watch, None
+    now = demand(window, terms)
+    first = watch.older.step if watch.older is not None else mark.step
+    vary = watch.times.spread(first, mark.step)
+    found = rates(window, terms, split, job.measured.curves, _cores(draft, team), vary)
+    if now is None or found is None or window.step_s <= 0:
+        return explained(watch, None, "too little has been measured"), None
+    model = predicted(now, found, split, terms, window.step_s)
+    watch = _forgiven(watch, imbalance(model))
+    pressure = triggers.pressure(window, split, terms, model, job.rejected - watch.rejected)
+    pressing = triggers.fired(pressure, config, mark.step - watch.planned_step)
+    failures = max(watch.failures.values(), default=0)
+    since = mark.step - watch.moved_step if watch.moved_step is not None else None
+    if why := triggers.rests(job.steps_done, since, config, failures):
+        return explained(watch, model, why, window), None
+    if not pressing:
+        return explained(watch, model, "nothing presses for another split", window), None
+    watch = replace(watch, planned_step=mark.step, rejected=job.rejected)
+    return watch, Pressed(window, now, found, model, pressing)
+
+
+def refused(
+    job: PlannedJob, watch: Watch, team: Team, found: Pressed, after_s: float, towards: str, n: int
+) -> str:
+    """Why a move of `n` workers to a step of `after_s` is not made; empty: it is."""
+    window, config = found.window, job.config
+    left = job.steps - job.steps_done if job.steps else 1 << 30
+    switch_s = (watch.switch_s or SWITCH_S) * n / max(1, team.workers)
+    saved_s = window.step_s - after_s
+    if window.steps < config.window_steps and saved_s < SURE * window.step_s:
+        return f"{window.steps} steps are too few to tell"
+    failures = watch.failures.get(towards, 0)
+    why = triggers.worth(saved_s, window.step_s, config, failures, left, switch_s)
+    return f"{n} more to {towards}: {why}" if why else ""
+
+
+def terms_of(job: PlannedJob) -> Terms:
+    """What a job's file says of a step."""
+    return Terms(job.groups_per_step, job.group_size, job.max_staleness, job.slots, job.bin_tokens)
+
+
+def split_of(job: PlannedJob, team: Team) -> Split:
+    """Who does what now."""
+    degrees: tuple[int, ...] = ()
+    if job.need.degrees != (1,):
+        degrees = tuple(sorted((len(one.workers) for one in team.engines), reverse=True))
+    return Split(len(team.engines), 1 + len(team.helpers), degrees)
+
+
+def spread_s(watch: Watch, mark: Mark) -> float:
+    """How far off the mean time of a step in the window may be; finite, for its record."""
+    first = watch.older.step if watch.older is not None else mark.step
+    return min(watch.times.error_s(first, mark.step), FOREVER_S)
+
+
+def timed(draft: Draft, job: PlannedJob, watch: Watch) -> Watch:
+    """Takes in what the moves of a job took that are complete by this look."""
+    for took_s in _took(draft.decisions, job.id, draft.snapshot.now_ms):
+        known = watch.switch_s
+        watch = replace(watch, switch_s=known + WEIGHT * (took_s - known) if known else took_s)
+    return watch
+
+
+def imbalance(model: Prediction) -> float:
+    """Rollout over training."""
+    return model.rollout_s / max(model.train_s, 1e-9)
+
+
+def explained(
+    watch: Watch, model: Prediction | None, verdict: str, window: Window | None = None
+) -> Watch:
+    """Says to people what is predicted, and why this is done."""
+    binds = model.binds if model is not None else ""
+    told: dict[str, Any] = dict(watch.explained)
+    if model is not None and window is not None:
+        told |= model.rounded() | {"binds": binds, "measured_s": round(window.step_s, 4)}
+    errors = [one.error for one in watch.verdicts]
+    told |= {"verdict": verdict, "error": round(median(errors), 4) if errors else None}
+    return replace(watch, explained=told)
+
+
+def _under_way(draft: Draft) -> set[str]:
+    """The gangs of moves that are not complete."""
+    told = {d.move.id for d in draft.decisions if isinstance(d, Finish)}
+    return {one.gang for one in draft.snapshot.moves if one.id not in told}
+
+
+def _took(decisions: Iterable[Any], job: str, now_ms: int) -> list[float]:
+    return [
+        (now_ms - one.move.started_ms) / 1000
+        for one in decisions
+        if isinstance(one, Finish) and not one.undone and one.move.back.get("job") == job
+    ]
+
+
+def _cores(draft: Draft, team: Team) -> float:
+    """The share of its cores that the busiest host of a job keeps busy; 0: not known."""
+    there = {draft.workers[worker].host for seated in team.all for worker in seated.workers}
+    hosts = [host for host in draft.snapshot.hosts if host.name in there and host.cores > 0]
+    return max((min(1.0, host.busy_cores / host.cores) for host in hosts), default=0.0)
+
+
+def _forgiven(watch: Watch, ratio: float) -> Watch:
+    """Moves that did not pay count no more when the job has become another one."""
+    failures = dict(watch.failures)
+    for towards, then in watch.failed_at.items():
+        change = ratio / max(then, 1e-9)
+        if change >= CHANGED or change <= 1 / CHANGED:
+            failures[towards] = 0
+    return watch if failures == watch.failures else replace(watch, failures=failures)

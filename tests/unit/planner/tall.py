@@ -1,0 +1,112 @@
+"""A job whose engines are gangs: what its processes publish, for whatever gangs it is given.
+
+A step's trajectories are drawn once, and dealt to gangs by lengths: the longest to the fastest, by
+a plain simulation of each gang's decode steps, which knows nothing of the planner's formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.pool.measured import LEVELS, Curve, Lengths, Measured, Work
+from common.pool.rows import Role
+from tests.unit.planner.pools import Looks
+
+TRAJECTORIES, SLOTS = 128, 64
+LONG = (*[100.0] * 120, *[4000.0] * 8)  # tokens: a few take most of a step
+SHORT = (200.0,) * TRAJECTORIES
+
+
+@dataclass
+class Tall:
+    """One job. Times in seconds."""
+
+    sampled: Sequence[float] = LONG  # tokens of each trajectory of a step
+    base_s: float = 0.01  # a decode step of one worker,
+    sequence_s: float = 0.0002  # and for each sequence in it
+    waits: float = 0.05  # of `base_s`, in collectives of several workers
+    work_s: float = 2.0  # gradients of a step, by one worker
+    drag: float = 1.0  # times as long as it should a gang of several takes
+    total: Work = field(default_factory=Work)
+    steps: int = 0
+
+    def curve(self, degree: int) -> Curve:
+        """Of a gang of so many workers."""
+        if degree == 1:
+            return Curve("cpu", 1, self.base_s, self.sequence_s, steps=100 + 300 * self.steps)
+        base_s = self.drag * self.base_s * (1 / degree + self.waits)
+        each_s = self.drag * self.sequence_s / degree
+        return Curve("cpu", degree, base_s, each_s, steps=100 + 300 * self.steps)
+
+    def rollout_s(self, degrees: Sequence[int]) -> float:
+        """Seconds of a step: the longest first, each to the gang that has it done soonest."""
+        dealt: dict[int, list[float]] = {n: [] for n in range(len(degrees))}
+        for tokens in sorted(self.sampled, reverse=True):
+            soonest = min(dealt, key=lambda n: self._takes_s(degrees[n], [*dealt[n], tokens]))
+            dealt[soonest].append(tokens)
+        return max(self._takes_s(degrees[n], has) for n, has in dealt.items() if has)
+
+    def _takes_s(self, degree: int, has: Sequence[float]) -> float:
+        """A gang that decodes what it has, `SLOTS` at a time, the longest first."""
+        curve, took_s, done = self.curve(degree), 0.0, 0.0
+        ordered = sorted(has)
+        for index, tokens in enumerate(ordered):
+            batch = min(SLOTS, len(ordered) - index)
+            took_s += (tokens - done) * curve.step_s(batch)
+            done = tokens
+        return took_s
+
+    def stages(self, degrees: Sequence[int], helpers: int) -> tuple[float, float]:
+        """(rollout_s, train_s) of a step."""
+        return self.rollout_s(degrees), 0.1 + self.work_s / (1 + helpers)
+
+    def made(self, degrees: Sequence[int], helpers: int) -> float:
+        """Makes a step; its seconds."""
+        rollout_s, train_s = self.stages(degrees, helpers)
+        step_s, n = max(rollout_s, train_s), len(self.sampled)
+        flight_s = 0.5 * n * rollout_s
+        self.steps += 1
+        self.total += Work(
+            steps=1,
+            groups=16.0,
+            trajectories=n,
+            sampled=sum(self.sampled),
+            flight_s=flight_s,
+            engine_s=flight_s,
+            busy_s=train_s,
+            wait_s=step_s - train_s,
+            work_s=self.work_s,
+            tokens=sum(self.sampled),
+        )
+        return step_s
+
+    def measured(self, degrees: Sequence[int]) -> Measured:
+        """What its processes have published by now."""
+        curves = tuple(self.curve(degree) for degree in degrees)
+        levels = tuple(float(one) for one in np.quantile(self.sampled, LEVELS))
+        return Measured({"everybody": self.total}, curves, Lengths(512, levels, 50.0))
+
+
+def degrees_of(looks: Looks, job: str = "job") -> list[int]:
+    """Of the job's engines, falling."""
+    there = [r for _, r in looks.residents(job) if r.role == Role.ROLLOUT]
+    return sorted((len(r.ranks) for r in there), reverse=True)
+
+
+def helpers_of(looks: Looks, job: str = "job") -> int:
+    """Workers that train beside the job's core."""
+    return sum(r.role == Role.TRAINING and not r.core for _, r in looks.residents(job))
+
+
+def run(looks: Looks, plant: Tall, steps: int, job: str = "job", *, ready: bool = True) -> None:
+    """A look after each of so many steps of the plant, with the gangs that are there."""
+    for _ in range(steps):
+        degrees = degrees_of(looks, job)
+        took_s = plant.made(degrees, helpers_of(looks, job)) if degrees else 1.0
+        before = next(j for j in looks.snapshot.jobs if j.id == job)
+        looks.job(job, measured=plant.measured(degrees), steps_done=before.steps_done + 1)
+        looks.change(now_ms=looks.snapshot.now_ms + round(1000 * max(took_s, 1.0)))
+        looks.look(ready)
