@@ -7,7 +7,7 @@
 - `virtual`: random jobs on the virtual mesh, each with the planner and with every split that stays:
   `regret_p90`, time lost against the best of these; `far_defaults`, jobs whose first split loses
   15 % or more; `moves_that_paid` of those that the planner judged; `prediction_error_p50` of the
-  steps that it predicted for them. It takes 10 minutes of two cores.
+  steps that it predicted for them. It takes 20 minutes of two cores.
 - `real`: three paced jobs on the real mesh, the same figures as `real_*`; invalid when the host
   used more than 1.6 cores.
 

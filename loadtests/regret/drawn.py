@@ -7,7 +7,7 @@ import math
 from common.random import Random
 from sim.mesh.paced.workload import Drift, Workload, still
 
-STEPS = 32
+STEPS = 48  # as the demo trains
 IN_FLIGHT = 3  # steps whose groups the gate lets through at a time: its staleness and one
 # What training with the core alone takes over what rollout on all other workers takes: 1 is where
 # the default split is right, and a planner has nothing to do.
