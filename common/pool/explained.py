@@ -22,7 +22,7 @@ class Explained:
     rollout_s: float = 0.0
     train_s: float = 0.0
     host_s: float = 0.0  # that the processors of the busiest host need for it
-    binds: str = ""  # what a step waits for: latency, throughput, training, host's cores
+    binds: str = ""  # what a step waits for: rollout, training, cores
     verdict: str = ""  # why no move is made, or which one is: a sentence
     error: float | None = None  # median of |predicted / observed - 1| over judged moves
 
