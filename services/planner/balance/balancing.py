@@ -63,8 +63,7 @@ def balance(draft: Draft, job: PlannedJob, watch: Watch, correction: Correction)
         return watch  # counts of half a step fit no others
     watch = replace(watch, account=account)
     watch = watch.marked(mark, split, terms.max_staleness, config.window_steps)
-    if several:
-        watch = noted(job, watch, correction)
+    watch = noted(job, watch, correction)
     if not config.moves or watch.wish is not None:
         return watch
     if watch.trial is not None:

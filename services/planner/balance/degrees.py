@@ -32,7 +32,10 @@ def noted(known: Curves, now: Sequence[Curve]) -> Curves:
     for which in {(curve.kind, curve.degree) for curve in now}:
         curve = _mean([one for one in now if (one.kind, one.degree) == which])
         before = found.get(which)
-        if curve is not None and (before is None or abs(curve.steps - before.steps) >= NOTED):
+        if curve is None:
+            continue
+        changed = before is None or abs(curve.steps - before.steps) >= NOTED
+        if changed and (before is None or curve.steps >= NOTED):  # one that began anew knows little
             found[which] = curve
     return found if found != known else known
 
@@ -137,7 +140,9 @@ def _mean(curves: Sequence[Curve]) -> Curve | None:
     if base_s < 0 or base_s + sequence_s <= 0:
         return None
     rest = of("context_s"), of("prefill_tokens_per_s")
-    return Curve(curves[0].kind, curves[0].degree, base_s, sequence_s, *rest, steps // len(curves))
+    most = max(one.most_tokens_per_s for one in curves)
+    about = curves[0].kind, curves[0].degree
+    return Curve(*about, base_s, sequence_s, *rest, steps // len(curves), most)
 
 
 def _times(of: Curve, base: float, each: float, prefill: float) -> Curve:

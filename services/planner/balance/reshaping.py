@@ -240,7 +240,8 @@ def noted(job: PlannedJob, watch: Watch, correction: Correction) -> Watch:
     if curves is watch.curves:
         return watch
     told = degrees.compared(curves, job.pace, correction, job.model)
-    return replace(watch, curves=curves, explained=dict(watch.explained) | {"degrees": told})
+    shown = {"degrees": told} if told else {}
+    return replace(watch, curves=curves, explained=dict(watch.explained) | shown)
 
 
 def learned(

@@ -4,15 +4,17 @@ Both the policy of engines of one worker and that of several go by it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from common.pool.decisions import Finish
+from common.pool.measured import Curve
 from common.pool.needs import PlannedJob
 from services.planner.balance import triggers
 from services.planner.balance.accounts import Mark, Window
+from services.planner.balance.degrees import NOTED
 from services.planner.balance.prediction import (
     Demand,
     Prediction,
@@ -68,7 +70,7 @@ def pressed(
     now = demand(window, terms)
     first = watch.older.step if watch.older is not None else mark.step
     vary = watch.times.spread(first, mark.step)
-    found = rates(window, terms, split, job.measured.curves, _cores(draft, team), vary)
+    found = rates(window, terms, split, _curves(job, watch), _cores(draft, team), vary)
     if now is None or found is None or window.step_s <= 0:
         return explained(watch, None, "too little has been measured"), None
     model = predicted(now, found, split, terms, window.step_s)
@@ -143,6 +145,12 @@ def explained(
     errors = [one.error for one in watch.verdicts]
     told |= {"verdict": verdict, "error": round(median(errors), 4) if errors else None}
     return replace(watch, explained=told)
+
+
+def _curves(job: PlannedJob, watch: Watch) -> Sequence[Curve]:
+    """Those of its engines; while all of them have begun anew, what was known of them before."""
+    sure = [curve for curve in job.measured.curves if curve.steps >= NOTED]
+    return sure or list(watch.curves.values()) or job.measured.curves
 
 
 def _under_way(draft: Draft) -> set[str]:

@@ -79,7 +79,7 @@ class Plant:
     @property
     def measured(self) -> Measured:
         """What its processes have published by now."""
-        curve = Curve("cpu", 1, self.base_s, self.sequence_s, steps=100)
+        curve = Curve("cpu", 1, self.base_s, self.sequence_s, steps=1000)
         return Measured({"everybody": self.total}, (curve,))
 
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from common.job.config import PlannerConfig
 from common.pool.decisions import Decision, Judge
-from common.pool.measured import Measured, Work
+from common.pool.measured import Curve, Measured, Work
 from common.pool.snapshot import Host
 from services.planner.balance.accounts import Account
+from services.planner.balance.degrees import noted
 from services.planner.balance.trials import Verdict
 from services.planner.memory import Memory
 from tests.unit.planner.plant import Plant, run, split
@@ -158,3 +159,10 @@ def test_a_verdict_tells_its_regret_and_its_error() -> None:
         **{"moved": 1, "step": 3, "judged_after": 12, "before_s": 2.0, "expected_s": 2.0},
         **{"predicted_s": 1.5, "observed_s": 2.5, "regret_s": 0.5, "paid": False, "undone": True},
     }
+
+
+def test_engines_that_begin_anew_take_nothing_of_what_was_learnt_of_them() -> None:
+    known = noted({}, [Curve("cpu", 1, 0.02, 0.001, steps=1000, most_tokens_per_s=900.0)])
+    assert noted(known, [Curve("cpu", 1, 1.0, steps=8)]) == known
+    again = noted(known, [Curve("cpu", 1, 0.03, 0.001, steps=300)])
+    assert again["cpu", 1].base_s == 0.03
