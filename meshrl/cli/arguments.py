@@ -110,6 +110,13 @@ TokenOption = Annotated[
         "default: $MESHRL_TOKEN.",
     ),
 ]
+SamplingSeed = Annotated[
+    int | None, typer.Option("--seed", metavar="N", help="Default: another each time.")
+]
+StepOfModel = Annotated[
+    int | None, typer.Option("--step", metavar="N", help="That step's model; default: the last.")
+]
+BestModel = Annotated[bool, typer.Option("--best", help="The model that evaluation found best.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Prints JSON for a program to read.")]
 
 

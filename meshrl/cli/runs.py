@@ -9,14 +9,17 @@ import typer
 
 from meshrl.cli.arguments import (
     AsJson,
+    BestModel,
     Changes,
     Force,
     Job,
     MeshOption,
     Run,
     RunOrJob,
+    SamplingSeed,
     Seed,
     Set,
+    StepOfModel,
     TokenOption,
     app,
     overrides,
@@ -209,15 +212,9 @@ def chat(
         typer.Option(metavar="N", help="One trajectory of a held-out row, from 0, and its reward."),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 1.0,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Default: another each time.")
-    ] = None,
-    step: Annotated[
-        int | None, typer.Option(metavar="N", help="That step's model; default: the last.")
-    ] = None,
-    best: Annotated[
-        bool, typer.Option("--best", help="The model that evaluation found best.")
-    ] = False,
+    seed: SamplingSeed = None,
+    step: StepOfModel = None,
+    best: BestModel = False,
     json: AsJson = False,
 ) -> None:
     """Talks with the trained model, with the tools and in the environment of its job.
@@ -257,15 +254,9 @@ def sample(
             min=1, metavar="N", help="That the model samples of one; default: what has room."
         ),
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Default: another each time.")
-    ] = None,
-    step: Annotated[
-        int | None, typer.Option(metavar="N", help="That step's model; default: the last.")
-    ] = None,
-    best: Annotated[
-        bool, typer.Option("--best", help="The model that evaluation found best.")
-    ] = False,
+    seed: SamplingSeed = None,
+    step: StepOfModel = None,
+    best: BestModel = False,
     json: AsJson = False,
 ) -> None:
     """Samples trajectories of a prompt with a run's model, in the environment of its job.

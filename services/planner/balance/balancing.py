@@ -83,7 +83,8 @@ def _try(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Watch:
     trial, team, terms = watch.trial, draft.team(job.id), terms_of(job)
     assert trial is not None
     if not trial.after.same(watch.split):
-        return replace(watch, trial=None)  # others have changed it: nobody can tell
+        told = f"the move of step {trial.step} cannot be judged: the split has changed meanwhile"
+        return explained(replace(watch, trial=None), None, told)
     trial = trials.began(trial, team.settled, mark, terms)
     watch = replace(watch, trial=trial)
     failures = watch.failures.get(trial.towards, 0)
