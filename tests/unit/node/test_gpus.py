@@ -75,7 +75,8 @@ async def test_an_engine_of_two_sees_both_devices_and_waits_until_nobody_fills_t
     await mesh.place("g0.0", ranks=(0, 1))
     refused = await mesh.until("failed", "g0.0", lambda r: r.doing == Doing.FAILED)
     assert "engine/g0.0/1 needs 2536870912 bytes of GPU GPU-bbbb" in refused.detail
-    assert refused.reports[0].detail == "w1 to keep accelerators for it are awaited"
+    waits = "w1 to keep accelerators for it are awaited"
+    await mesh.until("awaiting", "g0.0", lambda r: 0 in r.reports and r.reports[0].detail == waits)
     gpus.gpu(B, used=0)
     found = await mesh.until_settled("g0.0")
     assert found.reports[1].held.accelerator == 2_000_000_000
