@@ -16,7 +16,7 @@ from common.pool.snapshot import Move
 class Why:
     """The rule that decided, and the figures that it decided by."""
 
-    # default, repair, stage_time, unpaid, user, share, preempt, release, lost, undo, unhelped
+    # default, repair, opening, stage_time, unpaid, user, share, preempt, release, lost, undo, ...
     rule: str
     job: str = ""  # the job that it concerns
     inputs: dict[str, Any] = field(default_factory=dict)

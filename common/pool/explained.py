@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 JUDGED = "move_judged"  # kind of the event that a `Judged` is made of
+# Rules that move workers for a faster step: by what was measured, and by what is foretold of a job
+# that has made no step yet.
+STAGE_TIME, OPENING = "stage_time", "opening"
+PLANNED = frozenset({STAGE_TIME, OPENING})
 KEY = "explained"  # of the leaders' memory: by job, what an `Explained` is made of
 
 

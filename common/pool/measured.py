@@ -35,6 +35,7 @@ class Work:
     work_s: float = 0.0  # gradients, summed over the core and its helpers
     tokens: float = 0.0  # trained
     open_s: float = 0.0  # by shards, summed over groups: from a group's opening to its end
+    prompted: float = 0.0  # by shards: tokens of the prompts of ended trajectories
 
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, n) + getattr(other, n) for n in FIELDS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from common.hardware.shapes import ModelShape
 from common.job.config import PlannerConfig
 from common.pool.measured import Measured
 from common.state.jobs import Phase
@@ -65,5 +66,7 @@ class PlannedJob:
     checkpointed: bool = False  # whether a committed checkpoint holds all that it would go on from
     measured: Measured = field(default_factory=Measured)
     pace: str = ""  # that its engines imitate; empty: their own
-    model: str = ""  # that its engines compute, by which their speeds are remembered
+    training_pace: str = ""  # that who trains it imitates; empty: their own
+    model: str = ""  # that its workers compute, by which their speeds are remembered
+    shape: ModelShape | None = None  # of that model; None: not known
     progress: dict[str, int] = field(default_factory=dict)  # what each resident has done so far

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from common.hardware.shapes import ModelShape
 from common.job.config import PlannerConfig
 from common.pool.asking import need_of, unhelped
 from common.pool.measured import Measured, curve_of, lengths_of, together, work_of
@@ -58,12 +59,20 @@ def planned(
         },
         measured=measured(processes, kinds or {}),
         pace=document["rollout"].get("pace", ""),
+        training_pace=document["training"].get("pace", ""),
         model=_model(document),
+        shape=_shape(document),
     )
 
 
+def _shape(document: Mapping[str, Any]) -> ModelShape | None:
+    """That of the trained model, where who submitted the job has said it."""
+    said = document.get("bundle", {}).get("shape")
+    return ModelShape(**said) if said else None
+
+
 def _model(document: Mapping[str, Any]) -> str:
-    """What a job's engines compute, as far as their speed goes by it."""
+    """What a job's workers compute, as far as their speed goes by it."""
     parameters = document.get("bundle", {}).get("parameters", 0)
     rollout = document["rollout"]
     parts = (f"{parameters} parameters", rollout.get("dtype", ""), rollout.get("pace", ""))

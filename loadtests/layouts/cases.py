@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass
 
 from common.hardware.profiles import declared
+from common.hardware.shapes import ModelShape
 from services.planner.costs.rollout import Gang
-from services.planner.costs.shapes import ModelShape
 from services.planner.costs.training import StepWork, TrainingLayout, step_s
 from services.planner.layouts.allocation import Timed
 from services.planner.layouts.grouping import Group, alike, by_length

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import MeshError
+from common.pool.explained import PLANNED
 from common.state import registry
 from common.state.events import Event
 from loadtests.jobs.mesh import RunningMesh, mesh_up
 from loadtests.paced.job import write
 from loadtests.regret.figures import judgement
+from sim.mesh.paced.running import rl_s
 from sim.mesh.paced.workload import Workload
 
 JOB = "paced"
@@ -33,9 +35,9 @@ class Arm:
     """One run; seconds are of the wall, and `planner_cpu_s` and `cpu_s` of processors."""
 
     name: str
-    rl_s: float = 0.0  # from its first committed step to its last
+    rl_s: float = 0.0  # of its phase of training, to its last committed step
     steps: list[dict[str, Any]] = field(default_factory=list)  # records
-    moves: list[dict[str, Any]] = field(default_factory=list)  # by stage times
+    moves: list[dict[str, Any]] = field(default_factory=list)  # for faster steps
     undone: list[dict[str, Any]] = field(default_factory=list)  # moves back: they had not paid
     judged: list[dict[str, Any]] = field(default_factory=list)
     planner_cpu_s: float = 0.0
@@ -91,10 +93,10 @@ def take(arm: Arm, events: Sequence[Event]) -> None:
     """What the events of a run say of it."""
     commits = [event for event in events if event.kind == "step"]
     arm.steps = [event.fields["metrics"] for event in commits]
-    arm.rl_s = (commits[-1].ms - commits[0].ms) / 1e3
+    arm.rl_s = rl_s(events)
     for event in events:
         policy = event.fields.get("policy")
-        if event.kind == "move" and policy == "stage_time":
+        if event.kind == "move" and policy in PLANNED:
             arm.moves.append(event.fields)
         elif event.kind == "move" and policy == "unpaid":
             arm.undone.append(event.fields)

@@ -16,6 +16,7 @@ from common.records import lines
 from common.state.events import Event
 from loadtests.jobs.host import HostMeter
 from meshrl.observe.recording.recorded import EVENTS, event_of
+from sim.mesh.paced.running import rl_s
 
 JOB = Path(__file__).parents[2] / "examples" / "calculator.toml"
 RUN_S = 600.0
@@ -35,7 +36,7 @@ async def compared(seeds: Sequence[int]) -> dict[str, Any]:
                     s for process, s in cpu_s.items() if process.startswith("planner/")
                 )
                 shares.append(planners_s / sum(cpu_s.values()))
-            found[name].append(rl_s(events))
+            found[name].append(round(rl_s(events), 2))
             moved = sum(e.kind == "move" and e.fields.get("rule") == "stage_time" for e in events)
             moves += moved
             told = {"arm": name, "seed": seed, "rl_s": found[name][-1], "moves": moved}
@@ -50,13 +51,6 @@ async def compared(seeds: Sequence[int]) -> dict[str, Any]:
         "demo_held_s": statistics.median(found["held"]),
         **{f"demo_{key}": value for key, value in meter.reading().items()},
     }
-
-
-def rl_s(events: Sequence[Event]) -> float:
-    """Seconds from the beginning of a run's training phase to its last committed step."""
-    began = next(e.ms for e in events if e.kind == "phase" and e.fields.get("phase") == "training")
-    ended = max(e.ms for e in events if e.kind == "step")
-    return round((ended - began) / 1e3, 2)
 
 
 async def _ran(seed: int, moves: str) -> tuple[list[Event], dict[str, float]]:

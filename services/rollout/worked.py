@@ -24,12 +24,14 @@ class Worked:
         self.spent = spent
         self.groups = 0  # handed in
         self.trajectories = 0  # ended, by whatever end
+        self._prompted = 0  # tokens of the prompts of those that did not fail
         self._latest: deque[tuple[int, int]] = deque(maxlen=LATEST)  # (sampled, prompt) of each
 
     def ended(self, sampled: int, prompt: int) -> None:
         """A training trajectory is over that did not fail, with so many tokens sampled behind a
         prompt of so many.
         """
+        self._prompted += prompt
         self._latest.append((sampled, prompt))
 
     @property
@@ -55,4 +57,5 @@ class Worked:
             tool_s=flight_s - turn_s,
             shut_s=self.spent.seconds(SHUT),
             open_s=self.spent.seconds(OPEN),
+            prompted=self._prompted,
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from common.pool.explained import JUDGED, judged_of
+from common.pool.explained import JUDGED, PLANNED, judged_of
 from common.process.ends.failure import told as failure_text
 from common.records import damage
 from common.state.events import Event
@@ -231,7 +231,7 @@ def told(event: Event) -> str:
         line = f"{f['gang']} moved from {f['from']} to {f['to']}"
         if f.get("undone"):
             return f"{f['gang']} is {f['from']} again: it did not become {f['to']} in time"
-        if f.get("policy") == "stage_time":
+        if f.get("policy") in PLANNED:
             times = f"rollout {float(f['rollout_s']):.2f} s, training {float(f['train_s']):.2f} s"
             return f"{line}: {times} a step"
         return f"{line} ({f.get('policy', '')})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from common.pool.explained import OPENING, PLANNED
 from common.pool.rows import Role
 from common.state.events import Event
 from common.state.jobs import Phase
@@ -76,7 +77,7 @@ def summarize(
         "typed_drops": account["typed_drops"],
         "failed_share": _share(account),
         "failures": listed(events),
-        "workers_moved": len(stage_time_moves(events)),
+        "workers_moved": len(planned_moves(events)),
         "hosts_lost": sum(event.kind == "host_lost" for event in events),
         "logprob_gap_max": gap,
         "processes_ended": sum(int(e.fields.get("count", 1)) for e in events if unforeseen(e)),
@@ -88,9 +89,9 @@ def moves(events: Sequence[Event]) -> list[Event]:
     return [e for e in events if e.kind == "move" and {e.fields["from"], e.fields["to"]} == TRADED]
 
 
-def stage_time_moves(events: Sequence[Event]) -> list[Event]:
-    """The moves that the stage-time policy decided after the first step, each once, while every
-    other gang went on: it generated, computed bins or committed between start and end.
+def planned_moves(events: Sequence[Event]) -> list[Event]:
+    """The moves that the planner decided for faster steps, each once, while
+    every other gang went on: it generated, computed bins or committed between start and end.
     """
     first = next((e.ms for e in events if e.kind == "step"), None)
     if first is None:
@@ -98,9 +99,9 @@ def stage_time_moves(events: Sequence[Event]) -> list[Event]:
     found = {
         e.fields["resident"]: e
         for e in moves(events)
-        if e.fields.get("policy") == "stage_time"
+        if e.fields.get("policy") in PLANNED
         and not e.fields["undone"]
-        and float(e.fields["started_ms"]) > first
+        and (e.fields["policy"] == OPENING or float(e.fields["started_ms"]) > first)
         and all(other["after"] > other["before"] for other in e.fields.get("others", {}).values())
     }
     return list(found.values())

@@ -53,7 +53,7 @@ def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("workers", _workers(found)),
         ("log-probability gap", "-" if gap is None else f"{gap:.1e} at most"),
-        ("workers moved", f"{found['workers_moved']} times by stage time"),
+        ("workers moved", f"{found['workers_moved']} times to make steps faster"),
         *([("hosts lost", str(found["hosts_lost"]))] if found["hosts_lost"] else []),
         (
             "trajectories",

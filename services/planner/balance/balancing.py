@@ -7,16 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 from common.pool.decisions import Judge, Why
+from common.pool.explained import OPENING, STAGE_TIME
 from common.pool.needs import PlannedJob
 from common.pool.rows import Role
 from common.state.jobs import Phase
 from services.planner.balance import trials
-from services.planner.balance.accounts import Mark
-from services.planner.balance.prediction import Split, corrected, predicted
+from services.planner.balance.accounts import Mark, between
+from services.planner.balance.opening import opened
+from services.planner.balance.prediction import Rates, Split, corrected, predicted, rates
 from services.planner.balance.reshaping import back, noted, pursue, reshape
 from services.planner.balance.standing import (
     Pressed,
+    curves_of,
     explained,
+    host_cores,
     imbalance,
     pressed,
     refused,
@@ -32,7 +36,7 @@ from services.planner.draft import Draft
 from services.planner.policies.moves import move
 from services.planner.team import Seated, Team
 
-RULE, UNDO = "stage_time", "unpaid"
+UNDO = "unpaid"
 
 
 def balance(draft: Draft, job: PlannedJob, watch: Watch, correction: Correction) -> Watch:
@@ -59,6 +63,10 @@ def balance(draft: Draft, job: PlannedJob, watch: Watch, correction: Correction)
     mark = Mark(round(account.total.steps), draft.snapshot.now_ms, account.total)
     split, terms = split_of(job, draft.team(job.id)), terms_of(job)
     watch = replace(watch, observed_ms=mark.ms)
+    if config.moves and not several and watch.trial is None:
+        found = opened(draft, job, watch, mark, correction)
+        if found is not None:
+            watch = _plan(draft, job, watch, mark, found, OPENING)
     if watch.times.last == mark.step and split.same(watch.split):
         return watch  # counts of half a step fit no others
     watch = replace(watch, account=account)
@@ -89,7 +97,8 @@ def _try(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Watch:
     watch = replace(watch, trial=trial)
     failures = watch.failures.get(trial.towards, 0)
     steps = job.config.window_steps * (1 + failures)
-    verdict = trials.judged(trial, mark, watch.times, terms, steps)
+    measured = _measured(draft, job, watch, mark) if trial.rule == OPENING else None
+    verdict = trials.judged(trial, mark, watch.times, terms, steps, measured)
     if verdict is None:
         return watch
     then = predicted(trial.demand, trial.rates, trial.before, terms, 0.0)
@@ -104,6 +113,18 @@ def _try(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Watch:
     return explained(watch, None, _judged_words(verdict))
 
 
+def _measured(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Rates | None:
+    """How fast work is done in the window that a trial is judged by."""
+    trial, split = watch.trial, watch.split
+    assert trial is not None and split is not None
+    window = between(trial.begins, mark) if trial.begins is not None else None
+    if window is None or trial.begins is None:
+        return None
+    team, vary = draft.team(job.id), watch.times.spread(trial.begins.step, mark.step)
+    curves, cores = curves_of(job, watch), host_cores(draft, team)
+    return rates(window, terms_of(job), split, curves, cores, vary)
+
+
 def _shifted(trial: Trial) -> int:
     """Workers that a trial's move made train; negative: roll out."""
     return trial.after.trainers - trial.before.trainers
@@ -112,7 +133,9 @@ def _shifted(trial: Trial) -> int:
 # -- what a move would bring -----------------------------------------------------------------------
 
 
-def _plan(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, found: Pressed) -> Watch:
+def _plan(
+    draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, found: Pressed, rule: str = STAGE_TIME
+) -> Watch:
     team, terms, split = draft.team(job.id), terms_of(job), watch.split
     window, model = found.window, found.model
     assert split is not None
@@ -123,27 +146,27 @@ def _plan(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, found: Presse
     if why := refused(job, watch, team, found, after_s, towards, abs(shift)):
         return explained(watch, model, why, window)
     after = Split(split.engines - shift, split.trainers + shift)
-    then = predicted(found.demand, found.rates, after, terms, window.step_s)
+    then = predicted(found.demand, found.rates, after, terms, found.step_s)
     figures = found.figures() | {
         "predicted_s": round(after_s, 4),
         "then_rollout_s": round(then.rollout_s, 4),
         "then_train_s": round(then.train_s, 4),
         "step": job.steps_done,
     }
-    arrived = _shift(draft, job, team, shift, RULE, figures)
+    arrived = _shift(draft, job, team, shift, rule, figures)
     trial = Trial(
-        RULE,
+        rule,
         arrived[0].resident.id,
         split,
         after,
         job.steps_done,
-        window.step_s,
+        found.step_s,
         after_s,
         watch.bias.get(towards, 1.0),
         found.demand,
         found.rates,
         abs(shift),
-        spread_s(watch, mark),
+        spread_s(watch, mark) if window.steps else 0.0,
     )
     told = f"{abs(shift)} moved to {towards}"
     return explained(watch.moved(mark.step, trial), model, told, window)
@@ -153,7 +176,7 @@ def _best(watch: Watch, job: PlannedJob, team: Team, found: Pressed) -> tuple[in
     """By how many workers training should grow, and the seconds of a step then; of splits that are
     as good, the nearest.
     """
-    split, terms, step_s = watch.split, terms_of(job), found.window.step_s
+    split, terms, step_s = watch.split, terms_of(job), found.step_s
     assert split is not None
     engines = min(len(_movable(team.engines)), split.engines - job.config.min_rollout)
     best = 0, step_s

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from common.pool.measured import Curve
+from common.pool.measured import Curve, Work
 from services.planner.balance.accounts import Window
 
 FLYING = 0.6  # share of an open group's members that are under way where nobody has measured it
@@ -251,16 +251,20 @@ def _longer(one_s: float, other_s: float, vary: float) -> float:
     return float(longest * shares ** (1 / power))
 
 
+def admitted(work: Work, terms: Terms) -> float:
+    """Trajectories under way when rollout binds, by what the gate admits: see `_flight`."""
+    open_s = work.open_s * terms.group_size  # of their members, ended or not
+    flying = min(1.0, work.flight_s / open_s) if open_s > 0 else FLYING
+    return flying * (terms.max_staleness + 0.5) * terms.groups * terms.group_size
+
+
 def _flight(window: Window, terms: Terms) -> float:
     """Trajectories under way when rollout binds: those that were, if it did; else those of the
     groups that the gate would let be open, half a step's groups being ready on average. Of an open
     group the members that have ended wait for the longest.
     """
-    work = window.work
+    work, gate = window.work, admitted(window.work, terms)
     seen = work.flight_s / window.seconds
-    member_s, group_s = work.flight_s / work.trajectories, work.open_s / work.groups
-    flying = min(1.0, member_s / group_s) if group_s > 0 else FLYING
-    gate = flying * (terms.max_staleness + 0.5) * terms.groups * terms.group_size
     waited = work.wait_s / max(1e-9, work.wait_s + work.busy_s - work.held_s)
     sure = min(1.0, waited / SURE_WAIT)
     return sure * seen + (1 - sure) * max(seen, gate)

@@ -41,11 +41,16 @@ CHANGED = 1.5  # times the imbalance of a move that did not pay: it is another j
 class Pressed:
     """A job for which another split is to be looked for."""
 
-    window: Window
+    window: Window  # of no steps, where none was measured yet
     demand: Demand
     rates: Rates
     model: Prediction  # of the split that it has
     trigger: str
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, as measured, or else as predicted."""
+        return self.window.step_s if self.window.steps else self.model.step_s
 
     def figures(self) -> dict[str, Any]:
         """What a move is decided by, as far as it is known before."""
@@ -53,7 +58,7 @@ class Pressed:
         return model.rounded() | {
             "rollout_s": model.rollout_s,
             "train_s": model.train_s,
-            "before_s": round(self.window.step_s, 4),
+            "before_s": round(self.step_s, 4),
             "trigger": self.trigger,
         }
 
@@ -70,7 +75,7 @@ def pressed(
     now = demand(window, terms)
     first = watch.older.step if watch.older is not None else mark.step
     vary = watch.times.spread(first, mark.step)
-    found = rates(window, terms, split, _curves(job, watch), _cores(draft, team), vary)
+    found = rates(window, terms, split, curves_of(job, watch), host_cores(draft, team), vary)
     if now is None or found is None or window.step_s <= 0:
         return explained(watch, None, "too little has been measured"), None
     model = predicted(now, found, split, terms, window.step_s)
@@ -91,14 +96,14 @@ def refused(
     job: PlannedJob, watch: Watch, team: Team, found: Pressed, after_s: float, towards: str, n: int
 ) -> str:
     """Why a move of `n` workers to a step of `after_s` is not made; empty: it is."""
-    window, config = found.window, job.config
+    window, config, step_s = found.window, job.config, found.step_s
     left = job.steps - job.steps_done if job.steps else 1 << 30
     switch_s = (watch.switch_s or SWITCH_S) * n / max(1, team.workers)
-    saved_s = window.step_s - after_s
-    if window.steps < config.window_steps and saved_s < SURE * window.step_s:
+    saved_s = step_s - after_s
+    if window.steps < config.window_steps and saved_s < SURE * step_s:
         return f"{window.steps} steps are too few to tell"
     failures = watch.failures.get(towards, 0)
-    why = triggers.worth(saved_s, window.step_s, config, failures, left, switch_s)
+    why = triggers.worth(saved_s, step_s, config, failures, left, switch_s)
     return f"{n} more to {towards}: {why}" if why else ""
 
 
@@ -140,14 +145,14 @@ def explained(
     """Says to people what is predicted, and why this is done."""
     binds = model.binds if model is not None else ""
     told: dict[str, Any] = dict(watch.explained)
-    if model is not None and window is not None:
+    if model is not None and window is not None and window.steps:
         told |= model.rounded() | {"binds": binds, "measured_s": round(window.step_s, 4)}
     errors = [one.error for one in watch.verdicts]
     told |= {"verdict": verdict, "error": round(median(errors), 4) if errors else None}
     return replace(watch, explained=told)
 
 
-def _curves(job: PlannedJob, watch: Watch) -> Sequence[Curve]:
+def curves_of(job: PlannedJob, watch: Watch) -> Sequence[Curve]:
     """Those of its engines; while all of them have begun anew, what was known of them before."""
     sure = [curve for curve in job.measured.curves if curve.steps >= NOTED]
     return sure or list(watch.curves.values()) or job.measured.curves
@@ -167,7 +172,7 @@ def _took(decisions: Iterable[Any], job: str, now_ms: int) -> list[float]:
     ]
 
 
-def _cores(draft: Draft, team: Team) -> float:
+def host_cores(draft: Draft, team: Team) -> float:
     """The share of its cores that the busiest host of a job keeps busy; 0: not known."""
     there = {draft.workers[worker].host for seated in team.all for worker in seated.workers}
     hosts = [host for host in draft.snapshot.hosts if host.name in there and host.cores > 0]

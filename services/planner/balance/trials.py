@@ -138,9 +138,12 @@ def began(trial: Trial, settled: bool, mark: Mark, terms: Terms) -> Trial:
     return trial
 
 
-def judged(trial: Trial, mark: Mark, times: Times, terms: Terms, steps: int) -> Verdict | None:
+def judged(
+    trial: Trial, mark: Mark, times: Times, terms: Terms, steps: int, measured: Rates | None = None
+) -> Verdict | None:
     """The verdict, when `steps` tell it; as long as the two times are not told apart from how much
-    steps differ anyway, more are waited for.
+    steps differ anyway, more are waited for. `measured`, with the split of after: what a step would
+    take without the move is told by, where nothing was measured before it.
     """
     if trial.begins is None:
         return None
@@ -148,7 +151,7 @@ def judged(trial: Trial, mark: Mark, times: Times, terms: Terms, steps: int) -> 
     if window is None or not window.long(steps):
         return None
     assert trial.settled_step is not None
-    verdict = _verdict(trial, window, mark.step - trial.settled_step, terms)
+    verdict = _verdict(trial, window, mark.step - trial.settled_step, terms, measured)
     if verdict is None:
         return None
     error_s = math.hypot(trial.error_s, times.error_s(trial.begins.step, mark.step))
@@ -156,7 +159,9 @@ def judged(trial: Trial, mark: Mark, times: Times, terms: Terms, steps: int) -> 
     return None if close and window.steps < LONGEST * steps else verdict
 
 
-def _verdict(trial: Trial, window: Window, after: int, terms: Terms) -> Verdict | None:
+def _verdict(
+    trial: Trial, window: Window, after: int, terms: Terms, measured: Rates | None
+) -> Verdict | None:
     now = demand(window, terms)
     if now is None or window.step_s <= 0:
         return None
@@ -165,8 +170,11 @@ def _verdict(trial: Trial, window: Window, after: int, terms: Terms) -> Verdict 
     rates = scaled(trial.rates, now, trial.demand)
     stays = predicted(now, rates, trial.before, terms, trial.before_s)
     goes = predicted(now, rates, trial.after, terms, trial.before_s)
-    expected_s = corrected(stays, model, trial.before_s)
-    observed_s = window.step_s
+    expected_s, observed_s = corrected(stays, model, trial.before_s), window.step_s
+    if measured is not None:
+        here = predicted(now, measured, trial.after, terms, observed_s)
+        there = predicted(now, measured, trial.before, terms, observed_s)
+        expected_s = corrected(there, here, observed_s)
     return Verdict(
         rule=trial.rule,
         resident=trial.resident,

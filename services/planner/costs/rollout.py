@@ -16,10 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.hardware.profiles import Accelerator
+from common.hardware.shapes import ModelShape
 from common.pool.measured import Curve
 from kernels.cost import expected
 from services.planner.costs.collectives import all_reduce_s
-from services.planner.costs.shapes import ModelShape
 
 FRAGMENTED = 0.04  # share of the room for keys and values that is lost to blocks half full (Libra)
 WORKSPACE = 1e9  # bytes of a rank's activations (Libra)

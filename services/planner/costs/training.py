@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass
 
 from common.hardware.profiles import Accelerator
+from common.hardware.shapes import ModelShape
 from kernels.cost import expected
 from services.planner.costs.collectives import all_reduce_s, all_to_all_s, gather_s
 from services.planner.costs.rollout import REDUCES
-from services.planner.costs.shapes import ModelShape
 
 OVERLAP, OVERLAP_PIPELINED = 0.3, 0.5  # of gradients' all-reduce behind the way back (Libra)
 STATES = 16  # bytes a parameter: 2 itself, 2 gradient, 12 master and moments (Rajbhandari 2020)
@@ -62,9 +62,13 @@ def step_s(shape: ModelShape, on: Accelerator, layout: TrainingLayout, work: Ste
     stages = layout.pipeline - 1
     pipeline_s = micros * (forward_s + back_s) + stages * (forward_s + back_s + 2 * between_s)
     part = shape.parameters / (layout.tensor * layout.pipeline)
-    kept = part / (layout.data if layout.sharded else 1)
-    update_s = UPDATED * kept / on.read_bytes_per_s
-    return pipeline_s + _gradients_s(shape, on, layout, work, part) + update_s
+    return pipeline_s + _gradients_s(shape, on, layout, work, part) + update_s(shape, on, layout)
+
+
+def update_s(shape: ModelShape, on: Accelerator, layout: TrainingLayout) -> float:
+    """Seconds of the update."""
+    part = shape.parameters / (layout.tensor * layout.pipeline)
+    return UPDATED * part / (layout.data if layout.sharded else 1) / on.read_bytes_per_s
 
 
 def memory_bytes(shape: ModelShape, layout: TrainingLayout, work: StepWork) -> float:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from common.hardware.profiles import Accelerator
+from common.hardware.shapes import ModelShape
 from services.planner.costs.rollout import WORKSPACE
-from services.planner.costs.shapes import ModelShape
 from services.planner.costs.training import (
     StepWork,
     TrainingLayout,

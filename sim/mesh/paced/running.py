@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from common.errors import DeadlineExceeded
+from common.pool.explained import PLANNED
 from common.random import Random
 from common.records import lines
 from common.records.durable import heard_by
@@ -31,7 +33,7 @@ RECORDED_S = 5.0  # for the last events to be in the record
 class Run:
     """What became of a workload; seconds are virtual, but for `cpu_s`."""
 
-    rl_s: float = 0.0  # from its first committed step to its last
+    rl_s: float = 0.0  # of its phase of training, to its last committed step
     steps_s: list[float] = field(default_factory=list)  # between two commits
     moves: list[dict[str, Any]] = field(default_factory=list)  # details of each, with `at_s`
     judged: list[dict[str, Any]] = field(default_factory=list)  # of `move_judged`
@@ -80,15 +82,25 @@ async def _story(
     return found
 
 
+def rl_s(events: Sequence[Event]) -> float:
+    """Seconds from the beginning of a run's phase of training to its last committed step."""
+    return (max(e.ms for e in events if e.kind == "step") - began_ms(events)) / 1e3
+
+
+def began_ms(events: Sequence[Event]) -> int:
+    """When a run's phase of training began."""
+    return next(e.ms for e in events if e.kind == "phase" and e.fields["phase"] == "training")
+
+
 def _take(found: Run, events: list[Event]) -> None:
     """What a run's events say of it."""
-    commits = [event.ms / 1e3 for event in events if event.kind == "step"]
+    began_s, commits = 0.0, [event.ms / 1e3 for event in events if event.kind == "step"]
     if commits:
-        found.rl_s = commits[-1] - commits[0]
+        began_s, found.rl_s = began_ms(events) / 1e3, rl_s(events)
         found.steps_s = [round(then - now, 3) for now, then in pairwise(commits)]
     for event in events:
-        told = event.fields | {"at_s": round(event.ms / 1e3 - commits[0], 3)} if commits else {}
-        if event.kind == "move" and told.get("policy") == "stage_time":
+        told = event.fields | {"at_s": round(event.ms / 1e3 - began_s, 3)}
+        if event.kind == "move" and told.get("policy") in PLANNED:
             found.moves.append(told)
         elif event.kind == "move_judged":
             found.judged.append(told)

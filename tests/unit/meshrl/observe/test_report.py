@@ -12,7 +12,7 @@ from common.job.config import BudgetConfig, JobConfig
 from common.state.events import Event
 from meshrl.dryrun import to_toml
 from meshrl.observe.live.watch import Evaluation
-from meshrl.observe.recording.summary import stage_time_moves, summarize
+from meshrl.observe.recording.summary import planned_moves, summarize
 from meshrl.observe.recording.usage import Tally
 from meshrl.observe.report import charts, figures, sections, timeline
 from meshrl.observe.report.decided import decisions
@@ -145,8 +145,8 @@ def test_a_summary_has_the_keys_that_are_promised() -> None:
     assert (found["steps"], found["seed"], found["warm_start_cached"]) == (4, 3, True)
 
 
-def test_only_moves_by_stage_time_after_the_first_step_count() -> None:
-    assert [e.ms for e in stage_time_moves(EVENTS)] == [6010, 6015]
+def test_only_moves_for_faster_steps_count() -> None:
+    assert [e.ms for e in planned_moves(EVENTS)] == [6010, 6015]
     assert summary()["workers_moved"] == 2
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from common.hardware.profiles import Accelerator, declared
+from common.hardware.shapes import ModelShape
 from loadtests.layouts.cases import QWEN_14B, QWEN_30B_A3B
-from services.planner.costs.shapes import ModelShape
 from services.planner.costs.training import (
     StepWork,
     TrainingLayout,

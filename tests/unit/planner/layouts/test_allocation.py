@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.hardware.profiles import declared
+from common.hardware.shapes import ModelShape
 from loadtests.layouts.brute import iteration_s
 from loadtests.layouts.cases import QWEN_14B, lengths, servers, small
-from services.planner.costs.shapes import ModelShape
 from services.planner.costs.training import StepWork, TrainingLayout
 from services.planner.layouts.allocation import NO_TRAINING, TOLERANCE, Plan, Timed, allocate
 from services.planner.layouts.grouping import alike

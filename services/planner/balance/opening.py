@@ -1,0 +1,78 @@
+"""The first plan of a job: made when its first groups have come, before a step was measured.
+
+Engines and shards have measured their part by then. What training takes is foretold
+(`costs/foretold.py`), so that a job whose default split is far off does not have to make steps with
+it until they are enough to tell. Whether it paid is judged by what is measured afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from common.pool.explained import OPENING
+from common.pool.measured import kind_of
+from common.pool.needs import PlannedJob
+from services.planner.balance.accounts import VARY, Mark, Window
+from services.planner.balance.prediction import Demand, Rates, admitted, mean, predicted
+from services.planner.balance.standing import Pressed, curves_of, host_cores, terms_of
+from services.planner.balance.watch import Watch
+from services.planner.costs.correction import Correction
+from services.planner.costs.foretold import Asked, believed
+from services.planner.draft import Draft
+from services.planner.team import Team
+
+ENDED = 2 / 3  # of those trajectories
+
+
+def opened(
+    draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, correction: Correction
+) -> Pressed | None:
+    """What a job's first plan is made by; None where it is too early, or too late: something was
+    measured.
+    """
+    terms, work, split = terms_of(job), mark.total, watch.split
+    if split is None or watch.moved_step is not None or watch.window(mark, 1) is not None:
+        return None
+    # Of those that the gate admits before a step is trained the short ones end first: so many that
+    # the long ones are among them.
+    admits = (1 + terms.max_staleness) * terms.groups * terms.group_size
+    early = work.trajectories < ENDED * admits or work.groups < terms.groups
+    if early or work.sampled <= 0:
+        return None
+    team = draft.team(job.id)
+    curves = [one for one in curves_of(job, watch) if one.steps > 0]
+    asked = asked_of(draft, job, team)
+    if not curves or asked is None or not split.engines:
+        return None
+    trajectories = float(terms.groups * terms.group_size)
+    sampled = work.sampled / work.trajectories
+    now = Demand(
+        trajectories=trajectories,
+        sampled=sampled,
+        tool_s=work.tool_s / work.trajectories,
+        trained=trajectories * (work.prompted / work.trajectories + sampled),
+    )
+    training = believed(asked, trajectories, now.trained, correction)
+    if training is None:
+        return None
+    rates = Rates(
+        curve=mean(curves, sampled / 2),
+        friction=1.0,
+        flight=admitted(work, terms),
+        work_s=training.work_s,
+        fixed_s=training.fixed_s,
+        cores=0.0,
+        vary=VARY,
+    )
+    model = predicted(now, rates, split, terms, 0.0)
+    rates = replace(rates, cores=host_cores(draft, team))
+    model = predicted(now, rates, split, terms, model.step_s)
+    return Pressed(Window(0, 0.0, work), now, rates, model, OPENING)
+
+
+def asked_of(draft: Draft, job: PlannedJob, team: Team) -> Asked | None:
+    """What of a job's training is foretold; None without a core."""
+    if team.core is None:
+        return None
+    accelerator = draft.workers[team.core.workers[0]].accelerator
+    return Asked(job.model, kind_of(accelerator), job.shape, job.training_pace)

@@ -1,0 +1,71 @@
+"""What a job's training takes before anybody has measured it: by the pace that it imitates, or by
+the cost model of its shape on accelerators of its kind, corrected by what was observed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from common.errors import ConfigError
+from common.hardware import profiles
+from common.hardware.shapes import ModelShape
+from common.job.pace import training_profile
+from services.planner.costs.correction import Correction, Key
+from services.planner.costs.training import StepWork, TrainingLayout, step_s, update_s
+
+OWN = "CPU"  # a kind whose workers have no arithmetic of their own: a host's share its cores
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be foretold: a step of a model's training on one worker of a kind."""
+
+    model: str
+    kind: str  # of accelerators, as their driver calls them
+    shape: ModelShape | None
+    pace: str  # that is imitated; empty: none is
+
+    @property
+    def key(self) -> Key:
+        """What has a factor of its own."""
+        return Key(" ".join(filter(None, (self.model, self.pace))), self.kind, "training")
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Seconds of a step on one worker."""
+
+    work_s: float  # gradients, which are divided
+    fixed_s: float  # the update, which is not
+
+
+def training(asked: Asked, sequences: float, tokens: float) -> Training | None:
+    """By the cost model alone, for a step of so many tokens; None where it knows nothing of the
+    model or its accelerators.
+    """
+    if asked.pace:
+        try:
+            pace = training_profile(asked.pace)
+        except ConfigError:  # a pace that this version does not know
+            return None
+        return Training(tokens / pace.tokens_per_s, pace.update_s)
+    on = profiles.declared().get(profiles.kind_of(asked.kind))
+    if asked.shape is None or on is None or min(sequences, tokens) <= 0:
+        return None
+    layout = TrainingLayout(on.kind)
+    work = StepWork(max(1, round(sequences)), tokens, tokens * tokens / sequences)
+    update = update_s(asked.shape, on, layout)
+    return Training(step_s(asked.shape, on, layout, work) - update, update)
+
+
+def believed(
+    asked: Asked, sequences: float, tokens: float, correction: Correction
+) -> Training | None:
+    """The same, corrected; None as well where a profile has not been held against a measurement
+    yet, or is of workers that share what they compute with.
+    """
+    found, factor = training(asked, sequences, tokens), correction.factor(asked.key)
+    checked = factor.count > 0 and profiles.kind_of(asked.kind) != OWN
+    if found is None or not (asked.pace or checked):
+        return None
+    return replace(found, work_s=found.work_s * factor.value)
