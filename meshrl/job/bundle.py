@@ -19,15 +19,17 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from common.hardware.shapes import ModelShape
 from common.job import bundle_files
 from common.job.config import INITIAL, JobConfig
 from common.model.tokenizer import companions
 from meshrl.job import references, rows, tasksets
 from meshrl.job.jobfile import all_references
-from meshrl.job.models import size
+from meshrl.job.models import shape, size
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
@@ -36,8 +38,9 @@ def pack(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dict[str, 
     """Write the job's bundle under `run_dir`; returns its directory and the document to submit.
 
     The document is `config.document()`, paths relative to the bundle, and `bundle: {dir, digest,
-    files, parameters}`: `files` has bytes and digest of each file by its name, for who reads it to
-    check, `parameters` how many the model has, for who plans where it fits.
+    files, parameters, shape}`: `files` has bytes and digest of each file by its name, for who reads
+    it to check; `parameters` and `shape` are the model's, for who plans where it fits and what it
+    costs.
     """
     home = run_dir / "bundle"
     home.mkdir(parents=True, exist_ok=True)
@@ -55,6 +58,7 @@ def pack(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dict[str, 
         "digest": digest,
         "files": files,
         "parameters": size(config),
+        "shape": asdict(ModelShape.of(shape(config.model.path, config.model.config))),
     }
     return target, document
 

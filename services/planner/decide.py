@@ -17,7 +17,7 @@ from common.pool.fitting import fitted
 from common.pool.needs import PlannedJob
 from common.pool.snapshot import Snapshot
 from services.planner.balance.balancing import balance
-from services.planner.balance.reshaping import learned
+from services.planner.balance.learning import learned
 from services.planner.balance.watch import Watch
 from services.planner.draft import Draft
 from services.planner.memory import Memory
@@ -56,7 +56,6 @@ def decide(snapshot: Snapshot, memory: Memory) -> tuple[list[Decision], Memory]:
         for job in jobs
         if job.id in division.workers
     }
-    of = {job.id: job for job in jobs}
     moves.abandon(draft)
     draft.clear()
     serve(draft, jobs, division, presence, takers)
@@ -70,7 +69,7 @@ def decide(snapshot: Snapshot, memory: Memory) -> tuple[list[Decision], Memory]:
         aside=aside & known,
         watches=watches,
         entitled=dict(division.workers),
-        correction=learned(memory.correction, of, memory.watches, watches),
+        correction=learned(memory.correction, draft, jobs, memory.watches, watches),
     )
 
 

@@ -91,6 +91,12 @@ def predictions(memory: Memory) -> list[str]:
             error = told.get("error")
             off = f", moves were predicted {error:.0%} off" if error is not None else ""
             found.append(f"{job}: {stages}; {step}{off}; {told['verdict']}")
+        if trained := told.get("training"):
+            found.append(
+                f"{job}: a step's gradients on one {trained['kind']}: "
+                f"{trained['predicted_s']:.3g} s, observed {trained['observed_s']:.3g} s, "
+                f"predictions were {trained['error']:.0%} off"
+            )
         for which, figures in told.get("degrees", {}).items():
             found.append(
                 f"{job}: a decode step of {which}: {1000 * figures['predicted_s']:.3g} ms, "

@@ -542,9 +542,6 @@ class ShardJob:
         }
 
     def _lengths(self) -> dict[str, Any]:
-        """What the planner reads of lengths, where engines may be of several workers."""
-        if set(self.config.rollout.tensor_parallel) == {1}:
-            return {}
         lengths = self.worked.lengths
         return {"lengths": lengths.told()} if lengths is not None else {}
 

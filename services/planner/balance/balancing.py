@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,11 @@ from common.pool.rows import Role
 from common.state.jobs import Phase
 from services.planner.balance import trials
 from services.planner.balance.accounts import Mark, between
+from services.planner.balance.learning import noted
 from services.planner.balance.opening import opened
-from services.planner.balance.prediction import Rates, Split, corrected, predicted, rates
-from services.planner.balance.reshaping import back, noted, pursue, reshape
+from services.planner.balance.prediction import demand, predicted, rates
+from services.planner.balance.quantities import Split
+from services.planner.balance.reshaping import back, pursue, reshape
 from services.planner.balance.standing import (
     Pressed,
     curves_of,
@@ -25,7 +28,6 @@ from services.planner.balance.standing import (
     pressed,
     refused,
     split_of,
-    spread_s,
     terms_of,
     timed,
 )
@@ -37,6 +39,7 @@ from services.planner.policies.moves import move
 from services.planner.team import Seated, Team
 
 UNDO = "unpaid"
+TIE = 0.97  # of a split that moves fewer workers, which another one takes at most to be better
 
 
 def balance(draft: Draft, job: PlannedJob, watch: Watch, correction: Correction) -> Watch:
@@ -44,6 +47,7 @@ def balance(draft: Draft, job: PlannedJob, watch: Watch, correction: Correction)
     that is predicted to pay, undoes moves that did not, and returns what is to be remembered.
     `correction` is that of predicted curves.
     """
+    known = watch
     team, config, several = draft.team(job.id), job.config, job.need.degrees != (1,)
     if not job.need.helped:
         _dismiss(draft, job, team)
@@ -71,7 +75,7 @@ def balance(draft: Draft, job: PlannedJob, watch: Watch, correction: Correction)
         return watch  # counts of half a step fit no others
     watch = replace(watch, account=account)
     watch = watch.marked(mark, split, terms.max_staleness, config.window_steps)
-    watch = noted(job, watch, correction)
+    watch = noted(draft, job, known, watch, correction)
     if not config.moves or watch.wish is not None:
         return watch
     if watch.trial is not None:
@@ -97,8 +101,7 @@ def _try(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Watch:
     watch = replace(watch, trial=trial)
     failures = watch.failures.get(trial.towards, 0)
     steps = job.config.window_steps * (1 + failures)
-    measured = _measured(draft, job, watch, mark) if trial.rule == OPENING else None
-    verdict = trials.judged(trial, mark, watch.times, terms, steps, measured)
+    verdict = _verdict(draft, job, watch, mark, trial, steps)
     if verdict is None:
         return watch
     then = predicted(trial.demand, trial.rates, trial.before, terms, 0.0)
@@ -113,16 +116,21 @@ def _try(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Watch:
     return explained(watch, None, _judged_words(verdict))
 
 
-def _measured(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Rates | None:
-    """How fast work is done in the window that a trial is judged by."""
-    trial, split = watch.trial, watch.split
-    assert trial is not None and split is not None
+def _verdict(
+    draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, trial: Trial, steps: int
+) -> Verdict | None:
     window = between(trial.begins, mark) if trial.begins is not None else None
-    if window is None or trial.begins is None:
+    if window is None or not window.long(steps) or window.step_s <= 0:
         return None
-    team, vary = draft.team(job.id), watch.times.spread(trial.begins.step, mark.step)
-    curves, cores = curves_of(job, watch), host_cores(draft, team)
-    return rates(window, terms_of(job), split, curves, cores, vary)
+    assert trial.begins is not None
+    terms, cores = terms_of(job), host_cores(draft, draft.team(job.id))
+    now, measured = demand(window, terms, job.measured.lengths), None
+    if now is None:
+        return None
+    if trial.rule == OPENING:
+        measured = rates(window, now, terms, trial.after, curves_of(job, watch), cores)
+    error = watch.times.spread(trial.begins.step, mark.step) / math.sqrt(window.steps)
+    return trials.judged(trial, window, now, measured, error, terms, steps)
 
 
 def _shifted(trial: Trial) -> int:
@@ -166,7 +174,7 @@ def _plan(
         found.demand,
         found.rates,
         abs(shift),
-        spread_s(watch, mark) if window.steps else 0.0,
+        found.error,
     )
     told = f"{abs(shift)} moved to {towards}"
     return explained(watch.moved(mark.step, trial), model, told, window)
@@ -176,18 +184,17 @@ def _best(watch: Watch, job: PlannedJob, team: Team, found: Pressed) -> tuple[in
     """By how many workers training should grow, and the seconds of a step then; of splits that are
     as good, the nearest.
     """
-    split, terms, step_s = watch.split, terms_of(job), found.step_s
+    split, terms = watch.split, terms_of(job)
     assert split is not None
     engines = min(len(_movable(team.engines)), split.engines - job.config.min_rollout)
-    best = 0, step_s
+    best = 0, found.stays_s
     for shift in sorted(range(-len(_movable(team.helpers)), max(0, engines) + 1), key=abs):
         if not shift:
             continue
         other = Split(split.engines - shift, split.trainers + shift)
         towards = Role.TRAINING if shift > 0 else Role.ROLLOUT
-        model = predicted(found.demand, found.rates, other, terms, step_s)
-        after_s = corrected(model, found.model, step_s) * watch.bias.get(towards, 1.0)
-        if after_s < 0.99 * best[1]:
+        after_s = found.after_s(other, terms) * watch.bias.get(towards, 1.0)
+        if after_s < TIE * best[1]:
             best = shift, after_s
     return best
 

@@ -1,9 +1,11 @@
 """How fast a job's engines generate, by how many workers share its model: as measured, where there
 has been such an engine, else as predicted from those of another degree.
 
-A step of t workers reads a t-th of the weights and does a t-th of the arithmetic, and waits for
-collectives (`common/job/pace.py`). How far off that is on real gangs is learned when an engine of
-the degree exists, and corrects it for every job of the same model (`costs/correction.py`).
+Another degree's is in the proportion of the cost model (`costs/rollout.py`), where it knows the
+model's shape and the accelerators; else a step of t workers reads a t-th of the weights and does a
+t-th of the arithmetic, and waits for collectives (`common/job/pace.py`). How far off that is on
+real gangs is learned when an engine of the degree exists, and corrects it for every job of the same
+model (`costs/correction.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ from dataclasses import astuple, replace
 from typing import Any
 
 from common.errors import ConfigError
+from common.hardware import profiles
 from common.job.pace import COLLECTIVES_SHARE, Pace, profile
 from common.pool.measured import Curve
+from common.pool.needs import PlannedJob
+from services.planner.costs import rollout
 from services.planner.costs.correction import Correction, Key
 from services.planner.costs.rollout import TYPICAL
 
@@ -40,20 +45,18 @@ def noted(known: Curves, now: Sequence[Curve]) -> Curves:
     return found if found != known else known
 
 
-def curve(
-    which: Which, known: Curves, pace: str, correction: Correction, model: str
-) -> Curve | None:
+def curve(which: Which, known: Curves, job: PlannedJob, correction: Correction) -> Curve | None:
     """That of a kind and degree; None where no engine of the kind was ever measured."""
     if which in known:
         return known[which]
-    found = predicted(which, known, pace)
+    found = predicted(which, known, job)
     if found is None:
         return None
-    factor = correction.factor(key(model, which)).value
+    factor = correction.factor(key(job.model, which)).value
     return _times(found, factor, factor, 1 / factor)
 
 
-def predicted(which: Which, known: Curves, pace: str) -> Curve | None:
+def predicted(which: Which, known: Curves, job: PlannedJob) -> Curve | None:
     """The curve of a degree by that of the smallest other one of the kind, without correction; None
     without one.
     """
@@ -62,38 +65,49 @@ def predicted(which: Which, known: Curves, pace: str) -> Curve | None:
     if not others:
         return None
     base = min(others, key=lambda one: one.degree)
-    waits = _collectives(pace)
-    steps = _step(degree, waits) / _step(base.degree, waits)
-    each = base.degree / degree
-    found = _times(base, steps, each, _prefill(pace, degree) / _prefill(pace, base.degree))
+    there, here = _modelled(kind, degree, job), _modelled(kind, base.degree, job)
+    if there is not None and here is not None:
+        steps = there.base_s / here.base_s
+        prefill = there.prefill_tokens_per_s / here.prefill_tokens_per_s
+    else:
+        waits = _collectives(job.pace)
+        steps = _step(degree, waits) / _step(base.degree, waits)
+        prefill = _prefill(job.pace, degree) / _prefill(job.pace, base.degree)
+    found = _times(base, steps, base.degree / degree, prefill)
     return replace(found, degree=degree, steps=0)
 
 
-def observed(
-    correction: Correction, model: str, pace: str, before: Curves, after: Curves
-) -> Correction:
+def _modelled(kind: str, degree: int, job: PlannedJob) -> Curve | None:
+    """The curve of the cost model; None where engines imitate a pace, or where it knows nothing of
+    the model or its accelerators.
+    """
+    on = profiles.declared().get(profiles.kind_of(kind))
+    if job.pace or job.shape is None or on is None or not job.shape.splits(degree):
+        return None
+    return rollout.curve(job.shape, on, degree)
+
+
+def observed(correction: Correction, job: PlannedJob, before: Curves, after: Curves) -> Correction:
     """The correction after curves were noted anew."""
     for which, one in sorted(after.items()):
         if before.get(which) == one:
             continue
-        foretold = predicted(which, after, pace)
+        foretold = predicted(which, after, job)
         if foretold is not None and which[1] != _least(after, which[0]):
-            correction = correction.seen(key(model, which), typical_s(foretold), typical_s(one))
+            correction = correction.seen(key(job.model, which), typical_s(foretold), typical_s(one))
     return correction
 
 
-def compared(
-    known: Curves, pace: str, correction: Correction, model: str
-) -> dict[str, dict[str, float]]:
+def compared(known: Curves, job: PlannedJob, correction: Correction) -> dict[str, dict[str, float]]:
     """For people: of each degree that was predicted and measured, the seconds of a typical decode
     step by both, and how far predictions have been off.
     """
     found = {}
     for which, one in sorted(known.items()):
-        foretold = predicted(which, known, pace)
+        foretold = predicted(which, known, job)
         if foretold is None or which[1] == _least(known, which[0]):
             continue
-        of = key(model, which)
+        of = key(job.model, which)
         found[f"{of.role} on {of.kind}"] = {
             "predicted_s": float(f"{correction.predicted(of, typical_s(foretold)):.4g}"),
             "observed_s": float(f"{typical_s(one):.4g}"),

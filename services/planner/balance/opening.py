@@ -12,8 +12,9 @@ from dataclasses import replace
 from common.pool.explained import OPENING
 from common.pool.measured import kind_of
 from common.pool.needs import PlannedJob
-from services.planner.balance.accounts import VARY, Mark, Window
-from services.planner.balance.prediction import Demand, Rates, admitted, mean, predicted
+from services.planner.balance.accounts import Mark, Window
+from services.planner.balance.prediction import mean, predicted
+from services.planner.balance.quantities import Demand, Rates
 from services.planner.balance.standing import Pressed, curves_of, host_cores, terms_of
 from services.planner.balance.watch import Watch
 from services.planner.costs.correction import Correction
@@ -39,10 +40,10 @@ def opened(
     early = work.trajectories < ENDED * admits or work.groups < terms.groups
     if early or work.sampled <= 0:
         return None
-    team = draft.team(job.id)
+    team, lengths = draft.team(job.id), job.measured.lengths
     curves = [one for one in curves_of(job, watch) if one.steps > 0]
     asked = asked_of(draft, job, team)
-    if not curves or asked is None or not split.engines:
+    if lengths is None or not curves or asked is None or not split.engines:
         return None
     trajectories = float(terms.groups * terms.group_size)
     sampled = work.sampled / work.trajectories
@@ -51,6 +52,7 @@ def opened(
         sampled=sampled,
         tool_s=work.tool_s / work.trajectories,
         trained=trajectories * (work.prompted / work.trajectories + sampled),
+        shape=lengths.sampled,
     )
     training = believed(asked, trajectories, now.trained, correction)
     if training is None:
@@ -58,16 +60,14 @@ def opened(
     rates = Rates(
         curve=mean(curves, sampled / 2),
         friction=1.0,
-        flight=admitted(work, terms),
         work_s=training.work_s,
         fixed_s=training.fixed_s,
         cores=0.0,
-        vary=VARY,
     )
     model = predicted(now, rates, split, terms, 0.0)
     rates = replace(rates, cores=host_cores(draft, team))
     model = predicted(now, rates, split, terms, model.step_s)
-    return Pressed(Window(0, 0.0, work), now, rates, model, OPENING)
+    return Pressed(Window(0, 0.0, work), 0.0, now, rates, model, OPENING)
 
 
 def asked_of(draft: Draft, job: PlannedJob, team: Team) -> Asked | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +19,10 @@ from common.pool.measured import Lengths, kind_of
 from common.pool.needs import PlannedJob
 from services.planner.balance import degrees, shapes
 from services.planner.balance.accounts import Mark
-from services.planner.balance.prediction import Split, corrected, predicted
+from services.planner.balance.prediction import predicted
+from services.planner.balance.quantities import Split
 from services.planner.balance.shapes import Room, Shape
-from services.planner.balance.standing import Pressed, explained, refused, spread_s, terms_of
+from services.planner.balance.standing import Pressed, explained, refused, terms_of
 from services.planner.balance.trials import RESHAPED, Trial
 from services.planner.balance.watch import Watch, Wish
 from services.planner.costs.correction import Correction
@@ -86,7 +86,7 @@ def reshape(
         found.demand,
         found.rates,
         moved,
-        spread_s(watch, mark),
+        found.error,
     )
     told = f"{moved} workers become {after.named}"
     return explained(watch.moved(mark.step, trial), found.model, told, found.window)
@@ -144,7 +144,7 @@ def _best(
     """The shape with the shortest step, and its seconds; the present one unless another is shorter
     by more than a tie. Of several as good, the one that changes least.
     """
-    terms, split, step_s = terms_of(job), watch.split, found.window.step_s
+    terms, split = terms_of(job), watch.split
     assert split is not None
     # By the model of layouts the present gangs take another time than was measured of them: what
     # training takes is set in proportion, so that both are weighed as they are.
@@ -154,15 +154,14 @@ def _best(
     def train_s(helpers: int) -> float:
         return scale * (fixed_s + work_s / (1 + helpers))
 
-    best, best_s = here, step_s
+    best, best_s = here, found.stays_s
     for other in shapes.others(ranges, room, train_s):
         if other.degrees == here.degrees and other.helpers == here.helpers:
             continue
         if not 0 < other.rollout_s < math.inf:
             continue
-        model = predicted(found.demand, found.rates, _after(split, other, here), terms, step_s)
         towards = RESHAPED if other.degrees != here.degrees else "training"
-        after_s = corrected(model, found.model, step_s) * watch.bias.get(towards, 1.0)
+        after_s = found.after_s(_after(split, other, here), terms) * watch.bias.get(towards, 1.0)
         if after_s < TIE * best_s:
             best, best_s = other, after_s
     return best, best_s
@@ -197,7 +196,7 @@ def _ranges(
         for kind in kinds
         for degree in job.need.degrees
         if degree <= BLOCK and not degree & (degree - 1)
-        if (curve := degrees.curve((kind, degree), watch.curves, job.pace, correction, job.model))
+        if (curve := degrees.curve((kind, degree), watch.curves, job, correction))
     ]
     now = found.demand
     groups = shapes.groups_of(lengths, now.trajectories, now.tool_s, team.workers)
@@ -229,30 +228,3 @@ def _room(draft: Draft, job: PlannedJob, team: Team) -> Room:
 
 def _kind(draft: Draft, seated: Seated) -> str:
     return kind_of(draft.workers[seated.workers[0]].accelerator)
-
-
-# -- what is known of degrees ----------------------------------------------------------------------
-
-
-def noted(job: PlannedJob, watch: Watch, correction: Correction) -> Watch:
-    """The watch after a look at the curves of its engines."""
-    curves = degrees.noted(watch.curves, job.measured.curves)
-    if curves is watch.curves:
-        return watch
-    told = degrees.compared(curves, job.pace, correction, job.model)
-    shown = {"degrees": told} if told else {}
-    return replace(watch, curves=curves, explained=dict(watch.explained) | shown)
-
-
-def learned(
-    correction: Correction,
-    jobs: Mapping[str, PlannedJob],
-    before: Mapping[str, Watch],
-    after: Mapping[str, Watch],
-) -> Correction:
-    """The correction of predicted curves after a look at which some were noted anew."""
-    for name, watch in after.items():
-        job, known = jobs[name], before.get(name, Watch()).curves
-        if watch.curves != known:
-            correction = degrees.observed(correction, job.model, job.pace, known, watch.curves)
-    return correction

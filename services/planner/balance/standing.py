@@ -4,6 +4,7 @@ Both the policy of engines of one worker and that of several go by it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -16,15 +17,14 @@ from services.planner.balance import triggers
 from services.planner.balance.accounts import Mark, Window
 from services.planner.balance.degrees import NOTED
 from services.planner.balance.prediction import (
-    Demand,
     Prediction,
-    Rates,
-    Split,
-    Terms,
+    corrected,
     demand,
     predicted,
     rates,
+    stepped_s,
 )
+from services.planner.balance.quantities import Demand, Rates, Split, Terms
 from services.planner.balance.watch import Watch
 from services.planner.draft import Draft
 from services.planner.team import Team
@@ -33,7 +33,6 @@ SWITCH_S = 3.0  # that a move takes where none was measured: to start a role pro
 WEIGHT = 0.3  # of the last move, in what a move takes
 LEAST_STEPS = 2  # of a window by which anything is planned;
 SURE = 0.25  # share of a step that a move must save which is decided on so few
-FOREVER_S = 1e6
 CHANGED = 1.5  # times the imbalance of a move that did not pay: it is another job by now
 
 
@@ -42,6 +41,7 @@ class Pressed:
     """A job for which another split is to be looked for."""
 
     window: Window  # of no steps, where none was measured yet
+    error: float  # of its steps' mean time, as a share of it
     demand: Demand
     rates: Rates
     model: Prediction  # of the split that it has
@@ -51,6 +51,16 @@ class Pressed:
     def step_s(self) -> float:
         """Seconds of a step, as measured, or else as predicted."""
         return self.window.step_s if self.window.steps else self.model.step_s
+
+    @property
+    def stays_s(self) -> float:
+        """What a step takes with this split, as far as the measurement can be believed."""
+        return corrected(self.model.step_s, self.model.step_s, self.step_s, self.error)
+
+    def after_s(self, split: Split, terms: Terms) -> float:
+        """What it takes with another one."""
+        model_s = stepped_s(self.demand, self.rates, split, terms, self.step_s)
+        return corrected(model_s, self.model.step_s, self.step_s, self.error)
 
     def figures(self) -> dict[str, Any]:
         """What a move is decided by, as far as it is known before."""
@@ -72,10 +82,8 @@ def pressed(
     assert split is not None
     if window is None or any(one.gang in _under_way(draft) for one in team.all):
         return watch, None
-    now = demand(window, terms)
-    first = watch.older.step if watch.older is not None else mark.step
-    vary = watch.times.spread(first, mark.step)
-    found = rates(window, terms, split, curves_of(job, watch), host_cores(draft, team), vary)
+    now, cores = demand(window, terms, job.measured.lengths), host_cores(draft, team)
+    found = rates(window, now, terms, split, curves_of(job, watch), cores) if now else None
     if now is None or found is None or window.step_s <= 0:
         return explained(watch, None, "too little has been measured"), None
     model = predicted(now, found, split, terms, window.step_s)
@@ -89,14 +97,14 @@ def pressed(
     if not pressing:
         return explained(watch, model, "nothing presses for another split", window), None
     watch = replace(watch, planned_step=mark.step, rejected=job.rejected)
-    return watch, Pressed(window, now, found, model, pressing)
+    return watch, Pressed(window, error_of(watch, mark), now, found, model, pressing)
 
 
 def refused(
     job: PlannedJob, watch: Watch, team: Team, found: Pressed, after_s: float, towards: str, n: int
 ) -> str:
     """Why a move of `n` workers to a step of `after_s` is not made; empty: it is."""
-    window, config, step_s = found.window, job.config, found.step_s
+    window, config, step_s = found.window, job.config, found.stays_s
     left = job.steps - job.steps_done if job.steps else 1 << 30
     switch_s = (watch.switch_s or SWITCH_S) * n / max(1, team.workers)
     saved_s = step_s - after_s
@@ -120,10 +128,10 @@ def split_of(job: PlannedJob, team: Team) -> Split:
     return Split(len(team.engines), 1 + len(team.helpers), degrees)
 
 
-def spread_s(watch: Watch, mark: Mark) -> float:
-    """How far off the mean time of a step in the window may be; finite, for its record."""
+def error_of(watch: Watch, mark: Mark) -> float:
+    """How far off the mean time of a step in the window may be, as a share of it."""
     first = watch.older.step if watch.older is not None else mark.step
-    return min(watch.times.error_s(first, mark.step), FOREVER_S)
+    return watch.times.spread(first, mark.step) / math.sqrt(max(1, mark.step - first))
 
 
 def timed(draft: Draft, job: PlannedJob, watch: Watch) -> Watch:

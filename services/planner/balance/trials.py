@@ -13,18 +13,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from services.planner.balance.accounts import Mark, Times, Window, between
-from services.planner.balance.prediction import (
-    Demand,
-    Rates,
-    Split,
-    Terms,
-    corrected,
-    demand,
-    predicted,
-    rates_of,
-    scaled,
-)
+from services.planner.balance.accounts import Mark, Window
+from services.planner.balance.prediction import corrected, rates_of, scaled, stepped_s
+from services.planner.balance.quantities import Demand, Rates, Split, Terms
 
 SURE = 1.5  # standard errors by which two times differ that are told apart
 LONGEST = 4  # times the window that a verdict may take
@@ -49,7 +40,7 @@ class Trial:
     demand: Demand
     rates: Rates
     moved: int  # workers
-    error_s: float  # standard error of `before_s`
+    error: float  # standard error of `before_s`, as a share of it
     begins: Mark | None = None  # of the window that is judged
     settled_step: int | None = None  # at which all was where it was wished
 
@@ -57,7 +48,8 @@ class Trial:
         """It as JSON has it."""
         begins = self.begins.document() if self.begins is not None else None
         sides = {"before": self.before.document(), "after": self.after.document()}
-        return asdict(self) | sides | {"begins": begins}
+        demand = asdict(self.demand) | {"shape": list(self.demand.shape)}
+        return asdict(self) | sides | {"begins": begins, "demand": demand}
 
     @classmethod
     def of(cls, document: Mapping[str, Any] | None) -> Trial | None:
@@ -69,7 +61,7 @@ class Trial:
             | {
                 "before": Split.of(document["before"]),
                 "after": Split.of(document["after"]),
-                "demand": Demand(**document["demand"]),
+                "demand": Demand.of(document["demand"]),
                 "rates": rates_of(document["rates"]),
                 "begins": Mark.of(document["begins"]),
             }
@@ -139,52 +131,54 @@ def began(trial: Trial, settled: bool, mark: Mark, terms: Terms) -> Trial:
 
 
 def judged(
-    trial: Trial, mark: Mark, times: Times, terms: Terms, steps: int, measured: Rates | None = None
+    trial: Trial,
+    window: Window,
+    now: Demand,
+    measured: Rates | None,
+    error: float,
+    terms: Terms,
+    steps: int,
 ) -> Verdict | None:
-    """The verdict, when `steps` tell it; as long as the two times are not told apart from how much
-    steps differ anyway, more are waited for. `measured`, with the split of after: what a step would
-    take without the move is told by, where nothing was measured before it.
+    """The verdict on what a window shows that asked for `now`, if it has `steps`; as long as the
+    two times are not told apart from how much steps differ anyway (`error`, of the window's as a
+    share of it), more are waited for. `measured`, with the split of after: what a step would take
+    without the move is told by, where nothing was measured before it.
     """
-    if trial.begins is None:
-        return None
-    window = between(trial.begins, mark)
-    if window is None or not window.long(steps):
-        return None
-    assert trial.settled_step is not None
-    verdict = _verdict(trial, window, mark.step - trial.settled_step, terms, measured)
-    if verdict is None:
-        return None
-    error_s = math.hypot(trial.error_s, times.error_s(trial.begins.step, mark.step))
+    verdict = _verdict(trial, window, now, measured, error, terms)
+    error_s = math.hypot(trial.error * trial.before_s, error * verdict.observed_s)
     close = abs(verdict.regret_s) < SURE * error_s
     return None if close and window.steps < LONGEST * steps else verdict
 
 
 def _verdict(
-    trial: Trial, window: Window, after: int, terms: Terms, measured: Rates | None
-) -> Verdict | None:
-    now = demand(window, terms)
-    if now is None or window.step_s <= 0:
-        return None
-    then = trial.demand, trial.rates
-    model = predicted(*then, trial.before, terms, trial.before_s)
+    trial: Trial,
+    window: Window,
+    now: Demand,
+    measured: Rates | None,
+    error: float,
+    terms: Terms,
+) -> Verdict:
+    assert trial.begins is not None and trial.settled_step is not None
+    before_s, observed_s = trial.before_s, window.step_s
+    model_s = stepped_s(trial.demand, trial.rates, trial.before, terms, before_s)
     rates = scaled(trial.rates, now, trial.demand)
-    stays = predicted(now, rates, trial.before, terms, trial.before_s)
-    goes = predicted(now, rates, trial.after, terms, trial.before_s)
-    expected_s, observed_s = corrected(stays, model, trial.before_s), window.step_s
+    stays_s = stepped_s(now, rates, trial.before, terms, before_s)
+    goes_s = stepped_s(now, rates, trial.after, terms, before_s)
+    expected_s = corrected(stays_s, model_s, before_s, trial.error)
     if measured is not None:
-        here = predicted(now, measured, trial.after, terms, observed_s)
-        there = predicted(now, measured, trial.before, terms, observed_s)
-        expected_s = corrected(there, here, observed_s)
+        here_s = stepped_s(now, measured, trial.after, terms, observed_s)
+        there_s = stepped_s(now, measured, trial.before, terms, observed_s)
+        expected_s = corrected(there_s, here_s, observed_s, error)
     return Verdict(
         rule=trial.rule,
         resident=trial.resident,
         towards=trial.towards,
         moved=trial.moved,
         step=trial.step,
-        judged_after=after,
+        judged_after=trial.begins.step + window.steps - trial.settled_step,
         before_s=trial.before_s,
         expected_s=expected_s,
-        predicted_s=corrected(goes, model, trial.before_s) * trial.bias,
+        predicted_s=corrected(goes_s, model_s, before_s, trial.error) * trial.bias,
         observed_s=observed_s,
         paid=observed_s < expected_s,
         was=trial.before.named if trial.towards == RESHAPED else "",

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from common.job.config import PlannerConfig
 from services.planner.balance.accounts import Window
-from services.planner.balance.prediction import Prediction, Split, Terms
+from services.planner.balance.prediction import OFF, Prediction
+from services.planner.balance.quantities import Split, Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,10 @@ def worth(
     gain_s: float, step_s: float, config: PlannerConfig, failures: int, left: int, switch_s: float
 ) -> str:
     """Why a plan is not applied that saves `gain_s` of each step, with `left` steps to go; empty:
-    it is. Each move of the kind that did not pay doubles what is asked.
+    it is. No less is asked than predictions are off by, and twice as much for each move of the kind
+    that did not pay.
     """
-    asked = config.gain * (1 << min(failures, 4))
+    asked = max(config.gain, OFF) * (1 << min(failures, 4))
     if gain_s < asked * step_s:
         return f"it would save {gain_s / step_s:.1%} of a step, and {asked:.0%} are asked"
     if gain_s * left <= switch_s:

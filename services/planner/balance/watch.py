@@ -8,7 +8,7 @@ from typing import Any
 
 from services.planner.balance.accounts import Account, Mark, Times, Window, between
 from services.planner.balance.degrees import Curves, curves_of, told
-from services.planner.balance.prediction import Split
+from services.planner.balance.quantities import Split
 from services.planner.balance.trials import KEPT, Trial, Verdict, learned, verdict_of
 
 

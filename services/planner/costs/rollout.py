@@ -102,5 +102,5 @@ class Gang:
 def curve(
     shape: ModelShape, on: Accelerator, degree: int, batch: float = TYPICAL, context: float = CHUNK
 ) -> Curve:
-    """The predicted curve of a gang of a degree that nobody has measured."""
+    """The curve that a gang of a degree is predicted to have."""
     return Gang(shape, on, degree).curve(batch, context)

@@ -22,7 +22,7 @@ SHORT = (200.0,) * TRAJECTORIES
 
 @dataclass
 class Tall:
-    """One job. Times in seconds."""
+    """One job, whose trajectories are never stale. Times in seconds."""
 
     sampled: Sequence[float] = LONG  # tokens of each trajectory of a step
     base_s: float = 0.01  # a decode step of one worker,
@@ -42,22 +42,29 @@ class Tall:
         return Curve("cpu", degree, base_s, each_s, steps=100 + 300 * self.steps)
 
     def rollout_s(self, degrees: Sequence[int]) -> float:
-        """Seconds of a step: the longest first, each to the gang that has it done soonest."""
+        """Seconds of a step."""
+        return max(self.ends(degrees))
+
+    def ends(self, degrees: Sequence[int]) -> list[float]:
+        """When each trajectory of a step ends: the longest first, each to the gang that has it done
+        soonest.
+        """
         dealt: dict[int, list[float]] = {n: [] for n in range(len(degrees))}
         for tokens in sorted(self.sampled, reverse=True):
-            soonest = min(dealt, key=lambda n: self._takes_s(degrees[n], [*dealt[n], tokens]))
+            soonest = min(dealt, key=lambda n: self._ends(degrees[n], [*dealt[n], tokens])[-1])
             dealt[soonest].append(tokens)
-        return max(self._takes_s(degrees[n], has) for n, has in dealt.items() if has)
+        return [s for n, has in dealt.items() for s in self._ends(degrees[n], has)]
 
-    def _takes_s(self, degree: int, has: Sequence[float]) -> float:
-        """A gang that decodes what it has, `SLOTS` at a time, the longest first."""
-        curve, took_s, done = self.curve(degree), 0.0, 0.0
-        ordered = sorted(has)
+    def _ends(self, degree: int, has: Sequence[float]) -> list[float]:
+        """When each ends of a gang that decodes what it has, `SLOTS` at a time, rising."""
+        curve, at_s, done = self.curve(degree), 0.0, 0.0
+        ordered, found = sorted(has), []
         for index, tokens in enumerate(ordered):
             batch = min(SLOTS, len(ordered) - index)
-            took_s += (tokens - done) * curve.step_s(batch)
+            at_s += (tokens - done) * curve.step_s(batch)
             done = tokens
-        return took_s
+            found.append(at_s)
+        return found
 
     def stages(self, degrees: Sequence[int], helpers: int) -> tuple[float, float]:
         """(rollout_s, train_s) of a step."""
@@ -66,8 +73,8 @@ class Tall:
     def made(self, degrees: Sequence[int], helpers: int) -> float:
         """Makes a step; its seconds."""
         rollout_s, train_s = self.stages(degrees, helpers)
-        step_s, n = max(rollout_s, train_s), len(self.sampled)
-        flight_s = 0.5 * n * rollout_s
+        step_s, n = rollout_s + train_s, len(self.sampled)
+        flight_s = sum(self.ends(degrees))
         self.steps += 1
         self.total += Work(
             steps=1,
@@ -77,7 +84,7 @@ class Tall:
             flight_s=flight_s,
             engine_s=flight_s,
             busy_s=train_s,
-            wait_s=step_s - train_s,
+            wait_s=rollout_s,
             work_s=self.work_s,
             tokens=sum(self.sampled),
         )

@@ -18,11 +18,12 @@ from tests.unit.planner.tall import SHORT, SLOTS, Tall, degrees_of, helpers_of, 
 
 ONES = [1] * 7
 LONG = Tall()
+JOB = job(model="m")
 
 
 def mesh(workers: int = 8, allowed: tuple[int, ...] = (1, 2, 4), **config: object) -> Looks:
     about = {"steps_done": 0, "slots": SLOTS, "config": PlannerConfig(**config)}  # type: ignore[arg-type]
-    looks = Looks(pool([workers], job(degrees=allowed, model="m", **about)))
+    looks = Looks(pool([workers], job(degrees=allowed, model="m", max_staleness=0, **about)))
     looks.settle()
     return looks
 
@@ -37,7 +38,7 @@ def told(looks: Looks, plant: Tall, steps: int) -> list[dict[str, object]]:
 
 
 def takes_s(looks: Looks, plant: Tall) -> float:
-    return max(plant.stages(degrees_of(looks), helpers_of(looks)))
+    return sum(plant.stages(degrees_of(looks), helpers_of(looks)))
 
 
 def test_a_long_tail_leads_to_a_mixture_that_pays_and_stays() -> None:
@@ -72,7 +73,7 @@ def test_helpers_come_with_degrees_where_training_takes_longer() -> None:
     verdicts = told(looks, plant, 60)
     assert verdicts and all(one["paid"] for one in verdicts)
     assert helpers_of(looks) >= 2 and max(degrees_of(looks)) > 1
-    assert takes_s(looks, plant) < 0.4 * max(plant.stages(ONES, 0))
+    assert takes_s(looks, plant) < 0.4 * sum(plant.stages(ONES, 0))
 
 
 def test_nothing_is_reshaped_without_lengths_or_where_the_split_is_held() -> None:
@@ -125,13 +126,13 @@ def test_curves_of_degrees_that_nobody_has_are_those_of_one_worker_corrected() -
     one = LONG.curve(1)
     known = degrees.noted({}, [one])
     none = Correction()
-    four = degrees.curve(("cpu", 4), known, "", none, "m")
+    four = degrees.curve(("cpu", 4), known, JOB, none)
     assert four is not None and four.base_s == pytest.approx(LONG.curve(4).base_s)
     off = none.seen(degrees.key("m", ("cpu", 4)), 1.0, 2.0)
-    slower = degrees.curve(("cpu", 4), known, "", off, "m")
+    slower = degrees.curve(("cpu", 4), known, JOB, off)
     assert slower is not None and slower.step_s(8) == pytest.approx(2 * four.step_s(8))
-    paced = degrees.curve(("cpu", 4), known, "a100-7b", none, "m")
+    paced = degrees.curve(("cpu", 4), known, replace(JOB, pace="a100-7b"), none)
     assert paced is not None and paced.base_s != four.base_s
-    assert degrees.curve(("gpu", 4), known, "", none, "m") is None
+    assert degrees.curve(("gpu", 4), known, JOB, none) is None
     measured = degrees.noted(known, [LONG.curve(4)])
-    assert degrees.curve(("cpu", 4), measured, "", off, "m") == LONG.curve(4)
+    assert degrees.curve(("cpu", 4), measured, JOB, off) == LONG.curve(4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from common.hardware.shapes import ModelShape
 from common.job.bundle_files import digest_of, listed
 from meshrl.job.bundle import pack
 from meshrl.job.jobfile import load
@@ -26,8 +27,10 @@ def test_a_bundle_holds_code_rows_and_tokenizer(job: Path, tmp_path: Path) -> No
     assert (directory / "data/train.jsonl").read_text().count("\n") == 2
     assert document["dataset"]["train"] == "data/train.jsonl"
     files = document["bundle"].pop("files")
+    shape = document["bundle"].pop("shape")
+    assert ModelShape(**shape).parameters == size(config) > 0
     about = {"dir": str(directory), "digest": directory.name, "parameters": size(config)}
-    assert document["bundle"] == about and size(config) > 0
+    assert document["bundle"] == about
     assert list(files) == held and files == listed(directory)
     assert digest_of(listed(directory)) == directory.name
 

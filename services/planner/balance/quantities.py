@@ -1,0 +1,91 @@
+"""What a job's step asks for, how fast it is done, and who does it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from common.pool.measured import Curve
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a job's file says of a step."""
+
+    groups: int  # of a step
+    group_size: int
+    max_staleness: int
+    slots: int  # of an engine
+    bin_tokens: int  # of a bin, which one worker computes; 0: gradients are divided at will
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a step asks for, whoever does it."""
+
+    trajectories: float  # of a step
+    sampled: float  # tokens of a trajectory
+    tool_s: float  # of a trajectory
+    trained: float  # tokens of a step
+    shape: tuple[float, ...] = ()  # tokens of a trajectory at each of `LEVELS`; empty: not known
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Demand:
+        """The demand of a document."""
+        return cls(**dict(document) | {"shape": tuple(document["shape"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """How fast it is done, as measured with one split."""
+
+    curve: Curve  # of its engines
+    friction: float  # seconds of a trajectory's token over those by the curve
+    work_s: float  # gradients of a step's tokens, by one worker
+    fixed_s: float  # of a step, whoever computes
+    cores: float  # share of the host's cores that were busy; 0: not known
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Who does what: engines, and workers that train, the core as one.
+
+    Where engines may be of several workers, `degrees` say of how many each is, and `engines` are
+    how many there were when rates were measured: what others bring is in `speed`, as they change
+    what a token takes.
+    """
+
+    engines: int
+    trainers: int
+    degrees: tuple[int, ...] = ()  # falling; empty: one worker each
+    speed: float = 1.0  # at which it rolls out, over that of the split that rates are of
+
+    def same(self, other: Split | None) -> bool:
+        """Whether the same workers do the same, whatever they were compared with."""
+        if other is None or (self.trainers, self.degrees) != (other.trainers, other.degrees):
+            return False
+        return bool(self.degrees) or self.engines == other.engines
+
+    @property
+    def named(self) -> str:
+        """Its engines, for people."""
+        return f"rollout of {','.join(map(str, self.degrees))}"
+
+    def document(self) -> dict[str, Any]:
+        """It as JSON has it."""
+        return asdict(self) | {"degrees": list(self.degrees)}
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any] | None) -> Split | None:
+        """The split of a document; None for none."""
+        if document is None:
+            return None
+        return cls(**dict(document) | {"degrees": tuple(document.get("degrees", ()))})
+
+
+def share(trainers: int, tokens: float, terms: Terms) -> float:
+    """The share of a step's gradients that the busiest of its workers computes: whole bins."""
+    bins = math.ceil(tokens / terms.bin_tokens) if terms.bin_tokens else 0
+    return math.ceil(bins / trainers) / bins if bins else 1 / trainers
