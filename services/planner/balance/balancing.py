@@ -39,7 +39,8 @@ from services.planner.policies.moves import move
 from services.planner.team import Seated, Team
 
 UNDO = "unpaid"
-TIE = 0.97  # of a split that moves fewer workers, which another one takes at most to be better
+TIE = 0.99  # of a split that moves fewer workers, which another one takes at most to be better
+FURTHER = 0.1  # share of a step that a prediction is less sure by, for e times as many engines
 
 
 def balance(draft: Draft, job: PlannedJob, watch: Watch, correction: Correction) -> Watch:
@@ -147,13 +148,14 @@ def _plan(
     team, terms, split = draft.team(job.id), terms_of(job), watch.split
     window, model = found.window, found.model
     assert split is not None
-    shift, after_s = _best(watch, job, team, found)
+    shift, weighed_s = _best(watch, job, team, found)
     if not shift:
         return explained(watch, model, "no other split is predicted to be faster", window)
     towards = Role.TRAINING if shift > 0 else Role.ROLLOUT
-    if why := refused(job, watch, team, found, after_s, towards, abs(shift)):
+    if why := refused(job, watch, team, found, weighed_s, towards, abs(shift)):
         return explained(watch, model, why, window)
     after = Split(split.engines - shift, split.trainers + shift)
+    after_s = found.after_s(after, terms) * watch.bias.get(towards, 1.0)
     then = predicted(found.demand, found.rates, after, terms, found.step_s)
     figures = found.figures() | {
         "predicted_s": round(after_s, 4),
@@ -181,8 +183,8 @@ def _plan(
 
 
 def _best(watch: Watch, job: PlannedJob, team: Team, found: Pressed) -> tuple[int, float]:
-    """By how many workers training should grow, and the seconds of a step then; of splits that are
-    as good, the nearest.
+    """By how many workers training should grow, and the seconds of a step then, the longer the
+    further its engines are from those that were measured; of splits that are as good, the nearest.
     """
     split, terms = watch.split, terms_of(job)
     assert split is not None
@@ -194,8 +196,9 @@ def _best(watch: Watch, job: PlannedJob, team: Team, found: Pressed) -> tuple[in
         other = Split(split.engines - shift, split.trainers + shift)
         towards = Role.TRAINING if shift > 0 else Role.ROLLOUT
         after_s = found.after_s(other, terms) * watch.bias.get(towards, 1.0)
-        if after_s < TIE * best[1]:
-            best = shift, after_s
+        weighed_s = after_s * (1 + FURTHER * abs(math.log(other.engines / split.engines)))
+        if weighed_s < TIE * best[1]:
+            best = shift, weighed_s
     return best
 
 

@@ -32,7 +32,7 @@ from services.planner.team import Team
 SWITCH_S = 3.0  # that a move takes where none was measured: to start a role process
 WEIGHT = 0.3  # of the last move, in what a move takes
 LEAST_STEPS = 2  # of a window by which anything is planned;
-SURE = 0.25  # share of a step that a move must save which is decided on so few
+SURE = 0.2  # share of a step that a move must save which is decided on so few
 CHANGED = 1.5  # times the imbalance of a move that did not pay: it is another job by now
 
 
@@ -54,8 +54,9 @@ class Pressed:
 
     @property
     def stays_s(self) -> float:
-        """What a step takes with this split, as far as the measurement can be believed."""
-        return corrected(self.model.step_s, self.model.step_s, self.step_s, self.error)
+        """What a step takes with this split: as measured, or less, as far as it can be believed."""
+        believed_s = corrected(self.model.step_s, self.model.step_s, self.step_s, self.error)
+        return min(self.step_s, believed_s)
 
     def after_s(self, split: Split, terms: Terms) -> float:
         """What it takes with another one."""

@@ -14,7 +14,7 @@ from services.planner.memory import Memory
 from tests.unit.planner.plant import Plant, run, split, stepped
 from tests.unit.planner.pools import LOOK_MS, Looks, does, job, pool
 
-SLOW_TRAINER = {"work_s": 4.0}
+SLOW_TRAINER = {"work_s": 4.0, "base_s": 0.005, "sequence_s": 0.0005}
 
 
 def moved(looks: Looks, plant: Plant) -> Place:
@@ -33,7 +33,7 @@ def slow(workers: int = 4) -> tuple[Looks, Plant]:
     """A job whose trainer is slow, settled where the default has put it."""
     looks = Looks(pool([workers], job(steps_done=0)))
     looks.settle()
-    return looks, Plant(**SLOW_TRAINER, base_s=0.005)
+    return looks, Plant(**SLOW_TRAINER)
 
 
 def test_the_last_engine_helps_a_slow_trainer_and_the_rest_is_left_alone() -> None:
@@ -102,7 +102,7 @@ def test_a_move_whose_worker_is_lost_ends() -> None:
 def test_two_jobs_move_at_once() -> None:
     looks = Looks(pool([8], job("a", steps_done=0), job("b", submitted_ms=1, steps_done=0)))
     looks.settle()
-    plants = {"a": Plant(**SLOW_TRAINER, base_s=0.005), "b": Plant(**SLOW_TRAINER, base_s=0.005)}
+    plants = {"a": Plant(**SLOW_TRAINER), "b": Plant(**SLOW_TRAINER)}
     at_once = 0
     for _ in range(12):
         took_s = max(stepped(looks, plant, name) for name, plant in plants.items())
@@ -115,7 +115,7 @@ def test_two_jobs_move_at_once() -> None:
 def test_a_job_that_has_not_warmed_up_is_left_alone() -> None:
     looks = Looks(pool([4], job(config=PlannerConfig(warmup_steps=100), steps_done=0)))
     looks.settle()
-    run(looks, Plant(**SLOW_TRAINER, base_s=0.005), 20)
+    run(looks, Plant(**SLOW_TRAINER), 20)
     assert split(looks) == (3, 1)
 
 
@@ -141,5 +141,5 @@ def test_helpers_that_a_core_takes_nothing_of_roll_out() -> None:
     assert next(d for d in decisions if isinstance(d, Place)).why.rule == "unhelped"
     looks.job("job", need=need)
     looks.settle()
-    run(looks, Plant(**SLOW_TRAINER, base_s=0.005), 12)
+    run(looks, Plant(**SLOW_TRAINER), 12)
     assert "training" in looks.roles().values(), "it is helped again when that pays"

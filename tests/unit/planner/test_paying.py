@@ -20,7 +20,7 @@ from services.planner.memory import Memory
 from tests.unit.planner.plant import Plant, run, split
 from tests.unit.planner.pools import Looks, job, pool
 
-SLOW_TRAINER = Plant(work_s=4.0, base_s=0.005)
+SLOW_TRAINER = Plant(work_s=4.0, base_s=0.005, sequence_s=0.0005)
 
 
 def mesh(workers: int = 4, **config: object) -> Looks:
@@ -55,7 +55,7 @@ def test_a_move_that_pays_is_judged_by_what_it_was_to_bring() -> None:
 
 
 def test_a_move_that_slows_everybody_down_is_undone_and_asked_more_of_next_time() -> None:
-    looks, plant = mesh(), replace(SLOW_TRAINER, drag=2.5)
+    looks, plant = mesh(), replace(SLOW_TRAINER, work_s=3.0, drag=2.5)
     verdicts = told(looks, plant, 60)
     assert split(looks) == (3, 1)
     assert [one["paid"] for one in verdicts] == [False] and verdicts[0]["undone"]
@@ -69,7 +69,7 @@ def test_demand_that_grows_meanwhile_is_not_held_against_a_move() -> None:
     while looks.memory.watches.get("job") is None or looks.memory.watches["job"].trial is None:
         run(looks, plant, 1)
     before_s = plant.step_s(3, 1)
-    plant.tokens, plant.work_s = 2 * plant.tokens, 2 * plant.work_s
+    plant.tokens, plant.work_s = 2.2 * plant.tokens, 2.2 * plant.work_s
     [verdict] = told(looks, plant, 15)
     assert plant.step_s(2, 2) > before_s, "a step takes longer than before the move"
     assert verdict["paid"] and verdict["expected_s"] > 1.5 * before_s
