@@ -72,6 +72,8 @@ def balance(draft: Draft, job: PlannedJob, watch: Watch, correction: Correction)
         found = opened(draft, job, watch, mark, correction)
         if found is not None:
             watch = _plan(draft, job, watch, mark, found, OPENING)
+            if watch.trial is not None:
+                return watch
     if watch.times.last == mark.step and split.same(watch.split):
         return watch  # counts of half a step fit no others
     watch = replace(watch, account=account)

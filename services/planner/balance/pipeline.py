@@ -35,6 +35,7 @@ def played_s(now: Demand, then: Rates, split: Split, terms: Terms) -> float:
     groups = max(1, round(terms.groups / thin))
     steps = int(min(max(TRAJECTORIES / (groups * terms.group_size), STEPS[0]), STEPS[1]))
     lag = terms.max_staleness
+    steps = max(steps, 2 * (lag + 1))
     drawn = _drawn(now.shape, groups * (steps + lag + 1), terms.group_size)
     return _Play(now, then, split, terms, drawn, groups).mean_s(steps)
 
@@ -68,7 +69,9 @@ class _Play:
         self._paces: dict[int, float] = {}  # tokens a second of each, by how many are at engines
 
     def mean_s(self, steps: int) -> float:
-        """Seconds of a step, after the first ones."""
+        """Seconds of a step, after the first ones. As many as the gate lets go on together may end
+        together, so that whole rounds of them are counted.
+        """
         lag = self._terms.max_staleness
         self._open((lag + 1) * self._groups)
         ends: list[float] = []
@@ -84,8 +87,8 @@ class _Play:
                 for group in old:
                     self._ready.remove(group)
                 self._open(self._groups + len(old))
-        first = min(lag + 1, steps - 2)
-        return (ends[-1] - ends[first]) / (steps - 1 - first)
+        counted = (steps - 1 - lag) // (lag + 1) * (lag + 1)
+        return (ends[-1] - ends[-1 - counted]) / counted
 
     def _next(self) -> None:
         """Goes on to what happens next."""
