@@ -34,7 +34,6 @@ class Work:
     held_s: float = 0.0  # of busy_s: waited for an evaluation
     work_s: float = 0.0  # gradients, summed over the core and its helpers
     tokens: float = 0.0  # trained
-    open_s: float = 0.0  # by shards, summed over groups: from a group's opening to its end
     prompted: float = 0.0  # by shards: tokens of the prompts of ended trajectories
 
     def __add__(self, other: Work) -> Work:

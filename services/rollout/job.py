@@ -44,7 +44,7 @@ from services.rollout.supervised import supervise
 from services.rollout.timing import TrajectoryTimes
 from services.rollout.trajectory import Ending, Trajectory, Turn
 from services.rollout.transcript import Transcript
-from services.rollout.worked import IN_FLIGHT, OPEN, SHUT, Worked
+from services.rollout.worked import IN_FLIGHT, SHUT, Worked
 
 LOOK_S = 0.5  # how often engines and the job's row are looked at without a hint
 GATE_S = 0.1  # how soon a closed gate is tried again
@@ -239,7 +239,6 @@ class ShardJob:
             work = self._group(group, admitted.prompt, version, members)
             task = asyncio.create_task(work, name=f"group {group}")
             self._groups[group] = task
-            self.worked.spent.put(OPEN, len(self._groups))
             task.add_done_callback(lambda done: self._group_done(group, done))
 
     def enter(self, lineage: int, version: int) -> None:
@@ -255,7 +254,6 @@ class ShardJob:
 
     def _group_done(self, group: int, task: asyncio.Task[None]) -> None:
         self._groups.pop(group, None)
-        self.worked.spent.put(OPEN, len(self._groups))
         if not task.cancelled() and (error := task.exception()) is not None:
             # A group that stops without a fate would be awaited without end: begin again from the
             # ledger.

@@ -10,8 +10,7 @@ from common.occupancy import Occupancy
 from common.pool.measured import LEVELS, Lengths, Work
 from services.rollout.routing.stay import AT_ENGINE, TURN
 
-IN_FLIGHT = "flight"  # places of `Worked.spent`, beside those of a stay: training trajectories,
-OPEN = "open"  # groups under way,
+IN_FLIGHT = "flight"  # places of `Worked.spent`, beside those of a stay: training trajectories
 SHUT = "shut"  # and the gate, which is there while it holds back what there is room for
 LATEST, LEAST = 512, 16  # trajectories whose lengths are published: so many at most, and at least
 
@@ -56,6 +55,5 @@ class Worked:
             queue_s=turn_s - engine_s,
             tool_s=flight_s - turn_s,
             shut_s=self.spent.seconds(SHUT),
-            open_s=self.spent.seconds(OPEN),
             prompted=self._prompted,
         )

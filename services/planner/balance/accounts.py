@@ -114,15 +114,6 @@ class Times:
         ends = self.ends if not self.ends or self.ends[-1][0] < mark.step else ()
         return Times((*ends, (mark.step, round(stepping_s(mark.total), 4)))[-TIMES:])
 
-    def error_s(self, first: int, last: int) -> float:
-        """The standard error of the mean time of the steps after `first`, up to `last`; infinite
-        where fewer than two looks tell them apart.
-        """
-        parts = self._parts(first, last)
-        if len(parts) < 2:
-            return math.inf
-        return math.sqrt(_variance(parts) / (len(parts) - 1))
-
     def spread(self, first: int, last: int) -> float:
         """The deviation of the time of one step among these, as a share of it. As few tell little,
         what steps usually vary by is worth some of them.

@@ -106,6 +106,7 @@ def test_lengths_of_training_trajectories_that_ended_well_are_kept(tmp_path: Pat
         assert lengths is not None and lengths.count == bench.job.worked.trajectories == 30
         sampled = work(bench).sampled
         assert lengths.sampled[0] <= sampled / 30 <= lengths.sampled[-1] and lengths.prompt > 0
-        assert "lengths" not in bench.job.stats(), "nobody reads them: engines are of one worker"
+        assert bench.job.stats()["lengths"] == lengths.told()
+        assert work(bench).prompted == pytest.approx(30 * lengths.prompt)
 
     on_shard(tmp_path, story)
