@@ -37,9 +37,10 @@ def moving(rl_s: float, switch_ms: int = 2000, planner_cpu_s: float = 1.0) -> Ar
     return arm("planner", rl_s, moves=moves, planner_cpu_s=planner_cpu_s)
 
 
-def test_an_arm_lasts_from_its_first_commit_to_its_last_and_moves_until_they_settle() -> None:
+def test_an_arm_lasts_from_its_phase_of_training_to_its_last_commit_and_moves_until_they_settle() -> None:
     found = Arm("planner")
     told = [
+        Event("500", 500, "phase", {"phase": "training"}),
         commit(1000, 1.0, 0.0),
         move(1500, 3500),
         move(2000, 3000, "user"),
@@ -47,7 +48,7 @@ def test_an_arm_lasts_from_its_first_commit_to_its_last_and_moves_until_they_set
         commit(9000, 1, 0),
     ]
     take(found, told)
-    assert found.rl_s == 8.0 and len(found.steps) == 2
+    assert found.rl_s == 8.5 and len(found.steps) == 2
     assert len(found.moves) == 1 and found.switches_s == [2.0, 1.0]
 
 
