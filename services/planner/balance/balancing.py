@@ -39,6 +39,7 @@ from services.planner.policies.moves import move
 from services.planner.team import Seated, Team
 
 UNDO = "unpaid"
+PLAYED_MS = 3000  # between two looks at which steps are played ahead
 TIE = 0.99  # of a split that moves fewer workers, which another one takes at most to be better
 FURTHER = 0.1  # share of a step that a prediction is less sure by, for e times as many engines
 
@@ -68,9 +69,11 @@ def balance(draft: Draft, job: PlannedJob, watch: Watch, correction: Correction)
     mark = Mark(round(account.total.steps), draft.snapshot.now_ms, account.total)
     split, terms = split_of(job, draft.team(job.id)), terms_of(job)
     watch = replace(watch, observed_ms=mark.ms)
-    if config.moves and not several and watch.trial is None:
+    due = mark.ms - watch.played_ms >= PLAYED_MS
+    if config.moves and due and not several and watch.trial is None:
         found = opened(draft, job, watch, mark, correction)
         if found is not None:
+            watch = replace(watch, played_ms=mark.ms)
             watch = _plan(draft, job, watch, mark, found, OPENING)
             if watch.trial is not None:
                 return watch
@@ -82,7 +85,9 @@ def balance(draft: Draft, job: PlannedJob, watch: Watch, correction: Correction)
     if not config.moves or watch.wish is not None:
         return watch
     if watch.trial is not None:
-        return _try(draft, job, watch, mark)
+        return _try(draft, job, watch, mark, due)
+    if not due:
+        return watch
     watch, found = pressed(draft, job, watch, mark)
     if found is None:
         return watch
@@ -94,14 +99,16 @@ def balance(draft: Draft, job: PlannedJob, watch: Watch, correction: Correction)
 # -- what a move brought ---------------------------------------------------------------------------
 
 
-def _try(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark) -> Watch:
+def _try(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, due: bool) -> Watch:
     trial, team, terms = watch.trial, draft.team(job.id), terms_of(job)
     assert trial is not None
     if not trial.after.same(watch.split):
         told = f"the move of step {trial.step} cannot be judged: the split has changed meanwhile"
         return explained(replace(watch, trial=None), None, told)
     trial = trials.began(trial, team.settled, mark, terms)
-    watch = replace(watch, trial=trial)
+    if not due:
+        return replace(watch, trial=trial)
+    watch = replace(watch, trial=trial, played_ms=mark.ms)
     failures = watch.failures.get(trial.towards, 0)
     steps = job.config.window_steps * (1 + failures)
     verdict = _verdict(draft, job, watch, mark, trial, steps)

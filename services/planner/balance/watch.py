@@ -47,6 +47,7 @@ class Watch:
     newer: Mark | None = None  # and the next one here
     times: Times = field(default_factory=Times)
     observed_ms: int = 0  # when the counters were looked at last
+    played_ms: int = 0  # when steps were played ahead last, which takes a while
     planned_step: int = 0
     rejected: int = 0  # of the job, when it was planned last
     moved_step: int | None = None
@@ -70,6 +71,7 @@ class Watch:
             "newer": self.newer.document() if self.newer is not None else None,
             "times": [list(one) for one in self.times.ends],
             "observed_ms": self.observed_ms,
+            "played_ms": self.played_ms,
             "planned_step": self.planned_step,
             "rejected": self.rejected,
             "moved_step": self.moved_step,

@@ -47,10 +47,6 @@ class Gang:
         """Whether the weights fit, evenly split, and a sequence of so many tokens beside them."""
         return self.shape.splits(self.degree) and self.capacity() >= max(tokens, 1)
 
-    def steady_batch(self, prompt: float, generated: float, slots: int = SLOTS) -> float:
-        """Sequences that decode at a time, when they are on average half done."""
-        return max(1.0, min(self.capacity() / (prompt + generated / 2), float(slots)))
-
     def step_s(self, batch: float, context: float) -> float:
         """Seconds of a decode step of `batch` sequences with so many tokens of context each."""
         shape, on, degree = self.shape, self.on, self.degree

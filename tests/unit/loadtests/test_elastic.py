@@ -37,7 +37,7 @@ def moving(rl_s: float, switch_ms: int = 2000, planner_cpu_s: float = 1.0) -> Ar
     return arm("planner", rl_s, moves=moves, planner_cpu_s=planner_cpu_s)
 
 
-def test_an_arm_lasts_from_its_phase_of_training_to_its_last_commit_and_moves_until_they_settle() -> None:
+def test_an_arm_lasts_as_long_as_it_trains_and_moves_until_they_settle() -> None:
     found = Arm("planner")
     told = [
         Event("500", 500, "phase", {"phase": "training"}),

@@ -126,7 +126,7 @@ def test_what_is_remembered_of_a_trial_survives_its_record() -> None:
     assert looks.memory.watches["job"].verdicts
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     workers=st.integers(3, 8),
     plant=st.builds(
@@ -144,7 +144,7 @@ def test_what_is_remembered_of_a_trial_survives_its_record() -> None:
 def test_no_job_ends_up_slower_than_where_it_began(workers: int, plant: Plant) -> None:
     looks = mesh(workers)
     began_s = plant.step_s(*split(looks))
-    verdicts = told(looks, plant, 150)
+    verdicts = told(looks, plant, 120)
     ends_s = plant.step_s(*split(looks))
     assert ends_s <= began_s * 1.001
     best_s = min(plant.step_s(workers - n, n) for n in range(1, workers))

@@ -55,8 +55,6 @@ def test_what_weights_leave_is_room_for_contexts() -> None:
     assert gang.capacity() == pytest.approx(0.96 * (80e9 - 14.8e9 - 1e9) / (40 * 4 * 128 * 4))
     assert gang.fits(700_000)
     assert not gang.fits(800_000)
-    assert gang.steady_batch(16_000, 32_000) == pytest.approx(gang.capacity() / 32_000)
-    assert gang.steady_batch(100, 100, slots=64) == 64
 
 
 def test_a_model_that_is_too_large_for_one_needs_several() -> None:
