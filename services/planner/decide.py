@@ -16,7 +16,7 @@ from common.pool.decisions import Decision
 from common.pool.fitting import fitted
 from common.pool.needs import PlannedJob
 from common.pool.snapshot import Snapshot
-from services.planner.balance.balancing import balance
+from services.planner.balance.balancing import balance, turns
 from services.planner.balance.learning import learned
 from services.planner.balance.watch import Watch
 from services.planner.draft import Draft
@@ -51,10 +51,12 @@ def decide(snapshot: Snapshot, memory: Memory) -> tuple[list[Decision], Memory]:
     division = _divide(draft, jobs, presence, takers)
     _place(draft, jobs, division, presence)
     aside = answer(draft, jobs, division, presence, takers, memory.aside)
+    before = {job.id: memory.watches.get(job.id, Watch()) for job in jobs}
+    running = [job for job in jobs if job.id in division.workers]
+    played = turns(running, before, snapshot.now_ms)
     watches = {
-        job.id: balance(draft, job, memory.watches.get(job.id, Watch()), memory.correction)
-        for job in jobs
-        if job.id in division.workers
+        job.id: balance(draft, job, before[job.id], memory.correction, job.id in played)
+        for job in running
     }
     moves.abandon(draft)
     draft.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,17 +39,33 @@ from services.planner.policies.moves import move
 from services.planner.team import Seated, Team
 
 UNDO = "unpaid"
-PLAYED_MS = 3000  # between two looks at which steps are played ahead
+PLAYED_MS, PLAYED = 3000, 4  # between two looks at which a job's steps are played; jobs at a look
 TIE = 0.99  # of a split that moves fewer workers, which another one takes at most to be better
 FURTHER = 0.1  # share of a step that a prediction is less sure by, for e times as many engines
 
 
-def balance(draft: Draft, job: PlannedJob, watch: Watch, correction: Correction) -> Watch:
+def turns(jobs: Iterable[PlannedJob], watches: Mapping[str, Watch], now_ms: int) -> set[str]:
+    """The jobs whose steps are played ahead at this look, as each takes a while: those that have
+    waited longest.
+    """
+    due = {
+        job.id: watches[job.id].played_ms
+        for job in jobs
+        if job.phase == Phase.TRAINING and now_ms - watches[job.id].played_ms >= PLAYED_MS
+    }
+    return set(sorted(due, key=due.__getitem__)[:PLAYED])
+
+
+def balance(
+    draft: Draft, job: PlannedJob, watch: Watch, correction: Correction, plays: bool
+) -> Watch:
     """Moves engines or helpers of a job to the other side, or gives engines other degrees, where
     that is predicted to pay, undoes moves that did not, and returns what is to be remembered.
-    `correction` is that of predicted curves.
+    `correction` is that of predicted curves; `plays`, whether steps may be played ahead.
     """
     known = watch
+    if plays:
+        watch = replace(watch, played_ms=draft.snapshot.now_ms)
     team, config, several = draft.team(job.id), job.config, job.need.degrees != (1,)
     if not job.need.helped:
         _dismiss(draft, job, team)
@@ -69,11 +85,9 @@ def balance(draft: Draft, job: PlannedJob, watch: Watch, correction: Correction)
     mark = Mark(round(account.total.steps), draft.snapshot.now_ms, account.total)
     split, terms = split_of(job, draft.team(job.id)), terms_of(job)
     watch = replace(watch, observed_ms=mark.ms)
-    due = mark.ms - watch.played_ms >= PLAYED_MS
-    if config.moves and due and not several and watch.trial is None:
+    if config.moves and plays and not several and watch.trial is None:
         found = opened(draft, job, watch, mark, correction)
         if found is not None:
-            watch = replace(watch, played_ms=mark.ms)
             watch = _plan(draft, job, watch, mark, found, OPENING)
             if watch.trial is not None:
                 return watch
@@ -85,8 +99,8 @@ def balance(draft: Draft, job: PlannedJob, watch: Watch, correction: Correction)
     if not config.moves or watch.wish is not None:
         return watch
     if watch.trial is not None:
-        return _try(draft, job, watch, mark, due)
-    if not due:
+        return _try(draft, job, watch, mark, plays)
+    if not plays:
         return watch
     watch, found = pressed(draft, job, watch, mark)
     if found is None:
@@ -99,16 +113,16 @@ def balance(draft: Draft, job: PlannedJob, watch: Watch, correction: Correction)
 # -- what a move brought ---------------------------------------------------------------------------
 
 
-def _try(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, due: bool) -> Watch:
+def _try(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, plays: bool) -> Watch:
     trial, team, terms = watch.trial, draft.team(job.id), terms_of(job)
     assert trial is not None
     if not trial.after.same(watch.split):
         told = f"the move of step {trial.step} cannot be judged: the split has changed meanwhile"
         return explained(replace(watch, trial=None), None, told)
     trial = trials.began(trial, team.settled, mark, terms)
-    if not due:
-        return replace(watch, trial=trial)
-    watch = replace(watch, trial=trial, played_ms=mark.ms)
+    watch = replace(watch, trial=trial)
+    if not plays:
+        return watch
     failures = watch.failures.get(trial.towards, 0)
     steps = job.config.window_steps * (1 + failures)
     verdict = _verdict(draft, job, watch, mark, trial, steps)

@@ -25,7 +25,6 @@ TRAJECTORIES = 800  # that are played in all, and
 STEPS = 9, 36  # the steps that they are, at least and at most
 BROAD = 64  # trajectories of a step from which it is thinned out
 
-
 Group = tuple[tuple[float, ...], float]  # tokens of each member over the mean, and their sum
 
 

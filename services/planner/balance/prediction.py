@@ -121,8 +121,8 @@ def _host_s(then: Rates, step_s: float) -> float:
 
 def scaled(before: Rates, then: Demand, now: Demand) -> Rates:
     """The rates for another demand: gradients take longer in proportion to what is trained."""
-    share = then.trained / now.trained if now.trained > 0 and then.trained > 0 else 1.0
-    document = asdict(before) | {"work_s": before.work_s * share, "curve": before.curve}
+    ratio = then.trained / now.trained if now.trained > 0 and then.trained > 0 else 1.0
+    document = asdict(before) | {"work_s": before.work_s * ratio, "curve": before.curve}
     return Rates(**document)
 
 

@@ -83,7 +83,6 @@ def pressed(
     assert split is not None
     if window is None or any(one.gang in _under_way(draft) for one in team.all):
         return watch, None
-    watch = replace(watch, played_ms=mark.ms)
     now, cores = demand(window, terms, job.measured.lengths), host_cores(draft, team)
     found = rates(window, now, terms, split, curves_of(job, watch), cores) if now else None
     if now is None or found is None or window.step_s <= 0:
