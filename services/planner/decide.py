@@ -16,7 +16,7 @@ from common.pool.decisions import Decision
 from common.pool.fitting import fitted
 from common.pool.needs import PlannedJob
 from common.pool.snapshot import Snapshot
-from services.planner.balance.balancing import balance, turns
+from services.planner.balance.balancing import Plays, balance
 from services.planner.balance.learning import learned
 from services.planner.balance.watch import Watch
 from services.planner.draft import Draft
@@ -53,10 +53,10 @@ def decide(snapshot: Snapshot, memory: Memory) -> tuple[list[Decision], Memory]:
     aside = answer(draft, jobs, division, presence, takers, memory.aside)
     before = {job.id: memory.watches.get(job.id, Watch()) for job in jobs}
     running = [job for job in jobs if job.id in division.workers]
-    played = turns(running, before, snapshot.now_ms)
+    plays = Plays(snapshot.now_ms)
     watches = {
-        job.id: balance(draft, job, before[job.id], memory.correction, job.id in played)
-        for job in running
+        job.id: balance(draft, job, before[job.id], memory.correction, plays)
+        for job in sorted(running, key=lambda job: before[job.id].played_ms)
     }
     moves.abandon(draft)
     draft.clear()

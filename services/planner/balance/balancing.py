@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,14 @@ from common.pool.needs import PlannedJob
 from common.pool.rows import Role
 from common.state.jobs import Phase
 from services.planner.balance import trials
-from services.planner.balance.accounts import Mark, between
+from services.planner.balance.accounts import Mark, Window, between
 from services.planner.balance.learning import noted
-from services.planner.balance.opening import opened
+from services.planner.balance.opening import opened, opens
 from services.planner.balance.prediction import demand, predicted, rates
 from services.planner.balance.quantities import Split
 from services.planner.balance.reshaping import back, pursue, reshape
 from services.planner.balance.standing import (
+    LEAST_STEPS,
     Pressed,
     curves_of,
     explained,
@@ -44,28 +45,28 @@ TIE = 0.99  # of a split that moves fewer workers, which another one takes at mo
 FURTHER = 0.1  # share of a step that a prediction is less sure by, for e times as many engines
 
 
-def turns(jobs: Iterable[PlannedJob], watches: Mapping[str, Watch], now_ms: int) -> set[str]:
-    """The jobs whose steps are played ahead at this look, as each takes a while: those that have
-    waited longest.
-    """
-    due = {
-        job.id: watches[job.id].played_ms
-        for job in jobs
-        if job.phase == Phase.TRAINING and now_ms - watches[job.id].played_ms >= PLAYED_MS
-    }
-    return set(sorted(due, key=due.__getitem__)[:PLAYED])
+class Plays:
+    """The jobs whose steps may be played ahead at a look, as each takes a while."""
+
+    def __init__(self, now_ms: int) -> None:
+        self._now_ms, self._left = now_ms, PLAYED
+
+    def take(self, watch: Watch) -> Watch | None:
+        """The watch of a job that has its turn now; None for one that has not."""
+        if not self._left or self._now_ms - watch.played_ms < PLAYED_MS:
+            return None
+        self._left -= 1
+        return replace(watch, played_ms=self._now_ms)
 
 
 def balance(
-    draft: Draft, job: PlannedJob, watch: Watch, correction: Correction, plays: bool
+    draft: Draft, job: PlannedJob, watch: Watch, correction: Correction, plays: Plays
 ) -> Watch:
     """Moves engines or helpers of a job to the other side, or gives engines other degrees, where
     that is predicted to pay, undoes moves that did not, and returns what is to be remembered.
-    `correction` is that of predicted curves; `plays`, whether steps may be played ahead.
+    `correction` is that of predicted curves; `plays`, of which jobs steps may be played ahead.
     """
     known = watch
-    if plays:
-        watch = replace(watch, played_ms=draft.snapshot.now_ms)
     team, config, several = draft.team(job.id), job.config, job.need.degrees != (1,)
     if not job.need.helped:
         _dismiss(draft, job, team)
@@ -85,7 +86,8 @@ def balance(
     mark = Mark(round(account.total.steps), draft.snapshot.now_ms, account.total)
     split, terms = split_of(job, draft.team(job.id)), terms_of(job)
     watch = replace(watch, observed_ms=mark.ms)
-    if config.moves and plays and not several and watch.trial is None:
+    if config.moves and not several and opens(job, watch, mark) and (taken := plays.take(watch)):
+        watch = taken
         found = opened(draft, job, watch, mark, correction)
         if found is not None:
             watch = _plan(draft, job, watch, mark, found, OPENING)
@@ -100,9 +102,10 @@ def balance(
         return watch
     if watch.trial is not None:
         return _try(draft, job, watch, mark, plays)
-    if not plays:
+    taken = plays.take(watch) if watch.window(mark, LEAST_STEPS) is not None else None
+    if taken is None:
         return watch
-    watch, found = pressed(draft, job, watch, mark)
+    watch, found = pressed(draft, job, taken, mark)
     if found is None:
         return watch
     if several:
@@ -113,7 +116,7 @@ def balance(
 # -- what a move brought ---------------------------------------------------------------------------
 
 
-def _try(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, plays: bool) -> Watch:
+def _try(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, plays: Plays) -> Watch:
     trial, team, terms = watch.trial, draft.team(job.id), terms_of(job)
     assert trial is not None
     if not trial.after.same(watch.split):
@@ -121,11 +124,16 @@ def _try(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, plays: bool) -
         return explained(replace(watch, trial=None), None, told)
     trial = trials.began(trial, team.settled, mark, terms)
     watch = replace(watch, trial=trial)
-    if not plays:
-        return watch
     failures = watch.failures.get(trial.towards, 0)
     steps = job.config.window_steps * (1 + failures)
-    verdict = _verdict(draft, job, watch, mark, trial, steps)
+    window = between(trial.begins, mark) if trial.begins is not None else None
+    if window is None or not window.long(steps) or window.step_s <= 0:
+        return watch
+    taken = plays.take(watch)
+    if taken is None:
+        return watch
+    watch = taken
+    verdict = _verdict(draft, job, watch, mark, window, steps)
     if verdict is None:
         return watch
     then = predicted(trial.demand, trial.rates, trial.before, terms, 0.0)
@@ -141,12 +149,10 @@ def _try(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, plays: bool) -
 
 
 def _verdict(
-    draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, trial: Trial, steps: int
+    draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, window: Window, steps: int
 ) -> Verdict | None:
-    window = between(trial.begins, mark) if trial.begins is not None else None
-    if window is None or not window.long(steps) or window.step_s <= 0:
-        return None
-    assert trial.begins is not None
+    trial = watch.trial
+    assert trial is not None and trial.begins is not None
     terms, cores = terms_of(job), host_cores(draft, draft.team(job.id))
     now, measured = demand(window, terms, job.measured.lengths), None
     if now is None:

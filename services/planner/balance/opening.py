@@ -25,21 +25,29 @@ from services.planner.team import Team
 ENDED = 2 / 3  # of those trajectories
 
 
+def opens(job: PlannedJob, watch: Watch, mark: Mark) -> bool:
+    """Whether it is time for a job's first plan: neither too early nor too late, as something was
+    measured.
+    """
+    if watch.split is None or watch.trial is not None or watch.moved_step is not None:
+        return False
+    if watch.window(mark, 1) is not None or mark.total.sampled <= 0:
+        return False
+    # Of those that the gate admits before a step is trained the short ones end first: so many that
+    # the long ones are among them.
+    terms, work = terms_of(job), mark.total
+    admits = (1 + terms.max_staleness) * terms.groups * terms.group_size
+    return work.trajectories >= ENDED * admits and work.groups >= terms.groups
+
+
 def opened(
     draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, correction: Correction
 ) -> Pressed | None:
-    """What a job's first plan is made by; None where it is too early, or too late: something was
-    measured.
+    """What a job's first plan is made by; None where nothing foretells its training, or no engine
+    has measured its curve.
     """
     terms, work, split = terms_of(job), mark.total, watch.split
-    if split is None or watch.moved_step is not None or watch.window(mark, 1) is not None:
-        return None
-    # Of those that the gate admits before a step is trained the short ones end first: so many that
-    # the long ones are among them.
-    admits = (1 + terms.max_staleness) * terms.groups * terms.group_size
-    early = work.trajectories < ENDED * admits or work.groups < terms.groups
-    if early or work.sampled <= 0:
-        return None
+    assert split is not None
     team, lengths = draft.team(job.id), job.measured.lengths
     curves = [one for one in curves_of(job, watch) if one.steps > 0]
     asked = asked_of(draft, job, team)
