@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common.pool.explained import PLANNED
 from common.records import lines
 from common.state.events import Event
 from loadtests.jobs.host import HostMeter
@@ -37,7 +38,7 @@ async def compared(seeds: Sequence[int]) -> dict[str, Any]:
                 )
                 shares.append(planners_s / sum(cpu_s.values()))
             found[name].append(round(rl_s(events), 2))
-            moved = sum(e.kind == "move" and e.fields.get("rule") == "stage_time" for e in events)
+            moved = sum(e.kind == "move" and e.fields.get("rule") in PLANNED for e in events)
             moves += moved
             told = {"arm": name, "seed": seed, "rl_s": found[name][-1], "moves": moved}
             print(json.dumps(told | meter.reading()), file=sys.stderr, flush=True)

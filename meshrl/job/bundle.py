@@ -29,7 +29,7 @@ from common.job.config import INITIAL, JobConfig
 from common.model.tokenizer import companions
 from meshrl.job import references, rows, tasksets
 from meshrl.job.jobfile import all_references
-from meshrl.job.models import shape, size
+from meshrl.job.models import shape
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
@@ -53,12 +53,13 @@ def pack(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dict[str, 
         if not target.is_dir():
             os.rename(staging, target)
             staging.mkdir()  # the context manager removes it
+    model = shape(config.model.path, config.model.config)
     document["bundle"] = {
         "dir": str(target.resolve()),
         "digest": digest,
         "files": files,
-        "parameters": size(config),
-        "shape": asdict(ModelShape.of(shape(config.model.path, config.model.config))),
+        "parameters": model.parameters,
+        "shape": asdict(ModelShape.of(model)),
     }
     return target, document
 

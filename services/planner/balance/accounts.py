@@ -126,6 +126,10 @@ class Times:
             squares = _variance(parts) * each * len(parts) / max(mean_s, 1e-9) ** 2
         return math.sqrt((squares + VARY_WORTH * VARY**2) / (max(0, told) + VARY_WORTH))
 
+    def error(self, first: int, last: int) -> float:
+        """The standard error of the mean time of a step among these, as a share of it."""
+        return self.spread(first, last) / math.sqrt(max(1, last - first))
+
     def _parts(self, first: int, last: int) -> list[tuple[int, float]]:
         """(steps, their mean time), for each look at new ones."""
         ends = [one for one in self.ends if first <= one[0] <= last]

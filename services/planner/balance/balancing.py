@@ -32,7 +32,7 @@ from services.planner.balance.standing import (
     terms_of,
     timed,
 )
-from services.planner.balance.trials import Trial, Verdict
+from services.planner.balance.trials import Shown, Trial, Verdict
 from services.planner.balance.watch import Watch
 from services.planner.costs.correction import Correction
 from services.planner.draft import Draft
@@ -154,13 +154,16 @@ def _verdict(
     trial = watch.trial
     assert trial is not None and trial.begins is not None
     terms, cores = terms_of(job), host_cores(draft, draft.team(job.id))
-    now, measured = demand(window, terms, job.measured.lengths), None
+    now = demand(window, terms, job.measured.lengths)
     if now is None:
         return None
+    shown = Shown(window, now, watch.times.error(trial.begins.step, mark.step))
     if trial.rule == OPENING:
         measured = rates(window, now, terms, trial.after, curves_of(job, watch), cores)
-    error = watch.times.spread(trial.begins.step, mark.step) / math.sqrt(window.steps)
-    return trials.judged(trial, window, now, measured, error, terms, steps)
+        if measured is None:
+            return None  # what was foretold is no witness of itself
+        shown = replace(shown, rates=measured)
+    return trials.judged(trial, shown, terms, steps)
 
 
 def _shifted(trial: Trial) -> int:
@@ -177,14 +180,13 @@ def _plan(
     team, terms, split = draft.team(job.id), terms_of(job), watch.split
     window, model = found.window, found.model
     assert split is not None
-    shift, weighed_s = _best(watch, job, team, found)
+    shift, after_s, weighed_s = _best(watch, job, team, found)
     if not shift:
         return explained(watch, model, "no other split is predicted to be faster", window)
     towards = Role.TRAINING if shift > 0 else Role.ROLLOUT
     if why := refused(job, watch, team, found, weighed_s, towards, abs(shift)):
         return explained(watch, model, why, window)
     after = Split(split.engines - shift, split.trainers + shift)
-    after_s = found.after_s(after, terms) * watch.bias.get(towards, 1.0)
     then = predicted(found.demand, found.rates, after, terms, found.step_s)
     figures = found.figures() | {
         "predicted_s": round(after_s, 4),
@@ -211,14 +213,15 @@ def _plan(
     return explained(watch.moved(mark.step, trial), model, told, window)
 
 
-def _best(watch: Watch, job: PlannedJob, team: Team, found: Pressed) -> tuple[int, float]:
-    """By how many workers training should grow, and the seconds of a step then, the longer the
-    further its engines are from those that were measured; of splits that are as good, the nearest.
+def _best(watch: Watch, job: PlannedJob, team: Team, found: Pressed) -> tuple[int, float, float]:
+    """By how many workers training should grow, the seconds of a step then, and what it counts as:
+    longer, the further its engines are from those that were measured. Of splits that are as good,
+    the nearest.
     """
     split, terms = watch.split, terms_of(job)
     assert split is not None
     engines = min(len(_movable(team.engines)), split.engines - job.config.min_rollout)
-    best = 0, found.stays_s
+    best = 0, found.stays_s, found.stays_s
     for shift in sorted(range(-len(_movable(team.helpers)), max(0, engines) + 1), key=abs):
         if not shift:
             continue
@@ -226,8 +229,8 @@ def _best(watch: Watch, job: PlannedJob, team: Team, found: Pressed) -> tuple[in
         towards = Role.TRAINING if shift > 0 else Role.ROLLOUT
         after_s = found.after_s(other, terms) * watch.bias.get(towards, 1.0)
         weighed_s = after_s * (1 + FURTHER * abs(math.log(other.engines / split.engines)))
-        if weighed_s < TIE * best[1]:
-            best = shift, weighed_s
+        if weighed_s < TIE * best[2]:
+            best = shift, after_s, weighed_s
     return best
 
 

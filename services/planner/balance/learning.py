@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from common.pool.needs import PlannedJob
 from services.planner.balance import degrees
@@ -21,10 +22,10 @@ def noted(
     draft: Draft, job: PlannedJob, before: Watch, watch: Watch, correction: Correction
 ) -> Watch:
     """The watch after a look at what has been measured since `before`, which people are shown."""
-    shown = dict(watch.explained)
+    shown: dict[str, Any] = {}
     curves = degrees.noted(watch.curves, job.measured.curves)
     if curves is not watch.curves and (told := degrees.compared(curves, job, correction)):
-        shown |= {"degrees": told}
+        shown["degrees"] = told
     if trained := _trained(draft, job, before, watch):
         asked, foretold_s, observed_s = trained
         shown["training"] = {
@@ -33,7 +34,9 @@ def noted(
             "observed_s": float(f"{observed_s:.4g}"),
             "error": round(correction.error(asked.key), 4),
         }
-    return replace(watch, curves=curves, explained=shown)
+    if curves is watch.curves and not shown:
+        return watch
+    return replace(watch, curves=curves, explained=dict(watch.explained) | shown)
 
 
 def learned(

@@ -122,8 +122,7 @@ def _host_s(then: Rates, step_s: float) -> float:
 def scaled(before: Rates, then: Demand, now: Demand) -> Rates:
     """The rates for another demand: gradients take longer in proportion to what is trained."""
     ratio = then.trained / now.trained if now.trained > 0 and then.trained > 0 else 1.0
-    document = asdict(before) | {"work_s": before.work_s * ratio, "curve": before.curve}
-    return Rates(**document)
+    return replace(before, work_s=before.work_s * ratio)
 
 
 def mean(curves: Sequence[Curve], context: float = 0.0) -> Curve:

@@ -4,7 +4,6 @@ Both the policy of engines of one worker and that of several go by it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -132,7 +131,7 @@ def split_of(job: PlannedJob, team: Team) -> Split:
 def error_of(watch: Watch, mark: Mark) -> float:
     """How far off the mean time of a step in the window may be, as a share of it."""
     first = watch.older.step if watch.older is not None else mark.step
-    return watch.times.spread(first, mark.step) / math.sqrt(max(1, mark.step - first))
+    return watch.times.error(first, mark.step)
 
 
 def timed(draft: Draft, job: PlannedJob, watch: Watch) -> Watch:

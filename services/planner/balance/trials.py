@@ -130,45 +130,40 @@ def began(trial: Trial, settled: bool, mark: Mark, terms: Terms) -> Trial:
     return trial
 
 
-def judged(
-    trial: Trial,
-    window: Window,
-    now: Demand,
-    measured: Rates | None,
-    error: float,
-    terms: Terms,
-    steps: int,
-) -> Verdict | None:
-    """The verdict on what a window shows that asked for `now`, if it has `steps`; as long as the
-    two times are not told apart from how much steps differ anyway (`error`, of the window's as a
-    share of it), more are waited for. `measured`, with the split of after: what a step would take
-    without the move is told by, where nothing was measured before it.
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What is measured with the split of after."""
+
+    window: Window
+    demand: Demand
+    error: float  # of the window's mean time of a step, as a share of it
+    rates: Rates | None = None  # given where nothing was measured before the move
+
+
+def judged(trial: Trial, shown: Shown, terms: Terms, steps: int) -> Verdict | None:
+    """The verdict on what is shown in `steps` at least; as long as the two times are not told apart
+    from how much steps differ anyway, more are waited for.
     """
-    verdict = _verdict(trial, window, now, measured, error, terms)
-    error_s = math.hypot(trial.error * trial.before_s, error * verdict.observed_s)
+    verdict = _verdict(trial, shown, terms)
+    error_s = math.hypot(trial.error * trial.before_s, shown.error * verdict.observed_s)
     close = abs(verdict.regret_s) < SURE * error_s
-    return None if close and window.steps < LONGEST * steps else verdict
+    return None if close and shown.window.steps < LONGEST * steps else verdict
 
 
-def _verdict(
-    trial: Trial,
-    window: Window,
-    now: Demand,
-    measured: Rates | None,
-    error: float,
-    terms: Terms,
-) -> Verdict:
+def _verdict(trial: Trial, shown: Shown, terms: Terms) -> Verdict:
     assert trial.begins is not None and trial.settled_step is not None
-    before_s, observed_s = trial.before_s, window.step_s
+    before_s, now, window = trial.before_s, shown.demand, shown.window
+    observed_s = window.step_s
     model_s = stepped_s(trial.demand, trial.rates, trial.before, terms, before_s)
     rates = scaled(trial.rates, now, trial.demand)
-    stays_s = stepped_s(now, rates, trial.before, terms, before_s)
     goes_s = stepped_s(now, rates, trial.after, terms, before_s)
-    expected_s = corrected(stays_s, model_s, before_s, trial.error)
-    if measured is not None:
-        here_s = stepped_s(now, measured, trial.after, terms, observed_s)
-        there_s = stepped_s(now, measured, trial.before, terms, observed_s)
-        expected_s = corrected(there_s, here_s, observed_s, error)
+    if shown.rates is None:
+        stays_s = stepped_s(now, rates, trial.before, terms, before_s)
+        expected_s = corrected(stays_s, model_s, before_s, trial.error)
+    else:
+        here_s = stepped_s(now, shown.rates, trial.after, terms, observed_s)
+        stays_s = stepped_s(now, shown.rates, trial.before, terms, observed_s)
+        expected_s = corrected(stays_s, here_s, observed_s, shown.error)
     return Verdict(
         rule=trial.rule,
         resident=trial.resident,

@@ -11,6 +11,7 @@ import pytest
 from common.hardware.shapes import ModelShape
 from common.pool.decisions import Judge
 from common.pool.measured import LEVELS, Curve, Lengths, Measured, Work
+from common.pool.reading import snapshot_document, snapshot_of
 from services.planner.balance.balancing import PLAYED, Plays
 from services.planner.balance.watch import Watch
 from services.planner.costs.correction import Correction
@@ -71,6 +72,24 @@ def test_a_declared_pace_is_planned_by_when_most_of_the_first_groups_have_come()
     assert verdict["policy"] == "opening" and verdict["step"] == 0 and verdict["paid"]
     assert verdict["expected_s"] == pytest.approx(plant.step_s(3, 1), rel=0.15)
     assert verdict["observed_s"] == pytest.approx(plant.step_s(*split(looks)), rel=0.01)
+
+
+def test_looks_between_steps_take_no_play_from_what_is_to_be_judged() -> None:
+    looks, plant = mesh(training_pace=f"{TOKENS / SLOW.work_s:.0f}/100"), replace(SLOW)
+    look(looks, plant, 2.5)
+    found = []
+    for _ in range(20):
+        found += judged(looks, plant, 1)
+        for _ in range(8):
+            looks.change(now_ms=looks.snapshot.now_ms + 250)
+            looks.look()
+            found += [one.details for one in looks.decisions if isinstance(one, Judge)]
+    assert [one["policy"] for one in found] == ["opening"]
+
+
+def test_a_look_with_a_model_s_shape_is_read_back_as_it_was() -> None:
+    looks = mesh(shape=SHAPE, training_pace="100/100")
+    assert snapshot_of(snapshot_document(looks.snapshot)) == looks.snapshot
 
 
 def test_a_pace_that_is_not_kept_is_found_out_and_the_move_undone() -> None:
