@@ -14,7 +14,7 @@ from sim.mesh.paced.workload import Drift, Workload
 
 MOST = 120  # tokens of a completion
 WALL_S = 1200.0  # of all arms
-STEPS = 28
+STEPS = 26
 
 
 def _job(workers: int, decode_ms: int, training: str, **changes: Any) -> Workload:
