@@ -263,3 +263,29 @@ def install(
     from meshrl import engines
 
     print(engines.install(name, directory))
+
+
+@app.command(rich_help_panel="Meshes")
+def simulate(
+    scenario: Annotated[
+        str, typer.Argument(metavar="SCENARIO", help="A TOML file, or one of those that are here.")
+    ] = "",
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Compares the scenario with itself, so changed."),
+    ] = None,
+    set: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Changes it in all arms.")
+    ] = None,
+) -> None:
+    """Runs a scenario on a simulated cluster, by the decisions that run a mesh.
+
+    Examples:
+
+        meshrl simulate agentic
+
+        meshrl simulate MY.toml --what-if hosts.H100.count=4
+    """
+    from meshrl import simulating
+
+    raise typer.Exit(simulating.run(scenario, what_if or [], set or []))

@@ -1,0 +1,151 @@
+"""How far simulated clusters are off in seconds of a step: the same jobs on a simulated cluster,
+on a virtual mesh and on a real one.
+
+    python -m loadtests.simulator [--arms virtual,broad,real] [--seeds 0:8] [--processes 2]
+
+- `virtual`: random jobs, with their first split, two that stay and the planner: `step_time_error`,
+  the median of how far the simulated step is off as a share of the virtual mesh's.
+- `broad`: one job of 64 gangs, on both: `broad_step_time_error`.
+- `real`: paced jobs on the real mesh: `real_step_time_error`; invalid when the host used more than
+  1.6 cores.
+
+Nothing is fitted: a simulated job has the paces, lengths and sizes that the other's file declares.
+`speed_up` is the CPU time of all virtual runs over that of the simulated ones. The last line is
+JSON; the exit status says whether every error is 0.15 at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing import get_context
+from statistics import median
+from typing import Any
+
+from loadtests.paced.running import honest
+from loadtests.paced.running import run as run_real
+from loadtests.regret.drawn import drawn
+from loadtests.regret.real import JOBS, MOST
+from sim.cluster.cluster import Cluster, Hosts
+from sim.cluster.paced import spec_of
+from sim.mesh.paced.running import run
+from sim.mesh.paced.workload import LONGEST, Drift, Workload
+
+ERROR = 0.15
+UNTIL_S = 14_400.0
+BROAD = Workload(
+    workers=64,
+    steps=8,
+    groups_per_step=48,
+    group_size=8,
+    median=Drift(30.0, 30.0),
+    sigma=Drift(0.7, 0.7),
+    tool_s=Drift(1.0, 1.0),
+    decode="120/8/4000",
+    training="260/100",
+    moves=False,
+    helping=15,
+)
+
+
+def simulated(workload: Workload, seed: int, longest: int = LONGEST) -> tuple[float, float]:
+    """Seconds of a step of a simulated run, and the CPU time that it took."""
+    began_s = time.process_time()
+    cluster = Cluster([Hosts(1, workload.workers)], [spec_of(workload, seed, longest)])
+    cluster.run(UNTIL_S)
+    (job,) = cluster.jobs.values()
+    if not job.training.over or job.began_s is None:
+        raise RuntimeError(f"{workload} did not end in {UNTIL_S} s: run tests/unit/sim/cluster")
+    return (job.training.ended_s[-1] - job.began_s) / workload.steps, time.process_time() - began_s
+
+
+def splits(seed: int) -> list[Workload]:
+    """A random job: with the planner, as it begins, and with a third and two thirds of its gangs
+    as helpers.
+    """
+    job = drawn(seed)
+    most = len(job.splits) - 1
+    return [job, *(job.held(n) for n in sorted({0, most // 3, 2 * most // 3}))]
+
+
+def _virtual(task: tuple[int, Workload]) -> tuple[int, Workload, float, float]:
+    seed, workload = task
+    found = run(workload, seed)
+    if found.failures:
+        raise RuntimeError(f"seed {seed}: {found.failures}")
+    return seed, workload, found.rl_s / workload.steps, found.cpu_s
+
+
+def virtual(tasks: Sequence[tuple[int, Workload]], processes: int) -> dict[str, Any]:
+    """Errors against the virtual mesh."""
+    errors, theirs_s, ours_s = [], 0.0, 0.0
+    with get_context("spawn").Pool(min(processes, len(tasks))) as pool:
+        for seed, workload, step_s, cpu_s in pool.imap(_virtual, tasks):
+            found_s, took_s = simulated(workload, seed)
+            errors.append(found_s / step_s - 1)
+            theirs_s, ours_s = theirs_s + cpu_s, ours_s + took_s
+            split = "planner" if workload.moves else f"{workload.helping} help"
+            _tell(f"{seed} {split}", found_s, step_s)
+    return summed(errors) | {"speed_up": round(theirs_s / ours_s, 1)}
+
+
+async def real(names: Sequence[str]) -> dict[str, Any]:
+    """Errors against the real mesh."""
+    errors, arms = [], []
+    for name in names:
+        for workload in (JOBS[name].held(0), JOBS[name].held(1)):
+            arm = await run_real(f"{name}_{workload.helping}", workload, 0, MOST)
+            arms.append(arm)
+            found_s, _ = simulated(workload, 0, MOST)
+            errors.append(found_s / (arm.rl_s / workload.steps) - 1)
+            _tell(arm.name, found_s, arm.rl_s / workload.steps)
+    return summed(errors) | honest(arms)
+
+
+def summed(errors: Sequence[float]) -> dict[str, float]:
+    """Of shares by which steps are off; positive: the simulated ones are longer."""
+    return {
+        "step_time_error": round(median(map(abs, errors)), 4),
+        "step_time_error_most": round(max(map(abs, errors)), 4),
+        "step_time_bias": round(median(errors), 4),
+        "runs": len(errors),
+    }
+
+
+def _tell(name: str, ours_s: float, theirs_s: float) -> None:
+    print(f"{name}: {ours_s:.3f} s, {theirs_s:.3f} s there", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtests.simulator",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--arms", default="virtual,broad,real")
+    parser.add_argument("--seeds", default="0:8", metavar="A:B")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--jobs", default="trained,even", help="of the real mesh")
+    a = parser.parse_args()
+    first, _, last = a.seeds.partition(":")
+    told: dict[str, Any] = {}
+    if "virtual" in a.arms:
+        tasks = [(s, w) for s in range(int(first), int(last)) for w in splits(s)]
+        told |= virtual(tasks, a.processes)
+    if "broad" in a.arms:
+        found = virtual([(0, BROAD)], 1)
+        told |= {f"broad_{key}": value for key, value in found.items()}
+    if "real" in a.arms:
+        found = asyncio.run(real(a.jobs.split(",")))
+        told |= {f"real_{key}": value for key, value in found.items()}
+    print(json.dumps(told))
+    errors = [value for key, value in told.items() if key.endswith("step_time_error")]
+    return 0 if max(errors) <= ERROR and told.get("real_valid", 1) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

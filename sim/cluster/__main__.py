@@ -1,0 +1,71 @@
+"""Runs the arms of a scenario on a simulated cluster, and compares them with the first one.
+
+    python -m sim.cluster [SCENARIO] [--what-if KEY=VALUE] [--set KEY=VALUE]
+
+SCENARIO is a TOML file, or the name of one of those in `sim/cluster/scenarios`, which are named
+when there is none. With `--what-if` the scenario is compared with itself, so changed; `--set`
+changes all arms. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+from common.errors import ConfigError
+from sim.cluster.building import cluster_of
+from sim.cluster.figures import Figures, figures_of, flat, table
+from sim.cluster.scenario import Scenario, read
+
+SCENARIOS = Path(__file__).parent / "scenarios"
+
+
+def run(scenario: Scenario, base: Path) -> dict[str, Figures]:
+    """The figures of each job of an arm."""
+    cluster = cluster_of(scenario, base)
+    cluster.run(scenario.until_s)
+    return {name: figures_of(cluster, job) for name, job in cluster.jobs.items()}
+
+
+def main() -> int:
+    """The entry; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="meshrl simulate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("scenario", nargs="?", default="")
+    parser.add_argument("--what-if", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    a = parser.parse_args()
+    if not a.scenario:
+        for path in sorted(SCENARIOS.glob("*.toml")):
+            print(f"{path.stem:12} {tomllib.loads(path.read_text(encoding='utf-8'))['title']}")
+        return 0
+    path = Path(a.scenario)
+    if not path.suffix and not path.exists():
+        path = SCENARIOS / f"{a.scenario}.toml"
+    try:
+        arms = read(path, a.set)
+        if a.what_if:
+            changed = read(path, [*a.set, *a.what_if])
+            arms = {
+                **arms,
+                **{f"{name} if {' '.join(a.what_if)}": s for name, s in changed.items()},
+            }
+        began_s = time.process_time()
+        found = {name: run(scenario, path.parent) for name, scenario in arms.items()}
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(table(found))
+    print(json.dumps(flat(found) | {"cpu_s": round(time.process_time() - began_s, 2)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

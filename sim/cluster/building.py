@@ -1,0 +1,184 @@
+"""Makes the cluster of a scenario."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+from common.hardware.profiles import Accelerator, declared
+from common.hardware.shapes import ModelShape
+from common.job.pace import profile, training_profile
+from common.pool.needs import Need
+from services.planner.costs.rollout import Gang
+from services.planner.costs.training import TrainingLayout
+from sim.cluster.cluster import Cluster, Hosts, Switches
+from sim.cluster.job import LONGEST, JobSpec
+from sim.cluster.scenario import DriftTable, JobTable, ModelTable, Scenario, WorkloadTable
+from sim.cluster.speeds import ModelSpeed, PacedSpeed, Speed
+from sim.cluster.trained import ModelTraining, PacedTraining
+from sim.cluster.training import Trains
+from sim.cluster.workload import Answer, Chain, Drift, LogNormal, Script, Trace, Turn, Workload
+
+FRAMED = 1 << 30  # tokens of a bin, where none are declared
+
+
+def cluster_of(scenario: Scenario, base: Path) -> Cluster:
+    """The cluster; files that are named relatively lie in `base`."""
+    hosts = [Hosts(one.count, one.accelerators, one.kind) for one in scenario.hosts if one.count]
+    kinds = [one.kind for one in hosts]
+    if not hosts:
+        raise ConfigError("the scenario has no hosts", fix="Give one of [[hosts]] a count")
+    jobs = [_job(one, scenario.seed + n, kinds, base) for n, one in enumerate(scenario.jobs)]
+    switches = Switches(scenario.switches.rollout_s, scenario.switches.training_s)
+    return Cluster(hosts, jobs, switches, scenario.pool)
+
+
+def _job(job: JobTable, seed: int, kinds: list[str], base: Path) -> JobSpec:
+    shape = _shape(job.model, job.name)
+    for kind in kinds if shape is not None else ():
+        _on(kind)
+    degrees = tuple(sorted(set(job.degrees)))
+
+    def speed(kind: str, degree: int) -> Speed:
+        if shape is None:
+            return PacedSpeed(profile(job.pace).of_degree(degree), kind, degree)
+        gang = Gang(shape, _on(kind), degree)
+        if not gang.fits(1):
+            raise ConfigError(
+                f"job {job.name} does not fit on {degree} {kind}",
+                where="degrees",
+                fix="Let engines have more accelerators: degrees = [2, 4]",
+            )
+        return ModelSpeed(gang)
+
+    return JobSpec(
+        workload=_workload(job.workload, job.group_size, seed, base),
+        trains=_trains(job, shape, kinds[0]),
+        speed=speed,
+        name=job.name,
+        steps=job.steps,
+        groups_per_step=job.groups_per_step,
+        group_size=job.group_size,
+        max_staleness=job.max_staleness,
+        slots=job.slots,
+        bin_tokens=job.bin_tokens,
+        need=Need(
+            ranks=job.ranks,
+            priority=job.priority,
+            share=job.share,
+            helped=job.helped,
+            degrees=degrees,
+            alternates=degrees[0] == 1,
+        ),
+        planner=job.planner,
+        pace=job.pace,
+        training_pace=job.training_pace,
+        pull_s=job.pull_s,
+        shape=shape,
+        longest=job.workload.longest or LONGEST,
+        buckets=job.buckets and len(degrees) > 1,
+    )
+
+
+def _shape(model: ModelTable, job: str) -> ModelShape | None:
+    if not model.parameters:
+        return None
+    sizes = (model.layers, model.hidden, model.heads, model.kv_heads, model.head_dim)
+    if not all(sizes):
+        raise ConfigError(
+            f"the model of job {job} has no whole shape",
+            where="[jobs.model]",
+            fix="Write layers, hidden, heads, kv_heads and head_dim, as its config.json has them",
+        )
+    active = model.active or model.parameters
+    return ModelShape(*sizes, model.parameters, active, model.experts, model.experts_per_token)
+
+
+def _on(kind: str) -> Accelerator:
+    if kind not in declared():
+        raise ConfigError(
+            f"there is no profile of accelerators {kind!r}",
+            where="[[hosts]] kind",
+            fix=", ".join(declared()),
+        )
+    return declared()[kind]
+
+
+def _trains(job: JobTable, shape: ModelShape | None, kind: str) -> Trains:
+    if shape is None:
+        if not (job.pace and job.training_pace):
+            raise ConfigError(
+                f"job {job.name} has neither a model nor a pace of engines and of training",
+                where="[[jobs]]",
+                fix="Write [jobs.model], or pace and training_pace",
+            )
+        return PacedTraining(training_profile(job.training_pace), job.bin_tokens or FRAMED)
+    stages = job.tensor * job.pipeline
+    if job.ranks % stages:
+        raise ConfigError(
+            f"the core of job {job.name} has {job.ranks} ranks, which {job.tensor} x "
+            f"{job.pipeline} do not divide",
+            where="ranks",
+            fix=f"Give it a multiple of {stages}",
+        )
+    data = job.ranks // stages
+    layout = TrainingLayout(kind, data, job.tensor, job.pipeline, sharded=stages == 1)
+    return ModelTraining(shape, _on(kind), layout)
+
+
+def _workload(table: WorkloadTable, size: int, seed: int, base: Path) -> Workload:
+    if table.trace:
+        return Trace(_traced(base / table.trace), size)
+    longest = float(table.longest) or math.inf
+    median, sigma = _drift(table.median), _drift(table.sigma)
+    if not table.answers:
+        tool_s = _drift(table.tool_s)
+        return LogNormal(seed, table.turns, median, sigma, tool_s, table.prompt, 1.0, longest)
+    answers = [
+        Answer((a.tool, a.size, a.status), a.weight, a.seconds, a.tokens, a.ends, a.scale)
+        for a in table.answers
+    ]
+    return Chain(seed, median, sigma, answers, table.turns, table.prompt, longest)
+
+
+def _drift(table: DriftTable) -> Drift:
+    return Drift(table.first, table.last or table.first)
+
+
+def _traced(path: Path) -> list[Script]:
+    """The trajectories of a trace, a line each: `{"prompt": 512, "turns": [{"tokens": 200,
+    "tool_s": 1.5, "answer": 40, "tool": "search", "size": "small", "status": "success"}]}`.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the trace cannot be read: {error}", where=str(path)) from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            turns = [_turn(one) for one in row["turns"]]
+            if not turns:
+                raise ValueError("there are no turns")
+            found.append(Script(float(row.get("prompt", 0.0)), turns))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{path}, line {number}: no trajectory: {error}",
+                fix='Write {"prompt": 512, "turns": [{"tokens": 200, "tool_s": 1.5}]}',
+            ) from error
+    if not found:
+        raise ConfigError("the trace is empty", where=str(path))
+    return found
+
+
+def _turn(row: dict[str, Any]) -> Turn:
+    tokens, tool_s = float(row["tokens"]), float(row.get("tool_s", 0.0))
+    if not (0 < tokens < math.inf and 0 <= tool_s < math.inf):
+        raise ValueError(f"{tokens} tokens and {tool_s} s are no turn")
+    named = ("tool", "size", "status")
+    state = tuple(str(row[name]) for name in named) if all(n in row for n in named) else None
+    returned = (state[0], state[1], state[2]) if state else None
+    return Turn(tokens, tool_s, float(row.get("answer", 0.0)), returned)

@@ -1,0 +1,129 @@
+"""A modelled cluster that the planner decides for: workers, gangs and jobs, in discrete events.
+
+What is modelled are machines: how long a step of an engine takes, a step of training, a switch.
+What is decided is decided by the code that runs a mesh: `services/planner/decide.py`, the queues
+and the balancer of `services/rollout/routing`. The same cluster has the same run, to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from common.pool.decisions import Decision, Finish, Judge
+from common.pool.explained import PLANNED
+from common.pool.measured import kind_of
+from common.pool.rows import Resident, Role, Worker
+from common.pool.settings import PoolSettings
+from common.pool.snapshot import Host
+from services.planner.decide import decide
+from services.planner.memory import Memory
+from sim.cluster.agenda import Agenda
+from sim.cluster.job import JobSpec, SimJob
+from sim.cluster.pool import Pool
+
+LOOK_S = 0.5  # between two looks of the planner, as of a mesh
+BALANCE_S = 1.0  # and of the router's balancer
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Hosts that are alike."""
+
+    count: int
+    accelerators: int
+    kind: str = "cpu:0"  # as their driver calls them
+
+
+@dataclass(frozen=True, slots=True)
+class Switches:
+    """Seconds from a decision until a resident does what was wished."""
+
+    rollout_s: float = 1.0
+    training_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A move of the planner's, or its verdict on one."""
+
+    at_s: float
+    job: str
+    details: dict[str, object]
+
+
+class Cluster:
+    """Hosts, and jobs that run on them from the beginning."""
+
+    def __init__(
+        self,
+        hosts: Sequence[Hosts],
+        jobs: Sequence[JobSpec],
+        switches: Switches = Switches(),
+        settings: PoolSettings | None = None,
+    ) -> None:
+        self.agenda = Agenda()
+        self.jobs = {spec.name: SimJob(self.agenda, spec) for spec in jobs}
+        self.moves: list[Change] = []
+        self.judged: list[Change] = []
+        self._switches = switches
+        self._memory = Memory()
+        self._pool = _pool(hosts, settings or PoolSettings())
+        self._kinds = {worker.id: kind_of(worker.accelerator) for worker in self._pool.workers}
+        self._residents: dict[str, str] = {}  # who does something -> for which job
+
+    def run(self, until_s: float) -> None:
+        """Runs until all jobs are over, or this time has come."""
+        self._look()
+        self._balance()
+        self.agenda.run(until_s, lambda: all(j.training.over for j in self.jobs.values()))
+
+    def _look(self) -> None:
+        now_s = self.agenda.now_s
+        planned = [job.planned for job in self.jobs.values() if not job.training.over]
+        decisions, self._memory = decide(self._pool.snapshot(now_s, planned), self._memory)
+        if decisions:
+            self._do(decisions)
+        self.agenda.after(LOOK_S, self._look)
+
+    def _do(self, decisions: Sequence[Decision]) -> None:
+        now_s = self.agenda.now_s
+        begin = self._pool.apply(decisions, now_s)
+        there = {r.id for gang in self._pool.gangs.values() for r in gang.residents}
+        for gone in [one for one in self._residents if one not in there]:
+            self.jobs[self._residents.pop(gone)].gone(gone)
+        for gang, resident in begin:
+            takes_s = self._switches.training_s
+            if resident.role == Role.ROLLOUT:
+                takes_s = self._switches.rollout_s
+            self.agenda.after(takes_s, partial(self._ready, gang, resident))
+        for one in decisions:
+            if isinstance(one, Finish) and one.why.rule in PLANNED:
+                self.moves.append(Change(now_s, one.why.job, one.details))
+            if isinstance(one, Judge):
+                self.judged.append(Change(now_s, one.job, one.details))
+
+    def _ready(self, gang: str, resident: Resident) -> None:
+        if not self._pool.done(gang, resident) or resident.id in self._residents:
+            return
+        self._residents[resident.id] = resident.job
+        first = self._pool.gangs[gang].workers[resident.ranks[0]]
+        self.jobs[resident.job].ready(resident, self._kinds[first])
+
+    def _balance(self) -> None:
+        for job in self.jobs.values():
+            job.shard.look()
+        self.agenda.after(BALANCE_S, self._balance)
+
+
+def _pool(hosts: Sequence[Hosts], settings: PoolSettings) -> Pool:
+    workers: list[Worker] = []
+    names: list[str] = []
+    for one in hosts:
+        for _ in range(one.count):
+            names.append(f"host{len(names)}")
+            for _ in range(one.accelerators):
+                number = len(workers)
+                workers.append(Worker(f"w{number}", names[-1], one.kind, number + 1))
+    return Pool(tuple(workers), {name: Host(name) for name in names}, settings)

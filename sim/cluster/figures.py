@@ -1,0 +1,105 @@
+"""What came of an arm, and a table of all arms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import mean
+
+from sim.cluster.cluster import Cluster
+from sim.cluster.job import SimJob
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one job of an arm. Seconds are simulated."""
+
+    steps: int
+    rl_s: float  # from the beginning of its training to its last step
+    step_s: float  # mean
+    sampled_per_s: float  # tokens that its engines generated
+    trained_per_s: float  # tokens
+    engines_busy: float  # share of engines' time, of those that there are at the end
+    requeued: int  # trajectories that came back too old
+    moves: int
+    paid: int  # moves that the planner judged to have paid,
+    judged: int  # of so many
+
+
+def figures_of(cluster: Cluster, job: SimJob) -> Figures:
+    """Those of a job."""
+    training, ended = job.training, job.training.ended_s
+    began_s = job.began_s or 0.0
+    rl_s = ended[-1] - began_s if ended else cluster.agenda.now_s - began_s
+    steps_s = [b - a for a, b in pairwise([began_s, *ended])]
+    name, over_s = job.spec.name, max(rl_s, 1e-9)
+    engines = [place.engine for place in job.shard.places.values()]
+    judged = [one for one in cluster.judged if one.job == name]
+    return Figures(
+        steps=training.version,
+        rl_s=rl_s,
+        step_s=mean(steps_s) if steps_s else 0.0,
+        sampled_per_s=job.shard.counting.work.sampled / over_s,
+        trained_per_s=training.work.tokens / over_s,
+        engines_busy=mean(e.busy_s / max(e.lived_s, 1e-9) for e in engines) if engines else 0.0,
+        requeued=training.requeued,
+        moves=sum(one.job == name for one in cluster.moves),
+        paid=sum(bool(one.details["paid"]) for one in judged),
+        judged=len(judged),
+    )
+
+
+def table(arms: Mapping[str, Mapping[str, Figures]]) -> str:
+    """Arms, each with its jobs; the last column is how much faster than in the first arm."""
+    heads = "arm", "job", "steps", "s/step", "tokens/s", "trained/s", "busy", "moves", "faster"
+    rows: list[tuple[str, ...]] = [heads]
+    first = next(iter(arms.values()))
+    for arm, jobs in arms.items():
+        for name, f in jobs.items():
+            before = first.get(name)
+            ratio = before.step_s / f.step_s if before is not None and f.step_s else 0.0
+            rows.append(
+                (
+                    arm,
+                    name,
+                    str(f.steps),
+                    f"{f.step_s:.4g}",
+                    f"{f.sampled_per_s:.4g}",
+                    f"{f.trained_per_s:.4g}",
+                    f"{f.engines_busy:.2f}",
+                    str(f.moves),
+                    f"{ratio:.3f}",
+                )
+            )
+    widths = [max(len(row[n]) for row in rows) for n in range(len(heads))]
+    lines = (
+        "  ".join(
+            c.ljust(w) if n < 2 else c.rjust(w)
+            for n, (c, w) in enumerate(zip(r, widths, strict=True))
+        )
+        for r in rows
+    )
+    return "\n".join(lines)
+
+
+def flat(arms: Mapping[str, Mapping[str, Figures]]) -> dict[str, float]:
+    """Every figure by arm and job, and how much faster each is than in the first arm."""
+    found: dict[str, float] = {}
+    first = next(iter(arms.values()))
+    for arm, jobs in arms.items():
+        for name, f in jobs.items():
+            at = f"{arm}_{name}" if len(jobs) > 1 else arm
+            key = at.replace(" ", "_")
+            found |= {
+                f"{key}_step_s": round(f.step_s, 4),
+                f"{key}_sampled_per_s": round(f.sampled_per_s, 2),
+                f"{key}_trained_per_s": round(f.trained_per_s, 2),
+                f"{key}_steps": f.steps,
+                f"{key}_moves": f.moves,
+                f"{key}_judged": f.judged,
+                f"{key}_paid": f.paid,
+            }
+            if name in first and f.step_s:
+                found[f"{key}_faster"] = round(first[name].step_s / f.step_s, 4)
+    return found

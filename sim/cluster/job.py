@@ -1,0 +1,149 @@
+"""A job of a simulated cluster: its shard, its training, and what it says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.hardware.shapes import ModelShape
+from common.job.config import PlannerConfig
+from common.pool.measured import Measured
+from common.pool.needs import Need, PlannedJob
+from common.pool.rows import Resident, Role
+from common.state.jobs import Phase
+from sim.cluster.agenda import Agenda
+from sim.cluster.engine import Engine
+from sim.cluster.shard import Shard, Trajectory
+from sim.cluster.speeds import Speed
+from sim.cluster.training import Training, Trains
+from sim.cluster.workload import Workload
+
+LONGEST = 1 << 20  # tokens of a trajectory, where nothing is said
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """What a job asks for, what it does, and how fast that goes."""
+
+    workload: Workload
+    trains: Trains
+    speed: Callable[[str, int], Speed]  # of engines on accelerators of a kind, by degree
+    name: str = "job"
+    steps: int = 48
+    groups_per_step: int = 4
+    group_size: int = 6
+    max_staleness: int = 2
+    slots: int = 64
+    bin_tokens: int = 0
+    need: Need = field(default_factory=Need)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    pace: str = ""
+    training_pace: str = ""
+    shape: ModelShape | None = None
+    longest: int = LONGEST  # tokens of a trajectory
+    buckets: bool = False  # C-MLFQ: engines are for lengths by their degrees
+    pull_s: float = 0.0  # that an engine stands for other weights
+
+
+class SimJob:
+    """One job while it runs."""
+
+    def __init__(self, agenda: Agenda, spec: JobSpec) -> None:
+        self.spec = spec
+        self.shard = Shard(agenda, self._ended, spec.slots, spec.longest, spec.buckets)
+        self.training = Training(
+            agenda,
+            spec.trains,
+            spec.groups_per_step,
+            spec.group_size,
+            spec.max_staleness,
+            spec.steps,
+            self._committed,
+        )
+        self.began_s: float | None = None  # when its training began
+        self._agenda = agenda
+
+    # -- residents ---------------------------------------------------------------------------------
+
+    def ready(self, resident: Resident, kind: str) -> None:
+        """A resident does its work from now on."""
+        if resident.role == Role.ROLLOUT:
+            degree, spec = len(resident.ranks), self.spec
+            speed = spec.speed(kind, degree)
+            engine = Engine(resident.id, self._agenda, speed, spec.slots, degree)
+            engine.version = self.training.version
+            self.shard.join(engine)
+        else:
+            if self.began_s is None and resident.core:
+                self.began_s = self._agenda.now_s
+            replicas = self.spec.trains.replicas(len(resident.ranks), resident.core)
+            self.training.attend(resident.id, replicas)
+        self.fill()
+
+    def gone(self, resident: str) -> None:
+        """A resident is no more."""
+        if resident in self.shard.places:
+            self.shard.leave(resident)
+        self.training.dismiss(resident)
+
+    # -- its course --------------------------------------------------------------------------------
+
+    def fill(self) -> None:
+        """Opens groups as far as there is room, and the gate lets them through."""
+        if self.began_s is None or not self.shard.places:
+            return
+        spec, size = self.spec, self.spec.group_size
+        while (room := self.shard.room) > -size:
+            opened = self.training.admit(-(-(room + size) // size))
+            if not opened:
+                return
+            share = self.training.version / max(1, spec.steps - 1)
+            for group in opened:
+                for member in range(size):
+                    script = spec.workload.script(group.number, member, share)
+                    self.shard.open(group.number, group.prompt, group.version, script)
+
+    def _ended(self, t: Trajectory) -> None:
+        whole = self.training.ended(t.group, t.oldest, t.context)
+        self.shard.counting.groups += whole
+        self.fill()
+
+    def _committed(self) -> None:
+        for place in self.shard.places.values():
+            place.engine.version = self.training.version
+            if self.spec.pull_s:
+                place.engine.stand(self.spec.pull_s)
+        self.shard.refreshed()
+        self.fill()
+
+    # -- what it says ------------------------------------------------------------------------------
+
+    @property
+    def planned(self) -> PlannedJob:
+        """It as the planner sees it."""
+        spec, training = self.spec, self.training
+        return PlannedJob(
+            spec.name,
+            Phase.TRAINING,
+            spec.need,
+            spec.planner,
+            spec.groups_per_step,
+            spec.group_size,
+            spec.max_staleness,
+            spec.slots,
+            spec.bin_tokens,
+            spec.steps,
+            training.requeued,
+            steps_done=training.version,
+            measured=self._measured(),
+            pace=spec.pace,
+            training_pace=spec.training_pace,
+            model=spec.name,
+            shape=spec.shape,
+        )
+
+    def _measured(self) -> Measured:
+        counting = self.shard.counting
+        curves = tuple(place.engine.curve for place in self.shard.places.values())
+        work = {"shard": counting.work, "core": self.training.work}
+        return Measured(work, curves, counting.lengths)

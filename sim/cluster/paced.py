@@ -1,0 +1,37 @@
+"""A paced workload (`sim/mesh/paced`) as a job of a simulated cluster."""
+
+from __future__ import annotations
+
+from common.job.config import PlannerConfig
+from common.job.pace import profile, training_profile
+from sim.cluster.job import JobSpec
+from sim.cluster.speeds import PacedSpeed
+from sim.cluster.trained import PacedTraining
+from sim.cluster.workload import Drift, LogNormal
+from sim.mesh.paced.workload import LONGEST, SLOTS, Workload
+
+
+def spec_of(job: Workload, seed: int, longest: int = LONGEST) -> JobSpec:
+    """The job of a workload, with trajectories of up to so many tokens."""
+    pace, training = profile(job.decode), training_profile(job.training)
+
+    return JobSpec(
+        workload=LogNormal(
+            seed,
+            job.turns,
+            Drift(job.median.first, job.median.last),
+            Drift(job.sigma.first, job.sigma.last),
+            Drift(job.tool_s.first, job.tool_s.last),
+            longest=longest,
+        ),
+        trains=PacedTraining(training, job.bin_tokens),
+        speed=lambda kind, degree: PacedSpeed(pace.of_degree(degree), kind, degree),
+        steps=job.steps,
+        groups_per_step=job.groups_per_step,
+        group_size=job.group_size,
+        slots=SLOTS,
+        bin_tokens=job.bin_tokens,
+        planner=PlannerConfig(moves=job.moves, training=1 + job.helping, **dict(job.planner)),
+        pace=job.decode,
+        training_pace=job.training,
+    )

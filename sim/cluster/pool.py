@@ -1,0 +1,105 @@
+"""The pool as the planner's decisions change it: what a look decides, the next one finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from common.pool.decisions import Admit, Decision, Dissolve, Finish, Form, Place, Remove, Serve
+from common.pool.needs import PlannedJob
+from common.pool.rows import Doing, Gang, Report, Resident, Worker
+from common.pool.settings import PoolSettings
+from common.pool.snapshot import Host, Move, Snapshot
+
+
+@dataclass
+class Pool:
+    """Workers, gangs and hosts of a simulated cluster."""
+
+    workers: tuple[Worker, ...]
+    hosts: dict[str, Host]
+    settings: PoolSettings = field(default_factory=PoolSettings)
+    gangs: dict[str, Gang] = field(default_factory=dict)
+    moves: dict[str, Move] = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=dict)  # by job
+    formed: int = 0  # gangs so far
+
+    def snapshot(self, now_s: float, jobs: Iterable[PlannedJob]) -> Snapshot:
+        """What a look finds at this time."""
+        where = {worker: gang.id for gang in self.gangs.values() for worker in gang.workers}
+        return Snapshot(
+            now_ms=round(1000 * now_s),
+            workers=tuple(
+                worker if worker.gang == where.get(worker.id, "") else self._in(worker, where)
+                for worker in self.workers
+            ),
+            gangs=tuple(self.gangs.values()),
+            jobs=tuple(replace(job, held=self.held.get(job.id, "")) for job in jobs),
+            hosts=tuple(self.hosts.values()),
+            moves=tuple(self.moves.values()),
+            settings=self.settings,
+            gangs_formed=self.formed,
+            up_ms=-round(1000 * self.settings.gather_s),
+        )
+
+    def apply(self, decisions: Iterable[Decision], now_s: float) -> list[tuple[str, Resident]]:
+        """Does what was decided at this time; residents, each with its gang, that are to do
+        something else than before.
+        """
+        begin: dict[str, tuple[str, Resident]] = {}
+        for decision in decisions:
+            match decision:
+                case Form(gang, workers):
+                    self.gangs[gang] = Gang(gang, workers, 1, (), round(1000 * now_s))
+                    self.formed += 1
+                case Dissolve(gang):
+                    del self.gangs[gang]
+                case Place(gang, resident, move=move):
+                    self._place(gang, resident)
+                    begin[resident.id] = gang, resident
+                    if move is not None:
+                        self.moves[resident.id] = move
+                case Remove(gang, resident_id):
+                    self._remove(gang, resident_id)
+                    begin.pop(resident_id, None)
+                    self.moves.pop(resident_id, None)
+                case Finish(move):
+                    self.moves.pop(move.id, None)
+                case Admit(job, held):
+                    self.held[job] = held
+                case Serve(host, services):
+                    self.hosts[host] = replace(self.hosts[host], services=services)
+                case _:
+                    pass
+        return list(begin.values())
+
+    def done(self, gang_id: str, wished: Resident) -> bool:
+        """A resident does what was wished; False where something else is wished by now."""
+        gang = self.gangs.get(gang_id)
+        there = {r.id: r for r in gang.residents} if gang is not None else {}
+        now = there.get(wished.id)
+        if gang is None or now is None or now.epoch != wished.epoch:
+            return False
+        reports = {
+            rank: Report(rank, now.generation, now.epoch, 1, Doing.READY, now.tier)
+            for rank in now.ranks
+        }
+        self._put(gang, replace(now, reports=reports))
+        return True
+
+    def _place(self, gang_id: str, resident: Resident) -> None:
+        gang = self.gangs[gang_id]
+        new = resident.id not in {r.id for r in gang.residents}
+        self._put(replace(gang, placed=gang.placed + new), resident)
+
+    def _put(self, gang: Gang, resident: Resident) -> None:
+        there = {r.id: r for r in gang.residents} | {resident.id: resident}
+        self.gangs[gang.id] = replace(gang, residents=tuple(there.values()))
+
+    def _remove(self, gang_id: str, resident_id: str) -> None:
+        gang = self.gangs[gang_id]
+        kept = tuple(r for r in gang.residents if r.id != resident_id)
+        self.gangs[gang_id] = replace(gang, residents=kept)
+
+    def _in(self, worker: Worker, where: dict[str, str]) -> Worker:
+        return replace(worker, gang=where.get(worker.id, ""))

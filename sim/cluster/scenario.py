@@ -1,0 +1,213 @@
+"""A scenario: hosts, jobs and arms, as a TOML file describes them.
+
+An arm is the scenario with some of its keys changed; arms are compared with the first one.
+"""
+
+from __future__ import annotations
+
+import copy
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from common.errors import ConfigError
+from common.job.config import PlannerConfig
+from common.job.constraints import (
+    Count,
+    File,
+    Name,
+    Natural,
+    NonNegative,
+    Positive,
+    Share,
+    Table,
+    Text,
+    Whole,
+)
+from common.job.schema import Schema
+from common.pool.settings import PoolSettings
+from meshrl.job import toml_file
+
+
+@dataclass(frozen=True)
+class HostsTable(Table):
+    """`[[hosts]]`: hosts that are alike."""
+
+    kind: Name = "CPU"  # of their accelerators, as common/hardware/accelerators.toml has them
+    count: Natural = 1
+    accelerators: Count = 8
+
+
+@dataclass(frozen=True)
+class SwitchesTable(Table):
+    """`[switches]`: seconds from a decision until a resident does what was wished."""
+
+    rollout_s: NonNegative = 1.0
+    training_s: NonNegative = 1.0
+
+
+@dataclass(frozen=True)
+class ModelTable(Table):
+    """`[jobs.model]`: the shape of what is trained; `parameters` 0: the job has a pace."""
+
+    parameters: NonNegative = 0.0
+    active: NonNegative = 0.0  # parameters that a token is computed with; 0: all
+    layers: Natural = 0
+    hidden: Natural = 0
+    heads: Natural = 0
+    kv_heads: Natural = 0
+    head_dim: Natural = 0
+    experts: Natural = 0
+    experts_per_token: Natural = 0
+
+
+@dataclass(frozen=True)
+class AnswerTable(Table):
+    """`[[jobs.workload.answers]]`: what a tool may answer, and what follows."""
+
+    tool: Name = "tool"
+    size: Literal["small", "medium", "large"] = "small"
+    status: Literal["success", "failure", "timeout"] = "success"
+    weight: Positive = 1.0
+    seconds: NonNegative = 0.0
+    tokens: NonNegative = 0.0
+    ends: Share = 0.5  # probability that the turn behind it is the last one
+    scale: Positive = 1.0  # of the lengths of all turns behind it
+
+
+@dataclass(frozen=True)
+class DriftTable(Table):
+    """A quantity that grows along the run."""
+
+    first: NonNegative = 0.0
+    last: NonNegative = 0.0
+
+
+@dataclass(frozen=True)
+class WorkloadTable(Table):
+    """`[jobs.workload]`: what trajectories are. With `answers` turns follow until one of them ends
+    the trajectory; without, there are `turns`, each with a tool of `tool_s`.
+    """
+
+    trace: File = ""  # JSON lines of trajectories, in place of all that is drawn
+    prompt: NonNegative = 512.0
+    median: DriftTable = field(default_factory=lambda: DriftTable(512.0, 512.0))  # tokens of a turn
+    sigma: DriftTable = field(default_factory=lambda: DriftTable(0.8, 0.8))
+    turns: Count = 1  # with answers: at most
+    tool_s: DriftTable = field(default_factory=DriftTable)
+    longest: Natural = 0  # tokens of a trajectory; 0: as many as are drawn
+    answers: list[AnswerTable] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class JobTable(Table):
+    """`[[jobs]]`: a job that runs from the beginning."""
+
+    name: Name = "job"
+    steps: Count = 48
+    groups_per_step: Count = 16
+    group_size: Count = 8
+    max_staleness: Natural = 2
+    slots: Count = 256  # of an engine
+    bin_tokens: Natural = 0
+    ranks: Count = 1  # of the core
+    tensor: Count = 1  # of the core: degree of tensor parallelism,
+    pipeline: Count = 1  # and stages
+    degrees: list[Count] = field(default_factory=lambda: [1])  # that engines may have
+    pull_s: NonNegative = 0.0  # that an engine stands for other weights
+    pace: str = ""  # of engines, in place of a model
+    training_pace: str = ""
+    share: Positive = 1.0
+    priority: Whole = 0
+    helped: bool = True
+    buckets: bool = True  # C-MLFQ, where engines have several degrees
+    model: ModelTable = field(default_factory=ModelTable)
+    workload: WorkloadTable = field(default_factory=WorkloadTable)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+
+
+@dataclass(frozen=True)
+class ArmTable(Table):
+    """`[[arms]]`: the scenario with some keys changed, each `KEY=VALUE`."""
+
+    name: Text = "as it is"
+    set: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Scenario(Table):
+    """A whole file, checked."""
+
+    title: str = ""
+    sources: list[str] = field(default_factory=list)  # what is taken from where
+    seed: Natural = 0
+    until_s: Positive = 86400.0
+    hosts: list[HostsTable] = field(default_factory=lambda: [HostsTable()])
+    pool: PoolSettings = field(default_factory=PoolSettings)
+    switches: SwitchesTable = field(default_factory=SwitchesTable)
+    jobs: list[JobTable] = field(default_factory=lambda: [JobTable()])
+    arms: list[ArmTable] = field(default_factory=list)
+
+
+SCENARIO = Schema(Scenario, "docs/simulator.md lists all keys of a scenario")
+
+
+def read(path: Path, changes: list[str]) -> dict[str, Scenario]:
+    """The arms of a file, in order, each with `KEY=VALUE` changes; ConfigError says what is wrong
+    where.
+    """
+    document, places = toml_file.read(path, "the scenario")
+
+    def fail(key: str, message: str, fix: str) -> ConfigError:
+        return toml_file.mistake(path, places, key, message, fix)
+
+    for change in changes:
+        apply(document, change)
+    whole = SCENARIO.validated(document, fail)
+    found: dict[str, Scenario] = {}
+    for arm in whole.arms or [ArmTable()]:
+        changed = copy.deepcopy(document)
+        for change in arm.set:
+            apply(changed, change)
+        found[arm.name] = SCENARIO.validated(changed, fail)
+    return found
+
+
+def apply(document: dict[str, Any], change: str) -> None:
+    """Changes a key of a document. One of a list is named by its `name` or `kind`, as the hosts of
+    `hosts.H100.count=16`; without a name it is all of them.
+    """
+    key, equals, text = change.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"{change!r} is no KEY=VALUE", fix="Write as in hosts.H100.count=16")
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    _put(document, parts, value, change)
+
+
+def _put(table: Any, parts: list[str], value: Any, change: str) -> None:
+    first, *rest = parts
+    if isinstance(table, list):
+        named = [one for one in table if first.lower() in _names(one)]
+        for one in named[:1] or table:
+            _put(one, rest if named else parts, value, change)
+        return
+    if not isinstance(table, dict) or (_tables(table.get(first)) and not rest):
+        raise ConfigError(f"{change!r} names no single value", fix="Name one key of a table")
+    if rest:
+        _put(table.setdefault(first, {}), rest, value, change)
+    else:
+        table[first] = value
+
+
+def _tables(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(one, dict) for one in value)
+
+
+def _names(table: Mapping[str, Any]) -> set[str]:
+    return {str(table.get(name, "")).lower() for name in ("name", "kind")}

@@ -1,0 +1,293 @@
+"""A shard of a job: sends each turn to an engine by the router's own decisions
+(`services/rollout/routing`), and counts where the time of its trajectories goes.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from services.rollout.routing import balance, queues
+from services.rollout.routing.cmlfq import Scheduler
+from services.rollout.routing.degree_buckets import Engine as Rated
+from services.rollout.routing.lengths import Lengths, Past, ToolReturn
+from services.rollout.routing.queues import EngineLoad, LengthBucket, QueuedRequest
+from sim.cluster.agenda import Agenda
+from sim.cluster.counting import Counting
+from sim.cluster.engine import Engine, Request
+from sim.cluster.workload import Script
+
+LOOK_AHEAD = 64  # as of the router
+
+
+@dataclass(eq=False, slots=True)
+class Trajectory:
+    """One that is under way."""
+
+    group: int
+    prompt: int  # the row of the data set
+    floor: int  # weights that are older may not serve it
+    script: Script
+    turn: int = 0
+    left: float = 0.0  # tokens of the turn
+    context: float = 0.0
+    sampled: float = 0.0
+    oldest: int = -1  # version of its first token
+    home: str = ""  # the engine that holds its cache
+    seat: str = ""  # the engine where it has a seat
+    request: Request | None = None
+    bucket: int = 0
+    returns: list[tuple[ToolReturn, int]] = field(default_factory=list)  # and sampled by then
+    order: tuple[int, ...] = field(default=(), repr=False)
+
+
+@dataclass(slots=True)
+class Place:
+    """An engine as the shard loads it."""
+
+    engine: Engine
+    bucket: int = 0
+    out: dict[Trajectory, None] = field(default_factory=dict)  # turns under way, oldest first
+    held: int = 0  # trajectories with a seat there
+
+    @property
+    def load(self) -> EngineLoad:
+        """It as the queues see it."""
+        engine = self.engine
+        slots, out = engine.slots, len(self.out)
+        return EngineLoad(engine.name, slots, out, engine.version, self.bucket, slots, self.held)
+
+
+class Shard:
+    """The engines of a shard and the trajectories that stay with them."""
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        over: Callable[[Trajectory], None],
+        slots: int,
+        longest: int,
+        buckets: bool,
+    ) -> None:
+        """`over` is told of each trajectory that has ended. With `buckets` engines form those of
+        their degrees, for trajectories of up to `longest` tokens.
+        """
+        whole = [LengthBucket(longest, slots)]
+        self._scheduler = Scheduler(whole, 1, Lengths(), follows=buckets)
+        self._learns = buckets
+        self.places: dict[str, Place] = {}
+        self.counting = Counting(agenda)
+        self.under_way: set[Trajectory] = set()
+        self._agenda, self._over = agenda, over
+        self._queue: list[Trajectory] = []
+        self._arrivals = 0
+
+    # -- engines -----------------------------------------------------------------------------------
+
+    def join(self, engine: Engine) -> None:
+        """An engine takes requests from now on."""
+        self.places[engine.name] = Place(engine)
+        self._follow()
+        self._dispatch()
+
+    def leave(self, name: str) -> None:
+        """An engine is gone; its trajectories go on elsewhere, from what they have."""
+        place = self.places.pop(name)
+        place.engine.clear()
+        self._follow()
+        for t in list(self.under_way):
+            if t.seat == name:
+                t.seat = ""
+        for t in list(place.out):
+            self._interrupt(t)
+            self.counting.engine.leave()
+            self._place(t)
+
+    @property
+    def room(self) -> int:
+        """Trajectories that would find an engine at once."""
+        seats = sum(place.engine.slots - place.held for place in self.places.values())
+        idle = sum(max(0, p.engine.slots - len(p.out)) for p in self.places.values())
+        return min(seats, idle - len(self._queue))
+
+    def look(self) -> None:
+        """Lets requests go that are better off elsewhere, and buckets follow lengths."""
+        self._follow()
+        self._balance()
+
+    def _follow(self) -> None:
+        """Makes buckets those of the engines that there are."""
+        engines = {name: place.engine for name, place in self.places.items()}
+        if not engines:
+            return
+        rated = {n: Rated(e.degree, round(e.tokens), e.busy_s) for n, e in engines.items()}
+        if self._scheduler.follow(rated):
+            for t in self.under_way:
+                t.bucket = self._decided(t, 0).bucket if t.returns else 0
+            for t in self._queue:
+                t.order = (*self._turn(t), t.order[-1])
+            self._queue.sort(key=lambda one: one.order)
+        degrees = {name: engine.degree for name, engine in engines.items()}
+        for name, bucket in queues.assign(degrees, self._scheduler.buckets).items():
+            self.places[name].bucket = bucket
+
+    def _balance(self) -> None:
+        loads = [
+            balance.TotalLoad(
+                name,
+                p.engine.slots,
+                p.engine.running,
+                p.engine.waiting,
+                p.engine.plateau,
+                p.engine.version,
+            )
+            for name, p in self.places.items()
+        ]
+        for move in balance.balance(loads, floor=0):
+            source, target = self.places[move.source], self.places[move.target]
+            for t in list(source.out)[-move.count :]:
+                assert t.request is not None
+                source.engine.release(t.request)
+                self._interrupt(t)
+                del source.out[t]
+                self._take(t, target)
+
+    def refreshed(self) -> None:
+        """Engines have other weights: who waited for them may go."""
+        self._dispatch()
+
+    # -- trajectories ------------------------------------------------------------------------------
+
+    def open(self, group: int, prompt: int, floor: int, script: Script) -> None:
+        """Begins a trajectory."""
+        t = Trajectory(group, prompt, floor, script, context=script.prompt)
+        self.under_way.add(t)
+        self.counting.flight.enter()
+        self._begin(t)
+
+    def _begin(self, t: Trajectory) -> None:
+        t.left = t.script.turns[t.turn].tokens
+        self.counting.turn.enter()
+        self._place(t)
+
+    def _place(self, t: Trajectory) -> None:
+        request = self._request(t)
+        home = self.places.get(t.home)
+        name = queues.choose([home.load], request) if home is not None else None
+        if name is None:
+            name = queues.choose([p.load for p in self.places.values()], request)
+        if name is not None and (name == t.home or not self._queue):
+            return self._send(t, self.places[name])
+        self._arrivals += 1
+        t.order = (*self._turn(t), self._arrivals)
+        insort(self._queue, t, key=lambda one: one.order)
+
+    def _dispatch(self) -> None:
+        while self._queue:
+            loads = [place.load for place in self.places.values()]
+            first = self._queue[:LOOK_AHEAD]
+            found = queues.next_up([self._request(t) for t in first], loads)
+            if found is None:
+                return
+            self._send(self._queue.pop(found[0]), self.places[found[1]])
+
+    def _send(self, t: Trajectory, place: Place) -> None:
+        self.counting.engine.enter()
+        self._take(t, place)
+
+    def _take(self, t: Trajectory, place: Place) -> None:
+        name = place.engine.name
+        if t.seat != name:
+            self._free(t)
+            place.held += 1
+        known = t.home == name
+        t.seat = t.home = name
+        place.out[t] = None
+        if t.oldest < 0:
+            t.oldest = place.engine.version
+        cached = t.context if known else 0.0
+        t.request = Request(t.left, t.context, cached, lambda: self._ended(t))
+        place.engine.submit(t.request)
+
+    def _request(self, t: Trajectory) -> QueuedRequest:
+        return QueuedRequest(t.floor, t.home, self._bucket(t))
+
+    def _bucket(self, t: Trajectory) -> int:
+        """Its bucket, or the nearest, rather longer, one that has an engine now."""
+        if len(self._scheduler.buckets) == 1:
+            return 0
+        served = {p.bucket for p in self.places.values() if p.engine.version >= t.floor}
+        return min(served, key=lambda b: (abs(b - t.bucket), -b), default=t.bucket)
+
+    def _turn(self, t: Trajectory) -> tuple[int, ...]:
+        """Whose turn it is when several wait, lowest first, as of `Scheduler.order`."""
+        return (-t.bucket,) if len(self._scheduler.buckets) > 1 else (t.group,)
+
+    def _decided(self, t: Trajectory, bucket: int) -> queues.BucketDecision:
+        path = [returned for returned, _ in t.returns]
+        estimate = self._scheduler.lengths.estimate(t.prompt, path)
+        return queues.decide(estimate, bucket, self._scheduler.buckets)
+
+    def _returned(self, t: Trajectory, returned: ToolReturn) -> None:
+        """A tool has answered: the trajectory may belong to another bucket now."""
+        t.returns.append((returned, round(t.sampled)))
+        if len(self._scheduler.buckets) == 1:
+            return
+        decision = self._decided(t, t.bucket)
+        t.bucket = decision.bucket
+        home = self.places.get(t.home)
+        moves = decision.outcome == "causal_signal_agree" and home is not None
+        if moves and home is not None and home.bucket != self._bucket(t):
+            self._free(t)
+            t.home = ""
+
+    def _free(self, t: Trajectory) -> None:
+        """Gives back its seat."""
+        if t.seat in self.places:
+            self.places[t.seat].held -= 1
+        t.seat = ""
+
+    def _interrupt(self, t: Trajectory) -> None:
+        """Takes over what an engine has made of a turn."""
+        request, t.request = t.request, None
+        assert request is not None
+        self._made(t, request)
+        t.left = request.left
+
+    def _made(self, t: Trajectory, request: Request) -> None:
+        t.context += request.made
+        t.sampled += request.made
+        self.counting.sampled += request.made
+
+    def _ended(self, t: Trajectory) -> None:
+        """A turn is over: its tool begins."""
+        request, t.request = t.request, None
+        assert request is not None
+        del self.places[t.seat].out[t]
+        self._made(t, request)
+        self.counting.engine.leave()
+        self.counting.turn.leave()
+        turn = t.script.turns[t.turn]
+        if turn.tool_s > 0:
+            self._agenda.after(turn.tool_s, lambda: self._answered(t))
+        else:
+            self._answered(t)
+        self._dispatch()
+
+    def _answered(self, t: Trajectory) -> None:
+        t.turn += 1
+        if t.turn < len(t.script.turns):
+            turn = t.script.turns[t.turn - 1]
+            t.context += turn.answer
+            if turn.returned is not None and self._learns:
+                self._returned(t, turn.returned)
+            return self._begin(t)
+        self._free(t)
+        if self._learns:
+            self._scheduler.lengths.learn(Past(t.prompt, tuple(t.returns), round(t.sampled)))
+        self.under_way.remove(t)
+        self.counting.flight.leave()
+        self.counting.ended(t.sampled, t.script.prompt)
+        self._over(t)
+        self._dispatch()

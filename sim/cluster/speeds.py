@@ -1,0 +1,111 @@
+"""How fast gangs generate: by the planner's cost model, or by the pace that a job declares."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.job.pace import Pace
+from common.pool.measured import Curve
+from services.planner.costs.rollout import Gang
+
+
+class Speed(Protocol):
+    """How fast one gang is."""
+
+    def step_s(self, batch: float, context: float) -> float:
+        """Seconds of a decode step of `batch` sequences with so many tokens of context each."""
+        ...
+
+    def prefill_s(self, tokens: float, before: float = 0.0) -> float:
+        """Seconds of the forward pass of so many tokens behind `before` others."""
+        ...
+
+    def capacity(self) -> float:
+        """Tokens whose keys and values fit."""
+        ...
+
+    @property
+    def plateau(self) -> int:
+        """Sequences from which more bring hardly more tokens a second; 0: not known."""
+        ...
+
+    def curve(self, steps: int) -> Curve:
+        """What its engine has measured of itself in so many decode steps."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PacedSpeed:
+    """Of engines that imitate a pace."""
+
+    pace: Pace
+    kind: str
+    degree: int
+
+    def step_s(self, batch: float, context: float) -> float:
+        """Whatever the context."""
+        return self.pace.decode_s * max(1.0, batch / self.pace.plateau) + self.pace.collectives_s
+
+    def prefill_s(self, tokens: float, before: float = 0.0) -> float:
+        """Whatever is before."""
+        return tokens / self.pace.prefill_tokens_per_s
+
+    def capacity(self) -> float:
+        """As many tokens as there are."""
+        return math.inf
+
+    @property
+    def plateau(self) -> int:
+        """As declared."""
+        return self.pace.plateau
+
+    def curve(self, steps: int) -> Curve:
+        """The pace itself."""
+        pace = self.pace
+        return Curve(
+            self.kind,
+            self.degree,
+            pace.decode_s + pace.collectives_s,
+            prefill_tokens_per_s=pace.prefill_tokens_per_s,
+            steps=steps,
+            most_tokens_per_s=pace.plateau / pace.decode_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpeed:
+    """Of a model on accelerators (`services/planner/costs/rollout.py`)."""
+
+    gang: Gang
+
+    def step_s(self, batch: float, context: float) -> float:
+        """By the cost model."""
+        return self.gang.step_s(batch, context)
+
+    def prefill_s(self, tokens: float, before: float = 0.0) -> float:
+        """By the cost model."""
+        return self.gang.prefill_s(tokens, before)
+
+    def capacity(self) -> float:
+        """Room for keys and values beside the weights."""
+        return self.gang.capacity()
+
+    @property
+    def plateau(self) -> int:
+        """Where a step's arithmetic takes longer than the reading of its weights."""
+        return max(1, round(self.gang.step_s(1, 0) / self.gang.busy_s))
+
+    def curve(self, steps: int) -> Curve:
+        """A line through decode steps."""
+        found = self.gang.curve()
+        return Curve(
+            found.kind,
+            found.degree,
+            found.base_s,
+            found.sequence_s,
+            found.context_s,
+            found.prefill_tokens_per_s,
+            steps,
+        )

@@ -1,0 +1,84 @@
+"""How fast a job trains: by the planner's cost model (`services/planner/costs/training.py`), or by
+the pace that it declares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from common.hardware.profiles import Accelerator
+from common.hardware.shapes import ModelShape
+from common.job.pace import TrainingPace
+from services.planner.costs.training import StepWork, TrainingLayout, step_s
+
+MANY = 64  # micro-batches over which the filling of a pipeline is spread
+
+
+@dataclass(frozen=True)
+class ModelTraining:
+    """A core of `layout`; a helper computes with a copy of the model on its own workers."""
+
+    shape: ModelShape
+    on: Accelerator
+    layout: TrainingLayout
+
+    def replicas(self, workers: int, core: bool) -> int:
+        """The core's data parallel ones; a helper is one."""
+        return self.layout.data if core else 1
+
+    def update_s(self) -> float:
+        """Exchange of gradients and update: what a step without tokens takes."""
+        return self._empty_s
+
+    def bins_s(self, tokens: Sequence[float]) -> Sequence[float]:
+        """A trajectory each, as one of many in its pipeline."""
+        return [self._piece_s(one) for one in tokens]
+
+    @cached_property
+    def _empty_s(self) -> float:
+        return step_s(self.shape, self.on, self.layout, StepWork(self.layout.data, 0.0, 0.0))
+
+    def _piece_s(self, tokens: float) -> float:
+        """Seconds of one sequence on one replica, with its part of the pipeline's filling."""
+        layout = TrainingLayout(
+            self.layout.kind, 1, self.layout.tensor, self.layout.pipeline, 1, False
+        )
+        work = StepWork(MANY, MANY * tokens, MANY * tokens * tokens)
+        whole_s = step_s(self.shape, self.on, layout, work)
+        empty_s = step_s(self.shape, self.on, layout, StepWork(1, 0.0, 0.0))
+        return (whole_s - empty_s) / MANY
+
+
+@dataclass(frozen=True, slots=True)
+class PacedTraining:
+    """Of trainers that imitate a pace: a worker computes whole bins, one after the other."""
+
+    pace: TrainingPace
+    bin_tokens: int
+
+    def replicas(self, workers: int, core: bool) -> int:
+        """A copy each."""
+        return workers
+
+    def update_s(self) -> float:
+        """Seconds of the optimizer's step."""
+        return self.pace.update_s
+
+    def bins_s(self, tokens: Sequence[float]) -> Sequence[float]:
+        """Seconds of each bin."""
+        return [one / self.pace.tokens_per_s for one in packed(tokens, self.bin_tokens)]
+
+
+def packed(tokens: Sequence[float], most: int) -> list[float]:
+    """Tokens of each bin, longest sequences first, each where it leaves least room."""
+    bins: list[float] = []
+    for one in sorted(tokens, reverse=True):
+        fits = [i for i, there in enumerate(bins) if there + one <= most]
+        if fits:
+            best = max(fits, key=lambda i: bins[i])
+            bins[best] += one
+        else:
+            bins.append(one)
+    return bins

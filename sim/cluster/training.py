@@ -1,0 +1,189 @@
+"""A job's training: the staleness gate, the groups of a step, and the steps.
+
+The gate and the choice of groups are those of `common/state/scripts/groups` (`admit`,
+`lease_groups`) and `steps/commit_step`, as a mesh runs them in Redis.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from common.pool.measured import Work
+from sim.cluster.agenda import Agenda
+
+
+class Trains(Protocol):
+    """How fast a job trains."""
+
+    def replicas(self, workers: int, core: bool) -> int:
+        """Copies of the model that so many workers of a resident compute with."""
+        ...
+
+    def update_s(self) -> float:
+        """Seconds of a step that nobody shares."""
+        ...
+
+    def bins_s(self, tokens: Sequence[float]) -> Sequence[float]:
+        """Seconds of the gradients of a group's trajectories, of so many tokens each: of every
+        piece that one replica computes.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class Group:
+    """Trajectories of one prompt."""
+
+    number: int
+    prompt: int
+    version: int  # at which it was opened
+    missing: int  # members under way
+    passed: int = 0  # steps that were made of younger groups
+    oldest: int = 1 << 30  # version of its oldest token
+    tokens: list[float] = field(default_factory=list)  # of each member that has ended
+
+
+class Training:
+    """The core of a job and its helpers."""
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        trains: Trains,
+        groups_per_step: int,
+        group_size: int,
+        max_staleness: int,
+        steps: int,
+        committed: Callable[[], None],
+    ) -> None:
+        """`committed` is told of each step."""
+        self.version = 0
+        self.ended_s: list[float] = []  # when each step was committed
+        self.requeued = 0  # trajectories that came back too old
+        self._agenda, self._trains, self._committed = agenda, trains, committed
+        self._wanted, self._size = groups_per_step, group_size
+        self._staleness, self._steps = max_staleness, steps
+        self._admitted = self._next = self._cursor = 0
+        self._again: deque[tuple[int, int]] = deque()  # prompts given back, how often passed over
+        self._open: dict[int, Group] = {}
+        self._ready: dict[int, Group] = {}
+        self._since_s = agenda.now_s  # when it began to train, or to wait
+        self._free_s: dict[
+            tuple[str, int], float
+        ] = {}  # when each replica has computed what it was given,
+        self._computed_s = 0.0  # and all of them,
+        self._leased: list[Group] = []  # of the groups of the step so far;
+        self._whole = False  # these are all
+        self._waited_s = 0.0  # for them
+        self._done = Work()
+
+    @property
+    def over(self) -> bool:
+        """Whether all steps are made."""
+        return self.version >= self._steps
+
+    def admit(self, want: int) -> list[Group]:
+        """Opens up to so many groups, as many as the gate lets through."""
+        steps = min(self._staleness + self.version + 1, self._steps)
+        capacity = steps * self._wanted - self._admitted
+        found = []
+        for _ in range(min(want, capacity)):
+            if self._again:
+                prompt, passed = self._again.popleft()
+            else:
+                prompt, passed = self._cursor, 0
+                self._cursor += 1
+            group = Group(self._next, prompt, self.version, self._size, passed)
+            self._open[group.number] = group
+            self._next += 1
+            self._admitted += 1
+            found.append(group)
+        return found
+
+    def ended(self, number: int, oldest: int, tokens: float) -> bool:
+        """A trajectory has ended, of so many tokens with its prompt; whether its group is whole."""
+        group = self._open[number]
+        group.missing -= 1
+        group.oldest = min(group.oldest, oldest)
+        group.tokens.append(tokens)
+        if group.missing:
+            return False
+        self._ready[number] = self._open.pop(number)
+        self.lease()
+        return True
+
+    def attend(self, resident: str, replicas: int) -> None:
+        """So many replicas of the model compute gradients from now on."""
+        for number in range(replicas):
+            self._free_s[resident, number] = self._agenda.now_s
+        self.lease()
+
+    def dismiss(self, resident: str) -> None:
+        """Its replicas compute no more. What they have begun they end."""
+        for key in [key for key in self._free_s if key[0] == resident]:
+            del self._free_s[key]
+
+    def lease(self) -> None:
+        """Takes groups of the step that are there, and hands their pieces to who is free first:
+        gradients are computed while further groups are waited for.
+        """
+        if self.over or self._whole or not self._free_s:
+            return
+        for group in self._chosen():
+            del self._ready[group.number]
+            self._leased.append(group)
+            now_s = self._agenda.now_s
+            for piece_s in self._trains.bins_s(group.tokens):
+                first = min(self._free_s, key=lambda one: self._free_s[one])
+                self._free_s[first] = max(now_s, self._free_s[first]) + piece_s
+                self._computed_s = max(self._computed_s, self._free_s[first])
+                self._done += Work(work_s=piece_s)
+            self._done += Work(tokens=sum(group.tokens))
+        if len(self._leased) == self._wanted:
+            now_s = self._agenda.now_s
+            self._whole = True
+            self._waited_s = now_s - self._since_s
+            ends_s = max(now_s, self._computed_s) + self._trains.update_s()
+            self._agenda.at(ends_s, self._commit)
+
+    @property
+    def work(self) -> Work:
+        """All so far; seconds of steps that are complete."""
+        return self._done
+
+    def _chosen(self) -> list[Group]:
+        """Ready groups that the step takes now, oldest first; what is too old gives its prompt
+        back. A place is kept for each open group that may be passed over no more.
+        """
+        late = sum(group.passed >= self._staleness for group in self._open.values())
+        places = self._wanted - len(self._leased)
+        places -= min(late, places)
+        chosen: list[Group] = []
+        for number in sorted(self._ready):
+            if len(chosen) == places:
+                break
+            group = self._ready[number]
+            if self.version - group.oldest > self._staleness:
+                del self._ready[number]
+                self._again.append((group.prompt, group.passed))
+                self._admitted -= 1
+                self.requeued += self._size
+                continue
+            chosen.append(group)
+        return chosen
+
+    def _commit(self) -> None:
+        now_s = self._agenda.now_s
+        newest = max(group.number for group in self._leased)
+        for number, group in self._open.items():
+            group.passed += number < newest
+        busy_s = now_s - self._since_s - self._waited_s
+        self._done += Work(steps=1.0, busy_s=busy_s, wait_s=self._waited_s)
+        self._leased, self._whole, self._since_s = [], False, now_s
+        self.version += 1
+        self.ended_s.append(now_s)
+        self.lease()
+        self._committed()

@@ -1,0 +1,126 @@
+"""Scenarios: what files say, and what is said of their mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from sim.cluster.__main__ import SCENARIOS
+from sim.cluster.building import cluster_of
+from sim.cluster.scenario import apply, read
+
+SMALL = """
+title = "a small one"
+[[hosts]]
+kind = "CPU"
+accelerators = 4
+[[jobs]]
+name = "talk"
+steps = 6
+groups_per_step = 4
+group_size = 4
+pace = "100/8/4000"
+training_pace = "100/50"
+[jobs.workload]
+prompt = 4
+median = { first = 20 }
+sigma = { first = 0.5 }
+[[arms]]
+name = "held"
+set = ["jobs.planner.moves=false"]
+[[arms]]
+name = "planner"
+"""
+
+
+def write(folder: Path, text: str = SMALL) -> Path:
+    path = folder / "scenario.toml"
+    path.write_text(text)
+    return path
+
+
+def ran(*words: str) -> subprocess.CompletedProcess[str]:
+    told = [sys.executable, "-m", "sim.cluster", *words]
+    return subprocess.run(told, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_arms_are_compared_with_the_first_one(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    one, other = ran(str(path)), ran(str(path))
+    assert one.returncode == 0, one.stderr
+    told = json.loads(one.stdout.splitlines()[-1])
+    assert told["held_faster"] == 1.0 and told["held_moves"] == 0
+    assert told["held_steps"] == told["planner_steps"] == 6
+    table = one.stdout.splitlines()[:-1]
+    assert table == other.stdout.splitlines()[:-1], "a run is the same each time"
+    assert [line.split()[0] for line in table] == ["arm", "held", "planner"]
+
+
+def test_what_if_compares_a_scenario_with_itself(tmp_path: Path) -> None:
+    longer = SMALL.replace("steps = 6", "steps = 24")
+    said = ran(str(write(tmp_path, longer)), "--what-if", "hosts.cpu.accelerators=8")
+    told = json.loads(said.stdout.splitlines()[-1])
+    faster = told["planner_if_hosts.cpu.accelerators=8_faster"]
+    assert faster > 1.0 and faster > told["planner_faster"]
+
+
+def test_shipped_scenarios_can_be_built() -> None:
+    shipped = sorted(SCENARIOS.glob("*.toml"))
+    assert shipped
+    for path in shipped:
+        arms = read(path, [])
+        assert all(cluster_of(scenario, path.parent).jobs for scenario in arms.values())
+    assert shipped[0].stem in ran().stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("steps = 6", "steps = 0 must be at least 1"),
+        ('kind = "CPU"', "unknown key hosts[0].kinds"),
+        ('pace = "100/8/4000"', "there is no pace 'fast'"),
+        ("[jobs.workload]", "neither a model nor a pace"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, change: str, said: str) -> None:
+    wrong = {
+        "steps = 6": "steps = 0",
+        'kind = "CPU"': 'kinds = "CPU"',
+        'pace = "100/8/4000"': 'pace = "fast"',
+        "[jobs.workload]": "[jobs.workload]",
+    }[change]
+    text = SMALL.replace(change, wrong, 1)
+    if change == wrong:
+        text = text.replace('training_pace = "100/50"\n', "")
+    with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
+        path = write(tmp_path, text)
+        cluster_of(read(path, [])["held"], tmp_path).run(60.0)
+
+
+def test_a_change_names_one_of_a_list_by_its_name_or_kind() -> None:
+    document = {"hosts": [{"kind": "A100"}, {"kind": "H100", "count": 2}], "seed": 1}
+    apply(document, "hosts.h100.count=16")
+    assert [one.get("count") for one in document["hosts"]] == [None, 16]  # type: ignore[attr-defined]
+    apply(document, "hosts.accelerators=4")
+    assert [one["accelerators"] for one in document["hosts"]] == [4, 4]  # type: ignore[attr-defined]
+    for wrong in ("seed", "hosts=3", "seed.more=1"):
+        with pytest.raises(ConfigError):
+            apply(document, wrong)
+
+
+def test_a_trace_is_played_and_its_mistakes_have_lines(tmp_path: Path) -> None:
+    turns = [{"tokens": 30, "tool_s": 1.0, "answer": 5}, {"tokens": 20}]
+    (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": 8, "turns": turns}) + "\n")
+    text = SMALL.replace("prompt = 4", 'trace = "t.jsonl"')
+    cluster = cluster_of(read(write(tmp_path, text), [])["held"], tmp_path)
+    cluster.run(3600.0)
+    job = cluster.jobs["talk"]
+    assert job.training.over and job.training.work.tokens == 6 * 16 * 63
+    (tmp_path / "t.jsonl").write_text('{"turns": [{"tokens": 5}]}\n{"turns": [{"tokens": -1}]}\n')
+    with pytest.raises(ConfigError, match="line 2"):
+        cluster_of(read(write(tmp_path, text), [])["held"], tmp_path)

@@ -1,0 +1,95 @@
+"""Whole simulated clusters: the planner's own decisions, and nothing that is lost by them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from common.pool.decisions import Form
+from common.pool.needs import Need
+from services.planner.decide import decide
+from sim.cluster.cluster import Cluster, Hosts
+from sim.cluster.job import JobSpec
+from sim.cluster.paced import spec_of
+from sim.mesh.paced.workload import Drift, Workload
+
+TRAINED = Workload(
+    workers=4, steps=16, median=Drift(20.0, 20.0), decode="100/8/4000", training="60/50"
+)
+
+
+def ran(job: JobSpec, workers: int = 4, until_s: float = 3600.0) -> Cluster:
+    cluster = Cluster([Hosts(1, workers)], [job])
+    cluster.run(until_s)
+    return cluster
+
+
+def test_the_same_cluster_has_the_same_run() -> None:
+    one, other = (ran(spec_of(TRAINED, 1)) for _ in range(2))
+    assert one.jobs["job"].training.ended_s == other.jobs["job"].training.ended_s
+    assert [m.details for m in one.moves] == [m.details for m in other.moves]
+
+
+def test_the_planner_moves_engines_where_training_takes_longer_and_that_pays() -> None:
+    moved, held = ran(spec_of(TRAINED, 1)), ran(spec_of(TRAINED.held(0), 1))
+    assert moved.moves and not held.moves
+    assert {m.details["to"] for m in moved.moves} == {"training"}
+    times = [one.jobs["job"].training.ended_s[-1] for one in (moved, held)]
+    assert times[0] < 0.8 * times[1]
+
+
+def test_what_trains_was_sampled_once() -> None:
+    job = ran(spec_of(TRAINED, 2)).jobs["job"]
+    assert job.training.over and len(job.training.ended_s) == 16
+    counted = job.shard.counting
+    groups = 16 * 4 + job.training.requeued // 6
+    assert counted.groups == groups, "no group beyond the last step is opened"
+    assert counted.trajectories == 6 * groups and not job.shard.under_way
+    assert counted.work.queue_s >= 0
+
+
+def test_trajectories_go_on_where_their_engine_has_gone() -> None:
+    """An engine that leaves in the middle of a run; what it made counts."""
+    spec = spec_of(TRAINED.held(0), 3)
+    cluster = Cluster([Hosts(1, 4)], [spec])
+    job = cluster.jobs["job"]
+    cluster.agenda.at(20.0, lambda: job.gone(sorted(job.shard.places)[0]))
+    cluster.run(3600.0)
+    whole = ran(spec).jobs["job"]
+    assert job.training.over and len(job.shard.places) == 2
+    assert job.shard.counting.groups == whole.shard.counting.groups
+
+
+def test_two_jobs_share_a_cluster() -> None:
+    one = replace(spec_of(TRAINED, 1), name="one", need=Need(most=3))
+    other = replace(spec_of(TRAINED.held(0), 2), name="other")
+    cluster = Cluster([Hosts(2, 4)], [one, other])
+    cluster.run(3600.0)
+    assert all(job.training.over for job in cluster.jobs.values())
+
+
+def test_engines_of_several_degrees_have_buckets_by_length() -> None:
+    """Where the tail is what a step waits for, some engines get more accelerators each."""
+    tailed = Workload(workers=8, steps=40, sigma=Drift(1.3, 1.3), training="4000/20")
+    spec = replace(spec_of(tailed, 1), need=Need(degrees=(1, 2, 4)), buckets=True)
+    cluster = ran(spec, workers=8)
+    job = cluster.jobs["job"]
+    degrees = {place.engine.degree for place in job.shard.places.values()}
+    assert job.training.over and degrees != {1}
+    if len(degrees) > 1:
+        assert len({place.bucket for place in job.shard.places.values()}) == len(degrees)
+
+
+def test_decisions_are_those_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is applied as it was decided: gangs are formed in the order of their numbers."""
+    formed: list[str] = []
+
+    def watched(snapshot, memory):  # type: ignore[no-untyped-def]
+        decisions, then = decide(snapshot, memory)
+        formed.extend(one.gang for one in decisions if isinstance(one, Form))
+        return decisions, then
+
+    monkeypatch.setattr("sim.cluster.cluster.decide", watched)
+    ran(spec_of(TRAINED, 1))
+    assert formed[:4] == ["g0", "g1", "g2", "g3"] and len(formed) == len(set(formed))

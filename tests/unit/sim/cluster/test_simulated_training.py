@@ -1,0 +1,96 @@
+"""The staleness gate and the steps of a simulated job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim.cluster.agenda import Agenda
+from sim.cluster.training import Training
+
+
+class Costs:
+    """A token a second, and half a second of an update."""
+
+    def replicas(self, workers: int, core: bool) -> int:
+        return workers
+
+    def update_s(self) -> float:
+        return 0.5
+
+    def bins_s(self, tokens: Sequence[float]) -> Sequence[float]:
+        return tokens
+
+
+def training(agenda: Agenda, steps: int = 4, staleness: int = 1) -> Training:
+    return Training(agenda, Costs(), 2, 1, staleness, steps, lambda: None)
+
+
+def test_gradients_are_computed_while_further_groups_are_waited_for() -> None:
+    agenda = Agenda()
+    job = training(agenda)
+    job.attend("core", 1)
+    first, second = job.admit(2)
+    agenda.at(1.0, lambda: job.ended(first.number, 0, 4.0))
+    agenda.at(10.0, lambda: job.ended(second.number, 0, 3.0))
+    agenda.run(100.0, lambda: False)
+    assert job.ended_s == [13.5]  # not 17.5: the first was computed by then
+    work = job.work
+    assert (work.work_s, work.wait_s, work.busy_s, work.tokens) == (7.0, 10.0, 3.5, 7.0)
+
+
+def test_pieces_go_to_who_is_free_first() -> None:
+    agenda = Agenda()
+    job = training(agenda)
+    job.attend("core", 1)
+    job.attend("helper", 1)
+    for group in job.admit(2):
+        job.ended(group.number, 0, 4.0)
+    agenda.run(100.0, lambda: False)
+    assert job.ended_s == [4.5]
+
+
+def test_the_gate_admits_what_is_trained_in_time() -> None:
+    agenda = Agenda()
+    job = training(agenda, steps=3)
+    assert [g.number for g in job.admit(99)] == [0, 1, 2, 3] and not job.admit(1)
+    job.attend("core", 1)
+    job.ended(0, 0, 1.0)
+    job.ended(1, 0, 1.0)
+    agenda.run(100.0, lambda: False)
+    assert job.version == 1 and [g.number for g in job.admit(99)] == [4, 5]
+    assert not job.admit(1), "groups beyond the last step are not opened"
+
+
+@settings(deadline=None, max_examples=80)
+@given(seed=st.integers(0, 10_000), staleness=st.integers(0, 3), workers=st.integers(1, 3))
+def test_all_steps_are_made_of_groups_that_are_young_enough(
+    seed: int, staleness: int, workers: int
+) -> None:
+    random, agenda = Random(seed), Agenda()
+    trained: list[int] = []  # versions between a group's first token and its step
+
+    class Watched(Training):
+        def _commit(self) -> None:
+            trained.extend(self.version - group.oldest for group in self._leased)
+            super()._commit()
+
+    def opens() -> None:
+        for group in job.admit(8):
+            ends_s, oldest = random.expovariate(0.2), job.version
+            number = group.number
+            agenda.after(ends_s, lambda n=number, v=oldest: job.ended(n, v, random.random()))
+
+    def look() -> None:
+        opens()
+        agenda.after(0.1, look)
+
+    job = Watched(agenda, Costs(), 2, 1, staleness, 12, opens)
+    job.attend("core", workers)
+    look()
+    agenda.run(1e5, lambda: job.over)
+    assert job.over and len(trained) == 24
+    assert max(trained) <= staleness
