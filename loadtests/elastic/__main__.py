@@ -1,12 +1,12 @@
 """A job that turns into another along its run: the planner against splits that stay.
 
-    python -m loadtests.elastic [--churn] [--steps 28] [--splits 1,3,4] [--start 3]
+    python -m loadtests.elastic [--churn] [--steps 28] [--splits 1,3,4] [--start 1]
 
 Paced, on the real mesh, each arm on one of its own, six workers. Along the run completions' tail
 grows (the deviation of the logarithm of their lengths from 0.3 to 1.3, at one median), the tool
 that grades them slows down from 0 to 2 s, and rewards settle: more and more groups have no
 variance, and are sampled but not trained. So at first training binds, at the end rollout. Splits
-are told by how many gangs train; the planner begins with `--start` of them.
+are told by how many gangs train; the planner begins with `--start` of them: a job's default.
 
 - `ratio_best_static`, `ratio_worst_static`: time from the first committed step to the last with
   the planner, over the best static split's and the worst one's.
@@ -84,7 +84,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtests.elastic", description=__doc__)
     parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--splits", default="1,3,4", help="gangs that train in each static split")
-    parser.add_argument("--start", type=int, default=3, help="those that the planner begins with")
+    parser.add_argument("--start", type=int, default=1, help="those that the planner begins with")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--churn", action="store_true")
     a = parser.parse_args()
