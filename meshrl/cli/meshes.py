@@ -277,6 +277,9 @@ def simulate(
     set: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Changes it in all arms.")
     ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Writes plots there, HTML and PNG.")
+    ] = None,
 ) -> None:
     """Runs a scenario on a simulated cluster, by the decisions that run a mesh.
 
@@ -288,4 +291,4 @@ def simulate(
     """
     from meshrl import simulating
 
-    raise typer.Exit(simulating.run(scenario, what_if or [], set or []))
+    raise typer.Exit(simulating.run(scenario, what_if or [], set or [], out))

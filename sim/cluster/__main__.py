@@ -1,10 +1,10 @@
 """Runs the arms of a scenario on a simulated cluster, and compares them with the first one.
 
-    python -m sim.cluster [SCENARIO] [--what-if KEY=VALUE] [--set KEY=VALUE]
+    python -m sim.cluster [SCENARIO] [--what-if KEY=VALUE] [--set KEY=VALUE] [--out DIR]
 
 SCENARIO is a TOML file, or the name of one of those in `sim/cluster/scenarios`, which are named
 when there is none. With `--what-if` the scenario is compared with itself, so changed; `--set`
-changes all arms. The last line is JSON.
+changes all arms; `--out` writes a page and PNG files of what they did. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -16,18 +16,25 @@ import time
 import tomllib
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.errors import MeshError
 from sim.cluster.building import cluster_of
+from sim.cluster.cluster import Cluster
+from sim.cluster.drawing import draw
 from sim.cluster.figures import Figures, figures_of, flat, table
 from sim.cluster.scenario import Scenario, read
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 
 
-def run(scenario: Scenario, base: Path) -> dict[str, Figures]:
-    """The figures of each job of an arm."""
+def run(scenario: Scenario, base: Path) -> Cluster:
+    """The cluster of an arm when its jobs are over."""
     cluster = cluster_of(scenario, base)
     cluster.run(scenario.until_s)
+    return cluster
+
+
+def found(cluster: Cluster) -> dict[str, Figures]:
+    """The figures of each job."""
     return {name: figures_of(cluster, job) for name, job in cluster.jobs.items()}
 
 
@@ -41,6 +48,7 @@ def main() -> int:
     parser.add_argument("scenario", nargs="?", default="")
     parser.add_argument("--what-if", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="writes plots there")
     a = parser.parse_args()
     if not a.scenario:
         for path in sorted(SCENARIOS.glob("*.toml")):
@@ -58,12 +66,18 @@ def main() -> int:
                 **{f"{name} if {' '.join(a.what_if)}": s for name, s in changed.items()},
             }
         began_s = time.process_time()
-        found = {name: run(scenario, path.parent) for name, scenario in arms.items()}
-    except ConfigError as error:
+        ran = {name: run(scenario, path.parent) for name, scenario in arms.items()}
+        cpu_s = time.process_time() - began_s
+        figures = {name: found(cluster) for name, cluster in ran.items()}
+        print(table(figures))
+        if a.out is not None:
+            title = next(iter(arms.values())).title or path.stem
+            for drawn in draw(title, table(figures), ran, a.out):
+                print(drawn)
+    except MeshError as error:
         print(error, file=sys.stderr)
         return 2
-    print(table(found))
-    print(json.dumps(flat(found) | {"cpu_s": round(time.process_time() - began_s, 2)}))
+    print(json.dumps(flat(figures) | {"cpu_s": round(cpu_s, 2)}))
     return 0
 
 

@@ -61,7 +61,9 @@ class SimJob:
             self._committed,
         )
         self.began_s: float | None = None  # when its training began
+        self.shares: list[tuple[float, int, int]] = []  # since when: workers of engines, and others
         self._agenda = agenda
+        self._workers: dict[str, int] = {}  # of each resident that trains
 
     # -- residents ---------------------------------------------------------------------------------
 
@@ -76,8 +78,10 @@ class SimJob:
         else:
             if self.began_s is None and resident.core:
                 self.began_s = self._agenda.now_s
+            self._workers[resident.id] = len(resident.ranks)
             replicas = self.spec.trains.replicas(len(resident.ranks), resident.core)
             self.training.attend(resident.id, replicas)
+        self._told()
         self.fill()
 
     def gone(self, resident: str) -> None:
@@ -85,6 +89,13 @@ class SimJob:
         if resident in self.shard.places:
             self.shard.leave(resident)
         self.training.dismiss(resident)
+        self._workers.pop(resident, None)
+        self._told()
+
+    def _told(self) -> None:
+        """Notes who does what from now on."""
+        engines = sum(place.engine.degree for place in self.shard.places.values())
+        self.shares.append((self._agenda.now_s, engines, sum(self._workers.values())))
 
     # -- its course --------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ def needed() -> None:
         )
 
 
-def lines(figure: Figure, directory: Path) -> Path | None:
+def lines(figure: Figure, directory: Path, x_label: str = "step") -> Path | None:
     """Writes one line chart; None where nothing was measured."""
     measured = {s.label: [p for p in s.points if math.isfinite(p[1])] for s in figure.series}
     if not any(measured.values()):
@@ -48,7 +48,7 @@ def lines(figure: Figure, directory: Path) -> Path | None:
     low, _ = axes.get_ylim()
     axes.set_ylim(bottom=min(0.0, low))
     axes.grid(color="#e4e4e4")
-    axes.set_xlabel("step")
+    axes.set_xlabel(x_label)
     axes.legend(frameon=False, fontsize=8)
     return _saved(canvas, figure.title, directory)
 

@@ -124,3 +124,14 @@ def test_a_trace_is_played_and_its_mistakes_have_lines(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"turns": [{"tokens": 5}]}\n{"turns": [{"tokens": -1}]}\n')
     with pytest.raises(ConfigError, match="line 2"):
         cluster_of(read(write(tmp_path, text), [])["held"], tmp_path)
+
+
+def test_the_command_passes_everything_on_and_draws(tmp_path: Path) -> None:
+    words = [str(write(tmp_path)), "--set", "jobs.steps=4", "--out", str(tmp_path / "plots")]
+    told = [sys.executable, "-m", "meshrl", "simulate", *words]
+    said = subprocess.run(told, capture_output=True, text=True, timeout=100, check=False)
+    assert said.returncode == 0, said.stderr
+    assert json.loads(said.stdout.splitlines()[-1])["held_steps"] == 4
+    page = (tmp_path / "plots" / "index.html").read_text()
+    assert "a small one" in page and page.count("<svg") == 3
+    assert len(list((tmp_path / "plots").glob("*.png"))) == 3
