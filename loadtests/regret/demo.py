@@ -25,36 +25,26 @@ ARMS = {"planner": "true", "held": "false"}  # name -> planner.moves
 
 
 async def compared(seeds: Sequence[int]) -> dict[str, Any]:
-    """Flat; the ratio is the median over seeds. Which of the two comes first turns.
-
-    A host that others use is faster in one run than in the next, which shows in the CPU-seconds of
-    the same work: `demo_time_ratio_at_speed` is the ratio of seconds over those of all processes
-    but the planner's.
-    """
+    """Flat; the ratio is the median over seeds. Which of the two comes first turns."""
     found: dict[str, list[float]] = {name: [] for name in ARMS}
-    worked: dict[str, list[float]] = {name: [] for name in ARMS}
     moves, shares = 0, []
     meter = HostMeter()
     for number, seed in enumerate(seeds):
         for name in list(ARMS) if number % 2 else list(reversed(ARMS)):
             events, cpu_s = await _ran(seed, ARMS[name])
-            planners_s = sum(s for process, s in cpu_s.items() if process.startswith("planner/"))
-            worked[name].append(sum(cpu_s.values()) - planners_s)
             if name == "planner":
+                planners_s = sum(
+                    s for process, s in cpu_s.items() if process.startswith("planner/")
+                )
                 shares.append(planners_s / sum(cpu_s.values()))
             found[name].append(round(rl_s(events), 2))
             moved = sum(e.kind == "move" and e.fields.get("rule") in PLANNED for e in events)
             moves += moved
             told = {"arm": name, "seed": seed, "rl_s": found[name][-1], "moves": moved}
-            told["worked_s"] = round(worked[name][-1], 1)
             print(json.dumps(told | meter.reading()), file=sys.stderr, flush=True)
     ratios = [ours / held for ours, held in zip(*found.values(), strict=True)]
-    faster = [ours / held for ours, held in zip(*worked.values(), strict=True)]
-    at_speed = [ratio / speed for ratio, speed in zip(ratios, faster, strict=True)]
     return {
         "demo_time_ratio": round(statistics.median(ratios), 4),
-        "demo_time_ratio_at_speed": round(statistics.median(at_speed), 4),
-        "demo_time_ratio_at_speed_most": round(max(at_speed), 4),
         "demo_time_ratio_most": round(max(ratios), 4),
         "demo_moves": moves,
         "demo_planner_cpu_share": round(statistics.median(shares), 4),
