@@ -133,13 +133,14 @@ def main() -> int:
     a = parser.parse_args()
     first, _, last = a.seeds.partition(":")
     told: dict[str, Any] = {}
-    if "virtual" in a.arms:
+    arms = a.arms.split(",")
+    if "virtual" in arms:
         tasks = [(s, w) for s in range(int(first), int(last)) for w in splits(s)]
         told |= virtual(tasks, a.processes)
-    if "broad" in a.arms:
+    if "broad" in arms:
         found = virtual([(0, BROAD)], 1)
         told |= {f"broad_{key}": value for key, value in found.items()}
-    if "real" in a.arms:
+    if "real" in arms:
         found = asyncio.run(real(a.jobs.split(",")))
         told |= {f"real_{key}": value for key, value in found.items()}
     print(json.dumps(told))

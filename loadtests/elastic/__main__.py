@@ -8,8 +8,8 @@ that grades them slows down from 0 to 2 s, and rewards settle: more and more gro
 variance, and are sampled but not trained. So at first training binds, at the end rollout. Splits
 are told by how many gangs train; the planner begins with `--start` of them: a job's default.
 
-- `ratio_best_static`, `ratio_worst_static`: time from the first committed step to the last with
-  the planner, over the best static split's and the worst one's.
+- `ratio_best_static`, `ratio_worst_static`: time from the beginning of training to the last
+  step with the planner, over the best static split's and the worst one's.
 - `ratio_span`: by how much T_rollout / T_train has grown, at least, by step records; below 3 the
   run is invalid.
 - `switch_s`: median from a move's decision until it has settled; `switch_share`: all of these, of

@@ -21,6 +21,7 @@ from sim.cluster.building import cluster_of
 from sim.cluster.cluster import Cluster
 from sim.cluster.drawing import draw
 from sim.cluster.figures import Figures, figures_of, flat, table
+from sim.cluster.job import SimJob
 from sim.cluster.scenario import Scenario, read
 
 SCENARIOS = Path(__file__).parent / "scenarios"
@@ -36,6 +37,12 @@ def run(scenario: Scenario, base: Path) -> Cluster:
 def found(cluster: Cluster) -> dict[str, Figures]:
     """The figures of each job."""
     return {name: figures_of(cluster, job) for name, job in cluster.jobs.items()}
+
+
+def _unfinished(arm: str, cluster: Cluster, job: SimJob) -> None:
+    made, steps, job_name = job.training.version, job.spec.steps, job.spec.name
+    why = cluster.held(job_name) or f"until_s is {cluster.agenda.now_s:.0f}"
+    print(f"{arm}: {job_name} made {made} of {steps} steps: {why}", file=sys.stderr)
 
 
 def main() -> int:
@@ -70,6 +77,10 @@ def main() -> int:
         cpu_s = time.process_time() - began_s
         figures = {name: found(cluster) for name, cluster in ran.items()}
         print(table(figures))
+        for name, cluster in ran.items():
+            for job in cluster.jobs.values():
+                if not job.training.over:
+                    _unfinished(name, cluster, job)
         if a.out is not None:
             title = next(iter(arms.values())).title or path.stem
             for drawn in draw(title, table(figures), ran, a.out):

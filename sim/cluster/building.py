@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def _job(job: JobTable, seed: int, kinds: list[str], base: Path) -> JobSpec:
         _on(kind)
     degrees = tuple(sorted(set(job.degrees)))
 
+    @cache
     def speed(kind: str, degree: int) -> Speed:
         if shape is None:
             return PacedSpeed(profile(job.pace).of_degree(degree), kind, degree)
@@ -69,7 +71,7 @@ def _job(job: JobTable, seed: int, kinds: list[str], base: Path) -> JobSpec:
             ranks=job.ranks,
             priority=job.priority,
             share=job.share,
-            helped=job.helped,
+            helped=job.helped and job.tensor * job.pipeline == 1,
             degrees=degrees,
             alternates=degrees[0] == 1,
         ),

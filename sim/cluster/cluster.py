@@ -8,13 +8,14 @@ and the balancer of `services/rollout/routing`. The same cluster has the same ru
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from common.pool.decisions import Decision, Finish, Judge
+from common.errors import ConfigError
+from common.pool.decisions import Decision, FailJob, Finish, Judge
 from common.pool.explained import PLANNED
 from common.pool.measured import kind_of
-from common.pool.rows import Resident, Role, Worker
+from common.pool.rows import Resident, Role, Tier, Worker
 from common.pool.settings import PoolSettings
 from common.pool.snapshot import Host
 from services.planner.decide import decide
@@ -54,7 +55,9 @@ class Change:
 
 
 class Cluster:
-    """Hosts, and jobs that run on them from the beginning."""
+    """Hosts, and jobs that run on them from the beginning. Nobody takes turns: a job that has no
+    worker of its own for each of its roles waits.
+    """
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class Cluster:
         self.judged: list[Change] = []
         self._switches = switches
         self._memory = Memory()
-        self._pool = _pool(hosts, settings or PoolSettings())
+        self._pool = _pool(hosts, replace(settings or PoolSettings(), turns=False))
         self._kinds = {worker.id: kind_of(worker.accelerator) for worker in self._pool.workers}
         self._residents: dict[str, str] = {}  # who does something -> for which job
 
@@ -78,6 +81,10 @@ class Cluster:
         self._look()
         self._balance()
         self.agenda.run(until_s, lambda: all(j.training.over for j in self.jobs.values()))
+
+    def held(self, job: str) -> str:
+        """Why a job waits; empty: it does not."""
+        return self._pool.held.get(job, "")
 
     def _look(self) -> None:
         now_s = self.agenda.now_s
@@ -94,6 +101,8 @@ class Cluster:
         for gone in [one for one in self._residents if one not in there]:
             self.jobs[self._residents.pop(gone)].gone(gone)
         for gang, resident in begin:
+            if resident.tier != Tier.ACCELERATOR and self._residents.pop(resident.id, ""):
+                self.jobs[resident.job].gone(resident.id)
             takes_s = self._switches.training_s
             if resident.role == Role.ROLLOUT:
                 takes_s = self._switches.rollout_s
@@ -101,11 +110,15 @@ class Cluster:
         for one in decisions:
             if isinstance(one, Finish) and one.why.rule in PLANNED:
                 self.moves.append(Change(now_s, one.why.job, one.details))
+            if isinstance(one, FailJob):
+                raise ConfigError(one.error, where=f"job {one.job}")
             if isinstance(one, Judge):
                 self.judged.append(Change(now_s, one.job, one.details))
 
     def _ready(self, gang: str, resident: Resident) -> None:
         if not self._pool.done(gang, resident) or resident.id in self._residents:
+            return
+        if resident.tier != Tier.ACCELERATOR:
             return
         self._residents[resident.id] = resident.job
         first = self._pool.gangs[gang].workers[resident.ranks[0]]

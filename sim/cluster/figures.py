@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import mean
 
@@ -40,7 +40,7 @@ def figures_of(cluster: Cluster, job: SimJob) -> Figures:
         steps=training.version,
         rl_s=rl_s,
         step_s=mean(steps_s) if steps_s else 0.0,
-        sampled_per_s=job.shard.counting.work.sampled / over_s,
+        sampled_per_s=job.shard.sampled / over_s,
         trained_per_s=training.work.tokens / over_s,
         engines_busy=mean(e.busy_s / max(e.lived_s, 1e-9) for e in engines) if engines else 0.0,
         requeued=training.requeued,
@@ -91,15 +91,7 @@ def flat(arms: Mapping[str, Mapping[str, Figures]]) -> dict[str, float]:
         for name, f in jobs.items():
             at = f"{arm}_{name}" if len(jobs) > 1 else arm
             key = at.replace(" ", "_")
-            found |= {
-                f"{key}_step_s": round(f.step_s, 4),
-                f"{key}_sampled_per_s": round(f.sampled_per_s, 2),
-                f"{key}_trained_per_s": round(f.trained_per_s, 2),
-                f"{key}_steps": f.steps,
-                f"{key}_moves": f.moves,
-                f"{key}_judged": f.judged,
-                f"{key}_paid": f.paid,
-            }
+            found |= {f"{key}_{figure}": round(value, 4) for figure, value in asdict(f).items()}
             if name in first and f.step_s:
                 found[f"{key}_faster"] = round(first[name].step_s / f.step_s, 4)
     return found

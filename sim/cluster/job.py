@@ -116,7 +116,7 @@ class SimJob:
 
     def _ended(self, t: Trajectory) -> None:
         whole = self.training.ended(t.group, t.oldest, t.context)
-        self.shard.counting.groups += whole
+        self.shard.worked.groups += whole
         self.fill()
 
     def _committed(self) -> None:
@@ -124,7 +124,7 @@ class SimJob:
             place.engine.version = self.training.version
             if self.spec.pull_s:
                 place.engine.stand(self.spec.pull_s)
-        self.shard.refreshed()
+        self.shard.dispatch()
         self.fill()
 
     # -- what it says ------------------------------------------------------------------------------
@@ -154,7 +154,6 @@ class SimJob:
         )
 
     def _measured(self) -> Measured:
-        counting = self.shard.counting
         curves = tuple(place.engine.curve for place in self.shard.places.values())
-        work = {"shard": counting.work, "core": self.training.work}
-        return Measured(work, curves, counting.lengths)
+        work = {"shard": self.shard.work, "core": self.training.work}
+        return Measured(work, curves, self.shard.worked.lengths)

@@ -27,12 +27,15 @@ class Pool:
     def snapshot(self, now_s: float, jobs: Iterable[PlannedJob]) -> Snapshot:
         """What a look finds at this time."""
         where = {worker: gang.id for gang in self.gangs.values() for worker in gang.workers}
+        self.workers = tuple(
+            worker
+            if worker.gang == (gang := where.get(worker.id, ""))
+            else replace(worker, gang=gang)
+            for worker in self.workers
+        )
         return Snapshot(
             now_ms=round(1000 * now_s),
-            workers=tuple(
-                worker if worker.gang == where.get(worker.id, "") else self._in(worker, where)
-                for worker in self.workers
-            ),
+            workers=self.workers,
             gangs=tuple(self.gangs.values()),
             jobs=tuple(replace(job, held=self.held.get(job.id, "")) for job in jobs),
             hosts=tuple(self.hosts.values()),
@@ -100,6 +103,3 @@ class Pool:
         gang = self.gangs[gang_id]
         kept = tuple(r for r in gang.residents if r.id != resident_id)
         self.gangs[gang_id] = replace(gang, residents=kept)
-
-    def _in(self, worker: Worker, where: dict[str, str]) -> Worker:
-        return replace(worker, gang=where.get(worker.id, ""))

@@ -167,6 +167,12 @@ def read(path: Path, changes: list[str]) -> dict[str, Scenario]:
         apply(document, change)
     whole = SCENARIO.validated(document, fail)
     found: dict[str, Scenario] = {}
+    for what, names in (
+        ("arms", [a.name for a in whole.arms]),
+        ("jobs", [j.name for j in whole.jobs]),
+    ):
+        if twice := [name for n, name in enumerate(names) if name in names[:n]]:
+            raise fail(what, f"two {what} are called {twice[0]}", "Give each a name of its own")
     for arm in whole.arms or [ArmTable()]:
         changed = copy.deepcopy(document)
         for change in arm.set:

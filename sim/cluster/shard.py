@@ -8,13 +8,16 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from common.occupancy import Occupancy
+from common.pool.measured import Work
 from services.rollout.routing import balance, queues
 from services.rollout.routing.cmlfq import Scheduler
 from services.rollout.routing.degree_buckets import Engine as Rated
 from services.rollout.routing.lengths import Lengths, Past, ToolReturn
 from services.rollout.routing.queues import EngineLoad, LengthBucket, QueuedRequest
+from services.rollout.routing.stay import AT_ENGINE, TURN
+from services.rollout.worked import IN_FLIGHT, Worked
 from sim.cluster.agenda import Agenda
-from sim.cluster.counting import Counting
 from sim.cluster.engine import Engine, Request
 from sim.cluster.workload import Script
 
@@ -77,7 +80,8 @@ class Shard:
         self._scheduler = Scheduler(whole, 1, Lengths(), follows=buckets)
         self._learns = buckets
         self.places: dict[str, Place] = {}
-        self.counting = Counting(agenda)
+        self.worked = Worked(Occupancy(lambda: agenda.now_s))
+        self.sampled = 0.0  # tokens
         self.under_way: set[Trajectory] = set()
         self._agenda, self._over = agenda, over
         self._queue: list[Trajectory] = []
@@ -89,7 +93,7 @@ class Shard:
         """An engine takes requests from now on."""
         self.places[engine.name] = Place(engine)
         self._follow()
-        self._dispatch()
+        self.dispatch()
 
     def leave(self, name: str) -> None:
         """An engine is gone; its trajectories go on elsewhere, from what they have."""
@@ -101,8 +105,17 @@ class Shard:
                 t.seat = ""
         for t in list(place.out):
             self._interrupt(t)
-            self.counting.engine.leave()
+            self._count(AT_ENGINE, -1)
             self._place(t)
+
+    @property
+    def work(self) -> Work:
+        """What it has done so far."""
+        return self.worked.work(round(self.sampled))
+
+    def _count(self, place: str, more: int) -> None:
+        spent = self.worked.spent
+        spent.put(place, spent.count(place) + more)
 
     @property
     def room(self) -> int:
@@ -153,22 +166,18 @@ class Shard:
                 del source.out[t]
                 self._take(t, target)
 
-    def refreshed(self) -> None:
-        """Engines have other weights: who waited for them may go."""
-        self._dispatch()
-
     # -- trajectories ------------------------------------------------------------------------------
 
     def open(self, group: int, prompt: int, floor: int, script: Script) -> None:
         """Begins a trajectory."""
         t = Trajectory(group, prompt, floor, script, context=script.prompt)
         self.under_way.add(t)
-        self.counting.flight.enter()
+        self._count(IN_FLIGHT, 1)
         self._begin(t)
 
     def _begin(self, t: Trajectory) -> None:
         t.left = t.script.turns[t.turn].tokens
-        self.counting.turn.enter()
+        self._count(TURN, 1)
         self._place(t)
 
     def _place(self, t: Trajectory) -> None:
@@ -183,7 +192,8 @@ class Shard:
         t.order = (*self._turn(t), self._arrivals)
         insort(self._queue, t, key=lambda one: one.order)
 
-    def _dispatch(self) -> None:
+    def dispatch(self) -> None:
+        """Sends those to engines who find room now."""
         while self._queue:
             loads = [place.load for place in self.places.values()]
             first = self._queue[:LOOK_AHEAD]
@@ -193,7 +203,7 @@ class Shard:
             self._send(self._queue.pop(found[0]), self.places[found[1]])
 
     def _send(self, t: Trajectory, place: Place) -> None:
-        self.counting.engine.enter()
+        self._count(AT_ENGINE, 1)
         self._take(t, place)
 
     def _take(self, t: Trajectory, place: Place) -> None:
@@ -237,8 +247,9 @@ class Shard:
         decision = self._decided(t, t.bucket)
         t.bucket = decision.bucket
         home = self.places.get(t.home)
-        moves = decision.outcome == "causal_signal_agree" and home is not None
-        if moves and home is not None and home.bucket != self._bucket(t):
+        if decision.outcome != "causal_signal_agree" or home is None:
+            return
+        if home.bucket != self._bucket(t):
             self._free(t)
             t.home = ""
 
@@ -258,7 +269,7 @@ class Shard:
     def _made(self, t: Trajectory, request: Request) -> None:
         t.context += request.made
         t.sampled += request.made
-        self.counting.sampled += request.made
+        self.sampled += request.made
 
     def _ended(self, t: Trajectory) -> None:
         """A turn is over: its tool begins."""
@@ -266,14 +277,14 @@ class Shard:
         assert request is not None
         del self.places[t.seat].out[t]
         self._made(t, request)
-        self.counting.engine.leave()
-        self.counting.turn.leave()
+        self._count(AT_ENGINE, -1)
+        self._count(TURN, -1)
         turn = t.script.turns[t.turn]
         if turn.tool_s > 0:
             self._agenda.after(turn.tool_s, lambda: self._answered(t))
         else:
             self._answered(t)
-        self._dispatch()
+        self.dispatch()
 
     def _answered(self, t: Trajectory) -> None:
         t.turn += 1
@@ -287,7 +298,8 @@ class Shard:
         if self._learns:
             self._scheduler.lengths.learn(Past(t.prompt, tuple(t.returns), round(t.sampled)))
         self.under_way.remove(t)
-        self.counting.flight.leave()
-        self.counting.ended(t.sampled, t.script.prompt)
+        self._count(IN_FLIGHT, -1)
+        self.worked.trajectories += 1
+        self.worked.ended(round(t.sampled), round(t.script.prompt))
         self._over(t)
-        self._dispatch()
+        self.dispatch()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from common.job.pace import Pace
@@ -74,7 +75,7 @@ class PacedSpeed:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelSpeed:
     """Of a model on accelerators (`services/planner/costs/rollout.py`)."""
 
@@ -99,13 +100,8 @@ class ModelSpeed:
 
     def curve(self, steps: int) -> Curve:
         """A line through decode steps."""
-        found = self.gang.curve()
-        return Curve(
-            found.kind,
-            found.degree,
-            found.base_s,
-            found.sequence_s,
-            found.context_s,
-            found.prefill_tokens_per_s,
-            steps,
-        )
+        return replace(self._curve, steps=steps)
+
+    @cached_property
+    def _curve(self) -> Curve:
+        return self.gang.curve()

@@ -5,7 +5,7 @@ the pace that it declares.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from common.hardware.profiles import Accelerator
@@ -42,13 +42,16 @@ class ModelTraining:
 
     def _piece_s(self, tokens: float) -> float:
         """Seconds of one sequence on one replica, with its part of the pipeline's filling."""
-        layout = TrainingLayout(
-            self.layout.kind, 1, self.layout.tensor, self.layout.pipeline, 1, False
-        )
         work = StepWork(MANY, MANY * tokens, MANY * tokens * tokens)
-        whole_s = step_s(self.shape, self.on, layout, work)
-        empty_s = step_s(self.shape, self.on, layout, StepWork(1, 0.0, 0.0))
-        return (whole_s - empty_s) / MANY
+        return (step_s(self.shape, self.on, self._replica, work) - self._idle_s) / MANY
+
+    @cached_property
+    def _replica(self) -> TrainingLayout:
+        return replace(self.layout, data=1, micro=1, sharded=False)
+
+    @cached_property
+    def _idle_s(self) -> float:
+        return step_s(self.shape, self.on, self._replica, StepWork(1, 0.0, 0.0))
 
 
 @dataclass(frozen=True, slots=True)

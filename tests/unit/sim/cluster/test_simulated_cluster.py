@@ -42,11 +42,11 @@ def test_the_planner_moves_engines_where_training_takes_longer_and_that_pays() -
 def test_what_trains_was_sampled_once() -> None:
     job = ran(spec_of(TRAINED, 2)).jobs["job"]
     assert job.training.over and len(job.training.ended_s) == 16
-    counted = job.shard.counting
+    counted = job.shard.worked
     groups = 16 * 4 + job.training.requeued // 6
     assert counted.groups == groups, "no group beyond the last step is opened"
     assert counted.trajectories == 6 * groups and not job.shard.under_way
-    assert counted.work.queue_s >= 0
+    assert job.shard.work.queue_s >= 0
 
 
 def test_trajectories_go_on_where_their_engine_has_gone() -> None:
@@ -58,7 +58,7 @@ def test_trajectories_go_on_where_their_engine_has_gone() -> None:
     cluster.run(3600.0)
     whole = ran(spec).jobs["job"]
     assert job.training.over and len(job.shard.places) == 2
-    assert job.shard.counting.groups == whole.shard.counting.groups
+    assert job.shard.worked.groups == whole.shard.worked.groups
 
 
 def test_two_jobs_share_a_cluster() -> None:
