@@ -32,8 +32,9 @@ from loadtests.regret.drawn import drawn
 from loadtests.regret.real import JOBS, MOST
 from sim.cluster.cluster import Cluster, Hosts
 from sim.cluster.paced import spec_of
+from sim.drift import Drift
 from sim.mesh.paced.running import run
-from sim.mesh.paced.workload import LONGEST, Drift, Workload
+from sim.mesh.paced.workload import LONGEST, Workload
 
 ERROR = 0.15
 UNTIL_S = 14_400.0

@@ -10,7 +10,8 @@ from typing import Any
 
 from loadtests.paced.running import Arm, honest, run
 from loadtests.regret.figures import Compared, figures
-from sim.mesh.paced.workload import Drift, Workload
+from sim.drift import Drift
+from sim.mesh.paced.workload import Workload
 
 MOST = 120  # tokens of a completion
 WALL_S = 1200.0  # of all arms

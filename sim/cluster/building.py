@@ -21,7 +21,8 @@ from sim.cluster.scenario import DriftTable, JobTable, ModelTable, Scenario, Wor
 from sim.cluster.speeds import ModelSpeed, PacedSpeed, Speed
 from sim.cluster.trained import ModelTraining, PacedTraining
 from sim.cluster.training import Trains
-from sim.cluster.workload import Answer, Chain, Drift, LogNormal, Script, Trace, Turn, Workload
+from sim.cluster.workload import Answer, Chain, LogNormal, Script, Trace, Turn, Workload
+from sim.drift import Drift
 
 FRAMED = 1 << 30  # tokens of a bin, where none are declared
 

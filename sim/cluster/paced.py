@@ -7,7 +7,7 @@ from common.job.pace import profile, training_profile
 from sim.cluster.job import JobSpec
 from sim.cluster.speeds import PacedSpeed
 from sim.cluster.trained import PacedTraining
-from sim.cluster.workload import Drift, LogNormal
+from sim.cluster.workload import LogNormal
 from sim.mesh.paced.workload import LONGEST, SLOTS, Workload
 
 
@@ -19,9 +19,9 @@ def spec_of(job: Workload, seed: int, longest: int = LONGEST) -> JobSpec:
         workload=LogNormal(
             seed,
             job.turns,
-            Drift(job.median.first, job.median.last),
-            Drift(job.sigma.first, job.sigma.last),
-            Drift(job.tool_s.first, job.tool_s.last),
+            job.median,
+            job.sigma,
+            job.tool_s,
             longest=longest,
         ),
         trains=PacedTraining(training, job.bin_tokens),

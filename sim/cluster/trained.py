@@ -11,6 +11,7 @@ from functools import cached_property
 from common.hardware.profiles import Accelerator
 from common.hardware.shapes import ModelShape
 from common.job.pace import TrainingPace
+from kernels.packing import pack_rounds
 from services.planner.costs.training import StepWork, TrainingLayout, step_s
 
 MANY = 64  # micro-batches over which the filling of a pipeline is spread
@@ -75,13 +76,6 @@ class PacedTraining:
 
 
 def packed(tokens: Sequence[float], most: int) -> list[float]:
-    """Tokens of each bin, longest sequences first, each where it leaves least room."""
-    bins: list[float] = []
-    for one in sorted(tokens, reverse=True):
-        fits = [i for i, there in enumerate(bins) if there + one <= most]
-        if fits:
-            best = max(fits, key=lambda i: bins[i])
-            bins[best] += one
-        else:
-            bins.append(one)
-    return bins
+    """Tokens of each bin, as trainers pack them."""
+    places = sorted(map(round, tokens), reverse=True)
+    return [float(sum(places[i] for i in bin)) for (bin,) in pack_rounds(places, most)]

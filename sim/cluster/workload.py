@@ -12,6 +12,7 @@ from typing import Protocol
 
 from common.random import Random
 from services.rollout.routing.lengths import ToolReturn
+from sim.drift import Drift
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +39,6 @@ class Workload(Protocol):
     def script(self, group: int, member: int, share: float) -> Script:
         """That of a member of a group that is opened when so much of the run is over, 0 to 1."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """A quantity that grows along the run."""
-
-    first: float
-    last: float
-
-    def at(self, share: float) -> float:
-        """Its value when so much of the run is over, 0 to 1."""
-        return self.first + (self.last - self.first) * min(1.0, max(0.0, share))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ its accelerators are, and how that drifts along the run.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +22,13 @@ from common.job.config import (
     RolloutConfig,
     TrainingConfig,
 )
+from sim.drift import Drift
 from sim.mesh.arithmetic import MODEL
 
 LONGEST = 256  # tokens of a trajectory; a longer one is cut there
 SLOTS = 64  # of an engine: its pace, not its slots, says how many are worth it
 AHEAD = 4  # steps beyond the last one that groups may be opened of
 AT_ONCE = 256  # environments that wait at a time
-
-
-@dataclass(frozen=True)
-class Drift:
-    """A quantity that grows from the first version of the weights to the last."""
-
-    first: float
-    last: float
-
-    def at(self, share: float) -> float:
-        """Its value when so much of the run is over, 0 to 1."""
-        return self.first + (self.last - self.first) * min(1.0, max(0.0, share))
 
 
 def still(value: float) -> Drift:
@@ -58,10 +47,12 @@ class Workload:
     groups_per_step: int = 4
     group_size: int = 6
     turns: int = 1
-    median: Drift = Drift(30.0, 30.0)  # tokens of a turn
-    sigma: Drift = Drift(0.6, 0.6)  # deviation of their logarithm
-    tool_s: Drift = Drift(0.0, 0.0)  # after every turn
-    alike: Drift = Drift(0.0, 0.0)  # share of groups without variance, which are not trained
+    median: Drift = field(default_factory=lambda: Drift(30.0, 30.0))  # tokens of a turn
+    sigma: Drift = field(default_factory=lambda: Drift(0.6, 0.6))  # deviation of their logarithm
+    tool_s: Drift = field(default_factory=lambda: Drift(0.0, 0.0))  # after every turn
+    alike: Drift = field(
+        default_factory=lambda: Drift(0.0, 0.0)
+    )  # share of groups without variance, which are not trained
     decode: str = "200/8/4000"
     training: str = "300/500"
     bin_tokens: int = 96  # a longer trajectory has a bin of its own

@@ -6,8 +6,9 @@ from statistics import fmean
 
 import pytest
 
+from sim.drift import Drift
 from sim.mesh.paced.running import run
-from sim.mesh.paced.workload import Drift, Workload
+from sim.mesh.paced.workload import Workload
 
 STEPS = 9  # three times as many as the gate lets in at a time
 TOKENS = 20  # of every turn

@@ -8,7 +8,8 @@ from common.state.events import Event
 from loadtests.regret.demo import rl_s
 from loadtests.regret.drawn import LEAST_STEP_S, drawn, rollout_s, trained_tokens
 from loadtests.regret.figures import Compared, errors, figures, good
-from sim.mesh.paced.workload import Drift, Workload
+from sim.drift import Drift
+from sim.mesh.paced.workload import Workload
 
 
 def test_a_seed_draws_one_job() -> None:

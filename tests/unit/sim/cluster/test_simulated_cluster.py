@@ -12,7 +12,8 @@ from services.planner.decide import decide
 from sim.cluster.cluster import Cluster, Hosts
 from sim.cluster.job import JobSpec
 from sim.cluster.paced import spec_of
-from sim.mesh.paced.workload import Drift, Workload
+from sim.drift import Drift
+from sim.mesh.paced.workload import Workload
 
 TRAINED = Workload(
     workers=4, steps=16, median=Drift(20.0, 20.0), decode="100/8/4000", training="60/50"
