@@ -164,9 +164,10 @@ def _traced(path: Path) -> list[Script]:
         try:
             row = json.loads(line)
             turns = [_turn(one) for one in row["turns"]]
-            if not turns:
-                raise ValueError("there are no turns")
-            found.append(Script(float(row.get("prompt", 0.0)), turns))
+            prompt = float(row.get("prompt", 0.0))
+            if not turns or not 0 <= prompt < math.inf:
+                raise ValueError(f"{len(turns)} turns behind a prompt of {prompt} tokens")
+            found.append(Script(prompt, turns))
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{path}, line {number}: no trajectory: {error}",

@@ -135,3 +135,19 @@ def test_the_command_passes_everything_on_and_draws(tmp_path: Path) -> None:
     page = (tmp_path / "plots" / "index.html").read_text()
     assert "a small one" in page and page.count("<svg") == 3
     assert len(list((tmp_path / "plots").glob("*.png"))) == 3
+
+
+def test_a_job_that_never_fits_is_an_error_and_no_endless_run(tmp_path: Path) -> None:
+    said = ran(str(write(tmp_path)), "--set", "jobs.ranks=9")
+    assert said.returncode == 2 and "job talk" in said.stderr, said.stderr
+
+
+def test_what_is_not_over_is_told(tmp_path: Path) -> None:
+    said = ran(str(write(tmp_path)), "--set", "until_s=5")
+    assert "held: talk made 0 of 6 steps: until_s is 5" in said.stderr
+
+
+def test_two_arms_of_a_name_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, SMALL.replace('name = "held"', 'name = "planner"'))
+    with pytest.raises(ConfigError, match="two arms are called planner"):
+        read(path, [])

@@ -94,3 +94,14 @@ def test_decisions_are_those_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("sim.cluster.cluster.decide", watched)
     ran(spec_of(TRAINED, 1))
     assert formed[:4] == ["g0", "g1", "g2", "g3"] and len(formed) == len(set(formed))
+
+
+def test_a_job_that_gives_its_workers_away_does_nothing_meanwhile() -> None:
+    """One of a higher priority takes all; who sleeps for it makes no steps, and goes on behind."""
+    first = replace(spec_of(TRAINED.held(0), 1), name="first")
+    taking = replace(spec_of(TRAINED.held(0), 2), name="taking", need=Need(priority=1, least=4))
+    cluster = Cluster([Hosts(1, 4)], [first, taking])
+    cluster.run(3600.0)
+    one, other = (cluster.jobs[name].training for name in ("first", "taking"))
+    assert one.over and other.over
+    assert one.ended_s[0] > other.ended_s[-1]
