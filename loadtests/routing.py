@@ -35,7 +35,7 @@ from common.runtime.mesh import Mesh, run
 from common.state import registry
 from loadtests.measuring.meshed import meshed
 from services.rollout.record.group_commit import GroupCommit
-from services.rollout.routing.cmlfq import Course, Scheduler
+from services.rollout.routing.cmlfq import Scheduler
 from services.rollout.routing.lengths import Lengths, Past, ToolReturn, tool_return_of
 from services.rollout.routing.queues import BucketDecision, LengthBucket, bucket_of
 from services.rollout.routing.router import Router
@@ -112,7 +112,7 @@ def scripts(rng: random.Random, hard: Sequence[bool], samples: int) -> list[Scri
 class Fifo(Scheduler):
     """One bucket; whoever asked first goes first."""
 
-    def order(self, t: Trajectory, course: Course) -> tuple[int, ...]:
+    def order(self, trajectory: int, bucket: int) -> tuple[int, ...]:
         return ()
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from common.pool.budgets import room, takes
 from common.pool.needs import Need
-from common.pool.rows import Role, Tier, Worker
+from common.pool.rows import Budget, Role, Tier, Worker
 from common.pool.settings import PoolSettings
 
 
@@ -28,7 +28,8 @@ def fitted(need: Need, workers: Sequence[Worker]) -> Need:
     """
     if len(need.degrees) == 1:
         return need
-    degrees = tuple(d for d in need.degrees if _most_of_a_host(need, workers, d) >= d)
+    alike = Counter((worker.host, worker.budget) for worker in workers)
+    degrees = tuple(d for d in need.degrees if _most_of_a_host(need, alike, d) >= d)
     if not degrees or degrees == need.degrees:
         return need
     return replace(need, degrees=degrees, alternates=need.alternates and degrees[0] == 1)
@@ -84,7 +85,8 @@ def too_large(need: Need, workers: Sequence[Worker], settings: PoolSettings) -> 
     what to do; empty when some have, and while its bytes are not known.
     """
     roles = [("core", need.ranks, takes(Role.TRAINING, True, need.ranks, need))]
-    if need.rolls_out and not any(_most_of_a_host(need, workers, d) >= d for d in need.degrees):
+    alike = Counter((worker.host, worker.budget) for worker in workers)
+    if need.rolls_out and not any(_most_of_a_host(need, alike, d) >= d for d in need.degrees):
         count = need.degrees[-1]  # the largest engine has the least on each
         roles.append(("engine", count, takes(Role.ROLLOUT, False, count, need)))
     for role, count, more in roles:
@@ -127,8 +129,13 @@ def too_far_apart(need: Need, workers: Sequence[Worker], settings: PoolSettings)
     )
 
 
-def _most_of_a_host(need: Need, workers: Sequence[Worker], degree: int) -> int:
-    """The most workers of one host that have a part's bytes of an engine of so many."""
+def _most_of_a_host(need: Need, alike: Mapping[tuple[str, Budget], int], degree: int) -> int:
+    """The most workers of one host that have a part's bytes of an engine of so many, of so many
+    workers of each host and budget.
+    """
     part = takes(Role.ROLLOUT, False, degree, need)
-    fit = Counter(w.host for w in workers if room(w.budget, Tier.ACCELERATOR, 0, part))
+    fit: Counter[str] = Counter()
+    for (host, budget), count in alike.items():
+        if room(budget, Tier.ACCELERATOR, 0, part):
+            fit[host] += count
     return max(fit.values(), default=0)

@@ -25,6 +25,7 @@ class Worked:
         self.trajectories = 0  # ended, by whatever end
         self._prompted = 0  # tokens of the prompts of those that did not fail
         self._latest: deque[tuple[int, int]] = deque(maxlen=LATEST)  # (sampled, prompt) of each
+        self._lengths: Lengths | None = None  # of those, as long as they are the latest
 
     def ended(self, sampled: int, prompt: int) -> None:
         """A training trajectory is over that did not fail, with so many tokens sampled behind a
@@ -32,15 +33,16 @@ class Worked:
         """
         self._prompted += prompt
         self._latest.append((sampled, prompt))
+        self._lengths = None
 
     @property
     def lengths(self) -> Lengths | None:
         """Of the latest of those; None as long as they are few."""
-        if len(self._latest) < LEAST:
-            return None
-        sampled, prompts = np.array(self._latest, np.float64).T
-        levels = np.quantile(sampled, LEVELS)
-        return Lengths(len(self._latest), tuple(map(float, levels)), float(prompts.mean()))
+        if self._lengths is None and len(self._latest) >= LEAST:
+            sampled, prompts = np.array(self._latest, np.float64).T
+            levels = tuple(map(float, np.quantile(sampled, LEVELS)))
+            self._lengths = Lengths(len(self._latest), levels, float(prompts.mean()))
+        return self._lengths
 
     def work(self, sampled: int) -> Work:
         """All so far, trajectories in flight among them; `sampled`: tokens of training ones."""

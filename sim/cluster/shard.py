@@ -182,11 +182,9 @@ class Shard:
 
     def _place(self, t: Trajectory) -> None:
         request = self._request(t)
-        home = self.places.get(t.home)
-        name = queues.choose([home.load], request) if home is not None else None
-        if name is None:
-            name = queues.choose([p.load for p in self.places.values()], request)
-        if name is not None and (name == t.home or not self._queue):
+        place = self.places.get(t.home)
+        home = place.load if place is not None else None
+        if name := queues.place(request, home, self._loads, bool(self._queue)):
             return self._send(t, self.places[name])
         self._arrivals += 1
         t.order = (*self._turn(t), self._arrivals)
@@ -194,13 +192,15 @@ class Shard:
 
     def dispatch(self) -> None:
         """Sends those to engines who find room now."""
-        while self._queue:
-            loads = [place.load for place in self.places.values()]
+        while self._queue and any(len(p.out) < p.engine.slots for p in self.places.values()):
             first = self._queue[:LOOK_AHEAD]
-            found = queues.next_up([self._request(t) for t in first], loads)
+            found = queues.next_up([self._request(t) for t in first], self._loads())
             if found is None:
                 return
             self._send(self._queue.pop(found[0]), self.places[found[1]])
+
+    def _loads(self) -> list[EngineLoad]:
+        return [place.load for place in self.places.values()]
 
     def _send(self, t: Trajectory, place: Place) -> None:
         self._count(AT_ENGINE, 1)
@@ -227,12 +227,11 @@ class Shard:
         """Its bucket, or the nearest, rather longer, one that has an engine now."""
         if len(self._scheduler.buckets) == 1:
             return 0
-        served = {p.bucket for p in self.places.values() if p.engine.version >= t.floor}
-        return min(served, key=lambda b: (abs(b - t.bucket), -b), default=t.bucket)
+        there = {p.bucket for p in self.places.values() if p.engine.version >= t.floor}
+        return queues.served(t.bucket, there)
 
     def _turn(self, t: Trajectory) -> tuple[int, ...]:
-        """Whose turn it is when several wait, lowest first, as of `Scheduler.order`."""
-        return (-t.bucket,) if len(self._scheduler.buckets) > 1 else (t.group,)
+        return self._scheduler.order(t.group, t.bucket)
 
     def _decided(self, t: Trajectory, bucket: int) -> queues.BucketDecision:
         path = [returned for returned, _ in t.returns]

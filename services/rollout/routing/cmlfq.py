@@ -60,13 +60,14 @@ class Scheduler:
         self.buckets = buckets_of(list(engines.values()), past, self._longest, self._batch)
         return others
 
-    def order(self, t: Trajectory, course: Course) -> tuple[int, ...]:
-        """Whose turn it is when several wait, lowest first; then who came first.
+    def order(self, trajectory: int, bucket: int) -> tuple[int, ...]:
+        """Whose turn it is when several wait, lowest first; then who came first. Trajectories are
+        numbered in the order of their groups.
 
         With buckets, the long ones: the step ends with them. All others take turns, which shows
         soon who is long. With one, the oldest group: it is what a step waits for.
         """
-        return (-course.bucket,) if len(self.buckets) > 1 else (t.id,)
+        return (-bucket,) if len(self.buckets) > 1 else (trajectory,)
 
     def returned(self, t: Trajectory, course: Course) -> BucketDecision:
         """The decision after a tool has answered the trajectory's open turn."""

@@ -12,7 +12,7 @@ in the first, the short one; `decide` is asked at each tool return.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.rollout.routing.lengths import Estimate
@@ -73,6 +73,27 @@ def choose(engines: Iterable[EngineLoad], request: QueuedRequest) -> str | None:
     return best.name if best else None
 
 
+def place(
+    request: QueuedRequest,
+    home: EngineLoad | None,
+    engines: Callable[[], Iterable[EngineLoad]],
+    queued: bool,
+) -> str | None:
+    """The engine for one that has just come; None: it waits, as it does behind others that are
+    `queued` unless its home, where there is one, has room.
+    """
+    name = choose([home], request) if home is not None else None
+    name = name or choose(engines(), request)
+    return None if queued and name != request.home else name
+
+
+def served(wanted: int, buckets: Collection[int]) -> int:
+    """The bucket of those that have engines for one that is meant for `wanted`: the nearest, rather
+    the longer one.
+    """
+    return min(buckets, key=lambda b: (abs(b - wanted), -b), default=wanted)
+
+
 def next_up(
     queue: Sequence[QueuedRequest], engines: Sequence[EngineLoad]
 ) -> tuple[int, str] | None:
@@ -83,21 +104,32 @@ def next_up(
     has room mostly holds what somebody just behind it needs. Room that nobody belongs to goes to
     the first that may have it.
     """
-    versions = {e.name: e.version for e in engines}
+    homes = {e.name: e for e in engines}
+    free = sorted((e for e in engines if e.room), key=_order)
+    if not free and not any(e.running < e.bound for e in engines):
+        return None
     for index, request in enumerate(queue):
-        at_home = versions.get(request.home, -1) >= request.floor
-        fits = [
-            e
-            for e in engines
-            if (e.name == request.home and e.running < e.bound)
-            or (not at_home and e.bucket == request.bucket and e.room)
-        ]
-        free = [e for e in fits if e.version >= request.floor]
-        if free:
-            return index, min(free, key=_order).name
-    for index, request in enumerate(queue):
-        if (name := choose(engines, request)) is not None:
-            return index, name
+        home = homes.get(request.home)
+        if home is not None and home.version >= request.floor:
+            if home.running < home.bound:
+                return index, home.name
+            continue
+        if (best := _first(free, request, of_bucket=True)) is not None:
+            return index, best.name
+    for index, request in enumerate(queue if free else ()):
+        best = _first(free, request, of_bucket=True) or _first(free, request, of_bucket=False)
+        if best is not None:
+            return index, best.name
+    return None
+
+
+def _first(
+    free: Iterable[EngineLoad], request: QueuedRequest, of_bucket: bool
+) -> EngineLoad | None:
+    """The first that may serve a request."""
+    for e in free:
+        if e.version >= request.floor and (not of_bucket or e.bucket == request.bucket):
+            return e
     return None
 
 

@@ -28,8 +28,9 @@ from services.rollout.routing.queues import (
     LengthBucket,
     QueuedRequest,
     assign,
-    choose,
     next_up,
+    place,
+    served,
 )
 from services.rollout.routing.stay import Stay
 from services.rollout.trajectory import Trajectory
@@ -116,7 +117,7 @@ class Router:
         for stay in self.stays.values():
             self.scheduler.restored(stay.trajectory, stay.course)
         for stay in self._queue:
-            stay.order = (*self.scheduler.order(stay.trajectory, stay.course), stay.order[-1])
+            stay.order = (*self._turn(stay), stay.order[-1])
         self._queue.sort(key=lambda stay: stay.order)
 
     def _connect(self, name: str) -> None:
@@ -182,14 +183,12 @@ class Router:
 
     async def place(self, stay: Stay) -> None:
         request = self._request(stay)
-        home = self.links.get(stay.home)  # most turns go on there: no need to look at all engines
-        name = choose([home.load], request) if home is not None else None
-        name = name or choose(self._loads(), request)
-        if name is not None and (name == stay.home or not self._queue):
+        link = self.links.get(stay.home)  # most turns go on there: no need to look at all engines
+        home = link.load if link is not None else None
+        if name := place(request, home, self._loads, bool(self._queue)):
             return stay.take(self.links[name])
         self._arrivals += 1
-        order = self.scheduler.order(stay.trajectory, stay.course)
-        placed = stay.queued((*order, self._arrivals))
+        placed = stay.queued((*self._turn(stay), self._arrivals))
         async with self.clock.timeout(PLACE_S, "an engine for a trajectory"):
             await placed
 
@@ -210,12 +209,8 @@ class Router:
 
     def dispatch(self) -> None:
         while self._queue and any(link.open for link in self.links.values()):
-            loads = self._loads()
-            room = any(load.room for load in loads)
-            # Without a free seat anywhere, only those may go whose own engine runs fewer again.
-            homes = {load.name for load in loads if load.running < load.bound}
-            first = [s for s in self._queue[:LOOK_AHEAD] if room or s.home in homes]
-            found = next_up([self._request(stay) for stay in first], loads)
+            first = self._queue[:LOOK_AHEAD]
+            found = next_up([self._request(stay) for stay in first], self._loads())
             if found is None:
                 return
             index, name = found
@@ -224,13 +219,16 @@ class Router:
     def _request(self, stay: Stay) -> QueuedRequest:
         return QueuedRequest(stay.trajectory.version, stay.home, self._bucket(stay))
 
+    def _turn(self, stay: Stay) -> tuple[int, ...]:
+        return self.scheduler.order(stay.trajectory.id, stay.course.bucket)
+
     def _bucket(self, stay: Stay) -> int:
         """The stay's bucket, or the nearest, rather longer, one that has an engine now."""
         if len(self.scheduler.buckets) == 1:
             return 0
-        wanted, version = stay.course.bucket, stay.trajectory.version
-        served = {link.bucket for link in self.links.values() if link.version >= version}
-        return min(served, key=lambda b: (abs(b - wanted), -b), default=wanted)
+        version = stay.trajectory.version
+        there = {link.bucket for link in self.links.values() if link.version >= version}
+        return served(stay.course.bucket, there)
 
     # -- what changes engine ---------------------------------------------------------------------
 

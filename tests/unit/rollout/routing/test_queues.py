@@ -122,6 +122,30 @@ def test_nobody_is_overtaken_by_one_who_belongs_no_better(
         assert found is None
 
 
+@given(loads, requests)
+def test_who_is_next_is_who_the_definition_names(
+    engines: list[EngineLoad], queue: list[QueuedRequest]
+) -> None:
+    """Every request is held against every engine: what `next_up` does without."""
+
+    def defined() -> tuple[int, str] | None:
+        for index, request in enumerate(queue):
+            may = [e for e in engines if e.version >= request.floor]
+            at_home = any(e.name == request.home for e in may)
+            fits = [
+                e
+                for e in may
+                if (e.name == request.home and e.running < e.bound)
+                or (not at_home and e.bucket == request.bucket and e.room)
+            ]
+            if fits:
+                return index, min(fits, key=lambda e: (e.load, e.held, e.name)).name
+        chosen = ((i, choose(engines, request)) for i, request in enumerate(queue))
+        return next(((i, name) for i, name in chosen if name is not None), None)
+
+    assert next_up(queue, engines) == defined()
+
+
 @given(st.dictionaries(st.text("abcdef", min_size=1), st.sampled_from([1, 2, 4, 8])), plans)
 def test_every_engine_has_a_bucket_and_small_degrees_serve_short_ones(
     engines: dict[str, int], plan: list[LengthBucket]
