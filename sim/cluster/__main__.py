@@ -10,6 +10,7 @@ changes all arms; `--out` writes a page and PNG files of what they did. The last
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -61,6 +62,7 @@ def main() -> int:
         for path in sorted(SCENARIOS.glob("*.toml")):
             print(f"{path.stem:12} {tomllib.loads(path.read_text(encoding='utf-8'))['title']}")
         return 0
+    gc.set_threshold(200_000, 20, 100)  # what is there stays, mostly, and is large
     path = Path(a.scenario)
     if not path.suffix and not path.exists():
         path = SCENARIOS / f"{a.scenario}.toml"

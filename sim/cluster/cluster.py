@@ -126,7 +126,8 @@ class Cluster:
 
     def _balance(self) -> None:
         for job in self.jobs.values():
-            job.shard.look()
+            for shard in job.shards:
+                shard.look()
         self.agenda.after(BALANCE_S, self._balance)
 
 

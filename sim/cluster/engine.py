@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from common.pool.measured import Curve
 from sim.cluster.agenda import Agenda
 from sim.cluster.speeds import Speed
 
@@ -42,7 +41,7 @@ class Engine:
         self.tokens = 0.0  # generated so far,
         self.busy_s = 0.0  # in so many seconds,
         self.prefilled = 0.0  # and prefilled
-        self._agenda, self._speed, self._room = agenda, speed, speed.capacity()
+        self._agenda, self.speed, self._room = agenda, speed, speed.capacity()
         self._far = 0.0  # steps so far
         self._at_s = self._began_s = agenda.now_s  # as of then
         self._stands_s = 0.0  # until then nothing is decoded: a prefill, a pull of weights
@@ -106,15 +105,10 @@ class Engine:
         return self._agenda.now_s - self._began_s
 
     @property
-    def plateau(self) -> int:
-        """Requests from which more bring hardly more tokens a second; 0: not known."""
-        return self._speed.plateau
-
-    @property
-    def curve(self) -> Curve:
-        """What it has measured of itself."""
+    def steps(self) -> int:
+        """Decode steps so far."""
         self._advance()
-        return self._speed.curve(round(self._far))
+        return round(self._far)
 
     # -- its progress ------------------------------------------------------------------------------
 
@@ -142,7 +136,7 @@ class Engine:
             fresh = request.context - request.cached
             if fresh > 0:
                 now_s = max(self._stands_s, self._agenda.now_s)
-                self._stands_s = now_s + self._speed.prefill_s(fresh, request.cached)
+                self._stands_s = now_s + self.speed.prefill_s(fresh, request.cached)
                 self.prefilled += fresh
             request.began = self._far
             self._held += request.context - self._far
@@ -163,7 +157,7 @@ class Engine:
         if not self._there:
             return
         count = len(self._there)
-        self._per_s = 1.0 / self._speed.step_s(count, self._context() / count)
+        self._per_s = 1.0 / self.speed.step_s(count, self._context() / count)
         steps = min(AHEAD, self._there[0][0] - self._far)
         due, now_s = self._due, self._agenda.now_s
         when_s = max(self._stands_s, now_s) + steps / self._per_s

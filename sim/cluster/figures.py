@@ -34,15 +34,15 @@ def figures_of(cluster: Cluster, job: SimJob) -> Figures:
     rl_s = ended[-1] - began_s if ended else cluster.agenda.now_s - began_s
     steps_s = [b - a for a, b in pairwise([began_s, *ended])]
     name, over_s = job.spec.name, max(rl_s, 1e-9)
-    engines = [place.engine for place in job.shard.places.values()]
+    busy = [e.busy_s / max(e.lived_s, 1e-9) for e in job.engines]
     judged = [one for one in cluster.judged if one.job == name]
     return Figures(
         steps=training.version,
         rl_s=rl_s,
         step_s=mean(steps_s) if steps_s else 0.0,
-        sampled_per_s=job.shard.sampled / over_s,
+        sampled_per_s=job.sampled / over_s,
         trained_per_s=training.work.tokens / over_s,
-        engines_busy=mean(e.busy_s / max(e.lived_s, 1e-9) for e in engines) if engines else 0.0,
+        engines_busy=mean(busy) if busy else 0.0,
         requeued=training.requeued,
         moves=sum(one.job == name for one in cluster.moves),
         paid=sum(bool(one.details["paid"]) for one in judged),

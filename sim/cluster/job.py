@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import fmean as mean
 
 from common.hardware.shapes import ModelShape
 from common.job.config import PlannerConfig
-from common.pool.measured import Measured
+from common.pool.measured import Measured, together
 from common.pool.needs import Need, PlannedJob
 from common.pool.rows import Resident, Role
 from common.state.jobs import Phase
@@ -19,6 +20,7 @@ from sim.cluster.training import Training, Trains
 from sim.cluster.workload import Workload
 
 LONGEST = 1 << 20  # tokens of a trajectory, where nothing is said
+ENGINES = 64  # of a shard at most
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class SimJob:
 
     def __init__(self, agenda: Agenda, spec: JobSpec) -> None:
         self.spec = spec
-        self.shard = Shard(agenda, self._ended, spec.slots, spec.longest, spec.buckets)
+        self.shards: list[Shard] = []
         self.training = Training(
             agenda,
             spec.trains,
@@ -63,7 +65,9 @@ class SimJob:
         self.began_s: float | None = None  # when its training began
         self.shares: list[tuple[float, int, int]] = []  # since when: workers of engines, and others
         self._agenda = agenda
-        self._workers: dict[str, int] = {}  # of each resident that trains
+        self._rolls: dict[str, int] = {}  # workers of each engine,
+        self._workers: dict[str, int] = {}  # and of each resident that trains
+        self._of: dict[str, Shard] = {}  # each engine
 
     # -- residents ---------------------------------------------------------------------------------
 
@@ -74,57 +78,83 @@ class SimJob:
             speed = spec.speed(kind, degree)
             engine = Engine(resident.id, self._agenda, speed, spec.slots, degree)
             engine.version = self.training.version
-            self.shard.join(engine)
+            shard = self._of[resident.id] = self._smallest()
+            self._rolls[resident.id] = degree
+            shard.join(engine)
+            self._fill(shard)
         else:
             if self.began_s is None and resident.core:
                 self.began_s = self._agenda.now_s
             self._workers[resident.id] = len(resident.ranks)
             replicas = self.spec.trains.replicas(len(resident.ranks), resident.core)
             self.training.attend(resident.id, replicas)
+            self.fill()
         self._told()
-        self.fill()
 
     def gone(self, resident: str) -> None:
         """A resident is no more."""
-        if resident in self.shard.places:
-            self.shard.leave(resident)
+        if shard := self._of.pop(resident, None):
+            shard.leave(resident)
+            del self._rolls[resident]
         self.training.dismiss(resident)
         self._workers.pop(resident, None)
         self._told()
 
+    @property
+    def engines(self) -> list[Engine]:
+        """All that there are now."""
+        return [place.engine for shard in self.shards for place in shard.places.values()]
+
+    @property
+    def sampled(self) -> float:
+        """Tokens so far."""
+        return sum(shard.sampled for shard in self.shards)
+
+    def _smallest(self) -> Shard:
+        """The shard of an engine that comes: a new one when all have as many as they may."""
+        smallest = min(self.shards, key=lambda one: len(one.places), default=None)
+        if smallest is None or len(smallest.places) >= ENGINES:
+            spec = self.spec
+            smallest = Shard(self._agenda, self._ended, spec.slots, spec.longest, spec.buckets)
+            self.shards.append(smallest)
+        return smallest
+
     def _told(self) -> None:
         """Notes who does what from now on."""
-        engines = sum(place.engine.degree for place in self.shard.places.values())
-        self.shares.append((self._agenda.now_s, engines, sum(self._workers.values())))
+        rolls, trains = sum(self._rolls.values()), sum(self._workers.values())
+        self.shares.append((self._agenda.now_s, rolls, trains))
 
     # -- its course --------------------------------------------------------------------------------
 
     def fill(self) -> None:
         """Opens groups as far as there is room, and the gate lets them through."""
-        if self.began_s is None or not self.shard.places:
+        for shard in self.shards:
+            self._fill(shard)
+
+    def _fill(self, shard: Shard) -> None:
+        if self.began_s is None or not shard.places:
             return
         spec, size = self.spec, self.spec.group_size
-        while (room := self.shard.room) > -size:
+        while self.training.capacity and (room := shard.room) > -size:
             opened = self.training.admit(-(-(room + size) // size))
-            if not opened:
-                return
             share = self.training.version / max(1, spec.steps - 1)
             for group in opened:
                 for member in range(size):
                     script = spec.workload.script(group.number, member, share)
-                    self.shard.open(group.number, group.prompt, group.version, script)
+                    shard.open(group.number, group.prompt, group.version, script)
 
-    def _ended(self, t: Trajectory) -> None:
+    def _ended(self, shard: Shard, t: Trajectory) -> None:
         whole = self.training.ended(t.group, t.oldest, t.context)
-        self.shard.worked.groups += whole
-        self.fill()
+        shard.worked.groups += whole
+        self._fill(shard)
 
     def _committed(self) -> None:
-        for place in self.shard.places.values():
-            place.engine.version = self.training.version
+        for engine in self.engines:
+            engine.version = self.training.version
             if self.spec.pull_s:
-                place.engine.stand(self.spec.pull_s)
-        self.shard.dispatch()
+                engine.stand(self.spec.pull_s)
+        for shard in self.shards:
+            shard.dispatch()
         self.fill()
 
     # -- what it says ------------------------------------------------------------------------------
@@ -154,6 +184,12 @@ class SimJob:
         )
 
     def _measured(self) -> Measured:
-        curves = tuple(place.engine.curve for place in self.shard.places.values())
-        work = {"shard": self.shard.work, "core": self.training.work}
-        return Measured(work, curves, self.shard.worked.lengths)
+        alike: dict[int, list[Engine]] = {}
+        for engine in self.engines:
+            alike.setdefault(id(engine.speed), []).append(engine)
+        curves = tuple(
+            same[0].speed.curve(round(mean(one.steps for one in same))) for same in alike.values()
+        )
+        work = {f"shard-{n}": shard.work for n, shard in enumerate(self.shards)}
+        lengths = [one for shard in self.shards if (one := shard.worked.lengths) is not None]
+        return Measured(work | {"core": self.training.work}, curves, together(lengths))

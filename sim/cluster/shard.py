@@ -53,13 +53,17 @@ class Place:
     bucket: int = 0
     out: dict[Trajectory, None] = field(default_factory=dict)  # turns under way, oldest first
     held: int = 0  # trajectories with a seat there
+    _load: EngineLoad = field(init=False, repr=False, default=EngineLoad("", 1, 0, -1))
 
     @property
     def load(self) -> EngineLoad:
         """It as the queues see it."""
-        engine = self.engine
-        slots, out = engine.slots, len(self.out)
-        return EngineLoad(engine.name, slots, out, engine.version, self.bucket, slots, self.held)
+        engine, load, out = self.engine, self._load, len(self.out)
+        now = (load.running, load.held, load.version, load.bucket)
+        if now != (out, self.held, engine.version, self.bucket) or not load.name:
+            name, slots = engine.name, engine.slots
+            self._load = EngineLoad(name, slots, out, engine.version, self.bucket, slots, self.held)
+        return self._load
 
 
 class Shard:
@@ -68,7 +72,7 @@ class Shard:
     def __init__(
         self,
         agenda: Agenda,
-        over: Callable[[Trajectory], None],
+        over: Callable[[Shard, Trajectory], None],
         slots: int,
         longest: int,
         buckets: bool,
@@ -152,7 +156,7 @@ class Shard:
                 p.engine.slots,
                 p.engine.running,
                 p.engine.waiting,
-                p.engine.plateau,
+                p.engine.speed.plateau,
                 p.engine.version,
             )
             for name, p in self.places.items()
@@ -300,5 +304,5 @@ class Shard:
         self._count(IN_FLIGHT, -1)
         self.worked.trajectories += 1
         self.worked.ended(round(t.sampled), round(t.script.prompt))
-        self._over(t)
+        self._over(self, t)
         self.dispatch()

@@ -85,12 +85,16 @@ class Training:
         """Whether all steps are made."""
         return self.version >= self._steps
 
+    @property
+    def capacity(self) -> int:
+        """Groups that the gate lets through now."""
+        steps = min(self._staleness + self.version + 1, self._steps)
+        return max(0, steps * self._wanted - self._admitted)
+
     def admit(self, want: int) -> list[Group]:
         """Opens up to so many groups, as many as the gate lets through."""
-        steps = min(self._staleness + self.version + 1, self._steps)
-        capacity = steps * self._wanted - self._admitted
         found = []
-        for _ in range(min(want, capacity)):
+        for _ in range(min(want, self.capacity)):
             if self._again:
                 prompt, passed = self._again.popleft()
             else:

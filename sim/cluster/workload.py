@@ -6,8 +6,11 @@ policy does changes nothing of it.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Protocol
 
 from common.random import Random
@@ -80,7 +83,7 @@ class Answer:
     scale: float  # of the lengths of all turns behind it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chain:
     """Turns until a tool's answer is followed by the last one: what remains of a trajectory depends
     on what its tools answer, which is known to nobody before.
@@ -94,10 +97,13 @@ class Chain:
     prompt: float
     longest: float = math.inf  # tokens of a trajectory; it is cut there
 
+    @cached_property
+    def _weights(self) -> Sequence[float]:
+        return list(accumulate(one.weight for one in self.answers))
+
     def script(self, group: int, member: int, share: float) -> Script:
         """Lengths by the share of the run."""
         random = Random(self.seed).child(f"{group}/{member}")
-        weights = [one.weight for one in self.answers]
         left, scale, last = self.longest, 1.0, False
         turns: list[Turn] = []
         while left > 0 and len(turns) < self.most:
@@ -107,7 +113,7 @@ class Chain:
             if last:
                 turns.append(Turn(tokens))
                 break
-            (answer,) = random.choices(self.answers, weights)
+            answer = self.answers[bisect(self._weights, random.random() * self._weights[-1])]
             turns.append(Turn(tokens, answer.seconds, answer.tokens, answer.returned))
             scale *= answer.scale
             last = random.random() < answer.ends

@@ -13,7 +13,7 @@ in the first, the short one; `decide` is asked at each tool return.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.rollout.routing.lengths import Estimate
 
@@ -39,11 +39,11 @@ class EngineLoad:
     seats: int = 1 << 30  # trajectories whose keys and values it may hold
     held: int = 0
     others: int = 0  # requests that it has from elsewhere
+    room: int = field(init=False, compare=False)  # trajectories that it could take in now
 
-    @property
-    def room(self) -> int:
-        """Trajectories that it could take in now."""
-        return max(0, min(self.bound - self.running, self.seats - self.held))
+    def __post_init__(self) -> None:
+        room = max(0, min(self.bound - self.running, self.seats - self.held))
+        object.__setattr__(self, "room", room)
 
     @property
     def load(self) -> float:

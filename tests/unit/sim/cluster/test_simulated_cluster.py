@@ -43,11 +43,11 @@ def test_the_planner_moves_engines_where_training_takes_longer_and_that_pays() -
 def test_what_trains_was_sampled_once() -> None:
     job = ran(spec_of(TRAINED, 2)).jobs["job"]
     assert job.training.over and len(job.training.ended_s) == 16
-    counted = job.shard.worked
+    counted = job.shards[0].worked
     groups = 16 * 4 + job.training.requeued // 6
     assert counted.groups == groups, "no group beyond the last step is opened"
-    assert counted.trajectories == 6 * groups and not job.shard.under_way
-    assert job.shard.work.queue_s >= 0
+    assert counted.trajectories == 6 * groups and not job.shards[0].under_way
+    assert job.shards[0].work.queue_s >= 0
 
 
 def test_trajectories_go_on_where_their_engine_has_gone() -> None:
@@ -55,11 +55,11 @@ def test_trajectories_go_on_where_their_engine_has_gone() -> None:
     spec = spec_of(TRAINED.held(0), 3)
     cluster = Cluster([Hosts(1, 4)], [spec])
     job = cluster.jobs["job"]
-    cluster.agenda.at(20.0, lambda: job.gone(sorted(job.shard.places)[0]))
+    cluster.agenda.at(20.0, lambda: job.gone(sorted(job.shards[0].places)[0]))
     cluster.run(3600.0)
     whole = ran(spec).jobs["job"]
-    assert job.training.over and len(job.shard.places) == 2
-    assert job.shard.worked.groups == whole.shard.worked.groups
+    assert job.training.over and len(job.shards[0].places) == 2
+    assert job.shards[0].worked.groups == whole.shards[0].worked.groups
 
 
 def test_two_jobs_share_a_cluster() -> None:
@@ -76,10 +76,10 @@ def test_engines_of_several_degrees_have_buckets_by_length() -> None:
     spec = replace(spec_of(tailed, 1), need=Need(degrees=(1, 2, 4)), buckets=True)
     cluster = ran(spec, workers=8)
     job = cluster.jobs["job"]
-    degrees = {place.engine.degree for place in job.shard.places.values()}
+    degrees = {place.engine.degree for place in job.shards[0].places.values()}
     assert job.training.over and degrees != {1}
     if len(degrees) > 1:
-        assert len({place.bucket for place in job.shard.places.values()}) == len(degrees)
+        assert len({place.bucket for place in job.shards[0].places.values()}) == len(degrees)
 
 
 def test_decisions_are_those_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
