@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from common.hardware.shapes import ModelShape
 from common.job.pace import profile, training_profile
 from common.pool.needs import Need
 from services.planner.costs.rollout import Gang
-from services.planner.costs.training import TrainingLayout
+from services.planner.layouts.nodes import Node
+from services.planner.layouts.training import Trainable
 from sim.cluster.cluster import Cluster, Hosts, Switches
 from sim.cluster.job import LONGEST, JobSpec
+from sim.cluster.planned import Asked, Layout, layout, planned
 from sim.cluster.scenario import DriftTable, JobTable, ModelTable, Scenario, WorkloadTable
 from sim.cluster.speeds import ModelSpeed, PacedSpeed, Speed
 from sim.cluster.trained import ModelTraining, PacedTraining
@@ -30,18 +34,36 @@ FRAMED = 1 << 30  # tokens of a bin, where none are declared
 def cluster_of(scenario: Scenario, base: Path) -> Cluster:
     """The cluster; files that are named relatively lie in `base`."""
     hosts = [Hosts(one.count, one.accelerators, one.kind) for one in scenario.hosts if one.count]
-    kinds = [one.kind for one in hosts]
     if not hosts:
         raise ConfigError("the scenario has no hosts", fix="Give one of [[hosts]] a count")
-    jobs = [_job(one, scenario.seed + n, kinds, base) for n, one in enumerate(scenario.jobs)]
+    if len(scenario.jobs) > 1 and any(one.colocated for one in scenario.jobs):
+        raise ConfigError("a colocated job has all accelerators", fix="Give it no other job")
+    jobs = [_job(one, scenario.seed + n, hosts, base) for n, one in enumerate(scenario.jobs)]
+    if scenario.jobs[0].colocated:
+        now = scenario.switches
+        jobs = [replace(jobs[0], max_staleness=0, switch_s=now.training_s, pull_s=now.rollout_s)]
     switches = Switches(scenario.switches.rollout_s, scenario.switches.training_s)
     return Cluster(hosts, jobs, switches, scenario.pool)
 
 
-def _job(job: JobTable, seed: int, kinds: list[str], base: Path) -> JobSpec:
-    shape = _shape(job.model, job.name)
-    for kind in kinds if shape is not None else ():
-        _on(kind)
+def _job(job: JobTable, seed: int, hosts: Sequence[Hosts], base: Path) -> JobSpec:
+    shape, kind = _shape(job.model, job.name), hosts[0].kind
+    for one in hosts if shape is not None else ():
+        _on(one.kind)
+    workload = _workload(job.workload, job.group_size, seed, base)
+    engines: tuple[int, ...] = ()
+    if shape is None:
+        if job.plan:
+            raise ConfigError(f"job {job.name} has no model to plan for", where="plan")
+        trains: Trains = _paced(job)
+    else:
+        asked = _asked(job, shape, hosts, workload)
+        if job.plan:
+            found = planned(asked, job.plan == "uniform")
+            job = _laid_out(job, found)
+            trains, engines = ModelTraining(shape, _on(kind), found.training), found.engines
+        else:
+            trains = ModelTraining(shape, _on(kind), layout(asked))
     degrees = tuple(sorted(set(job.degrees)))
 
     @cache
@@ -58,8 +80,9 @@ def _job(job: JobTable, seed: int, kinds: list[str], base: Path) -> JobSpec:
         return ModelSpeed(gang)
 
     return JobSpec(
-        workload=_workload(job.workload, job.group_size, seed, base),
-        trains=_trains(job, shape, kinds[0]),
+        workload=workload,
+        trains=trains,
+        engines=engines,
         speed=speed,
         name=job.name,
         steps=job.steps,
@@ -110,26 +133,50 @@ def _on(kind: str) -> Accelerator:
     return declared()[kind]
 
 
-def _trains(job: JobTable, shape: ModelShape | None, kind: str) -> Trains:
-    if shape is None:
-        if not (job.pace and job.training_pace):
-            raise ConfigError(
-                f"job {job.name} has neither a model nor a pace of engines and of training",
-                where="[[jobs]]",
-                fix="Write [jobs.model], or pace and training_pace",
-            )
-        return PacedTraining(training_profile(job.training_pace), job.bin_tokens or FRAMED)
-    stages = job.tensor * job.pipeline
-    if job.ranks % stages:
+def _paced(job: JobTable) -> Trains:
+    if not (job.pace and job.training_pace):
         raise ConfigError(
-            f"the core of job {job.name} has {job.ranks} ranks, which {job.tensor} x "
+            f"job {job.name} has neither a model nor a pace of engines and of training",
+            where="[[jobs]]",
+            fix="Write [jobs.model], or pace and training_pace",
+        )
+    return PacedTraining(training_profile(job.training_pace), job.bin_tokens or FRAMED)
+
+
+def _asked(job: JobTable, shape: ModelShape, hosts: Sequence[Hosts], workload: Workload) -> Asked:
+    """What its layout is searched for, on hosts of the first kind."""
+    stages, first = job.tensor * job.pipeline, hosts[0]
+    total = first.count * first.accelerators
+    ranks = total if job.colocated else job.ranks
+    if ranks % stages:
+        raise ConfigError(
+            f"the core of job {job.name} has {ranks} ranks, which {job.tensor} x "
             f"{job.pipeline} do not divide",
             where="ranks",
             fix=f"Give it a multiple of {stages}",
         )
-    data = job.ranks // stages
-    layout = TrainingLayout(kind, data, job.tensor, job.pipeline, sharded=stages == 1)
-    return ModelTraining(shape, _on(kind), layout)
+    trainable = Trainable((job.tensor,), (job.pipeline,), sharded=stages == 1, least=1)
+    if not job.plan:
+        trainable = replace(trainable, least=ranks, most=ranks)
+    nodes = [Node(first.kind, f"host{n}", first.accelerators) for n in range(first.count)]
+    return Asked(
+        job.name,
+        shape,
+        _on(first.kind),
+        nodes,
+        workload,
+        job.groups_per_step,
+        job.group_size,
+        job.slots,
+        sorted(set(job.degrees)),
+        trainable,
+    )
+
+
+def _laid_out(job: JobTable, found: Layout) -> JobTable:
+    """The job with a planned core; one degree of engines stays the only one."""
+    degrees = sorted(set(found.engines)) if job.plan == "uniform" else job.degrees
+    return replace(job, ranks=found.training.workers, degrees=degrees)
 
 
 def _workload(table: WorkloadTable, size: int, seed: int, base: Path) -> Workload:

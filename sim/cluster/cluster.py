@@ -75,9 +75,15 @@ class Cluster:
         self._pool = _pool(hosts, replace(settings or PoolSettings(), turns=False))
         self._kinds = {worker.id: kind_of(worker.accelerator) for worker in self._pool.workers}
         self._residents: dict[str, str] = {}  # who does something -> for which job
+        self._alone = [job for job in self.jobs.values() if job.spec.switch_s is not None]
+        for job in self.jobs.values():
+            for degree in job.spec.engines:
+                self._seat(job.spec.name, degree)
 
     def run(self, until_s: float) -> None:
         """Runs until all jobs are over, or this time has come."""
+        for job in self._alone:
+            self._colocate(job)
         self._look()
         self._balance()
         self.agenda.run(until_s, lambda: all(j.training.over for j in self.jobs.values()))
@@ -88,11 +94,36 @@ class Cluster:
 
     def _look(self) -> None:
         now_s = self.agenda.now_s
-        planned = [job.planned for job in self.jobs.values() if not job.training.over]
+        planned = [
+            job.planned
+            for job in self.jobs.values()
+            if not job.training.over and job.spec.switch_s is None
+        ]
+        if not planned:
+            return
         decisions, self._memory = decide(self._pool.snapshot(now_s, planned), self._memory)
         if decisions:
             self._do(decisions)
         self.agenda.after(LOOK_S, self._look)
+
+    def _seat(self, job: str, degree: int) -> None:
+        """An engine that is there from the beginning."""
+        gang, resident = self._pool.seat(job, degree)
+        self.agenda.after(self._switches.rollout_s, partial(self._ready, gang, resident))
+
+    def _colocate(self, job: SimJob) -> None:
+        """Engines on all accelerators, and a core on the same ones."""
+        degree, name, count = job.spec.need.smallest, job.spec.name, 0
+        for host in self._pool.hosts:
+            there = [worker for worker in self._pool.workers if worker.host == host]
+            for _ in range(len(there) // degree):
+                ranks = tuple(range(degree))
+                engine = Resident(f"{host}.{count}", name, Role.ROLLOUT, ranks=ranks)
+                job.ready(engine, self._kinds[there[0].id])
+                count += 1
+        ranks = tuple(range(len(self._pool.workers)))
+        core = Resident("core", name, Role.TRAINING, core=True, ranks=ranks)
+        job.ready(core, self._kinds[self._pool.workers[0].id])
 
     def _do(self, decisions: Sequence[Decision]) -> None:
         now_s = self.agenda.now_s

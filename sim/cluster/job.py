@@ -45,6 +45,9 @@ class JobSpec:
     longest: int = LONGEST  # tokens of a trajectory
     buckets: bool = False  # C-MLFQ: engines are for lengths by their degrees
     pull_s: float = 0.0  # that an engine stands for other weights
+    engines: tuple[int, ...] = ()  # degrees of those that are placed at the beginning
+    # All accelerators roll out, then all train, with so long in between; None: others do.
+    switch_s: float | None = None
 
 
 class SimJob:
@@ -61,6 +64,7 @@ class SimJob:
             spec.max_staleness,
             spec.steps,
             self._committed,
+            spec.switch_s,
         )
         self.began_s: float | None = None  # when its training began
         self.shares: list[tuple[float, int, int]] = []  # since when: workers of engines, and others

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from common.errors import ConfigError
 from common.pool.decisions import Admit, Decision, Dissolve, Finish, Form, Place, Remove, Serve
 from common.pool.needs import PlannedJob
-from common.pool.rows import Doing, Gang, Report, Resident, Worker
+from common.pool.rows import Doing, Gang, Report, Resident, Role, Worker
 from common.pool.settings import PoolSettings
 from common.pool.snapshot import Host, Move, Snapshot
 
@@ -75,6 +76,21 @@ class Pool:
                 case _:
                     pass
         return list(begin.values())
+
+    def seat(self, job: str, degree: int) -> tuple[str, Resident]:
+        """A gang of so many workers of one host that nobody has, and an engine on it; ConfigError
+        when no host has them.
+        """
+        taken = {worker for gang in self.gangs.values() for worker in gang.workers}
+        for host in self.hosts:
+            free = [w.id for w in self.workers if w.host == host and w.id not in taken][:degree]
+            if len(free) == degree:
+                gang, ranks = f"g{self.formed}", tuple(range(degree))
+                resident = Resident(f"{gang}.0", job, Role.ROLLOUT, ranks=ranks)
+                self.gangs[gang] = Gang(gang, tuple(free), 1, (resident,), placed=1)
+                self.formed += 1
+                return gang, resident
+        raise ConfigError(f"no host has {degree} accelerators left for an engine of job {job}")
 
     def done(self, gang_id: str, wished: Resident) -> bool:
         """A resident does what was wished; False where something else is wished by now."""

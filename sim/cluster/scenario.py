@@ -112,6 +112,8 @@ class JobTable(Table):
     max_staleness: Natural = 2
     slots: Count = 256  # of an engine
     bin_tokens: Natural = 0
+    colocated: bool = False  # all accelerators roll out, then all train: nobody decides
+    plan: Literal["", "uniform", "mixed"] = ""  # the planner's layout instead of the next keys'
     ranks: Count = 1  # of the core
     tensor: Count = 1  # of the core: degree of tensor parallelism,
     pipeline: Count = 1  # and stages

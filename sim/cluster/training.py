@@ -58,14 +58,19 @@ class Training:
         max_staleness: int,
         steps: int,
         committed: Callable[[], None],
+        switch_s: float | None = None,
     ) -> None:
-        """`committed` is told of each step."""
+        """`committed` is told of each step. With `switch_s` a step begins so long after all of its
+        groups are there, as of accelerators that generated them; without, each is computed as it
+        comes.
+        """
         self.version = 0
         self.ended_s: list[float] = []  # when each step was committed
         self.requeued = 0  # trajectories that came back too old
         self._agenda, self._trains, self._committed = agenda, trains, committed
         self._wanted, self._size = groups_per_step, group_size
         self._staleness, self._steps = max_staleness, steps
+        self._switch_s = switch_s
         self._admitted = self._next = self._cursor = 0
         self._again: deque[tuple[int, int]] = deque()  # prompts given back, how often passed over
         self._open: dict[int, Group] = {}
@@ -139,19 +144,26 @@ class Training:
         for group in self._chosen():
             del self._ready[group.number]
             self._leased.append(group)
-            now_s = self._agenda.now_s
-            for piece_s in self._trains.bins_s(group.tokens):
-                first = min(self._free_s, key=lambda one: self._free_s[one])
-                self._free_s[first] = max(now_s, self._free_s[first]) + piece_s
-                self._computed_s = max(self._computed_s, self._free_s[first])
-                self._done += Work(work_s=piece_s)
-            self._done += Work(tokens=sum(group.tokens))
+            if self._switch_s is None:
+                self._compute(group, self._agenda.now_s)
         if len(self._leased) == self._wanted:
             now_s = self._agenda.now_s
+            if self._switch_s is not None:
+                for group in self._leased:
+                    self._compute(group, now_s + self._switch_s)
             self._whole = True
             self._waited_s = now_s - self._since_s
             ends_s = max(now_s, self._computed_s) + self._trains.update_s()
             self._agenda.at(ends_s, self._commit)
+
+    def _compute(self, group: Group, from_s: float) -> None:
+        """Its gradients, by whoever is free first."""
+        for piece_s in self._trains.bins_s(group.tokens):
+            first = min(self._free_s, key=lambda one: self._free_s[one])
+            self._free_s[first] = max(from_s, self._free_s[first]) + piece_s
+            self._computed_s = max(self._computed_s, self._free_s[first])
+            self._done += Work(work_s=piece_s)
+        self._done += Work(tokens=sum(group.tokens))
 
     @property
     def work(self) -> Work:

@@ -1,0 +1,144 @@
+"""The layout that the planner's search gives a job (`services/planner/layouts`): how many train,
+and the degrees of its engines. Its history is what the job's own trajectories will be.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.errors import ConfigError
+from common.hardware.profiles import Accelerator
+from common.hardware.shapes import ModelShape
+from services.planner.costs.rollout import Gang
+from services.planner.costs.training import StepWork, TrainingLayout
+from services.planner.layouts.allocation import Plan, Timed, allocate
+from services.planner.layouts.grouping import Group, groups_for, quantiles
+from services.planner.layouts.nodes import Node
+from services.planner.layouts.serving import Served, Server
+from services.planner.layouts.training import Trainable, Trains
+from sim.cluster.workload import Script, Workload
+
+MANY = 1024  # trajectories of the history at most
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Who does what at the beginning."""
+
+    training: TrainingLayout
+    engines: tuple[int, ...]  # degrees, falling
+    iteration_s: float  # as the search predicts it
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a job's layout is searched for."""
+
+    name: str
+    shape: ModelShape
+    on: Accelerator
+    nodes: Sequence[Node]
+    workload: Workload
+    groups: int  # of a step,
+    size: int  # of so many trajectories
+    slots: int
+    degrees: Sequence[int]  # that engines may have
+    trainable: Trainable
+
+
+def planned(asked: Asked, uniform: bool) -> Layout:
+    """The layout with the shortest iteration; `uniform`: all engines have one degree. ConfigError
+    where nothing fits.
+    """
+    kinds = [[degree] for degree in asked.degrees] if uniform else [list(asked.degrees)]
+    found = [(plan, of) for of in kinds if (plan := _plan(asked, of)) is not None]
+    if not found:
+        raise ConfigError(
+            f"no layout of job {asked.name} fits on these hosts",
+            where="plan",
+            fix="Add hosts, or let engines have more accelerators: degrees = [2, 4]",
+        )
+    plan, degrees = min(found, key=lambda one: one[0].iteration_s)
+    return Layout(plan.training.layout, _filled(asked.nodes, plan, degrees), plan.iteration_s)
+
+
+def layout(asked: Asked) -> TrainingLayout:
+    """The fastest way to train on the core that is asked for; ConfigError where it does not fit."""
+    kind, least = asked.on.kind, asked.trainable.least
+    ways = _ways(asked, _groups(asked))
+    if not ways:
+        raise ConfigError(
+            f"the core of job {asked.name}, {least} {kind}, has no room for its states and a "
+            "trajectory's activations",
+            where="ranks",
+            fix="Give it more ranks, or split it: tensor, pipeline",
+        )
+    return min(ways, key=lambda way: way.seconds).layout
+
+
+def _plan(asked: Asked, degrees: Sequence[int]) -> Plan | None:
+    groups = _groups(asked)
+    workers = sum(node.free for node in asked.nodes)
+    gangs = [Gang(asked.shape, asked.on, degree) for degree in degrees]
+    servers = [Server.of(gang, asked.slots) for gang in gangs]
+    ranges = Served(servers, quantiles(groups, groups_for(workers)))
+    return allocate(ranges, asked.nodes, _ways(asked, groups))
+
+
+def _ways(asked: Asked, groups: Sequence[Group]) -> Sequence[Timed]:
+    """The ways to train a step."""
+    tokens = sum(one.generated + one.prompts for one in groups)
+    squares = sum(one.requests * one.longest_context**2 for one in groups)
+    work = StepWork(sum(one.requests for one in groups), tokens, squares)
+    profiles = {asked.on.kind: asked.on}
+    return Trains(asked.shape, work, profiles, asked.trainable).ways(asked.nodes)
+
+
+def _groups(asked: Asked) -> list[Group]:
+    """The trajectories of a step, as from all along the run; each stands for several where they are
+    many.
+    """
+    total = asked.groups * asked.size
+    each = -(-total // MANY)
+    count = -(-total // each)
+    scripts = (asked.workload.script(-1 - n, 0, n / max(1, count - 1)) for n in range(count))
+    return [_group(script, each) for script in scripts]
+
+
+def _group(script: Script, requests: int) -> Group:
+    context, held, prompts, generated = script.prompt, 0.0, script.prompt, 0.0
+    for n, turn in enumerate(script.turns):
+        held += turn.tokens * (context + turn.tokens / 2)
+        context += turn.tokens
+        generated += turn.tokens
+        if n + 1 < len(script.turns):
+            context += turn.answer
+            prompts += turn.answer
+    tool_s = sum(turn.tool_s for turn in script.turns)
+    return Group(
+        requests,
+        requests * prompts,
+        requests * generated,
+        requests * held,
+        generated,
+        context,
+        prompts,
+        tool_s,
+    )
+
+
+def _filled(nodes: Sequence[Node], plan: Plan, degrees: Sequence[int]) -> tuple[int, ...]:
+    """The degrees of a plan's gangs, and of those that workers form whom it leaves idle."""
+    unit = plan.training.layout.tensor
+    used = Counter({place: unit * n for place, n in Counter(plan.trains_at).items()})
+    found = [gang.degree for gang in plan.gangs]
+    for gang in plan.gangs:
+        used[gang.place] += gang.degree
+    for node in nodes:
+        left = node.free - used[node.place]
+        for degree in sorted(degrees, reverse=True):
+            found += [degree] * (left // degree)
+            left %= degree
+    return tuple(sorted(found, reverse=True))
