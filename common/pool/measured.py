@@ -32,7 +32,7 @@ class Work:
     busy_s: float = 0.0  # wall time of its steps but for what they waited for groups
     wait_s: float = 0.0  # wall time that they waited for groups
     held_s: float = 0.0  # of busy_s: waited for an evaluation
-    work_s: float = 0.0  # gradients, summed over the core and its helpers
+    work_s: float = 0.0  # gradients, summed over the workers of the core and its helpers
     tokens: float = 0.0  # trained
     prompted: float = 0.0  # by shards: tokens of the prompts of ended trajectories
 

@@ -50,7 +50,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Who does what: engines, and workers that train, the core as one.
+    """Who does what: engines, and workers that train, each rank of the core among them.
 
     Where engines may be of several workers, `degrees` say of how many each is, and `engines` are
     how many there were when rates were measured: what others bring is in `speed`, as they change

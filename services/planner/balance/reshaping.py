@@ -60,7 +60,7 @@ def reshape(
     if best == here:
         why = "no other degrees are predicted to be faster"
         return explained(watch, found.model, why, found.window)
-    after = _after(split, best, here)
+    after = _after(split, best, here, job.need.ranks)
     moved = _changed(split, after)
     towards = RESHAPED if after.degrees != split.degrees else "training"
     if why := refused(job, watch, team, found, after_s, towards, moved):
@@ -96,7 +96,7 @@ def back(
     draft: Draft, job: PlannedJob, watch: Watch, to: Split, rule: str, figures: dict[str, Any]
 ) -> Watch:
     """Wishes for the degrees and helpers that a job had before."""
-    watch, _ = _wished(draft, job, watch, rule, to.degrees, to.trainers - 1, figures)
+    watch, _ = _wished(draft, job, watch, rule, to.degrees, to.trainers - job.need.ranks, figures)
     return watch
 
 
@@ -152,7 +152,7 @@ def _best(
     fixed_s, work_s = found.rates.fixed_s, found.rates.work_s
 
     def train_s(helpers: int) -> float:
-        return scale * (fixed_s + work_s / (1 + helpers))
+        return scale * (fixed_s + work_s / (job.need.ranks + helpers))
 
     best, best_s = here, found.stays_s
     for other in shapes.others(ranges, room, train_s):
@@ -161,15 +161,16 @@ def _best(
         if not 0 < other.rollout_s < math.inf:
             continue
         towards = RESHAPED if other.degrees != here.degrees else "training"
-        after_s = found.after_s(_after(split, other, here), terms) * watch.bias.get(towards, 1.0)
+        after = _after(split, other, here, job.need.ranks)
+        after_s = found.after_s(after, terms) * watch.bias.get(towards, 1.0)
         if after_s < TIE * best_s:
             best, best_s = other, after_s
     return best, best_s
 
 
-def _after(split: Split, other: Shape, here: Shape) -> Split:
+def _after(split: Split, other: Shape, here: Shape, ranks: int) -> Split:
     speed = here.rollout_s / other.rollout_s
-    return Split(split.engines, 1 + other.helpers, other.degrees, speed)
+    return Split(split.engines, ranks + other.helpers, other.degrees, speed)
 
 
 def _changed(before: Split, after: Split) -> int:

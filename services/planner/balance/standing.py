@@ -125,7 +125,7 @@ def split_of(job: PlannedJob, team: Team) -> Split:
     degrees: tuple[int, ...] = ()
     if job.need.degrees != (1,):
         degrees = tuple(sorted((len(one.workers) for one in team.engines), reverse=True))
-    return Split(len(team.engines), 1 + len(team.helpers), degrees)
+    return Split(len(team.engines), job.need.ranks + len(team.helpers), degrees)
 
 
 def error_of(watch: Watch, mark: Mark) -> float:

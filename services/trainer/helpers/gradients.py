@@ -47,7 +47,7 @@ class Gradients:
         self._bin_deadline_s = bin_deadline_s
         self.costs = costs
         self.busy_s: dict[str, float] = {}  # by helper
-        self.work_s = 0.0  # of all together, over all updates
+        self.work_s = 0.0  # of each worker of all together, over all updates
         self.rates = Rates()  # tokens a second by the tokens of a bin, of the core
         self._work: StepWork | None = None
         self._offered = asyncio.Event()  # there may be a round for a hybrid
@@ -213,7 +213,7 @@ class Gradients:
         took = clock.monotonic() - self.idle_s() - began
         self.timed(started, clock.monotonic() - started)
         self._round_s = took if not self._round_s else 0.8 * self._round_s + 0.2 * took
-        self._spent(self._core, took)
+        self._spent(self._core, took, len(work.rounds[index]))
         lengths = [bin.lengths.tolist() for bin in work.rounds[index]]
         for one in lengths if took > 0 else ():
             self.rates.add(sum(one), sum(one) / took)
@@ -222,9 +222,9 @@ class Gradients:
             work.stats[index] = stats
             self._offered.set()
 
-    def _spent(self, helper: str, seconds: float) -> None:
+    def _spent(self, helper: str, seconds: float, workers: int = 1) -> None:
         self.busy_s[helper] = self.busy_s.get(helper, 0.0) + seconds
-        self.work_s += seconds
+        self.work_s += seconds * workers
 
     async def _others(self, work: StepWork) -> None:
         """Returns when a round or a result comes, or a hybrid's lease runs out."""
