@@ -126,6 +126,7 @@ def _group(script: Script, requests: int) -> Group:
         context,
         prompts,
         tool_s,
+        requests * tool_s,
     )
 
 

@@ -22,6 +22,7 @@ class Group:
     longest_context: float  # tokens of prompt and what is generated, of one, at most
     prompt: float = 0.0  # tokens of a prompt at most
     tool_s: float = 0.0  # that one spends in tools and rewards at most
+    tools_s: float = 0.0  # that all together spend there, and keep their slots
 
     def __add__(self, other: Group) -> Group:
         return Group(
@@ -33,6 +34,7 @@ class Group:
             max(self.longest_context, other.longest_context),
             max(self.prompt, other.prompt),
             max(self.tool_s, other.tool_s),
+            self.tools_s + other.tools_s,
         )
 
 
@@ -48,6 +50,7 @@ def alike(requests: int, prompt: float, generated: float, tool_s: float = 0.0) -
         prompt + generated,
         prompt,
         tool_s,
+        requests * tool_s,
     )
 
 

@@ -2,9 +2,9 @@
 
 A gang needs as many decode steps as its slots, its room for keys and values, and its longest
 trajectory ask for, whichever is most; each step takes its base, or the arithmetic of its tokens if
-that is longer, and each token and its context what they add (`common.pool.measured.Curve`). Nothing
-takes less than the longest trajectory takes alone:
-its tokens one after the other, and its tools. A range never takes less than a part of it.
+that is longer, and each token and its context what they add (`common.pool.measured.Curve`). Who is
+in a tool keeps its slot, so that tools take theirs, too. Nothing takes less than the longest
+trajectory takes alone: its tokens one after the other, and its tools. A range never takes less than a part of it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Server:
         whole = together(groups)
         steps = max(whole.longest, whole.generated / self.slots, whole.held / self.capacity)
         base_s = max(self.curve.base_s * steps, self.busy_s * whole.generated)
-        return max(alone_s, base_s + self._shared_s(whole))
+        slots_s = (self.curve.base_s * whole.generated + whole.tools_s) / self.slots
+        return max(alone_s, max(base_s, slots_s) + self._shared_s(whole))
 
     def _shared_s(self, group: Group) -> float:
         """What tokens add to steps, and their prefill."""
@@ -128,14 +129,14 @@ class Served:
         if (np.diff(self._longest) < 0).any():
             raise ValueError("groups are not in order of what their longest one generates")
         generated, held = _sums(groups, "generated"), _sums(groups, "held")
-        prompts = _sums(groups, "prompts")
+        prompts, tools_s = _sums(groups, "prompts"), _sums(groups, "tools_s")
         self._parts: list[_Part] = []
         for one in servers:
             rate, curve = one.curve.prefill_tokens_per_s, one.curve
             shared = curve.sequence_s * generated + curve.context_s * held
             shared = shared + (prompts / rate if rate else 0.0)
             bounds = [
-                shared + curve.base_s * generated / one.slots,
+                shared + (curve.base_s * generated + tools_s) / one.slots,
                 shared + (curve.base_s * held / one.capacity if one.capacity > 0 else 0.0),
                 shared + one.busy_s * generated,
             ]
