@@ -174,8 +174,9 @@ def _asked(job: JobTable, shape: ModelShape, hosts: Sequence[Hosts], workload: W
 
 
 def _laid_out(job: JobTable, found: Layout) -> JobTable:
-    """The job with a planned core; one degree of engines stays the only one."""
-    degrees = sorted(set(found.engines)) if job.plan == "uniform" else job.degrees
+    """The job with a planned core; one degree of engines stays the only one, where nobody moves."""
+    stays = job.plan == "uniform" and not job.planner.moves
+    degrees = sorted(set(found.engines)) if stays else job.degrees
     return replace(job, ranks=found.training.workers, degrees=degrees)
 
 

@@ -10,6 +10,7 @@ model (`costs/correction.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any
@@ -19,9 +20,8 @@ from common.hardware import profiles
 from common.job.pace import COLLECTIVES_SHARE, Pace, profile
 from common.pool.measured import Curve
 from common.pool.needs import PlannedJob
-from services.planner.costs import rollout
 from services.planner.costs.correction import Correction, Key
-from services.planner.costs.rollout import TYPICAL
+from services.planner.costs.rollout import TYPICAL, Gang
 
 Which = tuple[str, int]  # the kind of accelerators, and the degree
 Curves = Mapping[Which, Curve]
@@ -81,10 +81,23 @@ def _modelled(kind: str, degree: int, job: PlannedJob) -> Curve | None:
     """The curve of the cost model; None where engines imitate a pace, or where it knows nothing of
     the model or its accelerators.
     """
+    gang = _gang(kind, degree, job)
+    return gang.curve() if gang is not None else None
+
+
+def _gang(kind: str, degree: int, job: PlannedJob) -> Gang | None:
     on = profiles.declared().get(profiles.kind_of(kind))
     if job.pace or job.shape is None or on is None or not job.shape.splits(degree):
         return None
-    return rollout.curve(job.shape, on, degree)
+    return Gang(job.shape, on, degree)
+
+
+def capacity(which: Which, job: PlannedJob) -> float:
+    """Tokens whose keys and values an engine of a kind and degree has room for; infinite where
+    engines imitate a pace, or where nothing is known of the model or its accelerators.
+    """
+    gang = _gang(*which, job)
+    return gang.capacity() if gang is not None else math.inf
 
 
 def observed(correction: Correction, job: PlannedJob, before: Curves, after: Curves) -> Correction:

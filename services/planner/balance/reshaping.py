@@ -14,13 +14,15 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from common.pool.decisions import Place, Why
-from common.pool.measured import Lengths, kind_of
+from common.pool.measured import LEVELS, Lengths, kind_of
 from common.pool.needs import PlannedJob
 from services.planner.balance import degrees, shapes
 from services.planner.balance.accounts import Mark
 from services.planner.balance.prediction import predicted
-from services.planner.balance.quantities import Split
+from services.planner.balance.quantities import Split, Terms
 from services.planner.balance.shapes import Room, Shape
 from services.planner.balance.standing import Pressed, explained, refused, terms_of
 from services.planner.balance.trials import RESHAPED, Trial
@@ -34,6 +36,8 @@ from services.planner.team import Seated, Team
 
 RULE = "lengths"
 LATE = 3  # times as long as a move may take, after which a shape is given up
+STAYS = 0.8  # share of a long trajectory that an engine of the smallest degree may be left with
+LONG = 0.985  # share of trajectories that are shorter than one that holds a step up
 TIE = 0.99  # of the present step's time that another shape takes at most which is thought of
 
 
@@ -56,7 +60,7 @@ def reshape(
     if here is None or not math.isfinite(here.rollout_s) or here.rollout_s <= 0:
         why = "how fast its engines generate is not known yet"
         return explained(watch, found.model, why, found.window)
-    best, after_s = _best(job, watch, found, ranges, room, here)
+    best, after_s = _best(job, watch, found, ranges, room, here, lengths)
     if best == here:
         why = "no other degrees are predicted to be faster"
         return explained(watch, found.model, why, found.window)
@@ -139,7 +143,13 @@ def _wished(
 
 
 def _best(
-    job: PlannedJob, watch: Watch, found: Pressed, ranges: Served, room: Room, here: Shape
+    job: PlannedJob,
+    watch: Watch,
+    found: Pressed,
+    ranges: Served,
+    room: Room,
+    here: Shape,
+    lengths: Lengths,
 ) -> tuple[Shape, float]:
     """The shape with the shortest step, and its seconds; the present one unless another is shorter
     by more than a tie. Of several as good, the one that changes least.
@@ -163,9 +173,32 @@ def _best(
         towards = RESHAPED if other.degrees != here.degrees else "training"
         after = _after(split, other, here, job.need.ranks)
         after_s = found.after_s(after, terms) * watch.bias.get(towards, 1.0)
+        after_s = max(after_s, _straggler_s(found, ranges, other, lengths, terms))
         if after_s < TIE * best_s:
             best, best_s = other, after_s
     return best, best_s
+
+
+def _straggler_s(
+    found: Pressed, ranges: Served, shape: Shape, lengths: Lengths, terms: Terms
+) -> float:
+    """What a step takes at least where engines have several degrees: all trajectories begin with
+    those of the smallest, and nobody knows which are long. One that stays there for most of its
+    tokens (`STAYS`) holds a step up that as many as may pass it over have left behind. 0 where all
+    engines have one degree.
+    """
+    if len(set(shape.degrees)) == 1:
+        return 0.0
+    longest = float(np.interp(LONG, LEVELS, lengths.sampled))
+    at_engines = found.window.work.engine_s / max(found.window.seconds, 1e-9)
+    batch = min(float(terms.slots), max(1.0, at_engines / len(shape.degrees)))
+    context = lengths.prompt + longest / 2
+    small_s, large_s = (
+        max(one.curve.step_s(batch, context) for one in ranges.servers if one.degree == degree)
+        for degree in (min(shape.degrees), max(shape.degrees))
+    )
+    token_s = STAYS * small_s + (1 - STAYS) * large_s
+    return longest * token_s / (terms.max_staleness + 1)
 
 
 def _after(split: Split, other: Shape, here: Shape, ranks: int) -> Split:
@@ -193,7 +226,7 @@ def _ranges(
     team = draft.team(job.id)
     kinds = sorted({_kind(draft, one) for one in (*team.engines, *team.helpers)})
     servers = [
-        Server(curve, math.inf, job.slots)
+        Server(curve, degrees.capacity((kind, degree), job), job.slots)
         for kind in kinds
         for degree in job.need.degrees
         if degree <= BLOCK and not degree & (degree - 1)

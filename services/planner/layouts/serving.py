@@ -4,7 +4,8 @@ A gang needs as many decode steps as its slots, its room for keys and values, an
 trajectory ask for, whichever is most; each step takes its base, or the arithmetic of its tokens if
 that is longer, and each token and its context what they add (`common.pool.measured.Curve`). Who is
 in a tool keeps its slot, so that tools take theirs, too. Nothing takes less than the longest
-trajectory takes alone: its tokens one after the other, and its tools. A range never takes less than a part of it.
+trajectory takes alone: its tokens one after the other, and its tools. A range never takes less
+than a part of it.
 """
 
 from __future__ import annotations
