@@ -55,7 +55,7 @@ class _Play:
     ) -> None:
         self._now, self._then, self._terms = now, then, terms
         self._split, self._groups, self._drawn = split, groups, drawn
-        self._engines = split.engines * groups / terms.groups
+        self._engines = split.engines * split.width * groups / terms.groups
         self._t = 0.0  # seconds,
         self._far = 0.0  # and tokens that a trajectory which was always there would have by now
         self._there: list[tuple[float, int]] = []  # at engines: how far, and of which group

@@ -54,13 +54,14 @@ class Split:
 
     Where engines may be of several workers, `degrees` say of how many each is, and `engines` are
     how many there were when rates were measured: what others bring is in `speed`, as they change
-    what a token takes.
+    what a token takes, and in `width`, as they are as good as more or fewer of those.
     """
 
     engines: int
     trainers: int
     degrees: tuple[int, ...] = ()  # falling; empty: one worker each
     speed: float = 1.0  # at which it rolls out, over that of the split that rates are of
+    width: float = 1.0  # of its engines beside each other, over that
 
     def same(self, other: Split | None) -> bool:
         """Whether the same workers do the same, whatever they were compared with."""

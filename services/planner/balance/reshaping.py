@@ -203,7 +203,8 @@ def _straggler_s(
 
 def _after(split: Split, other: Shape, here: Shape, ranks: int) -> Split:
     speed = here.rollout_s / other.rollout_s
-    return Split(split.engines, ranks + other.helpers, other.degrees, speed)
+    width = min(1.0, other.tokens_per_s / here.tokens_per_s / speed)
+    return Split(split.engines, ranks + other.helpers, other.degrees, speed, width)
 
 
 def _changed(before: Split, after: Split) -> int:

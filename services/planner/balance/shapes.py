@@ -16,7 +16,7 @@ from services.planner.layouts.allocation import Plan, Timed, allocate
 from services.planner.layouts.grouping import Group, alike, groups_for, quantiles
 from services.planner.layouts.nodes import Node
 from services.planner.layouts.present import rollout_s
-from services.planner.layouts.serving import Ranges
+from services.planner.layouts.serving import Served
 
 MOST = 4096  # trajectories of a step that are told apart; of more, each stands for several
 
@@ -49,6 +49,7 @@ class Shape:
     degrees: tuple[int, ...]  # of engines, falling
     helpers: int
     rollout_s: float  # of a step's trajectories, by the model of layouts
+    tokens_per_s: float  # of all engines, as many trajectories in each as it has room for
 
 
 def groups_of(
@@ -63,12 +64,12 @@ def groups_of(
     return quantiles(found, groups_for(workers))
 
 
-def present(ranges: Ranges, room: Room) -> Shape:
+def present(ranges: Served, room: Room) -> Shape:
     """The shape that is there; its time is infinite where no server is known of an engine's."""
     return _shape(ranges, room, room.engines, room.helpers)
 
 
-def others(ranges: Ranges, room: Room, train_s: Callable[[int], float]) -> Iterator[Shape]:
+def others(ranges: Served, room: Room, train_s: Callable[[int], float]) -> Iterator[Shape]:
     """Shapes that are best by the model of layouts: with the helpers that are there, and with any
     number; what they leave idle rolls out, or helps. `train_s` is the time of a step's training
     with so many helpers, pinned ones among them.
@@ -103,10 +104,12 @@ def _filled(room: Room, plan: Plan, helps: bool) -> tuple[Gangs, int]:
     return tuple(gangs), helpers
 
 
-def _shape(ranges: Ranges, room: Room, gangs: Gangs, helpers: int) -> Shape:
+def _shape(ranges: Served, room: Room, gangs: Gangs, helpers: int) -> Shape:
     there = (*room.stays, *gangs)
     degrees = tuple(sorted((degree for _, degree in there), reverse=True))
-    return Shape(degrees, room.helping + helpers, rollout_s(ranges, there))
+    rates = {(one.kind, one.degree): one.tokens_per_s(ranges.context) for one in ranges.servers}
+    tokens_per_s = sum(rates.get(gang, 0.0) for gang in there)
+    return Shape(degrees, room.helping + helpers, rollout_s(ranges, there), tokens_per_s)
 
 
 def _workers(gangs: Gangs) -> int:

@@ -62,6 +62,11 @@ class Server:
         """Of tensor parallelism: accelerators that it takes, all of one node."""
         return self.curve.degree
 
+    def tokens_per_s(self, context: float) -> float:
+        """With as many sequences of so many tokens of context as it has room for."""
+        batch = max(1.0, min(float(self.slots), self.capacity / max(context, 1.0)))
+        return batch / max(self.curve.step_s(batch, context), batch * self.busy_s)
+
     def alone_s(self, group: Group) -> float:
         """Seconds of a group's longest trajectory when it is alone there; infinite when it does not
         fit.
@@ -126,6 +131,9 @@ class Served:
         self.servers = servers
         self.kinds: Sequence[tuple[str, int]] = [(one.kind, one.degree) for one in servers]
         self.groups = len(groups)
+        tokens = sum(group.generated for group in groups)
+        # of a trajectory while one of its tokens is made, in the mean
+        self.context = sum(group.held for group in groups) / tokens if tokens else 0.0
         self._longest = np.array([0.0] + [group.longest for group in groups])
         if (np.diff(self._longest) < 0).any():
             raise ValueError("groups are not in order of what their longest one generates")

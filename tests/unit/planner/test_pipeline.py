@@ -80,3 +80,12 @@ def test_no_step_is_shorter_than_its_training_or_longer_than_all_after_another(
     assert found >= 0.7 * (then.fixed_s + work_s)
     longest_s = 50 * max(now.shape) / float(np.mean(now.shape)) * base_s + tool_s
     assert found <= 4 * (longest_s + then.fixed_s + work_s)
+
+
+def test_fewer_engines_that_are_as_fast_are_no_slower_alone_and_slower_when_full() -> None:
+    narrow = Split(3, 1, speed=1.0, width=1 / 3)
+    idle = replace(RATES, work_s=0.0, fixed_s=0.0)
+    assert played_s(ALIKE, idle, narrow, TERMS) == played_s(ALIKE, idle, Split(1, 1), TERMS)
+    full = replace(idle, curve=Curve("cpu", 1, 0.0, 0.002))
+    wide_s = played_s(ALIKE, full, Split(3, 1), TERMS)
+    assert played_s(ALIKE, full, narrow, TERMS) == pytest.approx(3 * wide_s)
