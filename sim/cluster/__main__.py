@@ -13,31 +13,18 @@ import argparse
 import gc
 import json
 import sys
-import time
 import tomllib
 from pathlib import Path
 
 from common.errors import MeshError
-from sim.cluster.building import cluster_of
 from sim.cluster.cluster import Cluster
 from sim.cluster.drawing import draw
-from sim.cluster.figures import Figures, figures_of, flat, table
+from sim.cluster.figures import compared, flat, table
 from sim.cluster.job import SimJob
-from sim.cluster.scenario import Scenario, read
+from sim.cluster.running import run
+from sim.cluster.scenario import read
 
 SCENARIOS = Path(__file__).parent / "scenarios"
-
-
-def run(scenario: Scenario, base: Path) -> Cluster:
-    """The cluster of an arm when its jobs are over."""
-    cluster = cluster_of(scenario, base)
-    cluster.run(scenario.until_s)
-    return cluster
-
-
-def found(cluster: Cluster) -> dict[str, Figures]:
-    """The figures of each job."""
-    return {name: figures_of(cluster, job) for name, job in cluster.jobs.items()}
 
 
 def _unfinished(arm: str, cluster: Cluster, job: SimJob) -> None:
@@ -70,27 +57,34 @@ def main() -> int:
         arms = read(path, a.set)
         if a.what_if:
             changed = read(path, [*a.set, *a.what_if])
-            arms = {
-                **arms,
-                **{f"{name} if {' '.join(a.what_if)}": s for name, s in changed.items()},
-            }
-        began_s = time.process_time()
-        ran = {name: run(scenario, path.parent) for name, scenario in arms.items()}
-        cpu_s = time.process_time() - began_s
-        figures = {name: found(cluster) for name, cluster in ran.items()}
-        print(table(figures))
-        for name, cluster in ran.items():
-            for job in cluster.jobs.values():
+            if_ = " ".join(a.what_if)
+            arms = {**arms, **{f"{name} if {if_}": arm for name, arm in changed.items()}}
+        known: dict[str, Cluster] = {}
+        ran = {name: run(arm, path.parent, known) for name, arm in arms.items()}
+        figures = {name: one.figures for name, one in ran.items()}
+        papers = {name: one.about.paper for name, one in ran.items()}
+        told = table(figures, papers)
+        print(told)
+        for name, one in ran.items():
+            if one.chosen:
+                print(f"{name}: {one.chosen}")
+            for job in one.cluster.jobs.values():
                 if not job.training.over:
-                    _unfinished(name, cluster, job)
+                    _unfinished(name, one.cluster, job)
+        scenario = next(iter(next(iter(arms.values())).tries.values()))
+        for source in scenario.sources:
+            print(f"- {source}")
         if a.out is not None:
-            title = next(iter(arms.values())).title or path.stem
-            for drawn in draw(title, table(figures), ran, a.out):
+            clusters = {name: one.cluster for name, one in ran.items()}
+            for drawn in draw(scenario.title or path.stem, told, clusters, a.out):
                 print(drawn)
     except MeshError as error:
         print(error, file=sys.stderr)
         return 2
-    print(json.dumps(flat(figures) | {"cpu_s": round(cpu_s, 2)}))
+    ratios = {name: one.about.ratio for name, one in ran.items()}
+    cpu = {f"{name.replace(' ', '_')}_cpu_s": round(one.cpu_s, 2) for name, one in ran.items()}
+    total = {"cpu_s": round(sum(one.cpu_s for one in ran.values()), 2)}
+    print(json.dumps(flat(figures) | cpu | compared(figures, papers, ratios) | total))
     return 0
 
 

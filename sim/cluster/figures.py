@@ -50,48 +50,84 @@ def figures_of(cluster: Cluster, job: SimJob) -> Figures:
     )
 
 
-def table(arms: Mapping[str, Mapping[str, Figures]]) -> str:
-    """Arms, each with its jobs; the last column is how much faster than in the first arm."""
-    heads = "arm", "job", "steps", "s/step", "tokens/s", "trained/s", "busy", "moves", "faster"
-    rows: list[tuple[str, ...]] = [heads]
-    first = next(iter(arms.values()))
+def table(arms: Mapping[str, Mapping[str, Figures]], papers: Mapping[str, float]) -> str:
+    """Arms, each with its jobs; the last columns are how much faster than in the first arm they
+    are, and where sources say that of any, what those say.
+    """
+    heads = ("arm", "job", "steps", "s/step", "tokens/s", "trained/s", "busy", "moves", "faster")
+    said = any(papers.values())
+    rows: list[tuple[str, ...]] = [(*heads, "paper") if said else heads]
     for arm, jobs in arms.items():
         for name, f in jobs.items():
-            before = first.get(name)
-            ratio = before.step_s / f.step_s if before is not None and f.step_s else 0.0
-            rows.append(
-                (
-                    arm,
-                    name,
-                    str(f.steps),
-                    f"{f.step_s:.4g}",
-                    f"{f.sampled_per_s:.4g}",
-                    f"{f.trained_per_s:.4g}",
-                    f"{f.engines_busy:.2f}",
-                    str(f.moves),
-                    f"{ratio:.3f}",
-                )
+            row = (
+                arm,
+                name,
+                str(f.steps),
+                f"{f.step_s:.4g}",
+                f"{f.sampled_per_s:.4g}",
+                f"{f.trained_per_s:.4g}",
+                f"{f.engines_busy:.2f}",
+                str(f.moves),
+                f"{faster(arms, arm, name):.3f}",
             )
-    widths = [max(len(row[n]) for row in rows) for n in range(len(heads))]
+            paper = papers.get(arm, 0.0)
+            rows.append((*row, f"{paper:.2f}" if paper else "") if said else row)
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
     lines = (
         "  ".join(
             c.ljust(w) if n < 2 else c.rjust(w)
             for n, (c, w) in enumerate(zip(r, widths, strict=True))
-        )
+        ).rstrip()
         for r in rows
     )
     return "\n".join(lines)
 
 
+def faster(arms: Mapping[str, Mapping[str, Figures]], arm: str, job: str) -> float:
+    """How much faster a job's steps are than in the first arm; 0 where either has none."""
+    first, here = next(iter(arms.values())).get(job), arms[arm][job]
+    return first.step_s / here.step_s if first is not None and here.step_s else 0.0
+
+
 def flat(arms: Mapping[str, Mapping[str, Figures]]) -> dict[str, float]:
     """Every figure by arm and job, and how much faster each is than in the first arm."""
     found: dict[str, float] = {}
-    first = next(iter(arms.values()))
     for arm, jobs in arms.items():
         for name, f in jobs.items():
             at = f"{arm}_{name}" if len(jobs) > 1 else arm
             key = at.replace(" ", "_")
             found |= {f"{key}_{figure}": round(value, 4) for figure, value in asdict(f).items()}
-            if name in first and f.step_s:
-                found[f"{key}_faster"] = round(first[name].step_s / f.step_s, 4)
+            if ratio := faster(arms, arm, name):
+                found[f"{key}_faster"] = round(ratio, 4)
+    return found
+
+
+def compared(
+    arms: Mapping[str, Mapping[str, Figures]],
+    papers: Mapping[str, float],
+    ratios: Mapping[str, str],
+) -> dict[str, float | list[float]]:
+    """The arms of which sources say how much faster they are: how much they are here (`ladder`),
+    and how far that is off at most (`ladder_off`); and by `ratios`, for each arm, the name under
+    which the last arm's trained tokens a second over its own are told. Of first jobs.
+    """
+
+    def trained(arm: str) -> float:
+        return next(iter(arms[arm].values())).trained_per_s
+
+    found: dict[str, float | list[float]] = {}
+    rungs = {arm: said for arm, said in papers.items() if said}
+    if rungs:
+        base = trained(next(iter(rungs)))
+        ladder = [round(trained(arm) / base, 4) if base else 0.0 for arm in rungs]
+        off = max(abs(here / said - 1) for here, said in zip(ladder, rungs.values(), strict=True))
+        found = {
+            "ladder": ladder,
+            "ladder_paper": list(rungs.values()),
+            "ladder_off": round(off, 4),
+        }
+    last = trained(list(arms)[-1])
+    for arm, name in ratios.items():
+        if name and trained(arm):
+            found[name] = round(last / trained(arm), 4)
     return found

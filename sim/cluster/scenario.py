@@ -6,9 +6,11 @@ An arm is the scenario with some of its keys changed; arms are compared with the
 from __future__ import annotations
 
 import copy
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -136,6 +138,13 @@ class ArmTable(Table):
 
     name: Text = "as it is"
     set: list[str] = field(default_factory=list)
+    # KEY=[VALUE, VALUE]: of all combinations, the fastest is the arm.
+    best: list[str] = field(default_factory=list)
+    # Parts of the run of each of which it is the fastest of those, as of one who knows what comes
+    # and changes in no time; 0: of the whole run.
+    stretches: Natural = 0
+    paper: NonNegative = 0.0  # how much faster than the first arm the sources say; 0: nothing
+    ratio: str = ""  # the name under which the last arm's tokens a second over this one's are told
 
 
 @dataclass(frozen=True)
@@ -156,7 +165,15 @@ class Scenario(Table):
 SCENARIO = Schema(Scenario, "docs/simulator.md lists all keys of a scenario")
 
 
-def read(path: Path, changes: list[str]) -> dict[str, Scenario]:
+@dataclass(frozen=True)
+class Arm:
+    """What is run, and compared."""
+
+    about: ArmTable
+    tries: Mapping[str, Scenario]  # by what is set in each; the fastest counts
+
+
+def read(path: Path, changes: list[str]) -> dict[str, Arm]:
     """The arms of a file, in order, each with `KEY=VALUE` changes; ConfigError says what is wrong
     where.
     """
@@ -168,7 +185,7 @@ def read(path: Path, changes: list[str]) -> dict[str, Scenario]:
     for change in changes:
         apply(document, change)
     whole = SCENARIO.validated(document, fail)
-    found: dict[str, Scenario] = {}
+    found: dict[str, Arm] = {}
     for what, names in (
         ("arms", [a.name for a in whole.arms]),
         ("jobs", [j.name for j in whole.jobs]),
@@ -179,8 +196,26 @@ def read(path: Path, changes: list[str]) -> dict[str, Scenario]:
         changed = copy.deepcopy(document)
         for change in arm.set:
             apply(changed, change)
-        found[arm.name] = SCENARIO.validated(changed, fail)
+        tries = {}
+        for chosen in product(*map(choices, arm.best)):
+            one = copy.deepcopy(changed)
+            for change in chosen:
+                apply(one, change)
+            tries[" ".join(chosen)] = SCENARIO.validated(one, fail)
+        found[arm.name] = Arm(arm, tries)
     return found
+
+
+def choices(text: str) -> list[str]:
+    """The `KEY=VALUE` of each value of a `KEY=[VALUE, VALUE]`."""
+    key, _, values = text.partition("=")
+    try:
+        found = tomllib.loads(f"values = {values.strip()}")["values"]
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{text!r} is no KEY=[VALUE, VALUE]: {error}", where="best") from error
+    if not isinstance(found, list) or not found:
+        raise ConfigError(f"{text!r} names no values", where="best", fix="As in jobs.ranks=[8, 16]")
+    return [f"{key.strip()}={json.dumps(value)}" for value in found]
 
 
 def apply(document: dict[str, Any], change: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from common.errors import ConfigError
 from sim.cluster.__main__ import SCENARIOS
 from sim.cluster.building import cluster_of
-from sim.cluster.scenario import apply, read
+from sim.cluster.scenario import Arm, Scenario, apply, read
 
 SMALL = """
 title = "a small one"
@@ -42,6 +42,11 @@ def write(folder: Path, text: str = SMALL) -> Path:
     path = folder / "scenario.toml"
     path.write_text(text)
     return path
+
+
+def only(arm: Arm) -> Scenario:
+    (scenario,) = arm.tries.values()
+    return scenario
 
 
 def ran(*words: str) -> subprocess.CompletedProcess[str]:
@@ -74,7 +79,8 @@ def test_shipped_scenarios_can_be_built() -> None:
     assert shipped
     for path in shipped:
         arms = read(path, [])
-        assert all(cluster_of(scenario, path.parent).jobs for scenario in arms.values())
+        for arm in arms.values():
+            assert all(cluster_of(one, path.parent).jobs for one in arm.tries.values())
     assert shipped[0].stem in ran().stdout
 
 
@@ -99,7 +105,7 @@ def test_mistakes_are_named(tmp_path: Path, change: str, said: str) -> None:
         text = text.replace('training_pace = "100/50"\n', "")
     with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
         path = write(tmp_path, text)
-        cluster_of(read(path, [])["held"], tmp_path).run(60.0)
+        cluster_of(only(read(path, [])["held"]), tmp_path).run(60.0)
 
 
 def test_a_change_names_one_of_a_list_by_its_name_or_kind() -> None:
@@ -117,13 +123,13 @@ def test_a_trace_is_played_and_its_mistakes_have_lines(tmp_path: Path) -> None:
     turns = [{"tokens": 30, "tool_s": 1.0, "answer": 5}, {"tokens": 20}]
     (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": 8, "turns": turns}) + "\n")
     text = SMALL.replace("prompt = 4", 'trace = "t.jsonl"')
-    cluster = cluster_of(read(write(tmp_path, text), [])["held"], tmp_path)
+    cluster = cluster_of(only(read(write(tmp_path, text), [])["held"]), tmp_path)
     cluster.run(3600.0)
     job = cluster.jobs["talk"]
     assert job.training.over and job.training.work.tokens == 6 * 16 * 63
     (tmp_path / "t.jsonl").write_text('{"turns": [{"tokens": 5}]}\n{"turns": [{"tokens": -1}]}\n')
     with pytest.raises(ConfigError, match="line 2"):
-        cluster_of(read(write(tmp_path, text), [])["held"], tmp_path)
+        cluster_of(only(read(write(tmp_path, text), [])["held"]), tmp_path)
 
 
 def test_the_command_passes_everything_on_and_draws(tmp_path: Path) -> None:
