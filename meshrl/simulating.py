@@ -7,12 +7,30 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+VALIDITY = "validity"
+
 
 def run(
-    scenario: str, what_if: Sequence[str], changes: Sequence[str], out: Path | None = None
+    scenario: str,
+    what_if: Sequence[str],
+    changes: Sequence[str],
+    out: Path | None = None,
+    run_dir: Path | None = None,
 ) -> int:
-    """The exit status; without a scenario those that are here are named."""
+    """The exit status; without a scenario and a run those that are here are named."""
+    if scenario == VALIDITY:
+        return _validity(any((what_if, changes, out, run_dir)))
     words = [sys.executable, "-m", "sim.cluster", *([scenario] if scenario else [])]
+    words += [f"--from={run_dir}"] if run_dir is not None else []
     words += [f"--what-if={one}" for one in what_if] + [f"--set={one}" for one in changes]
     words += [f"--out={out}"] if out is not None else []
+    return subprocess.run(words, check=False).returncode
+
+
+def _validity(more: bool) -> int:
+    """Holds the simulator against a virtual mesh and a real one."""
+    if more:
+        print(f"{VALIDITY} takes no options: python -m loadtests.simulator --help", file=sys.stderr)
+        return 2
+    words = [sys.executable, "-m", "loadtests.simulator", "--arms=broad,real"]
     return subprocess.run(words, check=False).returncode

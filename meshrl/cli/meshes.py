@@ -270,6 +270,10 @@ def simulate(
     scenario: Annotated[
         str, typer.Argument(metavar="SCENARIO", help="A TOML file, or one of those that are here.")
     ] = "",
+    from_: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="In place of a scenario: as this run was."),
+    ] = None,
     what_if: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Compares the scenario with itself, so changed."),
@@ -288,7 +292,11 @@ def simulate(
         meshrl simulate agentic
 
         meshrl simulate MY.toml --what-if hosts.H100.count=4
+
+        meshrl simulate --from runs/calculator --what-if hosts.accelerators=6
+
+        meshrl simulate validity
     """
     from meshrl import simulating
 
-    raise typer.Exit(simulating.run(scenario, what_if or [], set or [], out))
+    raise typer.Exit(simulating.run(scenario, what_if or [], set or [], out, from_))

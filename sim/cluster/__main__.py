@@ -1,10 +1,13 @@
 """Runs the arms of a scenario on a simulated cluster, and compares them with the first one.
 
-    python -m sim.cluster [SCENARIO] [--what-if KEY=VALUE] [--set KEY=VALUE] [--out DIR]
+    python -m sim.cluster SCENARIO | --from RUN
+                          [--what-if KEY=VALUE] [--set KEY=VALUE] [--out DIR]
 
 SCENARIO is a TOML file, or the name of one of those in `sim/cluster/scenarios`, which are named
-when there is none. With `--what-if` the scenario is compared with itself, so changed; `--set`
-changes all arms; `--out` writes a page and PNG files of what they did. The last line is JSON.
+when there is none. `--from` makes one of a run's directory, says how far the simulation is off its
+steps, and writes it into `--out`. With `--what-if` the scenario is compared with itself, so
+changed; `--set` changes all arms; `--out` writes a page and PNG files of what they did. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -14,13 +17,16 @@ import gc
 import json
 import sys
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from common.errors import MeshError
 from sim.cluster.cluster import Cluster
 from sim.cluster.drawing import draw
-from sim.cluster.figures import compared, flat, table
+from sim.cluster.figures import Figures, compared, flat, table
 from sim.cluster.job import SimJob
+from sim.cluster.recorded import Recorded, recorded, written
 from sim.cluster.running import run
 from sim.cluster.scenario import read
 
@@ -33,6 +39,14 @@ def _unfinished(arm: str, cluster: Cluster, job: SimJob) -> None:
     print(f"{arm}: {job_name} made {made} of {steps} steps: {why}", file=sys.stderr)
 
 
+def _held(run: Recorded, arms: Mapping[str, Mapping[str, Figures]]) -> dict[str, float]:
+    """How far the first arm is off the run that it was made of."""
+    (figures,) = next(iter(arms.values())).values()
+    error = figures.step_s / run.step_s - 1
+    print(f"the run itself: {run.step_s:.4g} s/step; the simulation of it is off by {error:+.1%}")
+    return {"run_step_s": round(run.step_s, 4), "run_error": round(error, 4)}
+
+
 def main() -> int:
     """The entry; the exit status."""
     parser = argparse.ArgumentParser(
@@ -41,19 +55,28 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("scenario", nargs="?", default="")
+    parser.add_argument("--from", dest="run", type=Path, metavar="RUN")
     parser.add_argument("--what-if", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--out", type=Path, metavar="DIR", help="writes plots there")
     a = parser.parse_args()
-    if not a.scenario:
+    if not a.scenario and a.run is None:
         for path in sorted(SCENARIOS.glob("*.toml")):
             print(f"{path.stem:12} {tomllib.loads(path.read_text(encoding='utf-8'))['title']}")
         return 0
     gc.set_threshold(200_000, 20, 100)  # what is there stays, mostly, and is large
-    path = Path(a.scenario)
+    with TemporaryDirectory() as folder:
+        return _simulated(a, Path(folder))
+
+
+def _simulated(a: argparse.Namespace, folder: Path) -> int:
+    path, measured = Path(a.scenario), None
     if not path.suffix and not path.exists():
         path = SCENARIOS / f"{a.scenario}.toml"
     try:
+        if a.run is not None:
+            measured = recorded(a.run)
+            path = written(measured, a.out or folder)
         arms = read(path, a.set)
         if a.what_if:
             changed = read(path, [*a.set, *a.what_if])
@@ -81,10 +104,11 @@ def main() -> int:
     except MeshError as error:
         print(error, file=sys.stderr)
         return 2
+    held = _held(measured, figures) if measured is not None else {}
     ratios = {name: one.about.ratio for name, one in ran.items()}
     cpu = {f"{name.replace(' ', '_')}_cpu_s": round(one.cpu_s, 2) for name, one in ran.items()}
     total = {"cpu_s": round(sum(one.cpu_s for one in ran.values()), 2)}
-    print(json.dumps(flat(figures) | cpu | compared(figures, papers, ratios) | total))
+    print(json.dumps(flat(figures) | cpu | compared(figures, papers, ratios) | held | total))
     return 0
 
 

@@ -13,8 +13,12 @@ from typing import Any
 from common.errors import ConfigError
 from common.hardware.profiles import Accelerator, declared
 from common.hardware.shapes import ModelShape
-from common.job.pace import profile, training_profile
-from common.pool.needs import Need
+from common.job.pace import TrainingPace, profile, training_profile
+from common.pool.measured import Curve
+from common.pool.needs import Need, PlannedJob
+from common.state.jobs import Phase
+from services.planner.balance import degrees
+from services.planner.costs.correction import Correction
 from services.planner.costs.rollout import Gang
 from services.planner.layouts.nodes import Node
 from services.planner.layouts.training import Trainable
@@ -22,7 +26,7 @@ from sim.cluster.cluster import Cluster, Hosts, Switches
 from sim.cluster.job import LONGEST, JobSpec
 from sim.cluster.planned import Asked, Layout, layout, planned
 from sim.cluster.scenario import DriftTable, JobTable, ModelTable, Scenario, WorkloadTable
-from sim.cluster.speeds import ModelSpeed, PacedSpeed, Speed
+from sim.cluster.speeds import MeasuredSpeed, ModelSpeed, PacedSpeed, Speed
 from sim.cluster.trained import ModelTraining, PacedTraining
 from sim.cluster.training import Trains
 from sim.cluster.workload import Answer, Chain, LogNormal, Script, Trace, Turn, Workload
@@ -52,10 +56,13 @@ def _job(job: JobTable, seed: int, hosts: Sequence[Hosts], base: Path) -> JobSpe
         _on(one.kind)
     workload = _workload(job.workload, job.group_size, seed, base)
     engines: tuple[int, ...] = ()
-    if shape is None:
+    known = bool(job.measured.base_s)
+    if known:
+        trains: Trains = _measured_training(job, kind)
+    elif shape is None:
         if job.plan:
             raise ConfigError(f"job {job.name} has no model to plan for", where="plan")
-        trains: Trains = _paced(job)
+        trains = _paced(job)
     else:
         asked = _asked(job, shape, hosts, workload)
         if job.plan:
@@ -64,10 +71,12 @@ def _job(job: JobTable, seed: int, hosts: Sequence[Hosts], base: Path) -> JobSpe
             trains, engines = ModelTraining(shape, _on(kind), found.training), found.engines
         else:
             trains = ModelTraining(shape, _on(kind), layout(asked))
-    degrees = tuple(sorted(set(job.degrees)))
+    allowed = tuple(sorted(set(job.degrees)))
 
     @cache
     def speed(kind: str, degree: int) -> Speed:
+        if known:
+            return MeasuredSpeed(_measured(job, shape, kind, degree))
         if shape is None:
             return PacedSpeed(profile(job.pace).of_degree(degree), kind, degree)
         gang = Gang(shape, _on(kind), degree)
@@ -96,8 +105,8 @@ def _job(job: JobTable, seed: int, hosts: Sequence[Hosts], base: Path) -> JobSpe
             priority=job.priority,
             share=job.share,
             helped=job.helped and job.tensor * job.pipeline == 1,
-            degrees=degrees,
-            alternates=degrees[0] == 1,
+            degrees=allowed,
+            alternates=allowed[0] == 1,
         ),
         planner=job.planner,
         pace=job.pace,
@@ -105,7 +114,7 @@ def _job(job: JobTable, seed: int, hosts: Sequence[Hosts], base: Path) -> JobSpe
         pull_s=job.pull_s,
         shape=shape,
         longest=job.workload.longest or LONGEST,
-        buckets=job.buckets and len(degrees) > 1,
+        buckets=job.buckets and len(allowed) > 1,
     )
 
 
@@ -131,6 +140,55 @@ def _on(kind: str) -> Accelerator:
             fix=", ".join(declared()),
         )
     return declared()[kind]
+
+
+def _measured(job: JobTable, shape: ModelShape | None, kind: str, degree: int) -> Curve:
+    """The curve of engines that were measured, for any degree as the planner predicts it, and on
+    other accelerators in proportion to the bandwidth of their memory and their arithmetic.
+    """
+    of = job.measured
+    reads, busy = _ratio(of.kind, kind, job.name)
+    curve = Curve(
+        kind,
+        of.degree,
+        of.base_s / reads,
+        of.sequence_s / busy,
+        of.context_s / reads,
+        of.prefill_tokens_per_s * busy,
+        steps=1,
+    )
+    about = PlannedJob(job.name, Phase.TRAINING, shape=shape)
+    found = degrees.curve((kind, degree), {(kind, of.degree): curve}, about, Correction())
+    assert found is not None
+    return found
+
+
+def _measured_training(job: JobTable, kind: str) -> Trains:
+    of = job.measured
+    if not of.train_tokens_per_s:
+        raise ConfigError(
+            f"job {job.name} has no rate of its training",
+            where="[jobs.measured]",
+            fix="Write train_tokens_per_s",
+        )
+    reads, busy = _ratio(of.kind, kind, job.name)
+    pace = TrainingPace(of.train_tokens_per_s * busy, of.update_s / reads)
+    return PacedTraining(pace, job.bin_tokens or FRAMED)
+
+
+def _ratio(measured: str, kind: str, job: str) -> tuple[float, float]:
+    """How much faster accelerators of a kind read, and compute, than those of another."""
+    if measured == kind:
+        return 1.0, 1.0
+    if measured not in declared():
+        raise ConfigError(
+            f"job {job} was measured on {measured}, of which there is no profile: what it takes on "
+            f"{kind} is not known",
+            where="jobs.measured.kind",
+            fix="Name what it ran on: --set jobs.measured.kind=H100",
+        )
+    there, here = _on(measured), _on(kind)
+    return here.read_bytes_per_s / there.read_bytes_per_s, here.busy_flops / there.busy_flops
 
 
 def _paced(job: JobTable) -> Trains:

@@ -66,6 +66,20 @@ class ModelTable(Table):
 
 
 @dataclass(frozen=True)
+class MeasuredTable(Table):
+    """`[jobs.measured]`: how fast its engines and its trainer were; `base_s` 0: nothing is."""
+
+    kind: Name = "CPU"  # of the accelerators that it was measured on,
+    degree: Count = 1  # and so many of an engine
+    base_s: NonNegative = 0.0  # of a decode step,
+    sequence_s: NonNegative = 0.0  # for each sequence in it,
+    context_s: NonNegative = 0.0  # and for each token of their contexts
+    prefill_tokens_per_s: NonNegative = 0.0  # 0: prefill is in what follows turns
+    train_tokens_per_s: NonNegative = 0.0  # of one that computes gradients
+    update_s: NonNegative = 0.0  # of a step, whoever computes
+
+
+@dataclass(frozen=True)
 class AnswerTable(Table):
     """`[[jobs.workload.answers]]`: what a tool may answer, and what follows."""
 
@@ -123,6 +137,7 @@ class JobTable(Table):
     pull_s: NonNegative = 0.0  # that an engine stands for other weights
     pace: str = ""  # of engines, in place of a model
     training_pace: str = ""
+    measured: MeasuredTable = field(default_factory=MeasuredTable)  # in place of both
     share: Positive = 1.0
     priority: Whole = 0
     helped: bool = True

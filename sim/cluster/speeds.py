@@ -11,6 +11,8 @@ from common.job.pace import Pace
 from common.pool.measured import Curve
 from services.planner.costs.rollout import Gang
 
+LEAST_S = 1e-9  # of a decode step
+
 
 class Speed(Protocol):
     """How fast one gang is."""
@@ -73,6 +75,36 @@ class PacedSpeed:
             steps=steps,
             most_tokens_per_s=pace.plateau / pace.decode_s,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSpeed:
+    """Of engines by a curve."""
+
+    measured: Curve
+
+    def step_s(self, batch: float, context: float) -> float:
+        """By the curve."""
+        return max(self.measured.step_s(batch, context), LEAST_S)
+
+    def prefill_s(self, tokens: float, before: float = 0.0) -> float:
+        """Whatever is before; nothing where no rate is known."""
+        rate = self.measured.prefill_tokens_per_s
+        return tokens / rate if rate else 0.0
+
+    def capacity(self) -> float:
+        """Nobody measured how many tokens are too many."""
+        return math.inf
+
+    @property
+    def plateau(self) -> int:
+        """Where all sequences together take as long as the rest of a step."""
+        curve = self.measured
+        return max(1, round(curve.base_s / curve.sequence_s)) if curve.sequence_s else 0
+
+    def curve(self, steps: int) -> Curve:
+        """The same."""
+        return replace(self.measured, steps=steps)
 
 
 @dataclass(frozen=True)
