@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from services.planner.costs.correction import Correction
 from services.planner.costs.rollout import Gang
 from services.planner.layouts.nodes import Node
 from services.planner.layouts.training import Trainable
-from sim.cluster.cluster import Cluster, Hosts, Switches
+from sim.cluster.cluster import Cluster, Failure, Hosts, Switches
 from sim.cluster.job import LONGEST, JobSpec
 from sim.cluster.planned import Asked, Layout, layout, planned
 from sim.cluster.scenario import DriftTable, JobTable, ModelTable, Scenario, WorkloadTable
@@ -47,7 +47,14 @@ def cluster_of(scenario: Scenario, base: Path) -> Cluster:
         now = scenario.switches
         jobs = [replace(jobs[0], max_staleness=0, switch_s=now.training_s, pull_s=now.rollout_s)]
     switches = Switches(scenario.switches.rollout_s, scenario.switches.training_s)
-    return Cluster(hosts, jobs, switches, scenario.pool)
+    count = sum(one.count for one in hosts)
+    for one in scenario.failures:
+        if one.host >= count:
+            raise ConfigError(
+                f"host {one.host} fails, and there are {count}", where="[[failures]] host"
+            )
+    failures = [Failure(one.host, one.at_s, one.back_s) for one in scenario.failures]
+    return Cluster(hosts, jobs, switches, scenario.pool, failures)
 
 
 def _job(job: JobTable, seed: int, hosts: Sequence[Hosts], base: Path) -> JobSpec:
@@ -112,10 +119,26 @@ def _job(job: JobTable, seed: int, hosts: Sequence[Hosts], base: Path) -> JobSpe
         pace=job.pace,
         training_pace=job.training_pace,
         pull_s=job.pull_s,
+        arrives_s=_arrival(job, shape),
         shape=shape,
         longest=job.workload.longest or LONGEST,
         buckets=job.buckets and len(allowed) > 1,
     )
+
+
+def _arrival(job: JobTable, shape: ModelShape | None) -> Callable[[str, int], float]:
+    """Until an engine has weights: each of its accelerators gets its part of them by its part of
+    its host's network.
+    """
+    if job.links and shape is None:
+        raise ConfigError(f"job {job.name} has links, and no model", where="links")
+
+    def arrives_s(kind: str, degree: int) -> float:
+        if not job.links or shape is None:
+            return job.weights_s
+        return job.weights_s + shape.bytes / degree / _on(kind).network_bytes_per_s
+
+    return arrives_s
 
 
 def _shape(model: ModelTable, job: str) -> ModelShape | None:

@@ -54,6 +54,15 @@ class Change:
     details: dict[str, object]
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A host that is away for a while."""
+
+    host: int
+    at_s: float
+    back_s: float  # so much later it is there again; 0: never
+
+
 class Cluster:
     """Hosts, and jobs that run on them from the beginning. Nobody takes turns: a job that has no
     worker of its own for each of its roles waits.
@@ -65,6 +74,7 @@ class Cluster:
         jobs: Sequence[JobSpec],
         switches: Switches = Switches(),
         settings: PoolSettings | None = None,
+        failures: Sequence[Failure] = (),
     ) -> None:
         self.agenda = Agenda()
         self.jobs = {spec.name: SimJob(self.agenda, spec) for spec in jobs}
@@ -75,6 +85,8 @@ class Cluster:
         self._pool = _pool(hosts, replace(settings or PoolSettings(), turns=False))
         self._kinds = {worker.id: kind_of(worker.accelerator) for worker in self._pool.workers}
         self._residents: dict[str, str] = {}  # who does something -> for which job
+        for one in failures:
+            self.agenda.at(one.at_s, partial(self._fail, f"host{one.host}", one.back_s))
         self._alone = [job for job in self.jobs.values() if job.spec.switch_s is not None]
         for job in self.jobs.values():
             for degree in job.spec.engines:
@@ -154,6 +166,22 @@ class Cluster:
         self._residents[resident.id] = resident.job
         first = self._pool.gangs[gang].workers[resident.ranks[0]]
         self.jobs[resident.job].ready(resident, self._kinds[first])
+
+    def _fail(self, host: str, back_s: float) -> None:
+        """A host and all that is on it are gone at once."""
+        for resident in self._pool.fail(host):
+            if job := self._residents.pop(resident, ""):
+                self.jobs[job].failed(resident)
+        if back_s:
+            self.agenda.after(back_s, partial(self._back, host))
+
+    def _back(self, host: str) -> None:
+        """It is there again; what is still wished there begins anew."""
+        for gang, resident in self._pool.back(host):
+            takes_s = self._switches.training_s
+            if resident.role == Role.ROLLOUT:
+                takes_s = self._switches.rollout_s
+            self.agenda.after(takes_s, partial(self._ready, gang, resident))
 
     def _balance(self) -> None:
         for job in self.jobs.values():

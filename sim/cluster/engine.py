@@ -38,6 +38,7 @@ class Engine:
         self, name: str, agenda: Agenda, speed: Speed, slots: int, degree: int = 1
     ) -> None:
         self.name, self.degree, self.slots, self.version = name, degree, slots, 0
+        self.kind = ""  # of its accelerators
         self.tokens = 0.0  # generated so far,
         self.busy_s = 0.0  # in so many seconds,
         self.prefilled = 0.0  # and prefilled

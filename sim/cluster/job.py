@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean as mean
 
 from common.hardware.shapes import ModelShape
@@ -45,6 +46,8 @@ class JobSpec:
     longest: int = LONGEST  # tokens of a trajectory
     buckets: bool = False  # C-MLFQ: engines are for lengths by their degrees
     pull_s: float = 0.0  # that an engine stands for other weights
+    # seconds until an engine of a degree, on accelerators of a kind, has those of a step
+    arrives_s: Callable[[str, int], float] = lambda kind, degree: 0.0
     engines: tuple[int, ...] = ()  # degrees of those that are placed at the beginning
     # All accelerators roll out, then all train, with so long in between; None: others do.
     switch_s: float | None = None
@@ -69,6 +72,7 @@ class SimJob:
         self.began_s: float | None = None  # when its training began
         self.shares: list[tuple[float, int, int]] = []  # since when: workers of engines, and others
         self._agenda = agenda
+        self._core, self._due = "", False
         self._rolls: dict[str, int] = {}  # workers of each engine,
         self._workers: dict[str, int] = {}  # and of each resident that trains
         self._of: dict[str, Shard] = {}  # each engine
@@ -81,19 +85,32 @@ class SimJob:
             degree, spec = len(resident.ranks), self.spec
             speed = spec.speed(kind, degree)
             engine = Engine(resident.id, self._agenda, speed, spec.slots, degree)
-            engine.version = self.training.version
+            engine.version, engine.kind = self.training.version, kind
             shard = self._of[resident.id] = self._smallest()
             self._rolls[resident.id] = degree
             shard.join(engine)
-            self._fill(shard)
         else:
             if self.began_s is None and resident.core:
                 self.began_s = self._agenda.now_s
             self._workers[resident.id] = len(resident.ranks)
+            if resident.core:
+                self._core = resident.id
             replicas = self.spec.trains.replicas(len(resident.ranks), resident.core)
             self.training.attend(resident.id, replicas)
-            self.fill()
         self._told()
+        if not self._due:  # all that come at this time are there by then
+            self._due = True
+            self._agenda.after(0.0, self._begun)
+
+    def _begun(self) -> None:
+        self._due = False
+        self.fill()
+
+    def failed(self, resident: str) -> None:
+        """A resident has ended with its host; a core's step is begun anew when there is one."""
+        if self._workers.get(resident) and resident == self._core:
+            self.training.lose()
+        self.gone(resident)
 
     def gone(self, resident: str) -> None:
         """A resident is no more."""
@@ -131,16 +148,20 @@ class SimJob:
     # -- its course --------------------------------------------------------------------------------
 
     def fill(self) -> None:
-        """Opens groups as far as there is room, and the gate lets them through."""
+        """Opens groups as far as there is room, and the gate lets them through, as many at each
+        shard.
+        """
+        each = -(-self.training.capacity // max(1, len(self.shards)))
         for shard in self.shards:
-            self._fill(shard)
+            self._fill(shard, each)
 
-    def _fill(self, shard: Shard) -> None:
+    def _fill(self, shard: Shard, most: int) -> None:
         if self.began_s is None or not shard.places:
             return
         spec, size = self.spec, self.spec.group_size
-        while self.training.capacity and (room := shard.room) > -size:
-            opened = self.training.admit(-(-(room + size) // size))
+        while most > 0 and self.training.capacity and (room := shard.room) > -size:
+            opened = self.training.admit(min(most, -(-(room + size) // size)))
+            most -= len(opened)
             share = self.training.version / max(1, spec.steps - 1)
             for group in opened:
                 for member in range(size):
@@ -150,16 +171,30 @@ class SimJob:
     def _ended(self, shard: Shard, t: Trajectory) -> None:
         whole = self.training.ended(t.group, t.oldest, t.context)
         shard.worked.groups += whole
-        self._fill(shard)
+        self._fill(shard, self.training.capacity)
 
     def _committed(self) -> None:
-        for engine in self.engines:
-            engine.version = self.training.version
-            if self.spec.pull_s:
-                engine.stand(self.spec.pull_s)
+        version = self.training.version
         for shard in self.shards:
+            for place in shard.places.values():
+                engine = place.engine
+                if arrives_s := self.spec.arrives_s(engine.kind, engine.degree):
+                    self._agenda.after(arrives_s, partial(self._arrived, shard, engine, version))
+                else:
+                    self._take(engine, version)
             shard.dispatch()
         self.fill()
+
+    def _arrived(self, shard: Shard, engine: Engine, version: int) -> None:
+        if engine.name in shard.places and version > engine.version:
+            self._take(engine, version)
+            shard.dispatch()
+            self.fill()
+
+    def _take(self, engine: Engine, version: int) -> None:
+        engine.version = version
+        if self.spec.pull_s:
+            engine.stand(self.spec.pull_s)
 
     # -- what it says ------------------------------------------------------------------------------
 

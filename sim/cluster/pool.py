@@ -24,14 +24,17 @@ class Pool:
     moves: dict[str, Move] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)  # by job
     formed: int = 0  # gangs so far
+    away: set[str] = field(default_factory=set)  # hosts
 
     def snapshot(self, now_s: float, jobs: Iterable[PlannedJob]) -> Snapshot:
         """What a look finds at this time."""
         where = {worker: gang.id for gang in self.gangs.values() for worker in gang.workers}
+        away = self.away
         self.workers = tuple(
             worker
             if worker.gang == (gang := where.get(worker.id, ""))
-            else replace(worker, gang=gang)
+            and worker.alive == (worker.host not in away)
+            else replace(worker, gang=gang, alive=worker.host not in away)
             for worker in self.workers
         )
         return Snapshot(
@@ -92,12 +95,37 @@ class Pool:
                 return gang, resident
         raise ConfigError(f"no host has {degree} accelerators left for an engine of job {job}")
 
+    def fail(self, host: str) -> list[str]:
+        """A host is away; the residents that it takes along."""
+        self.away.add(host)
+        self.hosts[host] = replace(self.hosts[host], alive=False)
+        return [resident.id for _, resident in self._on(host)]
+
+    def back(self, host: str) -> list[tuple[str, Resident]]:
+        """A host is there again; residents, each with its gang, that begin there anew."""
+        self.away.discard(host)
+        self.hosts[host] = replace(self.hosts[host], alive=True)
+        return self._on(host)
+
+    def _on(self, host: str) -> list[tuple[str, Resident]]:
+        """Who has a worker of a host."""
+        there = {worker.id for worker in self.workers if worker.host == host}
+        return [
+            (gang.id, resident)
+            for gang in self.gangs.values()
+            for resident in gang.residents
+            if any(gang.workers[rank] in there for rank in resident.ranks)
+        ]
+
     def done(self, gang_id: str, wished: Resident) -> bool:
         """A resident does what was wished; False where something else is wished by now."""
         gang = self.gangs.get(gang_id)
         there = {r.id: r for r in gang.residents} if gang is not None else {}
         now = there.get(wished.id)
         if gang is None or now is None or now.epoch != wished.epoch:
+            return False
+        hosts = {worker.id: worker.host for worker in self.workers} if self.away else {}
+        if any(hosts.get(gang.workers[rank]) in self.away for rank in now.ranks if hosts):
             return False
         reports = {
             rank: Report(rank, now.generation, now.epoch, 1, Doing.READY, now.tier)

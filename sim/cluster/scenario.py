@@ -51,6 +51,15 @@ class SwitchesTable(Table):
 
 
 @dataclass(frozen=True)
+class FailureTable(Table):
+    """`[[failures]]`: a host that is away for a while, with all that it did."""
+
+    host: Natural = 0  # in the order of `[[hosts]]`, from 0
+    at_s: NonNegative = 0.0
+    back_s: NonNegative = 0.0  # so much later it is there again; 0: never
+
+
+@dataclass(frozen=True)
 class ModelTable(Table):
     """`[jobs.model]`: the shape of what is trained; `parameters` 0: the job has a pace."""
 
@@ -135,6 +144,8 @@ class JobTable(Table):
     pipeline: Count = 1  # and stages
     degrees: list[Count] = field(default_factory=lambda: [1])  # that engines may have
     pull_s: NonNegative = 0.0  # that an engine stands for other weights
+    weights_s: NonNegative = 0.0  # from a step until engines have its weights,
+    links: bool = False  # and besides what the model's bytes take over the network of hosts
     pace: str = ""  # of engines, in place of a model
     training_pace: str = ""
     measured: MeasuredTable = field(default_factory=MeasuredTable)  # in place of both
@@ -173,6 +184,7 @@ class Scenario(Table):
     hosts: list[HostsTable] = field(default_factory=lambda: [HostsTable()])
     pool: PoolSettings = field(default_factory=PoolSettings)
     switches: SwitchesTable = field(default_factory=SwitchesTable)
+    failures: list[FailureTable] = field(default_factory=list)
     jobs: list[JobTable] = field(default_factory=lambda: [JobTable()])
     arms: list[ArmTable] = field(default_factory=list)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from common.pool.measured import Work
@@ -82,6 +83,7 @@ class Training:
         self._computed_s = 0.0  # and all of them,
         self._leased: list[Group] = []  # of the groups of the step so far;
         self._whole = False  # these are all
+        self._step = 0  # that is being made, begun ones counted
         self._waited_s = 0.0  # for them
         self._done = Work()
 
@@ -135,6 +137,12 @@ class Training:
         for key in [key for key in self._free_s if key[0] == resident]:
             del self._free_s[key]
 
+    def lose(self) -> None:
+        """The core has ended in the middle of a step, whose groups are there for the next one."""
+        self._ready.update((group.number, group) for group in self._leased)
+        self._leased, self._whole = [], False
+        self._step += 1
+
     def lease(self) -> None:
         """Takes groups of the step that are there, and hands their pieces to who is free first:
         gradients are computed while further groups are waited for.
@@ -154,7 +162,7 @@ class Training:
             self._whole = True
             self._waited_s = now_s - self._since_s
             ends_s = max(now_s, self._computed_s) + self._trains.update_s()
-            self._agenda.at(ends_s, self._commit)
+            self._agenda.at(ends_s, partial(self._commit, self._step))
 
     def _compute(self, group: Group, from_s: float) -> None:
         """Its gradients, by whoever is free first."""
@@ -191,7 +199,10 @@ class Training:
             chosen.append(group)
         return chosen
 
-    def _commit(self) -> None:
+    def _commit(self, step: int) -> None:
+        if step != self._step:
+            return  # its core has ended meanwhile
+        self._step += 1
         now_s = self._agenda.now_s
         newest = max(group.number for group in self._leased)
         for number, group in self._open.items():

@@ -9,7 +9,7 @@ import pytest
 from common.pool.decisions import Form
 from common.pool.needs import Need
 from services.planner.decide import decide
-from sim.cluster.cluster import Cluster, Hosts
+from sim.cluster.cluster import Cluster, Failure, Hosts
 from sim.cluster.job import JobSpec
 from sim.cluster.paced import spec_of
 from sim.drift import Drift
@@ -105,3 +105,45 @@ def test_a_job_that_gives_its_workers_away_does_nothing_meanwhile() -> None:
     one, other = (cluster.jobs[name].training for name in ("first", "taking"))
     assert one.over and other.over
     assert one.ended_s[0] > other.ended_s[-1]
+
+
+def test_a_host_that_fails_takes_its_engines_along_and_comes_back() -> None:
+    spec = spec_of(replace(TRAINED.held(0), training="4000/20", median=Drift(200.0, 200.0)), 1)
+    whole = Cluster([Hosts(2, 4)], [spec])
+    whole.run(3600.0)
+    torn = Cluster([Hosts(2, 4)], [spec], failures=[Failure(1, 20.0, 60.0)])
+    counts: list[int] = []
+    for at_s in (19.0, 30.0, 120.0):
+        torn.agenda.at(at_s, lambda: counts.append(len(torn.jobs["job"].engines)))
+    torn.run(3600.0)
+    assert counts == [7, 3, 7]
+    (one,), (other,) = whole.jobs.values(), torn.jobs.values()
+    assert other.training.over and other.training.ended_s != one.training.ended_s
+    # What was under way there went on elsewhere, from what it had.
+    assert other.sampled == pytest.approx(one.sampled, rel=0.1)
+
+
+def test_a_core_whose_host_never_comes_back_goes_on_elsewhere() -> None:
+    spec = spec_of(TRAINED.held(0), 1)
+    cluster = Cluster([Hosts(2, 4)], [spec], failures=[Failure(0, 20.0, 0.0)])
+    cluster.run(3600.0)
+    (job,) = cluster.jobs.values()
+    assert job.training.over and job.training.version == spec.steps
+
+
+def test_weights_that_arrive_later_are_generated_with_later() -> None:
+    soon = spec_of(TRAINED.held(0), 1)
+    late = replace(soon, arrives_s=lambda kind, degree: 30.0)
+    runs = [ran(spec).jobs["job"] for spec in (soon, late)]
+    assert all(job.training.over for job in runs)
+    assert runs[1].training.requeued >= runs[0].training.requeued
+    assert runs[1].training.ended_s != runs[0].training.ended_s
+    assert {engine.version for engine in runs[1].engines} != {late.steps}, "the last ones are due"
+
+
+def test_a_job_of_many_engines_has_several_shards() -> None:
+    spec = replace(spec_of(TRAINED.held(0), 1), groups_per_step=48, steps=3)
+    job = ran(spec, workers=150).jobs["job"]
+    assert job.training.over
+    assert sorted(len(shard.places) for shard in job.shards) == [21, 64, 64]
+    assert all(shard.worked.trajectories for shard in job.shards)

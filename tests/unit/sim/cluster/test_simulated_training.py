@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,9 +75,9 @@ def test_all_steps_are_made_of_groups_that_are_young_enough(
     trained: list[int] = []  # versions between a group's first token and its step
 
     class Watched(Training):
-        def _commit(self) -> None:
+        def _commit(self, step: int) -> None:
             trained.extend(self.version - group.oldest for group in self._leased)
-            super()._commit()
+            super()._commit(step)
 
     def opens() -> None:
         for group in job.admit(8):
@@ -94,3 +95,33 @@ def test_all_steps_are_made_of_groups_that_are_young_enough(
     agenda.run(1e5, lambda: job.over)
     assert job.over and len(trained) == 24
     assert max(trained) <= staleness
+
+
+def test_a_step_whose_core_has_ended_is_made_of_the_same_groups_by_the_next_one() -> None:
+    agenda = Agenda()
+    made: list[float] = []
+    job = Training(agenda, Costs(), 2, 1, 2, 2, lambda: made.append(agenda.now_s))
+    job.attend("core", 1)
+    for group in job.admit(2):
+        job.ended(group.number, 0, 1.0)
+    agenda.run(0.01, lambda: False)
+    job.lose()
+    job.dismiss("core")
+    agenda.run(50.0, lambda: False)
+    assert made == [] and job.version == 0
+    agenda.at(60.0, lambda: job.attend("other", 1))
+    agenda.run(200.0, lambda: bool(made))
+    assert job.version == 1 and made[0] > 60.0
+
+
+def test_accelerators_that_generate_train_when_all_groups_are_there() -> None:
+    agenda = Agenda()
+    made: list[float] = []
+    job = Training(agenda, Costs(), 2, 1, 0, 1, lambda: made.append(agenda.now_s), switch_s=5.0)
+    job.attend("core", 1)
+    first, other = job.admit(8)
+    job.ended(first.number, 0, 1.0)
+    agenda.at(10.0, lambda: job.ended(other.number, 0, 1.0))
+    agenda.run(100.0, lambda: job.over)
+    alone = sum(Costs().bins_s([1.0])) * 2 + Costs().update_s()
+    assert made == [pytest.approx(15.0 + alone)]
