@@ -130,13 +130,16 @@ def _states(row: Row) -> list[tuple[str, float, float]]:
 def _line_of(row: Row, sampled: float) -> Row:
     """A trajectory as a trace has it."""
     turns: list[list[float]] = []  # decoding, and what follows, seconds
+    before_s = 0.0  # the first one, which is as if it followed it
     for name, _, took_s in _states(row):
         if name == "decode":
             turns.append([took_s, 0.0])
         elif turns and name not in ("queue", "cache"):
             turns[-1][1] += took_s
         elif name not in ("queue", "cache"):
-            turns.append([0.0, took_s])
+            before_s += took_s
+    turns = turns or [[0.0, 0.0]]
+    turns[0][1] += before_s
     behind = max(1.0, row["tokens"] - row["prompt"])
     whole_s = sum(decode_s for decode_s, _ in turns) or 1.0
     answer = behind * (1 - sampled) / max(1, len(turns) - 1)

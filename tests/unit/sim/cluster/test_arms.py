@@ -1,0 +1,148 @@
+"""Arms: the best of several settings, layouts of the planner's search, and what sources say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from sim.cluster.building import cluster_of
+from sim.cluster.cluster import Cluster
+from sim.cluster.figures import Figures, compared, table
+from sim.cluster.running import run
+from sim.cluster.scenario import Arm, choices, read
+
+MODEL = """
+seed = 3
+[pool]
+gangs = "network"
+[[hosts]]
+kind = "A100"
+count = 2
+accelerators = 8
+[[jobs]]
+name = "agent"
+steps = 6
+groups_per_step = 8
+group_size = 8
+ranks = 8
+degrees = [1, 2, 4]
+[jobs.planner]
+moves = false
+[jobs.model]
+parameters = 1.54e9
+layers = 28
+hidden = 1536
+heads = 12
+kv_heads = 2
+head_dim = 128
+[jobs.workload]
+prompt = 200
+median = { first = 1500 }
+sigma = { first = 0.7 }
+longest = 8000
+"""
+
+
+def arms(folder: Path, more: str) -> dict[str, Arm]:
+    path = folder / "scenario.toml"
+    path.write_text(MODEL + more)
+    return read(path, [])
+
+
+def test_the_best_of_several_settings_is_the_fastest_of_them(tmp_path: Path) -> None:
+    each = "\n".join(
+        f'[[arms]]\nname = "{n}"\nset = ["jobs.ranks={n}", "jobs.degrees=[1]"]' for n in (2, 8, 14)
+    )
+    more = f"""{each}
+[[arms]]
+name = "best"
+set = ["jobs.degrees=[1]"]
+best = ["jobs.ranks=[2, 8, 14]"]
+[[arms]]
+name = "oracle"
+set = ["jobs.degrees=[1]"]
+best = ["jobs.ranks=[2, 8, 14]"]
+stretches = 3
+"""
+    known: dict[str, Cluster] = {}
+    ran = {name: run(arm, tmp_path, known) for name, arm in arms(tmp_path, more).items()}
+    takes_s = {name: one.figures["agent"].step_s for name, one in ran.items()}
+    assert takes_s["best"] == min(takes_s[n] for n in ("2", "8", "14"))
+    assert ran["best"].chosen == f"jobs.ranks={min(('2', '8', '14'), key=takes_s.__getitem__)}"
+    assert takes_s["oracle"] <= takes_s["best"], "it changes along the run"
+    assert len(known) == 3, "none runs twice"
+
+
+def test_a_planned_layout_has_everybody_do_something(tmp_path: Path) -> None:
+    (arm,) = arms(tmp_path, "").values()
+    (scenario,) = arm.tries.values()
+    for plan in ("uniform", "mixed"):
+        jobs = [replace(scenario.jobs[0], plan=plan)]
+        spec = cluster_of(replace(scenario, jobs=jobs), tmp_path).jobs["agent"].spec
+        used = spec.need.ranks + sum(spec.engines)
+        assert 16 - max(spec.engines) < used <= 16
+        assert set(spec.engines) <= {1, 2, 4}
+        if plan == "uniform":
+            assert len(set(spec.engines)) == 1 and spec.need.degrees == tuple(set(spec.engines))
+
+
+def test_engines_that_are_there_at_the_beginning_are_what_was_planned(tmp_path: Path) -> None:
+    (arm,) = arms(tmp_path, "").values()
+    (scenario,) = arm.tries.values()
+    cluster = cluster_of(
+        replace(scenario, jobs=[replace(scenario.jobs[0], plan="mixed")]), tmp_path
+    )
+    cluster.run(scenario.until_s)
+    (job,) = cluster.jobs.values()
+    degrees = sorted((engine.degree for engine in job.engines), reverse=True)
+    assert job.training.over and tuple(degrees) == job.spec.engines
+
+
+def test_a_colocated_job_rolls_out_and_trains_by_turns(tmp_path: Path) -> None:
+    (arm,) = arms(tmp_path, "").values()
+    (scenario,) = arm.tries.values()
+    cluster = cluster_of(
+        replace(scenario, jobs=[replace(scenario.jobs[0], colocated=True)]), tmp_path
+    )
+    cluster.run(scenario.until_s)
+    (job,) = cluster.jobs.values()
+    assert job.training.over and job.training.requeued == 0
+    assert sum(engine.degree for engine in job.engines) == 16
+    assert job.training.work.wait_s + job.training.work.busy_s == pytest.approx(
+        job.training.ended_s[-1], rel=0.01
+    )
+    two = replace(scenario, jobs=[alone, scenario.jobs[0]])
+    with pytest.raises(ConfigError, match="all accelerators"):
+        cluster_of(two, tmp_path)
+
+
+def test_a_core_that_has_no_room_is_refused(tmp_path: Path) -> None:
+    (arm,) = arms(tmp_path, "").values()
+    (scenario,) = arm.tries.values()
+    large = replace(
+        scenario.jobs[0], ranks=1, model=replace(scenario.jobs[0].model, parameters=30e9)
+    )
+    with pytest.raises(ConfigError, match="no room for its states"):
+        cluster_of(replace(scenario, jobs=[large]), tmp_path)
+
+
+def figures(trained: float) -> dict[str, Figures]:
+    return {"job": Figures(4, 40.0, 10.0, 5.0, trained, 0.5, 0, 0, 0, 0)}
+
+
+def test_a_ladder_is_told_beside_that_of_its_source() -> None:
+    here = {"other": figures(50.0), "base": figures(100.0), "first": figures(110.0)}
+    told = compared(here, {"base": 1.0, "first": 1.2, "other": 0.0}, {"other": "over_other"})
+    assert told["ladder"] == [1.0, 1.1] and told["ladder_paper"] == [1.0, 1.2]
+    assert told["ladder_off"] == pytest.approx(1 - 1.1 / 1.2, abs=1e-4)
+    assert told["over_other"] == 2.2
+    assert "paper" in table(here, {"base": 1.0}) and "paper" not in table(here, {})
+
+
+@pytest.mark.parametrize("text", ["jobs.ranks", "jobs.ranks=", "jobs.ranks=8", "jobs.ranks=[]"])
+def test_what_names_no_values_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"best|values|VALUE"):
+        choices(text)
