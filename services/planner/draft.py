@@ -33,7 +33,9 @@ class Draft:
         for gang in snapshot.gangs:
             for resident in gang.residents:
                 self._index(gang, resident)
-        self._free = sorted(numbered(w) for w in self.placeable if not self._taken(w))
+        self._teams.clear()
+        free = (w for w in self.placeable if not self.on[w] or not self._taken(w))
+        self._free = sorted(map(numbered, free))
         self._is_free = {worker for _, worker in self._free}
 
     # -- what there is -----------------------------------------------------------------------------

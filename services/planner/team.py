@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from common.pool.rows import Resident, Role, Tier
 
@@ -22,7 +23,7 @@ class Seated:
         return self.resident.tier == Tier.ACCELERATOR
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Team:
     """The residents of one job, by what they do."""
 
@@ -45,13 +46,13 @@ class Team:
             helpers=tuple(s for s in trains if not s.resident.core),
         )
 
-    @property
+    @cached_property
     def all(self) -> tuple[Seated, ...]:
         """All of them."""
         one = tuple(s for s in (self.core, self.scoring) if s is not None)
         return (*one, *self.engines, *self.turning, *self.helpers)
 
-    @property
+    @cached_property
     def workers(self) -> int:
         """Workers that it has: those that it is awake on."""
         return len({worker for s in self.all if s.awake for worker in s.workers})

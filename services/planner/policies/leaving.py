@@ -70,14 +70,15 @@ def leave(draft: Draft, job: PlannedJob, presence: Presence, division: Division)
     core = draft.team(job.id).core
     stays = core is not None and not (job.checkpointed or _late(draft, core, presence))
     for seated in draft.team(job.id).all:
-        hosts = {draft.workers[worker].host for worker in seated.workers}
-        out = [worker for worker in seated.workers if worker not in draft.usable]
-        places = {draft.place(worker) for worker in seated.workers}
-        displaced = seated.resident.core and home is not None and places != {home}
+        out = not draft.usable.issuperset(seated.workers)
+        displaced = False
+        if seated.resident.core and home is not None:
+            displaced = {draft.place(worker) for worker in seated.workers} != {home}
         if not out and not displaced:
             continue
         if stays and (seated.resident.core or seated.resident.turns):
             continue
+        hosts = {draft.workers[worker].host for worker in seated.workers}
         rule = "drain" if out else "share"
         draft.remove(seated, Why(rule, job.id, {"hosts": sorted(hosts)}))
 

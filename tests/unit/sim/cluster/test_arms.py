@@ -104,9 +104,8 @@ def test_engines_that_are_there_at_the_beginning_are_what_was_planned(tmp_path: 
 def test_a_colocated_job_rolls_out_and_trains_by_turns(tmp_path: Path) -> None:
     (arm,) = arms(tmp_path, "").values()
     (scenario,) = arm.tries.values()
-    cluster = cluster_of(
-        replace(scenario, jobs=[replace(scenario.jobs[0], colocated=True)]), tmp_path
-    )
+    alone = replace(scenario.jobs[0], colocated=True)
+    cluster = cluster_of(replace(scenario, jobs=[alone]), tmp_path)
     cluster.run(scenario.until_s)
     (job,) = cluster.jobs.values()
     assert job.training.over and job.training.requeued == 0
