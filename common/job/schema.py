@@ -105,6 +105,17 @@ class Schema(Generic[T]):
         kind = get_args(kind)[0] if get_origin(kind) is list else kind
         return [field.name for field in fields(kind)] if is_dataclass(kind) else []
 
+    def _kind(self, key: str) -> Any:
+        """The type of a key, which may be of a table in a list."""
+        found: Any = self.kinds.get(key)
+        if found is not None:
+            return found
+        found = self._top
+        for part in re.sub(r"\[\d+\]", "", key).split("."):
+            found = get_type_hints(found)[part]
+            found = get_args(found)[0] if get_origin(found) is list else found
+        return found
+
     def _key(self, loc: tuple[int | str, ...]) -> str:
         """The dotted key of a place, without the member of a union that was tried there."""
         key = ""
@@ -136,7 +147,7 @@ class Schema(Generic[T]):
         if sort == "list_type":
             return f"a list of {_many(self.kinds.get(key))}"
         if sort == "literal_error":
-            choices = [choice or "''" for choice in get_args(self.kinds[key])]
+            choices = [choice or "''" for choice in get_args(self._kind(key))]
             return f"must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}"
         if sort in _BOUNDS:
             words, name = _BOUNDS[sort]
@@ -149,7 +160,7 @@ class Schema(Generic[T]):
         sort, value = error["type"], error["input"]
         if sort == "literal_error":
             close = difflib.get_close_matches(
-                str(value).lower(), get_args(self.kinds[key]), 1, 0.75
+                str(value).lower(), get_args(self._kind(key)), 1, 0.75
             )
             return f"Did you mean {close[0]}?" if close else ""
         if sort == "dataclass_type":

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from common.errors import MeshError
+from common.errors import ConfigError, MeshError, NotFound
 from sim.cluster.cluster import Cluster
 from sim.cluster.drawing import draw
 from sim.cluster.figures import Figures, compared, flat, table
@@ -74,6 +74,11 @@ def _simulated(a: argparse.Namespace, folder: Path) -> int:
     if not path.suffix and not path.exists():
         path = SCENARIOS / f"{a.scenario}.toml"
     try:
+        if a.run is not None and a.scenario:
+            raise ConfigError("a scenario and a run are two", fix="Name SCENARIO, or --from RUN")
+        if a.run is None and path.parent == SCENARIOS and not path.exists():
+            here = ", ".join(sorted(one.stem for one in SCENARIOS.glob("*.toml")))
+            raise NotFound(f"there is no scenario {a.scenario}", fix=f"Here are {here}; or a file")
         if a.run is not None:
             measured = recorded(a.run)
             path = written(measured, a.out or folder)

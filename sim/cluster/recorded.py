@@ -46,6 +46,8 @@ class Recorded:
 
 def recorded(run: Path) -> Recorded:
     """Reads a run's directory. NotFound says what is missing."""
+    if not (run / "job.json").is_file():
+        raise NotFound(f"{run} is no directory of a run", fix="Name one, as in runs/calculator")
     job, document = job_of(run)
     events = read_events(run)
     found = noted(run)

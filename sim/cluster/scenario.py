@@ -247,7 +247,8 @@ def choices(text: str) -> list[str]:
 
 def apply(document: dict[str, Any], change: str) -> None:
     """Changes a key of a document. One of a list is named by its `name` or `kind`, as the hosts of
-    `hosts.H100.count=16`; without a name it is all of them.
+    `hosts.H100.count=16`; without a name it is all of them. `workers.H100=16` is so many
+    accelerators of a kind in all, with hosts of their own where there were none.
     """
     key, equals, text = change.partition("=")
     parts = key.strip().split(".")
@@ -257,7 +258,31 @@ def apply(document: dict[str, Any], change: str) -> None:
         value = tomllib.loads(f"value = {text.strip()}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
-    _put(document, parts, value, change)
+    if parts[0] == "workers" and len(parts) == 2:
+        _staff(document, parts[1], value, change)
+    else:
+        _put(document, parts, value, change)
+
+
+def _staff(document: dict[str, Any], kind: str, count: Any, change: str) -> None:
+    """Sets how many accelerators of a kind there are: whole hosts, as many as each has there."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise ConfigError(
+            f"{change!r} names no number of accelerators", fix="As in workers.H100=16"
+        )
+    hosts = document.setdefault("hosts", [])
+    there = [one for one in hosts if kind.lower() in _names(one)]
+    each = int(there[0].get("accelerators", 8)) if there else min(8, max(count, 1))
+    if count % each:
+        raise ConfigError(
+            f"{change!r} are no whole hosts: each has {each}", fix=f"Name a multiple of {each}"
+        )
+    for one in there[1:]:
+        hosts.remove(one)
+    if there:
+        there[0]["count"] = count // each
+    elif count:
+        hosts.append({"kind": kind.upper(), "count": count // each, "accelerators": each})
 
 
 def _put(table: Any, parts: list[str], value: Any, change: str) -> None:

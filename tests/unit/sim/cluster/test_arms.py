@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from sim.cluster.building import cluster_of
 from sim.cluster.cluster import Cluster
 from sim.cluster.figures import Figures, compared, table
 from sim.cluster.running import run
-from sim.cluster.scenario import Arm, choices, read
+from sim.cluster.scenario import Arm, apply, choices, read
 
 MODEL = """
 seed = 3
@@ -126,6 +127,19 @@ def test_a_core_that_has_no_room_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="no room for its states"):
         cluster_of(replace(scenario, jobs=[large]), tmp_path)
+
+
+def test_workers_are_so_many_of_a_kind_in_whole_hosts() -> None:
+    document: dict[str, Any] = {"hosts": [{"kind": "A100", "count": 2, "accelerators": 4}]}
+    apply(document, "workers.a100=12")
+    assert document["hosts"] == [{"kind": "A100", "count": 3, "accelerators": 4}]
+    apply(document, "workers.h100=16")
+    assert document["hosts"][1] == {"kind": "H100", "count": 2, "accelerators": 8}
+    apply(document, "workers.a100=0")
+    assert document["hosts"][0]["count"] == 0
+    for wrong in ("workers.a100=6", "workers.a100=many", "workers.h100=-8"):
+        with pytest.raises(ConfigError, match=r"whole hosts|number"):
+            apply(document, wrong)
 
 
 def figures(trained: float) -> dict[str, Figures]:

@@ -157,3 +157,22 @@ def test_two_arms_of_a_name_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, SMALL.replace('name = "held"', 'name = "planner"'))
     with pytest.raises(ConfigError, match="two arms are called planner"):
         read(path, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nothere"], "there is no scenario nothere. Here are agentic, drift"),
+        (["--from=nowhere"], "nowhere is no directory of a run"),
+        (["agentic", "--from=nowhere"], "Name SCENARIO, or --from RUN"),
+        (["agentic", "--set=jobs.plan=mixd"], "must be one of '', uniform, mixed"),
+        (["agentic", "--set=failures=[{host=7}]"], "host 7 fails, and there are 1"),
+        (["agentic", "--what-if=workers.a100=9"], "no whole hosts: each has 8"),
+        (["agentic", "--set=jobs.measured.base_s=0.01"], "no rate of its training"),
+        (["agentic", "--set=jobs.ranks=1", "--set=jobs.model.parameters=4e11"], "no room for its"),
+    ],
+)
+def test_mistakes_of_a_command_are_told_in_a_line(words: list[str], said: str) -> None:
+    found = ran(*words)
+    assert found.returncode == 2 and said in found.stderr, found.stderr
+    assert "Traceback" not in found.stderr
