@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from common.errors import ConfigError
 from common.hardware.profiles import Accelerator, declared
@@ -25,12 +22,12 @@ from services.planner.layouts.training import Trainable
 from sim.cluster.cluster import Cluster, Failure, Hosts, Switches
 from sim.cluster.job import LONGEST, JobSpec
 from sim.cluster.planned import Asked, Layout, layout, planned
-from sim.cluster.scenario import DriftTable, JobTable, ModelTable, Scenario, WorkloadTable
+from sim.cluster.scenario import JobTable, ModelTable, Scenario
 from sim.cluster.speeds import MeasuredSpeed, ModelSpeed, PacedSpeed, Speed
+from sim.cluster.tabled import workload_of
 from sim.cluster.trained import ModelTraining, PacedTraining
 from sim.cluster.training import Trains
-from sim.cluster.workload import Answer, Chain, LogNormal, Script, Trace, Turn, Workload
-from sim.drift import Drift
+from sim.cluster.workload import Workload
 
 FRAMED = 1 << 30  # tokens of a bin, where none are declared
 
@@ -44,6 +41,8 @@ def cluster_of(scenario: Scenario, base: Path) -> Cluster:
         raise ConfigError("a colocated job has all accelerators", fix="Give it no other job")
     jobs = [_job(one, scenario.seed + n, hosts, base) for n, one in enumerate(scenario.jobs)]
     if scenario.jobs[0].colocated:
+        if scenario.failures:
+            raise ConfigError("a colocated job has no failures", fix="Leave [[failures]] out")
         now = scenario.switches
         jobs = [replace(jobs[0], max_staleness=0, switch_s=now.training_s, pull_s=now.rollout_s)]
     switches = Switches(scenario.switches.rollout_s, scenario.switches.training_s)
@@ -61,7 +60,7 @@ def _job(job: JobTable, seed: int, hosts: Sequence[Hosts], base: Path) -> JobSpe
     shape, kind = _shape(job.model, job.name), hosts[0].kind
     for one in hosts if shape is not None else ():
         _on(one.kind)
-    workload = _workload(job.workload, job.group_size, seed, base)
+    workload = workload_of(job.workload, job.group_size, seed, base)
     engines: tuple[int, ...] = ()
     known = bool(job.measured.base_s)
     if known:
@@ -259,59 +258,3 @@ def _laid_out(job: JobTable, found: Layout) -> JobTable:
     stays = job.plan == "uniform" and not job.planner.moves
     degrees = sorted(set(found.engines)) if stays else job.degrees
     return replace(job, ranks=found.training.workers, degrees=degrees)
-
-
-def _workload(table: WorkloadTable, size: int, seed: int, base: Path) -> Workload:
-    if table.trace:
-        return Trace(_traced(base / table.trace), size)
-    longest = float(table.longest) or math.inf
-    median, sigma = _drift(table.median), _drift(table.sigma)
-    if not table.answers:
-        tool_s = _drift(table.tool_s)
-        return LogNormal(seed, table.turns, median, sigma, tool_s, table.prompt, 1.0, longest)
-    answers = [
-        Answer((a.tool, a.size, a.status), a.weight, a.seconds, a.tokens, a.ends, a.scale)
-        for a in table.answers
-    ]
-    return Chain(seed, median, sigma, answers, table.turns, table.prompt, longest)
-
-
-def _drift(table: DriftTable) -> Drift:
-    return Drift(table.first, table.last or table.first)
-
-
-def _traced(path: Path) -> list[Script]:
-    """The trajectories of a trace, a line each: `{"prompt": 512, "turns": [{"tokens": 200,
-    "tool_s": 1.5, "answer": 40, "tool": "search", "size": "small", "status": "success"}]}`.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the trace cannot be read: {error}", where=str(path)) from error
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            turns = [_turn(one) for one in row["turns"]]
-            prompt = float(row.get("prompt", 0.0))
-            if not turns or not 0 <= prompt < math.inf:
-                raise ValueError(f"{len(turns)} turns behind a prompt of {prompt} tokens")
-            found.append(Script(prompt, turns))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{path}, line {number}: no trajectory: {error}",
-                fix='Write {"prompt": 512, "turns": [{"tokens": 200, "tool_s": 1.5}]}',
-            ) from error
-    if not found:
-        raise ConfigError("the trace is empty", where=str(path))
-    return found
-
-
-def _turn(row: dict[str, Any]) -> Turn:
-    tokens, tool_s = float(row["tokens"]), float(row.get("tool_s", 0.0))
-    if not (0 < tokens < math.inf and 0 <= tool_s < math.inf):
-        raise ValueError(f"{tokens} tokens and {tool_s} s are no turn")
-    named = ("tool", "size", "status")
-    state = tuple(str(row[name]) for name in named) if all(n in row for n in named) else None
-    returned = (state[0], state[1], state[2]) if state else None
-    return Turn(tokens, tool_s, float(row.get("answer", 0.0)), returned)
