@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-VALIDITY = "validity"
+VALIDITY, ABOUT = "validity", "The simulator beside a virtual mesh of 64 gangs, and a real one"
 
 
 def run(
@@ -24,7 +24,10 @@ def run(
     words += [f"--from={run_dir}"] if run_dir is not None else []
     words += [f"--what-if={one}" for one in what_if] + [f"--set={one}" for one in changes]
     words += [f"--out={out}"] if out is not None else []
-    return subprocess.run(words, check=False).returncode
+    status = subprocess.run(words, check=False).returncode
+    if not scenario and run_dir is None:
+        print(f"{VALIDITY:12} {ABOUT}")
+    return status
 
 
 def _validity(more: bool) -> int:
