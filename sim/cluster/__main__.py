@@ -17,8 +17,9 @@ import gc
 import json
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
 from common.errors import ConfigError, MeshError, NotFound
@@ -28,7 +29,7 @@ from sim.cluster.figures import Figures, compared, flat, table
 from sim.cluster.job import SimJob
 from sim.cluster.recorded import Recorded, recorded, written
 from sim.cluster.running import run
-from sim.cluster.scenario import read
+from sim.cluster.scenario import Scenario, read
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 
@@ -37,6 +38,23 @@ def _unfinished(arm: str, cluster: Cluster, job: SimJob) -> None:
     made, steps, job_name = job.training.version, job.spec.steps, job.spec.name
     why = cluster.held(job_name) or f"until_s is {cluster.agenda.now_s:.0f}"
     print(f"{arm}: {job_name} made {made} of {steps} steps: {why}", file=sys.stderr)
+
+
+def _medians(path: Path, changes: Sequence[str], scenario: Scenario) -> dict[str, list[float]]:
+    """The ratios of arms, by name, with each of a scenario's seeds."""
+    found: dict[str, list[float]] = {}
+    for seed in range(scenario.seed, scenario.seed + scenario.seeds):
+        arms = read(path, [*changes, f"seed={seed}"])
+        known: dict[str, Cluster] = {}
+        last = list(arms)[-1]
+        there = [name for name, arm in arms.items() if arm.about.ratio or name == last]
+        ran = {name: run(arms[name], path.parent, known) for name in there}
+        figures = {name: one.figures for name, one in ran.items()}
+        told = compared(figures, {}, {name: arms[name].about.ratio for name in there})
+        for name, value in told.items():
+            assert isinstance(value, float)
+            found.setdefault(name, []).append(value)
+    return found
 
 
 def _held(run: Recorded, arms: Mapping[str, Mapping[str, Figures]]) -> dict[str, float]:
@@ -109,11 +127,19 @@ def _simulated(a: argparse.Namespace, folder: Path) -> int:
     except MeshError as error:
         print(error, file=sys.stderr)
         return 2
+    ratios_of = _medians(path, a.set, scenario) if scenario.seeds > 1 else {}
+    for name, values in ratios_of.items():
+        print(f"{name}: {values}")
     held = _held(measured, figures) if measured is not None else {}
     ratios = {name: one.about.ratio for name, one in ran.items()}
     cpu = {f"{name.replace(' ', '_')}_cpu_s": round(one.cpu_s, 2) for name, one in ran.items()}
+    medians: dict[str, float | list[float]] = {}
+    for name, values in ratios_of.items():
+        medians |= {name: median(values), f"{name}_seeds": values}
     total = {"cpu_s": round(sum(one.cpu_s for one in ran.values()), 2)}
-    print(json.dumps(flat(figures) | cpu | compared(figures, papers, ratios) | held | total))
+    print(
+        json.dumps(flat(figures) | cpu | compared(figures, papers, ratios) | medians | held | total)
+    )
     return 0
 
 

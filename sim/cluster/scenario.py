@@ -180,6 +180,7 @@ class Scenario(Table):
     title: str = ""
     sources: list[str] = field(default_factory=list)  # what is taken from where
     seed: Natural = 0
+    seeds: Count = 1  # so many, from that one on: ratios are the medians of all
     until_s: Positive = 86400.0
     hosts: list[HostsTable] = field(default_factory=lambda: [HostsTable()])
     pool: PoolSettings = field(default_factory=PoolSettings)

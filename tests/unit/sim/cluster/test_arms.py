@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,3 +162,25 @@ def test_a_ladder_is_told_beside_that_of_its_source() -> None:
 def test_what_names_no_values_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"best|values|VALUE"):
         choices(text)
+
+
+def test_ratios_are_medians_over_seeds(tmp_path: Path) -> None:
+    more = """
+[[arms]]
+name = "even"
+set = ["jobs.degrees=[1]"]
+ratio = "over_even"
+[[arms]]
+name = "other"
+set = ["jobs.degrees=[1]", "jobs.ranks=4"]
+"""
+    path = tmp_path / "scenario.toml"
+    path.write_text(MODEL.replace("seed = 3", "seed = 3\nseeds = 3") + more)
+    words = [sys.executable, "-m", "sim.cluster", str(path)]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    assert said.returncode == 0, said.stderr
+    told = json.loads(said.stdout.splitlines()[-1])
+    values = told["over_even_seeds"]
+    assert len(set(values)) == 3 and told["over_even"] == sorted(values)[1]
+    first = told["other_trained_per_s"] / told["even_trained_per_s"]
+    assert values[0] == pytest.approx(first, abs=1e-3)
