@@ -40,12 +40,16 @@ def _unfinished(arm: str, cluster: Cluster, job: SimJob) -> None:
     print(f"{arm}: {job_name} made {made} of {steps} steps: {why}", file=sys.stderr)
 
 
-def _medians(path: Path, changes: Sequence[str], scenario: Scenario) -> dict[str, list[float]]:
-    """The ratios of arms, by name, with each of a scenario's seeds."""
+def _medians(
+    path: Path, changes: Sequence[str], scenario: Scenario, known: dict[str, Cluster]
+) -> dict[str, list[float]]:
+    """The ratios of arms, by name, with each of a scenario's seeds; `known` are those that have
+    run with the first.
+    """
     found: dict[str, list[float]] = {}
     for seed in range(scenario.seed, scenario.seed + scenario.seeds):
         arms = read(path, [*changes, f"seed={seed}"])
-        known: dict[str, Cluster] = {}
+        known = known if seed == scenario.seed else {}
         last = list(arms)[-1]
         there = [name for name, arm in arms.items() if arm.about.ratio or name == last]
         ran = {name: run(arms[name], path.parent, known) for name in there}
@@ -127,7 +131,7 @@ def _simulated(a: argparse.Namespace, folder: Path) -> int:
     except MeshError as error:
         print(error, file=sys.stderr)
         return 2
-    ratios_of = _medians(path, a.set, scenario) if scenario.seeds > 1 else {}
+    ratios_of = _medians(path, a.set, scenario, known) if scenario.seeds > 1 else {}
     for name, values in ratios_of.items():
         print(f"{name}: {values}")
     held = _held(measured, figures) if measured is not None else {}
