@@ -128,10 +128,11 @@ def _simulated(a: argparse.Namespace, folder: Path) -> int:
             clusters = {name: one.cluster for name, one in ran.items()}
             for drawn in draw(scenario.title or path.stem, told, clusters, a.out):
                 print(drawn)
+        several = scenario.seeds > 1 and not a.what_if
+        ratios_of = _medians(path, a.set, scenario, known) if several else {}
     except MeshError as error:
         print(error, file=sys.stderr)
         return 2
-    ratios_of = _medians(path, a.set, scenario, known) if scenario.seeds > 1 else {}
     for name, values in ratios_of.items():
         print(f"{name}: {values}")
     held = _held(measured, figures) if measured is not None else {}

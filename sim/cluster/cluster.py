@@ -120,8 +120,7 @@ class Cluster:
 
     def _seat(self, job: str, degree: int) -> None:
         """An engine that is there from the beginning."""
-        gang, resident = self._pool.seat(job, degree)
-        self.agenda.after(self._switches.rollout_s, partial(self._ready, gang, resident))
+        self._begin(*self._pool.seat(job, degree))
 
     def _colocate(self, job: SimJob) -> None:
         """Engines on all accelerators, and a core on the same ones."""
@@ -146,10 +145,7 @@ class Cluster:
         for gang, resident in begin:
             if resident.tier != Tier.ACCELERATOR and self._residents.pop(resident.id, ""):
                 self.jobs[resident.job].gone(resident.id)
-            takes_s = self._switches.training_s
-            if resident.role == Role.ROLLOUT:
-                takes_s = self._switches.rollout_s
-            self.agenda.after(takes_s, partial(self._ready, gang, resident))
+            self._begin(gang, resident)
         for one in decisions:
             if isinstance(one, Finish) and one.why.rule in PLANNED:
                 self.moves.append(Change(now_s, one.why.job, one.details))
@@ -157,6 +153,12 @@ class Cluster:
                 raise ConfigError(one.error, where=f"job {one.job}")
             if isinstance(one, Judge):
                 self.judged.append(Change(now_s, one.job, one.details))
+
+    def _begin(self, gang: str, resident: Resident) -> None:
+        """A resident does what was wished when a switch is over."""
+        rolls = resident.role == Role.ROLLOUT
+        takes_s = self._switches.rollout_s if rolls else self._switches.training_s
+        self.agenda.after(takes_s, partial(self._ready, gang, resident))
 
     def _ready(self, gang: str, resident: Resident) -> None:
         if not self._pool.done(gang, resident) or resident.id in self._residents:
@@ -178,10 +180,7 @@ class Cluster:
     def _back(self, host: str) -> None:
         """It is there again; what is still wished there begins anew."""
         for gang, resident in self._pool.back(host):
-            takes_s = self._switches.training_s
-            if resident.role == Role.ROLLOUT:
-                takes_s = self._switches.rollout_s
-            self.agenda.after(takes_s, partial(self._ready, gang, resident))
+            self._begin(gang, resident)
 
     def _balance(self) -> None:
         for job in self.jobs.values():

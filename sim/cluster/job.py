@@ -108,7 +108,7 @@ class SimJob:
 
     def failed(self, resident: str) -> None:
         """A resident has ended with its host; a core's step is begun anew when there is one."""
-        if self._workers.get(resident) and resident == self._core:
+        if resident == self._core:
             self.training.lose()
         self.gone(resident)
 

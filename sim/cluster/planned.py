@@ -29,7 +29,6 @@ class Layout:
 
     training: TrainingLayout
     engines: tuple[int, ...]  # degrees, falling
-    iteration_s: float  # as the search predicts it
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ def planned(asked: Asked, uniform: bool) -> Layout:
             fix="Add hosts, or let engines have more accelerators: degrees = [2, 4]",
         )
     plan, degrees = min(found, key=lambda one: one[0].iteration_s)
-    return Layout(plan.training.layout, _filled(asked.nodes, plan, degrees), plan.iteration_s)
+    return Layout(plan.training.layout, _filled(asked.nodes, plan, degrees))
 
 
 def layout(asked: Asked) -> TrainingLayout:

@@ -124,8 +124,7 @@ class Pool:
         now = there.get(wished.id)
         if gang is None or now is None or now.epoch != wished.epoch:
             return False
-        hosts = {worker.id: worker.host for worker in self.workers} if self.away else {}
-        if any(hosts.get(gang.workers[rank]) in self.away for rank in now.ranks if hosts):
+        if any(one.id == now.id for host in self.away for _, one in self._on(host)):
             return False
         reports = {
             rank: Report(rank, now.generation, now.epoch, 1, Doing.READY, now.tier)

@@ -140,7 +140,7 @@ class Training:
     def lose(self) -> None:
         """The core has ended in the middle of a step, whose groups are there for the next one."""
         self._ready.update((group.number, group) for group in self._leased)
-        self._leased, self._whole = [], False
+        self._leased, self._whole, self._computed_s = [], False, self._agenda.now_s
         self._step += 1
 
     def lease(self) -> None:
