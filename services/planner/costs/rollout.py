@@ -93,10 +93,3 @@ class Gang:
         size = tokens * self.shape.hidden * self.shape.dtype_bytes
         one = self.on.collective_s + all_reduce_s(size, self.degree, self.on.link_bytes_per_s)
         return REDUCES * self.shape.layers * one
-
-
-def curve(
-    shape: ModelShape, on: Accelerator, degree: int, batch: float = TYPICAL, context: float = CHUNK
-) -> Curve:
-    """The curve that a gang of a degree is predicted to have."""
-    return Gang(shape, on, degree).curve(batch, context)

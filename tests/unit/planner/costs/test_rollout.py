@@ -12,7 +12,7 @@ from common.job.pace import PROFILES
 from common.model.config import ModelConfig
 from loadtests.layouts import released
 from loadtests.layouts.cases import DEGREES, QWEN_14B, QWEN_30B_A3B
-from services.planner.costs.rollout import Gang, curve
+from services.planner.costs.rollout import Gang
 
 # 2 layers of 8 features, 4 heads of 2 and 2 of keys and values; one operation, byte a second.
 TINY = ModelShape(2, 8, 4, 2, 2, parameters=1000.0, active=1000.0)
@@ -91,7 +91,7 @@ def test_a_curve_meets_the_steps_at_its_ends_and_is_never_below_them(
     degree: int, batch: int, context: int
 ) -> None:
     gang = Gang(QWEN_14B, A800, degree)
-    line = curve(QWEN_14B, A800, degree, batch)
+    line = gang.curve(batch)
     assert (line.kind, line.degree, line.steps) == ("A800", degree, 0)
     for at in (1, batch):
         assert line.step_s(at, context) == pytest.approx(gang.step_s(at, context))

@@ -103,15 +103,15 @@ def test_a_step_whose_core_has_ended_is_made_of_the_same_groups_by_the_next_one(
     job = Training(agenda, Costs(), 2, 1, 2, 2, lambda: made.append(agenda.now_s))
     job.attend("core", 1)
     for group in job.admit(2):
-        job.ended(group.number, 0, 1.0)
+        job.ended(group.number, 0, 100.0)
     agenda.run(0.01, lambda: False)
     job.lose()
     job.dismiss("core")
     agenda.run(50.0, lambda: False)
     assert made == [] and job.version == 0
-    agenda.at(60.0, lambda: job.attend("other", 1))
-    agenda.run(200.0, lambda: bool(made))
-    assert job.version == 1 and made[0] > 60.0
+    agenda.at(60.0, lambda: job.attend("other", 2))
+    agenda.run(400.0, lambda: bool(made))
+    assert job.version == 1 and made == [60.0 + 100.0 + 0.5], "what it had begun is nobody's"
 
 
 def test_accelerators_that_generate_train_when_all_groups_are_there() -> None:
