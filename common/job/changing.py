@@ -72,6 +72,7 @@ RULES: dict[str, Rule] = {
     "rollout.sglang_weights": FREE,
     "rollout.weights": FREE,
     "rollout.broadcast": FREE,
+    "rollout.kv": FREE,
     "rollout.read_back": FREE,
     "rollout.buckets": FREE,
     "rollout.pace": FREE,

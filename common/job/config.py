@@ -198,6 +198,16 @@ class BucketConfig(Table):
 
 
 @dataclass(frozen=True)
+class KvConfig(Table):
+    """`[rollout.kv]`: keys and values that engines keep outside of their caches."""
+
+    memory: NonNegative = 1.0  # GiB of a host's memory for all engines of the job there
+    disk: NonNegative = 0.0  # GiB of its disk
+    path: File = ""  # where on the disk; empty: below the host's run root
+    peers: bool = True  # engines send each other what a trajectory needs that has moved
+
+
+@dataclass(frozen=True)
 class RolloutConfig(Table):
     """`[rollout]`: engines, shards, and how the model samples."""
 
@@ -218,6 +228,7 @@ class RolloutConfig(Table):
     stop: list[str] = field(default_factory=list)  # tokens that end a turn, beside the model's own
     stop_text: list[Text] = field(default_factory=list)  # texts that end a turn
     kv_on_update: Literal["keep", "recompute"] = "keep"  # the cache at a new version
+    kv: KvConfig = field(default_factory=KvConfig)
     sglang_python: File = ""  # interpreter that has SGLang; empty: `meshrl engine install sglang`'s
     sglang_options: list[str] = field(default_factory=list)  # further flags of its server
     sglang_weights: Literal["auto", "disk", "tensors", "distributed"] = "auto"  # auto: disk

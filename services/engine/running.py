@@ -26,6 +26,7 @@ from common.runtime.residents.turns import Turns
 from common.state import jobs
 from common.telemetry.traces import Traces
 from services.engine.build import opened
+from services.engine.kv.opening import host_cache
 from services.engine.lacking import Versions
 from services.engine.merging import Merging, Wish
 from services.engine.paced import PacedEngine
@@ -38,6 +39,7 @@ IDLE_S = 0.05  # the driver sleeps this long when it has nothing to do and no hi
 QUANTUM_S = 0.2
 LOOK_S = 1.0  # how often the job's version is looked at without a hint, which rarely gets lost
 MERGE_S = 300.0  # for adapters to become part of the model
+CLOSE_S = 10.0  # for what is kept of keys and values to be given up
 SWITCH_S = 0.0005  # the compute thread leaves the interpreter to the loop this often
 
 
@@ -168,6 +170,9 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
     turns = Turns(mesh, seat.keeper, seat.resident, seat.generation, enabled=seat.turns)
     service = EngineService(mesh, engine, driver.deliver, room, turns=turns)
     service.weights.began = began
+    kv = host_cache(mesh, seat.job, limits, engine, service.commands.wake.set)
+    if kv is not None:
+        service.use(kv)
     versions = Versions(mesh, seat.job, limits.weights)
     traces = Traces(mesh, data, f"engine-{seat.resident}")
 
@@ -203,6 +208,8 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
         await follow(*about, plain=plain, merging=merging, traces=traces)
     finally:
         driver.stop()
+        if kv is not None:
+            await mesh.host.run_blocking(kv.close, deadline_s=CLOSE_S)
         await traces.close()
         await mesh.leave()
 

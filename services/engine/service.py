@@ -40,6 +40,7 @@ from services.engine.cache_moves import CacheMoves
 from services.engine.commands import Commands
 from services.engine.contexts import Contexts
 from services.engine.curve import CurveFit
+from services.engine.kv.host_cache import HostCache
 from services.engine.pauses import Pauses
 from services.engine.shards import Attached, Shards
 from services.engine.sleeping import EngineSleeper
@@ -50,6 +51,7 @@ FLUSH_STEPS = 8
 FLUSH_S = 0.02  # tokens leave after 8 steps or 20 ms, at once when a request ends
 DRAIN_S = 4.0  # for the last tokens to leave
 DRAIN_LOOK_S = 0.01
+WRITTEN_S = 2.0  # for what was computed to be left to the host's other engines
 
 
 class EngineService(Actor):
@@ -69,6 +71,7 @@ class EngineService(Actor):
         """`deliver` runs a function on the loop, from the driver's side; `turns` are those with
         others of its gang, None: it has the accelerator alone.
         """
+        self.kv: HostCache | None = None
         self.mesh, self.engine, self.turns = mesh, engine, turns
         self.throughput, self.fit, self.contexts = Throughput(), CurveFit(), Contexts()
         self.load = Occupancy(mesh.clock.monotonic)
@@ -107,6 +110,10 @@ class EngineService(Actor):
         self.load.put("waiting", self.engine.waiting)
         self._flush(now, busy)
         return busy or self.commands.some
+
+    def use(self, kv: HostCache) -> None:
+        """Has the engine keep what its own cache has no room for."""
+        self.kv = self.weights.kv = kv
 
     def obey(self, in_turn: bool) -> None:
         """Runs what was commanded, in order; without a turn, up to what needs one."""
@@ -159,6 +166,7 @@ class EngineService(Actor):
             "running_s": round(self.load.seconds("running"), 3),
             "waiting_s": round(self.load.seconds("waiting"), 3),
             **({"curve": curve.told()} if curve is not None else {}),
+            **({"kv": self.kv.stats()} if self.kv is not None else {}),
         }
 
     # -- the loop's side -------------------------------------------------------------------------
@@ -224,6 +232,12 @@ class EngineService(Actor):
             for identity, session, start, end, begin, most, temperature, seed in columns
         ]
 
+    def _leave(self, ids: list[int]) -> None:
+        """Ends what runs; what was computed is left to the host's other engines."""
+        self.engine.abort(ids)
+        if self.kv is not None:
+            self.kv.keep_all()
+
     def _refuse_new(self) -> None:
         if self.draining:
             raise Refused("the engine is draining", where=self.mesh.name, fix="ask another one")
@@ -277,9 +291,13 @@ class EngineService(Actor):
         """Takes nothing more; what runs ends as aborted, with every token so far delivered."""
         self.draining = True
         ids = self.shards.out
-        self.commands.give(lambda: self.engine.abort(ids))
+        self.commands.give(lambda: self._leave(ids))
         async with self.mesh.clock.timeout(DRAIN_S, "the last tokens to leave"):
             while self.shards.out:
                 await self.mesh.clock.sleep(DRAIN_LOOK_S)
+        if self.kv is not None:
+            await self.mesh.host.run_blocking(
+                self.kv.writer.flush, WRITTEN_S, deadline_s=WRITTEN_S + DRAIN_S
+            )
         self.shards.end()
         return Drained()

@@ -14,6 +14,7 @@ from common.runtime.mesh import Mesh
 from common.runtime.residents.turns import Turns
 from common.weights.images import outline
 from services.engine.commands import BETWEEN_S, Commands
+from services.engine.kv.host_cache import HostCache
 from services.engine.pauses import Pauses
 from services.engine.shards import Shards
 
@@ -61,6 +62,7 @@ class EngineWeights:
         # As the driver's side knows them:
         self.adapter = ""  # of its job, for requests that name none
         self.computing = ""  # the manifest of what it computes with
+        self.kv: HostCache | None = None  # which knows what was computed with which
 
     @property
     def version(self) -> int:
@@ -146,16 +148,21 @@ class EngineWeights:
                 with self._pauses.applying():
                     apply()
             except Quarantined:
-                self.computing = ""
+                self._computes_with("")
                 self._commands.deliver(self._quarantined)
                 raise
-            self.computing = manifest
+            self._computes_with(manifest)
             return True
 
         alone = self._turns is None or not self._turns.enabled
         within_s = BETWEEN_S if alone else TURN_S
         what = "the engine to take new weights"
         return await self._commands.between_steps(put, what, within_s, needs_turn=True)
+
+    def _computes_with(self, manifest: str) -> None:
+        self.computing = manifest
+        if self.kv is not None:
+            self.kv.computing(manifest, list(self._engine.adapters))
 
     def _entered(self, manifest: str, lineage: int, weight_bytes: int) -> None:
         self.manifest, self.bytes = manifest, weight_bytes

@@ -1,5 +1,6 @@
-"""Removes what a joined host has kept of runs that are over, ledgers and files in the making,
-chunks of weights that nobody uses, and what processes that were killed had begun to remove.
+"""Removes what a host has kept of runs that are over: on one that has joined ledgers and files in
+the making, chunks of weights that nobody uses, and what processes that were killed had begun to
+remove; on any, keys and values of engines that were killed.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import shutil
 from pathlib import Path
 
 from common.errors import MeshError, NotFound
+from common.generation import kv_directories
 from common.job import local_files
 from common.runtime.mesh import Mesh
 from common.state import jobs
@@ -36,6 +38,7 @@ async def sweep(mesh: Mesh) -> None:
     """
     run, root = mesh.host.run_blocking, Path(mesh.settings.run_root)
     await run(local_files.sweep, root / local_files.BUNDLES, deadline_s=IO_S)
+    await run(kv_directories.sweep, mesh.settings.run_root, deadline_s=IO_S)
     if await local_files.is_home(mesh):
         return
     await run(host_chunks.sweep, root, mesh.clock.wall(), deadline_s=IO_S)

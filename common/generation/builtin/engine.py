@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,8 @@ from common.api.engine import Finish
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError, Damaged, Refused
 from common.generation.builtin.adapters import MOST_ADAPTERS, changes_of
-from common.generation.builtin.cache_moves import SessionCaches
+from common.generation.builtin.cache_moves import OLDER, SessionCaches
+from common.generation.builtin.loading import WORTH, Kept, Loading, Origin, Prefixes, Sought
 from common.generation.builtin.parts import SHARE_FROM, Memory, StepCompute
 from common.generation.builtin.prefill_rate import PrefillRate
 from common.generation.builtin.slots import Slots
@@ -79,6 +81,7 @@ class TorchEngine:
         self.tokens_computed = 0  # sampled or given, by the model; what was shared does not count
         self.tensor_parallel = 1
         self.preempted = 0  # requests that gave up their cache to older ones
+        self.prefixes: Prefixes | None = None  # where caches are kept that have no room here
         self._slots, self._compute, self._memory = slots, compute, memory
         self._config, self._shapes = config, shapes_of(config)
         self._clock = clock or SystemClock()
@@ -95,6 +98,9 @@ class TorchEngine:
         self._started = np.zeros(slots.count, np.int64)  # when: the older go first
         self._starts = 0
         self._joining: list[int] = []  # slots with more than one token to compute, oldest first
+        self._unsought: set[int] = set()  # joining slots whose prefix was not looked for yet
+        self._loads: dict[int, Loading] = {}  # by slot: what is on its way from elsewhere
+        self._offered: dict[int, Loading] = {}  # by session, whose request is not here yet
         self._decoding = np.zeros(slots.count, bool)
         self._rows: NDArray[np.int64] | None = None  # the decoding slots, ascending; None: changed
         self._numbered = 0  # weights that have come, of the base or of an adapter
@@ -132,6 +138,11 @@ class TorchEngine:
         """Bytes of a token's keys and values; 0: they cannot be moved."""
         return self._compute.cache_bytes_per_token
 
+    @property
+    def cache_layout(self) -> str:
+        """How keys and values lie in copies of its cache: engines of equal layout can use them."""
+        return self._compute.layout
+
     # -- requests --------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -164,8 +175,13 @@ class TorchEngine:
 
     def release(self, sessions: Iterable[int]) -> None:
         """Frees the slots and blocks of sessions that have ended."""
-        for slot in self._slots.release(sessions):
+        gone = list(sessions)
+        for slot in self._slots.release(gone):
             self._memory.free(slot)
+        for session in gone:
+            self._withdraw(session)
+        if self.prefixes is not None:
+            self.prefixes.release(gone)
 
     def drain(self, ended_only: bool = False) -> Flush | None:
         """The tokens since the last drain, each once; None: there are none. `ended_only` leaves out
@@ -192,6 +208,7 @@ class TorchEngine:
         began = self._clock.monotonic()
         while self._queue and self._slots.available():
             self._start(self._queue.pop(next(iter(self._queue))))
+        self._take_loads()
         steps = 1 if self._joining or self._stop_text else self._steps
         self._hold_room(steps)
         if self._joining:  # somebody had to give way: room is only sure for one step
@@ -227,35 +244,47 @@ class TorchEngine:
         slots.first_sampled[rows] = np.where(grew, np.minimum(first, before), first)
         for slot in joining:
             self._memory.publish(slot, tail=True)
-            if slots.known[slot] - slots.computed[slot] < self._stretch:
+            self._meet(slot)
+            ahead = slots.known[slot] - slots.computed[slot]
+            if ahead < self._stretch and slot not in self._loads:
                 self._set_joining(slot, False)
+                self._keep(slot, lost=False)
         if self._stop_text:
             self._stop_text.look(slots)
         for slot in rows[slots.finish[rows] != Finish.RUNNING].tolist():
             self._end(slot, Finish(slots.finish[slot]))
 
     def _plan(self) -> tuple[list[int], list[int]]:
-        """Joining slots of this step, oldest first, and how many of their tokens it computes."""
+        """Joining slots of this step, oldest first, and how many of their tokens it computes. Those
+        whose prefix is being loaded get what the others leave of the budget.
+        """
         slots, budget = self._slots, PREFILL_TOKENS
         chosen: list[int] = []
         counts: list[int] = []
-        for slot in list(self._joining):
+        led: list[int] = []  # who computes or loads what others could share
+        for slot in sorted(self._joining, key=self._loads.__contains__):
             if budget <= 0:
                 break
-            self._memory.share(slot)
-            if self._follows(slot, chosen):
+            if slot not in self._loads:
+                self._memory.share(slot)
+            if self._follows(slot, led):
                 continue
             older = int((self._decoding & (self._started < self._started[slot])).sum())
             if not self._make_room(slot, int(slots.known[slot]), spare=older):
                 break
+            load = self._load_of(slot)
             ahead = int(slots.known[slot] - slots.computed[slot])
-            if ahead < self._stretch and not self._leads(slot):
+            if load is None and ahead < self._stretch and not self._leads(slot):
                 self._set_joining(slot, False)
                 continue
+            led.append(slot)
             count = min(ahead, budget)
-            budget -= count
-            chosen.append(slot)
-            counts.append(count)
+            if load is not None:
+                count = self._front(slot, load, count)
+            if count:
+                budget -= count
+                chosen.append(slot)
+                counts.append(count)
         return chosen, counts
 
     def _follows(self, slot: int, chosen: list[int]) -> bool:
@@ -292,6 +321,134 @@ class TorchEngine:
             if not self._make_room(slot, int(ends[rows == slot][0])):
                 self._preempt(slot)
 
+    # -- prefixes from elsewhere -----------------------------------------------------------------
+
+    def offer(self, session: int, load: Loading) -> None:
+        """Another engine sends what it has of a session, whose next request is here or comes soon.
+        Refused, by being cancelled at once, where nothing of it would be used.
+        """
+        slots = self._slots
+        running = [slot for slot in slots.live() if slots.session[slot] == session]
+        self._withdraw(session)
+        if session < 0 or slots.keeps(session) or not self._able:
+            load.cancelled = True
+        elif not running:
+            self._offered[session] = load
+        elif running[0] in self._joining and running[0] not in self._loads:
+            self._begin(running[0], load)
+        else:
+            load.cancelled = True
+
+    def _withdraw(self, session: int) -> None:
+        load = self._offered.pop(session, None)
+        if load is not None:
+            load.cancelled = True
+
+    def _load_of(self, slot: int) -> Loading | None:
+        """What is on its way of the slot's prefix, for which is looked once."""
+        if slot in self._unsought:
+            self._unsought.discard(slot)
+            load = self._offered.pop(int(self._slots.session[slot]), None) or self._found(slot)
+            if load is not None:
+                self._begin(slot, load)
+        return self._loads.get(slot)
+
+    def _found(self, slot: int) -> Loading | None:
+        slots = self._slots
+        known, computed = int(slots.known[slot]), int(slots.computed[slot])
+        if self.prefixes is None or known - 1 - computed < WORTH:
+            return None
+        adapter = self._names()[int(slots.adapter[slot])]
+        tokens = slots.tokens[slot, :known].astype(np.int32)
+        session = int(slots.session[slot])
+        return self.prefixes.find(Sought(tokens, computed, session, adapter))
+
+    def _begin(self, slot: int, load: Loading) -> None:
+        """Has a slot's prefix loaded, if it fits behind what the slot has computed."""
+        slots = self._slots
+        computed, known = int(slots.computed[slot]), int(slots.known[slot])
+        pure = not load.alone and slots.weights[slot] == slots.current(slot)
+        load.claimed, load.end = computed, min(load.end, known - 1)
+        load.cancelled = load.end <= computed or bool(computed and not pure)
+        if not load.cancelled:
+            self._loads[slot] = load
+
+    def _front(self, slot: int, load: Loading, most: int) -> int:
+        """How many tokens the engine computes now of a slot that is being loaded."""
+        computed, now_s = int(self._slots.computed[slot]), self._clock.monotonic()
+        if load.alone and load.stalled(now_s):
+            self._stop_load(slot)
+            return most
+        count = load.stretch(computed, most, self.prefill_tokens_per_s, now_s)
+        load.claimed = max(load.claimed, computed + count)
+        return count
+
+    def _take_loads(self) -> None:
+        """Puts what has come where it belongs, as far as there is room."""
+        now_s = self._clock.monotonic()
+        for slot, load in list(self._loads.items()):
+            known = self._slots.known[[slot]]
+            if len(self._memory.short(np.array([slot]), known)):
+                continue
+            for start, end, content in load.take(now_s):
+                if load.claimed <= start < load.end:
+                    self._compute.write(slot, start, end, content)
+                    load.placed[start] = min(end, load.end)
+            self._meet(slot)
+
+    def _meet(self, slot: int) -> None:
+        """Jumps over what has come, where the slot's computed tokens reach it."""
+        load, slots = self._loads.get(slot), self._slots
+        if load is None:
+            return
+        computed = int(slots.computed[slot])
+        reached = load.reach(computed)
+        if reached > computed:
+            self._came_from(slot, load)
+            slots.computed[slot] = load.claimed = reached
+            self._memory.publish(slot, tail=True)
+        if load.ended(reached):
+            self._stop_load(slot)
+
+    def _came_from(self, slot: int, load: Loading) -> None:
+        """Notes which weights a slot's cache is of that has come from elsewhere."""
+        slots, origin = self._slots, load.origin
+        if load.alone:
+            slots.weights[slot] = OLDER
+        if origin is not None and slots.first_sampled[slot] > origin.first_sampled:
+            slots.first_sampled[slot] = origin.first_sampled
+            slots.versions[slot, origin.first_sampled] = origin.first_version
+
+    def _stop_load(self, slot: int) -> None:
+        load = self._loads.pop(slot, None)
+        if load is not None:
+            load.cancelled = True
+
+    def _keep(self, slot: int, lost: bool) -> None:
+        """Offers what a slot has computed to who keeps it elsewhere."""
+        slots = self._slots
+        n = int(slots.computed[slot])
+        if self.prefixes is None or n < WORTH or self.version == NO_VERSION or self._broken:
+            return
+        pure = bool(slots.weights[slot] == slots.current(slot))
+        first = min(int(slots.first_sampled[slot]), n)
+        version = int(slots.versions[slot, first]) if first < n else self.version
+        kept = Kept(
+            tokens=slots.tokens[slot, :n].astype(np.int32),
+            session=int(slots.session[slot]),
+            adapter=self._names()[int(slots.adapter[slot])],
+            pure=pure,
+            lost=lost,
+            origin=Origin(first, version),
+            read=partial(self._compute.read, slot),
+        )
+        self.prefixes.keep(kept)
+
+    def keep_all(self) -> None:
+        """Offers all that slots have computed to who keeps it elsewhere: the engine goes away."""
+        for slot in range(self._slots.count):
+            self._keep(slot, lost=True)
+
     # -- the cache -------------------------------------------------------------------------------
 
     def _make_room(self, slot: int, tokens: int, spare: int = 0) -> bool:
@@ -312,10 +469,15 @@ class TorchEngine:
             self._preempt(max(holders, key=lambda i: self._started[i]))
         return True
 
-    def _drop(self, slot: int) -> None:
+    def _drop(self, slot: int, keep: bool = True) -> None:
+        self._stop_load(slot)
+        if keep:
+            self._keep(slot, lost=True)
         self._memory.free(slot)
         self._slots.computed[slot] = 0
         self._slots.weights[slot] = self._slots.current(slot)
+        if slot in self._joining:
+            self._unsought.add(slot)
 
     def _preempt(self, slot: int) -> None:
         """The slot's request gives up its cache; it is computed again when there is room."""
@@ -324,6 +486,9 @@ class TorchEngine:
         self._set_joining(slot, True)
 
     def _start(self, request: Request) -> None:
+        victim = self._slots.victim(request.session)
+        if victim is not None:
+            self._keep(victim, lost=True)
         slot = self._slots.place(request, self._places[request.adapter])
         self._memory.place(slot)
         self._stop_text.place(slot, request)
@@ -334,8 +499,10 @@ class TorchEngine:
     def _end(self, slot: int, code: Finish) -> None:
         self._decoding[slot] = False
         self._rows = None
+        self._stop_load(slot)
         if slot in self._joining:
             self._joining.remove(slot)
+            self._unsought.discard(slot)
         self._stop_text.end(slot)
         self._memory.publish(slot, tail=False)
         for freed in self._slots.end(slot, code):
@@ -346,7 +513,10 @@ class TorchEngine:
         self._rows = None
         if not joining:
             self._joining.remove(slot)
-        elif slot not in self._joining:
+            self._unsought.discard(slot)
+            return
+        self._unsought.add(slot)
+        if slot not in self._joining:
             insort(self._joining, slot, key=lambda i: self._started[i])
 
     # -- sessions that move ----------------------------------------------------------------------
@@ -397,6 +567,10 @@ class TorchEngine:
                     raise Damaged(f"{len(odd)} tensors are not what was put there: {odd[0]}")
         slots = self._slots
         self.version = slots.loaded[0] = version
+        for slot in list(self._loads):  # what is on its way is of the weights before
+            self._drop(slot, keep=False)
+        for session in list(self._offered):
+            self._withdraw(session)
         for place in self._places.values():
             self._number(place)
         self._memory.forget()
@@ -452,6 +626,8 @@ class TorchEngine:
         self._broken.discard(place)
         self._places[name] = place
         self._slots.loaded[place] = version
+        for slot in [i for i in self._loads if self._slots.adapter[i] == place]:
+            self._drop(slot, keep=False)
         self._number(place)
         self._recomputed((self._slots.adapter == place) & self._outdated())
 
@@ -467,7 +643,7 @@ class TorchEngine:
                 f"adapter {name!r} is in use", where="engine", fix="abort its requests first"
             )
         for slot in np.flatnonzero(slots.adapter == place).tolist():
-            self._drop(slot)
+            self._drop(slot, keep=False)
             slots.adapter[slot] = 0  # the place may be another's, whose cache this never is
         self._compute.drop_adapter(place)
         self._broken.discard(place)

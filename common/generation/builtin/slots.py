@@ -89,6 +89,13 @@ class Slots:
         """Whether a request could have a slot now: one is free, or idle and may be reused."""
         return bool(self._free or self._idle)
 
+    def victim(self, session: int) -> int | None:
+        """The slot that a request of the session would take from another, idle one; None: it takes
+        none."""
+        if session in self._idle or self._free or not self._idle:
+            return None
+        return self._idle[next(iter(self._idle))]
+
     def current(self, slot: int) -> int:
         """The number of the weights that compute the slot's next token."""
         return int(self.numbers[self.adapter[slot]])

@@ -1,0 +1,93 @@
+"""Where engines of a host keep keys and values that their caches have no room for: a directory a
+job, in memory and on the disk; and how what nobody uses any more goes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+
+from common.errors import ConfigError
+
+SHARED_MEMORY = Path("/dev/shm")
+ENGINES = ".engines"  # in a directory: its engines hold this file's lock
+KV = "kv"  # on the disk, below the root of a host's runs
+
+
+def memory_root(run_root: str) -> Path:
+    """Below which a host keeps them in memory."""
+    about = f"{os.geteuid()} {Path(run_root).resolve()}".encode()
+    return SHARED_MEMORY / f"meshrl-kv-{blake2b(about, digest_size=8).hexdigest()}"
+
+
+def disk_root(run_root: str, path: str) -> Path:
+    """Below which it keeps them on a disk; `path`: another place than that of its runs."""
+    return Path(path).expanduser() if path else Path(run_root) / KV
+
+
+def own_directory(path: Path) -> Path:
+    """A directory that nobody else can read; ConfigError if another user has made it."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    stat = path.lstat()
+    if not path.is_dir() or path.is_symlink() or stat.st_uid != os.geteuid() or stat.st_mode & 0o77:
+        raise ConfigError(
+            "keys and values would lie where others can read or change them",
+            where=str(path),
+            fix=f"chown it to user {os.geteuid()} and chmod 700, or remove it",
+        )
+    return path
+
+
+def sweep(run_root: str) -> None:
+    """Removes the directories of engines that were killed."""
+    for root in (memory_root(run_root), disk_root(run_root, "")):
+        for directory in root.glob("*"):
+            leave(directory)
+        with suppress(OSError):
+            root.rmdir()
+
+
+def enter(directory: Path) -> tuple[int, bool]:
+    """Uses a directory from now on, which is there then, until what it returns is given to `leave`;
+    and whether no other engine does so.
+    """
+    while True:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(directory / ENGINES, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        alone = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            alone = False
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        with suppress(FileNotFoundError):  # the last one may have left meanwhile, and taken it away
+            if os.path.samestat(os.fstat(descriptor), (directory / ENGINES).stat()):
+                return descriptor, alone
+        os.close(descriptor)
+
+
+def entered(descriptor: int) -> None:
+    """Lets others in, after what the first one had to do alone."""
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def leave(directory: Path, descriptor: int | None = None) -> bool:
+    """Uses a directory no more; whether it is gone, because nobody else does."""
+    if descriptor is not None:
+        os.close(descriptor)
+    try:
+        descriptor = os.open(directory / ENGINES, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True

@@ -1,0 +1,209 @@
+"""Chunks of keys and values as files of one directory, which all engines of a host share.
+
+A chunk lies at `DIRECTORY/DOMAIN/NAME[:2]/NAME`: a head, and its bytes. It appears whole or not at
+all, and says itself what it is, so that a torn, changed or foreign file is a miss. It is a cache:
+nothing is durable, and nothing fails because of what lies here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from common.generation.builtin.loading import Content
+
+MAGIC = b"MRLKV\x00\x00\x01"
+_HEAD = struct.Struct("<8sIIQdQ16s")  # before the sum of it and of the content, which is last
+_SUM_BYTES = 16
+HEAD_BYTES = _HEAD.size + _SUM_BYTES
+LARGEST_BYTES = 1 << 32  # of one chunk
+_serial = itertools.count()
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a chunk says of itself."""
+
+    start: int  # its first token's place
+    tokens: int
+    seconds: float  # that computing it takes, as measured when it was written
+    session: int  # tag of the one that it is kept for; 0: for all that begin so
+
+
+@dataclass(frozen=True)
+class Found:
+    """A chunk as it lies there."""
+
+    path: Path
+    bytes: int
+    used_s: float  # when it was last used or written, of the wall clock; reserved if yet to come
+    head: Head | None  # None: it cannot be read
+
+
+class ChunkFiles:
+    """The chunks below one directory. Safe to use by any number of threads and processes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def path(self, domain: str, name: str) -> Path:
+        """Where a chunk lies or would lie."""
+        return self.directory / domain / name[:2] / name
+
+    def has(self, domain: str, name: str) -> bool:
+        """Whether there is such a file."""
+        return self.path(domain, name).exists()
+
+    def use(self, domain: str, name: str, until_s: float) -> bool:
+        """Whether there is such a file; if so it counts as used, and as reserved until then."""
+        try:
+            os.utime(self.path(domain, name), (until_s, until_s))
+        except OSError:
+            return False
+        return True
+
+    def read(self, domain: str, name: str) -> tuple[Head, Content] | None:
+        """A chunk as it was written, which nobody removes meanwhile; None: it is not there, or not
+        what its name says, and is removed then.
+        """
+        path = self.path(domain, name)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            found = _read(descriptor, name)
+        except OSError:
+            found = None
+        finally:
+            os.close(descriptor)
+        if found is None:
+            with suppress(OSError):
+                path.unlink()
+        return found
+
+    def write(self, domain: str, name: str, head: Head, content: Content) -> int:
+        """Writes a chunk; the bytes that it takes. OSError leaves nothing behind."""
+        return self._put(domain, name, (_packed(name, head, content), content.data))
+
+    def take_in(self, path: Path, domain: str, name: str) -> int:
+        """Writes a copy of a chunk of another directory, as it is; the bytes that it takes."""
+        return self._put(domain, name, (path.read_bytes(),))
+
+    def _put(self, domain: str, name: str, parts: tuple[bytes | memoryview, ...]) -> int:
+        target = self.path(domain, name)
+        scratch = target.with_name(f".{name}.{os.getpid()}.{next(_serial)}")
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(scratch, flags, 0o600)
+        size = 0
+        try:
+            for part in parts:
+                view = memoryview(part).cast("B")
+                size += len(view)
+                while view:
+                    view = view[os.write(descriptor, view) :]
+            os.rename(scratch, target)
+        except BaseException:
+            with suppress(OSError):
+                scratch.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+        return size
+
+    def remove(self, path: Path) -> bool:
+        """Removes a chunk, unless somebody reads it; whether it is gone."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return not path.exists()
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def scan(self) -> Iterator[Found]:
+        """All chunks, and those in the making, whose writer may have been killed."""
+        return self._scan("*")
+
+    def scan_domain(self, domain: str) -> Iterator[Found]:
+        """The same of one domain."""
+        return self._scan(domain)
+
+    def _scan(self, domains: str) -> Iterator[Found]:
+        for path in self.directory.glob(f"{domains}/??/*"):
+            with suppress(OSError):
+                stat = path.stat()
+                yield Found(path, stat.st_size, stat.st_mtime, self.head(path))
+
+    def head(self, path: Path) -> Head | None:
+        """What a file says of itself, unchecked: enough to choose what goes. None: nothing."""
+        if path.name.startswith("."):
+            return None
+        try:
+            return _head(path)
+        except OSError:
+            return None
+
+
+def _packed(name: str, head: Head, content: Content) -> bytes:
+    about = head.start, head.tokens, content.nbytes, head.seconds, head.session
+    packed = _HEAD.pack(MAGIC, *about, bytes.fromhex(name))
+    return packed + _sum(packed, content)
+
+
+def _sum(head: bytes, content: Content) -> bytes:
+    hashed = xxhash.xxh3_128(head)
+    hashed.update(content.data)
+    return hashed.digest()
+
+
+def unpacked(name: str, head: bytes, content: Content) -> Head | None:
+    """What a chunk of this name says of itself; None: it is not that chunk as it was written."""
+    if len(head) != HEAD_BYTES or head[_HEAD.size :] != _sum(head[: _HEAD.size], content):
+        return None
+    magic, start, tokens, size, seconds, session, key = _HEAD.unpack(head[: _HEAD.size])
+    if magic != MAGIC or key.hex() != name or size != content.nbytes:
+        return None
+    return Head(start, tokens, seconds, session)
+
+
+def _read(descriptor: int, name: str) -> tuple[Head, Content] | None:
+    size = os.fstat(descriptor).st_size - HEAD_BYTES
+    if not 0 < size <= LARGEST_BYTES:
+        return None
+    content = np.empty(size, np.uint8)
+    packed = os.read(descriptor, HEAD_BYTES)
+    view = content.data
+    while view:
+        read = os.readv(descriptor, [view])
+        if not read:
+            return None
+        view = view[read:]
+    head = unpacked(name, packed, content)
+    return None if head is None else (head, content)
+
+
+def _head(path: Path) -> Head | None:
+    """What the head says, unchecked: enough to choose what goes."""
+    with path.open("rb") as file:
+        packed = file.read(_HEAD.size)
+    if len(packed) != _HEAD.size:
+        return None
+    magic, start, tokens, _, seconds, session, _ = _HEAD.unpack(packed)
+    return Head(start, tokens, seconds, session) if magic == MAGIC else None

@@ -1,0 +1,279 @@
+"""Keys and values of one engine's host: what its cache lets go of, in memory and on disk, for this
+engine and the others of the host.
+
+The engine calls it between and within its steps, so nothing here waits: what is looked for is found
+by the loader's thread, what is kept is written by the writer's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from common.clock import Clock
+from common.generation.builtin.loading import CHUNK, Kept, Loading, Origin, Sought
+from common.generation.contract import Ints
+from services.engine.kv.chunk_files import Head
+from services.engine.kv.keys import domain_of, names_of
+from services.engine.kv.loader import Loader, Wanted
+from services.engine.kv.rates import Pace, Worth
+from services.engine.kv.shelf import Shelf
+from services.engine.kv.writer import Copy, Writer
+
+COPY_S = 0.05  # that the engine stands at most to copy what it lets go of
+SESSIONS = 1 << 14  # whose caches were let go of
+
+
+@dataclass(frozen=True)
+class _Session:
+    """A session's cache that the engine has let go of."""
+
+    tokens: Ints
+    domain: str
+    names: tuple[str, ...]
+    origin: Origin
+    mixed: bool
+    adapter: str
+
+
+class HostCache:
+    """What an engine of `layout` keeps on shelves, the nearest first. `keep`: caches of other
+    versions than the loaded one are of use. `prefill_tokens_per_s` is the engine's, 0: unknown.
+    """
+
+    def __init__(
+        self,
+        shelves: Sequence[Shelf],
+        clock: Clock,
+        layout: str,
+        policy: str,
+        bytes_per_token: int,
+        prefill_tokens_per_s: Callable[[], float],
+        wake: Callable[[], None],
+        keep_all: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`wake` is called when something has come; `keep_all` offers all that the engine has."""
+        self.keep_all = keep_all
+        self._shelves, self._clock = shelves, clock
+        self._layout, self._policy = layout, policy
+        self._bytes_per_token = bytes_per_token
+        self._prefill_tokens_per_s = prefill_tokens_per_s
+        self._weights = ""  # the manifest of what the engine computes with; empty: unknown
+        self._holds: list[int] = []
+        self._sessions: OrderedDict[int, _Session] = OrderedDict()
+        self._pending: set[str] = set()  # names of chunks that are about to be written
+        self._loads: list[Loading] = []
+        self._worth = {"session": Worth(), "prefix": Worth()}
+        self._copying = Pace()
+        self.sought = 0  # tokens of prefixes that were looked for
+        self.again = 0  # tokens that were computed although they had been kept
+        self.loaded: Counter[str] = Counter()  # tokens that came, by shelf
+        self.bytes: Counter[str] = Counter()  # of them
+        self.saved_s = 0.0  # that computing them would have taken
+        self.loader = Loader(shelves, clock, wake, self._came)
+        paces = self.loader.paces
+        done = self._pending.discard
+        self.writer = Writer(shelves, clock, lambda shelf: paces[shelf.name].per_byte, done)
+
+    def close(self) -> None:
+        """Ends its threads, and gives up the weights."""
+        self.loader.close()
+        self.writer.close()
+        self._let_go()
+        for shelf in self._shelves:
+            shelf.close()
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def computing(self, weights: str, adapters: Sequence[str] = ()) -> None:
+        """The engine computes with the weights of this manifest from now on, or with none that has
+        a name; what was kept of others goes once nobody can use it."""
+        if weights == self._weights:
+            return
+        self._weights = weights
+        before, self._holds = self._holds, []
+        domains = [self._domain(adapter) for adapter in ("", *adapters)] if weights else []
+        if self._policy == "recompute":
+            self._forget_sessions()
+        self.writer.do(partial(self._exchange, domains, before))
+
+    def _exchange(self, domains: Sequence[str], before: Sequence[int]) -> None:
+        """Says which weights the engine has now, and removes what is of no use any more."""
+        for shelf in self._shelves:
+            held = (shelf.hold(domain) for domain in domains)
+            self._holds += [descriptor for descriptor in held if descriptor is not None]
+        for descriptor in before:
+            os.close(descriptor)
+        for shelf in self._shelves:
+            shelf.empty()
+
+    def _let_go(self) -> None:
+        for descriptor in self._holds:
+            os.close(descriptor)
+        self._holds = []
+
+    def _domain(self, adapter: str) -> str:
+        return domain_of(self._weights, adapter, self._layout, self._policy)
+
+    # -- what is looked for ----------------------------------------------------------------------
+
+    def find(self, sought: Sought) -> Loading | None:
+        """What will come of a prefix, perhaps nothing; None: there is nothing to look for."""
+        if not self._weights:
+            return None
+        now_s, n = self._clock.monotonic(), len(sought.tokens)
+        self.sought += n - sought.computed
+        session = self._session_of(sought)
+        domain = self._domain(sought.adapter)
+        if session is not None and (session.mixed or session.domain != domain):
+            load = self._alone(sought, session, now_s)
+            if load is not None:
+                return load
+            session = None
+        origin = session.origin if session is not None else None
+        load = Loading(sought.computed, (n - 1) // CHUNK * CHUNK, now_s, origin=origin)
+        self._loads.append(load)
+        tokens = sought.tokens[: n - 1]
+        self.loader.add(Wanted(load, domain, lambda: names_of(domain, tokens)))
+        return load
+
+    def _session_of(self, sought: Sought) -> _Session | None:
+        """What is kept of its own cache, if it goes on from there."""
+        found = self._sessions.get(sought.session)
+        if found is None or found.adapter != sought.adapter:
+            return None
+        n = len(found.tokens)
+        goes_on = n < len(sought.tokens) and bool((sought.tokens[:n] == found.tokens).all())
+        return found if goes_on else None
+
+    def _alone(self, sought: Sought, session: _Session, now_s: float) -> Loading | None:
+        """A cache of earlier weights, where it may be used and is loaded faster than computed."""
+        n, origin = len(session.tokens), session.origin
+        if self._policy != "keep" or sought.computed or origin.first_sampled >= n:
+            return None
+        rate = self._prefill_tokens_per_s()
+        per_byte = max(pace.per_byte for pace in self.loader.paces.values())
+        if rate and per_byte * self._bytes_per_token > 1 / rate:
+            return None
+        load = Loading(0, n, now_s, origin=origin, alone=True)
+        self._loads.append(load)
+        self.loader.add(Wanted(load, session.domain, lambda: session.names))
+        return load
+
+    def _came(self, tier: str, head: Head, size: int) -> None:
+        tokens = head.tokens
+        self.loaded[tier] += tokens
+        self.bytes[tier] += size
+        self._worth["session" if head.session else "prefix"].was_used()
+        rate = self._prefill_tokens_per_s()
+        self.saved_s += tokens / rate if rate else 0.0
+
+    # -- what is kept ----------------------------------------------------------------------------
+
+    def keep(self, kept: Kept) -> None:
+        """Copies out what is worth it, the last chunks first, for so long as an engine may stand.
+        A cache of several weights is its session's alone, and of use as a whole.
+        """
+        if not self._weights or not (kept.pure or (kept.lost and self._policy == "keep")):
+            return
+        n = len(kept.tokens)
+        if not kept.pure and (kept.session < 0 or kept.origin.first_sampled >= n):
+            return  # nobody could use it
+        domain = self._domain(kept.adapter) if kept.pure else os.urandom(16).hex()
+        names = names_of(domain, kept.tokens, tail=not kept.pure)
+        own = kept.lost and kept.session >= 0
+        tag = kept.session + 1 if own else 0
+        copied = self._copied(kept, domain, names, tag)
+        if own and (copied or kept.pure):
+            self._remember(kept, domain, names, tag)
+
+    def _copied(self, kept: Kept, domain: str, names: Sequence[str], tag: int) -> bool:
+        """Copies what is worth it; whether all of it lies there or is on the way."""
+        clock, n = self._clock, len(kept.tokens)
+        began = clock.monotonic()
+        worth = self._worth["session" if kept.lost else "prefix"]
+        rate = self._prefill_tokens_per_s()
+        for index in reversed(range(len(names))):
+            name, start = names[index], index * CHUNK
+            end = min(start + CHUNK, n)
+            if name in self._pending or self._there(domain, name):
+                continue
+            size = (end - start) * self._bytes_per_token
+            saved_s = (end - start) / rate if rate else 0.0
+            slow = clock.monotonic() - began > COPY_S and kept.pure
+            if slow or not self.writer.room(size):
+                self.writer.not_kept += index + 1
+                return False
+            if kept.pure and not worth.pays(saved_s, size * self._cost_per_byte):
+                continue
+            at = clock.monotonic()
+            content = np.ascontiguousarray(kept.read(start, end))
+            self._copying.add(content.nbytes, clock.monotonic() - at)
+            worth.was_kept()
+            self._pending.add(name)
+            self.writer.add(Copy(domain, name, Head(start, end - start, saved_s, tag), content))
+        return True
+
+    def _there(self, domain: str, name: str) -> bool:
+        return any(shelf.files.has(domain, name) for shelf in self._shelves)
+
+    @property
+    def _cost_per_byte(self) -> float:
+        """Seconds of the engine for each byte that it copies out."""
+        return self._copying.per_byte
+
+    def _remember(self, kept: Kept, domain: str, names: Sequence[str], tag: int) -> None:
+        self._forget(kept.session)
+        self._sessions[kept.session] = _Session(
+            kept.tokens, domain, tuple(names), kept.origin, not kept.pure, kept.adapter
+        )
+        for shelf in self._shelves:
+            shelf.wait_for(tag)
+        if len(self._sessions) > SESSIONS:
+            self._forget(next(iter(self._sessions)))
+
+    def release(self, sessions: Sequence[int]) -> None:
+        """These sessions have ended: nobody asks for what was theirs alone."""
+        for session in sessions:
+            self._forget(session)
+
+    def _forget_sessions(self) -> None:
+        for session in list(self._sessions):
+            self._forget(session)
+
+    def _forget(self, session: int) -> None:
+        found = self._sessions.pop(session, None)
+        if found is None:
+            return
+
+        def forget() -> None:
+            for shelf in self._shelves:
+                shelf.forget(session + 1)
+                shelf.drop(found.domain, found.names, session + 1)
+
+        self.writer.do(forget)
+
+    # -- what it tells ---------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """What the engine publishes of it."""
+        for load in [load for load in self._loads if load.cancelled]:
+            self._loads.remove(load)
+            self.again += max(0, load.found - load.loaded)
+        return {
+            "again": self.again,
+            "loaded": dict(self.loaded),
+            "bytes_in": dict(self.bytes),
+            "bytes_out": dict(self.writer.written),
+            "sought": self.sought,
+            "not_kept": self.writer.not_kept,
+            "saved_s": round(self.saved_s, 3),
+            "used": {shelf.name: shelf.used for shelf in self._shelves},
+            "refused": [shelf.refused for shelf in self._shelves if shelf.refused],
+        }

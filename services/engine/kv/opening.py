@@ -1,0 +1,67 @@
+"""Opens what a job's engines of this host keep keys and values in, as the job file asks for it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+from common.errors import MeshError
+from common.generation.builtin.engine import TorchEngine
+from common.generation.contract import TokenEngine
+from common.generation.kv_directories import disk_root, memory_root, own_directory
+from common.job.config import RolloutConfig
+from common.runtime.mesh import Mesh
+from services.engine.kv.host_cache import HostCache
+from services.engine.kv.shelf import Shelf
+from services.engine.paced import PacedEngine
+
+GIB = 1 << 30
+
+
+def host_cache(
+    mesh: Mesh, job: str, limits: RolloutConfig, engine: TokenEngine, wake: Callable[[], None]
+) -> HostCache | None:
+    """The engine's, which it uses from now on; None: the job asks for none, or the engine has keys
+    and values that nobody else can read. ConfigError where a directory is another user's.
+    """
+    inner = engine.inner if isinstance(engine, PacedEngine) else engine
+    kv, root = limits.kv, mesh.settings.run_root
+    if not isinstance(inner, TorchEngine) or not (kv.memory or kv.disk):
+        return None
+    places = []
+    if kv.memory:
+        places.append(("memory", memory_root(root), kv.memory))
+    if kv.disk:
+        places.append(("disk", disk_root(root, kv.path), kv.disk))
+    shelves = []
+    for name, place, size in places:
+        try:
+            directory = own_directory(place) / job
+            shelves.append(Shelf(name, directory, int(size * GIB), mesh.clock.wall))
+        except OSError as error:
+            raise MeshError(
+                f"keys and values cannot be kept: {error}",
+                where=f"rollout.kv.{name} on {mesh.settings.host}, {place}",
+                fix="make it writable, or set it to 0",
+            ) from error
+        free = shutil.disk_usage(directory).free
+        if free < size * GIB:
+            mesh.telemetry.log.warning(
+                "less room for keys and values than asked for",
+                setting=f"rollout.kv.{name}",
+                gib=size,
+                free_gib=round(free / GIB, 2),
+                where=str(place),
+            )
+    cache = HostCache(
+        shelves,
+        mesh.clock,
+        inner.cache_layout,
+        limits.kv_on_update,
+        inner.cache_bytes_per_token,
+        lambda: inner.prefill_tokens_per_s,
+        wake,
+        inner.keep_all,
+    )
+    inner.prefixes = cache
+    return cache

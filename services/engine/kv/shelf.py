@@ -1,0 +1,219 @@
+"""One place for chunks, the host's memory or its disk: files with a budget that all engines of the
+host share.
+
+How much is used stands in a file beside them, under whose lock room is made; a process that is
+killed leaves it wrong by what it had in hand, until somebody counts again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import shutil
+import struct
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from common.generation.builtin.loading import Content
+from common.generation.kv_directories import enter, entered, leave
+from services.engine.kv.chunk_files import HEAD_BYTES, ChunkFiles, Found, Head
+from services.engine.kv.retention import leaving
+
+USED, LOADED, SESSIONS = ".used", ".loaded", ".sessions"
+_COUNT = struct.Struct("<q")
+SLACK = 16  # room is made for one part in so many of the budget at once: a count takes long
+REST_S = 10.0  # after a write that failed: a full disk does not become empty at once
+FREE_SHARE = 0.05  # of the file system that is never taken
+
+
+class Shelf:
+    """A directory of chunks, of `budget` bytes. `clock` is the wall's."""
+
+    def __init__(self, name: str, directory: Path, budget: int, clock: Callable[[], float]) -> None:
+        """OSError where there can be no such directory."""
+        self.name, self.budget = name, budget
+        self.files = ChunkFiles(directory)
+        self.refused = ""  # why the last write failed; empty: it did not
+        self.gone = 0  # chunks that went for others
+        self._clock = clock
+        self._rests_until = 0.0
+        self._engines, alone = enter(directory)
+        (directory / SESSIONS).mkdir(exist_ok=True, mode=0o700)
+        if alone:  # whoever was here was killed, and may have left these
+            for path in (*(directory / SESSIONS).iterdir(), *directory.glob("*/??/.*")):
+                path.unlink(missing_ok=True)
+            (directory / USED).unlink(missing_ok=True)
+        entered(self._engines)
+        self._descriptor = os.open(directory / USED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(self._descriptor, _COUNT.size)
+        self._count = mmap.mmap(self._descriptor, _COUNT.size)
+        if alone:
+            self._recount()
+
+    def close(self) -> None:
+        """It is not used any more; the last engine of the host takes all away."""
+        self._count.close()
+        os.close(self._descriptor)
+        leave(self.files.directory, self._engines)
+
+    @property
+    def used(self) -> int:
+        """Bytes of all chunks, of whichever engine."""
+        return int(_COUNT.unpack_from(self._count)[0])
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def _add(self, size: int) -> None:
+        _COUNT.pack_into(self._count, 0, max(0, self.used + size))
+
+    def _recount(self) -> list[Found]:
+        there = list(self.files.scan())
+        _COUNT.pack_into(self._count, 0, sum(one.bytes for one in there))
+        return there
+
+    # -- sessions --------------------------------------------------------------------------------
+
+    def wait_for(self, session: int) -> None:
+        """A trajectory may go on whose chunks are kept for it."""
+        with suppress(OSError):
+            (self.files.directory / SESSIONS / f"{session:016x}").touch(0o600)
+
+    def forget(self, session: int) -> None:
+        """Nobody asks any more for what was kept for this trajectory alone."""
+        with suppress(OSError):
+            (self.files.directory / SESSIONS / f"{session:016x}").unlink()
+
+    def waiting(self) -> set[int]:
+        """Tags of the sessions that may go on."""
+        return {int(path.name, 16) for path in (self.files.directory / SESSIONS).iterdir()}
+
+    # -- chunks ----------------------------------------------------------------------------------
+
+    def put(
+        self,
+        domain: str,
+        name: str,
+        head: Head,
+        content: Content,
+        again_s: float = 0.0,
+        demote: Callable[[Found], None] = lambda _: None,
+    ) -> bool:
+        """Whether a chunk lies there now. `demote` gets what has to go for it; `again_s` as in
+        `retention`.
+        """
+        if self.files.has(domain, name):
+            return True
+        size = content.nbytes + HEAD_BYTES
+        if not self.room(size, again_s, demote):
+            return False
+        return self._written(size, lambda: self.files.write(domain, name, head, content))
+
+    def take_in(self, found: Found) -> bool:
+        """Whether a copy of a chunk of another shelf lies there now."""
+        domain, name = found.path.parent.parent.name, found.path.name
+        if self.files.has(domain, name):
+            return True
+        if not self.room(found.bytes, 0.0, lambda _: None):
+            return False
+        return self._written(found.bytes, lambda: self.files.take_in(found.path, domain, name))
+
+    def _written(self, size: int, write: Callable[[], int]) -> bool:
+        try:
+            write()
+        except OSError as error:
+            with self._locked():
+                self._add(-size)
+            self.refused = str(error)
+            self._rests_until = self._clock() + REST_S
+            return False
+        self.refused = ""
+        return True
+
+    def room(self, size: int, again_s: float, demote: Callable[[Found], None]) -> bool:
+        """Takes room for so many bytes, if it can be had; others go for it."""
+        if size > self.budget or self._clock() < self._rests_until:
+            return False
+        gone: list[Found] = []
+        with self._locked():
+            if self.used + size > self.budget:
+                there = self._recount()
+                wanted = self.used + size - self.budget
+                if wanted > 0:
+                    wanted += self.budget // SLACK
+                    gone = leaving(there, wanted, self._clock(), self.waiting(), again_s)
+            if not self._space(size):
+                return False
+            for one in gone:
+                demote(one)
+                if self.files.remove(one.path):
+                    self._add(-one.bytes)
+                    self.gone += 1
+            if self.used + size > self.budget:
+                return False
+            self._add(size)
+        return True
+
+    def _space(self, size: int) -> bool:
+        disk = shutil.disk_usage(self.files.directory)
+        return disk.free - size >= FREE_SHARE * disk.total
+
+    def drop(self, domain: str, names: Collection[str], session: int) -> None:
+        """Removes chunks of a session that has ended; those that are others' too stay."""
+        for name in names:
+            path = self.files.path(domain, name)
+            found = self.files.head(path)
+            if found is not None and found.session == session:
+                size = path.stat().st_size if path.exists() else 0
+                if self.files.remove(path):
+                    with self._locked():
+                        self._add(-size)
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def hold(self, domain: str) -> int | None:
+        """Says that an engine has the weights of a domain, until what it returns is closed."""
+        try:
+            (self.files.directory / domain).mkdir(exist_ok=True, mode=0o700)
+            path = self.files.directory / domain / LOADED
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        except OSError:
+            return None
+        return descriptor
+
+    def empty(self) -> int:
+        """Removes what no engine can use: chunks of weights that none has, and of which no session
+        may go on. The bytes that are free for it.
+        """
+        waiting, freed = self.waiting(), 0
+        for directory in self.files.directory.glob("?" * 32):
+            there = [] if self._has(directory) else list(self.files.scan_domain(directory.name))
+            if any(one.head is not None and one.head.session in waiting for one in there):
+                continue  # it needs those before its own, too
+            for one in there:
+                freed += one.bytes if self.files.remove(one.path) else 0
+        with self._locked():
+            self._add(-freed)
+        return freed
+
+    def _has(self, directory: Path) -> bool:
+        """Whether an engine that lives has the weights of a domain."""
+        try:
+            descriptor = os.open(directory / LOADED, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False

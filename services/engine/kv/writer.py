@@ -1,0 +1,129 @@
+"""Writes chunks to a host's shelves: a thread, so that the engine copies and goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from common.clock import Clock
+from common.generation.builtin.loading import Content
+from services.engine.kv.chunk_files import Found, Head
+from services.engine.kv.shelf import Shelf
+
+WAITING_BYTES = 256 << 20  # copies that are not written yet; more is not kept
+DISK_BYTES_PER_S = 512e6  # of writes to a disk, which others read from
+LOOK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A chunk that was copied out of an engine's cache."""
+
+    domain: str
+    name: str
+    head: Head
+    content: Content
+
+
+class Writer:
+    """Puts copies on the first shelf that has room, and what goes from there on the next, until it
+    is closed. `again(shelf)` tells the seconds that a byte takes to be loaded from a shelf; `done`
+    is called with the name of each copy, wherever it came to lie.
+    """
+
+    def __init__(
+        self,
+        shelves: Sequence[Shelf],
+        clock: Clock,
+        again: Callable[[Shelf], float],
+        done: Callable[[str], None],
+        rate: float = DISK_BYTES_PER_S,
+    ) -> None:
+        self._shelves, self._clock, self._again, self._rate = shelves, clock, again, rate
+        self._done = done
+        self.written = {shelf.name: 0 for shelf in shelves}  # bytes
+        self.not_kept = 0  # chunks for which there was no room, or no time
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._bytes = 0
+        self._paid_s = 0.0  # when what was written is paid for, at the rate
+        self._condition = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kv writer", daemon=True)
+        self._thread.start()
+
+    def room(self, size: int) -> bool:
+        """Whether it takes so many bytes more now."""
+        return self._bytes + size <= WAITING_BYTES
+
+    def add(self, copy: Copy) -> None:
+        """Writes a copy when its turn comes."""
+        with self._condition:
+            self._bytes += copy.content.nbytes
+            self._waiting.append(lambda: self._take(copy))
+            self._condition.notify()
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Does other work with the shelves, in turn."""
+        with self._condition:
+            self._waiting.append(work)
+            self._condition.notify()
+
+    def flush(self, within_s: float) -> bool:
+        """Waits until all is written that was added; False: not in that time."""
+        done = threading.Event()
+        self.do(done.set)
+        return done.wait(within_s)
+
+    def close(self) -> None:
+        """Ends the thread; what waits is not kept."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while not (self._waiting or self._closed):
+                    self._condition.wait()
+                if self._closed:
+                    return
+                work = self._waiting.popleft()
+            work()
+
+    def _take(self, copy: Copy) -> None:
+        try:
+            self._write(copy)
+        finally:
+            with self._condition:
+                self._bytes -= copy.content.nbytes
+            self._done(copy.name)
+
+    def _write(self, copy: Copy) -> None:
+        for at, shelf in enumerate(self._shelves):
+            below = self._shelves[at + 1] if at + 1 < len(self._shelves) else None
+            again_s = self._again(below) if below is not None else 0.0
+
+            def demote(found: Found, below: Shelf | None = below) -> None:
+                if below is not None and found.head is not None:
+                    self._pay(below, found.bytes)
+                    below.take_in(found)
+
+            self._pay(shelf, copy.content.nbytes)
+            if shelf.put(copy.domain, copy.name, copy.head, copy.content, again_s, demote):
+                self.written[shelf.name] += copy.content.nbytes
+                return
+        self.not_kept += 1
+
+    def _pay(self, shelf: Shelf, size: int) -> None:
+        """Waits until a write to a disk is within the rate."""
+        if shelf.name != "disk":
+            return
+        now = self._clock.monotonic()
+        with self._condition:
+            while self._paid_s > now and not self._closed:
+                self._condition.wait(self._paid_s - now)
+                now = self._clock.monotonic()
+        self._paid_s = max(now, self._paid_s) + size / self._rate
