@@ -7,7 +7,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-VALIDITY, ABOUT = "validity", "The simulator beside a virtual mesh of 64 gangs, and a real one"
+# What is no scenario of a cluster: the module that runs it, its options, and what it is.
+ALONE = {
+    "validity": (
+        ["loadtests.simulator", "--arms=broad,real"],
+        "The simulator beside a virtual mesh of 64 gangs, and a real one",
+    ),
+    "cake": (
+        ["sim.prefixes"],
+        "A long prefix that is computed from its front while it is loaded from its back",
+    ),
+}
 
 
 def run(
@@ -18,22 +28,23 @@ def run(
     run_dir: Path | None = None,
 ) -> int:
     """The exit status; without a scenario and a run those that are here are named."""
-    if scenario == VALIDITY:
-        return _validity(any((what_if, changes, out, run_dir)))
+    if scenario in ALONE:
+        return _alone(scenario, any((what_if, changes, out, run_dir)))
     words = [sys.executable, "-m", "sim.cluster", *([scenario] if scenario else [])]
     words += [f"--from={run_dir}"] if run_dir is not None else []
     words += [f"--what-if={one}" for one in what_if] + [f"--set={one}" for one in changes]
     words += [f"--out={out}"] if out is not None else []
     status = subprocess.run(words, check=False).returncode
     if not scenario and run_dir is None:
-        print(f"{VALIDITY:12} {ABOUT}")
+        for name, (_, about) in ALONE.items():
+            print(f"{name:12} {about}")
     return status
 
 
-def _validity(more: bool) -> int:
-    """Holds the simulator against a virtual mesh and a real one."""
+def _alone(name: str, more: bool) -> int:
+    """Runs what has no scenario that could be changed."""
+    words, _ = ALONE[name]
     if more:
-        print(f"{VALIDITY} takes no options: python -m loadtests.simulator --help", file=sys.stderr)
+        print(f"{name} takes no options: python -m {words[0]} --help", file=sys.stderr)
         return 2
-    words = [sys.executable, "-m", "loadtests.simulator", "--arms=broad,real"]
-    return subprocess.run(words, check=False).returncode
+    return subprocess.run([sys.executable, "-m", *words], check=False).returncode

@@ -296,6 +296,8 @@ def simulate(
         meshrl simulate --from runs/calculator --what-if hosts.accelerators=6
 
         meshrl simulate validity
+
+        meshrl simulate cake
     """
     from meshrl import simulating
 

@@ -56,9 +56,12 @@ class HostCache:
         bytes_per_token: int,
         prefill_tokens_per_s: Callable[[], float],
         wake: Callable[[], None],
-        keep_all: Callable[[], None] = lambda: None,
+        keep_all: Callable[[], None],
+        failed: Callable[[BaseException], None],
     ) -> None:
-        """`wake` is called when something has come; `keep_all` offers all that the engine has."""
+        """`wake` is called when something has come; `keep_all` offers all that the engine has;
+        `failed` hears of what nobody has thought of.
+        """
         self.keep_all = keep_all
         self._shelves, self._clock = shelves, clock
         self._layout, self._policy = layout, policy
@@ -76,10 +79,10 @@ class HostCache:
         self.loaded: Counter[str] = Counter()  # tokens that came, by shelf
         self.bytes: Counter[str] = Counter()  # of them
         self.saved_s = 0.0  # that computing them would have taken
-        self.loader = Loader(shelves, clock, wake, self._came)
+        self.loader = Loader(shelves, clock, wake, self._came, failed)
         paces = self.loader.paces
         done = self._pending.discard
-        self.writer = Writer(shelves, clock, lambda shelf: paces[shelf.name].per_byte, done)
+        self.writer = Writer(shelves, clock, lambda shelf: paces[shelf.name].per_byte, done, failed)
 
     def close(self) -> None:
         """Ends its threads, and gives up the weights."""

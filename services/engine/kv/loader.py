@@ -53,7 +53,7 @@ def best(wanted: Sequence[Wanted]) -> tuple[Wanted, int] | None:
 
 class Loader:
     """A thread that brings what is wanted until it is closed. `came(tier, head, bytes)` is called
-    there for each chunk, `wake` after it.
+    there for each chunk, `wake` after it; `failed` if the thread ends otherwise.
     """
 
     def __init__(
@@ -62,9 +62,10 @@ class Loader:
         clock: Clock,
         wake: Callable[[], None],
         came: Callable[[str, Head, int], None],
+        failed: Callable[[BaseException], None],
     ) -> None:
         self._shelves, self._clock = shelves, clock
-        self._wake, self._came = wake, came
+        self._wake, self._came, self._failed = wake, came, failed
         self.paces: Mapping[str, Pace] = {shelf.name: Pace() for shelf in shelves}
         self._new: list[Wanted] = []
         self._wanted: list[Wanted] = []
@@ -90,6 +91,8 @@ class Loader:
         try:
             while self._go_on():
                 pass
+        except BaseException as error:
+            self._failed(error)
         finally:
             for wanted in [*self._new, *self._wanted]:
                 wanted.load.over = True

@@ -62,6 +62,7 @@ def host_cache(
         lambda: inner.prefill_tokens_per_s,
         wake,
         inner.keep_all,
+        lambda error: mesh.host.exit(70, f"keys and values: {error!r}", error),
     )
     inner.prefixes = cache
     return cache

@@ -30,7 +30,8 @@ class Copy:
 class Writer:
     """Puts copies on the first shelf that has room, and what goes from there on the next, until it
     is closed. `again(shelf)` tells the seconds that a byte takes to be loaded from a shelf; `done`
-    is called with the name of each copy, wherever it came to lie.
+    is called with the name of each copy, wherever it came to lie, `failed` if the thread ends
+    otherwise.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class Writer:
         clock: Clock,
         again: Callable[[Shelf], float],
         done: Callable[[str], None],
+        failed: Callable[[BaseException], None],
         rate: float = DISK_BYTES_PER_S,
     ) -> None:
         self._shelves, self._clock, self._again, self._rate = shelves, clock, again, rate
-        self._done = done
+        self._done, self._failed = done, failed
         self.written = {shelf.name: 0 for shelf in shelves}  # bytes
         self.not_kept = 0  # chunks for which there was no room, or no time
         self._waiting: deque[Callable[[], None]] = deque()
@@ -84,6 +86,12 @@ class Writer:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._failed(error)
+
+    def _work(self) -> None:
         while True:
             with self._condition:
                 while not (self._waiting or self._closed):

@@ -42,6 +42,7 @@ def cached(
         lambda: engine.prefill_tokens_per_s,
         lambda: None,
         engine.keep_all,
+        raised,
     )
     engine.prefixes = cache
     cache.computing(weights)
@@ -64,3 +65,8 @@ def run(engine: TorchEngine, asked: Request, first: float = 0.0) -> Heard:
         listener.drain()
         assert time.monotonic() < until, "it waits for ever"
     return listener.of(asked.id)
+
+
+def raised(error: BaseException) -> None:
+    """A thread has ended by it."""
+    raise error

@@ -1,0 +1,209 @@
+"""An engine of a random model, and a disk whose reads are slowed down to a rate."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from common.clock import SystemClock
+from common.generation.builtin.build import TorchEngine, build
+from common.generation.builtin.loading import CHUNK, Content, Kept, Loading, Sought
+from common.generation.contract import Request
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from services.engine.kv.chunk_files import ChunkFiles, Head
+from services.engine.kv.host_cache import HostCache
+from services.engine.kv.keys import domain_of, names_of
+from services.engine.kv.shelf import Shelf
+
+VOCAB = 2048
+WEIGHTS = "the only version"
+BUDGET = 8 << 30
+LATE = 0.1  # of what a paced read takes, beyond which it ended late
+LONGEST_S = 600.0
+_LAYERS = {"30M": (1024, 2, 3584), "200M": (2048, 4, 7168)}  # hidden, layers, ffn
+
+
+def config(name: str, length: int) -> ModelConfig:
+    """A model of so many parameters: wide and flat, as prefill of 16K tokens is to end today."""
+    hidden, layers, ffn = _LAYERS[name]
+    return ModelConfig(
+        architecture="qwen3",
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        layers=layers,
+        heads=4,
+        kv_heads=4,
+        head_dim=128,
+        ffn_size=ffn,
+        qk_norm=True,
+        max_positions=length,
+    )
+
+
+class PacedFiles(ChunkFiles):
+    """Reads come from the disk itself, at no more than `bytes_per_s`; 0: as fast as they come."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.bytes_per_s = 0.0
+        self.reads = self.late = 0
+        self._free_s = 0.0
+        self._lock = threading.Lock()
+
+    def read(self, domain: str, name: str) -> tuple[Head, Content] | None:
+        with self._lock:  # one at a time, as the loader reads; see `settle`
+            rate, path = self.bytes_per_s, self.path(domain, name)
+            if not rate:
+                return super().read(domain, name)
+            began = time.monotonic()
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                size = os.fstat(file.fileno()).st_size
+            found = super().read(domain, name)
+            self._free_s = due = max(began, self._free_s) + size / rate
+            while (now := time.monotonic()) < due:
+                time.sleep(due - now)
+            self.reads += 1
+            self.late += now - due > LATE * size / rate
+            return found
+
+    def settle(self, bytes_per_s: float) -> None:
+        """Has another rate from now on, when the last read has ended."""
+        with self._lock:
+            self.bytes_per_s, self._free_s = bytes_per_s, 0.0
+
+
+class LoadOnly:
+    """The same, but nothing is computed that is on its way."""
+
+    def __init__(self, inner: HostCache) -> None:
+        self._inner = inner
+
+    def find(self, sought: Sought) -> Loading | None:
+        load = self._inner.find(sought)
+        if load is not None:
+            load.alone = True
+        return load
+
+    def keep(self, kept: Kept) -> None:
+        self._inner.keep(kept)
+
+    def release(self, sessions: list[int]) -> None:
+        self._inner.release(sessions)
+
+
+class Scene:
+    """An engine, its shelf on the disk, and one stored prefix at a time."""
+
+    def __init__(self, engine: TorchEngine, model: Decoder, cache: HostCache, files: PacedFiles):
+        self.engine, self.cache, self.files = engine, cache, files
+        self.wake = threading.Event()
+        self._model = model
+        self._ids = 0
+        self.steps: list[tuple[int, float]] = []  # tokens computed, and seconds since the request
+
+    def forget(self) -> None:
+        """Empties the engine's own cache."""
+        self.engine.prefixes = None
+        self.engine.swap(self._model.state_dict(), 0)
+
+    def request(self, tokens: NDArray[np.int32], max_new: int = 1) -> Request:
+        """A request of its own."""
+        self._ids += 1
+        return Request(self._ids, tokens, max_new, 0.0, (), self._ids, -1)
+
+    def first_token_s(
+        self, tokens: NDArray[np.int32], arm: str, until_s: float = LONGEST_S
+    ) -> float:
+        """Seconds to the first token after `tokens` by `arm`; `until_s` where it takes longer."""
+        self.forget()
+        if arm != "compute":
+            self.engine.prefixes = LoadOnly(self.cache) if arm == "load" else self.cache
+        asked, computed = self.request(tokens), self.engine.tokens_computed
+        self.steps.clear()
+        began = time.monotonic()
+        self.engine.submit([asked])
+        while (took_s := time.monotonic() - began) < until_s:
+            if self.engine.step():
+                done = self.engine.tokens_computed - computed
+                self.steps.append((done, time.monotonic() - began))
+            else:
+                self.wake.wait(0.05)
+                self.wake.clear()
+            if (flush := self.engine.drain()) is not None and len(flush.tokens):
+                return time.monotonic() - began
+        self.engine.abort([asked.id])
+        self.engine.drain()
+        return took_s
+
+    def store(self, tokens: NDArray[np.int32]) -> int:
+        """Computes a prefix, and puts all of it on the shelf; its bytes."""
+        self.forget()
+        domain = domain_of(WEIGHTS, "", self.engine.cache_layout, "keep")
+        names, size = names_of(domain, tokens), 0
+
+        class Storing(LoadOnly):
+            def find(self, sought: Sought) -> Loading | None:
+                return None
+
+            def keep(self, kept: Kept) -> None:
+                nonlocal size
+                for index, name in enumerate(names):
+                    start = index * CHUNK
+                    content = kept.read(start, start + CHUNK)
+                    size += content.nbytes
+                    files.write(domain, name, Head(start, CHUNK, 1.0, 0), content)
+
+        files, self.engine.prefixes = self.files, Storing(self.cache)
+        self.engine.submit([self.request(tokens)])
+        while self.engine.step():
+            pass
+        self.engine.drain()
+        os.sync()
+        return size
+
+
+@contextmanager
+def scene(name: str, length: int, directory: Path, slots: int = 2) -> Iterator[Scene]:
+    """The engine of a model, on the native path."""
+    torch.set_num_threads(1)
+    model = Decoder(config(name, length))
+    model.initialise(torch.Generator().manual_seed(0))
+    clock = SystemClock()
+    engine = build(config(name, length), slots, length, path="native")
+    engine.wake(model.state_dict(), 0)
+    shelf = Shelf("disk", directory / name, BUDGET, clock.wall)
+    shelf.files = files = PacedFiles(shelf.files.directory)
+    about = engine.cache_layout, "keep", engine.cache_bytes_per_token
+    ready = threading.Event()
+    cache = HostCache(
+        [shelf],
+        clock,
+        *about,
+        lambda: engine.prefill_tokens_per_s,
+        ready.set,
+        engine.keep_all,
+        raised,
+    )
+    cache.computing(WEIGHTS)
+    cache.writer.flush(LONGEST_S)
+    made = Scene(engine, model, cache, files)
+    made.wake = ready
+    try:
+        yield made
+    finally:
+        cache.close()
+
+
+def raised(error: BaseException) -> None:
+    """A thread has ended by it."""
+    raise error

@@ -1,0 +1,148 @@
+"""Time to the first token after a stored prefix: computed, loaded, and both, at several speeds of
+the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from common.generation.builtin.engine import PREFILL_TOKENS
+from common.generation.builtin.loading import CHUNK
+from loadtests.kvload.scene import VOCAB, Scene, scene
+
+BEYOND = 1.2  # of computing's time, after which loading alone is slower, and need not end
+MATCHED = 1.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is measured at one length of one model. `ratios`: load over compute."""
+
+    model: str
+    tokens: int
+    ratios: tuple[float, ...]
+
+
+POINTS = (
+    Point("30M", 2048, (0.2, 0.5, 1.0, 2.0, 5.0)),
+    Point("30M", 8192, (0.2, 1.0, 5.0)),
+    Point("30M", 16384, (0.2, 1.0, 5.0)),
+    Point("200M", 2048, (0.2, 1.0, 5.0)),
+    Point("200M", 8192, (1.0,)),
+)
+
+
+def sweep(points: Sequence[Point], directory: Path, rounds: int) -> dict[str, Any]:
+    """The figures of all points, and the worst of them."""
+    found: dict[str, Any] = {}
+    reads = late = 0
+    for name in dict.fromkeys(point.model for point in points):
+        of_model = [point for point in points if point.model == name]
+        length = max(point.tokens for point in of_model) + 2 * CHUNK
+        with scene(name, length, directory) as made:
+            for point in of_model:
+                for ratio, figures in _measured(made, point, rounds).items():
+                    key = f"{name}_{point.tokens}_{ratio:g}"
+                    found[key] = figures
+                    print(key, figures, flush=True)
+            reads, late = reads + made.files.reads, late + made.files.late
+    matched = [f for key, f in found.items() if key.endswith(f"_{MATCHED:g}")]
+    every = list(found.values())
+    return {
+        "points": found,
+        "never_worse": max(f["never_worse"] for f in every),
+        "closed_form_share": min(f["closed_form_share"] for f in every),
+        "over_compute_matched_share": min(f["closed_form_share"] for f in matched),
+        "over_compute_matched": [f["over_compute"] for f in matched],
+        "over_load_matched": [f["over_load"] for f in matched],
+        "meeting_error_chunks": max(abs(f["meeting_error_chunks"]) for f in every),
+        "cut_vs_compute_max": max(f["cut_vs_compute"] for f in every),
+        "cut_vs_load_max": max(f["cut_vs_load"] for f in every),
+        "late_share": round(late / reads, 4) if reads else 0.0,
+    }
+
+
+def _measured(made: Scene, point: Point, rounds: int) -> dict[float, dict[str, Any]]:
+    random = np.random.default_rng(point.tokens)
+    tokens = random.integers(0, VOCAB, point.tokens + 1).astype(np.int32)
+    size = made.store(tokens)
+    compute_s = made.first_token_s(tokens, "compute")
+    times: dict[tuple[str, float], list[float]] = {}
+    curves: list[list[tuple[int, float]]] = []
+    met: dict[float, list[int]] = {ratio: [] for ratio in point.ratios}
+    computing = ("compute", 0.0)
+    rest = [(arm, ratio) for ratio in point.ratios for arm in ("load", "both")]
+    arms = [computing, *rest]
+    for turn in range(rounds):
+        at = turn * 3 % len(arms)
+        for arm, ratio in [*arms[at:], *arms[:at]]:
+            known = times.get(computing, [compute_s])
+            made.files.settle(size / (ratio * median(known)) if ratio else 0.0)
+            until_s = BEYOND * max(known) if arm == "load" else 600.0
+            before = made.engine.tokens_computed
+            took_s = made.first_token_s(tokens, arm, until_s)
+            times.setdefault((arm, ratio), []).append(took_s)
+            if arm == "compute":
+                curves.append(list(made.steps))
+            if arm == "both":
+                met[ratio].append(made.engine.tokens_computed - before)
+    curve = _middle(curves)
+    computed = times[computing]
+    return {
+        ratio: _figures(
+            point.tokens, ratio, computed, times["load", ratio], times["both", ratio],
+            met[ratio], curve,
+        )
+        for ratio in point.ratios
+    }  # fmt: skip
+
+
+def _middle(curves: list[list[tuple[int, float]]]) -> list[tuple[int, float]]:
+    """The run of computing alone whose time is the median."""
+    return sorted(curves, key=lambda steps: steps[-1][1])[len(curves) // 2]
+
+
+def _figures(
+    n: int,
+    ratio: float,
+    compute: list[float],
+    load: list[float],
+    both: list[float],
+    met: list[int],
+    curve: list[tuple[int, float]],
+) -> dict[str, Any]:
+    compute_s, load_s, both_s = median(compute), median(load), median(both)
+    # Loading alone that was broken off tells less than the rate that it was slowed down to.
+    per_token = load_s / n if ratio <= 1 else ratio * compute_s / n
+    best_s, at = _closed_form(n, per_token, curve)
+    chunk_s = compute_s * PREFILL_TOKENS / n
+    worse = [(b - chunk_s) / min(c, l) for c, l, b in zip(compute, load, both, strict=True)]
+    return {
+        "compute_s": round(compute_s, 3),
+        "load_s": round(load_s, 3),
+        "both_s": round(both_s, 3),
+        "both_span": [round(min(both), 3), round(max(both), 3)],
+        "over_compute": round(compute_s / both_s, 3),
+        "over_load": round(per_token * n / both_s, 3),
+        "closed_form_s": round(best_s, 3),
+        "closed_form_share": round(best_s / both_s, 3),
+        "never_worse": round(median(worse), 3),
+        "meeting_error_chunks": round((median(met) - at) / CHUNK, 1),
+        "cut_vs_compute": round(1 - both_s / compute_s, 3),
+        "cut_vs_load": round(1 - both_s / (per_token * n), 3),
+    }
+
+
+def _closed_form(n: int, per_token: float, curve: list[tuple[int, float]]) -> tuple[float, int]:
+    """The least time in which a front, at the measured cost, and a back of chunks can meet, and
+    the tokens that the front has computed then."""
+    done, seconds = zip(*((0, 0.0), *curve), strict=True)
+    choices = range(0, n + 1, CHUNK)
+    times = [(max(float(np.interp(k, done, seconds)), per_token * (n - k)), k) for k in choices]
+    return min(times)
