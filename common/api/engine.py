@@ -113,44 +113,48 @@ class CacheMove:
 
 @message
 class CacheMoved:
-    """The answer to CacheMove: how much was taken over, and what that took."""
+    """The answer to CacheMove, when nothing more comes: how much came, and what that took."""
 
-    tokens: int  # tokens that the session's next turn finds computed here
+    tokens: int  # that came in time to be used
     bytes: int  # size of the keys and values that came
     seconds: float  # duration, without waiting for other moves to this engine
-    adopted: bool  # whether all was taken; if not, the next turn computes the rest
+    adopted: bool  # whether all came that was wanted; if not, the turn computes the rest
+    first_s: float = 0.0  # until the first of it came; 0: nothing did
 
 
 @message
 class Export:
-    """Asks an engine for a copy of what it has computed of an idle session."""
+    """Asks an engine for a copy of what it has computed of an idle session. What the very weights
+    have computed that the asker has comes from its end, else from its beginning.
+    """
 
     session: int
+    weights: str  # the manifest of what is loaded there
 
 
 @message
-class CachePart:
-    """The header of a part of a cache: the frames after it hold keys and values of
-    `tokens[start:end]`; see `SessionCache`.
-    """
+class CacheHead:
+    """What there is of a session; see `SessionCache`."""
 
     tokens: Array  # int32, all that is computed
-    start: int
-    end: int
     layout: str
     version: int
     first_sampled: int
     first_version: int
     weights: str  # the manifest of what is loaded at the source
-    size: int  # bytes, in frames that follow
-    adapter: str = ""  # with which they were computed
+    adapter: str = ""  # with which they computed
 
 
 @message
 class CacheFrame:
-    """One item of the stream that answers Export: the next bytes of a part."""
+    """One item of the stream that answers Export: the head alone, then the next bytes of chunks,
+    each `size` bytes of tokens [start, end).
+    """
 
-    part: CachePart | None  # where one begins
+    head: CacheHead | None
+    start: int
+    end: int
+    size: int
     content: Array  # uint8
 
 

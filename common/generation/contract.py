@@ -19,9 +19,10 @@ from common.records.experts import NO_EXPERTS, laid_out
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from common.generation.builtin.loading import Loading
+
 NO_VERSION = -1  # of an engine that holds no whole version
 MIXED = -1  # version of a cache that weights of several versions computed
-WHOLE_BYTES = 1 << 62  # more bytes than any cache has: all of it
 NO_SESSION = -1  # any negative session: nothing is kept after the request
 
 Ints = NDArray[np.integer]
@@ -108,15 +109,12 @@ class Piece:
     experts: NDArray[np.int16] | None = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SessionCache:
-    """What an engine has computed of a session, or a part of it, as another engine of the same
-    model can take it: keys and values of `tokens[start:end]`."""
+    """What an engine has computed of a session, so that another one of the same model can tell
+    whether it can take the keys and values of `tokens`."""
 
     tokens: NDArray[np.int32]  # [n], all that is computed
-    content: NDArray[np.uint8]  # in the order that `layout` names
-    start: int
-    end: int
     layout: str  # path, dtype, order, shape; an engine of another layout does not take it
     version: int  # the weights that computed the n tokens; MIXED: several did
     first_sampled: int  # place of the first of `tokens` that an engine sampled; n: none
@@ -248,17 +246,18 @@ class TokenEngine(Protocol):
     def cache_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values; 0: they cannot be moved."""
 
-    def export(
-        self, session: int, start: int = 0, most_bytes: int = WHOLE_BYTES
-    ) -> SessionCache | None:
-        """A copy of what an idle session has computed, from token `start` (where a part ended) on,
-        some `most_bytes` of it; None: nothing that could be taken over.
+    def cached(self, session: int) -> SessionCache | None:
+        """What it has computed of an idle session; None: nothing that could be taken over."""
+
+    def copied(self, session: int, start: int, end: int) -> NDArray[np.uint8] | None:
+        """A copy of the keys and values of tokens [start, end) of an idle session, of its layout;
+        `start` begins a chunk. None: it has them no more.
         """
 
-    def adopt(self, session: int, cache: SessionCache) -> bool:
-        """Keeps what another engine computed for the session's next request; the first part takes
-        the room for all. False: no room beside what runs, or of other weights or another layout
-        than these; parts that were taken stay.
+    def offer(self, session: int, cache: SessionCache, load: Loading) -> bool:
+        """Has the session's next request, or the one that is being prefilled, loaded by `load` as
+        far as that is faster; `load.alone` says whether some of the cache is of other weights.
+        False, and the load is cancelled: it must not or cannot be used here.
         """
 
 

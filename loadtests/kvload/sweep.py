@@ -122,7 +122,7 @@ def _figures(
     per_token = load_s / n if ratio <= 1 else ratio * compute_s / n
     best_s, at = _closed_form(n, per_token, curve)
     chunk_s = compute_s * PREFILL_TOKENS / n
-    worse = [(b - chunk_s) / min(c, l) for c, l, b in zip(compute, load, both, strict=True)]
+    worse = [(b - chunk_s) / min(c, d) for c, d, b in zip(compute, load, both, strict=True)]
     return {
         "compute_s": round(compute_s, 3),
         "load_s": round(load_s, 3),

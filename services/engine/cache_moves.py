@@ -1,10 +1,11 @@
-"""Moves a session's keys and values from one engine process to another.
+"""Sends a session's keys and values from one engine process to another, which computes them from
+the front meanwhile.
 
-The engine that is to have them asks the one that has them, and takes them part by part between its
-steps: a part is copied out in one stop of the source and in in one stop of the target, while the
-next is on its way in frames. Frames are small, and few are out at once, so that what else the two
-processes say waits for milliseconds. Whatever goes wrong, the target keeps the parts that came, and
-the rest is computed again.
+The engine that is to have them asks the one that has them. Chunks are copied out in stops of the
+source, some at a time, and go over in frames; frames are small, and few are out at once, so that
+what else the two processes say waits for milliseconds. The target takes them between its steps.
+Whatever goes wrong, it keeps what came, and computes the rest, as it does with all that it had
+computed before it came.
 """
 
 from __future__ import annotations
@@ -18,21 +19,27 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.engine import CacheFrame, CacheMove, CacheMoved, CachePart, Engine, Export
+from common.api.engine import CacheFrame, CacheHead, CacheMove, CacheMoved, Engine, Export
 from common.errors import BadMessage, MeshError
-from common.generation.contract import SessionCache, TokenEngine
+from common.generation.builtin.loading import CHUNK, Loading, Origin
+from common.generation.contract import NO_VERSION, SessionCache, TokenEngine
 from common.runtime.mesh import Mesh
+from services.engine.kv.rates import Pace
 
 R = TypeVar("R")
 
-PAUSE_S = 0.01  # longest stop of the source to copy a part; parts are sized to it
-PART_BYTES = 8 << 20  # size of the first part
-LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20  # sizes of later parts
+PAUSE_S = 0.01  # longest stop of the source to copy chunks; as many are copied as fit into it
+MOST_CHUNKS = 64  # in one stop
 FRAME_BYTES = 1 << 20  # larger ones travel at a third of the speed
-LARGEST_PART_BYTES = 1 << 30  # a block of 16 tokens of the largest models takes a tenth of it
-AT_ONCE = 4  # moves to one engine; each holds two parts
+LARGEST_CHUNK_BYTES = 1 << 30  # of the largest models it is a tenth of that
+AT_ONCE = 4  # moves to one engine
+AHEAD_BYTES = 256 << 20  # of one move, that its engine has not yet put in their place
+LOOK_S = 0.01  # between two looks whether it has
 STOP_S = 10.0  # until an engine is between two steps
 MOVE_S = 60.0
+
+Chunk = tuple[int, int, NDArray[np.uint8]]  # keys and values of tokens [start, end)
+NOTHING = np.zeros(0, np.uint8)
 
 
 class BetweenSteps(Protocol):
@@ -41,7 +48,9 @@ class BetweenSteps(Protocol):
 
 
 class CacheMoves:
-    """Both ends of moves, at one engine. `loaded` names the weights that it computes with."""
+    """Both ends of moves, at one engine. `loaded` names the weights that it computes with; `wake`
+    has its driver look at what has come.
+    """
 
     def __init__(
         self,
@@ -49,137 +58,175 @@ class CacheMoves:
         engine: TokenEngine,
         between_steps: BetweenSteps,
         loaded: Callable[[], str],
+        wake: Callable[[], None],
     ) -> None:
-        self.part_bytes, self.frame_bytes = PART_BYTES, FRAME_BYTES
+        self.chunks, self.frame_bytes = 1, FRAME_BYTES
         self._mesh, self._engine = mesh, engine
-        self._between_steps, self._loaded = between_steps, loaded
+        self._between_steps, self._loaded, self._wake = between_steps, loaded, wake
         self._places = asyncio.Semaphore(AT_ONCE)
+        self._pace = Pace()
 
     # -- the source ------------------------------------------------------------------------------
 
     async def frames(self, request: Export) -> AsyncGenerator[CacheFrame, None]:
         """What the engine has of an idle session; nothing if it has nothing to give."""
-        start, more = 0, True
-        while more:
-            copy = partial(self._copy, request.session, start)
-            cache, weights = await self._between_steps(copy, "the engine to copy a cache", STOP_S)
-            if cache is None:
-                return
-            for frame in _framed(cache, weights, self.frame_bytes):
-                yield frame
-            start, more = cache.end, cache.end < len(cache.tokens)
+        look = partial(self._head, request.session)
+        head = await self._between_steps(look, "the engine to look for a cache", STOP_S)
+        if head is None:
+            return
+        yield CacheFrame(head, 0, 0, 0, NOTHING)
+        starts = list(range(0, len(head.tokens), CHUNK))
+        if _pure(head, request.weights):
+            starts.reverse()
+        while starts:
+            now, starts = starts[: self.chunks], starts[self.chunks :]
+            copy = partial(self._copy, request.session, len(head.tokens), now)
+            chunks = await self._between_steps(copy, "the engine to copy a cache", STOP_S)
+            for start, end, content in chunks:
+                for at in range(0, len(content), self.frame_bytes):
+                    part = content[at : at + self.frame_bytes]
+                    yield CacheFrame(None, start, end, len(content), part)
+            if len(chunks) < len(now):
+                return  # it has them no more
 
-    def _copy(self, session: int, start: int) -> tuple[SessionCache | None, str]:
-        began = self._mesh.clock.monotonic()
-        cache = self._engine.export(session, start, self.part_bytes)
-        took = self._mesh.clock.monotonic() - began
-        if cache is not None and took > 0 and 2 * len(cache.content) > self.part_bytes:
-            fitting = min(2.0, PAUSE_S / took) * len(cache.content)
-            self.part_bytes = max(LEAST_BYTES, min(MOST_BYTES, int(fitting)))
-        return cache, self._loaded()
+    def _head(self, session: int) -> CacheHead | None:
+        cache = self._engine.cached(session)
+        if cache is None:
+            return None
+        first = cache.first_sampled, cache.first_version
+        about = cache.layout, cache.version, *first, self._loaded(), cache.adapter
+        return CacheHead(cache.tokens, *about)
+
+    def _copy(self, session: int, n: int, starts: list[int]) -> list[Chunk]:
+        began, chunks = self._mesh.clock.monotonic(), []
+        for start in starts:
+            end = min(start + CHUNK, n)
+            content = self._engine.copied(session, start, end)
+            if content is None:
+                break
+            chunks.append((start, end, content))
+        took_s = self._mesh.clock.monotonic() - began
+        if chunks and took_s > 0:
+            fitting = int(min(2.0, PAUSE_S / took_s) * len(chunks))
+            self.chunks = max(1, min(MOST_CHUNKS, fitting))
+        elif chunks:
+            self.chunks = min(MOST_CHUNKS, 2 * self.chunks)
+        return chunks
 
     # -- the target ------------------------------------------------------------------------------
 
     async def fetch(self, move: CacheMove) -> CacheMoved:
-        """Takes over what `move.source` has, as far as that goes."""
+        """Has what `move.source` has loaded, as far as it is wanted when it comes."""
+        load = Loading(0, 0, self._mesh.clock.monotonic())
         came = _Came()
         try:
             async with self._mesh.clock.timeout(MOVE_S, f"a cache of {move.source}"), self._places:
                 began = self._mesh.clock.monotonic()
                 try:
-                    await self._fetch(move, came)
+                    await self._fetch(move, load, came)
                 finally:
                     came.seconds = self._mesh.clock.monotonic() - began
         except MeshError as error:
             came.whole = False
             self._mesh.telemetry.count(f"moves_failed_{error.code}")
-        return CacheMoved(came.tokens, came.bytes, came.seconds, came.whole)
+        finally:
+            load.over = True
+            self._wake()
+        return CacheMoved(came.tokens, came.bytes, came.seconds, came.whole, came.first_s)
 
-    async def _fetch(self, move: CacheMove, came: _Came) -> None:
-        frames = self._mesh.ref(move.source).stream(Engine.export, Export(move.session))
-        async with aclosing(frames), aclosing(_parts(frames, came)) as parts:
-            async for part, content in parts:
-                take = partial(self._adopt, move.session, part, content)
-                if not await self._between_steps(take, "the engine to take over a cache", STOP_S):
-                    return
-                came.tokens = part.end
-                came.whole = part.end == len(part.tokens)
+    async def _fetch(self, move: CacheMove, load: Loading, came: _Came) -> None:
+        asked, clock = Export(move.session, self._loaded()), self._mesh.clock
+        began_s = clock.monotonic()
+        frames = self._mesh.ref(move.source).stream(Engine.export, asked)
+        async with aclosing(frames):
+            first = await anext(frames, None)
+            if first is None:
+                return
+            head = _checked(first)
+            take = partial(self._offer, move.session, head, load)
+            if not await self._between_steps(take, "the engine to take over a cache", STOP_S):
+                return
+            last_s = clock.monotonic()
+            async with aclosing(_chunks(frames, came)) as chunks:
+                async for start, end, content in chunks:
+                    if not load.wants(start):
+                        break
+                    load.expected_s = clock.monotonic() - last_s
+                    self._pace.add(len(content), load.expected_s)
+                    load.bring(start, end, content)
+                    came.tokens += end - start
+                    came.first_s = came.first_s or clock.monotonic() - began_s
+                    self._wake()
+                    while load.waiting_bytes > AHEAD_BYTES and load.wants(start):
+                        await clock.sleep(LOOK_S)
+                    last_s = clock.monotonic()
+            came.whole = True
 
-    def _adopt(self, session: int, part: CachePart, content: NDArray[np.uint8]) -> bool:
+    def _offer(self, session: int, head: CacheHead, load: Loading) -> bool:
         """Two lineages number their weights alike, so equal numbers must be of equal name."""
         adapters = self._engine.adapters
-        version = adapters.get(part.adapter) if part.adapter else self._engine.version
-        if part.version == version and part.weights != self._loaded():
+        own = adapters.get(head.adapter, NO_VERSION) if head.adapter else self._engine.version
+        pure = _pure(head, self._loaded())
+        if not pure and (head.version == own or self._slow):
             return False
-        return self._engine.adopt(
-            session,
-            SessionCache(
-                tokens=part.tokens,
-                content=content,
-                start=part.start,
-                end=part.end,
-                layout=part.layout,
-                version=part.version,
-                first_sampled=part.first_sampled,
-                first_version=part.first_version,
-                adapter=part.adapter,
-            ),
+        load.end, load.alone = len(head.tokens), not pure
+        load.origin = Origin(head.first_sampled, head.first_version)
+        load.found = load.end
+        cache = SessionCache(
+            head.tokens,
+            head.layout,
+            head.version,
+            head.first_sampled,
+            head.first_version,
+            head.adapter,
         )
+        return self._engine.offer(session, cache, load)
+
+    @property
+    def _slow(self) -> bool:
+        """Whether a cache that can only be loaded takes longer than computing it."""
+        size, rate = self._engine.cache_bytes_per_token, self._engine.prefill_tokens_per_s
+        return bool(rate) and self._pace.per_byte * size > 1 / rate
 
 
 class _Came:
     """What a move has brought so far."""
 
     tokens = bytes = 0
-    seconds = 0.0
+    seconds = first_s = 0.0
     whole = False
 
 
-def _framed(cache: SessionCache, weights: str, frame_bytes: int) -> list[CacheFrame]:
-    part = CachePart(
-        tokens=cache.tokens,
-        start=cache.start,
-        end=cache.end,
-        layout=cache.layout,
-        version=cache.version,
-        first_sampled=cache.first_sampled,
-        first_version=cache.first_version,
-        weights=weights,
-        size=len(cache.content),
-        adapter=cache.adapter,
-    )
-    content = cache.content
-    return [
-        CacheFrame(part if at == 0 else None, content[at : at + frame_bytes])
-        for at in range(0, len(content), frame_bytes)
-    ]
+def _pure(head: CacheHead, weights: str) -> bool:
+    """Whether these weights have computed all of a cache."""
+    return head.version >= 0 and head.weights == weights
 
 
-async def _parts(
-    frames: AsyncIterator[CacheFrame], came: _Came
-) -> AsyncGenerator[tuple[CachePart, NDArray[np.uint8]], None]:
-    """Each part with its bytes, once all of them are there, until the next; BadMessage if frames
-    do not fit."""
-    part: CachePart | None = None
-    whole, filled = np.zeros(0, np.uint8), 0
+async def _chunks(frames: AsyncIterator[CacheFrame], came: _Came) -> AsyncGenerator[Chunk, None]:
+    """Each chunk, once all of its bytes are there; BadMessage if frames do not fit."""
+    whole, filled, of = NOTHING, 0, (0, 0, 0)
     async for frame in frames:
-        if frame.part is not None:
-            part, filled = _checked(frame.part), 0
-            if part.size > len(whole):  # fresh memory costs more than the copy
-                whole = np.empty(part.size, np.uint8)
+        if not filled:
+            of = frame.start, frame.end, frame.size
+            if frame.head is not None or not 0 < frame.size <= LARGEST_CHUNK_BYTES:
+                raise BadMessage(f"a chunk of {frame.size} bytes of keys and values")
+            if not 0 <= frame.start < frame.end <= frame.start + CHUNK or frame.start % CHUNK:
+                raise BadMessage(f"no chunk is of tokens {frame.start} to {frame.end}")
+            whole = np.empty(frame.size, np.uint8)
         end = filled + len(frame.content)
-        if part is None or frame.content.dtype != np.uint8 or end > part.size:
-            raise BadMessage("a frame of keys and values that belongs to no part")
+        fits = (frame.start, frame.end, frame.size) == of and end <= len(whole)
+        if not fits or not len(frame.content) or frame.content.dtype != np.uint8:
+            raise BadMessage("a frame of keys and values that belongs to no chunk")
         whole[filled:end] = frame.content
         came.bytes += end - filled
         filled = end
-        if filled == part.size:
-            yield part, whole[: part.size]
-            part = None
+        if filled == len(whole):
+            yield frame.start, frame.end, whole
+            filled = 0
 
 
-def _checked(part: CachePart) -> CachePart:
-    tokens = part.tokens
-    if tokens.dtype != np.int32 or tokens.ndim != 1 or not 0 < part.size <= LARGEST_PART_BYTES:
-        raise BadMessage(f"a part of {part.size} bytes, with tokens of {tokens.dtype}")
-    return part
+def _checked(frame: CacheFrame) -> CacheHead:
+    head = frame.head
+    if head is None or head.tokens.dtype != np.int32 or head.tokens.ndim != 1:
+        raise BadMessage("keys and values of nobody knows which tokens")
+    return head

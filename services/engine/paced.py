@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from common.api.engine import Finish
 from common.clock import Clock
 from common.generation.contract import (
-    WHOLE_BYTES,
     Flush,
     Ints,
     Request,
@@ -30,6 +29,8 @@ from common.job.pace import LATE, Pace
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from common.generation.builtin.loading import Loading
 
 
 class PacedEngine:
@@ -202,10 +203,11 @@ class PacedEngine:
     def cache_bytes_per_token(self) -> int:
         return self.inner.cache_bytes_per_token
 
-    def export(
-        self, session: int, start: int = 0, most_bytes: int = WHOLE_BYTES
-    ) -> SessionCache | None:
-        return self.inner.export(session, start, most_bytes)
+    def cached(self, session: int) -> SessionCache | None:
+        return self.inner.cached(session)
 
-    def adopt(self, session: int, cache: SessionCache) -> bool:
-        return self.inner.adopt(session, cache)
+    def copied(self, session: int, start: int, end: int) -> NDArray[np.uint8] | None:
+        return self.inner.copied(session, start, end)
+
+    def offer(self, session: int, cache: SessionCache, load: Loading) -> bool:
+        return self.inner.offer(session, cache, load)

@@ -197,7 +197,7 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
             "tensor_parallel": engine.tensor_parallel,
             "preempted": engine.preempted,
             "prefill_tokens_per_s": engine.prefill_tokens_per_s,
-            "cache_bytes_per_token": engine.cache_bytes_per_token,
+            "cache_bytes_per_token": engine.cache_bytes_per_token if limits.kv.peers else 0,
         }
 
     driver.start(service)

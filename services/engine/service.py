@@ -84,7 +84,8 @@ class EngineService(Actor):
         self._flushed_step = 0
         self._flushed_at = 0.0
         between = partial(self.commands.between_steps, needs_turn=True)
-        self.moves = CacheMoves(mesh, engine, between, lambda: self.weights.computing)
+        named, wake = lambda: self.weights.computing, self.commands.wake.set
+        self.moves = CacheMoves(mesh, engine, between, named, wake)
         sleeper = EngineSleeper(mesh, engine, self.commands, self.weights, cache_tokens)
         self.tiers = Tiers(mesh, sleeper, *mesh.settings.places, turns=self.take_turns)
 
@@ -268,7 +269,7 @@ class EngineService(Actor):
 
     @call(Engine.move)
     async def move(self, request: CacheMove) -> CacheMoved:
-        """Takes over a session from another engine, as far as that goes; never an error."""
+        """Has a session's cache come from another engine, as far as that goes; never an error."""
         if self.draining or self.shards.listening(request.owner) is None:
             return CacheMoved(0, 0, 0.0, False)
         return await self.moves.fetch(request)

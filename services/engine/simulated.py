@@ -22,7 +22,6 @@ from common.errors import Refused
 from common.generation.contract import (
     NO_FLOATS,
     NO_VERSION,
-    WHOLE_BYTES,
     Flush,
     Ints,
     Piece,
@@ -37,6 +36,8 @@ from common.generation.counter import draws, key_of, uniforms
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from common.generation.builtin.loading import Loading
 
 NORMAL = NormalDist()
 _ROUNDING = 1e-9  # share of a token: a step at exactly the time of a token brings it
@@ -215,12 +216,14 @@ class SimulatedEngine:
     def release(self, sessions: Iterable[int]) -> None:
         """Sessions hold nothing here."""
 
-    def export(
-        self, session: int, start: int = 0, most_bytes: int = WHOLE_BYTES
-    ) -> SessionCache | None:
+    def cached(self, session: int) -> SessionCache | None:
         return None
 
-    def adopt(self, session: int, cache: SessionCache) -> bool:
+    def copied(self, session: int, start: int, end: int) -> NDArray[np.uint8] | None:
+        return None
+
+    def offer(self, session: int, cache: SessionCache, load: Loading) -> bool:
+        load.cancelled = True
         return False
 
     # -- time ------------------------------------------------------------------------------------

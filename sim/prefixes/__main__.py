@@ -28,7 +28,7 @@ def compared(curve: Curve, bytes_per_s: float, tokens: int) -> dict[str, float]:
     """Speed-ups of both over either alone."""
     load_s = TOKEN_BYTES / bytes_per_s
     alone = {"load": load_s * tokens, "compute": curve.compute_s(0, tokens)}
-    found = {}
+    found: dict[str, float] = {}
     for kind, model in (("closed", closed_form), ("events", events)):
         met = model(curve, load_s, tokens)
         found |= {f"{kind}_x_{name}": round(s / met.seconds, 3) for name, s in alone.items()}
@@ -39,7 +39,7 @@ def compared(curve: Curve, bytes_per_s: float, tokens: int) -> dict[str, float]:
 def main() -> None:
     """The entry."""
     tokens = 16 << 10
-    figures: dict[str, float | dict[str, float]] = {}
+    settings: dict[str, dict[str, float]] = {}
     print(f"{'':24}{'over load':>24}{'over compute':>24}")
     for name, curve, rate, length in (
         ("A100, 16K, 32 Gbps", A100, GBPS_32, tokens),
@@ -47,31 +47,26 @@ def main() -> None:
         ("H100, 32K, 32 Gbps", H100, GBPS_32, 2 * tokens),
         ("A100, 16K, 2 Gbps", A100, GBPS_2, tokens),
     ):
-        found = figures[name] = compared(curve, rate, length)
+        found = settings[name] = compared(curve, rate, length)
         load, compute = (
             f"{found[f'closed_x_{k}']:.2f}, events {found[f'events_x_{k}']:.2f}"
             for k in ("load", "compute")
         )
         print(f"{name:24}{load:>24}{compute:>24}")
-    ours = figures["A100, 16K, 32 Gbps"]
-    assert isinstance(ours, dict)
-    for key, value in TABLE.items():
-        figures[f"{key}_off"] = round(ours[f"events_{key}"] / value - 1, 4)
-    slow = figures["A100, 16K, 2 Gbps"]
-    assert isinstance(slow, dict)
-    figures["reduction_load_2gbps"] = round(1 - 1 / slow["events_x_load"], 4)
-    figures["reduction_load_2gbps_off"] = round(
-        float(figures["reduction_load_2gbps"]) / REDUCTION_LOAD - 1, 4
-    )
+    ours, slow = settings["A100, 16K, 32 Gbps"], settings["A100, 16K, 2 Gbps"]
+    figures = {f"{key}_off": ours[f"events_{key}"] / value - 1 for key, value in TABLE.items()}
+    reduction = 1 - 1 / slow["events_x_load"]
+    figures["reduction_load_2gbps"] = reduction
+    figures["reduction_load_2gbps_off"] = reduction / REDUCTION_LOAD - 1
     compute_s = A100.compute_s(0, tokens)
 
     def above(bytes_per_s: float) -> float:
         met = closed_form(A100, TOKEN_BYTES / bytes_per_s, tokens)
         return met.seconds / compute_s - (1 - REDUCTION_COMPUTE)
 
-    figures["reduction_compute_0.681_at_gbps"] = round(setting(1e8, 1e12, above) * 8 / 1e9, 1)
+    figures["reduction_compute_0.681_at_gbps"] = setting(1e8, 1e12, above) * 8 / 1e9
     print(f"the source: {TABLE['x_load']} over loading, {TABLE['x_compute']} over computing at 16K")
-    print(json.dumps(figures))
+    print(json.dumps(settings | {key: round(value, 4) for key, value in figures.items()}))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from common.api.engine import Finish
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError, Damaged, Refused
 from common.generation.builtin.adapters import MOST_ADAPTERS, changes_of
-from common.generation.builtin.cache_moves import OLDER, SessionCaches
+from common.generation.builtin.cache_moves import OLDER, cached, shown
 from common.generation.builtin.loading import WORTH, Kept, Loading, Origin, Prefixes, Sought
 from common.generation.builtin.parts import SHARE_FROM, Memory, StepCompute
 from common.generation.builtin.prefill_rate import PrefillRate
@@ -29,7 +29,6 @@ from common.generation.builtin.stop_text import StopText
 from common.generation.builtin.weights import check_shapes, shapes_of
 from common.generation.contract import (
     NO_VERSION,
-    WHOLE_BYTES,
     Flush,
     Ints,
     Request,
@@ -39,6 +38,7 @@ from common.generation.contract import (
 )
 from common.model.config import ModelConfig
 
+MOST_OFFERED = 64  # sessions whose caches come before their requests
 PREFILL_TOKENS = 512  # known tokens in a step, so that decoding rows do not wait for long
 
 
@@ -87,7 +87,6 @@ class TorchEngine:
         self._clock = clock or SystemClock()
         self._recompute = kv_on_update == "recompute"
         self._read_back = read_back
-        self._moves = SessionCaches(slots, compute, memory, not self._recompute, self._drop)
         self._places: dict[str, int] = {"": 0}  # of adapters that are loaded; the base has none
         self._broken: set[int] = set()  # of which some tensors are of one version, some of another
         self._prefill_rate = PrefillRate()
@@ -323,32 +322,21 @@ class TorchEngine:
 
     # -- prefixes from elsewhere -----------------------------------------------------------------
 
-    def offer(self, session: int, load: Loading) -> None:
-        """Another engine sends what it has of a session, whose next request is here or comes soon.
-        Refused, by being cancelled at once, where nothing of it would be used.
-        """
-        slots = self._slots
-        running = [slot for slot in slots.live() if slots.session[slot] == session]
-        self._withdraw(session)
-        if session < 0 or slots.keeps(session) or not self._able:
-            load.cancelled = True
-        elif not running:
-            self._offered[session] = load
-        elif running[0] in self._joining and running[0] not in self._loads:
-            self._begin(running[0], load)
-        else:
-            load.cancelled = True
-
     def _withdraw(self, session: int) -> None:
         load = self._offered.pop(session, None)
         if load is not None:
             load.cancelled = True
 
     def _load_of(self, slot: int) -> Loading | None:
-        """What is on its way of the slot's prefix, for which is looked once."""
-        if slot in self._unsought:
-            self._unsought.discard(slot)
-            load = self._offered.pop(int(self._slots.session[slot]), None) or self._found(slot)
+        """What is on its way of the slot's prefix: from another engine, or what is found in a look
+        of which each slot has one.
+        """
+        load = self._loads.get(slot)
+        if load is None:
+            load = self._offered.pop(int(self._slots.session[slot]), None)
+            if load is None and slot in self._unsought:
+                self._unsought.discard(slot)
+                load = self._found(slot)
             if load is not None:
                 self._begin(slot, load)
         return self._loads.get(slot)
@@ -368,10 +356,17 @@ class TorchEngine:
         slots = self._slots
         computed, known = int(slots.computed[slot]), int(slots.known[slot])
         pure = not load.alone and slots.weights[slot] == slots.current(slot)
-        load.claimed, load.end = computed, min(load.end, known - 1)
-        load.cancelled = load.end <= computed or bool(computed and not pure)
-        if not load.cancelled:
+        load.claimed = computed
+        load.end = min(load.end, known - 1)
+        fits = load.end > computed and (pure or not computed)
+        if fits and load.cache is not None:
+            n = min(len(load.cache.tokens), known)
+            fits = bool((slots.tokens[slot, :n] == load.cache.tokens[:n]).all())
+            fits &= self._places.get(load.cache.adapter) == slots.adapter[slot]
+        load.cancelled = not fits
+        if fits:
             self._loads[slot] = load
+            self._take_load(slot, load)
 
     def _front(self, slot: int, load: Loading, most: int) -> int:
         """How many tokens the engine computes now of a slot that is being loaded."""
@@ -385,16 +380,17 @@ class TorchEngine:
 
     def _take_loads(self) -> None:
         """Puts what has come where it belongs, as far as there is room."""
-        now_s = self._clock.monotonic()
         for slot, load in list(self._loads.items()):
-            known = self._slots.known[[slot]]
-            if len(self._memory.short(np.array([slot]), known)):
-                continue
-            for start, end, content in load.take(now_s):
-                if load.claimed <= start < load.end:
-                    self._compute.write(slot, start, end, content)
-                    load.placed[start] = min(end, load.end)
-            self._meet(slot)
+            if not len(self._memory.short(np.array([slot]), self._slots.known[[slot]])):
+                self._take_load(slot, load)
+
+    def _take_load(self, slot: int, load: Loading) -> None:
+        for start, end, content in load.take(self._clock.monotonic()):
+            right = len(content) == self._compute.span_bytes(start, end)
+            if right and load.claimed <= start < load.end:
+                self._compute.write(slot, start, end, content)
+                load.placed[start] = min(end, load.end)
+        self._meet(slot)
 
     def _meet(self, slot: int) -> None:
         """Jumps over what has come, where the slot's computed tokens reach it."""
@@ -514,6 +510,7 @@ class TorchEngine:
         if not joining:
             self._joining.remove(slot)
             self._unsought.discard(slot)
+            self._withdraw(int(self._slots.session[slot]))
             return
         self._unsought.add(slot)
         if slot not in self._joining:
@@ -521,25 +518,45 @@ class TorchEngine:
 
     # -- sessions that move ----------------------------------------------------------------------
 
-    def export(
-        self, session: int, start: int = 0, most_bytes: int = WHOLE_BYTES
-    ) -> SessionCache | None:
-        """A copy of what an idle session has computed, from token `start` on, of about
-        `most_bytes`; None: nothing that could be taken over.
-        """
-        if not self._able:
+    def cached(self, session: int) -> SessionCache | None:
+        """What it has computed of an idle session; None: nothing that could be taken over."""
+        slot = self._slots.idle_slot(session)
+        if slot is None or not self._able:
             return None
-        return self._moves.export(session, start, most_bytes, self._names())
+        adapter = self._names()[int(self._slots.adapter[slot])]
+        return cached(self._slots, slot, self._compute.layout, adapter)
 
-    def adopt(self, session: int, cache: SessionCache) -> bool:
-        """Keeps what another engine computed, for the session's next request. False: there is no
-        room for it beside what runs, or its weights or layout differ.
+    def copied(self, session: int, start: int, end: int) -> NDArray[np.uint8] | None:
+        """A copy of the keys and values of tokens [start, end) of an idle session; None: it has
+        them no more.
         """
-        adapter = self._places.get(cache.adapter)
-        if not self._able or self._queue or adapter is None:  # who waits for a slot goes first
+        slot = self._slots.idle_slot(session)
+        if slot is None or not self._able or self._slots.computed[slot] < end:
+            return None
+        return self._compute.read(slot, start, end)
+
+    def offer(self, session: int, cache: SessionCache, load: Loading) -> bool:
+        """Has the session's next request, or the one that is being prefilled, loaded by `load` as
+        far as that is faster. False, and the load is cancelled: it must not or cannot be used.
+        """
+        slots, place = self._slots, self._places.get(cache.adapter)
+        self._withdraw(session)
+        running = [slot for slot in slots.live() if slots.session[slot] == session]
+        load.cancelled = True
+        if place is None or session < 0 or not self._able or cache.layout != self._compute.layout:
             return False
-        spare = int(self._decoding.sum())
-        return self._moves.adopt(session, cache, adapter, spare)
+        version = int(slots.loaded[place])
+        usable = not self._recompute and shown(cache, version)
+        if not (usable if load.alone else cache.version == version):
+            return False
+        if len(cache.tokens) >= slots.max_length or (running and running[0] not in self._joining):
+            return False
+        load.cancelled = False
+        load.cache = cache
+        self._offered[session] = load
+        while len(self._offered) > MOST_OFFERED:
+            self._withdraw(next(iter(self._offered)))
+        return True
 
     # -- weights ---------------------------------------------------------------------------------
 

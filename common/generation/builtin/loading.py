@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.generation.contract import Ints
+from common.generation.contract import Ints, SessionCache
 
 CHUNK = 128  # tokens that are stored and loaded together: eight blocks (Cake's size)
 WORTH = 2 * CHUNK  # tokens from which a prefix is looked for or kept: less is computed in one step
@@ -54,6 +54,7 @@ class Loading:
     ) -> None:
         self.begin, self.end, self.origin, self.alone = begin, end, origin, alone
         self.expected_s = 0.0  # that a chunk takes to come; 0: nobody knows. The bringer's
+        self.cache: SessionCache | None = None  # of which it is; None: its name says what it is
         self.over = False  # nothing more comes. The bringer's
         self.found = 0  # tokens of it that can come, as far as is known. The bringer's
         self.claimed = begin  # tokens that are computed, or just being computed. The engine's

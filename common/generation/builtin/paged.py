@@ -11,7 +11,6 @@ from common.generation.builtin.blocks import (
     BLOCK,
     BlockPool,
     PrefixCache,
-    blocks_of,
 )
 from common.generation.builtin.parts import Rows
 from common.generation.builtin.slots import Slots
@@ -110,14 +109,6 @@ class PagedMemory:
             self.table[slot, self.held[slot]] = self._take()
             self.held[slot] += 1
         return True
-
-    def fits(self, tokens: int, spare: int, beside: list[int]) -> bool:
-        """Whether the pool could hold `tokens` tokens and `spare` blocks if only the slots `beside`
-        kept theirs.
-        """
-        held = [self.table[slot, : self.held[slot]] for slot in beside]
-        taken = len(np.unique(np.concatenate(held))) if held else 0
-        return self.pool.count - taken >= blocks_of(tokens) + spare
 
     def short(self, slots: Rows, tokens: Rows) -> Rows:
         """The slots of `slots` whose first `tokens[i]` tokens have no blocks yet."""

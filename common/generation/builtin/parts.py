@@ -86,10 +86,6 @@ class Memory(Protocol):
         is none.
         """
 
-    def fits(self, tokens: int, spare: int, beside: list[int]) -> bool:
-        """Whether a slot could have room for so many tokens, and `spare` blocks be left, if only
-        the slots `beside` kept what they have."""
-
     def short(self, slots: Rows, tokens: Rows) -> Rows:
         """The slots of `slots` whose first `tokens[i]` tokens have no room yet."""
 

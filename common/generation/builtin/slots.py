@@ -141,29 +141,6 @@ class Slots:
         first = int(self.first_sampled[slot])
         return first < len(tokens) and int(tokens[first]) == int(self.tokens[slot, first])
 
-    def reserve(
-        self,
-        session: int,
-        tokens: NDArray[np.int32],
-        first_sampled: int,
-        version: int,
-        adapter: int = 0,
-    ) -> int:
-        """An idle slot for a session that comes from elsewhere, nothing of it computed
-        yet; `first_sampled` and its `version` as `SessionCache` has them. The slot was free, or the
-        session's own, or that of the session idle for longest."""
-        slot = self._take(session)
-        n = len(tokens)
-        self.tokens[slot, :n] = tokens
-        self.known[slot] = self.flushed[slot] = n
-        self.computed[slot], self.adapter[slot] = 0, adapter
-        self.first_sampled[slot] = first_sampled if first_sampled < n else self.max_length
-        if first_sampled < n:
-            self.versions[slot, first_sampled] = version
-        self.session[slot] = session
-        self._idle[session] = slot
-        return slot
-
     def end(self, slot: int, code: Finish) -> list[int]:
         """Ends the slot's request; its session, if it has one, keeps the slot idle. The slots that
         this frees."""
@@ -192,10 +169,6 @@ class Slots:
     def idle_slot(self, session: int) -> int | None:
         """The idle slot that keeps this session; None: there is none."""
         return self._idle.get(session)
-
-    def runs(self, session: int) -> bool:
-        """Whether a request of the session has a slot."""
-        return bool((self.session[self.live()] == session).any())
 
     def live(self) -> list[int]:
         """The slots that run a request."""

@@ -239,10 +239,6 @@ class ContiguousMemory:
         """No slot: each has room for its full length."""
         return slots[:0]
 
-    def fits(self, tokens: int, spare: int, beside: list[int]) -> bool:
-        """True: each slot has room for its full length."""
-        return True
-
     def free(self, slot: int) -> None:
         """A freed slot still serves as a donor."""
 

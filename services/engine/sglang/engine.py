@@ -23,11 +23,11 @@ from torch import Tensor
 from common.api.engine import Finish
 from common.clock import Clock, SystemClock
 from common.errors import Damaged, MeshError, Refused
+from common.generation.builtin.loading import Loading
 from common.generation.builtin.stop_text import StopText
 from common.generation.builtin.weights import check_shapes, shapes_of
 from common.generation.contract import (
     NO_VERSION,
-    WHOLE_BYTES,
     Flush,
     Ints,
     Piece,
@@ -148,12 +148,14 @@ class SGLangEngine:
     def release(self, sessions: Iterable[int]) -> None:
         """The server's cache is its own affair: it drops what was used longest ago."""
 
-    def export(
-        self, session: int, start: int = 0, most_bytes: int = WHOLE_BYTES
-    ) -> SessionCache | None:
+    def cached(self, session: int) -> SessionCache | None:
         return None
 
-    def adopt(self, session: int, cache: SessionCache) -> bool:
+    def copied(self, session: int, start: int, end: int) -> NDArray[np.uint8] | None:
+        return None
+
+    def offer(self, session: int, cache: SessionCache, load: Loading) -> bool:
+        load.cancelled = True
         return False
 
     def drain(self, ended_only: bool = False) -> Flush | None:

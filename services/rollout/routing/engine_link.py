@@ -70,7 +70,7 @@ class EngineLink:
         self.out: dict[Stay, None] = {}  # stays among them with a turn under way, oldest first
         self.ended: set[int] = set()  # trajectories whose slots the engine may reuse
         self.host = ""
-        self._costs = {across: MoveCosts(across) for across in (False, True)}  # moves to here
+        self._costs = {across: MoveCosts() for across in (False, True)}  # moves to here
         self._others: dict[str, int] = {}  # requests of other shards
         self._plateau = 0
         self._rests_until = 0.0
@@ -221,7 +221,7 @@ class EngineLink:
         """Brings the trajectory's keys and values here from `source`, as far as that goes."""
         move = CacheMove(self._mesh.name, t.id, source.name)
         moved: CacheMoved = await self._ref.call(Engine.move, move)
-        self.costs(source).moved(moved.bytes, moved.seconds)
+        self.costs(source).moved(moved.first_s)
 
     def movable(self, count: int, pending: bool) -> list[Stay]:
         """Up to `count` stays whose requests wait here, the latest first, or else run, the shortest

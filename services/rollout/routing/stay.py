@@ -35,8 +35,8 @@ class Whereabouts(Enum):
 
     AWAY = "away"  # no engine has a place for it
     QUEUED = "queued"  # it waits for one; an engine may still keep its cache
-    COMING = "coming"  # an engine has a place for it; its cache may be on the way there
-    OUT = "out"  # a request of it is out
+    COMING = "coming"  # an engine has a place for it
+    OUT = "out"  # a request of it is out; its cache may be on the way there
     SEATED = "seated"  # between two turns: the engine keeps its keys and values
 
 
@@ -71,6 +71,7 @@ class Stay:
         "_attempts",
         "_engines",
         "_failing_since",
+        "_moves",
         "course",
         "home",
         "link",
@@ -99,6 +100,7 @@ class Stay:
         self.placed: asyncio.Future[None] | None = None  # while it is in the queue
         self._attempts = 0  # engines that failed since the last token
         self._failing_since = 0.0  # when the first of them was
+        self._moves: set[asyncio.Task[None]] = set()  # of its cache, from engines that it left
 
     async def __aenter__(self) -> Stay:
         self._engines.joined(self)
@@ -111,6 +113,9 @@ class Stay:
         trace: TracebackType | None,
     ) -> None:
         self.end()
+        for move in self._moves:
+            move.cancel()
+        await asyncio.gather(*self._moves, return_exceptions=True)
         self._engines.parted(self)
 
     # -- states ----------------------------------------------------------------------------------
@@ -190,7 +195,7 @@ class Stay:
                     await self._place()
                 length = self.trajectory.length
                 with self._counted(AT_ENGINE):
-                    await self._bring()
+                    self._bring()
                     finish = await self._attempt(limit - length)
                 if finish in (Finish.STOP, Finish.LENGTH):
                     self.whereabouts = Whereabouts.SEATED
@@ -221,23 +226,30 @@ class Stay:
         if self._failing_since and waited_s > AWAY_S:
             self._failing_since += waited_s
 
-    async def _bring(self) -> None:
-        """Brings its keys and values along, if that is cheaper than computing them again; its
-        request begins afterwards.
-        """
+    def _bring(self) -> None:
+        """Has its keys and values come after it while its request is computed, where that helps."""
         source, link = self.source, self.link
         assert link is not None
         if source is link:
             self.source = None
         elif source is not None and self._engines.serves(source):
-            length = self.trajectory.length
-            choice = link.costs(source).choose(length, length)
+            choice = link.costs(source).choose(self.trajectory.length)
             self._engines.caches[choice.answer] += 1
             if choice.answer == "move":
-                self.trajectory.watch.enter("cache")
-                with suppress(MeshError):  # it computes what did not come
-                    await link.fetch(self.trajectory, source)
+                self.source = None  # it is let go of when nothing more comes
+                moving = self._moved(link, source)
+                task = asyncio.get_running_loop().create_task(moving, name="cache move")
+                self._moves.add(task)
+                task.add_done_callback(self._moves.discard)
         self._forget()
+
+    async def _moved(self, link: EngineLink, source: EngineLink) -> None:
+        try:
+            with suppress(MeshError):  # it computes what did not come
+                await link.fetch(self.trajectory, source)
+        finally:
+            if self.link is not source:
+                source.ended.add(self.trajectory.id)
 
     async def _attempt(self, max_new: int) -> Finish:
         """How a request at the engine ends."""

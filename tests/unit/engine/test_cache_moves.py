@@ -8,23 +8,24 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import pytest
 
 from common.api.engine import (
     Attach,
     CacheFrame,
+    CacheHead,
     CacheMove,
     CacheMoved,
-    CachePart,
     Engine,
     Sampling,
     Submit,
     Tokens,
 )
 from common.errors import BadMessage, PeerLost
-from common.generation.contract import SessionCache
+from common.generation.builtin.loading import CHUNK
 from common.random import Random
 from common.runtime.mesh import Mesh
-from services.engine.cache_moves import MOVE_S, CacheMoves, _Came, _parts
+from services.engine.cache_moves import MOVE_S, CacheMoves, _Came, _checked, _chunks
 from services.engine.service import EngineService
 from services.engine.simulated import SimulatedEngine
 from sim.host import SimulatedHost
@@ -69,7 +70,7 @@ class Bench:
 
     def _service(self, name: str) -> EngineService:
         service = EngineService(self._mesh(name), self.engines[name], lambda action: action())
-        service.moves.part_bytes, service.moves.frame_bytes = 20_000, 3_000
+        service.moves.frame_bytes = 3_000
         return service
 
     async def start(self) -> None:
@@ -231,19 +232,38 @@ def test_a_source_that_is_unknown_costs_seconds_and_no_error() -> None:
     on_bench(story)
 
 
+def test_what_comes_is_computed_meanwhile() -> None:
+    """The request is there first, and what it computes does not come any more."""
+
+    async def story(bench: Bench) -> None:
+        context = await begun(bench)
+        expected = await bench.turn("engine/a", context)
+        before = computed(bench, "engine/b")
+        turn, move = bench.turn("engine/b", context), bench.move()
+        there, moved = await asyncio.gather(turn, move)
+        assert computed(bench, "engine/b") - before <= len(context) + 4
+        assert moved.adopted or not moved.tokens
+        assert there[0] == expected[0]
+        np.testing.assert_allclose(there[1], expected[1], atol=2e-4)
+
+    on_bench(story)
+
+
 def test_a_source_that_dies_half_way_leaves_what_came() -> None:
     async def story(bench: Bench) -> None:
         context = await begun(bench)
         expected = await bench.turn("engine/a", context)
         later = asyncio.create_task(bench.move())
         while not copied(bench):
-            await bench.clock.sleep(STEP_S)
+            await bench.clock.sleep(STEP_S / 10)
         await bench.services["engine/a"].mesh.transport.close()
         moved = await later
         assert 0 < moved.tokens < 504 and not moved.adopted
         before = computed(bench, "engine/b")
         there = await bench.turn("engine/b", context)
-        assert computed(bench, "engine/b") - before == len(context) - moved.tokens + 4
+        beyond = 510 - (len(context) - 1)  # came too, of the turn that the source had had
+        used = moved.tokens - beyond
+        assert computed(bench, "engine/b") - before == len(context) - used + 4
         np.testing.assert_allclose(there[1], expected[1], atol=2e-4)
         assert there[0] == expected[0]
 
@@ -252,7 +272,7 @@ def test_a_source_that_dies_half_way_leaves_what_came() -> None:
 
 def copied(bench: Bench) -> bool:
     """Whether some of the session is at engine b."""
-    return bench.engines["engine/b"].export(SESSION) is not None
+    return any(load.waiting_bytes for load in bench.engines["engine/b"]._offered.values())
 
 
 def test_a_silent_source_is_given_up_on() -> None:
@@ -260,13 +280,16 @@ def test_a_silent_source_is_given_up_on() -> None:
         context = await begun(bench)
         later = asyncio.create_task(bench.move())
         while not copied(bench):
-            await bench.clock.sleep(STEP_S)
+            await bench.clock.sleep(STEP_S / 10)
         bench.network.partition("mem://engine/a", "mem://engine/b")
         began = bench.clock.monotonic()
+        turn = asyncio.create_task(bench.turn("engine/b", context))
+        await turn
+        assert bench.clock.monotonic() - began < 5.0, "nobody waits for it"
         moved = await later
         assert bench.clock.monotonic() - began < MOVE_S
         assert 0 < moved.tokens < 504 and not moved.adopted
-        await recomputes(bench, context, 505 - moved.tokens)
+        await recomputes(bench, context, 0)
 
     on_bench(story)
 
@@ -276,13 +299,25 @@ def test_a_move_that_nobody_waits_for_ends_at_both_engines() -> None:
         context = await begun(bench)
         later = asyncio.create_task(bench.move())
         while not copied(bench):
-            await bench.clock.sleep(STEP_S)
+            await bench.clock.sleep(STEP_S / 10)
         later.cancel()
         await bench.clock.sleep(0.5)
-        cache = bench.engines["engine/b"].export(SESSION)
-        assert cache is not None and len(cache.tokens) < 504
+        (load,) = bench.engines["engine/b"]._offered.values()
+        assert load.over and load.waiting_bytes
         assert bench.services["engine/a"].mesh._server.running == 1, "the shard's own stream"
-        await recomputes(bench, context, 505 - len(cache.tokens))
+        await recomputes(bench, context, 1)
+
+    on_bench(story)
+
+
+def test_a_request_that_has_met_what_comes_lets_the_source_go() -> None:
+    async def story(bench: Bench) -> None:
+        context = await begun(bench)
+        await bench.turn("engine/b", context)
+        moved = await bench.move()
+        assert not moved.tokens or moved.tokens <= 504
+        await bench.clock.sleep(0.5)
+        assert bench.services["engine/a"].mesh._server.running == 1
 
     on_bench(story)
 
@@ -298,18 +333,29 @@ def test_many_sessions_move_at_once_and_requests_go_on() -> None:
     on_bench(story)
 
 
-def test_frames_that_belong_to_no_part_are_refused() -> None:
-    part = CachePart(np.zeros(16, np.int32), 0, 16, "layout", 0, 16, 0, "", 10)
+def test_frames_that_belong_to_no_chunk_are_refused() -> None:
     ten = np.zeros(10, np.uint8)
+
+    def frame(content: Any = ten, **more: Any) -> CacheFrame:
+        about = {"head": None, "start": 0, "end": 16, "size": 20, **more}
+        return CacheFrame(content=content, **about)
+
+    head = CacheHead(np.zeros(16, np.int32), "layout", 0, 16, 0, "")
     for wrong in (
-        [CacheFrame(None, ten)],
-        [CacheFrame(part, np.zeros(11, np.uint8))],
-        [CacheFrame(part, ten), CacheFrame(None, ten)],
-        [CacheFrame(part, ten.astype(np.int32)[:2])],
-        [CacheFrame(CachePart(np.zeros(16), 0, 16, "", 0, 16, 0, "", 10), ten)],
-        [CacheFrame(CachePart(np.zeros(16, np.int32), 0, 16, "", 0, 16, 0, "", 1 << 40), ten)],
+        [frame(np.zeros(21, np.uint8))],
+        [frame(), frame(end=17)],
+        [frame(), frame(), frame(size=1 << 40)],
+        [frame(size=0)],
+        [frame(ten.astype(np.int32)[:2])],
+        [frame(), frame(np.zeros(0, np.uint8))],
+        [frame(start=1)],
+        [frame(end=CHUNK + 1)],
+        [frame(head=head)],
     ):
         assert asyncio.run(refused(wrong))
+    for wrong in (frame(), frame(head=CacheHead(np.zeros(16), "", 0, 16, 0, ""))):
+        with pytest.raises(BadMessage):
+            _checked(wrong)
 
 
 async def refused(frames: list[CacheFrame]) -> bool:
@@ -318,7 +364,7 @@ async def refused(frames: list[CacheFrame]) -> bool:
             yield frame
 
     try:
-        async for _ in _parts(come(), _Came()):
+        async for _ in _chunks(come(), _Came()):
             pass
     except BadMessage:
         return True
@@ -326,22 +372,22 @@ async def refused(frames: list[CacheFrame]) -> bool:
 
 
 class Slow:
-    """An engine that copies 500 MB a second, of a session that never ends."""
+    """An engine that copies a hundred chunks a second, of a session that never ends."""
 
     def __init__(self) -> None:
         self.clock = StandingClock()
 
-    def export(self, session: int, start: int, most_bytes: int) -> SessionCache:
-        self.clock.pass_(most_bytes / 5e8)
-        none = np.zeros(0, np.int32)
-        return SessionCache(none, np.zeros(most_bytes, np.uint8), start, start + 1, "", 0, 0, 0)
+    def copied(self, session: int, start: int, end: int) -> Any:
+        self.clock.pass_(0.002)
+        return np.zeros(4, np.uint8)
 
 
-def test_parts_are_as_large_as_the_pause_that_they_may_cost() -> None:
+def test_a_stop_copies_as_many_chunks_as_the_pause_allows() -> None:
     slow = Slow()
-    moves = CacheMoves(slow, slow, None, lambda: "")  # type: ignore[arg-type]
-    for first in (1 << 20, 64 << 20):
-        moves.part_bytes = first
+    moves = CacheMoves(slow, slow, None, lambda: "", lambda: None)  # type: ignore[arg-type]
+    for first in (1, 64):
+        moves.chunks = first
         for _ in range(6):
-            moves._copy(SESSION, 0)
-        assert abs(moves.part_bytes - 5_000_000) <= 1
+            starts = list(range(0, moves.chunks * CHUNK, CHUNK))
+            moves._copy(SESSION, 1 << 20, starts)
+        assert abs(moves.chunks - 5) <= 1

@@ -121,4 +121,4 @@ def test_no_token_but_the_last_is_a_stop_token_whatever_the_vocabulary() -> None
 def test_a_session_leaves_nothing_that_another_engine_could_take() -> None:
     engine, listener = simulated()
     listener.run(request(1, session=3))
-    assert engine.export(3) is None
+    assert engine.cached(3) is None and engine.copied(3, 0, 1) is None

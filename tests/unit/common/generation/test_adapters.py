@@ -23,6 +23,7 @@ from tests.unit.common.generation.engines_under_test import (
     request,
     with_adapter,
 )
+from tests.unit.common.generation.test_cache_moves import brought, offered
 from tests.unit.common.generation.test_torch_engine import expected_logprobs, words
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -238,14 +239,16 @@ def test_an_engine_has_so_many_places_and_no_more() -> None:
 def test_a_session_moves_with_the_name_of_its_adapter(path: str, engine: TorchEngine) -> None:
     context = words(2, 45)
     said = Listener(engine).run(request(1, context, max_new=5, session=1, adapter="a"))[1].tokens
-    cache = engine.export(1)
+    cache = engine.cached(1)
     assert cache is not None and (cache.adapter, cache.version) == ("a", 10)
     target = built_in(path)
-    assert not target.adopt(1, cache)
+    assert offered(cache, target, alone=False, session=1) is None
     target.load_adapter("b", adapter(2, 20, ATTENTION), SCALE, 20)
-    assert not target.adopt(1, cache)
+    assert offered(cache, target, alone=False, session=1) is None
     target.load_adapter("a", adapter(1), SCALE, 10)
-    assert target.adopt(1, cache)
+    load = offered(cache, target, alone=False, session=1)
+    assert load is not None
+    brought(engine, load, [0], session=1)
     context = [*context, *said, 4]
     heard = Listener(target).run(request(2, context, max_new=9, session=1, adapter="a"))[2]
     is_of(heard, "a", context)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +11,8 @@ import pytest
 
 from common.generation.builtin.blocks import BLOCK
 from common.generation.builtin.build import TorchEngine
+from common.generation.builtin.engine import MOST_OFFERED
+from common.generation.builtin.loading import CHUNK, Loading, Origin
 from common.generation.builtin.paged import PagedMemory
 from common.generation.builtin.prefill_rate import PrefillRate
 from common.generation.contract import MIXED, Request, SessionCache
@@ -49,14 +51,39 @@ def next_turn(context: list[int], temperature: float = 1.0, **more: int) -> Requ
     )
 
 
-def moved(source: TorchEngine, target: TorchEngine, most_bytes: int = 1 << 62) -> int:
-    """Moves the session part by part; how many tokens the target took."""
-    taken = 0
-    while (cache := source.export(SESSION, taken, most_bytes)) is not None:
-        if not target.adopt(SESSION, cache):
-            break
-        taken = cache.end
-    return taken
+def offered(
+    cache: SessionCache, target: TorchEngine, alone: bool | None = None, session: int = SESSION
+) -> Loading | None:
+    """What the target is to load; None: it must not. `alone`: None where its version says so."""
+    load = Loading(0, len(cache.tokens), 0.0)
+    load.origin = Origin(cache.first_sampled, cache.first_version)
+    load.alone = cache.version != target.version if alone is None else alone
+    return load if target.offer(session, cache, load) else None
+
+
+def brought(
+    source: TorchEngine, load: Loading, starts: Iterable[int], session: int = SESSION
+) -> None:
+    """Chunks of the source come."""
+    for start in starts:
+        end = min(start + CHUNK, load.end)
+        content = source.copied(session, start, end)
+        assert content is not None
+        load.bring(start, end, content)
+
+
+def moved(
+    source: TorchEngine, target: TorchEngine, down: bool = True, session: int = SESSION
+) -> int:
+    """Sends all of a session; how many tokens came."""
+    cache = source.cached(session)
+    load = None if cache is None else offered(cache, target, session=session)
+    if cache is None or load is None:
+        return 0
+    starts = list(range(0, load.end, CHUNK))
+    brought(source, load, reversed(starts) if down and not load.alone else starts, session)
+    load.over = True
+    return load.end
 
 
 def computed_by(engine: TorchEngine, turn: Request) -> tuple[int, Heard]:
@@ -66,15 +93,15 @@ def computed_by(engine: TorchEngine, turn: Request) -> tuple[int, Heard]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("length", [4, 9, 16, 70])
-@pytest.mark.parametrize("parts", ["whole", "by_block"])
+@pytest.mark.parametrize("length", [4, 9, 16, 70, 400])
+@pytest.mark.parametrize("down", [True, False])
 def test_a_moved_session_goes_on_bit_for_bit(
-    make: Make, length: int, temperature: float, parts: str
+    make: Make, length: int, temperature: float, down: bool
 ) -> None:
-    source, target = make(), make()
+    source, target = make(max_length=512), make(max_length=512)
     context = begun(source, length)
     cached = len(context) - 3  # all but the last sampled token and the tool's result
-    assert moved(source, target, 1 << 62 if parts == "whole" else 1) == cached
+    assert moved(source, target, down) == cached
     turn = next_turn(context, temperature)
     computed, there = computed_by(target, turn)
     assert computed == 3 + 11
@@ -98,9 +125,12 @@ def test_bfloat16_moves_as_exactly(path: str) -> None:
 def test_a_session_moves_on_from_where_it_was_moved_to(make: Make) -> None:
     first, second, third = make(), make(), make()
     context = begun(first, 33)
-    assert moved(first, second) == moved(second, third) == len(context) - 3
-    heard = Listener(third).run(next_turn(context))[2]
-    assert heard.logprobs == Listener(first).run(next_turn(context))[2].logprobs
+    assert moved(first, second) == len(context) - 3
+    heard = Listener(second).run(next_turn(context))[2]
+    context = [*context, *heard.tokens, 9]
+    assert moved(second, third) == len(context) - 2
+    there = Listener(third).run(next_turn(context, 0.0))[2]
+    holds(there, decoder(), context)
 
 
 def test_the_target_computes_beside_what_came(make: Make) -> None:
@@ -110,7 +140,7 @@ def test_the_target_computes_beside_what_came(make: Make) -> None:
     target.submit([request(i, tokens, max_new=40) for i, tokens in others.items()])
     for _ in range(4):
         target.step()
-    assert moved(source, target, 1) == len(context) - 3
+    assert moved(source, target) == len(context) - 3
     heard = Listener(target).run(next_turn(context))
     holds(heard[2], decoder(), context)
     for i, tokens in others.items():
@@ -131,16 +161,16 @@ def test_another_layout_is_refused(source: str, target: str) -> None:
     assert moved(narrow, built_in("native")) == 0
 
 
-def test_what_runs_is_not_exported_and_what_is_unknown_is_not_there(make: Make) -> None:
+def test_what_runs_is_not_given_and_what_is_unknown_is_not_there(make: Make) -> None:
     engine = make()
-    assert engine.export(SESSION) is None
+    assert engine.cached(SESSION) is None
     engine.submit([request(1, words(1, 30), session=SESSION)])
     engine.step()
-    assert engine.export(SESSION) is None
+    assert engine.cached(SESSION) is None
     Listener(engine).run()
-    assert engine.export(SESSION) is not None
+    assert engine.cached(SESSION) is not None
     engine.release([SESSION])
-    assert engine.export(SESSION) is None
+    assert engine.cached(SESSION) is None
 
 
 # -- versions ------------------------------------------------------------------------------------
@@ -172,10 +202,11 @@ def test_a_mixed_cache_moves_on_as_mixed_and_is_shared_with_nobody(make: Make) -
     heard = Listener(source).run(next_turn(context))[2]
     context = [*context, *heard.tokens, 9]
     target.swap(decoder(1).state_dict(), 1)
-    cache = source.export(SESSION)
+    cache = source.cached(SESSION)
     assert cache is not None and cache.version == MIXED and cache.first_version == 0
     assert moved(source, target) == len(context) - 2
-    assert target.export(SESSION).version == MIXED  # type: ignore[union-attr]
+    Listener(target).run(next_turn(context))
+    assert target.cached(SESSION).version == MIXED  # type: ignore[union-attr]
     alone = Listener(target).run(request(5, context[:45], max_new=4))[5]
     holds(alone, decoder(1), context[:45])
 
@@ -193,28 +224,49 @@ def test_what_no_token_of_a_version_was_sampled_over_is_not_mixed(make: Make) ->
     cache = exported(source, 20)
     target.swap(decoder(1).state_dict(), 1)
     unsampled = replace(cache, first_sampled=len(cache.tokens))
-    assert not target.adopt(SESSION, unsampled)
+    assert offered(unsampled, target) is None
     relabelled = replace(cache, first_version=1)  # computed again under 0 after a swap back
-    assert not target.adopt(SESSION, relabelled)
-    assert target.adopt(SESSION, cache)
+    assert offered(relabelled, target) is None
+    assert offered(cache, target, alone=False) is None, "front and back would not fit"
+    assert offered(cache, target) is not None
 
 
 def exported(engine: TorchEngine, length: int) -> SessionCache:
     begun(engine, length)
-    cache = engine.export(SESSION)
+    cache = engine.cached(SESSION)
     assert cache is not None
     return cache
 
 
 def test_after_a_swap_the_target_keeps_what_the_source_would_have_kept(make: Make) -> None:
+    """The token that the session had sampled shows it, wherever that was."""
     source, target = make(), make()
     context = begun(source, 20)
     assert moved(source, target)
+    target.submit([next_turn(context)])
+    target.step()
     for engine in (source, target):
         engine.swap(decoder(1).state_dict(), 1)
-    (n, there), (m, here) = (computed_by(e, next_turn(context)) for e in (target, source))
-    assert n == m == 3 + 11
-    assert there.logprobs == here.logprobs and there.versions == [1] * 12
+    before = target.tokens_computed
+    there = Listener(target).run()[2]
+    assert target.tokens_computed - before < len(context)
+    assert set(there.versions) <= {0, 1}
+
+
+def test_what_was_on_its_way_is_not_used_after_a_swap(make: Make) -> None:
+    source, target = make(max_length=512), make(max_length=512)
+    context = begun(source, 300)
+    cache = source.cached(SESSION)
+    assert cache is not None
+    load = offered(cache, target)
+    assert load is not None
+    target.submit([next_turn(context)])
+    brought(source, load, [256])
+    target.step()
+    target.swap(decoder(1).state_dict(), 1)
+    assert load.cancelled
+    brought(source, load, [128, 0])
+    holds(Listener(target).run()[2], decoder(1), context)
 
 
 @pytest.mark.parametrize("instead", [[], [0]])
@@ -238,49 +290,23 @@ def test_a_session_that_lost_its_only_sampled_token_starts_anew(
 # -- room ----------------------------------------------------------------------------------------
 
 
-def test_idle_sessions_make_room_for_one_that_comes_and_running_requests_do_not(
-    make: Make,
-) -> None:
-    source, target = make(), make(slots=2)
-    context = begun(source, 20)
-    target.submit([request(i, words(i, 12), session=i, max_new=30) for i in (50, 51)])
-    target.step()
-    assert moved(source, target) == 0, "both slots run"
-    listener = Listener(target)
-    listener.run()
-    assert moved(source, target) == len(context) - 3
-    assert target.export(50) is None and target.export(51) is not None, "the longest idle went"
-    listener.heard.clear()
-    holds(listener.run(next_turn(context))[2], decoder(), context)
-
-
-def test_who_waits_for_a_slot_goes_before_one_that_comes(make: Make) -> None:
-    source, target = make(), make(slots=2)
-    begun(source, 20)
-    target.submit([request(1, words(1, 5), session=8, max_new=2)])
-    assert moved(source, target) == 0
-    Listener(target).run()
-    assert moved(source, target)
-
-
 @NATIVE
 @pytest.mark.parametrize("path", ["native", "graphs"])
-def test_blocks_of_running_requests_are_left_alone(path: str) -> None:
+def test_what_comes_has_the_room_of_its_request_and_no_more(path: str) -> None:
+    """Idle sessions give way to it and running requests do not."""
     source, target = built_in(path), built_in(path, slots=4, kv_tokens=9 * BLOCK)
     context = begun(source, 60)
     Listener(target).run(request(20, words(20, 30), session=20, max_new=2))
     target.submit([request(i, words(i, 30), max_new=30) for i in (10, 11)])
     for _ in range(8):
         target.step()
-    kept = target.export(20)
-    assert moved(source, target) == 0, "what runs has six of nine blocks"
-    assert kept is not None and target.export(20) is not None, "nothing gave way for nothing"
-    heard = Listener(target).run()
-    assert target.preempted == 0
+    assert moved(source, target) == len(context) - 3
+    assert target.cached(20) is not None, "nothing gave way for what nobody has asked for yet"
+    heard = Listener(target).run(next_turn(context))
+    assert target.cached(20) is None
     for i in (10, 11):
         holds(heard[i], decoder(), words(i, 30))
-    assert moved(source, target) == len(context) - 3
-    holds(Listener(target).run(next_turn(context))[2], decoder(), context)
+    holds(heard[2], decoder(), context)
 
 
 def test_a_session_too_long_for_the_target_is_refused(make: Make) -> None:
@@ -289,43 +315,83 @@ def test_a_session_too_long_for_the_target_is_refused(make: Make) -> None:
     assert moved(source, target) == 0
 
 
-def test_a_move_that_breaks_off_leaves_what_came(make: Make) -> None:
-    source, target = make(), make()
-    context = begun(source, 60)
-    part = source.export(SESSION, 0, 1)
-    assert part is not None and part.end == BLOCK
-    assert target.adopt(SESSION, part)
+@pytest.mark.parametrize("chunks", [[], [256], [384, 256], [128], [0, 384]])
+def test_a_move_that_breaks_off_leaves_what_came(make: Make, chunks: list[int]) -> None:
+    source, target = make(max_length=512), make(max_length=512)
+    context = begun(source, 420)
+    cache = source.cached(SESSION)
+    assert cache is not None
+    load = offered(cache, target)
+    assert load is not None
+    brought(source, load, chunks)
+    load.over = True
     computed, heard = computed_by(target, next_turn(context))
-    assert computed == len(context) - BLOCK + 11
+    came = sum(min(CHUNK, len(cache.tokens) - start) for start in chunks)
+    assert computed == len(context) - came + 11
     holds(heard, decoder(), context)
 
 
-def test_parts_that_do_not_follow_each_other_are_refused(make: Make) -> None:
+def test_chunks_that_are_not_what_they_say_are_left_out(make: Make) -> None:
+    source, target = make(max_length=512), make(max_length=512)
+    context = begun(source, 300)
+    cache = source.cached(SESSION)
+    assert cache is not None
+    load = offered(cache, target)
+    content = source.copied(SESSION, 128, 256)
+    assert load is not None and content is not None
+    load.bring(128, 256, content[:-16])
+    load.bring(512, 640, content)
+    load.over = True
+    computed, heard = computed_by(target, next_turn(context))
+    assert computed == len(context) + 11
+    holds(heard, decoder(), context)
+
+
+def test_other_tokens_than_the_session_has_are_not_used(make: Make) -> None:
     source, target = make(), make()
-    begun(source, 60)
-    one, two = (source.export(SESSION, at, 1) for at in (0, BLOCK))
-    assert one is not None and two is not None
-    assert not target.adopt(SESSION, two), "nothing begun"
-    assert target.adopt(SESSION, one)
-    other = replace(two, tokens=np.roll(two.tokens, 1))
-    cut = replace(two, content=two.content[:-1])
-    beyond = replace(two, end=len(two.tokens) + 1)
-    uneven = replace(two, end=two.end - 1)
-    for wrong in (other, cut, beyond, uneven):
-        assert not target.adopt(SESSION, wrong)
-    assert target.adopt(SESSION, two)
-    assert not target.adopt(SESSION, two), "it is there already"
+    cache = exported(source, 60)
+    other = [*words(6, 60), *cache.tokens[60:].tolist(), 3, 7, 8]
+    assert moved(source, target)
+    computed, heard = computed_by(target, next_turn(other))
+    assert computed == len(other) + 11
+    holds(heard, decoder(), other)
+
+
+def test_a_session_that_ends_wants_nothing_more(make: Make) -> None:
+    source, target = make(), make()
+    load = offered(exported(source, 20), target)
+    assert load is not None
     target.release([SESSION])
-    assert not target.adopt(SESSION, two), "the session has ended"
+    assert load.cancelled and not load.wants(0)
+
+
+def test_of_sessions_that_never_come_the_oldest_are_given_up(make: Make) -> None:
+    source, target = make(), make()
+    cache = exported(source, 20)
+    loads = [offered(cache, target, session=i) for i in range(MOST_OFFERED + 2)]
+    gone = [load is not None and load.cancelled for load in loads]
+    assert gone == [True, True] + [False] * MOST_OFFERED
+
+
+def test_a_cache_that_comes_after_its_request_is_used_from_then_on(make: Make) -> None:
+    source, target = make(max_length=1024), make(max_length=1024)
+    context = begun(source, 900)
+    target.submit([next_turn(context)])
+    target.step()
+    before = target.tokens_computed
+    assert moved(source, target) == len(context) - 3
+    heard = Listener(target).run()[2]
+    assert target.tokens_computed - before <= 11 + 3 + CHUNK
+    holds(heard, decoder(), context)
 
 
 def test_an_engine_that_sleeps_neither_gives_nor_takes(make: Make) -> None:
     source, target = make(), make()
     cache = exported(source, 20)
     target.sleep()
-    assert not target.adopt(SESSION, cache)
+    assert offered(cache, target) is None
     source.sleep()
-    assert source.export(SESSION) is None
+    assert source.cached(SESSION) is None and source.copied(SESSION, 0, 1) is None
 
 
 @NATIVE
@@ -335,16 +401,14 @@ def test_a_group_that_moves_shares_its_prompt_again(path: str) -> None:
     prompt = words(5, 64)
     asked = [request(i, prompt, session=i, max_new=3) for i in range(4)]
     heard = Listener(source).run(*asked)
-    for i in range(4):
-        cache = source.export(i)
-        assert cache is not None and target.adopt(i, cache)
     memory = target._memory
     assert isinstance(memory, PagedMemory)
-    assert memory.pool.count - memory.pool.free == 4 + 4, "the prompt once, and each its own end"
     for i in range(4):
+        assert moved(source, target, session=i)
         context = [*prompt, *heard[i].tokens, 7]
         listener = Listener(target)
         holds(listener.run(request(9, context, session=i, max_new=4))[9], decoder(), context)
+    assert memory.pool.count - memory.pool.free == 4 + 4, "the prompt once, and each its own end"
     target.release(range(4))
     assert (memory.pool.holders <= 1).all() and memory.pool.free + memory.prefixes.blocks == (
         memory.pool.count
@@ -366,10 +430,8 @@ def test_whatever_moves_and_gives_way_every_token_is_right(seed: int) -> None:
     for turn in range(40):
         session = int(random.integers(5))
         if random.random() < 0.6:
-            cache = engines[home[session]].export(session)
-            home[session] = 1 - home[session]
-            if cache is not None:
-                taken += engines[home[session]].adopt(session, cache)
+            there, home[session] = engines[home[session]], 1 - home[session]
+            taken += bool(moved(there, engines[home[session]], session=session))
         engine = engines[home[session]]
         aside = request(1000 + turn, words(turn, 17), max_new=int(random.integers(1, 40)))
         context = contexts[session]
@@ -403,10 +465,9 @@ def test_an_engine_tells_what_it_measures(make: Callable[..., TorchEngine]) -> N
     assert engine.prefill_tokens_per_s == 0.0
     Listener(engine).run(request(1, words(1, 600), max_new=1, session=SESSION))
     assert engine.prefill_tokens_per_s > 0
-    cache = engine.export(SESSION)
-    assert cache is not None
-    assert len(cache.content) >= 600 * engine.cache_bytes_per_token
-    assert len(cache.content) < (600 + BLOCK) * engine.cache_bytes_per_token
+    content = engine.copied(SESSION, 0, 600)
+    assert content is not None and len(content) >= 600 * engine.cache_bytes_per_token
+    assert len(content) < (600 + BLOCK) * engine.cache_bytes_per_token
 
 
 class Ticking:

@@ -131,7 +131,7 @@ def assert_serves_nobody(bench: Bench) -> None:
     assert engine.tokens_generated == had and engine.drain() is None
     with pytest.raises(Refused):
         engine.score(np.array([1, 2, 3], np.int32))
-    assert engine.export(3) is None
+    assert engine.cached(3) is None
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
