@@ -13,6 +13,7 @@ _TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     # who fetches a version that another host has got: its agent serves what lies there
     ("node", GET): ("engine", "hybrid", "rank", "scoring", "trainer"),
     ("hybrid", GET): ("trainer",),  # its gradient
+    ("engine", GET): ("engine",),  # on another host: keys and values of a prefix
     ("trainer", GET): ("rank",),  # on another host: its rows of that
 }
 BULK: dict[tuple[str, str], frozenset[str]] = {

@@ -59,6 +59,7 @@ _TABLE: dict[str, tuple[str, ...]] = {
     "Engine.abort": ("rollout",),
     "Engine.move": ("rollout",),
     "Engine.export": ("engine",),  # one that takes over a session
+    "Engine.stored": ("engine",),  # one of another host, which looks for a prefix
     "Engine.look": ("trainer",),  # a step was committed
     "Node.look": ("planner",),  # the host is to run other shards and sandboxes
     "Node.logs": ("person",),

@@ -158,6 +158,21 @@ class CacheFrame:
     content: Array  # uint8
 
 
+@message
+class Stored:
+    """Asks which chunks of keys and values lie on a host's shelves."""
+
+    domain: str
+    names: Array  # uint8 [n x 16]
+
+
+@message
+class Shelved:
+    """The answer to Stored: which of them do; they stay for a while."""
+
+    there: Array  # bool [n]
+
+
 class Engine(Resting):
     """The methods of an engine process."""
 
@@ -166,4 +181,5 @@ class Engine(Resting):
     abort = Cast(Abort)
     move = Call(CacheMove, CacheMoved, deadline_s=75.0)
     export = Stream(Export, CacheFrame, idle_s=5.0, credits=16)
+    stored = Call(Stored, Shelved, deadline_s=5.0, idempotent=True)
     look = Cast(Look)

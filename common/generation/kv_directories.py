@@ -47,8 +47,6 @@ def sweep(run_root: str) -> None:
     for root in (memory_root(run_root), disk_root(run_root, "")):
         for directory in root.glob("*"):
             leave(directory)
-        with suppress(OSError):
-            root.rmdir()
 
 
 def enter(directory: Path) -> tuple[int, bool]:
@@ -86,6 +84,8 @@ def leave(directory: Path, descriptor: int | None = None) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(directory, ignore_errors=True)
+        with suppress(OSError):  # other jobs of the host have theirs there
+            directory.parent.rmdir()
     except OSError:
         return False
     finally:

@@ -25,6 +25,8 @@ from common.runtime.patience import Patience, patiently
 from common.runtime.residents.turns import Turns
 from common.state import jobs
 from common.telemetry.traces import Traces
+from common.wire.bulk.port import BulkServer
+from common.wire.bulk.port import serve as serve_chunks
 from services.engine.build import opened
 from services.engine.kv.opening import host_cache
 from services.engine.lacking import Versions
@@ -171,8 +173,10 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
     service = EngineService(mesh, engine, driver.deliver, room, turns=turns)
     service.weights.began = began
     kv = host_cache(mesh, seat.job, limits, engine, service.commands.wake.set)
+    bulk: BulkServer | None = None
     if kv is not None:
         service.use(kv)
+        bulk = serve_chunks(mesh, kv.shelved, takes=False) if limits.kv.peers else None
     versions = Versions(mesh, seat.job, limits.weights)
     traces = Traces(mesh, data, f"engine-{seat.resident}")
 
@@ -201,13 +205,15 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
         }
 
     driver.start(service)
-    await mesh.join(service, stats=stats)
+    await mesh.join(service, stats=stats, bulk_address=bulk.address if bulk is not None else "")
     try:
         plain, merging = partial(_plain, data), Merging(_wish(data), mesh.clock)
         about = mesh, service, seat.job, versions
         await follow(*about, plain=plain, merging=merging, traces=traces)
     finally:
         driver.stop()
+        if bulk is not None:
+            bulk.close()
         if kv is not None:
             await mesh.host.run_blocking(kv.close, deadline_s=CLOSE_S)
         await traces.close()

@@ -23,6 +23,8 @@ from common.api.engine import (
     CacheMoved,
     Engine,
     Export,
+    Shelved,
+    Stored,
     Submit,
     Submitted,
     Tokens,
@@ -41,6 +43,7 @@ from services.engine.commands import Commands
 from services.engine.contexts import Contexts
 from services.engine.curve import CurveFit
 from services.engine.kv.host_cache import HostCache
+from services.engine.kv.keys import NAME_BYTES
 from services.engine.pauses import Pauses
 from services.engine.shards import Attached, Shards
 from services.engine.sleeping import EngineSleeper
@@ -51,6 +54,7 @@ FLUSH_STEPS = 8
 FLUSH_S = 0.02  # tokens leave after 8 steps or 20 ms, at once when a request ends
 DRAIN_S = 4.0  # for the last tokens to leave
 DRAIN_LOOK_S = 0.01
+STORED_S = 4.0  # to look at the host's shelves for another one
 WRITTEN_S = 2.0  # for what was computed to be left to the host's other engines
 
 
@@ -279,6 +283,15 @@ class EngineService(Actor):
         async with aclosing(self.moves.frames(request)) as frames:
             async for frame in frames:
                 yield frame
+
+    @call(Engine.stored)
+    async def stored(self, request: Stored) -> Shelved:
+        """Which chunks of a prefix lie on this host's shelves, where they stay for a while."""
+        there = np.zeros(request.names.nbytes // NAME_BYTES, np.bool_)
+        if self.kv is not None:
+            look = partial(self.kv.stored, request)
+            there = await self.mesh.host.run_blocking(look, deadline_s=STORED_S)
+        return Shelved(there)
 
     async def stop(self) -> None:
         await self.tiers.stop()

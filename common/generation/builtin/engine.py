@@ -39,6 +39,8 @@ from common.generation.contract import (
 from common.model.config import ModelConfig
 
 MOST_OFFERED = 64  # sessions whose caches come before their requests
+STOP_S = 0.05  # to copy what a slot lets go of, while others decode
+LEAVE_S = 2.0  # to copy what a slot has computed, when nothing decodes any more
 PREFILL_TOKENS = 512  # known tokens in a step, so that decoding rows do not wait for long
 
 
@@ -420,7 +422,7 @@ class TorchEngine:
         if load is not None:
             load.cancelled = True
 
-    def _keep(self, slot: int, lost: bool) -> None:
+    def _keep(self, slot: int, lost: bool, stop_s: float = STOP_S) -> None:
         """Offers what a slot has computed to who keeps it elsewhere."""
         slots = self._slots
         n = int(slots.computed[slot])
@@ -435,6 +437,7 @@ class TorchEngine:
             adapter=self._names()[int(slots.adapter[slot])],
             pure=pure,
             lost=lost,
+            stop_s=stop_s,
             origin=Origin(first, version),
             read=partial(self._compute.read, slot),
         )
@@ -443,7 +446,7 @@ class TorchEngine:
     def keep_all(self) -> None:
         """Offers all that slots have computed to who keeps it elsewhere: the engine goes away."""
         for slot in range(self._slots.count):
-            self._keep(slot, lost=True)
+            self._keep(slot, lost=True, stop_s=LEAVE_S)
 
     # -- the cache -------------------------------------------------------------------------------
 
@@ -674,8 +677,9 @@ class TorchEngine:
         if self._asleep:
             return
         self._asleep = True
+        self.keep_all()
         for slot in range(self._slots.count):
-            self._drop(slot)
+            self._drop(slot, keep=False)
         self._memory.forget()
         for slot in np.flatnonzero(self._decoding).tolist():
             self._set_joining(slot, True)

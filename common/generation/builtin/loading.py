@@ -55,7 +55,8 @@ class Loading:
         self.begin, self.end, self.origin, self.alone = begin, end, origin, alone
         self.expected_s = 0.0  # that a chunk takes to come; 0: nobody knows. The bringer's
         self.cache: SessionCache | None = None  # of which it is; None: its name says what it is
-        self.over = False  # nothing more comes. The bringer's
+        self.bringers: set[str] = set()  # who look or bring; each is its own's
+        self.over = False  # nothing more comes. Of the last bringer
         self.found = 0  # tokens of it that can come, as far as is known. The bringer's
         self.claimed = begin  # tokens that are computed, or just being computed. The engine's
         self.cancelled = False  # nothing more is wanted. The engine's
@@ -156,6 +157,7 @@ class Kept:
     adapter: str
     pure: bool  # the weights that are loaded computed all of it
     lost: bool  # the cache lets go of it now; else it keeps it for a while
+    stop_s: float  # that the engine may stand for it
     origin: Origin  # place n: no token was sampled over it
     read: Callable[[int, int], Content]  # copies tokens [start, end); valid during the call only
 

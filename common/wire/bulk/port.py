@@ -14,10 +14,19 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from common.errors import Damaged, HandshakeFailed, NotAllowed, Refused, WrongKeys
+from common.errors import (
+    Damaged,
+    HandshakeFailed,
+    NotAllowed,
+    NotFound,
+    PeerLost,
+    Refused,
+    WrongKeys,
+)
 from common.wire.bulk.doors import Door, KeyDoor, SecretDoor
 from common.wire.bulk.kept import Arrival, Kept
 from common.wire.bulk.rates import Rates
@@ -101,6 +110,34 @@ class BulkClient:
             if digest_of(content) != digest:
                 raise Damaged(f"chunk {digest} arrived changed", where=entry.bulk)
             return content
+
+        return await self._ask(entry, fetch, deadline_s)
+
+    async def lent(self, entry: Entry, name: str, *, deadline_s: float = DEADLINE_S) -> bytes:
+        """The bytes that lie under a name which is no digest of them, so that whoever asks checks
+        them, over a connection that is kept for the next. NotFound, PeerLost, DeadlineExceeded.
+        """
+        await self._mesh.check(entry)
+        key = f"{entry.address} {entry.bulk}"
+
+        def over(session: Session) -> bytes:
+            try:
+                content = session.chunk(name)
+            except NotFound:
+                self._kept.give(key, session)
+                raise
+            except BaseException:
+                session.close()
+                raise
+            self._kept.give(key, session)
+            return content
+
+        def fetch() -> bytes:
+            kept = self._kept.take(key)
+            if kept is not None:
+                with suppress(PeerLost):  # it was closed at the other end meanwhile
+                    return over(kept)
+            return over(self._session(entry, deadline_s).open())
 
         return await self._ask(entry, fetch, deadline_s)
 

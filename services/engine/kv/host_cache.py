@@ -15,18 +15,21 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from common.api.engine import Stored
 from common.clock import Clock
+from common.errors import BadMessage
 from common.generation.builtin.loading import CHUNK, Kept, Loading, Origin, Sought
 from common.generation.contract import Ints
 from services.engine.kv.chunk_files import Head
-from services.engine.kv.keys import domain_of, names_of
-from services.engine.kv.loader import Loader, Wanted
+from services.engine.kv.keys import domain_of, is_domain, names_of
+from services.engine.kv.loader import Loader, Shelves, Source, Wanted
+from services.engine.kv.peers import FROM_TOKENS, ShelvedChunks, names_in
 from services.engine.kv.rates import Pace, Worth
 from services.engine.kv.shelf import Shelf
 from services.engine.kv.writer import Copy, Writer
 
-COPY_S = 0.05  # that the engine stands at most to copy what it lets go of
 SESSIONS = 1 << 14  # whose caches were let go of
 
 
@@ -58,9 +61,10 @@ class HostCache:
         wake: Callable[[], None],
         keep_all: Callable[[], None],
         failed: Callable[[BaseException], None],
+        peers: Source | None = None,
     ) -> None:
         """`wake` is called when something has come; `keep_all` offers all that the engine has;
-        `failed` hears of what nobody has thought of.
+        `failed` hears of what nobody has thought of; `peers` have what lies on other hosts.
         """
         self.keep_all = keep_all
         self._shelves, self._clock = shelves, clock
@@ -79,14 +83,26 @@ class HostCache:
         self.loaded: Counter[str] = Counter()  # tokens that came, by shelf
         self.bytes: Counter[str] = Counter()  # of them
         self.saved_s = 0.0  # that computing them would have taken
-        self.loader = Loader(shelves, clock, wake, self._came, failed)
-        paces = self.loader.paces
+        about = clock, wake, self._came, failed
+        self._peers = None if peers is None else Loader(peers, *about)
+        self._found = Shelves(shelves, clock)
+        self.loader = Loader(self._found, *about, rest=self._elsewhere)
         done = self._pending.discard
-        self.writer = Writer(shelves, clock, lambda shelf: paces[shelf.name].per_byte, done, failed)
+        self.writer = Writer(shelves, clock, lambda shelf: self._per_byte(shelf), done, failed)
+
+    def _per_byte(self, shelf: Shelf) -> float:
+        return self.loader.pace(shelf.name).per_byte
+
+    def _elsewhere(self, wanted: Wanted) -> None:
+        """Other hosts are asked for what this one lacks, if it is much."""
+        if self._peers is not None and len(wanted.names()) * CHUNK >= FROM_TOKENS:
+            self._peers.add(wanted)
 
     def close(self) -> None:
         """Ends its threads, and gives up the weights."""
         self.loader.close()
+        if self._peers is not None:
+            self._peers.close()
         self.writer.close()
         self._let_go()
         for shelf in self._shelves:
@@ -143,7 +159,7 @@ class HostCache:
         load = Loading(sought.computed, (n - 1) // CHUNK * CHUNK, now_s, origin=origin)
         self._loads.append(load)
         tokens = sought.tokens[: n - 1]
-        self.loader.add(Wanted(load, domain, lambda: names_of(domain, tokens)))
+        self.loader.add(Wanted(load, domain, lambda: by_start(names_of(domain, tokens))))
         return load
 
     def _session_of(self, sought: Sought) -> _Session | None:
@@ -161,12 +177,12 @@ class HostCache:
         if self._policy != "keep" or sought.computed or origin.first_sampled >= n:
             return None
         rate = self._prefill_tokens_per_s()
-        per_byte = max(pace.per_byte for pace in self.loader.paces.values())
+        per_byte = max(map(self._per_byte, self._shelves))
         if rate and per_byte * self._bytes_per_token > 1 / rate:
             return None
         load = Loading(0, n, now_s, origin=origin, alone=True)
         self._loads.append(load)
-        self.loader.add(Wanted(load, session.domain, lambda: session.names))
+        self.loader.add(Wanted(load, session.domain, lambda: by_start(session.names)))
         return load
 
     def _came(self, tier: str, head: Head, size: int) -> None:
@@ -189,8 +205,8 @@ class HostCache:
         if not kept.pure and (kept.session < 0 or kept.origin.first_sampled >= n):
             return  # nobody could use it
         domain = self._domain(kept.adapter) if kept.pure else os.urandom(16).hex()
-        names = names_of(domain, kept.tokens, tail=not kept.pure)
         own = kept.lost and kept.session >= 0
+        names = names_of(domain, kept.tokens, tail=own)  # all of it, if it outlives its weights
         tag = kept.session + 1 if own else 0
         copied = self._copied(kept, domain, names, tag)
         if own and (copied or kept.pure):
@@ -209,8 +225,8 @@ class HostCache:
                 continue
             size = (end - start) * self._bytes_per_token
             saved_s = (end - start) / rate if rate else 0.0
-            slow = clock.monotonic() - began > COPY_S and kept.pure
-            if slow or not self.writer.room(size):
+            left_s = began + kept.stop_s - clock.monotonic()
+            if left_s <= 0 or not self.writer.room(size, left_s):
                 self.writer.not_kept += index + 1
                 return False
             if kept.pure and not worth.pays(saved_s, size * self._cost_per_byte):
@@ -262,6 +278,21 @@ class HostCache:
 
         self.writer.do(forget)
 
+    # -- what others ask -------------------------------------------------------------------------
+
+    @property
+    def shelved(self) -> ShelvedChunks:
+        """What a bulk port serves of it."""
+        return ShelvedChunks(self._shelves)
+
+    def stored(self, asked: Stored) -> NDArray[np.bool_]:
+        """Which of the chunks lie on the shelves, bool [n]; they stay for a while."""
+        names = names_in(asked)
+        if not is_domain(asked.domain):
+            raise BadMessage(f"{asked.domain!r:.60} names no weights")
+        there = set(self._found.look(asked.domain, dict(enumerate(names))))
+        return np.array([index in there for index in range(len(names))], np.bool_)
+
     # -- what it tells ---------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
@@ -280,3 +311,8 @@ class HostCache:
             "used": {shelf.name: shelf.used for shelf in self._shelves},
             "refused": [shelf.refused for shelf in self._shelves if shelf.refused],
         }
+
+
+def by_start(names: Sequence[str]) -> dict[int, str]:
+    """The names of chunks by their first tokens."""
+    return {index * CHUNK: name for index, name in enumerate(names)}

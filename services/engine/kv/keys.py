@@ -24,6 +24,11 @@ def domain_of(weights: str, adapter: str, layout: str, policy: str) -> str:
     return blake2b(told, digest_size=NAME_BYTES).hexdigest()
 
 
+def is_domain(text: str) -> bool:
+    """Whether a text from elsewhere can be the name of a domain, and so of a directory."""
+    return len(text) == 2 * NAME_BYTES and set(text) <= set("0123456789abcdef")
+
+
 def names_of(domain: str, tokens: Ints, *, tail: bool = False) -> list[str]:
     """The names of the chunks of `tokens` [n], first to last, each 32 hexadecimal digits; with
     `tail` of the last one too if it is not whole.

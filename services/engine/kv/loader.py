@@ -1,5 +1,5 @@
-"""Brings chunks of prefixes that engines compute meanwhile: a thread that reads them from this
-host's shelves.
+"""Brings chunks of prefixes that engines compute meanwhile: a thread for each place from which they
+come, this host's shelves or other hosts.
 
 Of all chunks that are wanted it brings the one whose computing costs the most for its bytes. All of
 one engine's are equally large, and attention makes the later ones cost more: so it is the one that
@@ -9,11 +9,12 @@ lies furthest back, of whichever request.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from common.clock import Clock
-from common.generation.builtin.loading import CHUNK, Loading
+from common.generation.builtin.loading import CHUNK, Content, Loading
 from services.engine.kv.chunk_files import Head
 from services.engine.kv.rates import Pace
 from services.engine.kv.shelf import Shelf
@@ -22,15 +23,52 @@ AHEAD_BYTES = 512 << 20  # that the engine has not yet put in its place
 RESERVED_S = 60.0  # for which what a prefix is loaded from stays where it is
 LOOK_S = 0.05  # between two looks whether the engine has taken what has come
 
+Came = tuple[str, Head, Content]  # from which tier, and a chunk
+
+
+class Source(Protocol):
+    """Where chunks come from. It may take its time, and fails by having nothing."""
+
+    name: str
+
+    def look(self, domain: str, names: Mapping[int, str]) -> Collection[int]:
+        """Which of these chunks it has, by their first tokens."""
+
+    def read(self, domain: str, name: str) -> Came | None:
+        """A chunk, checked; None: it has it no more."""
+
+
+class Shelves:
+    """Those of this host, the nearest first."""
+
+    name = "shelves"
+
+    def __init__(self, shelves: Sequence[Shelf], clock: Clock) -> None:
+        self._shelves, self._clock = shelves, clock
+
+    def look(self, domain: str, names: Mapping[int, str]) -> list[int]:
+        until_s = self._clock.wall() + RESERVED_S
+        return [start for start, name in names.items() if self._has(domain, name, until_s)]
+
+    def _has(self, domain: str, name: str, until_s: float) -> bool:
+        return any(shelf.files.use(domain, name, until_s) for shelf in self._shelves)
+
+    def read(self, domain: str, name: str) -> Came | None:
+        for shelf in self._shelves:
+            found = shelf.files.read(domain, name)
+            if found is not None:
+                return (shelf.name, *found)
+        return None
+
 
 @dataclass
 class Wanted:
-    """A prefix of which some may lie on the shelves."""
+    """A prefix of which some may lie there."""
 
     load: Loading
     domain: str
-    names: Callable[[], Sequence[str]]  # of its chunks, first to last; dear to make
-    left: dict[int, str] = field(default_factory=dict)  # that may still be brought, by first token
+    names: Callable[[], Mapping[int, str]]  # of its chunks, by their first tokens; dear to make
+    left: dict[int, str] = field(default_factory=dict)  # that may still be brought
 
     def next(self) -> int | None:
         """The first token of the chunk to bring next; None: there is none."""
@@ -52,30 +90,37 @@ def best(wanted: Sequence[Wanted]) -> tuple[Wanted, int] | None:
 
 
 class Loader:
-    """A thread that brings what is wanted until it is closed. `came(tier, head, bytes)` is called
-    there for each chunk, `wake` after it; `failed` if the thread ends otherwise.
+    """A thread that brings what is wanted from one source, until it is closed. `came(tier, head,
+    bytes)` is called there for each chunk, `wake` after it; `failed` if the thread ends otherwise.
+    `rest` gets what the source does not have.
     """
 
     def __init__(
         self,
-        shelves: Sequence[Shelf],
+        source: Source,
         clock: Clock,
         wake: Callable[[], None],
         came: Callable[[str, Head, int], None],
         failed: Callable[[BaseException], None],
+        rest: Callable[[Wanted], None] = lambda _: None,
     ) -> None:
-        self._shelves, self._clock = shelves, clock
-        self._wake, self._came, self._failed = wake, came, failed
-        self.paces: Mapping[str, Pace] = {shelf.name: Pace() for shelf in shelves}
+        self._source, self._clock = source, clock
+        self._wake, self._came, self._failed, self._rest = wake, came, failed, rest
+        self.paces: dict[str, Pace] = {}
         self._new: list[Wanted] = []
         self._wanted: list[Wanted] = []
         self._condition = threading.Condition()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kv loader", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"kv {source.name}", daemon=True)
         self._thread.start()
+
+    def pace(self, tier: str) -> Pace:
+        """What loading from a tier takes."""
+        return self.paces.setdefault(tier, Pace())
 
     def add(self, wanted: Wanted) -> None:
         """Brings what there is of a prefix."""
+        wanted.load.bringers.add(self._source.name)
         with self._condition:
             self._new.append(wanted)
             self._condition.notify()
@@ -95,8 +140,7 @@ class Loader:
             self._failed(error)
         finally:
             for wanted in [*self._new, *self._wanted]:
-                wanted.load.over = True
-            self._wake()
+                self._end(wanted)
 
     def _go_on(self) -> bool:
         with self._condition:
@@ -111,48 +155,51 @@ class Loader:
         chosen = best(self._wanted)
         for wanted in [one for one in self._wanted if one.next() is None]:
             self._wanted.remove(wanted)
-            wanted.load.over = True
-            self._wake()
+            self._end(wanted)
         if chosen is not None:
             self._bring(*chosen)
         return True
 
+    def _end(self, wanted: Wanted) -> None:
+        wanted.load.bringers.discard(self._source.name)
+        if not wanted.load.bringers:
+            wanted.load.over = True
+        self._wake()
+
     def _look(self, wanted: Wanted) -> None:
         """Finds out what there is of it."""
-        load, until_s = wanted.load, self._clock.wall() + RESERVED_S
+        load = wanted.load
         if load.cancelled:
             return
-        for index, name in enumerate(wanted.names()):
-            start = index * CHUNK
-            there = (shelf.files.use(wanted.domain, name, until_s) for shelf in self._shelves)
-            if start >= load.begin and any(there):
+        names = {start: name for start, name in wanted.names().items() if load.wants(start)}
+        there = set(self._source.look(wanted.domain, names))
+        for start, name in names.items():
+            if start in there:
                 wanted.left[start] = name
             elif load.alone:
                 break  # what lies behind a gap would be of no use
-        if wanted.left:
-            load.end = min(load.end, max(wanted.left) + CHUNK)
-            load.found = min(load.end - load.begin, len(wanted.left) * CHUNK)
+        missing = {start: name for start, name in names.items() if start not in there}
+        if missing and not load.alone:
+            self._rest(Wanted(load, wanted.domain, lambda: missing))
+        load.found += CHUNK * len(wanted.left)
 
     def _bring(self, wanted: Wanted, start: int) -> None:
         name, load = wanted.left.pop(start), wanted.load
-        for shelf in self._shelves:
-            began = self._clock.monotonic()
-            found = shelf.files.read(wanted.domain, name)
-            if found is None:
-                continue
-            head, content = found
-            took_s = self._clock.monotonic() - began
-            if head.start != start or not load.wants(start):
-                return
-            self.paces[shelf.name].add(content.nbytes, took_s)
-            load.expected_s = content.nbytes * self.paces[shelf.name].per_byte * len(self._wanted)
+        began = self._clock.monotonic()
+        found = self._source.read(wanted.domain, name)
+        if found is None or found[1].start != start:
+            if load.alone:
+                wanted.left.clear()
+            return
+        tier, head, content = found
+        pace = self.pace(tier)
+        pace.add(content.nbytes, self._clock.monotonic() - began)
+        if load.wants(start):
+            load.expected_s = content.nbytes * pace.per_byte * len(self._wanted)
             load.bring(start, start + head.tokens, content)
-            self._came(shelf.name, head, content.nbytes)
+            self._came(tier, head, content.nbytes)
             self._wake()
             self._hold_back(load)
-            return
-        if load.alone:
-            wanted.left.clear()
 
     def _hold_back(self, load: Loading) -> None:
         """Waits while the engine has too much at hand that it has not put in its place."""

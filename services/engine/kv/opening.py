@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from common.generation.kv_directories import disk_root, memory_root, own_directo
 from common.job.config import RolloutConfig
 from common.runtime.mesh import Mesh
 from services.engine.kv.host_cache import HostCache
+from services.engine.kv.peers import Peers
 from services.engine.kv.shelf import Shelf
 from services.engine.paced import PacedEngine
 
@@ -63,6 +65,7 @@ def host_cache(
         wake,
         inner.keep_all,
         lambda error: mesh.host.exit(70, f"keys and values: {error!r}", error),
+        Peers(mesh, job, asyncio.get_running_loop()) if kv.peers else None,
     )
     inner.prefixes = cache
     return cache

@@ -14,7 +14,6 @@ from services.engine.kv.shelf import Shelf
 
 WAITING_BYTES = 256 << 20  # copies that are not written yet; more is not kept
 DISK_BYTES_PER_S = 512e6  # of writes to a disk, which others read from
-LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -55,22 +54,23 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="kv writer", daemon=True)
         self._thread.start()
 
-    def room(self, size: int) -> bool:
-        """Whether it takes so many bytes more now."""
-        return self._bytes + size <= WAITING_BYTES
+    def room(self, size: int, within_s: float) -> bool:
+        """Whether it takes so many bytes more, at least by then."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self._bytes + size <= WAITING_BYTES, within_s)
 
     def add(self, copy: Copy) -> None:
         """Writes a copy when its turn comes."""
         with self._condition:
             self._bytes += copy.content.nbytes
             self._waiting.append(lambda: self._take(copy))
-            self._condition.notify()
+            self._condition.notify_all()
 
     def do(self, work: Callable[[], None]) -> None:
         """Does other work with the shelves, in turn."""
         with self._condition:
             self._waiting.append(work)
-            self._condition.notify()
+            self._condition.notify_all()
 
     def flush(self, within_s: float) -> bool:
         """Waits until all is written that was added; False: not in that time."""
@@ -82,7 +82,7 @@ class Writer:
         """Ends the thread; what waits is not kept."""
         with self._condition:
             self._closed = True
-            self._condition.notify()
+            self._condition.notify_all()
         self._thread.join()
 
     def _run(self) -> None:
@@ -107,6 +107,7 @@ class Writer:
         finally:
             with self._condition:
                 self._bytes -= copy.content.nbytes
+                self._condition.notify_all()
             self._done(copy.name)
 
     def _write(self, copy: Copy) -> None:
