@@ -11,6 +11,7 @@ from typing import Any
 from common.clock import SystemClock
 from common.generation.builtin.build import TorchEngine
 from common.generation.contract import Request
+from services.engine.kv.chunk_files import Found
 from services.engine.kv.host_cache import HostCache
 from services.engine.kv.shelf import Shelf
 from tests.unit.common.generation.engines_under_test import Heard, Listener, built_in
@@ -52,12 +53,32 @@ def cached(
         cache.close()
 
 
-def run(engine: TorchEngine, asked: Request, first: float = 0.0) -> Heard:
-    """What an engine answers; `first` seconds pass after its first step."""
+def settled(cache: HostCache) -> None:
+    """All that the engine has let go of is written."""
+    assert cache.writer.flush(20.0)
+
+
+def on_shelves(cache: HostCache) -> list[Found]:
+    """All chunks that lie there."""
+    return [one for shelf in cache._shelves for one in shelf.files.scan()]
+
+
+def arrived(engine: TorchEngine) -> None:
+    """All has come that is wanted of what the engine is loading."""
+    until = time.monotonic() + 20
+    while any(not load.over for load in engine._loads.values()):
+        time.sleep(0.001)
+        assert time.monotonic() < until, "a load does not end"
+
+
+def run(engine: TorchEngine, asked: Request, *, loading: bool = False) -> Heard:
+    """What an engine answers, in no hurry: with `loading`, what can come comes after its first
+    step."""
     listener = Listener(engine)
     engine.submit([asked])
     engine.step()
-    time.sleep(first)
+    if loading:
+        arrived(engine)
     until = time.monotonic() + 20
     while not listener.of(asked.id).finish:
         if not engine.step():

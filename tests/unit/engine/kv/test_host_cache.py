@@ -1,0 +1,237 @@
+"""What an engine's cache lets go of comes back, and is what it would have been had it stayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.generation.builtin.build import TorchEngine
+from common.generation.builtin.loading import CHUNK
+from services.engine.kv.host_cache import HostCache
+from tests.unit.common.generation.engines_under_test import (
+    BUILT_IN,
+    SCALE,
+    Heard,
+    Listener,
+    adapter,
+    decoder,
+    request,
+)
+from tests.unit.common.generation.test_torch_engine import holds, words
+from tests.unit.engine.kv.cached import LENGTH, arrived, cached, on_shelves, run, settled
+
+pytestmark = pytest.mark.needs("compiler")
+
+SESSION, PROMPT = 3, 700
+
+
+def first_turn(engine: TorchEngine, **more: int) -> list[int]:
+    """The session's context after its first turn and a tool's answer."""
+    context = words(5, PROMPT)
+    heard = run(engine, request(1, context, session=SESSION, max_new=6, seed=9, **more))
+    return [*context, *heard.tokens, 7, 8]
+
+
+def second_turn(engine: TorchEngine, context: list[int], **more: int) -> tuple[Heard, int]:
+    """What the engine says, and the tokens that it computed; what is kept may come first."""
+    before = engine.tokens_computed
+    asked = request(2, context, session=SESSION, max_new=5, seed=11, temperature=0.0, **more)
+    heard = run(engine, asked, loading=True)
+    return heard, engine.tokens_computed - before
+
+
+def lost(engine: TorchEngine, cache: HostCache, version: int = 0) -> None:
+    """The engine sleeps and wakes: its own cache is empty."""
+    engine.sleep()
+    engine.wake(decoder(version).state_dict(), version)
+    settled(cache)
+
+
+@pytest.mark.parametrize("path", BUILT_IN)
+def test_a_session_goes_on_after_its_engine_slept(tmp_path: Path, path: str) -> None:
+    with cached(tmp_path / "kv", path) as (engine, cache):
+        context = first_turn(engine)
+        lost(engine, cache)
+        heard, computed = second_turn(engine, context)
+        holds(heard, decoder(), context)
+        assert computed < len(context) - CHUNK
+        told = cache.stats()
+        assert told["loaded"]["disk"] >= CHUNK and told["saved_s"] > 0
+
+
+def test_a_session_goes_on_after_others_took_its_slot(tmp_path: Path) -> None:
+    with cached(tmp_path / "kv", slots=2, kv_tokens=LENGTH + 64) as (engine, cache):
+        context = first_turn(engine)
+        for other in range(10, 13):
+            run(engine, request(other, words(other, 600), session=other, max_new=2))
+        settled(cache)
+        heard, _ = second_turn(engine, context)
+        holds(heard, decoder(), context)
+        assert cache.stats()["loaded"]["disk"] >= CHUNK
+
+
+@pytest.mark.parametrize("path", ["native", "graphs"])
+def test_requests_that_give_way_are_loaded_again(tmp_path: Path, path: str) -> None:
+    """Three that grow in a cache with room for one and a half."""
+    with cached(tmp_path / "kv", path, kv_tokens=LENGTH + 400) as (engine, cache):
+        listener = Listener(engine)
+        asked = [request(i, words(i, 650), max_new=150, temperature=0.0) for i in range(3)]
+        engine.submit(asked)
+        while engine.running or engine.waiting:
+            engine.step()
+            settled(cache)
+            arrived(engine)
+            listener.drain()
+        for i in range(3):
+            holds(listener.of(i), decoder(), words(i, 650))
+        assert engine.preempted and cache.stats()["loaded"]["disk"] >= CHUNK
+
+
+def test_engines_of_one_host_share_what_they_compute(tmp_path: Path) -> None:
+    """A prompt that one has computed is loaded by the other; and so is a session that moved."""
+    with (
+        cached(tmp_path / "kv") as (one, first),
+        cached(tmp_path / "kv") as (two, second),
+    ):
+        context = first_turn(one)
+        settled(first)
+        heard, computed = second_turn(two, context)
+        holds(heard, decoder(), context)
+        assert second.stats()["loaded"]["disk"] >= CHUNK
+        assert computed < len(context) - CHUNK
+
+
+@pytest.mark.parametrize("other", ["weights", "policy", "layout", "adapter"])
+def test_what_others_have_computed_is_no_use(tmp_path: Path, other: str) -> None:
+    there = {"weights": "v1"} if other == "weights" else {}
+    policy = "recompute" if other == "policy" else "keep"
+    path = "graphs" if other == "layout" else "native"
+    with (
+        cached(tmp_path / "kv") as (one, first),
+        cached(tmp_path / "kv", path, policy=policy, **there) as (two, second),
+    ):
+        context = first_turn(one)
+        lost(one, first)
+        more = {}
+        if other == "adapter":
+            two.load_adapter("a", adapter(1), SCALE, 10)
+            more = {"adapter": "a"}
+        heard, computed = second_turn(two, context, **more)  # type: ignore[arg-type]
+        assert not second.stats()["loaded"] and computed == len(context) + 4
+        if other != "adapter":
+            holds(heard, decoder(), context)
+
+
+def _flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("harm", [_flip, Path.unlink, lambda p: p.write_bytes(b"short")])
+def test_chunks_that_are_damaged_are_computed(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    with cached(tmp_path / "kv") as (engine, cache):
+        context = first_turn(engine)
+        lost(engine, cache)
+        files = [one.path for one in on_shelves(cache)]
+        assert len(files) >= PROMPT // CHUNK
+        for path in files:
+            harm(path)
+        heard, computed = second_turn(engine, context)
+        holds(heard, decoder(), context)
+        assert computed == len(context) + 4 and not cache.stats()["loaded"]
+
+
+# -- versions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", BUILT_IN)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_cache_of_older_weights_is_as_if_it_had_stayed(
+    tmp_path: Path, path: str, mixed: bool
+) -> None:
+    """One turn under version 0, with `mixed` another under 1, and the last under 1 or 2."""
+    with (
+        cached(tmp_path / "kv", path) as (engine, cache),
+        cached(tmp_path / "other", path) as (stayed, _),
+    ):
+        contexts = [first_turn(each) for each in (engine, stayed)]
+        last = 2 if mixed else 1
+        for each, context in zip((engine, stayed), contexts, strict=True):
+            if mixed:
+                each.swap(decoder(1).state_dict(), 1)
+                heard = run(each, request(4, context, session=SESSION, max_new=3, seed=1))
+                context += [*heard.tokens, 9]
+        assert contexts[0] == contexts[1]
+        if mixed:
+            cache.computing("v1")
+        lost(engine, cache, 1 if mixed else 0)  # what it lets go of is of the weights before
+        for each in (engine, stayed):
+            each.swap(decoder(last).state_dict(), last)
+        cache.computing(f"v{last}")
+        settled(cache)
+        before = stayed.tokens_computed
+        expected = run(
+            stayed,
+            request(2, contexts[0], session=SESSION, max_new=5, seed=11, temperature=0.0),
+        )
+        heard, computed = second_turn(engine, contexts[0])
+        assert computed == stayed.tokens_computed - before
+        assert (heard.tokens, heard.versions) == (expected.tokens, expected.versions)
+        np.testing.assert_allclose(heard.logprobs, expected.logprobs, atol=1e-4)
+
+
+def test_under_recompute_nothing_of_older_weights_comes_back(tmp_path: Path) -> None:
+    with cached(tmp_path / "kv", policy="recompute") as (engine, cache):
+        context = first_turn(engine)
+        lost(engine, cache)
+        engine.swap(decoder(1).state_dict(), 1)
+        cache.computing("v1")
+        settled(cache)
+        assert on_shelves(cache) == []
+        heard, computed = second_turn(engine, context)
+        holds(heard, decoder(1), context)
+        assert computed == len(context) + 4
+
+
+def test_another_session_never_gets_a_mixed_cache(tmp_path: Path) -> None:
+    with cached(tmp_path / "kv") as (engine, cache):
+        context = first_turn(engine)
+        engine.swap(decoder(1).state_dict(), 1)
+        cache.computing("v1")
+        lost(engine, cache, 1)
+        asked = request(9, context, session=SESSION + 1, max_new=5, temperature=0.0)
+        heard = run(engine, asked, loading=True)
+        holds(heard, decoder(1), context)
+
+
+def test_a_session_that_ends_leaves_nothing_of_its_own(tmp_path: Path) -> None:
+    with cached(tmp_path / "kv") as (engine, cache):
+        first_turn(engine)
+        engine.swap(decoder(1).state_dict(), 1)
+        cache.computing("v1")
+        lost(engine, cache, 1)
+        assert any(one.head.session for one in on_shelves(cache))
+        engine.release([SESSION])
+        settled(cache)
+        assert not any(one.head.session for one in on_shelves(cache))
+
+
+def test_nothing_is_kept_or_found_while_nobody_knows_the_weights(tmp_path: Path) -> None:
+    with cached(tmp_path / "kv", weights="") as (engine, cache):
+        context = first_turn(engine)
+        lost(engine, cache)
+        assert on_shelves(cache) == []
+        heard, _ = second_turn(engine, context)
+        holds(heard, decoder(), context)
+
+
+def test_short_contexts_cost_nothing(tmp_path: Path) -> None:
+    with cached(tmp_path / "kv") as (engine, cache):
+        for i in range(20):
+            run(engine, request(i, words(i, 200), session=i, max_new=2))
+        settled(cache)
+        assert cache.stats()["sought"] == 0 and on_shelves(cache) == []

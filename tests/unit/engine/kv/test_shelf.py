@@ -1,0 +1,261 @@
+"""A shelf keeps to its budget, whoever shares it, and loses what its loss costs the least for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import ConfigError
+from common.generation import kv_directories
+from common.generation.kv_directories import own_directory, sweep
+from services.engine.kv.chunk_files import HEAD_BYTES, Found, Head
+from services.engine.kv.keys import domain_of, names_of
+from services.engine.kv.rates import FRESH, TRIED, Pace, Worth
+from services.engine.kv.retention import HALF_S, cost_of_loss, leaving
+from services.engine.kv.shelf import Shelf
+
+DOMAIN, LATER = (domain_of(weights, "", "layout", "keep") for weights in ("one", "two"))
+NAMES = names_of(DOMAIN, np.arange(128 * 64))
+SIZE = 1000
+WHOLE = SIZE + HEAD_BYTES
+
+
+class Wall:
+    def __init__(self) -> None:
+        self.now_s = 2e9  # files that are written now are old
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def shelf(path: Path, chunks: float, wall: Wall | None = None, name: str = "disk") -> Shelf:
+    return Shelf(name, path, int(chunks * WHOLE), wall or Wall())
+
+
+def put(on: Shelf, at: int, seconds: float = 1.0, session: int = 0, domain: str = DOMAIN) -> bool:
+    content = np.full(SIZE, at, np.uint8)
+    return on.put(domain, NAMES[at], Head(128 * at, 128, seconds, session), content)
+
+
+def there(on: Shelf) -> set[int]:
+    return {at for at, name in enumerate(NAMES) if on.files.has(DOMAIN, name)}
+
+
+# -- what goes -----------------------------------------------------------------------------------
+
+
+def found(seconds: float, session: int = 0, used_s: float = 0.0, size: int = 100) -> Found:
+    return Found(Path(f"{seconds}"), size, used_s, Head(0, 128, seconds, session))
+
+
+def test_what_costs_the_least_to_have_again_goes_first() -> None:
+    cheap, dear, large = found(1.0), found(9.0), found(5.0, size=1000)
+    assert leaving([dear, cheap, large], 150, 1.0, ()) == [large]
+    assert leaving([dear, cheap], 150, 1.0, ()) == [cheap, dear]
+    assert leaving([dear, cheap], 0, 1.0, ()) == []
+
+
+def test_what_the_next_tier_keeps_costs_only_its_loading() -> None:
+    assert cost_of_loss(found(9.0), 0.0, (), again_s=0.01) == pytest.approx(0.01)
+    assert cost_of_loss(found(9.0), 0.0, (), again_s=0.0) == pytest.approx(0.09)
+
+
+def test_a_trajectory_that_waits_for_a_tool_stays_and_one_that_has_ended_goes() -> None:
+    waits, ended, shared = found(1.0, 7), found(5.0, 8), found(1.0)
+    order = leaving([waits, ended, shared], 1000, 4 * HALF_S, {7})
+    assert order == [ended, shared, waits]
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.integers(0, 2), st.floats(0, 5)), max_size=20))
+def test_what_is_about_to_be_loaded_or_is_being_written_stays(
+    some: list[tuple[float, int, float]],
+) -> None:
+    now_s = 2.0
+    chunks = [found(seconds, session, used_s) for seconds, session, used_s in some]
+    half = Found(Path(".half"), 100, 1.0, None)
+    gone = leaving([*chunks, half], 10_000, now_s, {1})
+    assert half not in gone
+    assert gone == [one for one in gone if one.used_s <= now_s]
+    assert len(gone) == sum(one.used_s <= now_s for one in chunks)
+    assert leaving([half], 10_000, 100.0, ()) == [half], "whoever wrote it was killed"
+
+
+# -- the budget ----------------------------------------------------------------------------------
+
+
+def test_it_never_holds_more_than_its_budget(tmp_path: Path) -> None:
+    on = shelf(tmp_path, 10)
+    for at in range(40):
+        assert put(on, at, seconds=at)
+        assert on.used <= on.budget
+        assert on.used == sum(one.bytes for one in on.files.scan())
+    assert 39 in there(on) and 0 not in there(on)
+    assert not put(shelf(tmp_path / "small", 0.5), 0)
+    on.close()
+
+
+def test_two_engines_share_one_budget(tmp_path: Path) -> None:
+    one, two = shelf(tmp_path, 10), shelf(tmp_path, 10)
+    for at in range(20):
+        put((one, two)[at % 2], at)
+    assert one.used == two.used <= one.budget
+    assert put(one, 19) and one.used == two.used, "who finds it there writes nothing"
+    one.close()
+    assert there(two)
+    two.close()
+    assert not tmp_path.exists(), "the last one takes it away"
+
+
+def test_what_an_engine_is_about_to_load_is_not_lost(tmp_path: Path) -> None:
+    wall = Wall()
+    on = shelf(tmp_path, 4, wall)
+    for at in range(4):
+        put(on, at, seconds=0.1)
+    assert on.files.use(DOMAIN, NAMES[2], wall.now_s + 60)
+    for at in range(4, 20):
+        put(on, at, seconds=5.0)
+    assert 2 in there(on)
+
+
+def test_what_goes_from_memory_lies_on_the_disk(tmp_path: Path) -> None:
+    memory, disk = shelf(tmp_path / "m", 4, name="memory"), shelf(tmp_path / "d", 40)
+    for at in range(20):
+        content = np.full(SIZE, at, np.uint8)
+        head = Head(128 * at, 128, 1.0, 0)
+        memory.put(DOMAIN, NAMES[at], head, content, 0.0, lambda one: disk.take_in(one))
+    assert there(memory) | there(disk) == set(range(20))
+    read = disk.files.read(DOMAIN, NAMES[0])
+    assert read is not None and (read[1] == 0).all()
+
+
+def test_a_full_disk_refuses_and_is_asked_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wall = Wall()
+    on = shelf(tmp_path, 10, wall)
+    blocked = on.files.path(DOMAIN, NAMES[0])
+    blocked.parent.mkdir(parents=True)
+    blocked.parent.rmdir()
+    blocked.parent.write_text("no directory")  # as a write that fails
+    assert not put(on, 0) and on.refused and on.used == 0
+    assert not put(on, 1), "it rests"
+    wall.now_s += 11
+    assert put(on, 1) and not on.refused
+
+
+def test_a_count_that_a_killed_engine_left_wrong_mends_itself(tmp_path: Path) -> None:
+    on = shelf(tmp_path, 10)
+    for at in range(5):
+        put(on, at)
+    on._add(7 * WHOLE)
+    assert put(on, 9) and on.used == 6 * WHOLE
+
+
+# -- weights and sessions ------------------------------------------------------------------------
+
+
+def test_chunks_of_weights_that_no_engine_has_go(tmp_path: Path) -> None:
+    one, two = shelf(tmp_path, 50), shelf(tmp_path, 50)
+    held = [on.hold(DOMAIN) for on in (one, two)]
+    put(one, 1)
+    os.close(held[0])  # type: ignore[arg-type]
+    assert one.empty() == 0 and there(one) == {1}, "the other one has them"
+    os.close(held[1])  # type: ignore[arg-type]
+    assert one.empty() == WHOLE and not there(one) and one.used == 0
+
+
+def test_a_session_that_may_go_on_keeps_what_older_weights_computed(tmp_path: Path) -> None:
+    on = shelf(tmp_path, 50)
+    put(on, 0)  # of a prompt that it shares
+    put(on, 1, session=7)
+    on.wait_for(7)
+    assert on.empty() == 0 and there(on) == {0, 1}
+    on.forget(7)
+    on.drop(DOMAIN, NAMES[:2], 7)
+    assert there(on) == {0}, "what others may use stays as long as its weights"
+    assert on.empty() == WHOLE and on.used == 0
+
+
+# -- what is left behind -------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from services.engine.kv.shelf import Shelf
+on = Shelf("disk", Path(sys.argv[1]), 1 << 20, lambda: 2e9)
+on.hold("0" * 32)
+on.wait_for(3)
+path = on.files.directory / ("0" * 32) / "ab" / ".half"
+path.parent.mkdir()
+path.write_bytes(b"x")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def killed(directory: Path) -> None:
+    words = [sys.executable, "-c", KILLED, str(directory)]
+    assert subprocess.run(words, check=False, timeout=60).returncode == -9
+
+
+def test_what_a_killed_engine_left_is_swept(tmp_path: Path) -> None:
+    killed(tmp_path / "j")
+    on = shelf(tmp_path / "j", 10)
+    assert on.waiting() == set() and not list(on.files.scan()) and on.used == 0
+    on.close()
+
+
+def test_a_host_sweeps_what_nobody_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_directories, "SHARED_MEMORY", tmp_path / "shm")
+    root = kv_directories.memory_root(str(tmp_path))
+    killed(root / "dead")
+    alive = shelf(root / "alive", 10)
+    put(alive, 1)
+    sweep(str(tmp_path))
+    assert not (root / "dead").exists() and there(alive) == {1}
+    alive.close()
+    assert not root.exists()
+
+
+def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
+    assert own_directory(tmp_path / "a" / "b").stat().st_mode & 0o77 == 0
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o755)
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
+    for name in ("open", "link"):
+        with pytest.raises(ConfigError, match="others can read"):
+            own_directory(tmp_path / name)
+
+
+# -- what is measured ----------------------------------------------------------------------------
+
+
+def test_a_pace_follows_what_was_measured_lately() -> None:
+    pace = Pace()
+    assert pace.per_byte == 0.0
+    for _ in range(30):
+        pace.add(1000, 1.0)
+    assert pace.per_byte == pytest.approx(0.001)
+    for _ in range(30):
+        pace.add(1000, 3.0)
+    assert pace.per_byte == pytest.approx(0.003, rel=0.01)
+
+
+def test_what_never_comes_back_is_kept_seldom_and_what_does_is_kept() -> None:
+    worth = Worth()
+    kept = [worth.pays(1.0, 0.01) for _ in range(FRESH)]
+    assert all(kept), "nobody knows yet"
+    for _ in range(FRESH):
+        worth.was_kept()
+    rarely = [worth.pays(1.0, 0.01) for _ in range(160)]
+    assert sum(rarely) == 160 // TRIED
+    for _ in range(FRESH // 2):
+        worth.was_used()
+    assert worth.chance == 0.5
+    assert worth.pays(1.0, 0.49) and not all(worth.pays(1.0, 0.51) for _ in range(3))
