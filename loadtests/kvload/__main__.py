@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.jobs.host import MOST_CORES, HostMeter
+from loadtests.kvload.busy import busy
 from loadtests.kvload.sweep import POINTS, Point, sweep
+from loadtests.kvload.turns import cost, turns
 
 QUICK = (Point("30M", 2048, (0.2, 1.0, 5.0)),)
 
@@ -39,6 +41,10 @@ def main() -> None:
         if "sweep" in chosen.arms:
             points = QUICK if chosen.quick else POINTS
             found["sweep"] = sweep(points, Path(directory), chosen.rounds)
+        for name, arm in (("busy", busy), ("turns", turns), ("cost", cost)):
+            if name in chosen.arms:
+                found[name] = arm(Path(directory) / name, chosen.rounds)
+                print(name, found[name], flush=True)
     found |= use.reading()
     found["wall_s"] = round(time.monotonic() - began, 1)
     found["valid"] = int(found["host_cores"] <= MOST_CORES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -97,7 +97,7 @@ class LoadOnly:
     def keep(self, kept: Kept) -> None:
         self._inner.keep(kept)
 
-    def release(self, sessions: list[int]) -> None:
+    def release(self, sessions: Sequence[int]) -> None:
         self._inner.release(sessions)
 
 
@@ -173,13 +173,15 @@ class Scene:
 
 
 @contextmanager
-def scene(name: str, length: int, directory: Path, slots: int = 2) -> Iterator[Scene]:
+def scene(
+    name: str, length: int, directory: Path, slots: int = 2, kv_tokens: int = 0
+) -> Iterator[Scene]:
     """The engine of a model, on the native path."""
     torch.set_num_threads(1)
     model = Decoder(config(name, length))
     model.initialise(torch.Generator().manual_seed(0))
     clock = SystemClock()
-    engine = build(config(name, length), slots, length, path="native")
+    engine = build(config(name, length), slots, length, path="native", kv_tokens=kv_tokens)
     engine.wake(model.state_dict(), 0)
     shelf = Shelf("disk", directory / name, BUDGET, clock.wall)
     shelf.files = files = PacedFiles(shelf.files.directory)

@@ -263,7 +263,7 @@ class TorchEngine:
         chosen: list[int] = []
         counts: list[int] = []
         led: list[int] = []  # who computes or loads what others could share
-        for slot in sorted(self._joining, key=self._loads.__contains__):
+        for slot in self._in_turn():
             if budget <= 0:
                 break
             if slot not in self._loads:
@@ -287,6 +287,11 @@ class TorchEngine:
                 chosen.append(slot)
                 counts.append(count)
         return chosen, counts
+
+    def _in_turn(self) -> list[int]:
+        """Joining slots in the order in which they get tokens of a step: first those for whom
+        nothing comes, oldest first."""
+        return sorted(self._joining, key=self._loads.__contains__)
 
     def _follows(self, slot: int, chosen: list[int]) -> bool:
         """Whether a slot of this step is computing what this one could share afterwards."""

@@ -159,6 +159,8 @@ class HostCache:
         load = Loading(sought.computed, (n - 1) // CHUNK * CHUNK, now_s, origin=origin)
         self._loads.append(load)
         tokens = sought.tokens[: n - 1]
+        if any(self._there(domain, name) for name in names_of(domain, tokens[:CHUNK])):
+            load.expected_s = CHUNK * self._bytes_per_token * self._per_byte(self._shelves[0])
         self.loader.add(Wanted(load, domain, lambda: by_start(names_of(domain, tokens))))
         return load
 
