@@ -116,13 +116,13 @@ class Loading:
             return min(most, gap) if gap > 0 else most
         if self.alone:
             return 0
-        load_s = self._pace_s(now_s) * gap / CHUNK
+        inside = -computed % CHUNK  # tokens of a chunk that was begun: nobody brings those
+        load_s = self._pace_s(now_s) * (gap - inside) / CHUNK
         share = 0.5
         if load_s and tokens_per_s:
-            compute_s = gap / tokens_per_s
             if load_s <= CHUNK / tokens_per_s:
-                return 0
-            share = load_s / (load_s + compute_s)
+                return min(most, inside, gap)
+            share = load_s / (load_s + gap / tokens_per_s)
         border = (computed + int(gap * share)) // CHUNK * CHUNK
         least = (computed // CHUNK + 1) * CHUNK
         return min(most, max(border, least) - computed, gap)

@@ -84,6 +84,7 @@ def engines() -> dict[str, tuple[TorchEngine, Shelf]]:
     path=st.sampled_from(BUILT_IN),
     length=st.integers(WORTH + 1, 900),
     stored=st.integers(0, 900),
+    shared=st.integers(0, 600),
     holes=st.sets(st.integers(0, 6)),
     every=st.integers(0, 6),
     fails_after=st.integers(0, 9),
@@ -97,6 +98,7 @@ def test_the_engine_goes_on_as_if_it_had_computed_all(
     path: str,
     length: int,
     stored: int,
+    shared: int,
     holes: set[int],
     every: int,
     fails_after: int,
@@ -114,6 +116,8 @@ def test_the_engine_goes_on_as_if_it_had_computed_all(
         other_way(engine)
         shelf.chunks = {k: v for k, v in shelf.chunks.items() if len(k) // 4 <= stored}
     other_way(engine)
+    if shared:  # what another request has left in the engine's own cache
+        Listener(engine).run(request(3, context[:shared], max_new=1, temperature=0.0))
     shelf.loads.clear()
     before = engine.tokens_computed
     listener = Listener(engine)
@@ -140,7 +144,7 @@ def test_the_engine_goes_on_as_if_it_had_computed_all(
             engine.abort([2])
             listener.drain()
             break
-        assert steps < 2000, "it waits for what does not come"
+        assert steps < 400, "it waits for what does not come"
     found = listener.of(2)
     if stops == "is cancelled" and found.finish != full.finish:
         assert not engine.running and not engine._loads
@@ -148,4 +152,32 @@ def test_the_engine_goes_on_as_if_it_had_computed_all(
     assert found.tokens == full.tokens
     np.testing.assert_allclose(found.logprobs, full.logprobs, atol=1e-4)
     loaded = sum(load.loaded for _, load in shelf.loads)
-    assert engine.tokens_computed - before == length + 2 - loaded
+    computed = engine.tokens_computed - before
+    assert computed <= length + 2 - loaded
+    assert shared or computed == length + 2 - loaded
+
+
+@given(
+    computed=st.integers(0, 2000),
+    ahead=st.integers(0, 20),
+    most=st.integers(1, 512),
+    rate=st.sampled_from((0.0, 10.0, 1e3, 1e6)),
+    expected_s=st.sampled_from((0.0, 1e-6, 0.01, 10.0)),
+    silent_s=st.floats(0, 100),
+)
+def test_it_waits_only_for_what_can_come_and_not_for_long(
+    computed: int, ahead: int, most: int, rate: float, expected_s: float, silent_s: float
+) -> None:
+    placed = (computed // CHUNK + 1 + ahead) * CHUNK
+    load = Loading(0, placed + CHUNK, 0.0)
+    load.placed[placed], load.claimed, load.expected_s = placed + CHUNK, computed, expected_s
+    count = load.stretch(computed, most, rate, silent_s)
+    assert 0 <= count <= min(most, placed - computed)
+    comes = [start for start in range(0, placed, CHUNK) if load.wants(start)]
+    assert count or comes
+    if not count:
+        assert silent_s <= CHUNK / rate, "it could have computed a chunk meanwhile"
+    if count < most:
+        assert (computed + count) % CHUNK == 0
+    load.over = True
+    assert load.stretch(computed, most, rate, silent_s) == min(most, placed - computed)
