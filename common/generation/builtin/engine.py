@@ -263,16 +263,20 @@ class TorchEngine:
         chosen: list[int] = []
         counts: list[int] = []
         led: list[int] = []  # who computes or loads what others could share
+        full = False  # somebody has no room: nobody who came later takes any
         for slot in self._in_turn():
             if budget <= 0:
                 break
             if slot not in self._loads:
+                if full:
+                    continue
                 self._memory.share(slot)
             if self._follows(slot, led):
                 continue
             older = int((self._decoding & (self._started < self._started[slot])).sum())
             if not self._make_room(slot, int(slots.known[slot]), spare=older):
-                break
+                full = True
+                continue
             load = self._load_of(slot)
             ahead = int(slots.known[slot] - slots.computed[slot])
             if load is None and ahead < self._stretch and not self._leads(slot):

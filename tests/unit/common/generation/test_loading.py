@@ -21,7 +21,7 @@ from tests.unit.common.generation.engines_under_test import (
     decoder,
     request,
 )
-from tests.unit.common.generation.test_torch_engine import words
+from tests.unit.common.generation.test_torch_engine import holds, words
 
 pytestmark = pytest.mark.needs("compiler")
 
@@ -155,6 +155,72 @@ def test_the_engine_goes_on_as_if_it_had_computed_all(
     computed = engine.tokens_computed - before
     assert computed <= length + 2 - loaded
     assert shared or computed == length + 2 - loaded
+
+
+@pytest.mark.parametrize("path", ["native", "graphs"])
+def test_those_without_room_do_not_keep_those_that_load_from_going_on(path: str) -> None:
+    """A cache for two of five; what the first two load comes in part."""
+    engine, shelf = shelved(path, 6, kv_tokens=2 * LENGTH)
+    contexts = [words(i, 900) for i in range(5)]
+    for i, context in enumerate(contexts):
+        Listener(engine).run(request(i, context, max_new=1))
+        other_way(engine)
+    shelf.loads.clear()
+    listener = Listener(engine)
+    engine.submit([request(10 + i, c, max_new=4, session=i) for i, c in enumerate(contexts)])
+    engine.step()
+    for which, (_, load) in enumerate(shelf.loads[:2]):
+        for start in (768, 640, 256):
+            shelf.bring(which, start)
+        load.over = True
+    steps = 0
+    while engine.running or engine.waiting:
+        engine.step()
+        listener.drain()
+        for _, load in shelf.loads[2:]:
+            load.over = True
+        steps += 1
+        assert steps < 500, "they wait for each other"
+    for i, context in enumerate(contexts):
+        holds(listener.of(10 + i), decoder(), context)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_comes_while_others_press_every_token_is_right(seed: int) -> None:
+    """Conversations that share a prompt, in a cache for a few; chunks come and fail at random."""
+    random = np.random.default_rng(seed)
+    engine, shelf = shelved("native", 4, kv_tokens=LENGTH + 60 * seed, steps=4, budget_s=60.0)
+    contexts = {session: words(session % 2, 600 + 50 * session) for session in range(5)}
+    loaded = 0
+    for turn in range(12):
+        chosen = random.choice(5, 3, replace=False).tolist()
+        listener = Listener(engine)
+        ids = {session: 100 * turn + session for session in chosen}
+        shelf.loads.clear()
+        engine.submit(
+            [request(ids[s], contexts[s], session=s, max_new=int(random.integers(1, 30)))
+             for s in chosen]
+        )  # fmt: skip
+        steps = 0
+        while engine.running or engine.waiting:
+            engine.step()
+            shelf.clock.pass_(0.01)
+            for which, (_, load) in enumerate(shelf.loads):
+                load.expected_s = 0.02
+                for start in range(768, 128, -CHUNK):
+                    if random.random() < 0.5:
+                        shelf.bring(which, start)
+                load.over |= random.random() < 0.2
+            listener.drain()
+            steps += 1
+            assert steps < 2000, "they wait for each other"
+        loaded += sum(load.loaded for _, load in shelf.loads)
+        for session in chosen:
+            heard = listener.of(ids[session])
+            holds(heard, decoder(), contexts[session])
+            more = words(turn, 20)
+            contexts[session] = [*contexts[session], *heard.tokens, *more][:900]
+    assert loaded >= CHUNK
 
 
 @given(
