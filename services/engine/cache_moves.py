@@ -65,6 +65,7 @@ class CacheMoves:
         self._between_steps, self._loaded, self._wake = between_steps, loaded, wake
         self._places = asyncio.Semaphore(AT_ONCE)
         self._pace = Pace()
+        self.tokens = self.bytes = 0  # that came here in time
 
     # -- the source ------------------------------------------------------------------------------
 
@@ -131,6 +132,7 @@ class CacheMoves:
             self._mesh.telemetry.count(f"moves_failed_{error.code}")
         finally:
             load.over = True
+            self.tokens, self.bytes = self.tokens + came.tokens, self.bytes + came.bytes
             self._wake()
         return CacheMoved(came.tokens, came.bytes, came.seconds, came.whole, came.first_s)
 

@@ -171,8 +171,20 @@ class EngineService(Actor):
             "running_s": round(self.load.seconds("running"), 3),
             "waiting_s": round(self.load.seconds("waiting"), 3),
             **({"curve": curve.told()} if curve is not None else {}),
-            **({"kv": self.kv.stats()} if self.kv is not None else {}),
+            **({"kv": kv} if (kv := self._kept()) else {}),
         }
+
+    def _kept(self) -> dict[str, Any]:
+        """What it publishes of keys and values that it loaded; nothing: it loads none."""
+        found = self.kv.stats() if self.kv is not None else {}
+        moves = self.moves
+        if moves.tokens:
+            rate = self.engine.prefill_tokens_per_s
+            saved_s = found.get("saved_s", 0.0) + (moves.tokens / rate if rate else 0.0)
+            found["loaded"] = {**found.get("loaded", {}), "engines": moves.tokens}
+            found["bytes_in"] = {**found.get("bytes_in", {}), "engines": moves.bytes}
+            found["saved_s"] = round(saved_s, 3)
+        return found
 
     # -- the loop's side -------------------------------------------------------------------------
 

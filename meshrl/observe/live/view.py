@@ -21,6 +21,7 @@ from common.pool.rows import Role
 from common.state.jobs import Phase
 from meshrl.observe.live.watch import Evaluation, Snapshot
 from meshrl.observe.live.workers import WorkerLine, WorkerSums
+from meshrl.observe.recording.prefixes import told
 from meshrl.observe.standing.failures import SHOWN, Told, counted, first, lost, of_share
 from meshrl.observe.standing.held import OtherLine
 
@@ -204,6 +205,8 @@ def _learning(shot: Snapshot) -> RenderableType:
     if shot.evaluations and (others := other_figures(shot.evaluations[-1])):
         grid.add_row("evaluated", f"{shot.evaluations[-1].step}: {others}")
     grid.add_row("tokens/s", f"{shot.rolled_out_s:,.0f} rolled out   {shot.trained_s:,.0f} trained")
+    if said := told(shot.prefixes):
+        grid.add_row("prefixes", said)
     grid.add_row(
         "off-policy",
         f"staleness {shot.staleness:.2f} (at most {shot.max_staleness})   "

@@ -17,6 +17,7 @@ from common.state.lifecycle.accounting import COUNTED
 from common.state.registry import Entry
 from meshrl.observe.live import gpus
 from meshrl.observe.live.workers import WorkerLine, WorkerSums, worker_lines, worker_sums
+from meshrl.observe.recording import prefixes
 from meshrl.observe.standing import moves
 from meshrl.observe.standing.failures import Failure, Heard
 from meshrl.observe.standing.held import ADMISSION, OtherLine, others, reason
@@ -82,6 +83,7 @@ class Snapshot:
     elsewhere: WorkerSums = field(default_factory=WorkerSums)  # the others
     others: tuple[OtherLine, ...] = ()  # jobs on the same mesh that have not ended
     held: str = ""  # why the job waits or is paused; empty: it runs
+    prefixes: dict[str, float] = field(default_factory=dict)  # loaded, of the engines that live
     in_flight: int = 0
     counts: dict[str, int] = field(default_factory=dict)  # trajectories by what became of them
     bounds: tuple[int, ...] = ()  # upper lengths of the histogram's buckets
@@ -175,6 +177,7 @@ def snapshot(reading: Reading, history: History) -> Snapshot:
         elsewhere=worker_sums(reading.pool, reading.job.id),
         others=tuple(others(reading.jobs, reading.pool, reading.job.id)),
         held=reason(reading.job),
+        prefixes=prefixes.of_engines(own),
         in_flight=sum(int(e.stats.get("in_flight", 0)) for e in rollouts),
         counts={term: getattr(reading.job, term) for term in COUNTED},
         news=tuple(history.news),
@@ -182,7 +185,7 @@ def snapshot(reading: Reading, history: History) -> Snapshot:
         failures=history.failures.all,
         error=reading.job.error,
     )
-    quiet, full = _quiet(reading), _without_room(own)
+    quiet, full = _quiet(reading), _without_room(own) or prefixes.trouble(own)
     return replace(shot, full=full, quiet=quiet, **_histogram(rollouts))
 
 

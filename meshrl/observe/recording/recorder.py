@@ -32,7 +32,7 @@ from meshrl.launch.directory.kept import KeptDocument
 from meshrl.launch.directory.places import read_if_whole, read_json, write_json
 from meshrl.launch.head.launcher import Launcher
 from meshrl.observe.live.watch import History, Reading, Snapshot, snapshot
-from meshrl.observe.recording import storage
+from meshrl.observe.recording import prefixes, storage
 from meshrl.observe.recording.looking import Look, Looks
 from meshrl.observe.recording.outlet import Outlet
 from meshrl.observe.recording.recorded import (
@@ -329,6 +329,8 @@ class Recorder:
             tokens = entry.stats.get("tokens")
             if tokens and self._looks.owners.get(entry.name, self.job) == self.job:
                 self.tally.see_tokens(entry.name, entry.incarnation, float(tokens))
+                if found := prefixes.figures(entry.stats):
+                    self.tally.prefixes[entry.incarnation] = found
         self.tally.see_pool(look.pool, look.entries, self.job, look.at)
         self._count_cpu()
 

@@ -10,6 +10,7 @@ from common.pool.rows import Role
 from common.state.events import Event
 from common.state.jobs import Phase
 from meshrl.observe.live.watch import Evaluation, unforeseen
+from meshrl.observe.recording import prefixes
 from meshrl.observe.recording.usage import Tally
 from meshrl.observe.standing.failures import listed
 from meshrl.observe.standing.held import held_s
@@ -64,6 +65,7 @@ def summarize(
         "tokens_rolled_out": tokens,
         "tokens_sampled": tally.total_tokens("rollout/"),
         "tokens_trained": tokens_trained,
+        "prefixes": prefixes.summed(tally.prefixes.values()),
         "opened": account["opened"],
         "trained": account["trained"],
         "filtered": account["filtered"],

@@ -31,6 +31,7 @@ class Tally:
     wall_s: float = 0.0  # wall time of earlier sessions
     warm_start_cached: bool = False
     sessions: list[list[int]] = field(default_factory=list)  # first and last ms (wall) of each
+    prefixes: dict[str, dict[str, float]] = field(default_factory=dict)  # by engine's incarnation
     _seen: dict[str, float] = field(default_factory=dict)  # of what serves all: key -> CPU-s
     _charged: dict[str, tuple[str, float]] = field(default_factory=dict)  # key -> name, CPU-s
     _turns: dict[str, float] = field(default_factory=dict)  # incarnation -> seconds of its turns
@@ -49,6 +50,7 @@ class Tally:
             held["wall_s"],
             held["warm_start_cached"],
             held["sessions"],
+            held.get("prefixes", {}),
         )
 
     def write(self, path: Path, wall_s: float) -> None:
@@ -61,6 +63,7 @@ class Tally:
             "wall_s": self.wall_s + wall_s,
             "warm_start_cached": self.warm_start_cached,
             "sessions": self.sessions,
+            "prefixes": self.prefixes,
         }
         write_json(path, content, durable=False)  # it is written every other second
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from common.job.evaluation_plan import HELD_OUT
 from meshrl.observe.live.view import clock
+from meshrl.observe.recording.prefixes import told
 from meshrl.observe.standing.failures import Failure, counts, of_share
 
 
@@ -51,6 +52,7 @@ def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
             "tokens",
             f"{found['tokens_rolled_out']:,} rolled out, {found['tokens_trained']:,} trained",
         ),
+        *([("prefixes loaded", said)] if (said := told(found.get("prefixes", {}))) else []),
         ("workers", _workers(found)),
         ("log-probability gap", "-" if gap is None else f"{gap:.1e} at most"),
         ("workers moved", f"{found['workers_moved']} times to make steps faster"),
