@@ -1,11 +1,13 @@
-"""A session's keys and values from one engine process to another, beside computing them again.
+"""A session that goes on at another engine process: its keys and values come while they are
+computed, beside moving them first, and beside computing them alone.
 
-    python -m loadtests.moves [--tokens 256 1024 4096]
+    python -m loadtests.moves [--tokens 2048 8192] [--rounds 7]
 
 Two engines of a random model with 64 KiB of cache a token, over sockets. Each round computes a
-context at the source, moves it, and runs the next turn at the target; `recompute_s` is what that
-turn takes where nothing came. `ping_*` are calls to the target, answered by its loop alone, while
-nothing moves and while the largest context does.
+context at the source, and then runs the next turn at the target in three ways, in rotating order:
+`both_s` is a turn whose move begins with it, `move_s` a move and then the turn, `compute_s` a turn
+of which nothing comes. `ratio_better` is both over the better one. `ping_*` are calls to the
+target, answered by its loop alone, while nothing moves and while the largest context does.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.runtime.mesh import Mesh
 from loadtests.measuring.unrenewed import FOREVER_S, knows, unrenewed
+from services.engine import cache_moves
 from services.engine.running import Driver
 from services.engine.service import EngineService
-from services.rollout.routing.cache_moves import MoveCosts
 
 SOURCE, TARGET, SHARD = "engine/source", "engine/target", "rollout/job/0"
-SLOTS, LENGTH = 4, 8192
+SLOTS, LENGTH = 4, 8448
 ATTACH_S = 30.0
 PING_S = 0.002  # between two pings
 MODEL = ModelConfig(
@@ -55,7 +57,8 @@ MODEL = ModelConfig(
 async def serve(name: str, source: list[str]) -> None:
     torch.set_num_threads(1)
     mesh = unrenewed(name)
-    engine = build(MODEL, SLOTS, LENGTH)
+    cache_moves.AHEAD_BYTES = LENGTH * 65536  # what is moved before its turn lies there whole
+    engine = build(MODEL, SLOTS, LENGTH, kv_tokens=LENGTH + 512)
     model = Decoder(MODEL)
     model.initialise(torch.Generator().manual_seed(0))
     driver = Driver(asyncio.get_running_loop())
@@ -135,38 +138,57 @@ class Shard:
 async def measure(shard: Shard, counts: list[int], rounds: int) -> dict[str, Any]:
     random = np.random.default_rng(0)
     figures: dict[str, list[float]] = {}
-    learned = MoveCosts()
     session = 0
-    for _ in range(rounds):
+    for turn in range(rounds):
         for count in counts:
-            session += 1
-            context = random.integers(0, MODEL.vocab_size, count).tolist()
-            await shard.turn(SOURCE, session, context)
-            later = asyncio.ensure_future(shard.move(session))
-            pings = await shard.pings(later)
-            moved = later.result()
-            assert moved.adopted and moved.tokens == count, moved
-            learned.moved(moved.bytes, moved.seconds)
-            rest = await shard.turn(TARGET, session, [*context, 1, 2])
-            fresh = random.integers(0, MODEL.vocab_size, count + 2).tolist()
-            again = await shard.turn(TARGET, session + 10_000, fresh)
-            await shard.submit(SOURCE, -1, [], [session])
-            await shard.submit(TARGET, -1, [], [session, session + 10_000])
-            for name, value in (
-                ("move_s", moved.seconds),
-                ("next_turn_s", rest),
-                ("recompute_s", again),
-                ("megabytes", moved.bytes / 1e6),
-            ):
-                figures.setdefault(f"{name}_{count}", []).append(value)
-            if count == max(counts):
-                figures.setdefault("pings_moving", []).extend(pings)
+            arms = ["both", "move", "compute"]
+            for arm in arms[turn % 3 :] + arms[: turn % 3]:
+                session += 1
+                context = random.integers(0, MODEL.vocab_size, count).tolist()
+                if arm != "compute":
+                    await shard.turn(SOURCE, session, context)
+                found = await _arm(shard, arm, session, [*context, 1, 2], count == max(counts))
+                for name, value in found.items():
+                    kept = figures.setdefault(name if "pings" in name else f"{name}_{count}", [])
+                    kept.extend(value)
+                await shard.submit(SOURCE, -1, [], [session])
         idle = asyncio.ensure_future(asyncio.sleep(0.5))
         figures.setdefault("pings_idle", []).extend(await shard.pings(idle))
-    return _report(figures, learned, counts)
+    return _report(figures, counts)
 
 
-def _report(figures: dict[str, list[float]], learned: MoveCosts, counts: list[int]) -> Any:
+async def _arm(
+    shard: Shard, arm: str, session: int, context: list[int], listens: bool
+) -> dict[str, list[float]]:
+    """One way of going on at the target, of a context that it has never seen."""
+    began, found = time.perf_counter(), {}
+    later = asyncio.ensure_future(_going_on(shard, arm, session, context))
+    if listens and arm == "both":
+        found["pings_moving"] = await shard.pings(later)
+    moved = await later
+    found[f"{arm}_s"] = [time.perf_counter() - began]
+    if moved is not None:
+        found[f"{arm}_megabytes"] = [moved.bytes / 1e6]
+    await shard.submit(TARGET, -1, [], [session])
+    return found
+
+
+async def _going_on(shard: Shard, arm: str, session: int, context: list[int]) -> CacheMoved | None:
+    if arm == "compute":
+        await shard.turn(TARGET, session, context)
+        return None
+    if arm == "move":
+        moved = await shard.move(session)
+        assert moved.adopted, moved
+        await shard.turn(TARGET, session, context)
+        return moved
+    moving = asyncio.ensure_future(shard.move(session))
+    await asyncio.sleep(0)  # as a shard's stay does
+    await shard.turn(TARGET, session, context)
+    return await moving
+
+
+def _report(figures: dict[str, list[float]], counts: list[int]) -> Any:
     found: dict[str, Any] = {}
     for name, values in figures.items():
         if name.startswith("pings"):
@@ -175,12 +197,16 @@ def _report(figures: dict[str, list[float]], learned: MoveCosts, counts: list[in
             found[f"ping_{kind}_p99_ms"] = round(float(np.quantile(values, 0.99)), 2)
         else:
             found[name] = round(statistics.median(values), 4)
-    most = max(counts)
-    found["megabytes_per_s"] = round(found[f"megabytes_{most}"] / found[f"move_s_{most}"])
-    found["ratio_recompute"] = round(found[f"recompute_s_{most}"] / found[f"move_s_{most}"], 1)
-    learned.bytes_per_token = 1
-    size = int(found[f"megabytes_{most}"] * 1e6)
-    found["learned_over_measured"] = round((learned.move_s(size) or 0) / found[f"move_s_{most}"], 2)
+    for count in counts:
+        both, move, compute = (figures[f"{arm}_s_{count}"] for arm in ("both", "move", "compute"))
+        three = list(zip(both, move, compute, strict=True))
+        ratios = {
+            "ratio_better": [b / min(m, c) for b, m, c in three],
+            "ratio_compute": [b / c for b, _, c in three],
+        }
+        for name, values in ratios.items():
+            found[f"{name}_{count}"] = round(statistics.median(values), 3)
+            found[f"{name}_{count}_span"] = [round(min(values), 3), round(max(values), 3)]
     return found
 
 
@@ -214,8 +240,8 @@ async def compare(counts: list[int], rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 4096])
-    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
+    options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--serve", help=argparse.SUPPRESS)
     options.add_argument("--source", nargs="*", default=[], help=argparse.SUPPRESS)
     chosen = options.parse_args()

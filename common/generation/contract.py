@@ -254,6 +254,11 @@ class TokenEngine(Protocol):
         `start` begins a chunk. None: it has them no more.
         """
 
+    def expect(self, session: int, load: Loading) -> None:
+        """The session's next request, or the one that is being prefilled, may be loaded by `load`:
+        an `offer` follows, or its end.
+        """
+
     def offer(self, session: int, cache: SessionCache, load: Loading) -> bool:
         """Has the session's next request, or the one that is being prefilled, loaded by `load` as
         far as that is faster; `load.alone` says whether some of the cache is of other weights.

@@ -201,7 +201,8 @@ class BucketConfig(Table):
 class KvConfig(Table):
     """`[rollout.kv]`: keys and values that engines keep outside of their caches."""
 
-    memory: NonNegative = 1.0  # GiB of a host's memory for all engines of the job there
+    # GiB of a host's memory for all engines of the job there; negative: 1, and none for SGLang
+    memory: float = -1.0
     disk: NonNegative = 0.0  # GiB of its disk
     path: File = ""  # where on the disk; empty: below the host's run root
     peers: bool = True  # engines send each other what a trajectory needs that has moved
@@ -243,6 +244,11 @@ class RolloutConfig(Table):
     tensor_parallel: list[Count] = field(default_factory=lambda: [1])
     # forced, in tokens, by trajectory; empty: no
     lengths: list[Count] = field(default_factory=list)
+
+    @property
+    def kv_memory(self) -> float:
+        """GiB of a host's memory that keys and values may take outside of caches."""
+        return self.kv.memory if self.kv.memory >= 0 else float(self.engine != "sglang")
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ def sglang(job: JobFile) -> None:
     if problem := without(python, "sglang"):
         raise job.fail(key, f"rollout.engine = 'sglang': {problem}", fix)
     _read_back(job)
+    _tiers(job)
     _adapters(job, python, key)
 
 
@@ -62,6 +63,17 @@ def _read_back(job: JobFile) -> None:
             "rollout.read_back",
             f"rollout.read_back: {why}, which is not compared with a version",
             "Leave it out, or set rollout.engine to the built-in one",
+        )
+
+
+def _tiers(job: JobFile) -> None:
+    """SGLang's hierarchical cache is one of GPUs."""
+    rollout = job.config.rollout
+    if job.config.mesh.device == "cpu" and (rollout.kv_memory or rollout.kv.disk):
+        raise job.fail(
+            "rollout.kv",
+            "rollout.kv: SGLang keeps keys and values outside of its cache on GPUs alone",
+            "Set memory and disk to 0, or rollout.engine to the built-in one",
         )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError
 from common.generation.builtin.build import BUILD_S, TorchEngine, build
 from common.generation.contract import TokenEngine
+from common.generation.kv_directories import disk_root, own_directory
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
 from common.job.pace import profile
@@ -21,6 +22,7 @@ from services.engine.service import FLUSH_S, FLUSH_STEPS
 
 if TYPE_CHECKING:
     from services.engine.sglang.engine import SGLangEngine
+    from services.engine.sglang.tiers import Tiers
 
 
 async def opened(mesh: Mesh, data: JobData, seat: Seat) -> TokenEngine:
@@ -68,6 +70,7 @@ async def _sglang(mesh: Mesh, data: JobData, resident: str, degree: int) -> SGLa
         read_back=limits.read_back,
         options=tuple(limits.sglang_options),
         degree=degree,
+        tiers=_tiers(mesh, data),
     )
     server = await startup.start(mesh.host, mesh.clock, how, limits.sglang_weights)
     return startup.attach(
@@ -80,6 +83,26 @@ async def _sglang(mesh: Mesh, data: JobData, resident: str, degree: int) -> SGLa
         decode=_decode(data),
         clock=mesh.clock,
     )
+
+
+def _tiers(mesh: Mesh, data: JobData) -> Tiers | None:
+    """Where SGLang's own cache goes on; None: nowhere."""
+    from services.engine.sglang.tiers import Tiers
+
+    limits = data.config.rollout
+    if not limits.kv_memory and not limits.kv.disk:
+        return None
+    root = disk_root(mesh.settings.run_root, limits.kv.path)
+    directory = own_directory(root) / f"{data.config.name}-sglang" if limits.kv.disk else None
+    return Tiers(limits.kv_memory, directory)
+
+
+def published(engine: TokenEngine) -> dict[str, Any]:
+    """What an engine tells of itself that others do not have."""
+    if isinstance(engine, PacedEngine):
+        return {**engine.late, **published(engine.inner)}
+    cached = getattr(engine, "tokens_cached", None)
+    return {} if cached is None else {"tokens_cached": cached}
 
 
 def _decode(data: JobData) -> Callable[[Sequence[int]], str] | None:

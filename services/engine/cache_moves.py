@@ -35,6 +35,7 @@ LARGEST_CHUNK_BYTES = 1 << 30  # of the largest models it is a tenth of that
 AT_ONCE = 4  # moves to one engine
 AHEAD_BYTES = 256 << 20  # of one move, that its engine has not yet put in their place
 LOOK_S = 0.01  # between two looks whether it has
+WHOLE = 1 << 40  # tokens, of a cache of which nobody knows yet how long it is
 STOP_S = 10.0  # until an engine is between two steps
 MOVE_S = 60.0
 
@@ -49,7 +50,7 @@ class BetweenSteps(Protocol):
 
 class CacheMoves:
     """Both ends of moves, at one engine. `loaded` names the weights that it computes with; `wake`
-    has its driver look at what has come.
+    has its driver look at what has come, `soon` do something before its next step.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class CacheMoves:
         between_steps: BetweenSteps,
         loaded: Callable[[], str],
         wake: Callable[[], None],
+        soon: Callable[[Callable[[], None]], None],
     ) -> None:
+        self._soon = soon
         self.chunks, self.frame_bytes = 1, FRAME_BYTES
         self._mesh, self._engine = mesh, engine
         self._between_steps, self._loaded, self._wake = between_steps, loaded, wake
@@ -118,8 +121,9 @@ class CacheMoves:
 
     async def fetch(self, move: CacheMove) -> CacheMoved:
         """Has what `move.source` has loaded, as far as it is wanted when it comes."""
-        load = Loading(0, 0, self._mesh.clock.monotonic())
-        came = _Came()
+        load, came = Loading(0, WHOLE, self._mesh.clock.monotonic()), _Came()
+        load.expected_s = self._pace.per_byte * CHUNK * self._engine.cache_bytes_per_token
+        self._soon(partial(self._engine.expect, move.session, load))
         try:
             async with self._mesh.clock.timeout(MOVE_S, f"a cache of {move.source}"), self._places:
                 began = self._mesh.clock.monotonic()

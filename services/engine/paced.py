@@ -209,5 +209,8 @@ class PacedEngine:
     def copied(self, session: int, start: int, end: int) -> NDArray[np.uint8] | None:
         return self.inner.copied(session, start, end)
 
+    def expect(self, session: int, load: Loading) -> None:
+        self.inner.expect(session, load)
+
     def offer(self, session: int, cache: SessionCache, load: Loading) -> bool:
         return self.inner.offer(session, cache, load)

@@ -27,7 +27,7 @@ from common.state import jobs
 from common.telemetry.traces import Traces
 from common.wire.bulk.port import BulkServer
 from common.wire.bulk.port import serve as serve_chunks
-from services.engine.build import opened
+from services.engine.build import opened, published
 from services.engine.kv.opening import host_cache
 from services.engine.lacking import Versions
 from services.engine.merging import Merging, Wish
@@ -184,7 +184,7 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
         return {
             **seat.stats(),
             **turns.stats(),
-            **(engine.late if isinstance(engine, PacedEngine) else {}),
+            **published(engine),
             "ready": not service.draining,
             **service.tiers.stats(),
             **service.pauses.stats(),

@@ -89,7 +89,7 @@ class EngineService(Actor):
         self._flushed_at = 0.0
         between = partial(self.commands.between_steps, needs_turn=True)
         named, wake = lambda: self.weights.computing, self.commands.wake.set
-        self.moves = CacheMoves(mesh, engine, between, named, wake)
+        self.moves = CacheMoves(mesh, engine, between, named, wake, self.commands.give)
         sleeper = EngineSleeper(mesh, engine, self.commands, self.weights, cache_tokens)
         self.tiers = Tiers(mesh, sleeper, *mesh.settings.places, turns=self.take_turns)
 

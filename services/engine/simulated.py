@@ -222,6 +222,9 @@ class SimulatedEngine:
     def copied(self, session: int, start: int, end: int) -> NDArray[np.uint8] | None:
         return None
 
+    def expect(self, session: int, load: Loading) -> None:
+        load.cancelled = True
+
     def offer(self, session: int, cache: SessionCache, load: Loading) -> bool:
         load.cancelled = True
         return False

@@ -547,28 +547,45 @@ class TorchEngine:
             return None
         return self._compute.read(slot, start, end)
 
-    def offer(self, session: int, cache: SessionCache, load: Loading) -> bool:
-        """Has the session's next request, or the one that is being prefilled, loaded by `load` as
-        far as that is faster. False, and the load is cancelled: it must not or cannot be used.
+    def expect(self, session: int, load: Loading) -> None:
+        """The session's next request, or the one that is being prefilled, may be loaded by `load`:
+        an `offer` follows, or its end.
         """
-        slots, place = self._slots, self._places.get(cache.adapter)
         self._withdraw(session)
-        running = [slot for slot in slots.live() if slots.session[slot] == session]
-        load.cancelled = True
-        if place is None or session < 0 or not self._able or cache.layout != self._compute.layout:
-            return False
-        version = int(slots.loaded[place])
-        usable = not self._recompute and shown(cache, version)
-        if not (usable if load.alone else cache.version == version):
-            return False
-        if len(cache.tokens) >= slots.max_length or (running and running[0] not in self._joining):
-            return False
-        load.cancelled = False
-        load.cache = cache
+        if session < 0 or not self._able:
+            load.cancelled = True
+            return
         self._offered[session] = load
         while len(self._offered) > MOST_OFFERED:
             self._withdraw(next(iter(self._offered)))
-        return True
+
+    def offer(self, session: int, cache: SessionCache, load: Loading) -> bool:
+        """Tells what `load` brings, which may be expected already. False, and it is cancelled: it
+        must not or cannot be used.
+        """
+        if load.cancelled or not self._takes(cache, load):
+            load.cancelled = True
+            return False
+        load.cache = cache
+        load.end = len(cache.tokens)
+        slot = next((slot for slot, known in self._loads.items() if known is load), None)
+        if slot is not None:
+            del self._loads[slot]
+            self._begin(slot, load)
+        elif self._offered.get(session) is not load:
+            self.expect(session, load)
+        return not load.cancelled
+
+    def _takes(self, cache: SessionCache, load: Loading) -> bool:
+        """Whether another engine's cache may be used here."""
+        slots, place = self._slots, self._places.get(cache.adapter)
+        fits = cache.layout == self._compute.layout and len(cache.tokens) < slots.max_length
+        if place is None or not self._able or not fits:
+            return False
+        version = int(slots.loaded[place])
+        if load.alone:
+            return not self._recompute and shown(cache, version)
+        return cache.version == version
 
     # -- weights ---------------------------------------------------------------------------------
 

@@ -119,7 +119,7 @@ class Loading:
         inside = -computed % CHUNK  # tokens of a chunk that was begun: nobody brings those
         load_s = self._pace_s(now_s) * (gap - inside) / CHUNK
         share = 0.5
-        if load_s and tokens_per_s:
+        if tokens_per_s:
             if load_s <= CHUNK / tokens_per_s:
                 return min(most, inside, gap)
             share = load_s / (load_s + gap / tokens_per_s)
@@ -132,9 +132,7 @@ class Loading:
         return now_s - self._last_s > STALL_S
 
     def _pace_s(self, now_s: float) -> float:
-        """Seconds for a chunk: as expected, or as long as the last one keeps us waiting."""
-        if not self.expected_s:
-            return 0.0
+        """Seconds for a chunk: as expected, or as long as the next one keeps us waiting."""
         return max(self.expected_s, now_s - self._last_s)
 
 

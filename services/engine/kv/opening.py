@@ -28,11 +28,11 @@ def host_cache(
     """
     inner = engine.inner if isinstance(engine, PacedEngine) else engine
     kv, root = limits.kv, mesh.settings.run_root
-    if not isinstance(inner, TorchEngine) or not (kv.memory or kv.disk):
+    if not isinstance(inner, TorchEngine) or not (limits.kv_memory or kv.disk):
         return None
     places = []
-    if kv.memory:
-        places.append(("memory", memory_root(root), kv.memory))
+    if limits.kv_memory:
+        places.append(("memory", memory_root(root), limits.kv_memory))
     if kv.disk:
         places.append(("disk", disk_root(root, kv.path), kv.disk))
     shelves = []

@@ -79,6 +79,7 @@ class SGLangEngine:
         self.path, self.tensor_parallel = path, tensor_parallel
         self.version = NO_VERSION
         self.steps = self.tokens_generated = self.tokens_computed = self.preempted = 0
+        self.tokens_cached = 0  # that its server found, on whatever tier of its own
         self.relabelled = 0  # tokens that were handed on under another version than they are of
         self.busy_s = 0.0
         self.due_s = 0.0
@@ -153,6 +154,9 @@ class SGLangEngine:
 
     def copied(self, session: int, start: int, end: int) -> NDArray[np.uint8] | None:
         return None
+
+    def expect(self, session: int, load: Loading) -> None:
+        load.cancelled = True
 
     def offer(self, session: int, cache: SessionCache, load: Loading) -> bool:
         load.cancelled = True
@@ -232,6 +236,7 @@ class SGLangEngine:
         before = len(sent.tokens)
         sent.add(chunk)
         self.tokens_computed += chunk.computed + len(chunk.tokens)
+        self.tokens_cached += chunk.cached
         self.relabelled += sent.settle_versions(chunk.spans)
         self.preempted += max(0, chunk.retractions - sent.retractions)
         sent.retractions = max(sent.retractions, chunk.retractions)

@@ -19,6 +19,7 @@ from common.process.handle import Child
 from common.process.host import Host
 from services.engine.sglang import v0_5
 from services.engine.sglang.http import UNAUTHORIZED, Http
+from services.engine.sglang.tiers import Tiers
 
 START_S = 280.0  # some 30 s on a quiet core; below what a role process is given to load
 PROBE_S, LOOK_S = 5.0, 0.25
@@ -69,6 +70,7 @@ class Launch:
     read_back: bool = False  # it is to tell what it computes with
     options: tuple[str, ...] = ()  # further flags; the last of a kind holds
     degree: int = 1  # of tensor parallelism: GPUs that share the weights
+    tiers: Tiers | None = None  # where it keeps what has no room in its cache
 
     @property
     def secrets(self) -> Path:
@@ -98,6 +100,8 @@ class Launch:
             flags += ["--tp-size", str(self.degree)]
         if self.adapters is not None:
             flags += self.adapters.flags(self.device)
+        if self.tiers is not None:
+            flags += self.tiers.flags(self.device)
         return [*flags, *self.options, "--config", str(self.secrets)]
 
     def command(self, port: int) -> list[str]:
@@ -107,7 +111,7 @@ class Launch:
         return [*start, "-m", "sglang.launch_server", *self.arguments(port)]
 
     def environment(self) -> dict[str, str]:
-        own = dict(v0_5.ENVIRONMENT)
+        own = v0_5.ENVIRONMENT | (self.tiers.environment() if self.tiers is not None else {})
         return own | ({"SGLANG_USE_CPU_ENGINE": "1"} if self.device == "cpu" else {})
 
 

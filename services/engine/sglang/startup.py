@@ -20,6 +20,7 @@ from services.engine.sglang.engine import SGLangEngine
 from services.engine.sglang.health import HealthWatch
 from services.engine.sglang.requests import Decode
 from services.engine.sglang.server import START_S, Adapting, Launch, SGLangServer, write_model
+from services.engine.sglang.tiers import Tiers
 from services.engine.sglang.weights import TRANSPORTS, transport
 
 __all__ = [
@@ -50,6 +51,7 @@ def launch(
     read_back: bool = False,
     options: tuple[str, ...] = (),
     degree: int = 1,
+    tiers: Tiers | None = None,
 ) -> Launch:
     """How to serve a model; its config.json and the log go into `directory`. With a `degree` above
     1 the server computes on so many of the GPUs that this process sees.
@@ -77,6 +79,7 @@ def launch(
         read_back=read_back,
         options=options,
         degree=degree,
+        tiers=tiers,
     )
 
 

@@ -185,6 +185,7 @@ class Chunk:
     version: int = -1  # the version that was current when the chunk was handled
     spans: list[tuple[int, int, int]] = field(default_factory=list)  # (version, start, end)
     computed: int = 0  # tokens of prompt and answer that were not found in the cache
+    cached: int = 0  # tokens of the prompt that were
     retractions: int = 0  # how often it has given up its cache
     finish: Finish = Finish.RUNNING
     reason: str = ""  # why it was aborted, where SGLang says so
@@ -217,6 +218,7 @@ def chunk(event: Mapping[str, Any], had: int, plain: bool) -> Chunk:
         version=int(meta["weight_version"]),
         spans=[(int(s["version"]), s["start"], s["end"]) for s in meta.get("weight_versions", ())],
         computed=meta.get("prompt_tokens", 0) - meta.get("cached_tokens", 0) if had == 0 else 0,
+        cached=meta.get("cached_tokens", 0) if had == 0 else 0,
         retractions=meta.get("num_retractions", 0),
         finish=FINISH[finish["type"]] if finish else Finish.RUNNING,
         reason=str(finish.get("message", "")) if finish else "",

@@ -195,7 +195,7 @@ class Stay:
                     await self._place()
                 length = self.trajectory.length
                 with self._counted(AT_ENGINE):
-                    self._bring()
+                    await self._bring()
                     finish = await self._attempt(limit - length)
                 if finish in (Finish.STOP, Finish.LENGTH):
                     self.whereabouts = Whereabouts.SEATED
@@ -226,7 +226,7 @@ class Stay:
         if self._failing_since and waited_s > AWAY_S:
             self._failing_since += waited_s
 
-    def _bring(self) -> None:
+    async def _bring(self) -> None:
         """Has its keys and values come after it while its request is computed, where that helps."""
         source, link = self.source, self.link
         assert link is not None
@@ -241,6 +241,7 @@ class Stay:
                 task = asyncio.get_running_loop().create_task(moving, name="cache move")
                 self._moves.add(task)
                 task.add_done_callback(self._moves.discard)
+                await asyncio.sleep(0)  # the engine hears of it before it has the request
         self._forget()
 
     async def _moved(self, link: EngineLink, source: EngineLink) -> None:

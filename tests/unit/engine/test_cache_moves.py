@@ -384,7 +384,7 @@ class Slow:
 
 def test_a_stop_copies_as_many_chunks_as_the_pause_allows() -> None:
     slow = Slow()
-    moves = CacheMoves(slow, slow, None, lambda: "", lambda: None)  # type: ignore[arg-type]
+    moves = CacheMoves(slow, slow, None, lambda: "", lambda: None, lambda _: None)  # type: ignore[arg-type]
     for first in (1, 64):
         moves.chunks = first
         for _ in range(6):

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import Refused
+from common.errors import ConfigError, Refused
 from services.engine.sglang import v0_5
 from services.engine.sglang.server import Adapting, Launch
+from services.engine.sglang.tiers import Tiers
 from services.engine.sglang.weights import inline
 from tests.sglang import counterpart
 from tests.sglang.counterpart import Counterpart
@@ -153,3 +154,16 @@ def test_a_server_is_started_for_what_the_job_adapts() -> None:
 def test_a_server_without_the_endpoints_is_known_by_its_description() -> None:
     lacking = v0_5.missing({"paths": {}, "components": {"schemas": {}}}, v0_5.NEEDS_OF_ADAPTERS)
     assert lacking == [v0_5.GENERATE, v0_5.LOAD_ADAPTER, v0_5.UNLOAD_ADAPTER]
+
+
+def test_a_server_is_started_with_the_tiers_that_the_job_asks_for(tmp_path: Path) -> None:
+    plain = Launch("python", Path("m"), Path("l"), 4, 128, 0, device="cuda")
+    assert "hicache" not in " ".join(plain.arguments(1))
+    memory = replace(plain, tiers=Tiers(3.6))
+    command = " ".join(memory.arguments(1))
+    assert "--enable-hierarchical-cache --hicache-size 4" in command and "storage" not in command
+    disk = replace(plain, tiers=Tiers(1.0, tmp_path))
+    assert "--hicache-storage-backend file" in " ".join(disk.arguments(1))
+    assert disk.environment()["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == str(tmp_path)
+    with pytest.raises(ConfigError, match="on GPUs alone"):
+        replace(memory, device="cpu").arguments(1)

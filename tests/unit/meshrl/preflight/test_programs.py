@@ -59,6 +59,16 @@ def test_an_interpreter_without_sglang_is_no_engine(place: Path) -> None:
     assert programs.without(Path(sys.executable), "json") == ""
 
 
+def test_sglang_on_a_cpu_keeps_nothing_outside_of_its_cache(place: Path) -> None:
+    python = f"rollout.sglang_python={script(place.parent / 'bin/python', 'exit 0')}"
+    for setting in ("rollout.kv.memory=2", "rollout.kv.disk=5"):
+        said = refusal(programs.sglang, place, SGLANG, python, setting)
+        assert "on GPUs alone" in said
+        programs.sglang(read(place, setting))
+        on_gpu = ("mesh.device=cuda", "rollout.dtype=bfloat16")
+        programs.sglang(read(place, SGLANG, python, setting, *on_gpu))
+
+
 def test_what_sglang_cannot_tell_of_its_weights_is_not_read_back(place: Path) -> None:
     """SGLang is there, by what a shell says."""
     python = f"rollout.sglang_python={script(place.parent / 'bin/python', 'exit 0')}"
