@@ -52,10 +52,9 @@ def closed_form(curve: Curve, load_s: float, tokens: int) -> Met:
     # F(k) = (first - slope/2) * k/c + slope/2 * (k/c)^2
     square = curve.slope_s / 2 / c**2
     even = (curve.first_s - curve.slope_s / 2) / c + load_s
-    k = load_s * n / even
-    if square:
-        k = (-even + math.sqrt(even * even + 4 * square * load_s * n)) / (2 * square)
-    k = min(max(k, 0.0), n)
+    # The positive root, in the form that does not cancel where the cost hardly grows.
+    k = 2 * load_s * n / (even + math.sqrt(even * even + 4 * square * load_s * n))
+    k = min(k, n)
     return Met(load_s * (n - k), k)
 
 
