@@ -398,7 +398,8 @@ class TorchEngine:
     def _take_load(self, slot: int, load: Loading) -> None:
         for start, end, content in load.take(self._clock.monotonic()):
             right = len(content) == self._compute.span_bytes(start, end)
-            if right and load.claimed <= start < load.end:
+            room = not len(self._memory.short(np.array([slot]), np.array([end])))
+            if right and room and load.claimed <= start < load.end:
                 self._compute.write(slot, start, end, content)
                 load.placed[start] = min(end, load.end)
         self._meet(slot)

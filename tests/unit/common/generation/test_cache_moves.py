@@ -347,6 +347,24 @@ def test_chunks_that_are_not_what_they_say_are_left_out(make: Make) -> None:
     holds(heard, decoder(), context)
 
 
+@NATIVE
+@pytest.mark.parametrize("path", ["native", "graphs"])
+def test_more_than_the_request_has_is_written_nowhere(path: str) -> None:
+    """The source has computed a turn that the ledger never saw; others have the blocks behind."""
+    source, target = (built_in(path, max_length=512, kv_tokens=1024) for _ in range(2))
+    context = words(5, 260)
+    said = Listener(source).run(request(1, context, session=SESSION, max_new=90, seed=9))[1].tokens
+    others = {i: words(i, 100) for i in range(10, 13)}
+    target.submit([request(i, tokens, max_new=20) for i, tokens in others.items()])
+    target.step()
+    assert moved(source, target) > len(context) + 4 * BLOCK
+    context += said[:5]
+    heard = Listener(target).run(request(2, context, session=SESSION, max_new=4))
+    holds(heard[2], decoder(), context)
+    for i, tokens in others.items():
+        holds(heard[i], decoder(), tokens)
+
+
 def test_other_tokens_than_the_session_has_are_not_used(make: Make) -> None:
     source, target = make(), make()
     cache = exported(source, 60)

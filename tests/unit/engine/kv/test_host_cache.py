@@ -104,6 +104,22 @@ def test_engines_of_one_host_share_what_they_compute(tmp_path: Path) -> None:
         assert computed < len(context) - CHUNK
 
 
+def test_an_engine_that_goes_leaves_what_it_generated_to_the_others(tmp_path: Path) -> None:
+    with (
+        cached(tmp_path / "kv") as (one, first),
+        cached(tmp_path / "kv") as (two, second),
+    ):
+        context = words(5, 300)
+        said = run(one, request(1, context, session=SESSION, max_new=600, temperature=0.0)).tokens
+        context = [*context, *said, 7]
+        first.keep_all()
+        settled(first)
+        heard, computed = second_turn(two, context)
+        holds(heard, decoder(), context)
+        assert computed < len(context) - CHUNK
+        assert any(one.head.start > 300 for one in on_shelves(second) if one.head is not None)
+
+
 @pytest.mark.parametrize("other", ["weights", "policy", "layout", "adapter"])
 def test_what_others_have_computed_is_no_use(tmp_path: Path, other: str) -> None:
     there = {"weights": "v1"} if other == "weights" else {}
