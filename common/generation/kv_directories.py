@@ -54,8 +54,12 @@ def enter(directory: Path) -> tuple[int, bool]:
     and whether no other engine does so.
     """
     while True:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(directory / ENGINES, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        own_directory(directory.parent)
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            descriptor = os.open(directory / ENGINES, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # the last one left at this moment
+            continue
         alone = True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,7 +87,15 @@ def leave(directory: Path, descriptor: int | None = None) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(directory, ignore_errors=True)
+        for path in directory.iterdir():  # the lock's file last: who comes meanwhile waits for it
+            if path.name == ENGINES:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        (directory / ENGINES).unlink()
+        directory.rmdir()
         with suppress(OSError):  # other jobs of the host have theirs there
             directory.parent.rmdir()
     except OSError:

@@ -8,6 +8,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -215,7 +216,8 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
         if bulk is not None:
             bulk.close()
         if kv is not None:
-            await mesh.host.run_blocking(kv.close, deadline_s=CLOSE_S)
+            with suppress(MeshError):  # a thread that waits for others ends with the process
+                await mesh.host.run_blocking(kv.close, deadline_s=CLOSE_S)
         await traces.close()
         await mesh.leave()
 

@@ -8,7 +8,7 @@ hands over what is to be flushed.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from common.api.engine import (
 )
 from common.api.hint import Look
 from common.api.role import Drain, Drained, Settle, Settled
-from common.errors import Refused
+from common.errors import MeshError, Refused
 from common.generation.contract import Request, TokenEngine
 from common.occupancy import Occupancy
 from common.runtime.actor import Actor, call, cast, stream
@@ -52,10 +52,10 @@ from services.engine.weights import EngineWeights
 
 FLUSH_STEPS = 8
 FLUSH_S = 0.02  # tokens leave after 8 steps or 20 ms, at once when a request ends
-DRAIN_S = 4.0  # for the last tokens to leave
+DRAIN_S = 3.0  # for the last tokens to leave
 DRAIN_LOOK_S = 0.01
 STORED_S = 4.0  # to look at the host's shelves for another one
-WRITTEN_S = 2.0  # for what was computed to be left to the host's other engines
+WRITTEN_S = 1.0  # for what was computed to be left to the host's other engines
 
 
 class EngineService(Actor):
@@ -249,12 +249,6 @@ class EngineService(Actor):
             for identity, session, start, end, begin, most, temperature, seed in columns
         ]
 
-    def _leave(self, ids: list[int]) -> None:
-        """Ends what runs; what was computed is left to the host's other engines."""
-        self.engine.abort(ids)
-        if self.kv is not None:
-            self.kv.keep_all()
-
     def _refuse_new(self) -> None:
         if self.draining:
             raise Refused("the engine is draining", where=self.mesh.name, fix="ask another one")
@@ -317,13 +311,22 @@ class EngineService(Actor):
         """Takes nothing more; what runs ends as aborted, with every token so far delivered."""
         self.draining = True
         ids = self.shards.out
-        self.commands.give(lambda: self._leave(ids))
+        self.commands.give(lambda: self.engine.abort(ids))
         async with self.mesh.clock.timeout(DRAIN_S, "the last tokens to leave"):
             while self.shards.out:
                 await self.mesh.clock.sleep(DRAIN_LOOK_S)
-        if self.kv is not None:
-            await self.mesh.host.run_blocking(
-                self.kv.writer.flush, WRITTEN_S, deadline_s=WRITTEN_S + DRAIN_S
-            )
         self.shards.end()
+        await self._leave()
         return Drained()
+
+    async def _leave(self) -> None:
+        """What was computed is left to the host's other engines, as far as there is time."""
+        kv = self.kv
+        if kv is None:
+            return
+        with suppress(MeshError):
+            await self.commands.between_steps(
+                kv.keep_all, "caches to be kept", WRITTEN_S / 2, needs_turn=True
+            )
+            flush = partial(kv.writer.flush, WRITTEN_S / 2)
+            await self.mesh.host.run_blocking(flush, deadline_s=WRITTEN_S)

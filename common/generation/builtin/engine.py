@@ -38,9 +38,9 @@ from common.generation.contract import (
 )
 from common.model.config import ModelConfig
 
-MOST_OFFERED = 64  # sessions whose caches come before their requests
+MOST_OFFERED = 16  # sessions whose caches come before their requests
 STOP_S = 0.05  # to copy what a slot lets go of, while others decode
-LEAVE_S = 2.0  # to copy what a slot has computed, when nothing decodes any more
+LEAVE_S = 2.0  # to copy what all slots have computed, when nothing decodes any more
 PREFILL_TOKENS = 512  # known tokens in a step, so that decoding rows do not wait for long
 
 
@@ -264,9 +264,12 @@ class TorchEngine:
         counts: list[int] = []
         led: list[int] = []  # who computes or loads what others could share
         full = False  # somebody has no room: nobody who came later takes any
+        loading = set(self._loads)
         for slot in self._in_turn():
             if budget <= 0:
                 break
+            if slot in loading and slot not in self._loads:
+                continue  # it gave way in this very step: it takes nothing from who is chosen
             if slot not in self._loads:
                 if full:
                     continue
@@ -333,6 +336,11 @@ class TorchEngine:
 
     # -- prefixes from elsewhere -----------------------------------------------------------------
 
+    def _withdraw_all(self) -> None:
+        """Other weights have come than what is on its way was taken for."""
+        for session in list(self._offered):
+            self._withdraw(session)
+
     def _withdraw(self, session: int) -> None:
         load = self._offered.pop(session, None)
         if load is not None:
@@ -370,6 +378,9 @@ class TorchEngine:
         load.claimed = computed
         load.end = min(load.end, known - 1)
         fits = load.end > computed and (pure or not computed)
+        if load.alone and load.origin is not None:
+            loaded = slots.loaded[slots.adapter[slot]]
+            fits &= load.origin.first_version != loaded  # else no token shows the mixture
         if fits and load.cache is not None:
             n = min(len(load.cache.tokens), known)
             fits = bool((slots.tokens[slot, :n] == load.cache.tokens[:n]).all())
@@ -412,18 +423,19 @@ class TorchEngine:
         computed = int(slots.computed[slot])
         reached = load.reach(computed)
         if reached > computed:
-            self._came_from(slot, load)
+            self._came_from(slot, load, reached)
             slots.computed[slot] = load.claimed = reached
             self._memory.publish(slot, tail=True)
         if load.ended(reached):
             self._stop_load(slot)
 
-    def _came_from(self, slot: int, load: Loading) -> None:
+    def _came_from(self, slot: int, load: Loading, reached: int) -> None:
         """Notes which weights a slot's cache is of that has come from elsewhere."""
         slots, origin = self._slots, load.origin
         if load.alone:
             slots.weights[slot] = OLDER
-        if origin is not None and slots.first_sampled[slot] > origin.first_sampled:
+        sampled = origin is not None and origin.first_sampled < reached
+        if origin is not None and sampled and slots.first_sampled[slot] > origin.first_sampled:
             slots.first_sampled[slot] = origin.first_sampled
             slots.versions[slot, origin.first_sampled] = origin.first_version
 
@@ -455,8 +467,11 @@ class TorchEngine:
 
     def keep_all(self) -> None:
         """Offers all that slots have computed to who keeps it elsewhere: the engine goes away."""
+        until_s = self._clock.monotonic() + LEAVE_S
         for slot in range(self._slots.count):
-            self._keep(slot, lost=True, stop_s=LEAVE_S)
+            left_s = until_s - self._clock.monotonic()
+            if left_s > 0:
+                self._keep(slot, lost=True, stop_s=left_s)
 
     # -- the cache -------------------------------------------------------------------------------
 
@@ -471,12 +486,16 @@ class TorchEngine:
             holders = [
                 i
                 for i in self._slots.live()
-                if self._slots.computed[i] and self._started[i] > self._started[slot]
+                if self._has_room(i) and self._started[i] > self._started[slot]
             ]
             if not holders:
                 return False
             self._preempt(max(holders, key=lambda i: self._started[i]))
         return True
+
+    def _has_room(self, slot: int) -> bool:
+        """Whether a slot has anything in the cache, or room for what it loads."""
+        return bool(self._slots.computed[slot]) or slot in self._loads
 
     def _drop(self, slot: int, keep: bool = True) -> None:
         self._stop_load(slot)
@@ -514,6 +533,8 @@ class TorchEngine:
             self._unsought.discard(slot)
         self._stop_text.end(slot)
         self._memory.publish(slot, tail=False)
+        if not self._slots.computed[slot]:
+            self._memory.free(slot)  # room for what was to be loaded
         for freed in self._slots.end(slot, code):
             self._memory.free(freed)
 
@@ -553,7 +574,10 @@ class TorchEngine:
         an `offer` follows, or its end.
         """
         self._withdraw(session)
-        if session < 0 or not self._able:
+        slots = self._slots
+        running = [slot for slot in slots.live() if slots.session[slot] == session]
+        late = bool(running) and running[0] not in self._joining
+        if session < 0 or late or not self._able:
             load.cancelled = True
             return
         self._offered[session] = load
@@ -616,8 +640,7 @@ class TorchEngine:
         self.version = slots.loaded[0] = version
         for slot in list(self._loads):  # what is on its way is of the weights before
             self._drop(slot, keep=False)
-        for session in list(self._offered):
-            self._withdraw(session)
+        self._withdraw_all()
         for place in self._places.values():
             self._number(place)
         self._memory.forget()
@@ -675,6 +698,7 @@ class TorchEngine:
         self._slots.loaded[place] = version
         for slot in [i for i in self._loads if self._slots.adapter[i] == place]:
             self._drop(slot, keep=False)
+        self._withdraw_all()
         self._number(place)
         self._recomputed((self._slots.adapter == place) & self._outdated())
 
@@ -694,6 +718,7 @@ class TorchEngine:
             slots.adapter[slot] = 0  # the place may be another's, whose cache this never is
         self._compute.drop_adapter(place)
         self._broken.discard(place)
+        self._withdraw_all()
         del self._places[name]
 
     def _names(self) -> dict[int, str]:
@@ -738,7 +763,7 @@ class TorchEngine:
                 fix="raise rollout.max_tokens",
             )
         while (blocks := self._memory.borrow(len(tokens))) is None:
-            holders = [i for i in range(self._slots.count) if self._slots.computed[i]]
+            holders = [i for i in range(self._slots.count) if self._has_room(i)]
             if not holders:
                 raise Refused(
                     f"{len(tokens)} tokens do not fit the cache",

@@ -26,6 +26,7 @@ _HEAD = struct.Struct("<8sIIQdQ16s")  # before the sum of it and of the content,
 _SUM_BYTES = 16
 HEAD_BYTES = _HEAD.size + _SUM_BYTES
 LARGEST_BYTES = 1 << 32  # of one chunk
+TRIES = 5  # to make a file in a directory that others remove
 _serial = itertools.count()
 
 
@@ -61,7 +62,10 @@ class ChunkFiles:
 
     def has(self, domain: str, name: str) -> bool:
         """Whether there is such a file."""
-        return self.path(domain, name).exists()
+        try:
+            return self.path(domain, name).exists()
+        except OSError:
+            return False
 
     def use(self, domain: str, name: str, until_s: float) -> bool:
         """Whether there is such a file; if so it counts as used, and as reserved until then."""
@@ -103,9 +107,7 @@ class ChunkFiles:
     def _put(self, domain: str, name: str, parts: tuple[bytes | memoryview, ...]) -> int:
         target = self.path(domain, name)
         scratch = target.with_name(f".{name}.{os.getpid()}.{next(_serial)}")
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(scratch, flags, 0o600)
+        descriptor = _begun(scratch)
         size = 0
         try:
             for part in parts:
@@ -123,11 +125,11 @@ class ChunkFiles:
         return size
 
     def remove(self, path: Path) -> bool:
-        """Removes a chunk, unless somebody reads it; whether it is gone."""
+        """Removes a chunk, unless somebody reads it; whether this did so."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            return not path.exists()
+            return False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
@@ -135,6 +137,8 @@ class ChunkFiles:
             return False
         finally:
             os.close(descriptor)
+        with suppress(OSError):
+            path.parent.rmdir()  # once it is empty
         return True
 
     def scan(self) -> Iterator[Found]:
@@ -159,6 +163,17 @@ class ChunkFiles:
             return _head(path)
         except OSError:
             return None
+
+
+def _begun(scratch: Path) -> int:
+    """A new file, whose directory others may take away while it is empty."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    for _ in range(TRIES - 1):
+        scratch.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with suppress(FileNotFoundError):
+            return os.open(scratch, flags, 0o600)
+    scratch.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return os.open(scratch, flags, 0o600)
 
 
 def _packed(name: str, head: Head, content: Content) -> bytes:

@@ -116,17 +116,15 @@ class HostCache:
         if weights == self._weights:
             return
         self._weights = weights
-        before, self._holds = self._holds, []
         domains = [self._domain(adapter) for adapter in ("", *adapters)] if weights else []
         if self._policy == "recompute":
             self._forget_sessions()
-        self.writer.do(partial(self._exchange, domains, before))
+        self.writer.do(partial(self._exchange, domains))
 
-    def _exchange(self, domains: Sequence[str], before: Sequence[int]) -> None:
+    def _exchange(self, domains: Sequence[str]) -> None:
         """Says which weights the engine has now, and removes what is of no use any more."""
-        for shelf in self._shelves:
-            held = (shelf.hold(domain) for domain in domains)
-            self._holds += [descriptor for descriptor in held if descriptor is not None]
+        held = [shelf.hold(domain) for shelf in self._shelves for domain in domains]
+        before, self._holds = self._holds, [one for one in held if one is not None]
         for descriptor in before:
             os.close(descriptor)
         for shelf in self._shelves:
@@ -250,12 +248,20 @@ class HostCache:
         return self._copying.per_byte
 
     def _remember(self, kept: Kept, domain: str, names: Sequence[str], tag: int) -> None:
-        self._forget(kept.session)
+        before = self._sessions.pop(kept.session, None)
         self._sessions[kept.session] = _Session(
             kept.tokens, domain, tuple(names), kept.origin, not kept.pure, kept.adapter
         )
-        for shelf in self._shelves:
-            shelf.wait_for(tag)
+        stays = frozenset(names) if before is not None and before.domain == domain else frozenset()
+        old = [name for name in before.names if name not in stays] if before is not None else []
+
+        def note() -> None:
+            for shelf in self._shelves:
+                shelf.wait_for(tag)
+                if before is not None:
+                    shelf.drop(before.domain, old, tag)
+
+        self.writer.do(note)
         if len(self._sessions) > SESSIONS:
             self._forget(next(iter(self._sessions)))
 
@@ -295,6 +301,11 @@ class HostCache:
         there = set(self._found.look(asked.domain, dict(enumerate(names))))
         return np.array([index in there for index in range(len(names))], np.bool_)
 
+    def _troubles(self) -> list[str]:
+        """Why something could not be kept lately."""
+        found = [shelf.refused for shelf in self._shelves if shelf.refused]
+        return found + ([self.writer.trouble] if self.writer.trouble else [])
+
     # -- what it tells ---------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
@@ -311,7 +322,7 @@ class HostCache:
             "not_kept": self.writer.not_kept,
             "saved_s": round(self.saved_s, 3),
             "used": {shelf.name: shelf.used for shelf in self._shelves},
-            "refused": [shelf.refused for shelf in self._shelves if shelf.refused],
+            "refused": self._troubles(),
         }
 
 

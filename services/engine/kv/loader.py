@@ -137,7 +137,8 @@ class Loader:
             while self._go_on():
                 pass
         except BaseException as error:
-            self._failed(error)
+            if not self._closed:
+                self._failed(error)
         finally:
             for wanted in [*self._new, *self._wanted]:
                 self._end(wanted)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -110,7 +111,7 @@ class Peers:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(WAIT_S)
-        except (MeshError, TimeoutError):
+        except (MeshError, TimeoutError, CancelledError, RuntimeError):  # or it is closing
             future.cancel()
             return None
 

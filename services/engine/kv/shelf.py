@@ -93,7 +93,10 @@ class Shelf:
 
     def waiting(self) -> set[int]:
         """Tags of the sessions that may go on."""
-        return {int(path.name, 16) for path in (self.files.directory / SESSIONS).iterdir()}
+        try:
+            return {int(path.name, 16) for path in (self.files.directory / SESSIONS).iterdir()}
+        except OSError:
+            return set()
 
     # -- chunks ----------------------------------------------------------------------------------
 
@@ -141,6 +144,8 @@ class Shelf:
         """Takes room for so many bytes, if it can be had; others go for it."""
         if size > self.budget or self._clock() < self._rests_until:
             return False
+        if not self._space(size):
+            return False
         gone: list[Found] = []
         with self._locked():
             if self.used + size > self.budget:
@@ -149,13 +154,13 @@ class Shelf:
                 if wanted > 0:
                     wanted += self.budget // SLACK
                     gone = leaving(there, wanted, self._clock(), self.waiting(), again_s)
-            if not self._space(size):
-                return False
-            for one in gone:
-                demote(one)
-                if self.files.remove(one.path):
+        for one in gone:  # not under the lock: what goes to a disk takes its time
+            demote(one)
+            if self.files.remove(one.path):
+                with self._locked():
                     self._add(-one.bytes)
-                    self.gone += 1
+                self.gone += 1
+        with self._locked():
             if self.used + size > self.budget:
                 return False
             self._add(size)
@@ -171,10 +176,11 @@ class Shelf:
             path = self.files.path(domain, name)
             found = self.files.head(path)
             if found is not None and found.session == session:
-                size = path.stat().st_size if path.exists() else 0
-                if self.files.remove(path):
-                    with self._locked():
-                        self._add(-size)
+                with suppress(OSError):
+                    size = path.stat().st_size
+                    if self.files.remove(path):
+                        with self._locked():
+                            self._add(-size)
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -200,9 +206,17 @@ class Shelf:
                 continue  # it needs those before its own, too
             for one in there:
                 freed += one.bytes if self.files.remove(one.path) else 0
+            self._remove_empty(directory)
         with self._locked():
             self._add(-freed)
         return freed
+
+    def _remove_empty(self, directory: Path) -> None:
+        """Removes the directory of a domain that no engine has, if nothing is left in it."""
+        with suppress(OSError):
+            if not self._has(directory) and not any(directory.glob("??")):
+                (directory / LOADED).unlink(missing_ok=True)
+                directory.rmdir()
 
     def _has(self, directory: Path) -> bool:
         """Whether an engine that lives has the weights of a domain."""

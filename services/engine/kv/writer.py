@@ -45,6 +45,7 @@ class Writer:
         self._shelves, self._clock, self._again, self._rate = shelves, clock, again, rate
         self._done, self._failed = done, failed
         self.written = {shelf.name: 0 for shelf in shelves}  # bytes
+        self.failed, self.trouble = 0, ""  # pieces of work that the file system refused, and why
         self.not_kept = 0  # chunks for which there was no room, or no time
         self._waiting: deque[Callable[[], None]] = deque()
         self._bytes = 0
@@ -99,7 +100,10 @@ class Writer:
                 if self._closed:
                     return
                 work = self._waiting.popleft()
-            work()
+            try:
+                work()
+            except OSError as error:  # others change the directories, and disks fail
+                self.failed, self.trouble = self.failed + 1, str(error)
 
     def _take(self, copy: Copy) -> None:
         try:

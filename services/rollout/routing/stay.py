@@ -113,10 +113,12 @@ class Stay:
         trace: TracebackType | None,
     ) -> None:
         self.end()
-        for move in self._moves:
-            move.cancel()
-        await asyncio.gather(*self._moves, return_exceptions=True)
-        self._engines.parted(self)
+        try:
+            for move in self._moves:
+                move.cancel()
+            await asyncio.gather(*self._moves, return_exceptions=True)
+        finally:
+            self._engines.parted(self)
 
     # -- states ----------------------------------------------------------------------------------
 
@@ -249,7 +251,7 @@ class Stay:
             with suppress(MeshError):  # it computes what did not come
                 await link.fetch(self.trajectory, source)
         finally:
-            if self.link is not source:
+            if source not in (self.link, self.source):
                 source.ended.add(self.trajectory.id)
 
     async def _attempt(self, max_new: int) -> Finish:

@@ -18,11 +18,14 @@ from common.generation.builtin.prefill_rate import PrefillRate
 from common.generation.contract import MIXED, Request, SessionCache
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,
+    SCALE,
     Heard,
     Listener,
+    adapter,
     built_in,
     decoder,
     request,
+    with_adapter,
 )
 from tests.unit.common.generation.test_torch_engine import (
     Make,
@@ -363,6 +366,62 @@ def test_more_than_the_request_has_is_written_nowhere(path: str) -> None:
     holds(heard[2], decoder(), context)
     for i, tokens in others.items():
         holds(heard[i], decoder(), tokens)
+
+
+def test_what_no_token_was_sampled_over_goes_with_its_weights(make: Make) -> None:
+    """It was lost in the middle of its prompt: after a swap nothing would show it."""
+    source, target = make(max_length=1024), make(max_length=1024)
+    prompt = words(5, 1000)
+    Listener(source).run(request(1, prompt[:300], session=SESSION, max_new=1))
+    cache = source.cached(SESSION)
+    assert cache is not None
+    load = offered(replace(cache, first_sampled=300, first_version=0), target)
+    assert load is not None
+    load.end = 300
+    target.submit([request(2, prompt, session=SESSION, max_new=4, temperature=0.0)])
+    brought(source, load, [0, 128, 256])
+    load.over = True
+    target.step()
+    target.swap(decoder(1).state_dict(), 1)
+    holds(Listener(target).run()[2], decoder(1), prompt)
+
+
+@NATIVE
+@pytest.mark.parametrize("path", ["native", "graphs"])
+def test_a_request_that_ends_while_it_is_loaded_holds_no_room(path: str) -> None:
+    source, target = built_in(path, max_length=512), built_in(path, max_length=512)
+    context = begun(source, 300)
+    cache = source.cached(SESSION)
+    assert cache is not None
+    load = offered(cache, target)
+    assert load is not None
+    load.expected_s, load._last_s = 1e-9, target._clock.monotonic()
+    target._prefill_rate.add(1000, 1000, 1.0)
+    target.submit([next_turn(context)])
+    target.step()
+    memory = target._memory
+    assert isinstance(memory, PagedMemory) and memory.pool.free < memory.pool.count
+    target.abort([2])
+    assert memory.pool.free == memory.pool.count and load.cancelled
+
+
+def test_what_was_offered_for_an_adapters_last_version_is_not_used(make: Make) -> None:
+    source, target = make(), make()
+    for engine in (source, target):
+        engine.load_adapter("a", adapter(1), SCALE, 10)
+    context = words(5, 60)
+    asked = request(1, context, session=SESSION, max_new=3, adapter="a")
+    said = Listener(source).run(asked)[1].tokens
+    cache = source.cached(SESSION)
+    assert cache is not None
+    load = offered(cache, target, alone=False)
+    assert load is not None
+    brought(source, load, [0])
+    target.load_adapter("a", adapter(2), SCALE, 11)
+    assert load.cancelled
+    context = [*context, *said, 7]
+    heard = Listener(target).run(request(2, context, session=SESSION, max_new=3, adapter="a"))
+    holds(heard[2], with_adapter(adapter(2)), context)
 
 
 def test_other_tokens_than_the_session_has_are_not_used(make: Make) -> None:

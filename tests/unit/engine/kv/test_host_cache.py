@@ -224,6 +224,22 @@ def test_another_session_never_gets_a_mixed_cache(tmp_path: Path) -> None:
         holds(heard, decoder(1), context)
 
 
+def test_a_session_that_is_lost_twice_has_all_of_it_kept(tmp_path: Path) -> None:
+    with cached(tmp_path / "kv") as (engine, cache):
+        context = words(5, 300)
+        for turn in range(2):
+            asked = request(turn, context, session=SESSION, max_new=200, temperature=0.0)
+            context = [*context, *run(engine, asked, loading=True).tokens, 7]
+            lost(engine, cache)
+        starts = {one.head.start for one in on_shelves(cache) if one.head is not None}
+        assert starts >= set(range(0, 600, CHUNK))
+        (shelf,) = cache._shelves
+        assert shelf.waiting() == {SESSION + 1}
+        heard, computed = second_turn(engine, context)
+        holds(heard, decoder(), context)
+        assert computed < len(context) - CHUNK
+
+
 def test_a_session_that_ends_leaves_nothing_of_its_own(tmp_path: Path) -> None:
     with cached(tmp_path / "kv") as (engine, cache):
         first_turn(engine)
