@@ -54,6 +54,7 @@ def host_cache(
                 gib=size,
                 free_gib=round(free / GIB, 2),
                 where=str(place),
+                fix="give it more, a container by --shm-size, or lower the setting",
             )
     cache = HostCache(
         shelves,
