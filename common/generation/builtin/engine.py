@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +19,11 @@ from common.api.engine import Finish
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError, Damaged, Refused
 from common.generation.builtin.adapters import MOST_ADAPTERS, changes_of
-from common.generation.builtin.cache_moves import OLDER, cached, shown
-from common.generation.builtin.loading import WORTH, Kept, Loading, Origin, Prefixes, Sought
+from common.generation.builtin.cache_moves import cached
+from common.generation.builtin.loading import Loading, Prefixes
 from common.generation.builtin.parts import SHARE_FROM, Memory, StepCompute
 from common.generation.builtin.prefill_rate import PrefillRate
+from common.generation.builtin.prefix_loads import PrefixLoads
 from common.generation.builtin.slots import Slots
 from common.generation.builtin.stop_text import StopText
 from common.generation.builtin.weights import check_shapes, shapes_of
@@ -38,9 +38,6 @@ from common.generation.contract import (
 )
 from common.model.config import ModelConfig
 
-MOST_OFFERED = 16  # sessions whose caches come before their requests
-STOP_S = 0.05  # to copy what a slot lets go of, while others decode
-LEAVE_S = 2.0  # to copy what all slots have computed, when nothing decodes any more
 PREFILL_TOKENS = 512  # known tokens in a step, so that decoding rows do not wait for long
 
 
@@ -83,7 +80,6 @@ class TorchEngine:
         self.tokens_computed = 0  # sampled or given, by the model; what was shared does not count
         self.tensor_parallel = 1
         self.preempted = 0  # requests that gave up their cache to older ones
-        self.prefixes: Prefixes | None = None  # where caches are kept that have no room here
         self._slots, self._compute, self._memory = slots, compute, memory
         self._config, self._shapes = config, shapes_of(config)
         self._clock = clock or SystemClock()
@@ -99,9 +95,12 @@ class TorchEngine:
         self._started = np.zeros(slots.count, np.int64)  # when: the older go first
         self._starts = 0
         self._joining: list[int] = []  # slots with more than one token to compute, oldest first
-        self._unsought: set[int] = set()  # joining slots whose prefix was not looked for yet
-        self._loads: dict[int, Loading] = {}  # by slot: what is on its way from elsewhere
-        self._offered: dict[int, Loading] = {}  # by session, whose request is not here yet
+        self.loads = PrefixLoads(
+            *(slots, compute, memory, self._clock, self._joining, self._places),
+            mixed=not self._recompute,
+            whole=lambda: self.version != NO_VERSION and not self._broken,
+            able=lambda: self._able,
+        )
         self._decoding = np.zeros(slots.count, bool)
         self._rows: NDArray[np.int64] | None = None  # the decoding slots, ascending; None: changed
         self._numbered = 0  # weights that have come, of the base or of an adapter
@@ -138,6 +137,15 @@ class TorchEngine:
     def cache_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values; 0: they cannot be moved."""
         return self._compute.cache_bytes_per_token
+
+    @property
+    def prefixes(self) -> Prefixes | None:
+        """Where caches are kept that have no room here; None: nowhere."""
+        return self.loads.prefixes
+
+    @prefixes.setter
+    def prefixes(self, prefixes: Prefixes | None) -> None:
+        self.loads.prefixes = prefixes
 
     @property
     def cache_layout(self) -> str:
@@ -179,10 +187,7 @@ class TorchEngine:
         gone = list(sessions)
         for slot in self._slots.release(gone):
             self._memory.free(slot)
-        for session in gone:
-            self._withdraw(session)
-        if self.prefixes is not None:
-            self.prefixes.release(gone)
+        self.loads.release(gone)
 
     def drain(self, ended_only: bool = False) -> Flush | None:
         """The tokens since the last drain, each once; None: there are none. `ended_only` leaves out
@@ -209,7 +214,7 @@ class TorchEngine:
         began = self._clock.monotonic()
         while self._queue and self._slots.available():
             self._start(self._queue.pop(next(iter(self._queue))))
-        self._take_loads()
+        self.loads.take()
         steps = 1 if self._joining or self._stop_text else self._steps
         self._hold_room(steps)
         if self._joining:  # somebody had to give way: room is only sure for one step
@@ -245,11 +250,11 @@ class TorchEngine:
         slots.first_sampled[rows] = np.where(grew, np.minimum(first, before), first)
         for slot in joining:
             self._memory.publish(slot, tail=True)
-            self._meet(slot)
+            self.loads.meet(slot)
             ahead = slots.known[slot] - slots.computed[slot]
-            if ahead < self._stretch and slot not in self._loads:
+            if ahead < self._stretch and slot not in self.loads:
                 self._set_joining(slot, False)
-                self._keep(slot, lost=False)
+                self.loads.keep(slot, lost=False)
         if self._stop_text:
             self._stop_text.look(slots)
         for slot in rows[slots.finish[rows] != Finish.RUNNING].tolist():
@@ -264,13 +269,13 @@ class TorchEngine:
         counts: list[int] = []
         led: list[int] = []  # who computes or loads what others could share
         full = False  # somebody has no room: nobody who came later takes any
-        loading = set(self._loads)
+        loading = set(self.loads.under_way)
         for slot in self._in_turn():
             if budget <= 0:
                 break
-            if slot in loading and slot not in self._loads:
+            if slot in loading and slot not in self.loads:
                 continue  # it gave way in this very step: it takes nothing from who is chosen
-            if slot not in self._loads:
+            if slot not in self.loads:
                 if full:
                     continue
                 self._memory.share(slot)
@@ -280,7 +285,7 @@ class TorchEngine:
             if not self._make_room(slot, int(slots.known[slot]), spare=older):
                 full = True
                 continue
-            load = self._load_of(slot)
+            load = self.loads.of(slot)
             ahead = int(slots.known[slot] - slots.computed[slot])
             if load is None and ahead < self._stretch and not self._leads(slot):
                 self._set_joining(slot, False)
@@ -288,7 +293,7 @@ class TorchEngine:
             led.append(slot)
             count = min(ahead, budget)
             if load is not None:
-                count = self._front(slot, load, count)
+                count = self.loads.front(slot, load, count, self.prefill_tokens_per_s)
             if count:
                 budget -= count
                 chosen.append(slot)
@@ -298,7 +303,7 @@ class TorchEngine:
     def _in_turn(self) -> list[int]:
         """Joining slots in the order in which they get tokens of a step: first those for whom
         nothing comes, oldest first."""
-        return sorted(self._joining, key=self._loads.__contains__)
+        return sorted(self._joining, key=self.loads.__contains__)
 
     def _follows(self, slot: int, chosen: list[int]) -> bool:
         """Whether a slot of this step is computing what this one could share afterwards."""
@@ -334,145 +339,6 @@ class TorchEngine:
             if not self._make_room(slot, int(ends[rows == slot][0])):
                 self._preempt(slot)
 
-    # -- prefixes from elsewhere -----------------------------------------------------------------
-
-    def _withdraw_all(self) -> None:
-        """Other weights have come than what is on its way was taken for."""
-        for session in list(self._offered):
-            self._withdraw(session)
-
-    def _withdraw(self, session: int) -> None:
-        load = self._offered.pop(session, None)
-        if load is not None:
-            load.cancelled = True
-
-    def _load_of(self, slot: int) -> Loading | None:
-        """What is on its way of the slot's prefix: from another engine, or what is found in a look
-        of which each slot has one.
-        """
-        load = self._loads.get(slot)
-        if load is None:
-            load = self._offered.pop(int(self._slots.session[slot]), None)
-            if load is None and slot in self._unsought:
-                self._unsought.discard(slot)
-                load = self._found(slot)
-            if load is not None:
-                self._begin(slot, load)
-        return self._loads.get(slot)
-
-    def _found(self, slot: int) -> Loading | None:
-        slots = self._slots
-        known, computed = int(slots.known[slot]), int(slots.computed[slot])
-        if self.prefixes is None or known - 1 - computed < WORTH:
-            return None
-        adapter = self._names()[int(slots.adapter[slot])]
-        tokens = slots.tokens[slot, :known].astype(np.int32)
-        session = int(slots.session[slot])
-        return self.prefixes.find(Sought(tokens, computed, session, adapter))
-
-    def _begin(self, slot: int, load: Loading) -> None:
-        """Has a slot's prefix loaded, if it fits behind what the slot has computed."""
-        slots = self._slots
-        computed, known = int(slots.computed[slot]), int(slots.known[slot])
-        pure = not load.alone and slots.weights[slot] == slots.current(slot)
-        load.claimed = computed
-        load.end = min(load.end, known - 1)
-        fits = load.end > computed and (pure or not computed)
-        if load.alone and load.origin is not None:
-            loaded = slots.loaded[slots.adapter[slot]]
-            fits &= load.origin.first_version != loaded  # else no token shows the mixture
-        if fits and load.cache is not None:
-            n = min(len(load.cache.tokens), known)
-            fits = bool((slots.tokens[slot, :n] == load.cache.tokens[:n]).all())
-            fits &= self._places.get(load.cache.adapter) == slots.adapter[slot]
-        load.cancelled = not fits
-        if fits:
-            self._loads[slot] = load
-            self._take_load(slot, load)
-
-    def _front(self, slot: int, load: Loading, most: int) -> int:
-        """How many tokens the engine computes now of a slot that is being loaded."""
-        computed, now_s = int(self._slots.computed[slot]), self._clock.monotonic()
-        if load.alone and load.stalled(now_s):
-            self._stop_load(slot)
-            return most
-        count = load.stretch(computed, most, self.prefill_tokens_per_s, now_s)
-        load.claimed = max(load.claimed, computed + count)
-        return count
-
-    def _take_loads(self) -> None:
-        """Puts what has come where it belongs, as far as there is room."""
-        for slot, load in list(self._loads.items()):
-            if not len(self._memory.short(np.array([slot]), self._slots.known[[slot]])):
-                self._take_load(slot, load)
-
-    def _take_load(self, slot: int, load: Loading) -> None:
-        for start, end, content in load.take(self._clock.monotonic()):
-            right = len(content) == self._compute.span_bytes(start, end)
-            room = not len(self._memory.short(np.array([slot]), np.array([end])))
-            if right and room and load.claimed <= start < load.end:
-                self._compute.write(slot, start, end, content)
-                load.placed[start] = min(end, load.end)
-        self._meet(slot)
-
-    def _meet(self, slot: int) -> None:
-        """Jumps over what has come, where the slot's computed tokens reach it."""
-        load, slots = self._loads.get(slot), self._slots
-        if load is None:
-            return
-        computed = int(slots.computed[slot])
-        reached = load.reach(computed)
-        if reached > computed:
-            self._came_from(slot, load, reached)
-            slots.computed[slot] = load.claimed = reached
-            self._memory.publish(slot, tail=True)
-        if load.ended(reached):
-            self._stop_load(slot)
-
-    def _came_from(self, slot: int, load: Loading, reached: int) -> None:
-        """Notes which weights a slot's cache is of that has come from elsewhere."""
-        slots, origin = self._slots, load.origin
-        if load.alone:
-            slots.weights[slot] = OLDER
-        sampled = origin is not None and origin.first_sampled < reached
-        if origin is not None and sampled and slots.first_sampled[slot] > origin.first_sampled:
-            slots.first_sampled[slot] = origin.first_sampled
-            slots.versions[slot, origin.first_sampled] = origin.first_version
-
-    def _stop_load(self, slot: int) -> None:
-        load = self._loads.pop(slot, None)
-        if load is not None:
-            load.cancelled = True
-
-    def _keep(self, slot: int, lost: bool, stop_s: float = STOP_S) -> None:
-        """Offers what a slot has computed to who keeps it elsewhere."""
-        slots = self._slots
-        n = int(slots.computed[slot])
-        if self.prefixes is None or n < WORTH or self.version == NO_VERSION or self._broken:
-            return
-        pure = bool(slots.weights[slot] == slots.current(slot))
-        first = min(int(slots.first_sampled[slot]), n)
-        version = int(slots.versions[slot, first]) if first < n else self.version
-        kept = Kept(
-            tokens=slots.tokens[slot, :n].astype(np.int32),
-            session=int(slots.session[slot]),
-            adapter=self._names()[int(slots.adapter[slot])],
-            pure=pure,
-            lost=lost,
-            stop_s=stop_s,
-            origin=Origin(first, version),
-            read=partial(self._compute.read, slot),
-        )
-        self.prefixes.keep(kept)
-
-    def keep_all(self) -> None:
-        """Offers all that slots have computed to who keeps it elsewhere: the engine goes away."""
-        until_s = self._clock.monotonic() + LEAVE_S
-        for slot in range(self._slots.count):
-            left_s = until_s - self._clock.monotonic()
-            if left_s > 0:
-                self._keep(slot, lost=True, stop_s=left_s)
-
     # -- the cache -------------------------------------------------------------------------------
 
     def _make_room(self, slot: int, tokens: int, spare: int = 0) -> bool:
@@ -495,17 +361,17 @@ class TorchEngine:
 
     def _has_room(self, slot: int) -> bool:
         """Whether a slot has anything in the cache, or room for what it loads."""
-        return bool(self._slots.computed[slot]) or slot in self._loads
+        return bool(self._slots.computed[slot]) or slot in self.loads
 
     def _drop(self, slot: int, keep: bool = True) -> None:
-        self._stop_load(slot)
+        self.loads.stop(slot)
         if keep:
-            self._keep(slot, lost=True)
+            self.loads.keep(slot, lost=True)
         self._memory.free(slot)
         self._slots.computed[slot] = 0
         self._slots.weights[slot] = self._slots.current(slot)
         if slot in self._joining:
-            self._unsought.add(slot)
+            self.loads.unsought.add(slot)
 
     def _preempt(self, slot: int) -> None:
         """The slot's request gives up its cache; it is computed again when there is room."""
@@ -516,7 +382,7 @@ class TorchEngine:
     def _start(self, request: Request) -> None:
         victim = self._slots.victim(request.session)
         if victim is not None:
-            self._keep(victim, lost=True)
+            self.loads.keep(victim, lost=True)
         slot = self._slots.place(request, self._places[request.adapter])
         self._memory.place(slot)
         self._stop_text.place(slot, request)
@@ -527,10 +393,10 @@ class TorchEngine:
     def _end(self, slot: int, code: Finish) -> None:
         self._decoding[slot] = False
         self._rows = None
-        self._stop_load(slot)
+        self.loads.stop(slot)
         if slot in self._joining:
             self._joining.remove(slot)
-            self._unsought.discard(slot)
+            self.loads.unsought.discard(slot)
         self._stop_text.end(slot)
         self._memory.publish(slot, tail=False)
         if not self._slots.computed[slot]:
@@ -543,10 +409,10 @@ class TorchEngine:
         self._rows = None
         if not joining:
             self._joining.remove(slot)
-            self._unsought.discard(slot)
-            self._withdraw(int(self._slots.session[slot]))
+            self.loads.unsought.discard(slot)
+            self.loads.withdraw(int(self._slots.session[slot]))
             return
-        self._unsought.add(slot)
+        self.loads.unsought.add(slot)
         if slot not in self._joining:
             insort(self._joining, slot, key=lambda i: self._started[i])
 
@@ -573,44 +439,17 @@ class TorchEngine:
         """The session's next request, or the one that is being prefilled, may be loaded by `load`:
         an `offer` follows, or its end.
         """
-        self._withdraw(session)
-        slots = self._slots
-        running = [slot for slot in slots.live() if slots.session[slot] == session]
-        late = bool(running) and running[0] not in self._joining
-        if session < 0 or late or not self._able:
-            load.cancelled = True
-            return
-        self._offered[session] = load
-        while len(self._offered) > MOST_OFFERED:
-            self._withdraw(next(iter(self._offered)))
+        self.loads.expect(session, load)
 
     def offer(self, session: int, cache: SessionCache, load: Loading) -> bool:
         """Tells what `load` brings, which may be expected already. False, and it is cancelled: it
         must not or cannot be used.
         """
-        if load.cancelled or not self._takes(cache, load):
-            load.cancelled = True
-            return False
-        load.cache = cache
-        load.end = len(cache.tokens)
-        slot = next((slot for slot, known in self._loads.items() if known is load), None)
-        if slot is not None:
-            del self._loads[slot]
-            self._begin(slot, load)
-        elif self._offered.get(session) is not load:
-            self.expect(session, load)
-        return not load.cancelled
+        return self.loads.offer(session, cache, load)
 
-    def _takes(self, cache: SessionCache, load: Loading) -> bool:
-        """Whether another engine's cache may be used here."""
-        slots, place = self._slots, self._places.get(cache.adapter)
-        fits = cache.layout == self._compute.layout and len(cache.tokens) < slots.max_length
-        if place is None or not self._able or not fits:
-            return False
-        version = int(slots.loaded[place])
-        if load.alone:
-            return not self._recompute and shown(cache, version)
-        return cache.version == version
+    def keep_all(self) -> None:
+        """Offers all that slots have computed to who keeps it elsewhere: the engine goes away."""
+        self.loads.keep_all()
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -638,9 +477,9 @@ class TorchEngine:
                     raise Damaged(f"{len(odd)} tensors are not what was put there: {odd[0]}")
         slots = self._slots
         self.version = slots.loaded[0] = version
-        for slot in list(self._loads):  # what is on its way is of the weights before
+        for slot in list(self.loads.under_way):  # what is on its way is of the weights before
             self._drop(slot, keep=False)
-        self._withdraw_all()
+        self.loads.withdraw_all()
         for place in self._places.values():
             self._number(place)
         self._memory.forget()
@@ -696,9 +535,9 @@ class TorchEngine:
         self._broken.discard(place)
         self._places[name] = place
         self._slots.loaded[place] = version
-        for slot in [i for i in self._loads if self._slots.adapter[i] == place]:
+        for slot in [i for i in self.loads.under_way if self._slots.adapter[i] == place]:
             self._drop(slot, keep=False)
-        self._withdraw_all()
+        self.loads.withdraw_all()
         self._number(place)
         self._recomputed((self._slots.adapter == place) & self._outdated())
 
@@ -718,7 +557,7 @@ class TorchEngine:
             slots.adapter[slot] = 0  # the place may be another's, whose cache this never is
         self._compute.drop_adapter(place)
         self._broken.discard(place)
-        self._withdraw_all()
+        self.loads.withdraw_all()
         del self._places[name]
 
     def _names(self) -> dict[int, str]:

@@ -11,10 +11,10 @@ import pytest
 
 from common.generation.builtin.blocks import BLOCK
 from common.generation.builtin.build import TorchEngine
-from common.generation.builtin.engine import MOST_OFFERED
 from common.generation.builtin.loading import CHUNK, Loading, Origin
 from common.generation.builtin.paged import PagedMemory
 from common.generation.builtin.prefill_rate import PrefillRate
+from common.generation.builtin.prefix_loads import MOST_OFFERED
 from common.generation.contract import MIXED, Request, SessionCache
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,

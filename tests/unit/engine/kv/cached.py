@@ -66,7 +66,7 @@ def on_shelves(cache: HostCache) -> list[Found]:
 def arrived(engine: TorchEngine) -> None:
     """All has come that is wanted of what the engine is loading."""
     until = time.monotonic() + 20
-    while any(not load.over for load in engine._loads.values()):
+    while any(not load.over for load in engine.loads.under_way.values()):
         time.sleep(0.001)
         assert time.monotonic() < until, "a load does not end"
 
