@@ -266,6 +266,28 @@ class TokenEngine(Protocol):
         """
 
 
+class Unshared:
+    """The part of the contract that is about keys and values of others, for an engine of which
+    nobody can read them."""
+
+    def cached(self, session: int) -> SessionCache | None:
+        """Nothing."""
+        return None
+
+    def copied(self, session: int, start: int, end: int) -> NDArray[np.uint8] | None:
+        """Nothing."""
+        return None
+
+    def expect(self, session: int, load: Loading) -> None:
+        """Nothing of it is wanted."""
+        load.cancelled = True
+
+    def offer(self, session: int, cache: SessionCache, load: Loading) -> bool:
+        """It cannot be used."""
+        load.cancelled = True
+        return False
+
+
 def flush_of(pieces: Sequence[Piece]) -> Flush | None:
     """The pieces as one flush, in their order; None: there are none."""
     if not pieces:

@@ -175,9 +175,8 @@ class CacheMoves:
         pure = _pure(head, self._loaded())
         if not pure and (head.version == own or self._slow):
             return False
-        load.end, load.alone = len(head.tokens), not pure
+        load.alone = not pure
         load.origin = Origin(head.first_sampled, head.first_version)
-        load.found = load.end
         cache = SessionCache(
             head.tokens,
             head.layout,

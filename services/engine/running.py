@@ -173,7 +173,7 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
     turns = Turns(mesh, seat.keeper, seat.resident, seat.generation, enabled=seat.turns)
     service = EngineService(mesh, engine, driver.deliver, room, turns=turns)
     service.weights.began = began
-    kv = host_cache(mesh, seat.job, limits, engine, service.commands.wake.set)
+    kv = await host_cache(mesh, seat.job, limits, engine, service.commands.wake.set)
     bulk: BulkServer | None = None
     if kv is not None:
         service.use(kv)

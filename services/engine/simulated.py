@@ -26,7 +26,7 @@ from common.generation.contract import (
     Ints,
     Piece,
     Request,
-    SessionCache,
+    Unshared,
     check,
     flush_of,
     joined,
@@ -37,7 +37,6 @@ from common.generation.counter import draws, key_of, uniforms
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from common.generation.builtin.loading import Loading
 
 NORMAL = NormalDist()
 _ROUNDING = 1e-9  # share of a token: a step at exactly the time of a token brings it
@@ -120,7 +119,7 @@ class _Slots:
         return tokens
 
 
-class SimulatedEngine:
+class SimulatedEngine(Unshared):
     """Token at position p of a request is a hash of (its seed, p). Lengths are lognormal, drawn
     from (engine seed, request seed, context length), and cut by `max_new` and the slot; a request
     without stop ids always runs to that cut. Every token has log-probability -ln(vocab_size).
@@ -215,19 +214,6 @@ class SimulatedEngine:
 
     def release(self, sessions: Iterable[int]) -> None:
         """Sessions hold nothing here."""
-
-    def cached(self, session: int) -> SessionCache | None:
-        return None
-
-    def copied(self, session: int, start: int, end: int) -> NDArray[np.uint8] | None:
-        return None
-
-    def expect(self, session: int, load: Loading) -> None:
-        load.cancelled = True
-
-    def offer(self, session: int, cache: SessionCache, load: Loading) -> bool:
-        load.cancelled = True
-        return False
 
     # -- time ------------------------------------------------------------------------------------
 

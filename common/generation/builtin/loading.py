@@ -52,7 +52,7 @@ class Loading:
         origin: Origin | None = None,
         alone: bool = False,
     ) -> None:
-        self.begin, self.end, self.origin, self.alone = begin, end, origin, alone
+        self.end, self.origin, self.alone = end, origin, alone
         self.expected_s = 0.0  # that a chunk takes to come; 0: nobody knows. The bringer's
         self.cache: SessionCache | None = None  # of which it is; None: its name says what it is
         self.bringers: set[str] = set()  # who look or bring; each is its own's

@@ -41,7 +41,6 @@ class _Session:
     domain: str
     names: tuple[str, ...]
     origin: Origin
-    mixed: bool
     adapter: str
 
 
@@ -77,7 +76,7 @@ class HostCache:
         self._pending: set[str] = set()  # names of chunks that are about to be written
         self._loads: list[Loading] = []
         self._worth = {"session": Worth(), "prefix": Worth()}
-        self._copying = Pace()
+        self._copying = Pace()  # of the engine, which stands meanwhile
         self.sought = 0  # tokens of prefixes that were looked for
         self.again = 0  # tokens that were computed although they had been kept
         self.loaded: Counter[str] = Counter()  # tokens that came, by shelf
@@ -88,7 +87,7 @@ class HostCache:
         self._found = Shelves(shelves, clock)
         self.loader = Loader(self._found, *about, rest=self._elsewhere)
         done = self._pending.discard
-        self.writer = Writer(shelves, clock, lambda shelf: self._per_byte(shelf), done, failed)
+        self.writer = Writer(shelves, clock, self._per_byte, done, failed)
 
     def _per_byte(self, shelf: Shelf) -> float:
         return self.loader.pace(shelf.name).per_byte
@@ -148,7 +147,7 @@ class HostCache:
         self.sought += n - sought.computed
         session = self._session_of(sought)
         domain = self._domain(sought.adapter)
-        if session is not None and (session.mixed or session.domain != domain):
+        if session is not None and session.domain != domain:  # of earlier weights, or of several
             load = self._alone(sought, session, now_s)
             if load is not None:
                 return load
@@ -229,7 +228,7 @@ class HostCache:
             if left_s <= 0 or not self.writer.room(size, left_s):
                 self.writer.not_kept += index + 1
                 return False
-            if kept.pure and not worth.pays(saved_s, size * self._cost_per_byte):
+            if kept.pure and not worth.pays(saved_s, size * self._copying.per_byte):
                 continue
             at = clock.monotonic()
             content = np.ascontiguousarray(kept.read(start, end))
@@ -242,15 +241,10 @@ class HostCache:
     def _there(self, domain: str, name: str) -> bool:
         return any(shelf.files.has(domain, name) for shelf in self._shelves)
 
-    @property
-    def _cost_per_byte(self) -> float:
-        """Seconds of the engine for each byte that it copies out."""
-        return self._copying.per_byte
-
     def _remember(self, kept: Kept, domain: str, names: Sequence[str], tag: int) -> None:
         before = self._sessions.pop(kept.session, None)
         self._sessions[kept.session] = _Session(
-            kept.tokens, domain, tuple(names), kept.origin, not kept.pure, kept.adapter
+            kept.tokens, domain, tuple(names), kept.origin, kept.adapter
         )
         stays = frozenset(names) if before is not None and before.domain == domain else frozenset()
         old = [name for name in before.names if name not in stays] if before is not None else []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 from common.errors import MeshError
 from common.generation.builtin.engine import TorchEngine
@@ -18,9 +20,15 @@ from services.engine.kv.shelf import Shelf
 from services.engine.paced import PacedEngine
 
 GIB = 1 << 30
+OPEN_S = 60.0  # to count what lies there, when the last engine to leave has taken its own away
 
 
-def host_cache(
+def _opened(name: str, directory: Path, budget: int, clock: Callable[[], float]) -> Shelf:
+    own_directory(directory.parent)
+    return Shelf(name, directory, budget, clock)
+
+
+async def host_cache(
     mesh: Mesh, job: str, limits: RolloutConfig, engine: TokenEngine, wake: Callable[[], None]
 ) -> HostCache | None:
     """The engine's, which it uses from now on; None: the job asks for none, or the engine has keys
@@ -38,15 +46,15 @@ def host_cache(
     shelves = []
     for name, place, size in places:
         try:
-            directory = own_directory(place) / job
-            shelves.append(Shelf(name, directory, int(size * GIB), mesh.clock.wall))
+            open_ = partial(_opened, name, place / job, int(size * GIB), mesh.clock.wall)
+            shelves.append(await mesh.host.run_blocking(open_, deadline_s=OPEN_S))
         except OSError as error:
             raise MeshError(
                 f"keys and values cannot be kept: {error}",
                 where=f"rollout.kv.{name} on {mesh.settings.host}, {place}",
                 fix="make it writable, or set it to 0",
             ) from error
-        free = shutil.disk_usage(directory).free
+        free = shutil.disk_usage(place).free
         if free < size * GIB:
             mesh.telemetry.log.warning(
                 "less room for keys and values than asked for",

@@ -36,7 +36,6 @@ class Shelf:
         self.name, self.budget = name, budget
         self.files = ChunkFiles(directory)
         self.refused = ""  # why the last write failed; empty: it did not
-        self.gone = 0  # chunks that went for others
         self._clock = clock
         self._rests_until = 0.0
         self._engines, alone = enter(directory)
@@ -159,7 +158,6 @@ class Shelf:
             if self.files.remove(one.path):
                 with self._locked():
                     self._add(-one.bytes)
-                self.gone += 1
         with self._locked():
             if self.used + size > self.budget:
                 return False

@@ -45,7 +45,7 @@ class Writer:
         self._shelves, self._clock, self._again, self._rate = shelves, clock, again, rate
         self._done, self._failed = done, failed
         self.written = {shelf.name: 0 for shelf in shelves}  # bytes
-        self.failed, self.trouble = 0, ""  # pieces of work that the file system refused, and why
+        self.trouble = ""  # why the file system refused the last piece of work; empty: it did not
         self.not_kept = 0  # chunks for which there was no room, or no time
         self._waiting: deque[Callable[[], None]] = deque()
         self._bytes = 0
@@ -102,8 +102,9 @@ class Writer:
                 work = self._waiting.popleft()
             try:
                 work()
+                self.trouble = ""
             except OSError as error:  # others change the directories, and disks fail
-                self.failed, self.trouble = self.failed + 1, str(error)
+                self.trouble = str(error)
 
     def _take(self, copy: Copy) -> None:
         try:

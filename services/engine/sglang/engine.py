@@ -23,7 +23,6 @@ from torch import Tensor
 from common.api.engine import Finish
 from common.clock import Clock, SystemClock
 from common.errors import Damaged, MeshError, Refused
-from common.generation.builtin.loading import Loading
 from common.generation.builtin.stop_text import StopText
 from common.generation.builtin.weights import check_shapes, shapes_of
 from common.generation.contract import (
@@ -32,7 +31,7 @@ from common.generation.contract import (
     Ints,
     Piece,
     Request,
-    SessionCache,
+    Unshared,
     check,
     flush_of,
     replacing,
@@ -53,7 +52,7 @@ ABORT_AGAIN_S = 0.3  # an abort that overtakes its request is not heard
 log = logging.getLogger(__name__)
 
 
-class SGLangEngine:
+class SGLangEngine(Unshared):
     """See `TokenEngine`. It sleeps until `wake` brings the first weights."""
 
     def __init__(
@@ -148,19 +147,6 @@ class SGLangEngine:
 
     def release(self, sessions: Iterable[int]) -> None:
         """The server's cache is its own affair: it drops what was used longest ago."""
-
-    def cached(self, session: int) -> SessionCache | None:
-        return None
-
-    def copied(self, session: int, start: int, end: int) -> NDArray[np.uint8] | None:
-        return None
-
-    def expect(self, session: int, load: Loading) -> None:
-        load.cancelled = True
-
-    def offer(self, session: int, cache: SessionCache, load: Loading) -> bool:
-        load.cancelled = True
-        return False
 
     def drain(self, ended_only: bool = False) -> Flush | None:
         pieces, self._over = self._over, []
