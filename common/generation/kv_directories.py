@@ -12,8 +12,10 @@ from hashlib import blake2b
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.process.file_locks import lies_at, unheld
 
 SHARED_MEMORY = Path("/dev/shm")
+IN_MEMORY = "meshrl-kv-"  # begins the names of what hosts keep there
 ENGINES = ".engines"  # in a directory: its engines hold this file's lock
 KV = "kv"  # on the disk, below the root of a host's runs
 
@@ -21,7 +23,7 @@ KV = "kv"  # on the disk, below the root of a host's runs
 def memory_root(run_root: str) -> Path:
     """Below which a host keeps them in memory."""
     about = f"{os.geteuid()} {Path(run_root).resolve()}".encode()
-    return SHARED_MEMORY / f"meshrl-kv-{blake2b(about, digest_size=8).hexdigest()}"
+    return SHARED_MEMORY / f"{IN_MEMORY}{blake2b(about, digest_size=8).hexdigest()}"
 
 
 def disk_root(run_root: str, path: str) -> Path:
@@ -43,10 +45,20 @@ def own_directory(path: Path) -> Path:
 
 
 def sweep(run_root: str) -> None:
-    """Removes the directories of engines that were killed."""
-    for root in (memory_root(run_root), disk_root(run_root, "")):
+    """Removes the directories of engines that were killed; in memory, where what a whole mesh left
+    would fill the host, those of this user's other roots too.
+    """
+    roots = [root for root in SHARED_MEMORY.glob(f"{IN_MEMORY}*") if _is_own(root)]
+    for root in (*roots, disk_root(run_root, "")):
         for directory in root.glob("*"):
             leave(directory)
+
+
+def _is_own(root: Path) -> bool:
+    try:
+        return not root.is_symlink() and root.lstat().st_uid == os.geteuid()
+    except OSError:  # it is gone
+        return False
 
 
 def enter(directory: Path) -> tuple[int, bool]:
@@ -66,10 +78,9 @@ def enter(directory: Path) -> tuple[int, bool]:
         except OSError:
             alone = False
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-        with suppress(FileNotFoundError):  # the last one may have left meanwhile, and taken it away
-            if os.path.samestat(os.fstat(descriptor), (directory / ENGINES).stat()):
-                return descriptor, alone
-        os.close(descriptor)
+        if lies_at(descriptor, directory / ENGINES):
+            return descriptor, alone
+        os.close(descriptor)  # the last one has left meanwhile, and taken it away
 
 
 def entered(descriptor: int) -> None:
@@ -81,12 +92,12 @@ def leave(directory: Path, descriptor: int | None = None) -> bool:
     """Uses a directory no more; whether it is gone, because nobody else does."""
     if descriptor is not None:
         os.close(descriptor)
+    with unheld(directory / ENGINES) as nobody:
+        return nobody and _removed(directory)
+
+
+def _removed(directory: Path) -> bool:
     try:
-        descriptor = os.open(directory / ENGINES, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for path in directory.iterdir():  # the lock's file last: who comes meanwhile waits for it
             if path.name == ENGINES:
                 continue
@@ -100,6 +111,4 @@ def leave(directory: Path, descriptor: int | None = None) -> bool:
             directory.parent.rmdir()
     except OSError:
         return False
-    finally:
-        os.close(descriptor)
     return True

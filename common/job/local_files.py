@@ -22,6 +22,7 @@ from pathlib import Path
 from common.api.weights import Publish
 from common.job import bundle_files
 from common.job.job_data import MODULES, JobData
+from common.process.file_locks import lies_at, unheld
 from common.records.durable import sync_tree
 from common.records.home import Home
 from common.runtime.mesh import Mesh
@@ -228,19 +229,11 @@ def _hold(directory: Path) -> None:
                 raise
             continue
         fcntl.flock(descriptor, fcntl.LOCK_SH)  # whoever removes it looks for a moment only
-        if _at(descriptor, place):
+        if lies_at(descriptor, place):
             os.utime(place)
             _held.setdefault(str(directory), []).append(descriptor)
             return
         os.close(descriptor)
-
-
-def _at(descriptor: int, place: Path) -> bool:
-    """Whether an open file is the one that lies there now."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), place.stat())
-    except FileNotFoundError:
-        return False
 
 
 def sweep(bundles: Path) -> None:
@@ -279,20 +272,14 @@ def _size(directory: Path) -> int:
 
 def _removed(directory: Path) -> bool:
     """Whether nobody uses the bundle; then it is gone."""
-    try:
-        descriptor = os.open(directory / USED, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _at(descriptor, directory / USED):
+    # With its mark, on which others wait: they find that it is elsewhere, and begin anew.
+    aside = directory.with_name(f"{GONE}{directory.name}.{os.getpid()}")
+    with unheld(directory / USED) as nobody:
+        if not nobody:
             return False
-        # With its mark, on which others wait: they find that it is elsewhere, and begin anew.
-        aside = directory.with_name(f"{GONE}{directory.name}.{os.getpid()}")
-        directory.rename(aside)
-    except (BlockingIOError, FileNotFoundError):
-        return False
-    finally:
-        os.close(descriptor)
+        try:
+            directory.rename(aside)
+        except FileNotFoundError:
+            return False
     shutil.rmtree(aside, ignore_errors=True)
     return True

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from common.generation.builtin.loading import Content
 from common.generation.kv_directories import enter, entered, leave
+from common.process.file_locks import lies_at, unheld
 from services.engine.kv.chunk_files import HEAD_BYTES, ChunkFiles, Found, Head
 from services.engine.kv.retention import leaving
 
@@ -184,48 +185,40 @@ class Shelf:
 
     def hold(self, domain: str) -> int | None:
         """Says that an engine has the weights of a domain, until what it returns is closed."""
-        try:
-            (self.files.directory / domain).mkdir(exist_ok=True, mode=0o700)
-            path = self.files.directory / domain / LOADED
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        except OSError:
-            return None
-        return descriptor
+        path = self.files.directory / domain / LOADED
+        while True:
+            try:
+                path.parent.mkdir(exist_ok=True, mode=0o700)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:  # it was emptied in between
+                if self.files.directory.exists():
+                    continue
+                return None
+            except OSError:
+                return None
+            fcntl.flock(descriptor, fcntl.LOCK_SH)  # whoever empties it is soon done
+            if lies_at(descriptor, path):
+                return descriptor
+            os.close(descriptor)
 
     def empty(self) -> int:
         """Removes what no engine can use: chunks of weights that none has, and of which no session
         may go on. The bytes that are free for it.
         """
-        waiting, freed = self.waiting(), 0
-        for directory in self.files.directory.glob("?" * 32):
-            there = [] if self._has(directory) else list(self.files.scan_domain(directory.name))
-            if any(one.head is not None and one.head.session in waiting for one in there):
-                continue  # it needs those before its own, too
-            for one in there:
-                freed += one.bytes if self.files.remove(one.path) else 0
-            self._remove_empty(directory)
+        waiting = self.waiting()
+        freed = sum(self._emptied(path, waiting) for path in self.files.directory.glob("?" * 32))
         with self._locked():
             self._add(-freed)
         return freed
 
-    def _remove_empty(self, directory: Path) -> None:
-        """Removes the directory of a domain that no engine has, if nothing is left in it."""
-        with suppress(OSError):
-            if not self._has(directory) and not any(directory.glob("??")):
-                (directory / LOADED).unlink(missing_ok=True)
-                directory.rmdir()
-
-    def _has(self, directory: Path) -> bool:
-        """Whether an engine that lives has the weights of a domain."""
-        try:
-            descriptor = os.open(directory / LOADED, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False
+    def _emptied(self, directory: Path, waiting: Collection[int]) -> int:
+        with unheld(directory / LOADED, create=True) as nobody:
+            there = list(self.files.scan_domain(directory.name)) if nobody else []
+            if any(one.head is not None and one.head.session in waiting for one in there):
+                return 0  # it needs those before its own, too
+            freed = sum(one.bytes for one in there if self.files.remove(one.path))
+            if nobody and not any(directory.glob("??")):
+                with suppress(OSError):
+                    (directory / LOADED).unlink(missing_ok=True)
+                    directory.rmdir()
+        return freed

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from common.errors import ConfigError
 from common.generation import kv_directories
 from common.generation.kv_directories import own_directory, sweep
+from common.process.file_locks import lies_at, unheld
 from services.engine.kv.chunk_files import HEAD_BYTES, Found, Head
 from services.engine.kv.keys import domain_of, names_of
 from services.engine.kv.rates import FRESH, TRIED, Pace, Worth
@@ -221,6 +222,37 @@ def test_a_host_sweeps_what_nobody_uses(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (root / "dead").exists() and there(alive) == {1}
     alive.close()
     assert not root.exists()
+
+
+def test_a_host_sweeps_the_memory_that_a_whole_mesh_of_another_root_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_directories, "SHARED_MEMORY", tmp_path / "shm")
+    gone, other = (kv_directories.memory_root(str(tmp_path / name)) for name in ("gone", "other"))
+    killed(gone / "j")
+    alive = shelf(other / "j", 10)
+    put(alive, 1)
+    (tmp_path / "shm" / "somebody").mkdir()
+    sweep(str(tmp_path))
+    assert not gone.exists() and there(alive) == {1} and (tmp_path / "shm" / "somebody").exists()
+    alive.close()
+
+
+def test_who_held_the_mark_of_a_directory_that_is_made_anew_takes_nothing_away(
+    tmp_path: Path,
+) -> None:
+    mark = tmp_path / "mark"
+    mark.touch()
+    descriptor = os.open(mark, os.O_RDWR)
+    mark.unlink()
+    assert not lies_at(descriptor, mark)
+    mark.touch()
+    assert not lies_at(descriptor, mark)
+    os.close(descriptor)
+    with unheld(mark) as nobody, unheld(mark) as again:
+        assert nobody and not again
+    with unheld(tmp_path / "none") as nobody:
+        assert not nobody
 
 
 def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
