@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,27 +25,29 @@ from services.engine.kv.host_cache import HostCache
 from services.engine.kv.keys import domain_of, names_of
 from services.engine.kv.shelf import Shelf
 
-VOCAB = 2048
+VOCAB = 2048  # tokens of prompts
 WEIGHTS = "the only version"
 BUDGET = 8 << 30
 LATE = 0.1  # of what a paced read takes, beyond which it ended late
 LONGEST_S = 600.0
-_LAYERS = {"30M": (1024, 2, 3584), "200M": (2048, 4, 7168)}  # hidden, layers, ffn
+# Vocabulary, hidden size, layers, width of a feed-forward part, and of a head.
+_SHAPES = {"30M": (32768, 512, 2, 3584, 64), "200M": (65536, 1280, 4, 6912, 128)}
 
 
 def config(name: str, length: int) -> ModelConfig:
     """A model of so many parameters: wide and flat, as prefill of 16K tokens is to end today."""
-    hidden, layers, ffn = _LAYERS[name]
+    vocabulary, hidden, layers, ffn, width = _SHAPES[name]
     return ModelConfig(
         architecture="qwen3",
-        vocab_size=VOCAB,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         layers=layers,
         heads=4,
         kv_heads=4,
-        head_dim=128,
+        head_dim=width,
         ffn_size=ffn,
         qk_norm=True,
+        tie_embeddings=True,
         max_positions=length,
     )
 
@@ -82,6 +85,16 @@ class PacedFiles(ChunkFiles):
             self.bytes_per_s, self._free_s = bytes_per_s, 0.0
 
 
+class Paced(Protocol):
+    """What chunks come from, at a rate."""
+
+    reads: int  # that were paced
+    late: int  # of them, that ended later than they were to
+
+    def settle(self, bytes_per_s: float) -> None:
+        """Has another rate from now on; 0: as fast as they come."""
+
+
 class LoadOnly:
     """The same, but nothing is computed that is on its way."""
 
@@ -106,6 +119,8 @@ class Scene:
 
     def __init__(self, engine: TorchEngine, model: Decoder, cache: HostCache, files: PacedFiles):
         self.engine, self.cache, self.files = engine, cache, files
+        self.paced: Paced = files
+        self.load_only: type[LoadOnly] = LoadOnly
         self.wake = threading.Event()
         self._model = model
         self._ids = 0
@@ -127,7 +142,7 @@ class Scene:
         """Seconds to the first token after `tokens` by `arm`; `until_s` where it takes longer."""
         self.forget()
         if arm != "compute":
-            self.engine.prefixes = LoadOnly(self.cache) if arm == "load" else self.cache
+            self.engine.prefixes = self.load_only(self.cache) if arm == "load" else self.cache
         asked, computed = self.request(tokens), self.engine.tokens_computed
         self.steps.clear()
         began = time.monotonic()

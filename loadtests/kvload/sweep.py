@@ -1,10 +1,11 @@
 """Time to the first token after a stored prefix: computed, loaded, and both, at several speeds of
-the disk.
+what it is loaded from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,7 +17,7 @@ from common.generation.builtin.engine import PREFILL_TOKENS
 from common.generation.builtin.loading import CHUNK
 from loadtests.kvload.scene import VOCAB, Scene, scene
 
-BEYOND = 1.2  # of computing's time, after which loading alone is slower, and need not end
+BEYOND = 1.05  # of computing's time, after which loading alone is slower, and need not end
 MATCHED = 1.0
 
 
@@ -38,20 +39,30 @@ POINTS = (
 )
 
 
-def sweep(points: Sequence[Point], directory: Path, rounds: int) -> dict[str, Any]:
+OVER_SOCKETS = (
+    Point("30M", 2048, (0.2, 0.5, 1.0, 2.0, 5.0)),
+    Point("30M", 8192, (0.2, 1.0)),
+)
+
+Made = Callable[[str, int, Path], AbstractContextManager[Scene]]
+
+
+def sweep(
+    points: Sequence[Point], directory: Path, rounds: int, made_by: Made = scene
+) -> dict[str, Any]:
     """The figures of all points, and the worst of them."""
     found: dict[str, Any] = {}
     reads = late = 0
     for name in dict.fromkeys(point.model for point in points):
         of_model = [point for point in points if point.model == name]
         length = max(point.tokens for point in of_model) + 2 * CHUNK
-        with scene(name, length, directory) as made:
+        with made_by(name, length, directory) as made:
             for point in of_model:
                 for ratio, figures in _measured(made, point, rounds).items():
                     key = f"{name}_{point.tokens}_{ratio:g}"
                     found[key] = figures
                     print(key, figures, flush=True)
-            reads, late = reads + made.files.reads, late + made.files.late
+            reads, late = reads + made.paced.reads, late + made.paced.late
     matched = [f for key, f in found.items() if key.endswith(f"_{MATCHED:g}")]
     every = list(found.values())
     return {
@@ -83,7 +94,7 @@ def _measured(made: Scene, point: Point, rounds: int) -> dict[float, dict[str, A
         at = turn * 3 % len(arms)
         for arm, ratio in [*arms[at:], *arms[:at]]:
             known = times.get(computing, [compute_s])
-            made.files.settle(size / (ratio * median(known)) if ratio else 0.0)
+            made.paced.settle(size / (ratio * median(known)) if ratio else 0.0)
             until_s = BEYOND * max(known) if arm == "load" else 600.0
             before = made.engine.tokens_computed
             took_s = made.first_token_s(tokens, arm, until_s)

@@ -1,0 +1,147 @@
+"""The same scene with the prefix on another host's shelf: what comes of it comes over sockets,
+through the token bucket of a bulk port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from common.clock import SystemClock
+from common.generation.builtin.loading import Loading, Sought
+from common.runtime.mesh import Mesh
+from common.state import registry
+from common.state.registry import Entry
+from common.wire.bulk.port import serve
+from loadtests.kvload.scene import LATE, WEIGHTS, LoadOnly, Scene, raised, scene
+from loadtests.measuring.unrenewed import FOREVER_S, unrenewed
+from services.engine.kv.host_cache import HostCache
+from services.engine.kv.loader import Came
+from services.engine.kv.peers import Peers
+from services.engine.kv.shelf import Shelf
+from services.engine.service import EngineService
+from services.engine.simulated import SimulatedEngine
+
+JOB, SECRET = "kvload", "5c" * 32
+BEGIN_S = 60.0
+
+
+class Link:
+    """The way to the other host, at no more than a rate that can be set; see `Source`."""
+
+    name = "peers"
+
+    def __init__(self, mesh: Mesh, loop: asyncio.AbstractEventLoop, directory: Path) -> None:
+        self._mesh, self._loop, self._directory = mesh, loop, directory
+        self.reads = self.late = 0
+        self._bytes_per_s = self._free_s = 0.0
+        self._lock = threading.Lock()
+        self.settle(0.0)
+
+    def settle(self, bytes_per_s: float) -> None:
+        """Has another rate from now on, when the last chunk has come; 0: as fast as it goes."""
+        with self._lock:
+            self._bytes_per_s, self._free_s = bytes_per_s, 0.0
+            root, rate = str(self._directory / f"{bytes_per_s:.0f}"), int(bytes_per_s)
+            self._mesh.settings = replace(self._mesh.settings, run_root=root, rate_down=rate)
+            self._peers = Peers(self._mesh, JOB, self._loop)
+
+    def look(self, domain: str, names: Mapping[int, str]) -> Collection[int]:
+        """See `Source`."""
+        with self._lock:
+            return self._peers.look(domain, names)
+
+    def read(self, domain: str, name: str) -> Came | None:
+        """See `Source`."""
+        with self._lock:
+            began = time.monotonic()
+            found = self._peers.read(domain, name)
+            if found is not None and self._bytes_per_s:
+                paced_s = found[2].nbytes / self._bytes_per_s
+                self._free_s = max(began, self._free_s) + paced_s
+                self.reads += 1
+                self.late += time.monotonic() - self._free_s > LATE * paced_s
+            return found
+
+
+class LinkOnly(LoadOnly):
+    """Nothing is computed that is on its way from the other host."""
+
+    def find(self, sought: Sought) -> Loading | None:
+        here, peers = self._inner.loader, self._inner._peers
+        assert peers is not None
+        self._inner.loader = peers  # what is loaded alone is looked for nowhere else by itself
+        try:
+            return super().find(sought)
+        finally:
+            self._inner.loader = here
+
+
+@contextmanager
+def linked(name: str, length: int, directory: Path) -> Iterator[Scene]:
+    """The engine of a model, whose prefixes lie on another host's shelf."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="links", daemon=True)
+    thread.start()
+    hosts = AsyncExitStack()
+    try:
+        with scene(name, length, directory) as made:
+            entering = hosts.enter_async_context(_two_hosts(made.cache))
+            here = asyncio.run_coroutine_threadsafe(entering, loop).result(BEGIN_S)
+            link = Link(here, loop, directory / "rates")
+            engine, clock = made.engine, SystemClock()
+            nothing = Shelf("memory", directory / "here", 0, clock.wall)
+            cache = HostCache(
+                [nothing],
+                clock,
+                engine.cache_layout,
+                "keep",
+                engine.cache_bytes_per_token,
+                lambda: engine.prefill_tokens_per_s,
+                made.wake.set,
+                engine.keep_all,
+                raised,
+                link,
+            )
+            cache.computing(WEIGHTS)
+            made.cache, made.paced, made.load_only = cache, link, LinkOnly
+            try:
+                yield made
+            finally:
+                cache.close()
+                asyncio.run_coroutine_threadsafe(hosts.aclose(), loop).result(BEGIN_S)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+@asynccontextmanager
+async def _two_hosts(cache: HostCache) -> AsyncIterator[Mesh]:
+    """The one that asks; the other has what lies on the shelves of `cache`."""
+    here, there = (unrenewed(f"engine/{name}", SECRET) for name in ("here", "there"))
+    service = EngineService(there, SimulatedEngine(there.clock, 1), lambda action: action())
+    service.use(cache)
+    bulk = serve(there, cache.shelved, takes=False)
+    here.start()
+    await there.join(service, bulk_address=bulk.address)
+    entry = Entry(
+        there.name,
+        "engine",
+        address=there.transport.address,
+        bulk=bulk.address,
+        host="another",
+        incarnation=there.incarnation,
+        stats={"job": JOB},
+    )
+    await registry.register(here.state, entry, int(FOREVER_S * 1000))
+    try:
+        yield here
+    finally:
+        bulk.close()
+        await here.leave()
+        await there.leave()
