@@ -70,18 +70,20 @@ class Meeting:
 
 @message
 class RoundPart:
-    """An order to compute the gradient of one bin, which is this rank's share of a round."""
+    """An order to compute a rank's share of a round: the gradients of its bins, of which a rank
+    that has experts alone has none.
+    """
 
     generation: int
     index: int
-    bin: dict[str, Array]
+    bins: list[dict[str, Array]]
 
 
 @message
 class RoundStats:
-    """The answer to RoundPart: the statistics of the bin's gradient, see `arithmetic/stats.py`."""
+    """The answer to RoundPart: the statistics of each bin's gradient, see `arithmetic/stats.py`."""
 
-    stats: Any
+    stats: list[Any]
 
 
 @message

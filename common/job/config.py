@@ -328,6 +328,8 @@ class TrainingConfig(Table):
     # a hybrid's bin that is not back by then is recomputed by the core
     bin_deadline_s: Positive = 20.0
     ranks: Count = 1  # workers that share the core: each holds its rows of the parameters
+    # ranks over which the experts of a mixture's layer are split, so that tokens go to them
+    expert_parallel: Count = 1
     # for the others in a collective; past it a rank counts as lost
     rank_deadline_s: Positive = 120.0
     # versions reach other hosts as what changed; auto: while one receives them

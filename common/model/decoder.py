@@ -10,6 +10,7 @@ model spends its time in dispatch.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -85,13 +86,11 @@ class Decoder(nn.Module):
         went.
         """
         hidden = embedding(tokens, self.embedding)
-        turned = self.rope[positions].unsqueeze(-3).unbind(-2)
-        still = torch.ones_like(turned[0]), torch.zeros_like(turned[1])
-        unrotated = self.config.unrotated_layers
+        rotation = self.rotations(positions)
         counted = routing.counted if routing is not None else None
         routed: list[Routed] = []
         for index, layer in enumerate(self.layers):
-            cos, sin = still if index in unrotated else turned
+            cos, sin = rotation(index)
             if index in self._sparse:  # not its type: a layer may be wrapped
                 given = experts[..., len(routed), :] if experts is not None else None
                 hidden, told = layer(hidden, cos, sin, index, attention, given, counted)
@@ -103,6 +102,13 @@ class Decoder(nn.Module):
             losses = torch.stack([told.balance for told in routed])
             routing.balance = losses.mean() * self.config.balance_coefficient
         return self.pointwise.normed(hidden, self.final_norm, self.config.norm_eps)
+
+    def rotations(self, positions: Tensor) -> Callable[[int], tuple[Tensor, Tensor]]:
+        """Cosines and sines of rotary positions [..], each [.., 1, head_dim], by layer."""
+        cos, sin = self.rope[positions].unsqueeze(-3).unbind(-2)
+        still = torch.ones_like(cos), torch.zeros_like(sin)
+        unrotated = self.config.unrotated_layers
+        return lambda layer: still if layer in unrotated else (cos, sin)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., vocab_size] of hidden states [.., hidden_size]."""

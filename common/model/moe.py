@@ -9,7 +9,7 @@ learns (rollout routing replay, arXiv 2510.11370).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,29 @@ class Routed(NamedTuple):
     balance: Tensor  # scalar; 0 where no token is counted
 
 
+class Chosen(NamedTuple):
+    """What a router has decided about n tokens."""
+
+    experts: Tensor  # int64 [n, k]: where each is sent
+    shares: Tensor  # [n, k] float32, of what these make of it; with a gradient to the router
+    balance: Tensor  # scalar; 0 where no token is counted
+
+
+class Across(Protocol):
+    """How tokens come to experts that lie on several ranks."""
+
+    def through(self, rows: Tensor, ends: Tensor, experts: Experts) -> Tensor:
+        """What the experts of a layer make of rows [m, hidden_size], those of an expert side by
+        side: an expert's end at its one of `ends` int64 [experts]. `experts` has the matrices of
+        those that lie here.
+        """
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter of this name has a matrix for each expert."""
+    return name.endswith((".experts.gate_up", ".experts.down"))
+
+
 class Experts(nn.Module):
     """`experts_per_token` SwiGLUs of many for each token, added by the router's probabilities."""
 
@@ -44,6 +67,7 @@ class Experts(nn.Module):
         super().__init__()
         self.config = config
         self.pointwise: Pointwise = PLAIN
+        self.across: Across | None = None  # None: all of them lie here
         count, d, width = config.experts, config.hidden_size, config.expert_ffn_size
         self.router = nn.Parameter(torch.empty(count, d, dtype=dtype))
         self.gate_up = nn.Parameter(torch.empty(count, 2 * width, d, dtype=dtype))
@@ -61,8 +85,17 @@ class Experts(nn.Module):
         `experts` [.., k] says where to; a token for which one of them is
         `common.records.experts.UNKNOWN` goes where the router sends it.
         """
-        c, shape = self.config, x.shape
-        x = x.reshape(-1, shape[-1])
+        flat = x.reshape(-1, x.shape[-1])
+        chosen = self.route(flat, experts, counted)
+        y = self.joined(chosen.shares, self._through(flat, chosen.experts))
+        if self.config.shared_ffn_size:
+            y = y + self.shared(flat)
+        k = self.config.experts_per_token
+        return y.view(x.shape), Routed(chosen.experts.view(*x.shape[:-1], k), chosen.balance)
+
+    def route(self, x: Tensor, experts: Tensor | None, counted: Tensor | None) -> Chosen:
+        """Where tokens x [n, hidden_size] are sent; see `forward`."""
+        c = self.config
         probabilities = linear(x, self.router).softmax(-1, dtype=torch.float32)
         chosen = probabilities.detach().topk(c.experts_per_token).indices
         if experts is not None:
@@ -71,15 +104,15 @@ class Experts(nn.Module):
         shares = probabilities.gather(-1, chosen)
         if c.normalise_routing:
             shares = shares / shares.sum(-1, keepdim=True)
-        apart = self._through(x, chosen)
-        y = torch.bmm(shares.to(x.dtype).unsqueeze(1), apart).squeeze(1)
-        if c.shared_ffn_size:
-            y = y + self._shared(x)
-        y = y.view(shape)
         loss = x.new_zeros(())
         if counted is not None:
             loss = balance(probabilities, chosen, counted.reshape(-1))
-        return y, Routed(chosen.view(*shape[:-1], c.experts_per_token), loss)
+        return Chosen(chosen, shares, loss)
+
+    def joined(self, shares: Tensor, apart: Tensor) -> Tensor:
+        """[n, hidden_size]: the sum of what k experts made of each token, `apart`
+        [n, k, hidden_size], by their shares [n, k]."""
+        return torch.bmm(shares.to(apart.dtype).unsqueeze(1), apart).squeeze(1)
 
     def _through(self, x: Tensor, chosen: Tensor) -> Tensor:
         """[n, k, hidden_size]: what the chosen experts [n, k] make of x [n, hidden_size]."""
@@ -88,36 +121,43 @@ class Experts(nn.Module):
         numbers = torch.arange(self.config.experts, device=x.device)
         ends = torch.searchsorted(ordered, numbers, right=True)
         rows = x.index_select(0, order // k)
-        grouped = groups_here(self.config, x)
-        made = self._grouped(rows, ends) if grouped else self._one_by_one(rows, ends)
+        if self.across is None:
+            made = self.made(rows, ends, self.gate_up, self.down)
+        else:
+            made = self.across.through(rows, ends, self)
         back = torch.empty_like(order)
         back[order] = torch.arange(n * k, device=x.device)
         return made.index_select(0, back).view(n, k, -1)
 
-    def _shared(self, x: Tensor) -> Tensor:
+    def shared(self, x: Tensor) -> Tensor:
         """What the expert that every token goes to makes of x [n, hidden_size], as far as its gate
         lets it through."""
         made = linear(self.pointwise.swiglu(linear(x, self.shared_gate_up)), self.shared_down)
         return linear(x, self.shared_gate).sigmoid() * made
 
-    def _one_by_one(self, rows: Tensor, ends: Tensor) -> Tensor:
+    def made(self, rows: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """What experts of these matrices, [e, ..], make of rows [m, hidden_size]; see `Across`."""
+        grouped = groups_here(self.config, rows)
+        return (self._grouped if grouped else self._one_by_one)(rows, ends, gate_up, down)
+
+    def _one_by_one(self, rows: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """An expert after the other, those with tokens."""
         stops = ends.tolist()
         parts = []
         # unbind: its gradient is one stack, that of an index would be a matrix of zeros for each
-        weights = zip(self.gate_up.unbind(), self.down.unbind(), strict=True)
-        for start, stop, (gate_up, down) in zip([0, *stops], stops, weights, strict=False):
+        weights = zip(gate_up.unbind(), down.unbind(), strict=True)
+        for start, stop, (wide, narrow) in zip([0, *stops], stops, weights, strict=False):
             if stop > start:
-                x = self.pointwise.swiglu(linear(rows[start:stop], gate_up))
-                parts.append(linear(x, down))
+                x = self.pointwise.swiglu(linear(rows[start:stop], wide))
+                parts.append(linear(x, narrow))
         return torch.cat(parts) if parts else rows
 
-    def _grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
+    def _grouped(self, rows: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """All experts in one call. On a CPU it is a loop inside, which has no gradients to gather:
         a third off the time of a training step with 32 experts of width 256."""
         stops = ends.to(torch.int32)
-        x = self.pointwise.swiglu(grouped_mm(rows, self.gate_up.mT, offs=stops))
-        return grouped_mm(x, self.down.mT, offs=stops)
+        x = self.pointwise.swiglu(grouped_mm(rows, gate_up.mT, offs=stops))
+        return grouped_mm(x, down.mT, offs=stops)
 
 
 def balance(probabilities: Tensor, chosen: Tensor, counted: Tensor) -> Tensor:

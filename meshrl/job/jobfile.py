@@ -23,6 +23,7 @@ from common.records.at_url import is_url
 from meshrl.job import (
     algorithm,
     engines,
+    experts,
     extras,
     models,
     references,
@@ -133,6 +134,7 @@ class _Checker:
         self._files(config, base)
         models.shapes(config, self.fail)
         engines.divides(config, self.fail)
+        experts.check(config, self.fail)
         extras.check(config, self.fail)
         self._verifiers(config)
         self._references(config, base)
@@ -155,6 +157,7 @@ class _Checker:
         models.evaluation_of(placed, self.fail)
         models.shapes(placed, self.fail)
         engines.divides(placed, self.fail)
+        experts.check(placed, self.fail)
         extras.check(placed, self.fail)
         sandbox.check(placed, self.fail)
         return config, placed

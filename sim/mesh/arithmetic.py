@@ -29,6 +29,7 @@ from services.trainer.arithmetic.memory import LearnerMemory
 from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.helpers.gradient_sum import GradientSum
+from services.trainer.ranks.division import EvenDivision
 from services.trainer.ranks.rank import Rank
 from services.trainer.rows.saved import MASTER, SavedRows
 from services.trainer.running import Arithmetic
@@ -249,6 +250,7 @@ class TinyRank(Rank):
 
     def __init__(self, data: JobData, rank: int, ranks: int) -> None:
         self.rank, self.ranks, self._seed = rank, ranks, data.config.seed
+        self.division = EvenDivision(ranks)
         self._machine = owner().machine
         self._group: Group | None = None
         self._within_s = data.config.training.rank_deadline_s
@@ -359,14 +361,16 @@ class TinyRank(Rank):
         self._gradients = GradientSum()
 
     @takes(GRADIENT_S)
-    async def compute(self, index: int, bin: Bin) -> BinStats:  # type: ignore[override]
+    async def compute(  # type: ignore[override]
+        self, index: int, bins: Sequence[Bin]
+    ) -> list[BinStats]:
         """The sum of all ranks' gradients, of which it keeps its part; its own bin's statistics."""
         gradients, whole = self._gradients, await self._whole(self._flat)
-        gradient, stats = gradient_of(whole, bin)
+        gradient, stats = gradient_of(whole, bins[0])
         summed = sum(await self._all(gradient))
         assert isinstance(summed, Tensor)
         gradients.keep(index, self._own(summed).clone())
-        return stats
+        return [stats]
 
     def keeping(self, cut: bool = False) -> Callable[[int, NDArray[np.float32]], None]:
         gradients = self._gradients

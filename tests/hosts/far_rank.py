@@ -58,7 +58,7 @@ def met(rank: Rank, generation: int, addresses: list[str]) -> None:
 def stepped(rank: Rank, step: int) -> str:
     """A digest of the weights after a step."""
     rank.begin()
-    rank.compute(0, bins_of_step(step)[rank.rank])
+    rank.compute(0, [bins_of_step(step)[rank.rank]])
     rank.apply(1, 100.0, 1.0)
     whole = [p.full_tensor() for p in rank.learner.weights().values()]  # type: ignore[attr-defined]
     return hashlib.sha256(b"".join(t.numpy().tobytes() for t in whole)).hexdigest()

@@ -36,12 +36,25 @@ class Outputs:
     aux_loss: Tensor | None  # balance loss of a mixture of experts, summed over the trained places
 
 
-def forward(model: Decoder, bin: Bin, temperature: float = 1.0) -> Outputs:
-    """One pass over the bin; log-probabilities are those of logits divided by `temperature`.
-
-    On a GPU the bin is padded to one of few sizes, so that kernels and memory are used again.
+@dataclass(slots=True)
+class Placed:
+    """What a pass over the n places of a bin is given, on a device. There they are padded to one of
+    few sizes on a GPU, so that kernels and memory are used again.
     """
-    device, size = model.final_norm.device, len(bin.tokens)
+
+    tokens: Tensor  # int32 [n]
+    positions: Tensor  # int32 [n]
+    attention: VarlenAttention
+    counted: Tensor  # bool [n]: places that are trained
+    experts: Tensor | None  # int16 [n, layers, k]: where they are sent, if that is known
+    places: Tensor  # int64 [t]: those that are trained
+    targets: Tensor  # int64 [t]
+    sequence: Tensor  # int64 [t], that each belongs to
+
+
+def placed(bin: Bin, device: torch.device) -> Placed:
+    """A bin's arrays where a model computes."""
+    size = len(bin.tokens)
     padding = padded_places(size) - size if device.type == "cuda" else 0
 
     def there(array: NDArray[Any], behind: int = 0) -> Tensor:
@@ -50,21 +63,37 @@ def forward(model: Decoder, bin: Bin, temperature: float = 1.0) -> Outputs:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
     trained = np.flatnonzero(bin.mask)
-    places = there(trained)
-    attention = VarlenAttention(bin.starts, size + padding, device)
+    return Placed(
+        tokens=there(bin.tokens, padding),
+        positions=there(bin.positions, padding),
+        attention=VarlenAttention(bin.starts, size + padding, device),
+        counted=there(bin.mask, padding),
+        experts=there(bin.experts, padding) if bin.experts is not None else None,
+        places=there(trained),
+        targets=there(bin.targets[trained].astype(np.int64)),
+        sequence=there(np.searchsorted(bin.starts[1:], trained, side="right")),
+    )
+
+
+def forward(model: Decoder, bin: Bin, temperature: float = 1.0) -> Outputs:
+    """One pass over the bin; log-probabilities are those of logits divided by `temperature`."""
+    given = placed(bin, model.final_norm.device)
     routing, experts = None, None
     if model.config.sparse_layers:
-        routing = Routing(counted=there(bin.mask, padding))
-        experts = there(bin.experts, padding) if bin.experts is not None else None
-    tokens, positions = there(bin.tokens, padding), there(bin.positions, padding)
-    hidden = model(tokens, positions, attention, experts, routing)
-    hidden = hidden.index_select(0, places)
-    targets = there(bin.targets[trained].astype(np.int64))
-    unembedding = model.embedding if model.config.tie_embeddings else model.unembedding
-    logprobs, entropy = linear_logprob(hidden, unembedding, targets, temperature)
-    sequence = there(np.searchsorted(bin.starts[1:], trained, side="right"))
+        routing, experts = Routing(counted=given.counted), given.experts
+    hidden = model(given.tokens, given.positions, given.attention, experts, routing)
     aux_loss = routing.balance if routing is not None else None
-    return Outputs(places, sequence, hidden, logprobs, entropy, aux_loss)
+    return outputs(model, given, hidden, temperature, aux_loss)
+
+
+def outputs(
+    model: Decoder, given: Placed, hidden: Tensor, temperature: float, aux_loss: Tensor | None
+) -> Outputs:
+    """What follows from hidden states [n, hidden_size], normalised."""
+    hidden = hidden.index_select(0, given.places)
+    unembedding = model.embedding if model.config.tie_embeddings else model.unembedding
+    logprobs, entropy = linear_logprob(hidden, unembedding, given.targets, temperature)
+    return Outputs(given.places, given.sequence, hidden, logprobs, entropy, aux_loss)
 
 
 def fuse(model: Decoder) -> None:

@@ -81,6 +81,17 @@ class Learner:
     def gradient(self, bin: Bin) -> tuple[Tensor, BinStats]:
         """Flat float32 gradient of the sum of weighted token losses, in the parameters' order."""
         gradient, out = self._fresh_gradient(), self._forward(bin)
+        roots, slopes, stats = self._losses(bin, out)
+        if out.aux_loss is not None:
+            roots.append(out.aux_loss * balance_share(bin))
+            slopes.append(None)
+        torch.autograd.backward(roots, slopes)
+        return gradient, stats
+
+    def _losses(self, bin: Bin, out: Outputs) -> tuple[list[Tensor], list[Tensor | None], BinStats]:
+        """What the backward pass of a bin begins at, and with which gradients (None: a scalar's),
+        but for the balance of a mixture; and the bin's statistics.
+        """
         terms = self._terms(bin, out)
         weight = pick(bin.weight, out.places)
         found = objective(terms, weight, self._config)
@@ -94,12 +105,7 @@ class Learner:
             roots.append((losses * weight).sum() * self._config.value_coefficient)
             slopes.append(None)
             describe_values(stats, terms, losses)
-        if out.aux_loss is not None:
-            share = weight.sum() / max(1, len(weight))  # weight of a token's loss, as above
-            roots.append(out.aux_loss * share)
-            slopes.append(None)
-        torch.autograd.backward(roots, slopes)
-        return gradient, stats
+        return roots, slopes, stats
 
     def round_gradient(self, bins: Iterable[Bin]) -> tuple[Tensor, BinStats]:
         """The sum over bins, in their order."""
@@ -292,6 +298,14 @@ def add(results: Iterable[tuple[Tensor, BinStats]]) -> tuple[Tensor, BinStats]:
         stats += more
         del gradient  # before there is the next one
     return total, stats
+
+
+def balance_share(bin: Bin) -> float:
+    """The weight of a mixture's balance loss, which is summed over a bin's trained places: that of
+    a token's loss.
+    """
+    weight = bin.weight[bin.mask]
+    return float(weight.sum(dtype=np.float64) / max(1, len(weight)))
 
 
 def pick(array: NDArray[np.generic], places: Tensor) -> Tensor:

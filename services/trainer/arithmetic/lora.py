@@ -36,23 +36,23 @@ def attach(model: Decoder, config: LoraConfig) -> None:
 @torch.no_grad()
 def fill(model: Decoder, seed: int) -> None:
     """Gives the adapters of a whole model their values."""
-    for parameter, values in drawn(model, seed):
+    for _, parameter, values in drawn(model, seed):
         parameter.copy_(values)
 
 
-def drawn(model: Decoder, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Each parameter of the adapters with what it begins with, drawn on the CPU: A normal with the
-    model's own spread, std fan_in**-0.5, and B zero. None where there are no adapters.
+def drawn(model: Decoder, seed: int) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    """Each parameter of the adapters, by name, with what it begins with, drawn on the CPU: A normal
+    with the model's own spread, std fan_in**-0.5, and B zero. None where there are no adapters.
     """
     generator = torch.Generator()
     generator.manual_seed(seed)
-    every = (part for layer in model.layers for part in layer.modules())
-    for part in every:
-        if isinstance(part, LowRank):
-            rank, fan_in = part.a.shape
-            a = torch.empty(rank, fan_in).normal_(std=fan_in**-0.5, generator=generator)
-            yield part.a, a
-            yield part.b, torch.zeros(part.b.shape)
+    for number, layer in enumerate(model.layers):
+        for name, part in layer.named_modules(prefix=f"layers.{number}"):
+            if isinstance(part, LowRank):
+                rank, fan_in = part.a.shape
+                a = torch.empty(rank, fan_in).normal_(std=fan_in**-0.5, generator=generator)
+                yield f"{name}.a", part.a, a
+                yield f"{name}.b", part.b, torch.zeros(part.b.shape)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

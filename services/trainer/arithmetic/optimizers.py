@@ -223,7 +223,7 @@ class Muon:
         self._group = group_of(first) if first.dim() == 2 else None
         ranks = 1 if self._group is None else self._group.size()
         # Of whole matrices each rank has its share, and all of them the same number of rows.
-        self._at_once = max(1, AT_ONCE // (first.numel() * ranks)) * ranks
+        self._at_once = max(1, AT_ONCE // max(1, first.numel() * ranks)) * ranks
 
     def step(self, gradient: Tensor, lr_factor: float) -> None:
         lr = self.lr * lr_factor

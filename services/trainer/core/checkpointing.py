@@ -94,7 +94,7 @@ class Checkpoints:
             lineage=lineage,
             step=step,
             weights=weights.manifest,
-            account=account | {"ranks": self._compute.ranks},
+            account=account | {"ranks": self._compute.division.told},
             files={},
             image=weights.image,
             masters=weights.masters,

@@ -267,7 +267,7 @@ class TrainerCore(Actor):
             "manifest": manifest,
             "born": born,
             "tier": str(tier),
-            "ranks": self.compute.ranks,
+            "ranks": self.compute.division.told,
             "checkpoint": self.checkpoints.name,
             "checkpoint_step": self.checkpoints.step,
         }
@@ -515,7 +515,7 @@ class TrainerCore(Actor):
             await self.checkpoints.settled(required=True)
         self.enter("committing", step)
         record = {
-            "ranks": self.compute.ranks,
+            "ranks": self.compute.division.told,
             "updates": done.updates,
             "settings": in_force(self.data.config),
         }

@@ -74,7 +74,7 @@ class Recovery:
             )
         # Ranks of another number go on from a checkpoint otherwise than those that made it: in a
         # lineage that is new. In one that began there, records say which ranks made the steps.
-        alike = checkpoint.account.get("ranks", 1) == self._compute.ranks
+        alike = checkpoint.account.get("ranks", 1) == self._compute.division.told
         if (alike or row.lineage > checkpoint.lineage) and await self._replayed(checkpoint, row):
             born = row.lineage if row.version > checkpoint.step else checkpoint.lineage
             weights = Identity(row.manifest, row.image, row.masters)
@@ -139,7 +139,7 @@ class Recovery:
     async def _repeated(self, records: list[steps.StepRecord]) -> bool:
         """Does the steps again, each as it was done; False when one of them cannot be."""
         for record in records:
-            if record.record.get("ranks") != self._compute.ranks:
+            if record.record.get("ranks") != self._compute.division.told:
                 return False
             self._enter("replaying", record.step)
             found = await self._intake.contents(record.groups)

@@ -1,5 +1,5 @@
-"""Plans the rounds of a step, which sequences are computed together: a round is one bin for each
-rank, and rounds are made while groups still come in.
+"""Plans the rounds of a step, which sequences are computed together: a round is as
+many bins as are computed at once, and rounds are made while groups still come in.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class RoundMaker:
     `cost` says what lengths cost beside each other, so that bins of a round take equally long.
     """
 
-    def __init__(self, budget: int, ranks: int, version: int, cost: BinCost | None = None) -> None:
-        self._packer = RoundPacker(budget, ranks, cost)
+    def __init__(self, budget: int, bins: int, version: int, cost: BinCost | None = None) -> None:
+        self._packer = RoundPacker(budget, bins, cost)
         self._version = version
         self._came: list[packing.Sequence] = []
         self.plan: RoundPlan = []

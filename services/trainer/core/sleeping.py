@@ -147,7 +147,7 @@ class CoreSleeper:
         tier, head = found
         about: dict[str, Any] = head.about
         mine = (about["job"], about["lineage"], about["version"], about["ranks"])
-        stands = (core.data.id, row.lineage, row.version, core.compute.ranks)
+        stands = (core.data.id, row.lineage, row.version, core.compute.division.told)
         # Another start may have committed this step since, from other groups: the same weights,
         # not the same number.
         same = about["manifest"] == row.manifest != ""

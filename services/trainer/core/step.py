@@ -102,7 +102,7 @@ class Step:
     def _maker(self) -> RoundMaker:
         training = self._config.training
         cost = None if training.deterministic else self._gradients.costs.cost()
-        return RoundMaker(training.bin_tokens, self._compute.ranks, self._measured, cost)
+        return RoundMaker(training.bin_tokens, self._compute.division.bins, self._measured, cost)
 
     @property
     def _measured(self) -> int:

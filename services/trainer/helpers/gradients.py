@@ -114,7 +114,7 @@ class Gradients:
 
     def _patience_s(self) -> float:
         """How long a hybrid may take: it computes one after the other what ranks do at once."""
-        expected_s = PATIENT_ROUNDS * self._compute.ranks * self._round_s
+        expected_s = PATIENT_ROUNDS * self._compute.division.bins * self._round_s
         return min(max(LEAST_ROUND_S, expected_s), self._bin_deadline_s)
 
     def _free(self, helper: str) -> None:

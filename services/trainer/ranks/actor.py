@@ -177,9 +177,9 @@ class RankActor(Actor):
     @call(Ranks.compute)
     async def compute(self, part: RoundPart) -> RoundStats:
         self._check(part.generation)
-        bin = Bin.from_arrays(part.bin)
-        stats = await self._work(COMPUTE_S, self._rank.compute, part.index, bin)
-        return RoundStats(asdict(stats))
+        bins = [Bin.from_arrays(bin) for bin in part.bins]
+        stats = await self._work(COMPUTE_S, self._rank.compute, part.index, bins)
+        return RoundStats([asdict(one) for one in stats])
 
     @call(Ranks.keep)
     async def keep(self, lent: LentGradient) -> Done:

@@ -23,6 +23,7 @@ from common.weights.laying import How, Laid
 from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.ranks.compute import Compute, Round
+from services.trainer.ranks.division import Division
 from services.trainer.ranks.pieces import Pieces
 from services.trainer.rows.saving import Saving
 from services.trainer.rows.staging import Staging
@@ -41,8 +42,8 @@ class ByTurns:
         self._lost: RankLost | None = None  # why there is no state to compute with
 
     @property
-    def ranks(self) -> int:
-        return self._inner.ranks
+    def division(self) -> Division:
+        return self._inner.division
 
     @property
     def size(self) -> int:
@@ -78,8 +79,9 @@ class ByTurns:
     async def score(self, bins: Sequence[Bin], what: str) -> list[NDArray[np.float32]]:
         """Others may have their turns between two rounds of bins."""
         found: list[NDArray[np.float32]] = []
-        for start in range(0, len(bins), self.ranks):
-            scoring = partial(self._inner.score, bins[start : start + self.ranks], what)
+        at_once = self.division.scored
+        for start in range(0, len(bins), at_once):
+            scoring = partial(self._inner.score, bins[start : start + at_once], what)
             async with self._step():
                 found += await self._turns.run("score", scoring)
         return found

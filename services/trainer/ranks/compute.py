@@ -25,6 +25,7 @@ from services.trainer.arithmetic.memory import LearnerMemory, taken_again
 from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.helpers.gradient_sum import GradientSum
+from services.trainer.ranks.division import Division, EvenDivision
 from services.trainer.rows.filling import masters_of
 from services.trainer.rows.saved import SavedRows
 from services.trainer.rows.saving import LocalSaving, Saving
@@ -33,14 +34,16 @@ from services.trainer.rows.staging import LocalStaging, Staging
 COMPUTE_S = 3600.0  # deadline of one piece of arithmetic
 SAVE_S = 3600.0
 
-Round = Sequence[Bin]  # one for each rank
+Round = Sequence[Bin]  # as many as the division says
 
 
 class Compute(Protocol):
     """Gradients of rounds are kept, by index, until `apply` adds them up in that order."""
 
     @property
-    def ranks(self) -> int: ...
+    def division(self) -> Division:
+        """How it computes rounds."""
+
     @property
     def size(self) -> int:
         """Numbers in a flat gradient."""
@@ -125,7 +128,7 @@ class Compute(Protocol):
 class LocalCompute:
     """One process, one learner."""
 
-    ranks = 1
+    division: Division = EvenDivision()
 
     def __init__(self, mesh: Mesh, learner: Learner) -> None:
         self._mesh, self.learner = mesh, learner

@@ -70,7 +70,8 @@ class GangCompute:
     """The Compute of a core with more ranks than one; `form` it before anything else."""
 
     def __init__(self, mesh: Mesh, job: str, rank: Rank, meetings: Path, group_s: float) -> None:
-        self.ranks = rank.ranks
+        self.division = rank.division
+        self.bins = self.division.bins
         self._mesh, self._rank = mesh, rank
         self._bulk = BulkClient(mesh)
         self._lending = Lending(mesh, job, rank.ranks, meetings)
@@ -117,14 +118,14 @@ class GangCompute:
             await self._all_sent()
         self._claimed.add(index)
         like = next(bin for bin in round if bin.trained)
-        bins = [bin if bin.trained else filler(like) for bin in round]
+        own, *rest = self.division.dealt([bin if bin.trained else filler(like) for bin in round])
         async with self._group.busy:
             generation = self._group.current()
-            parts = [RoundPart(generation, index, bin.to_arrays()) for bin in bins[1:]]
-            own, others = await self._group.together(
-                COMPUTE_S, Ranks.compute, parts, self._rank.compute, index, bins[0]
+            parts = [RoundPart(generation, index, [bin.to_arrays() for bin in of]) for of in rest]
+            here, others = await self._group.together(
+                COMPUTE_S, Ranks.compute, parts, self._rank.compute, index, own
             )
-        found = [own, *(BinStats(**other.stats) for other in others)]
+        found = [*here, *(BinStats(**stats) for other in others for stats in other.stats)]
         counted = (stats for stats, bin in zip(found, round, strict=True) if bin.trained)
         return sum(counted, BinStats())
 
@@ -176,16 +177,17 @@ class GangCompute:
 
     async def score(self, bins: Sequence[Bin], what: str) -> list[NDArray[np.float32]]:
         found: list[NDArray[np.float32]] = []
-        for start in range(0, len(bins), self.ranks):
-            some = list(bins[start : start + self.ranks])
-            some += [filler(some[0])] * (self.ranks - len(some))
+        at_once, ranks = self.division.scored, self._rank.ranks
+        for start in range(0, len(bins), at_once):
+            some = list(bins[start : start + at_once])
+            some += [filler(some[0])] * (ranks - len(some))
             async with self._group.busy:
                 generation = self._group.current()
                 parts = [ScorePart(generation, bin.to_arrays(), what) for bin in some[1:]]
                 own, others = await self._group.together(
                     COMPUTE_S, Ranks.score, parts, self._rank.score, some[0], what
                 )
-            found += [own, *(other.scores for other in others)]
+            found += [own, *(other.scores for other in others)][:at_once]
         return found[: len(bins)]
 
     async def _all_sent(self) -> None:

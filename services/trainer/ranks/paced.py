@@ -24,6 +24,7 @@ from common.weights.laying import How
 from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.ranks.compute import Compute, Round
+from services.trainer.ranks.division import Division
 from services.trainer.rows.saving import Saving
 from services.trainer.rows.staging import Staging
 
@@ -70,8 +71,8 @@ class PacedCompute:
         return self._padding.late
 
     @property
-    def ranks(self) -> int:
-        return self._inner.ranks
+    def division(self) -> Division:
+        return self._inner.division
 
     @property
     def size(self) -> int:
@@ -99,7 +100,8 @@ class PacedCompute:
         )
 
     async def score(self, bins: Sequence[Bin], what: str) -> list[NDArray[np.float32]]:
-        rounds = [bins[i : i + self.ranks] for i in range(0, len(bins), self.ranks)]
+        at_once = self.division.scored
+        rounds = [bins[i : i + at_once] for i in range(0, len(bins), at_once)]
         seconds = sum(self._pace.score_s(_longest(one)) for one in rounds)
         return await self._padding.take(seconds, lambda: self._inner.score(bins, what))
 

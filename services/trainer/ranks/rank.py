@@ -21,25 +21,18 @@ from torch.distributed.distributed_c10d import _abort_process_group, _world
 
 from common.api.ranks import Meeting
 from common.errors import RankLost, Refused
-from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
-from common.model.decoder import Decoder
-from common.model.rows import Beginning
+from common.job.config import AlgorithmConfig, OptimizerConfig
 from common.process.peers import End, client_hosts, foreign_clients, listeners
 from common.weights.laying import Part
 from common.wire.meeting import store_at
-from services.trainer.algorithms import algorithm
-from services.trainer.arithmetic import critic, lora
-from services.trainer.arithmetic.cut_rows import group_of, local
-from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.memory import LearnerMemory
 from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.helpers.gradient_sum import GradientSum
 from services.trainer.ranks import interfaces
-from services.trainer.ranks.sharding import begin, cut, reshard, rows, scatter, shard
+from services.trainer.ranks.division import Division, EvenDivision
 from services.trainer.rows.saved import SavedRows
-
-NORM_NUMBERS = 1 << 20  # of a gradient that are squared at a time
+from services.trainer.sharding.learners import RowsLearner
 
 
 def join_group(
@@ -117,126 +110,6 @@ def of_the_group(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
-class ShardedLearner(Learner):
-    """A learner whose model lies in rows over the ranks; gradients are sums over the ranks' bins,
-    each rank holding its rows. With `adapters` these learn, from `seed`, in place of the model.
-    """
-
-    def __init__(
-        self,
-        model: Decoder,
-        optimizer: OptimizerConfig,
-        algorithm_config: AlgorithmConfig,
-        temperature: float = 1.0,
-        dtype: torch.dtype = torch.float32,
-        *,
-        mesh: DeviceMesh,
-        beginning: Beginning,
-        adapters: LoraConfig | None = None,
-        seed: int = 0,
-    ) -> None:
-        """`model` lies on the `meta` device: it takes its rows, and no others, from `beginning`."""
-        with torch.device("meta"):
-            if adapters is not None and adapters.rank:
-                lora.attach(model, adapters)
-            if algorithm(algorithm_config.name).critic:
-                critic.attach(model)
-        shard(model, mesh, dtype, lambda: begin(model, mesh, beginning, seed))
-        super().__init__(model, optimizer, algorithm_config, temperature)
-        group = group_of(self._parameters[0])
-        assert group is not None
-        self._group = group
-        self._shapes = {name: p.shape for name, p in model.named_parameters()}
-        self._trained = [parameter.shape for parameter in self._parameters]
-        self._outlines = {False: self._outline(self.weights()), True: self._outline(self.state())}
-
-    def gradient(self, bin: Bin) -> tuple[Tensor, BinStats]:
-        """This rank's rows of the flat gradient, summed over the ranks; statistics of `bin`."""
-        _, stats = super().gradient(bin)
-        sizes = [local(parameter.detach()).numel() for parameter in self._parameters]
-        gradient = torch.empty(sum(sizes), device=self.device)
-        for parameter, piece in zip(self._parameters, torch.split(gradient, sizes), strict=True):
-            if parameter.grad is None:
-                raise RuntimeError("a parameter got no gradient: ranks would not agree on its rows")
-            piece.copy_(local(parameter.grad).reshape(-1))
-            parameter.grad = None  # one by one, so that there is little more than one gradient
-        return gradient, stats
-
-    def apply(self, gradient_sum: Tensor, denominator: float, lr_factor: float) -> float:
-        reshard(self.model)
-        return super().apply(gradient_sum, denominator, lr_factor)
-
-    def weights(self) -> dict[str, Tensor]:
-        reshard(self.model)
-        return super().weights()
-
-    def _part(self, name: str, tensor: Tensor) -> Part:
-        """This rank's rows of it; what is the same on all ranks is whole."""
-        shape = self._shape_of(name)
-        if shape is None:
-            return Part(tuple(tensor.shape), 0, tensor)
-        own = rows(shape[0], self._group.rank(), self._group.size())
-        return Part(tuple(shape), own.start, local(tensor))
-
-    def forget_gradients(self) -> None:
-        """Also what of the model is whole: from then on there are rows alone."""
-        super().forget_gradients()
-        reshard(self.model)
-
-    def state(self) -> dict[str, Tensor]:
-        reshard(self.model)
-        return super().state()
-
-    def _fresh_gradient(self) -> Tensor:
-        for parameter in self._parameters:
-            parameter.grad = None
-        return torch.empty(0)
-
-    def _norm(self, gradient: Tensor) -> float:
-        # Some at a time: in float64 all of it would be twice as large again.
-        sums = [part.double().square().sum() for part in torch.split(gradient, NORM_NUMBERS)]
-        squares = torch.stack(sums).sum()
-        dist.all_reduce(squares, group=self._group)
-        return float(squares.sqrt())
-
-    def own_part(self, whole: NDArray[np.float32], rank: int) -> NDArray[np.float32]:
-        """The part of a rank in a flat gradient over all that learns."""
-        return cut(whole, self._trained, rank, self._group.size())
-
-    # -- whole weights, of which rank 0 has some at a time ----------------------------------------
-
-    def outline(self, optimizer: bool) -> Mapping[str, Tensor]:
-        """The whole weights, or with `optimizer` its state, on the `meta` device."""
-        return self._outlines[optimizer]
-
-    @torch.no_grad()
-    def take(self, names: Sequence[str], whole: Mapping[str, Tensor] | None) -> None:
-        """Every rank takes its rows of those that rank 0 has `whole`; `taken` follows the last."""
-        own = self.weights()
-        for name in names:
-            given = None if whole is None else whole[name]
-            scatter(given, local(own[name]), self._shapes[name], self._group)
-
-    def taken(self) -> None:
-        """All of them are there; a critic begins with them."""
-        if self._critic:
-            critic.follow(self.model)
-
-    def _outline(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            name: torch.empty(self._shape_of(name) or piece.shape, dtype=piece.dtype, device="meta")
-            for name, piece in rows.items()
-        }
-
-    def _shape_of(self, name: str) -> torch.Size | None:
-        """The shape of the parameter that a tensor of the state belongs to; None: it is the same on
-        all.
-        """
-        parts = name.split(".")
-        names = (".".join(parts[i:]) for i in range(len(parts)))
-        return next((self._shapes[name] for name in names if name in self._shapes), None)
-
-
 def filler(like: Bin) -> Bin:
     """What a rank computes in a round that has no bin for it: what the others compute, of nothing.
 
@@ -260,14 +133,21 @@ class Rank:
     """What the core orders a rank to do, in a group that is formed anew when a rank was lost."""
 
     def __init__(
-        self, make: Callable[[DeviceMesh], ShardedLearner], rank: int, ranks: int, device: str
+        self,
+        make: Callable[[DeviceMesh], RowsLearner],
+        rank: int,
+        ranks: int,
+        device: str,
+        division: Division | None = None,
     ) -> None:
+        """`division`: None: one bin for each rank."""
         self._make, self.rank, self.ranks, self._device = make, rank, ranks, device
-        self._learner: ShardedLearner | None = None
+        self.division: Division = division or EvenDivision(ranks)
+        self._learner: RowsLearner | None = None
         self._gradients = GradientSum()
 
     @property
-    def learner(self) -> ShardedLearner:
+    def learner(self) -> RowsLearner:
         """Refused while the rank is in no group."""
         if self._learner is None:
             raise Refused(f"rank {self.rank} is in no group", where="trainer")
@@ -291,9 +171,9 @@ class Rank:
     def begin(self) -> None:
         self._gradients = GradientSum()
 
-    def compute(self, index: int, bin: Bin) -> BinStats:
-        """The statistics of this rank's part of a round, whose rows of the gradient it keeps."""
-        gradient, stats = self.learner.gradient(bin)
+    def compute(self, index: int, bins: Sequence[Bin]) -> list[BinStats]:
+        """The statistics of this rank's bins of a round, whose rows of the gradient it keeps."""
+        gradient, stats = self.learner.bins_gradient(bins)
         self._gradients.keep(index, gradient)
         return stats
 

@@ -11,7 +11,8 @@ from common.wire.meeting import meetings_of
 from services.trainer.core.beginning import DTYPES, outlined
 from services.trainer.ranks.actor import RankActor
 from services.trainer.ranks.gang import GangCompute
-from services.trainer.ranks.rank import Rank, ShardedLearner
+from services.trainer.ranks.rank import Rank
+from services.trainer.sharding.learners import ShardedLearner
 
 
 def make_rank(data: JobData, rank: int, size: int) -> Rank:
@@ -30,6 +31,7 @@ def make_rank(data: JobData, rank: int, size: int) -> Rank:
             beginning=beginning,
             adapters=config.lora,
             seed=config.seed,
+            expert_parallel=config.training.expert_parallel,
         )
 
     return Rank(make, rank, size, data.config.mesh.device)

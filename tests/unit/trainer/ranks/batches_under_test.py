@@ -53,6 +53,7 @@ class Variant:
     adapters: LoraConfig = field(default_factory=LoraConfig)
     model: Mapping[str, Any] = field(default_factory=lambda: MODEL)
     dtype: torch.dtype = torch.float32
+    expert_parallel: int = 1
 
 
 VARIANTS = {
@@ -61,11 +62,28 @@ VARIANTS = {
     "adapters": Variant(adapters=LoraConfig(rank=2)),
     "mixture": Variant(model=MIXTURE),
     "bfloat16": Variant(dtype=torch.bfloat16),
+    "split": Variant(model=MIXTURE | {"num_experts": 6}, expert_parallel=3),
+}
+# On four ranks, of which two have the same experts: three each, which they cannot share evenly.
+SHARED = {
+    "shared": Variant(
+        AlgorithmConfig(name="ppo"),
+        model=MIXTURE | {"num_experts": 6, "num_experts_per_tok": 1},
+        expert_parallel=2,
+    ),
 }
 
 
+def variant_of(name: str) -> Variant:
+    return (VARIANTS | SHARED)[name]
+
+
+def has_critic(variant: str) -> bool:
+    return variant_of(variant).algorithm.name == "ppo"
+
+
 def fresh_model(variant: str = "plain") -> Decoder:
-    model = Decoder(ModelConfig.from_hf(VARIANTS[variant].model))
+    model = Decoder(ModelConfig.from_hf(variant_of(variant).model))
     generator = torch.Generator()
     generator.manual_seed(MODEL_SEED)
     model.initialise(generator)
@@ -73,7 +91,7 @@ def fresh_model(variant: str = "plain") -> Decoder:
 
 
 def fresh_learner(variant: str) -> Learner:
-    chosen = VARIANTS[variant]
+    chosen = variant_of(variant)
     learner = Learner(fresh_model(variant), OPTIMIZER, chosen.algorithm, dtype=chosen.dtype)
     if chosen.adapters.rank:
         learner.adapt(chosen.adapters, seed=3)
@@ -89,12 +107,12 @@ def bins_of_step(step: int) -> list[Bin]:
     """BINS bins of one or two sequences."""
     random = np.random.default_rng(step)
     return [
-        make_bins([_sequence(random, step) for _ in range(1 + number % 2)], 80, step)[0]
+        make_bins([sequence(random, step) for _ in range(1 + number % 2)], 80, step)[0]
         for number in range(BINS)
     ]
 
 
-def _sequence(random: np.random.Generator, step: int) -> Sequence:
+def sequence(random: np.random.Generator, step: int) -> Sequence:
     length = int(random.integers(8, 40))
     mask = np.arange(length) >= 3
     return Sequence(

@@ -1,4 +1,4 @@
-"""The ranks of a gang, without a mesh: `python rank_program.py RANKS DIRECTORY`.
+"""The ranks of a gang, without a mesh: `python rank_program.py RANKS DIRECTORY VARIANT..`.
 
 They are forks of one process, because importing PyTorch costs more than all that they do. Each
 trains the batches of `batches_under_test` for a few steps, in each variant. Some rounds are
@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -33,11 +33,11 @@ from services.trainer.rows.gang_saving import write
 from services.trainer.rows.saved import MASTER, SavedRows, load_state
 from tests.unit.trainer.ranks.batches_under_test import (
     STEPS,
-    VARIANTS,
     bins_of_step,
     fresh_learner,
     fresh_model,
     given_weights,
+    has_critic,
 )
 from tests.unit.trainer.ranks.rows_under_test import sharded_learner
 
@@ -82,6 +82,13 @@ def whole(rank: Rank, place: Path) -> dict[str, torch.Tensor]:
     return state
 
 
+def weights_of(rank: Rank, place: Path) -> dict[str, torch.Tensor]:
+    """All of them, as every rank knows them."""
+    keep(rank, place)
+    found = whole(rank, place)
+    return {name: found[MASTER + name] for name in rank.outline(False)}
+
+
 def restore(rank: Rank, place: Path) -> None:
     """It has its rows of what was kept, whoever did."""
     saved = SavedRows(place)
@@ -97,7 +104,7 @@ def take(rank: Rank, given: dict[str, torch.Tensor]) -> None:
 
 def train_all(number: int, ranks: int, directory: Path, doors: dict[str, socket.socket]) -> None:
     torch.set_num_threads(1)
-    for variant in VARIANTS:
+    for variant in doors:
         rank = Rank(partial(sharded_learner, variant), number, ranks, "cpu")
         rank.form(Meeting(1, str(directory / f"{variant}-first"), 60.0))
         assert_begins_whole(rank, variant, directory / f"{variant}-begun")
@@ -112,10 +119,10 @@ def train_all(number: int, ranks: int, directory: Path, doors: dict[str, socket.
                 second = Meeting(2, place_of(door, variant), 60.0)
                 rank.form(second, "lo", door if number == 0 else None)
                 restore(rank, halfway)
-            norms.append(train(rank, step, variant, directory / f"{number}.kept"))
+            norms.append(train(rank, step, variant, directory))
         ended = directory / f"{variant}-ended"
         keep(rank, ended)
-        what = "values" if variant == "critic" else "logprobs"
+        what = "values" if has_critic(variant) else "logprobs"
         scores = torch.from_numpy(rank.score(bins_of_step(0)[number], what))
         save_file({"scores": scores}, directory / f"{variant}{number}.safetensors")
         if number == 0:
@@ -126,24 +133,21 @@ def train_all(number: int, ranks: int, directory: Path, doors: dict[str, socket.
         rank.leave()
 
 
-def train(rank: Rank, step: int, variant: str, place: Path) -> float:
+def train(rank: Rank, step: int, variant: str, directory: Path) -> float:
     bins = bins_of_step(step)
     rounds = [bins[i : i + rank.ranks] for i in range(0, len(bins), rank.ranks)]
-    weights = {
-        name: getattr(p, "full_tensor", lambda p=p: p)()
-        for name, p in rank.learner.weights().items()
-    }
+    weights = weights_of(rank, directory / f"{variant}-{step}")
     rank.begin()
     for index, of_round in enumerate(rounds):
-        if index == 1 and variant != "critic":  # a critic's weights are nowhere but in the core
+        if index == 1 and not has_critic(variant):  # a critic's weights are nowhere but in the core
             hybrid = fresh_learner(variant)
             hybrid.load_weights(weights)
             gradient, _ = hybrid.round_gradient(of_round)
             rank.keeping()(index, gradient.numpy())
         else:
             of_round += [filler(of_round[0])] * (rank.ranks - len(of_round))
-            rank.compute(index, of_round[rank.rank])
-    nap(rank, place)
+            rank.compute(index, [of_round[rank.rank]])
+    nap(rank, directory / f"{rank.rank}.kept")
     return rank.apply(len(rounds), 100.0, 1.0)
 
 
@@ -179,9 +183,9 @@ def fork(number: int, ranks: int, directory: Path, doors: dict[str, socket.socke
     os._exit(0)
 
 
-def main(ranks: int, directory: Path) -> int:
+def main(ranks: int, directory: Path, variants: Sequence[str]) -> int:
     """Ends the other ranks when one of them fails; its exit status."""
-    doors = {variant: listen("127.0.0.1", range(1)) for variant in VARIANTS}
+    doors = {variant: listen("127.0.0.1", range(1)) for variant in variants}
     running = {fork(number, ranks, directory, doors) for number in range(ranks)}
     failed = 0
     while running:
@@ -194,4 +198,4 @@ def main(ranks: int, directory: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))

@@ -8,13 +8,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.rows import Drawn
-from services.trainer.ranks.rank import ShardedLearner
-from tests.unit.trainer.ranks.batches_under_test import MODEL_SEED, OPTIMIZER, VARIANTS
+from services.trainer.sharding.learners import ShardedLearner
+from tests.unit.trainer.ranks.batches_under_test import MODEL_SEED, OPTIMIZER, variant_of
 
 
 def sharded_learner(variant: str, mesh: DeviceMesh) -> ShardedLearner:
     """What `fresh_learner` is, of one rank."""
-    chosen = VARIANTS[variant]
+    chosen = variant_of(variant)
     shape = ModelConfig.from_hf(chosen.model)
     with torch.device("meta"):
         model = Decoder(shape)
@@ -27,4 +27,5 @@ def sharded_learner(variant: str, mesh: DeviceMesh) -> ShardedLearner:
         beginning=Drawn(shape, MODEL_SEED),
         adapters=chosen.adapters,
         seed=3,
+        expert_parallel=chosen.expert_parallel,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,22 +14,25 @@ from torch import Tensor
 from common.process.host import SystemHost
 from services.trainer.arithmetic.learner import Learner, add
 from tests.unit.trainer.ranks.batches_under_test import (
+    SHARED,
     STEPS,
     VARIANTS,
     bins_of_step,
     fresh_learner,
     given_weights,
+    has_critic,
 )
 
 HERE = Path(__file__).parent
 PROGRAM = HERE / "rank_program.py"
 RANKS = 3  # which neither the bins of a step nor the rows of most parameters are a multiple of
+SHARING = 4
 
 
-async def run_ranks(directory: Path) -> None:
+async def run_ranks(directory: Path, ranks: int, variants: Iterable[str]) -> None:
     log = directory / "ranks.log"
     child = SystemHost().spawn(
-        [sys.executable, str(PROGRAM), str(RANKS), str(directory)],
+        [sys.executable, str(PROGRAM), str(ranks), str(directory), *variants],
         name="ranks",
         env={
             "OMP_NUM_THREADS": "1",
@@ -67,15 +71,26 @@ async def test_ranks_that_hold_a_model_in_rows_make_the_updates_of_one_process(
     that hybrids computed, and with rounds that have no bin for some rank; with a critic, and with
     adapters.
     """
-    await run_ranks(tmp_path)
+    await run_ranks(tmp_path, RANKS, VARIANTS)
     for variant in VARIANTS:
-        learner, norms = one_process(variant)
-        weights = load_file(tmp_path / f"{variant}.weights")
-        torch.testing.assert_close(weights.pop("norms"), torch.tensor(norms))
-        assert_alike(weights, learner.weights())
-        assert_alike(load_file(tmp_path / f"{variant}.state"), learner.optimizer_state())
-        for rank in range(RANKS):
-            scores = load_file(tmp_path / f"{variant}{rank}.safetensors")["scores"]
-            what = "values" if variant == "critic" else "logprobs"
-            own = torch.from_numpy(learner.score(bins_of_step(0)[rank], what))
-            torch.testing.assert_close(scores, own, rtol=0, atol=1e-4)
+        assert_trained_as_one_process(variant, tmp_path, RANKS)
+
+
+@pytest.mark.timeout(300)
+async def test_ranks_may_share_experts_that_others_do_not_have(tmp_path: Path) -> None:
+    await run_ranks(tmp_path, SHARING, SHARED)
+    for variant in SHARED:
+        assert_trained_as_one_process(variant, tmp_path, SHARING)
+
+
+def assert_trained_as_one_process(variant: str, directory: Path, ranks: int) -> None:
+    learner, norms = one_process(variant)
+    weights = load_file(directory / f"{variant}.weights")
+    torch.testing.assert_close(weights.pop("norms"), torch.tensor(norms))
+    assert_alike(weights, learner.weights())
+    assert_alike(load_file(directory / f"{variant}.state"), learner.optimizer_state())
+    for rank in range(ranks):
+        scores = load_file(directory / f"{variant}{rank}.safetensors")["scores"]
+        what = "values" if has_critic(variant) else "logprobs"
+        own = torch.from_numpy(learner.score(bins_of_step(0)[rank], what))
+        torch.testing.assert_close(scores, own, rtol=0, atol=1e-4)

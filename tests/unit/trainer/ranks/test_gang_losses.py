@@ -65,8 +65,9 @@ from services.trainer.arithmetic.stats import BinStats
 from services.trainer.helpers.gradient_transfer import read
 from services.trainer.ranks.gang import GangCompute
 from services.trainer.ranks.group import Group
-from services.trainer.ranks.rank import Rank, ShardedLearner, join_group, of_the_group
+from services.trainer.ranks.rank import Rank, join_group, of_the_group
 from services.trainer.rows.saving import Saving
+from services.trainer.sharding.learners import ShardedLearner
 from sim.state import simulated_state
 from tests.meshes import on_sockets
 from tests.unit.trainer.ranks.batches_under_test import OPTIMIZER, VARIANTS, bins_of_step
@@ -123,7 +124,7 @@ class OtherRank(Actor):
     @call(Ranks.compute)
     def compute(self, part: RoundPart) -> RoundStats:
         self._done("compute")
-        return RoundStats(asdict(BinStats(tokens=1)))
+        return RoundStats([asdict(BinStats(tokens=1))])
 
     @call(Ranks.keep)
     def keep(self, lent: LentGradient) -> Done:

@@ -1,0 +1,61 @@
+"""Sharding by FSDP2: which parts of a model are cut together, and when they are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from common.model.storages import return_blocks
+
+KEEP_BYTES = 2 << 30  # float32 parameters that a rank may hold whole beside its rows
+RETURNED_BYTES = 8 << 20  # blocks of a larger model, of which most of its tensors are
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    begin: Callable[[], None],
+    apart: Set[nn.Parameter] = frozenset(),
+) -> None:
+    """Cuts a model on the `meta` device in place: its layers one by one, a critic, then the rest;
+    gives it memory for its rows, and has `begin` fill them. Passes are in `dtype`. Parameters that
+    are `apart` are cut already.
+
+    Gradients are summed over ranks, not averaged: a round's gradient is the sum over its bins.
+    A model of at most KEEP_BYTES stays whole on every rank from a step's first pass until
+    `reshard`; of a larger one only the layer that computes is whole, and what it took goes back to
+    the host.
+    """
+    keep = 4 * sum(p.numel() for p in model.parameters() if p not in apart) <= KEEP_BYTES
+    if not keep:
+        return_blocks(RETURNED_BYTES)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
+    )
+    about: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": set(apart)}
+    for name, part in model.named_children():
+        for unit in part.children() if name == "layers" else [part]:
+            fully_shard(unit, reshard_after_forward=not keep, **about)
+    fully_shard(model, reshard_after_forward=False, **about)
+    model.to_empty(device=mesh.device_type)
+    begin()
+    # The root must be known as such before a part of it, such as a critic, runs alone.
+    fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_reshard_after_backward(not keep)
+
+
+def reshard(model: nn.Module) -> None:
+    """Gives up what is whole: from then on parameters are rows, which may be read and changed."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,191 @@
+"""Learners of which each rank of a gang has rows; gradients are sums over all ranks' bins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
+from common.model.decoder import Decoder
+from common.model.rows import Beginning
+from common.weights.laying import Part
+from services.trainer.algorithms import algorithm
+from services.trainer.arithmetic import critic, lora
+from services.trainer.arithmetic.cut_rows import is_cut, local
+from services.trainer.arithmetic.learner import Learner
+from services.trainer.arithmetic.packing import Bin
+from services.trainer.arithmetic.stats import BinStats
+from services.trainer.sharding.expert_parallel import split_experts
+from services.trainer.sharding.fsdp import reshard, shard
+from services.trainer.sharding.owners import Owners, owners_of
+from services.trainer.sharding.rows import begin, cut, scatter
+
+NORM_NUMBERS = 1 << 20  # of a gradient that are squared at a time
+
+
+class RowsLearner(Learner):
+    """A learner whose parameters are a rank's rows, when `_as_rows` has been called."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        optimizer: OptimizerConfig,
+        algorithm_config: AlgorithmConfig,
+        temperature: float,
+        group: dist.ProcessGroup,
+        owners: Owners,
+        shapes: Mapping[str, torch.Size],
+    ) -> None:
+        """`shapes`: of the parameters of `model` when they are whole."""
+        super().__init__(model, optimizer, algorithm_config, temperature)
+        self._group, self._owners, self._shapes = group, owners, shapes
+        self._trained = {name: shapes[name] for name in lora.trained(model)}
+        self._outlines = {False: self._outline(self.weights()), True: self._outline(self.state())}
+
+    def _as_rows(self) -> None:
+        """From now on its parameters are rows, which may be read and changed."""
+
+    def apply(self, gradient_sum: Tensor, denominator: float, lr_factor: float) -> float:
+        self._as_rows()
+        return super().apply(gradient_sum, denominator, lr_factor)
+
+    def weights(self) -> dict[str, Tensor]:
+        self._as_rows()
+        return super().weights()
+
+    def state(self) -> dict[str, Tensor]:
+        self._as_rows()
+        return super().state()
+
+    def _part(self, name: str, tensor: Tensor) -> Part:
+        """This rank's rows of it; what is the same on all ranks is whole."""
+        parameter = self._parameter_of(name)
+        if parameter is None:
+            return Part(tuple(tensor.shape), 0, tensor)
+        shape = self._shapes[parameter]
+        own = self._owners.rows(parameter, shape[0], self._group.rank())
+        return Part(tuple(shape), own.start, local(tensor))
+
+    def _norm(self, gradient: Tensor) -> float:
+        # Some at a time: in float64 all of it would be twice as large again.
+        sums = [part.double().square().sum() for part in torch.split(gradient, NORM_NUMBERS)]
+        squares = torch.stack(sums).sum()
+        dist.all_reduce(squares, group=self._group)
+        return float(squares.sqrt())
+
+    def bins_gradient(self, bins: Sequence[Bin]) -> tuple[Tensor, list[BinStats]]:
+        """This rank's rows of the flat gradient of a round, summed over the bins of all ranks; the
+        statistics of its own ones.
+        """
+        raise NotImplementedError
+
+    def own_part(self, whole: NDArray[np.float32], rank: int) -> NDArray[np.float32]:
+        """The part of a rank in a flat gradient over all that learns."""
+        return cut(whole, self._trained, self._owners, rank)
+
+    # -- whole weights, of which rank 0 has some at a time ----------------------------------------
+
+    def outline(self, optimizer: bool) -> Mapping[str, Tensor]:
+        """The whole weights, or with `optimizer` its state, on the `meta` device."""
+        return self._outlines[optimizer]
+
+    @torch.no_grad()
+    def take(self, names: Sequence[str], whole: Mapping[str, Tensor] | None) -> None:
+        """Every rank takes its rows of those that rank 0 has `whole`; `taken` follows the last."""
+        own = self.weights()
+        for name in names:
+            given, total = None if whole is None else whole[name], self._shapes[name][0]
+            rows = [self._owners.rows(name, total, rank) for rank in range(self._group.size())]
+            scatter(given, local(own[name]), rows, self._group)
+
+    def taken(self) -> None:
+        """All of them are there; a critic begins with them."""
+        if self._critic:
+            critic.follow(self.model)
+
+    def _outline(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, piece in rows.items():
+            parameter = self._parameter_of(name)
+            shape = piece.shape if parameter is None else self._shapes[parameter]
+            found[name] = torch.empty(shape, dtype=piece.dtype, device="meta")
+        return found
+
+    def _parameter_of(self, name: str) -> str | None:
+        """The parameter that a tensor of the state belongs to; None: it is the same on all."""
+        parts = name.split(".")
+        names = (".".join(parts[i:]) for i in range(len(parts)))
+        return next((name for name in names if name in self._shapes), None)
+
+
+class ShardedLearner(RowsLearner):
+    """A learner whose model lies in rows over the ranks; gradients are sums over the ranks' bins,
+    each rank holding its rows. With `adapters` these learn, from `seed`, in place of the model.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        optimizer: OptimizerConfig,
+        algorithm_config: AlgorithmConfig,
+        temperature: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+        *,
+        mesh: DeviceMesh,
+        beginning: Beginning,
+        adapters: LoraConfig | None = None,
+        seed: int = 0,
+        expert_parallel: int = 1,
+    ) -> None:
+        """`model` lies on the `meta` device: it takes its rows, and no others, from `beginning`.
+        The experts of a layer are split over `expert_parallel` ranks.
+        """
+        with torch.device("meta"):
+            if adapters is not None and adapters.rank:
+                lora.attach(model, adapters)
+            if algorithm(algorithm_config.name).critic:
+                critic.attach(model)
+        owners = owners_of(mesh.size(), expert_parallel)
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        apart = split_experts(model, mesh, expert_parallel, owners) if expert_parallel > 1 else ()
+        first = partial(begin, model, mesh.get_local_rank(), owners, shapes, beginning, seed)
+        shard(model, mesh, dtype, first, frozenset(apart))
+        super().__init__(
+            model, optimizer, algorithm_config, temperature, mesh.get_group(), owners, shapes
+        )
+
+    def _as_rows(self) -> None:
+        reshard(self.model)
+
+    def bins_gradient(self, bins: Sequence[Bin]) -> tuple[Tensor, list[BinStats]]:
+        """See `RowsLearner`; each rank has one bin."""
+        (bin,) = bins
+        _, stats = self.gradient(bin)
+        sizes = [local(parameter.detach()).numel() for parameter in self._parameters]
+        gradient = torch.empty(sum(sizes), device=self.device)
+        for parameter, piece in zip(self._parameters, torch.split(gradient, sizes), strict=True):
+            if parameter.grad is not None:
+                piece.copy_(local(parameter.grad).reshape(-1))
+            elif is_cut(parameter):
+                raise RuntimeError("a parameter got no gradient: ranks would not agree on its rows")
+            else:
+                piece.zero_()  # no token came to any of these experts
+            parameter.grad = None  # one by one, so that there is little more than one gradient
+        return gradient, [stats]
+
+    def forget_gradients(self) -> None:
+        """Also what of the model is whole: from then on there are rows alone."""
+        super().forget_gradients()
+        reshard(self.model)
+
+    def _fresh_gradient(self) -> Tensor:
+        for parameter in self._parameters:
+            parameter.grad = None
+        return torch.empty(0)
