@@ -1,0 +1,207 @@
+"""The two lanes of a zebra gang, in which rows go to experts and back: each is a thread with a
+process group of its own, so that both directions move while the rank computes.
+
+A lane takes its exchanges one by one, in an order that all ranks know. On a GPU it has a stream of
+its own, and whoever uses what has come waits for an event of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.clock import Clock
+from common.errors import RankLost
+
+Key = tuple[bool, int, int]  # backward, mixture layer, micro-batch
+
+
+class Shared:
+    """What both lanes of a rank and its arithmetic wait at: whoever fails ends it for all."""
+
+    def __init__(self, clock: Clock, deadline_s: float) -> None:
+        self.condition = threading.Condition()
+        self.now = clock.monotonic
+        self._deadline_s = deadline_s
+        self._failed: BaseException | None = None
+
+    def begin(self) -> None:
+        """A round begins."""
+        self._failed = None
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody waits any more in this round."""
+        with self.condition:
+            self._failed = self._failed or error
+            self.condition.notify_all()
+
+    def wait(self, there: Callable[[], bool], what: str) -> None:
+        """Until it is there, with the condition held; what another part has raised, or RankLost."""
+        found = self.condition.wait_for(lambda: bool(self._failed) or there(), self._deadline_s)
+        if self._failed is not None:
+            raise self._failed
+        if not found:
+            raise RankLost(f"{what} took over {self._deadline_s:g} s")
+
+    def rest(self, until_s: float) -> None:
+        """Does nothing until then, on the monotonic clock."""
+        with self.condition:
+            while not self._failed and (left_s := until_s - self.now()) > 0:
+                self.condition.wait(left_s)
+
+
+@dataclass
+class Exchange:
+    """What goes from this rank to others in one step of a lane, and what comes from them.
+
+    `counts` [experts that lie there], int64, go before rows where the other end cannot know how
+    many come; else `sizes` says how many rows come from whom, by the time that they do.
+    """
+
+    key: Key
+    waits: bool  # for `Lane.give`, as this rank gives something, or knows `sizes` from then on
+    counted: bool  # whether counts go first
+    sources: Mapping[int, int]  # ranks that give something to this one: the length of their counts
+    width: int  # of a row
+    dtype: torch.dtype
+    sizes: Callable[[], Mapping[int, int]] = dict
+    rows: Mapping[int, Tensor] = field(default_factory=dict)  # that go, by rank
+    counts: Mapping[int, Tensor] = field(default_factory=dict)
+    came: dict[int, Tensor] = field(default_factory=dict)
+    came_counts: dict[int, Tensor] = field(default_factory=dict)
+    began_s: float = 0.0  # when it had the lane, and what it had to give
+    ended_s: float = 0.0
+
+
+class Lane:
+    """One direction. `pace(exchange)`: seconds that an exchange is to take at least."""
+
+    def __init__(
+        self,
+        name: str,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        shared: Shared,
+        pace: Callable[[Exchange], float] = lambda _: 0.0,
+    ) -> None:
+        self._name, self._group, self._device = name, group, device
+        self._shared, self._pace = shared, pace
+        self._given: dict[Key, Any] = {}  # events after which what is given is there
+        self._done: dict[Key, Any] = {}
+        self.exchanges: dict[Key, Exchange] = {}  # of the last round
+        self._stream: Any = _stream(device)
+
+    @contextmanager
+    def round(self, exchanges: Sequence[Exchange]) -> Iterator[None]:
+        """Runs these exchanges, in this order, within the block, whose end waits for them."""
+        self._given, self._done = {}, {}
+        self.exchanges = {one.key: one for one in exchanges}
+        thread = threading.Thread(target=self._run, args=(exchanges,), name=self._name, daemon=True)
+        thread.start()
+        try:
+            yield
+            with self._shared.condition:
+                self._shared.wait(lambda: len(self._done) == len(exchanges), self._name)
+        except BaseException as error:
+            self._shared.fail(error)  # a thread that waits in the group ends with that
+            raise
+        thread.join()
+
+    def give(
+        self, key: Key, rows: Mapping[int, Tensor], counts: Mapping[int, Tensor] | None = None
+    ) -> None:
+        """What this rank has to give in an exchange, by rank."""
+        exchange = self.exchanges[key]
+        exchange.rows, exchange.counts = rows, counts or {}
+        with self._shared.condition:
+            self._given[key] = self._now()
+            self._shared.condition.notify_all()
+
+    def take(self, key: Key) -> Exchange:
+        """An exchange that has ended; it is waited for."""
+        with self._shared.condition:
+            self._shared.wait(lambda: key in self._done, f"{self._name} of {key}")
+            event = self._done[key]
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+        return self.exchanges[key]
+
+    def _now(self) -> Any:
+        if self._stream is None:
+            return None
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def _run(self, exchanges: Sequence[Exchange]) -> None:
+        try:
+            with torch.no_grad(), self._on_stream():
+                for exchange in exchanges:
+                    self._next(exchange)
+        except BaseException as error:
+            self._shared.fail(error)
+
+    def _next(self, one: Exchange) -> None:
+        shared = self._shared
+        if one.waits:
+            with shared.condition:
+                shared.wait(lambda: one.key in self._given, f"what goes to {self._name}")
+            if self._stream is not None:
+                self._stream.wait_event(self._given[one.key])
+        self._exchange(one)
+        with shared.condition:
+            self._done[one.key] = self._now()
+            shared.condition.notify_all()
+
+    def _on_stream(self) -> Any:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    def _exchange(self, one: Exchange) -> None:
+        one.began_s = self._shared.now()
+        sizes = one.sizes()
+        if one.counted:
+            lengths = {rank: (n,) for rank, n in one.sources.items()}
+            one.came_counts = self._moved(one.counts, lengths, torch.int64)
+            sizes = {rank: int(counts.sum()) for rank, counts in one.came_counts.items()}
+        shapes = {rank: (sizes[rank], one.width) for rank in one.sources}
+        one.came = self._moved(one.rows, shapes, one.dtype)
+        self._shared.rest(one.began_s + self._pace(one))
+        one.ended_s = self._shared.now()
+
+    def _moved(
+        self, going: Mapping[int, Tensor], shapes: Mapping[int, tuple[int, ...]], dtype: torch.dtype
+    ) -> dict[int, Tensor]:
+        """What comes of sending some tensors and receiving others, all of them at once."""
+        came = {
+            rank: torch.empty(shape, dtype=dtype, device=self._device)
+            for rank, shape in shapes.items()
+        }
+        group, rank_of = self._group, dist.get_global_rank
+        ops = [
+            dist.P2POp(dist.isend, tensor.contiguous(), rank_of(group, rank), group)
+            for rank, tensor in sorted(going.items())
+            if tensor.numel()
+        ]
+        ops += [
+            dist.P2POp(dist.irecv, tensor, rank_of(group, rank), group)
+            for rank, tensor in sorted(came.items())
+            if tensor.numel()
+        ]
+        for work in dist.batch_isend_irecv(ops) if ops else ():
+            work.wait()
+        if self._stream is not None:
+            for tensor in (*going.values(), *came.values()):
+                tensor.record_stream(self._stream)
+        return came
+
+
+def _stream(device: torch.device) -> Any:
+    """One of its own on a GPU; None elsewhere, where there are none."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

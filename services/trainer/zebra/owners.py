@@ -1,0 +1,49 @@
+"""What each rank of a zebra gang has: attention ranks come first, then expert ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.model.moe import is_expert
+from services.trainer.sharding.owners import evenly
+
+
+@dataclass(frozen=True)
+class ZebraOwners:
+    """See `Owners`. `hosted[i]`: experts of the i-th mixture layer that each attention rank has,
+    its first ones; the expert ranks share the rest. All other parameters are cut over the attention
+    ranks.
+    """
+
+    attention: int
+    experts: int
+    mixture_layers: tuple[int, ...]  # their numbers among all layers
+    experts_per_layer: int
+    hosted: tuple[int, ...]
+
+    @property
+    def ranks(self) -> int:
+        """Of both classes."""
+        return self.attention + self.experts
+
+    def rows(self, name: str, total: int, rank: int) -> slice:
+        """See `Owners`."""
+        if is_expert(name):
+            return self.experts_of(self.mixture_layers.index(int(name.split(".")[1])), rank)
+        if rank < self.attention:
+            return evenly(total, rank, self.attention)
+        return slice(total, total)
+
+    def experts_of(self, mixture: int, rank: int) -> slice:
+        """The experts that a rank has of the mixture layer of this number."""
+        hosted = self.hosted[mixture]
+        if rank < self.attention:
+            return slice(rank * hosted, (rank + 1) * hosted)
+        first = self.attention * hosted
+        own = evenly(self.experts_per_layer - first, rank - self.attention, self.experts)
+        return slice(first + own.start, first + own.stop)
+
+    def owners(self, mixture: int) -> list[int]:
+        """The ranks that have experts of a layer, in the order of these."""
+        every = [(rank, self.experts_of(mixture, rank)) for rank in range(self.ranks)]
+        return [rank for rank, own in every if own.stop > own.start]

@@ -1,0 +1,127 @@
+"""The model that passes of a zebra gang run on, beside the rows that each rank trains: of an
+attention rank all but the experts, whole; of experts those that lie there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.model.decoder import Decoder
+from common.model.moe import is_expert
+from services.trainer.arithmetic.cut_rows import local
+from services.trainer.sharding.owners import evenly
+
+
+class Passing:
+    """A copy of the rows of `masters` in the type of passes. Gradients are summed over bins in
+    float32, and over attention ranks when a round has ended.
+    """
+
+    def __init__(
+        self,
+        masters: Decoder,
+        shapes: Mapping[str, torch.Size],
+        dtype: torch.dtype,
+        device: torch.device,
+        attention: dist.ProcessGroup | None,
+    ) -> None:
+        """`attention`: the group of the attention ranks; None on an expert rank."""
+        self._attention = attention
+        self._masters = dict(masters.named_parameters())
+        self._shapes = shapes
+        with torch.device("meta"):
+            self.model = Decoder(masters.config, dtype, len(masters.rope))
+        for name, parameter in list(self.model.named_parameters()):
+            own: Tensor = parameter.detach()
+            if is_expert(name):
+                own = own.new_empty(local(self._masters[name].detach()).shape)
+            elif attention is None:
+                own = own.new_empty(0)
+            put(self.model, name, nn.Parameter(own))
+        self.model.to_empty(device=device)
+        self.model.settle()
+        self._parameters = dict(self.model.named_parameters())
+        self._sums: dict[Tensor, Tensor] = {}
+        for parameter in self._parameters.values():
+            parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
+        self.stale = True  # the masters have changed
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Takes over the masters if they have changed; all attention ranks do so together."""
+        if not self.stale:
+            return
+        for name, parameter in self._parameters.items():
+            rows = local(self._masters[name].detach())
+            if is_expert(name):
+                parameter.copy_(rows)
+            elif self._attention is not None:
+                parameter.copy_(self._whole(rows, self._shapes[name], parameter.dtype))
+        self.stale = False
+
+    def _whole(self, rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        assert self._attention is not None
+        ranks = self._attention.size()
+        if ranks == 1:
+            return rows
+        each = len(range(shape[0])[evenly(shape[0], 0, ranks)])
+        padded = torch.zeros(each, *shape[1:], dtype=dtype, device=rows.device)
+        padded[: len(rows)] = rows
+        whole = padded.new_empty(each * ranks, *shape[1:])
+        dist.all_gather_into_tensor(whole, padded, group=self._attention)
+        return whole[: shape[0]]
+
+    def collect(self) -> None:
+        """Gradients are summed anew from now on."""
+        self._sums = {
+            p: torch.zeros_like(p, dtype=torch.float32) for p in self._parameters.values()
+        }
+
+    @torch.no_grad()
+    def _add(self, parameter: Tensor) -> None:
+        if (total := self._sums.get(parameter)) is not None and parameter.grad is not None:
+            total += parameter.grad
+        parameter.grad = None
+
+    @torch.no_grad()
+    def gradient(self) -> Tensor:
+        """Flat float32: that of this rank's rows, parameter after parameter, summed over the
+        attention ranks' bins. All attention ranks ask together; the sums are given up.
+        """
+        sums, self._sums = self._sums, {}
+        parts = []
+        for name, parameter in self._parameters.items():
+            total = sums.pop(parameter)
+            if is_expert(name):
+                parts.append(total.reshape(-1))
+            elif self._attention is not None:
+                parts.append(self._own(total).reshape(-1))
+        return torch.cat(parts)
+
+    def _own(self, total: Tensor) -> Tensor:
+        """This rank's rows of the sum over attention ranks."""
+        assert self._attention is not None
+        ranks, rank = self._attention.size(), self._attention.rank()
+        if ranks == 1:
+            return total
+        each = -(-len(total) // ranks)
+        padded = total.new_zeros(each * ranks, *total.shape[1:])
+        padded[: len(total)] = total
+        own = total.new_empty(each, *total.shape[1:])
+        dist.reduce_scatter_tensor(own, padded, group=self._attention)
+        rows = evenly(len(total), rank, ranks)
+        return own[: rows.stop - rows.start]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that follows from the masters."""
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+
+
+def put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Gives a module another parameter of this name."""
+    place, _, kind = name.rpartition(".")
+    setattr(model.get_submodule(place), kind, parameter)

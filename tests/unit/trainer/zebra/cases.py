@@ -1,0 +1,111 @@
+"""Mixtures and gangs, and the rounds that they train: what any gang must compute as one process
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.job.config import AlgorithmConfig, OptimizerConfig
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from common.model.rows import Drawn, begin
+from services.trainer.arithmetic.forward import checkpoint_layers
+from services.trainer.arithmetic.learner import Learner
+from services.trainer.arithmetic.packing import Bin, make_bins
+from services.trainer.zebra.learner import ZebraShape
+from tests.unit.trainer.ranks.batches_under_test import MODEL, sequence
+
+SEED = 11
+OPTIMIZER = OptimizerConfig(muon_lr=0.003, adamw_lr=0.001, weight_decay=0.01)
+ALGORITHM = AlgorithmConfig()
+EXPERTS = 8
+QWEN: dict[str, Any] = MODEL | {
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_hidden_layers": 3,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.01,
+}
+MIXTRAL: dict[str, Any] = MODEL | {
+    "model_type": "mixtral",
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.02,
+}
+SHARED: dict[str, Any] = MODEL | {
+    "model_type": "qwen2_moe",
+    "num_hidden_layers": 4,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 20,
+    "mlp_only_layers": [0, 2],
+    "router_aux_loss_coef": 0.01,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A gang of four ranks that trains a mixture."""
+
+    model: Mapping[str, Any]
+    shape: ZebraShape
+    top: int = 2
+    replayed: bool = False  # where tokens are sent is given
+    again: bool = False  # activation checkpointing
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def config(self) -> ModelConfig:
+        return ModelConfig.from_hf({**self.model, "num_experts_per_tok": self.top})
+
+
+CASES = {
+    "even": Case(QWEN, ZebraShape(2, 2, 2)),
+    "one and three": Case(MIXTRAL, ZebraShape(1, 3, 3), top=1),
+    "three and one": Case(QWEN, ZebraShape(3, 1, 1, (1, 1, 1)), top=4, again=True),
+    "asymmetric": Case(MIXTRAL, ZebraShape(2, 2, 2, (1, 0)), top=3, replayed=True),
+    "alone": Case(QWEN, ZebraShape(1, 3, 4, (2, 0, 1)), top=2, replayed=True, again=True),
+    "dense between": Case(SHARED, ZebraShape(2, 2, 2, (0, 2))),
+    "expert parallel": Case(QWEN, ZebraShape(4, 0, 1, (2, 2, 2)), top=2),
+    "bfloat16": Case(QWEN, ZebraShape(2, 2, 2), replayed=True, dtype=torch.bfloat16),
+}
+
+
+def bins(case: Case, number: int) -> list[Bin]:
+    """Those of a round, an attention rank's side by side."""
+    random = np.random.default_rng(number)
+    found = []
+    for _ in range(case.shape.attention * case.shape.micros):
+        (bin,) = make_bins([sequence(random, 0), sequence(random, 0)], 100, 0)
+        if case.replayed:
+            layers = len(case.config.sparse_layers)
+            rows = [
+                [random.choice(EXPERTS, case.top, replace=False) for _ in range(layers)]
+                for _ in bin.tokens
+            ]
+            bin.experts = np.array(rows, np.int16)
+            bin.experts[::7] = -1  # nobody recorded these
+        found.append(bin)
+    return found
+
+
+def one_process(case: Case) -> Learner:
+    """The same model, whole."""
+    with torch.device("meta"):
+        model = Decoder(case.config)
+    if case.again:
+        checkpoint_layers(model)
+    whole = begin(model, Drawn(case.config, SEED), "cpu")
+    return Learner(whole, OPTIMIZER, ALGORITHM, dtype=case.dtype)
+
+

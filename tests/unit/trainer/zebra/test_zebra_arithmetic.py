@@ -1,0 +1,104 @@
+"""A gang whose ranks have attention or experts computes what one process does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from common.process.host import SystemHost
+from services.trainer.arithmetic.learner import Learner
+from services.trainer.sharding.rows import cut
+from services.trainer.zebra.owners import ZebraOwners
+from tests.unit.trainer.zebra.cases import CASES, Case, bins, one_process
+
+HERE = Path(__file__).parent
+RANKS, ROUNDS = 4, 2
+NEAR = {torch.float32: 1e-5, torch.bfloat16: 0.03}  # of gradients, relative to the largest
+
+
+async def run_ranks(directory: Path) -> None:
+    log = directory / "ranks.log"
+    child = SystemHost().spawn(
+        [sys.executable, str(HERE / "zebra_program.py"), str(directory)],
+        name="ranks",
+        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[3])},
+        log=log,
+        own_session=True,
+    )
+    try:
+        assert await child.wait(200.0) == 0, log.read_text()[-4000:]
+    finally:
+        child.kill()
+
+
+@pytest.mark.timeout(300)
+async def test_ranks_with_attention_or_experts_compute_what_one_process_does(
+    tmp_path: Path,
+) -> None:
+    """Losses, gradients, scores and what a step makes of the weights: with experts on attention
+    ranks or none elsewhere, with routing that is given, layers computed again, and dense layers in
+    between. Repeated rounds are equal to the last bit.
+    """
+    await run_ranks(tmp_path)
+    for name, case in CASES.items():
+        files = [load_file(tmp_path / f"{name}-{rank}.safetensors") for rank in range(RANKS)]
+        assert_as_one_process(name, case, files)
+
+
+def assert_as_one_process(name: str, case: Case, files: list[dict[str, Tensor]]) -> None:
+    learner, near = one_process(case), NEAR[case.dtype]
+    shapes = {n: p.shape for n, p in learner.model.named_parameters()}
+    config, shape = case.config, case.shape
+    mixture = tuple(config.sparse_layers)
+    hosted = shape.hosted or (0,) * len(mixture)
+    owners = ZebraOwners(shape.attention, shape.experts, mixture, config.experts, hosted)
+
+    def assert_gradient(key: str, whole: Tensor) -> None:
+        for rank, found in enumerate(files):
+            own = torch.from_numpy(cut(whole.numpy(), shapes, owners, rank))
+            far = (found[key] - own).abs().max() if len(own) else torch.zeros(())
+            assert far <= near * whole.abs().max(), (name, key, rank, float(far))
+
+    total = None
+    for number in range(ROUNDS):
+        gradient, losses = gradients(learner, case, number)
+        found = torch.cat([file[f"loss.{number}"] for file in files[: shape.attention]])
+        torch.testing.assert_close(
+            found, losses, rtol=1e-6 if near < 1e-3 else 0.05, atol=1e-6, msg=name
+        )
+        assert_gradient(f"gradient.{number}", gradient)
+        total = gradient if total is None else total + gradient
+    for rank in range(shape.attention):
+        own = torch.from_numpy(learner.score(bins(case, 0)[rank * shape.micros]))
+        torch.testing.assert_close(files[rank]["scores"], own, rtol=0, atol=max(1e-5, near))
+    if case.dtype != torch.float32:
+        return
+    assert total is not None
+    norm = learner.apply(total, 50.0, 1.0)
+    for rank, file in enumerate(files):
+        assert float(file["norm"]) == pytest.approx(norm, rel=1e-5)
+        for weight, tensor in learner.weights().items():
+            own = tensor[owners.rows(weight, len(tensor), rank)]
+            torch.testing.assert_close(file[f"weights.{weight}"], own, rtol=1e-4, atol=1e-5)
+    gradient, _ = gradients(learner, case, 0)
+    for rank, file in enumerate(files):
+        own = torch.from_numpy(cut(gradient.numpy(), shapes, owners, rank))
+        far = np.abs((file["gradient.after"] - own).numpy()).max(initial=0.0)
+        assert far <= 1e-3 * gradient.abs().max(), (name, rank)
+
+
+def gradients(learner: Learner, case: Case, number: int) -> tuple[Tensor, Tensor]:
+    """The sum over the bins of a round, and their losses."""
+    total, losses = None, []
+    for bin in bins(case, number):
+        gradient, stats = learner.gradient(bin)
+        losses.append(stats.loss_sum)
+        total = gradient if total is None else total + gradient
+    assert total is not None
+    return total, torch.tensor(losses)

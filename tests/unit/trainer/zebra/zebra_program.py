@@ -1,0 +1,113 @@
+"""The ranks of a zebra gang, without a mesh: `python zebra_program.py DIRECTORY`.
+
+They are forks of one process. Each computes the rounds of each case of `cases` twice, and writes
+its rows of the gradients, the statistics of its bins and, after a step, its rows of the weights.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch._dynamo  # which DTensor imports in each process, for two CPU-seconds
+from safetensors.torch import save_file
+
+from common.api.ranks import Meeting
+from common.model.decoder import Decoder
+from common.model.rows import Drawn
+from services.trainer.ranks.rank import join_group, leave_group
+from services.trainer.zebra.learner import ZebraLearner
+from tests.unit.trainer.zebra.cases import ALGORITHM, CASES, OPTIMIZER, SEED, Case, bins
+
+RANKS = 4
+ROUNDS = 2
+DEADLINE_S = 60.0
+
+
+def run_all(rank: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    for name, case in CASES.items():
+        place = str(directory / f"{name}-meeting")
+        mesh = join_group(Meeting(1, place, DEADLINE_S), rank, RANKS, "cpu")
+        with torch.device("meta"):
+            model = Decoder(case.config)
+        learner = ZebraLearner(
+            model,
+            OPTIMIZER,
+            ALGORITHM,
+            dtype=case.dtype,
+            mesh=mesh,
+            beginning=Drawn(case.config, SEED),
+            shape=case.shape,
+            deadline_s=DEADLINE_S,
+            again=case.again,
+        )
+        save_file(found(learner, case, rank), directory / f"{name}-{rank}.safetensors")
+        leave_group()
+
+
+def found(learner: ZebraLearner, case: Case, rank: int) -> dict[str, torch.Tensor]:
+    """Gradients, statistics, scores, and weights after a step."""
+    made: dict[str, torch.Tensor] = {}
+    total = None
+    for number in range(ROUNDS):
+        own = own_bins(case, number, rank)
+        gradient, stats = learner.bins_gradient(own)
+        again, _ = learner.bins_gradient(own)
+        assert torch.equal(gradient, again), "a repeated round has other bits"
+        made[f"gradient.{number}"] = gradient.clone()
+        made[f"loss.{number}"] = torch.tensor([asdict(one)["loss_sum"] for one in stats])
+        total = gradient if total is None else total.add_(gradient)
+    like = bins(case, 0)
+    scored = like[rank * case.shape.micros] if learner.attends else like[0]
+    made["scores"] = torch.from_numpy(learner.score(scored))
+    assert total is not None
+    made["norm"] = torch.tensor(learner.apply(total, 50.0, 1.0))
+    made |= {f"weights.{name}": part.rows.clone() for name, part in all_rows(learner).items()}
+    gradient, _ = learner.bins_gradient(own_bins(case, 0, rank))
+    made["gradient.after"] = gradient
+    return made
+
+
+def all_rows(learner: ZebraLearner):
+    return learner.rows(learner.weights())
+
+
+def own_bins(case: Case, number: int, rank: int) -> list:
+    micros = case.shape.micros
+    return bins(case, number)[rank * micros : (rank + 1) * micros]
+
+
+def fork(rank: int, directory: Path) -> int:
+    """The process of a rank."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        run_all(rank, directory)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def main(directory: Path) -> int:
+    """Ends the other ranks when one of them fails; its exit status."""
+    running = {fork(rank, directory) for rank in range(RANKS)}
+    failed = 0
+    while running:
+        pid, status = os.wait()
+        running.discard(pid)
+        failed = failed or status
+        for other in running if failed else ():
+            os.kill(other, signal.SIGKILL)
+    return int(failed != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
