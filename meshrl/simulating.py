@@ -17,6 +17,10 @@ ALONE = {
         ["sim.prefixes"],
         "A long prefix that is computed from its front while it is loaded from its back",
     ),
+    "zebra": (
+        ["sim.zebra"],
+        "Attention on new accelerators and experts on old ones, as the setups of HeterMoE",
+    ),
 }
 
 

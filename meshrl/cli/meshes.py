@@ -298,6 +298,8 @@ def simulate(
         meshrl simulate validity
 
         meshrl simulate cake
+
+        meshrl simulate zebra
     """
     from meshrl import simulating
 

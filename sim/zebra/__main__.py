@@ -1,0 +1,84 @@
+"""Zebra parallelism on the models and accelerators of HeterMoE (arXiv 2504.03871), beside what the
+source has measured.
+
+    python -m sim.zebra
+
+Times are those of `common/zebra`, on declared profiles that are fitted to ratios of kernels only.
+The last line is JSON: `NAME`, and `NAME_off` for how far it is off the source's. Half a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+
+from common.zebra.costs import Costs
+from common.zebra.timeline import makespan
+from sim.zebra.figures import NEAR, K, causes, compared, sensitivity
+from sim.zebra.hosted import plain, with_and_without
+from sim.zebra.orders import best_of_all, best_of_swaps
+
+ORDERED = ((1, 2), (2, 2))  # layers and micro-batches of which all orders are tried
+SWAPS = 400
+
+
+def orders() -> dict[str, float]:
+    """How much shorter a step is by any other order than by that of Theorem 1, at most."""
+    many = [plain("D1", k * K)[0] for k in (4, 16)]
+    # Nothing is sent, and the last piece costs nothing, as in no model.
+    bare = Costs(attention=1.0, experts=0.5)
+    gaps: list[float] = []
+    bare_gaps: list[float] = []
+    for layers, micros in ORDERED:
+        best = best_of_all(layers, micros, [*many, bare])
+        steps = [makespan(layers, micros, costs) for costs in (*many, bare)]
+        each = [1 - b / s for b, s in zip(best, steps, strict=True)]
+        gaps, bare_gaps = gaps + each[:-1], bare_gaps + each[-1:]
+    swapped = [
+        1 - best_of_swaps(6, 3, costs, SWAPS, seed) / makespan(6, 3, costs)
+        for seed, costs in enumerate(many)
+    ]
+    return {
+        "order_gap": max(gaps),
+        "order_gap_swaps": max(swapped),
+        "order_gap_bare": max(bare_gaps),
+    }
+
+
+def main() -> None:
+    """The entry."""
+    figures = compared()
+    print(f"{'':20}{'':44}{'source':>8}{'here':>8}{'off':>8}")
+    for one in figures:
+        print(f"{one.name:20}{one.about:44}{one.source:8.2f}{one.ours:8.2f}{one.off:8.1%}")
+    for cause, far in causes(figures).items():
+        text = f"more than {NEAR:.0%} off, {', '.join(far)}: {cause}."
+        print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
+    moved = sensitivity()
+    names = list(next(iter(moved.values())))
+    print(f"\n{'at 4K, 16K and 32K':26}" + "".join(f"{name:>10}" for name in names))
+    for assumed, row in moved.items():
+        print(f"{assumed:26}" + "".join(f"{row[name]:10.2f}" for name in names))
+    gaps = orders()
+    print(f"\nany other order of tasks saves {gaps['order_gap']:.1%} of a step at most", end="")
+    print(f", {gaps['order_gap_bare']:.1%} where transfers and the last piece cost nothing")
+    found: dict[str, object] = {one.name: round(one.ours, 4) for one in figures}
+    found |= {f"{one.name}_off": round(one.off, 4) for one in figures}
+    found |= {f"asym_{m.lower()}_{k}k_judged": judged(m, k) for m, k in (("W1", 4), ("D1", 4))}
+    found["hidden_d1_8k"] = round(with_and_without("D1", 8 * K)[0].hidden, 4)
+    found |= {name: round(value, 4) for name, value in gaps.items()}
+    found["sensitivity"] = {
+        assumed: {name: round(value, 3) for name, value in row.items()}
+        for assumed, row in moved.items()
+    }
+    print(json.dumps(found))
+
+
+def judged(model: str, k: int) -> float:
+    """What hosting saves with the number of experts that `common/zebra/asymmetry.py` settles on."""
+    none, some = with_and_without(model, k * K)
+    return round(none.makespan / some.makespan, 4)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The models and the accelerators of HeterMoE (arXiv 2504.03871), as profiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+
+from common.hardware.shapes import ModelShape
+from common.zebra.costs import CHECKPOINTED
+from common.zebra.kinds import SCORES, USABLE, UTILISATION, declared_profile
+from common.zebra.profile import Profile
+
+# The source calls its models like Mixtral; what it does not say of them is Mixtral's.
+PER_TOKEN = 2
+HEAD_DIM = 128
+KV_HEADS = 8
+VOCABULARY = 32_000
+FFN_GRAIN = 512  # features that an expert's width is a multiple of
+SEQUENCES = 2  # a step has, of each accelerator; the source's batches are not known
+V100_BYTES = 16e9  # the source's are of the smaller make
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model of the source, by what it says of it."""
+
+    name: str
+    layers: int
+    hidden: int
+    experts: int
+    parameters: float  # as it names them: without embeddings, as widths of 3.5 * hidden then fit
+
+    @property
+    def attention(self) -> int:
+        """Parameters of a layer's projections and gate."""
+        keys = min(KV_HEADS * HEAD_DIM, self.hidden)
+        return 2 * self.hidden * (self.hidden + keys) + self.hidden * self.experts
+
+    @property
+    def ffn(self) -> int:
+        """Width of an expert, of three matrices, that makes up the parameters."""
+        each = (self.parameters / self.layers - self.attention) / self.experts
+        return FFN_GRAIN * round(each / (3 * self.hidden) / FFN_GRAIN)
+
+    @property
+    def shape(self) -> ModelShape:
+        """With embeddings and a head."""
+        expert = 3 * self.hidden * self.ffn
+        layer = self.attention + self.experts * expert
+        parameters = 2 * VOCABULARY * self.hidden + self.layers * layer
+        heads = self.hidden // HEAD_DIM
+        return ModelShape(
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=heads,
+            kv_heads=min(KV_HEADS, heads),
+            head_dim=HEAD_DIM,
+            parameters=parameters,
+            active=parameters - self.layers * (self.experts - PER_TOKEN) * expert,
+            experts=self.experts,
+            experts_per_token=PER_TOKEN,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """So many accelerators of two kinds."""
+
+    name: str
+    fast: str
+    slow: str
+    fast_count: int
+    slow_count: int
+    link_bytes_per_s: float
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return self.fast_count + self.slow_count
+
+    def lengths(self, length: int, sequences: int = SEQUENCES) -> dict[int, int]:
+        """A step of sequences of one length."""
+        return {length: sequences * self.count}
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """What is known neither of the source nor by its ratios of kernels."""
+
+    utilisation: float = UTILISATION  # of public peaks
+    scores: float = SCORES  # of attention, of the speed of matrices
+    link: float = 1.0  # times the setup's bandwidth
+    backward: float = CHECKPOINTED
+    sequences: int = SEQUENCES
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        Model("W1", 4, 2048, 12, 2.2e9),
+        Model("W2", 4, 2048, 24, 4.3e9),
+        Model("D1", 8, 1024, 24, 2.1e9),
+        Model("D2", 6, 1024, 18, 1.2e9),
+        Model("D3", 8, 1024, 40, 3.5e9),
+    )
+}
+ROCE = 100e9 / 8  # bytes a second; 100 Gb/s, taken as each accelerator's
+SIMULATED = 200e9 / 8  # as the source made the cloud's network look
+SETUPS = {
+    setup.name: setup
+    for setup in (
+        Setup("O1", "A40", "V100", 6, 6, ROCE),
+        Setup("O2", "A40", "V100", 4, 8, ROCE),
+        Setup("O3", "A40", "V100", 6, 3, ROCE),
+        Setup("C1", "L40S", "T4", 2, 6, SIMULATED),
+        Setup("C2", "L40S", "T4", 2, 8, SIMULATED),
+    )
+}
+ON_PREM, CLOUD = ("O1", "O2", "O3"), ("C1", "C2")
+DEFAULT = Assumed()
+
+
+@cache
+def profile(model: str, setup: Setup, assumed: Assumed = DEFAULT) -> Profile:
+    """What a model costs on the accelerators of a setup."""
+    found = declared_profile(
+        MODELS[model].shape,
+        setup.fast,
+        setup.slow,
+        link_bytes_per_s=setup.link_bytes_per_s * assumed.link,
+        utilisation=assumed.utilisation,
+        scores=assumed.scores,
+    )
+    slow = found.slow
+    if slow.name == "V100":
+        slow = replace(slow, memory_bytes=V100_BYTES * USABLE)
+    return replace(found, slow=slow, backward=assumed.backward)
+
+
+def grid(setups: Sequence[str]) -> list[tuple[str, str]]:
+    """Models and setups whose slow accelerators divide the experts of a layer evenly, as those of a
+    group do in the source. Which of them it has run is not known.
+    """
+    return [
+        (model, setup)
+        for setup, model in product(setups, MODELS)
+        if not MODELS[model].experts % SETUPS[setup].slow_count
+    ]
