@@ -83,9 +83,12 @@ def enter(directory: Path) -> tuple[int, bool]:
         os.close(descriptor)  # the last one has left meanwhile, and taken it away
 
 
-def entered(descriptor: int) -> None:
-    """Lets others in, after what the first one had to do alone."""
+def entered(directory: Path, descriptor: int) -> bool:
+    """Lets others in, after what the first one had to do alone; whether the directory is still
+    there: for a moment nobody has its lock.
+    """
     fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return lies_at(descriptor, directory / ENGINES)
 
 
 def leave(directory: Path, descriptor: int | None = None) -> bool:

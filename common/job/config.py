@@ -315,6 +315,18 @@ class OptimizerConfig(Table):
 
 
 @dataclass(frozen=True)
+class ZebraConfig(Table):
+    """`[training.zebra]`: ranks with attention, and others with the experts of a mixture."""
+
+    # ranks with attention, gates, embeddings and head, the first ones of training.ranks, of which
+    # the others have experts alone; 0: all ranks are alike
+    attention: Natural = 0
+    micro_batches: Count = 4  # bins of each of them in a round
+    # experts that each of them has, too: by mixture layer, or one number for all; empty: none
+    hosted: list[Natural] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class TrainingConfig(Table):
     """`[training]`: how gradients are computed, and when checkpoints are written."""
 
@@ -330,6 +342,7 @@ class TrainingConfig(Table):
     ranks: Count = 1  # workers that share the core: each holds its rows of the parameters
     # ranks over which the experts of a mixture's layer are split, so that tokens go to them
     expert_parallel: Count = 1
+    zebra: ZebraConfig = field(default_factory=ZebraConfig)
     # for the others in a collective; past it a rank counts as lost
     rank_deadline_s: Positive = 120.0
     # versions reach other hosts as what changed; auto: while one receives them

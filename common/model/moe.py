@@ -8,7 +8,6 @@ learns (rollout routing replay, arXiv 2510.11370).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,13 +20,16 @@ from common.model.pointwise import PLAIN, Pointwise
 _ALIGNED = 16  # bytes, of which a grouped product wants rows to be a multiple
 
 
-@dataclass(slots=True)
 class Routing:
-    """The routing of a forward pass: what it is asked about it, and its answers."""
+    """The routing of a forward pass: what it is asked about it, and its answers. (No dataclass: of
+    such an argument FSDP makes a copy when it casts tensors, and the answers would be the copy's.)
+    """
 
-    counted: Tensor | None = None  # bool [..]: tokens that `balance` is measured over
-    experts: Tensor | None = None  # [.., sparse layers, k]: where each token was sent
-    balance: Tensor | None = None  # scalar loss, a sum over the counted tokens; see `balance`
+    def __init__(self, counted: Tensor | None = None) -> None:
+        """`counted` bool [..]: tokens that `balance` is measured over."""
+        self.counted = counted
+        self.experts: Tensor | None = None  # [.., sparse layers, k]: where each token was sent
+        self.balance: Tensor | None = None  # scalar, a sum over the counted tokens; see `balance`
 
 
 class Routed(NamedTuple):

@@ -23,6 +23,7 @@ def need_of(document: Mapping[str, Any], parameters: int | None = None) -> Need:
     degrees = tuple(sorted(set(rollout["tensor_parallel"])))
     return Need(
         ranks=document["training"]["ranks"],
+        attention=document["training"].get("zebra", {}).get("attention", 0),
         rolls_out=document["algorithm"]["name"] != "sft",
         scoring=any(model["path"] for model in models.values()),
         # A server computes when it likes, and an engine of several workers on all of them at once.

@@ -15,6 +15,9 @@ class Need:
     """What a job asks for. `least` and `most` are workers of all its roles together."""
 
     ranks: int = 1  # of its core, a worker each
+    # the first of them, with attention, which want faster accelerators than the others, which have
+    # a mixture's experts; 0: all are alike
+    attention: int = 0
     rolls_out: bool = True  # whether anything is generated for it
     alternates: bool = True  # whether its engines can compute by turns with its core
     scoring: bool = False  # whether it has frozen models, which one worker hosts

@@ -114,10 +114,11 @@ def linked(name: str, length: int, directory: Path) -> Iterator[Scene]:
                 yield made
             finally:
                 cache.close()
-                asyncio.run_coroutine_threadsafe(hosts.aclose(), loop).result(BEGIN_S)
     finally:
+        asyncio.run_coroutine_threadsafe(hosts.aclose(), loop).result(BEGIN_S)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        loop.close()
 
 
 @asynccontextmanager

@@ -160,6 +160,14 @@ class Scene:
         self.engine.drain()
         return took_s
 
+    def finish(self) -> None:
+        """Computes all that was asked; what is looked for is waited for."""
+        while self.engine.running or self.engine.waiting:
+            if not self.engine.step():
+                self.wake.wait(0.05)
+                self.wake.clear()
+            self.engine.drain()
+
     def store(self, tokens: NDArray[np.int32]) -> int:
         """Computes a prefix, and puts all of it on the shelf; its bytes."""
         self.forget()
@@ -180,9 +188,7 @@ class Scene:
 
         files, self.engine.prefixes = self.files, Storing(self.cache)
         self.engine.submit([self.request(tokens)])
-        while self.engine.step():
-            pass
-        self.engine.drain()
+        self.finish()
         os.sync()
         return size
 

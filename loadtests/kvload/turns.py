@@ -113,8 +113,7 @@ def cost(directory: Path, rounds: int) -> dict[str, Any]:
                     request = made.request(prompt, ANSWER)
                     request.session = 1_000_000 * turn + i if name == "kept" else NO_SESSION
                     made.engine.submit([request])
-                    while made.engine.step():
-                        made.engine.drain()
+                    made.finish()
                 made.cache.writer.flush(60.0)
                 found.setdefault(f"{name}_cpu_s", []).append(time.process_time() - cpu_s)
                 found.setdefault(f"{name}_s", []).append(time.monotonic() - began)

@@ -1,4 +1,4 @@
-"""Checks over how many ranks a job file has the experts of a mixture split.
+"""Checks how a job file has the experts of a mixture divided among ranks.
 
 `fail(key, message, fix)` makes the error that names the key's line.
 """
@@ -9,23 +9,31 @@ from collections.abc import Callable
 
 from common.errors import ConfigError
 from common.job.config import JobConfig
+from common.model.config import ModelConfig
 from meshrl.job.models import shape
 
 Fail = Callable[..., ConfigError]
 
-KEY = "training.expert_parallel"
+SPLIT, ZEBRA = "training.expert_parallel", "training.zebra"
 
 
 def check(config: JobConfig, fail: Fail) -> None:
-    """Ranks and experts can be divided alike, and there are such."""
-    parallel, ranks = config.training.expert_parallel, config.training.ranks
-    if parallel == 1:
+    """Ranks and experts can be divided as it says, and there are such."""
+    training = config.training
+    if training.expert_parallel == 1 and not training.zebra.attention:
         return
+    key = f"{ZEBRA}.attention" if training.zebra.attention else SPLIT
     model = shape(config.model.path, config.model.config)
     if not model.experts:
-        raise fail(
-            KEY, f"{KEY} = {parallel}, and the model is no mixture of experts", "Leave it out"
-        )
+        raise fail(key, f"{key} is set, and the model is no mixture of experts", "Leave it out")
+    if training.zebra.attention:
+        _check_zebra(config, model, fail)
+    else:
+        _check_split(config, model, fail)
+
+
+def _check_split(config: JobConfig, model: ModelConfig, fail: Fail) -> None:
+    parallel, ranks = config.training.expert_parallel, config.training.ranks
     for count, what, fix in (
         (
             ranks,
@@ -35,4 +43,62 @@ def check(config: JobConfig, fail: Fail) -> None:
         (model.experts, f"the model's {model.experts} experts", "Set it to one that does"),
     ):
         if count % parallel:
-            raise fail(KEY, f"{KEY} = {parallel} does not divide {what}", fix)
+            raise fail(SPLIT, f"{SPLIT} = {parallel} does not divide {what}", fix)
+
+
+def _check_zebra(config: JobConfig, model: ModelConfig, fail: Fail) -> None:
+    training, zebra = config.training, config.training.zebra
+    if training.expert_parallel > 1:
+        raise fail(SPLIT, f"{SPLIT} is set beside {ZEBRA}, which divides experts, too", "Set one")
+    if zebra.attention >= training.ranks:
+        raise fail(
+            f"{ZEBRA}.attention",
+            f"{ZEBRA}.attention = {zebra.attention} of {training.ranks} ranks leaves none for "
+            "experts",
+            f"Raise training.ranks, or set {SPLIT}, which divides experts among ranks all alike",
+        )
+    if config.algorithm.name == "ppo":
+        raise fail(
+            "algorithm.name",
+            f"{ZEBRA} trains no critic, and ppo has one",
+            "Choose an algorithm without one, or leave training.zebra out",
+        )
+    if training.pace:
+        raise fail(
+            "training.pace",
+            f"training.pace is of one kind of accelerators, and {ZEBRA} has two",
+            "Leave one of them out",
+        )
+    if config.lora.rank:
+        raise fail(
+            f"{ZEBRA}.attention",
+            f"{ZEBRA} trains whole weights, and lora.rank = {config.lora.rank}",
+            "Leave one of them out: adapters need no ranks for experts",
+        )
+    _check_hosted(config, model, fail)
+
+
+def _check_hosted(config: JobConfig, model: ModelConfig, fail: Fail) -> None:
+    zebra, layers = config.training.zebra, len(model.sparse_layers)
+    key, hosted = f"{ZEBRA}.hosted", zebra.hosted
+    if len(hosted) not in (0, 1, layers):
+        raise fail(
+            key,
+            f"{key} has {len(hosted)} numbers, and the model {layers} mixture layers",
+            "Give one for each of them, or one for all",
+        )
+    most = max(hosted, default=0) * zebra.attention
+    if most > model.experts:
+        raise fail(
+            key,
+            f"{key}: {zebra.attention} ranks would host {most} experts of a layer, which has "
+            f"{model.experts}",
+            "Lower it",
+        )
+    left, ranks = model.experts - min(hosted, default=0) * zebra.attention, config.training.ranks
+    if left < ranks - zebra.attention:
+        raise fail(
+            "training.ranks",
+            f"{ranks - zebra.attention} ranks would share {left} experts of a layer",
+            "Lower training.ranks, or raise training.zebra.attention",
+        )

@@ -39,13 +39,16 @@ class Shelf:
         self.refused = ""  # why the last write failed; empty: it did not
         self._clock = clock
         self._rests_until = 0.0
-        self._engines, alone = enter(directory)
-        (directory / SESSIONS).mkdir(exist_ok=True, mode=0o700)
-        if alone:  # whoever was here was killed, and may have left these
-            for path in (*(directory / SESSIONS).iterdir(), *directory.glob("*/??/.*")):
-                path.unlink(missing_ok=True)
-            (directory / USED).unlink(missing_ok=True)
-        entered(self._engines)
+        while True:
+            self._engines, alone = enter(directory)
+            (directory / SESSIONS).mkdir(exist_ok=True, mode=0o700)
+            if alone:  # whoever was here was killed, and may have left these
+                for path in (*(directory / SESSIONS).iterdir(), *directory.glob("*/??/.*")):
+                    path.unlink(missing_ok=True)
+                (directory / USED).unlink(missing_ok=True)
+            if entered(directory, self._engines):
+                break
+            os.close(self._engines)
         self._descriptor = os.open(directory / USED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._descriptor, _COUNT.size)
         self._count = mmap.mmap(self._descriptor, _COUNT.size)

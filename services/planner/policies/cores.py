@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 
+from common.hardware.profiles import declared, kind_of
 from common.pool.budgets import room, takes
 from common.pool.decisions import Why
 from common.pool.documents import numbered
@@ -14,6 +16,8 @@ from services.planner.team import Seated, Team
 
 NEVER = 100  # the cost of a worker that is not to be had
 DEAR = NEVER // 2  # of one whose gang has steps that are in no checkpoint
+IDLE = 2  # above that of one on which nobody is awake
+LIMITS = DEAR, NEVER  # costs below which workers are looked for, one after the other
 
 Offer = tuple[int, tuple[int, str]]  # the cost of a worker, and its id as it is ordered
 
@@ -53,11 +57,49 @@ def _gather(draft: Draft, job: PlannedJob, home: str) -> list[str]:
     for worker in set(near):
         host = draft.workers[worker].host if ranks > 1 else ""
         offers.setdefault(host, []).append((_cost(draft, job, own, worker), numbered(worker)))
-    for most in (DEAR, NEVER):
-        chosen = fewest_hosts(offers, ranks, most)
-        if chosen:
-            return chosen
-    return []
+    if job.need.attention:
+        speeds = _speeds(draft, near)
+        looks = (two_kinds(offers, speeds, job.need.attention, ranks, m) for m in (IDLE, *LIMITS))
+    else:
+        looks = (fewest_hosts(offers, ranks, most) for most in LIMITS)
+    return next(filter(None, looks), [])
+
+
+def _speeds(draft: Draft, workers: Iterable[str]) -> dict[str, float]:
+    """Operations a second that a worker's accelerator can do at most; 0: its kind is not known."""
+    kinds = {worker: kind_of(draft.workers[worker].accelerator) for worker in workers}
+    known = declared()
+    return {w: known[kind].flops if kind in known else 0.0 for w, kind in kinds.items()}
+
+
+def two_kinds(
+    offers: Mapping[str, Sequence[Offer]],
+    speeds: Mapping[str, float],
+    attention: int,
+    ranks: int,
+    most: int,
+) -> list[str]:
+    """Workers as `fewest_hosts` chooses them: the first `attention` of `ranks` with the fastest
+    accelerators of which there are so many, the others with the slowest; where all are of one kind,
+    or there are not enough of two, of any, the fastest first.
+    """
+
+    def of(speed: float) -> dict[str, list[Offer]]:
+        return {
+            host: [offer for offer in some if speeds[offer[1][1]] == speed]
+            for host, some in offers.items()
+        }
+
+    rising = sorted(set(speeds.values()))
+    for fast, slow in product(reversed(rising), rising):
+        if fast <= slow:
+            continue
+        first = fewest_hosts(of(fast), attention, most)
+        rest = fewest_hosts(of(slow), ranks - attention, most)
+        if first and rest:
+            return first + rest
+    chosen = fewest_hosts(offers, ranks, most)
+    return sorted(chosen, key=lambda worker: -speeds[worker])
 
 
 def fewest_hosts(offers: Mapping[str, Sequence[Offer]], ranks: int, most: int) -> list[str]:

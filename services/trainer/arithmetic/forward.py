@@ -19,7 +19,7 @@ from kernels.ops.linear_logprob import linear_logprob
 from kernels.packing import padded_places
 from kernels.pointwise import Fused
 from kernels.varlen import VarlenAttention
-from services.trainer.arithmetic.packing import Bin
+from services.trainer.arithmetic.packing import UNKNOWN, Bin
 
 
 @dataclass(slots=True)
@@ -57,9 +57,10 @@ def placed(bin: Bin, device: torch.device) -> Placed:
     size = len(bin.tokens)
     padding = padded_places(size) - size if device.type == "cuda" else 0
 
-    def there(array: NDArray[Any], behind: int = 0) -> Tensor:
+    def there(array: NDArray[Any], behind: int = 0, value: int = 0) -> Tensor:
         if behind:
-            array = np.pad(array, [(0, behind)] + [(0, 0)] * (array.ndim - 1))
+            pad = [(0, behind)] + [(0, 0)] * (array.ndim - 1)
+            array = np.pad(array, pad, constant_values=value)
         return torch.from_numpy(array).to(device, non_blocking=True)
 
     trained = np.flatnonzero(bin.mask)
@@ -68,7 +69,7 @@ def placed(bin: Bin, device: torch.device) -> Placed:
         positions=there(bin.positions, padding),
         attention=VarlenAttention(bin.starts, size + padding, device),
         counted=there(bin.mask, padding),
-        experts=there(bin.experts, padding) if bin.experts is not None else None,
+        experts=there(bin.experts, padding, UNKNOWN) if bin.experts is not None else None,
         places=there(trained),
         targets=there(bin.targets[trained].astype(np.int64)),
         sequence=there(np.searchsorted(bin.starts[1:], trained, side="right")),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -21,9 +23,10 @@ class WorkingCopy:
         self._masters: list[Tensor] = list(masters.parameters())
         self._parameters: list[Tensor] = list(self.model.parameters())
         self._sums: dict[Tensor, Tensor] = {}
+        add = weakly(self._add)
         for parameter in self._parameters:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -42,3 +45,16 @@ class WorkingCopy:
         if total is not None and found is not None:
             total += found
         parameter.grad = None
+
+
+def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Calls a method for as long as its object lives. A parameter's hooks are out of sight of the
+    collector of garbage, so that an object which they held would never go.
+    """
+    found = WeakMethod(method)
+
+    def call(tensor: Tensor) -> None:
+        if (there := found()) is not None:
+            there(tensor)
+
+    return call

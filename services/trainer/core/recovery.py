@@ -72,7 +72,7 @@ class Recovery:
                 where=self._mesh.name,
                 fix="remove it, and resume the run from the one before",
             )
-        # Ranks of another number go on from a checkpoint otherwise than those that made it: in a
+        # Ranks that divide rounds otherwise than those that made a checkpoint go on from it in a
         # lineage that is new. In one that began there, records say which ranks made the steps.
         alike = checkpoint.account.get("ranks", 1) == self._compute.division.told
         if (alike or row.lineage > checkpoint.lineage) and await self._replayed(checkpoint, row):

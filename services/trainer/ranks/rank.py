@@ -58,7 +58,7 @@ def join_group(
         torch.cuda.init()  # type: ignore[no-untyped-call]
     within = timedelta(seconds=meeting.deadline_s)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    before = listeners() - ({_end_of(door)} if door is not None else set())
+    before = _listening(door)
     # The keys of a store begin with the number of groups that a process has begun to make. One that
     # failed may have been begun by some ranks alone, which would wait for the others for ever.
     _world.group_count = 0
@@ -69,14 +69,14 @@ def join_group(
     except RuntimeError as error:
         raise RankLost(f"rank {rank} did not meet the others: {error}") from error
     try:
-        _refuse_strangers(meeting, rank, listeners() - before)
+        refuse_strangers(meeting, rank, listeners() - before)
     except RankLost:
         leave_group()
         raise
     return group
 
 
-def _refuse_strangers(meeting: Meeting, rank: int, places: Set[End]) -> None:
+def refuse_strangers(meeting: Meeting, rank: int, places: Set[End]) -> None:
     """RankLost when somebody is connected who is no rank, as far as the kernel can tell."""
     if strangers := foreign_clients(places):
         raise RankLost(
@@ -92,9 +92,12 @@ def _refuse_strangers(meeting: Meeting, rank: int, places: Set[End]) -> None:
         )
 
 
-def _end_of(door: socket.socket) -> End:
+def _listening(door: socket.socket | None) -> Set[End]:
+    """Where this process listens but for the door of a meeting."""
+    if door is None:
+        return listeners()
     host, port = door.getsockname()[:2]
-    return End(ip_address(host), port)
+    return listeners() - {End(ip_address(host), port)}
 
 
 def leave_group() -> None:
@@ -160,12 +163,20 @@ class Rank:
         door: socket.socket | None = None,
     ) -> None:
         """Joins the group and makes the model anew: its weights are still to be given."""
+        before = _listening(door)
         mesh = join_group(meeting, self.rank, self.ranks, self._device, interface, door)
         self._learner = self._make(mesh)
+        try:  # it may have made groups of its own
+            refuse_strangers(meeting, self.rank, listeners() - before)
+        except RankLost:
+            self.leave()
+            raise
         self.begin()
 
     def leave(self) -> None:
-        self._learner = None
+        learner, self._learner = self._learner, None
+        if learner is not None:
+            learner.close()
         leave_group()
 
     def begin(self) -> None:

@@ -7,15 +7,18 @@ in Rajbhandari et al. 2022, DeepSpeed-MoE, arXiv 2201.05596.)
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 from common.model.moe import Experts, is_expert
+from services.trainer.sharding.fsdp import KEEP_BYTES
 from services.trainer.sharding.owners import Owners
 
 
@@ -53,32 +56,37 @@ def exchanged(
 
 
 class Whole(torch.autograd.Function):
-    """All rows of a matrix whose ranks have some each, at most `each`; its gradient is the sum over
-    these ranks, each its own rows.
+    """All rows of a matrix whose ranks have some each, at most `each`, in the type of passes; its
+    gradient is the sum over these ranks, each its own rows, in the type of these.
     """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, own: Tensor, total: int, each: int, group: dist.ProcessGroup
+        ctx: FunctionCtx,
+        own: Tensor,
+        total: int,
+        each: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
     ) -> Tensor:
         """[total, ..] of own [rows, ..]."""
-        ctx.cut = len(own), total, each, group  # type: ignore[attr-defined]
-        padded = own.new_zeros(each, *own.shape[1:])
+        ctx.cut = len(own), total, each, own.dtype, group  # type: ignore[attr-defined]
+        padded = own.new_zeros(each, *own.shape[1:], dtype=dtype)
         padded[: len(own)] = own
-        whole = own.new_empty(each * group.size(), *own.shape[1:])
+        whole = padded.new_empty(each * group.size(), *own.shape[1:])
         dist.all_gather_into_tensor(whole, padded, group=group)
         return whole[:total]
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> Any:
         """Of the own rows."""
-        rows, total, each, group = ctx.cut  # type: ignore[attr-defined]
+        rows, total, each, dtype, group = ctx.cut  # type: ignore[attr-defined]
         (gradient,) = gradients
-        padded = gradient.new_zeros(each * group.size(), *gradient.shape[1:])
+        padded = gradient.new_zeros(each * group.size(), *gradient.shape[1:], dtype=dtype)
         padded[:total] = gradient
-        own = gradient.new_empty(each, *gradient.shape[1:])
+        own = padded.new_empty(each, *gradient.shape[1:])
         dist.reduce_scatter_tensor(own, padded, group=group)
-        return own[:rows], None, None, None
+        return own[:rows], None, None, None, None
 
 
 class ExpertParallel:
@@ -86,9 +94,11 @@ class ExpertParallel:
     back; see `common.model.moe.Across`.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        """`mesh` [ranks that have the same experts, ranks that have others]."""
-        self._alike, self._others = mesh.get_group(0), mesh.get_group(1)
+    def __init__(self, alike: dist.ProcessGroup, others: dist.ProcessGroup, again: bool) -> None:
+        """`alike`: the ranks that have the same experts; `others`: ranks with all experts between
+        them. `again`: what is whole of the former's is made whole again on the way back.
+        """
+        self._alike, self._others, self._again = alike, others, again
 
     def through(self, rows: Tensor, ends: Tensor, experts: Experts) -> Tensor:
         """See `Across`."""
@@ -99,47 +109,69 @@ class ExpertParallel:
         dist.all_to_all_single(came, counts, group=group)
         sizes, coming = counts.sum(1).tolist(), came.sum(1).tolist()
         here: Tensor = Sent.apply(rows, sizes, coming, group)  # type: ignore[no-untyped-call]
-        whose = torch.arange(count, device=rows.device).repeat(ranks)
-        order = whose.repeat_interleave(came.flatten()).argsort(stable=True)
-        gate_up, down = (self._whole(p, count, rows) for p in (experts.gate_up, experts.down))
-        if len(here):
-            made = experts.made(here.index_select(0, order), came.sum(0).cumsum(0), gate_up, down)
-            back = torch.empty_like(order)
-            back[order] = torch.arange(len(order), device=rows.device)
-            made = made.index_select(0, back)
-        else:  # the others await its part in what is summed on the way back
-            made = here + 0.0 * (gate_up.flatten()[:1].sum() + down.flatten()[:1].sum())
+        about = here, experts.gate_up, experts.down, came, experts
+        if self._again:
+            made = checkpoint(self._made, *about, use_reentrant=False, preserve_rng_state=False)
+        else:
+            made = self._made(*about)
         found: Tensor = Sent.apply(made, coming, sizes, group)  # type: ignore[no-untyped-call]
         return found
 
-    def _whole(self, own: Tensor, count: int, like: Tensor) -> Tensor:
+    def _made(
+        self, here: Tensor, gate_up: Tensor, down: Tensor, came: Tensor, experts: Experts
+    ) -> Tensor:
+        """What the experts of this part make of rows as they came, `came` [ranks, experts]."""
+        count = came.shape[1]
+        wide, narrow = (self._whole(own, count, here.dtype) for own in (gate_up, down))
+        if not len(here):  # the others await its part in what is summed on the way back
+            return here + 0.0 * (wide.flatten()[:1] * narrow.flatten()[:1]).sum()
+        whose = torch.arange(count, device=here.device).repeat(len(came))
+        order = whose.repeat_interleave(came.flatten()).argsort(stable=True)
+        made = experts.made(here.index_select(0, order), came.sum(0).cumsum(0), wide, narrow)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=here.device)
+        return made.index_select(0, back)
+
+    def _whole(self, own: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         """The matrices of all `count` experts of this part, in the type that passes compute in."""
-        own = own.to(like.dtype)
         if self._alike.size() == 1:
-            return own
+            return own.to(dtype)
         each = -(-count // self._alike.size())
-        whole: Tensor = Whole.apply(own, count, each, self._alike)  # type: ignore[no-untyped-call]
+        whole: Tensor = Whole.apply(own, count, each, dtype, self._alike)  # type: ignore[no-untyped-call]
         return whole
 
 
 def split_experts(
-    model: nn.Module, mesh: DeviceMesh, parallel: int, owners: Owners
+    model: nn.Module, mesh: DeviceMesh, parallel: int, owners: Owners, deadline_s: float
 ) -> set[nn.Parameter]:
     """Leaves of the experts of a model on the `meta` device those rows that a rank has, and sends
-    tokens to the others; the parameters that are then not to be cut any further.
+    tokens to the others; the parameters that are then not to be cut any further. `deadline_s`: of
+    the exchanges.
     """
-    ranks, rank = mesh.size(), mesh.get_local_rank()
-    across = ExpertParallel(init_device_mesh(mesh.device_type, (ranks // parallel, parallel)))
+    rank = mesh.get_local_rank()
+    experts = {name: p for name, p in model.named_parameters() if is_expert(name)}
+    alike, others = _groups(mesh.size(), parallel, rank, timedelta(seconds=deadline_s))
+    large = 4 * sum(p.numel() for p in experts.values()) // parallel > KEEP_BYTES
+    across = ExpertParallel(alike, others, again=large and alike.size() > 1)
     own: set[nn.Parameter] = set()
-    for name, parameter in list(model.named_parameters()):
-        if not is_expert(name):
-            continue
+    for name, parameter in experts.items():
         place, _, kind = name.rpartition(".")
-        experts = model.get_submodule(place)
-        assert isinstance(experts, Experts)
+        module = model.get_submodule(place)
+        assert isinstance(module, Experts)
         rows = owners.rows(name, len(parameter), rank)
         part = nn.Parameter(parameter.detach()[rows], parameter.requires_grad)
-        setattr(experts, kind, part)
-        experts.across = across
+        setattr(module, kind, part)
+        module.across = across
         own.add(part)
     return own
+
+
+def _groups(
+    ranks: int, parallel: int, rank: int, within: timedelta
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Of a rank: those that have the same experts, and its neighbours with all of them."""
+    same = [list(range(part, ranks, parallel)) for part in range(parallel)]
+    near = [list(range(first, first + parallel)) for first in range(0, ranks, parallel)]
+    made = [(some, dist.new_group(some, timeout=within)) for some in (*same, *near)]
+    alike, others = (group for some, group in made if rank in some)
+    return alike, others

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
@@ -47,6 +47,7 @@ class RowsLearner(Learner):
         super().__init__(model, optimizer, algorithm_config, temperature)
         self._group, self._owners, self._shapes = group, owners, shapes
         self._trained = {name: shapes[name] for name in lora.trained(model)}
+        self.size = sum(shape.numel() for shape in self._trained.values())
         self._outlines = {False: self._outline(self.weights()), True: self._outline(self.state())}
 
     def _as_rows(self) -> None:
@@ -85,6 +86,9 @@ class RowsLearner(Learner):
         statistics of its own ones.
         """
         raise NotImplementedError
+
+    def close(self) -> None:
+        """Its rank leaves the group: what waits for other ranks outside of it does so no more."""
 
     def own_part(self, whole: NDArray[np.float32], rank: int) -> NDArray[np.float32]:
         """The part of a rank in a flat gradient over all that learns."""
@@ -143,9 +147,11 @@ class ShardedLearner(RowsLearner):
         adapters: LoraConfig | None = None,
         seed: int = 0,
         expert_parallel: int = 1,
+        deadline_s: float = 120.0,
     ) -> None:
         """`model` lies on the `meta` device: it takes its rows, and no others, from `beginning`.
-        The experts of a layer are split over `expert_parallel` ranks.
+        The experts of a layer are split over `expert_parallel` ranks, whose exchanges have a
+        deadline.
         """
         with torch.device("meta"):
             if adapters is not None and adapters.rank:
@@ -154,9 +160,11 @@ class ShardedLearner(RowsLearner):
                 critic.attach(model)
         owners = owners_of(mesh.size(), expert_parallel)
         shapes = {name: p.shape for name, p in model.named_parameters()}
-        apart = split_experts(model, mesh, expert_parallel, owners) if expert_parallel > 1 else ()
+        apart: Set[nn.Parameter] = frozenset()
+        if expert_parallel > 1:
+            apart = split_experts(model, mesh, expert_parallel, owners, deadline_s)
         first = partial(begin, model, mesh.get_local_rank(), owners, shapes, beginning, seed)
-        shard(model, mesh, dtype, first, frozenset(apart))
+        shard(model, mesh, dtype, first, apart)
         super().__init__(
             model, optimizer, algorithm_config, temperature, mesh.get_group(), owners, shapes
         )

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,22 +19,51 @@ from torch import Tensor
 
 from common.clock import Clock
 from common.errors import RankLost
+from services.trainer.zebra.pace import ZebraPace
 
-Key = tuple[bool, int, int]  # backward, mixture layer, micro-batch
+
+LEAST_S = 1e-6  # of a transfer that is paced
+
+
+class Key(NamedTuple):
+    """Which exchange of a round."""
+
+    backward: bool
+    mixture: int  # number of the mixture layer
+    micro: int
+
+
+@dataclass
+class Exchange:
+    """What goes from this rank to others in one step of a lane, and what comes from them.
+
+    `counts` [experts that lie there], int64, go before rows where the other end cannot know how
+    many come; else `sizes` says how many rows come from whom, by the time that they do.
+    """
+
+    key: Key
+    waits: bool  # until `Lane.give` or `Lane.ready`
+    counted: bool  # whether counts go first
+    sources: Mapping[int, int]  # ranks that give something to this one: the length of their counts
+    width: int  # of a row
+    dtype: torch.dtype
+    sizes: Callable[[], Mapping[int, int]] = dict
+    rows: Mapping[int, Tensor] = field(default_factory=dict)  # that go, by rank
+    counts: Mapping[int, Tensor] = field(default_factory=dict)
+    came: dict[int, Tensor] = field(default_factory=dict)  # until they are taken
+    came_counts: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Shared:
-    """What both lanes of a rank and its arithmetic wait at: whoever fails ends it for all."""
+    """What both lanes of a rank and its arithmetic wait at in a round: whoever fails ends it for
+    all.
+    """
 
     def __init__(self, clock: Clock, deadline_s: float) -> None:
         self.condition = threading.Condition()
         self.now = clock.monotonic
         self._deadline_s = deadline_s
         self._failed: BaseException | None = None
-
-    def begin(self) -> None:
-        """A round begins."""
-        self._failed = None
 
     def fail(self, error: BaseException) -> None:
         """Nobody waits any more in this round."""
@@ -57,112 +86,121 @@ class Shared:
                 self.condition.wait(left_s)
 
 
-@dataclass
-class Exchange:
-    """What goes from this rank to others in one step of a lane, and what comes from them.
-
-    `counts` [experts that lie there], int64, go before rows where the other end cannot know how
-    many come; else `sizes` says how many rows come from whom, by the time that they do.
-    """
-
-    key: Key
-    waits: bool  # for `Lane.give`, as this rank gives something, or knows `sizes` from then on
-    counted: bool  # whether counts go first
-    sources: Mapping[int, int]  # ranks that give something to this one: the length of their counts
-    width: int  # of a row
-    dtype: torch.dtype
-    sizes: Callable[[], Mapping[int, int]] = dict
-    rows: Mapping[int, Tensor] = field(default_factory=dict)  # that go, by rank
-    counts: Mapping[int, Tensor] = field(default_factory=dict)
-    came: dict[int, Tensor] = field(default_factory=dict)
-    came_counts: dict[int, Tensor] = field(default_factory=dict)
-    began_s: float = 0.0  # when it had the lane, and what it had to give
-    ended_s: float = 0.0
-
-
 class Lane:
-    """One direction. `pace(exchange)`: seconds that an exchange is to take at least."""
+    """One direction. With `pace`, what a rank gives takes what a transfer does at least."""
 
     def __init__(
         self,
         name: str,
         group: dist.ProcessGroup,
         device: torch.device,
-        shared: Shared,
-        pace: Callable[[Exchange], float] = lambda _: 0.0,
+        pace: ZebraPace | None = None,
     ) -> None:
+        """All ranks of the group make it together: it is reached once, as NCCL wants all of them
+        for its first call.
+        """
         self._name, self._group, self._device = name, group, device
-        self._shared, self._pace = shared, pace
+        self._pace, self._stream = pace, _stream(device)
+        self._shared: Shared
         self._given: dict[Key, Any] = {}  # events after which what is given is there
         self._done: dict[Key, Any] = {}
-        self.exchanges: dict[Key, Exchange] = {}  # of the last round
-        self._stream: Any = _stream(device)
+        self._exchanges: dict[Key, Exchange] = {}
+        self.transfers: list[tuple[float, float]] = []  # what this rank gave in the last round
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     @contextmanager
-    def round(self, exchanges: Sequence[Exchange]) -> Iterator[None]:
+    def round(self, exchanges: Sequence[Exchange], shared: Shared) -> Iterator[None]:
         """Runs these exchanges, in this order, within the block, whose end waits for them."""
+        self._shared, self.transfers = shared, []
         self._given, self._done = {}, {}
-        self.exchanges = {one.key: one for one in exchanges}
-        thread = threading.Thread(target=self._run, args=(exchanges,), name=self._name, daemon=True)
+        self._exchanges = {one.key: one for one in exchanges}
+        about = list(exchanges), shared
+        thread = threading.Thread(target=self._run, args=about, name=self._name, daemon=True)
         thread.start()
         try:
             yield
-            with self._shared.condition:
-                self._shared.wait(lambda: len(self._done) == len(exchanges), self._name)
+            with shared.condition:
+                shared.wait(lambda: len(self._done) == len(exchanges), self._name)
         except BaseException as error:
-            self._shared.fail(error)  # a thread that waits in the group ends with that
+            shared.fail(error)  # a thread that waits in the group ends with that
             raise
         thread.join()
+        self._exchanges = {}
 
     def give(
         self, key: Key, rows: Mapping[int, Tensor], counts: Mapping[int, Tensor] | None = None
     ) -> None:
         """What this rank has to give in an exchange, by rank."""
-        exchange = self.exchanges[key]
+        exchange = self._exchanges[key]
         exchange.rows, exchange.counts = rows, counts or {}
+        self.ready(key)
+
+    def ready(self, key: Key) -> None:
+        """It is known from now on how much comes in an exchange."""
         with self._shared.condition:
             self._given[key] = self._now()
             self._shared.condition.notify_all()
 
-    def take(self, key: Key) -> Exchange:
-        """An exchange that has ended; it is waited for."""
+    def take(self, key: Key) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """The rows that came in an exchange, by rank, which are the caller's from then on, and
+        their counts; it is waited for.
+        """
         with self._shared.condition:
             self._shared.wait(lambda: key in self._done, f"{self._name} of {key}")
             event = self._done[key]
+        exchange = self._exchanges[key]
         if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
-        return self.exchanges[key]
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(event)
+            for tensor in (*exchange.came.values(), *exchange.came_counts.values()):
+                tensor.record_stream(stream)
+        rows, exchange.came = exchange.came, {}
+        return rows, exchange.came_counts
+
+    def came(self, key: Key) -> dict[int, int]:
+        """How many rows came in an exchange that was counted, by rank."""
+        counts = self._exchanges[key].came_counts
+        return {rank: int(some.sum()) for rank, some in counts.items()}
 
     def _now(self) -> Any:
         if self._stream is None:
             return None
         return torch.cuda.current_stream(self._device).record_event()
 
-    def _run(self, exchanges: Sequence[Exchange]) -> None:
+    def _run(self, exchanges: Sequence[Exchange], shared: Shared) -> None:
         try:
             with torch.no_grad(), self._on_stream():
                 for exchange in exchanges:
-                    self._next(exchange)
+                    self._next(exchange, shared)
         except BaseException as error:
-            self._shared.fail(error)
+            shared.fail(error)
 
-    def _next(self, one: Exchange) -> None:
-        shared = self._shared
+    def _next(self, one: Exchange, shared: Shared) -> None:
         if one.waits:
             with shared.condition:
                 shared.wait(lambda: one.key in self._given, f"what goes to {self._name}")
             if self._stream is not None:
                 self._stream.wait_event(self._given[one.key])
+        began_s = shared.now()
+        if self._pace is not None and (wanted_s := self._transfer_s(one)) > LEAST_S:
+            shared.rest(began_s + wanted_s)
+            self._pace.took(wanted_s, shared.now() - began_s)
+            self.transfers.append((began_s, shared.now()))
         self._exchange(one)
         with shared.condition:
             self._done[one.key] = self._now()
             shared.condition.notify_all()
 
+    def _transfer_s(self, one: Exchange) -> float:
+        """Seconds that it takes what this rank gives; 0 where that is nothing."""
+        if self._pace is None or not one.rows:
+            return 0.0
+        return self._pace.transfer_s(sum(map(len, one.rows.values())))
+
     def _on_stream(self) -> Any:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
     def _exchange(self, one: Exchange) -> None:
-        one.began_s = self._shared.now()
         sizes = one.sizes()
         if one.counted:
             lengths = {rank: (n,) for rank, n in one.sources.items()}
@@ -170,8 +208,7 @@ class Lane:
             sizes = {rank: int(counts.sum()) for rank, counts in one.came_counts.items()}
         shapes = {rank: (sizes[rank], one.width) for rank in one.sources}
         one.came = self._moved(one.rows, shapes, one.dtype)
-        self._shared.rest(one.began_s + self._pace(one))
-        one.ended_s = self._shared.now()
+        one.rows, one.counts = {}, {}
 
     def _moved(
         self, going: Mapping[int, Tensor], shapes: Mapping[int, tuple[int, ...]], dtype: torch.dtype
@@ -182,20 +219,17 @@ class Lane:
             for rank, shape in shapes.items()
         }
         group, rank_of = self._group, dist.get_global_rank
+        sent = {rank: tensor.contiguous() for rank, tensor in going.items()}
         ops = [
-            dist.P2POp(dist.isend, tensor.contiguous(), rank_of(group, rank), group)
-            for rank, tensor in sorted(going.items())
-            if tensor.numel()
-        ]
-        ops += [
-            dist.P2POp(dist.irecv, tensor, rank_of(group, rank), group)
-            for rank, tensor in sorted(came.items())
+            dist.P2POp(operation, tensor, rank_of(group, rank), group)
+            for operation, tensors in ((dist.isend, sent), (dist.irecv, came))
+            for rank, tensor in sorted(tensors.items())
             if tensor.numel()
         ]
         for work in dist.batch_isend_irecv(ops) if ops else ():
             work.wait()
         if self._stream is not None:
-            for tensor in (*going.values(), *came.values()):
+            for tensor in going.values():
                 tensor.record_stream(self._stream)
         return came
 

@@ -5,7 +5,6 @@ the first ranks, cut over them by rows; the experts of each layer are on the oth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from common.clock import SystemClock
-from common.errors import ConfigError
+from common.errors import ConfigError, RankLost
 from common.job.config import AlgorithmConfig, OptimizerConfig
+from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.moe import is_expert
 from common.model.rows import Beginning
@@ -27,25 +26,15 @@ from services.trainer.arithmetic.forward import Outputs, Placed, fuse, outputs, 
 from services.trainer.arithmetic.learner import balance_share
 from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
+from services.trainer.ranks.division import ZebraDivision
 from services.trainer.sharding.learners import RowsLearner
 from services.trainer.sharding.rows import begin
-from services.trainer.zebra.lanes import Lane, Shared
+from services.trainer.zebra.lanes import Lane
 from services.trainer.zebra.owners import ZebraOwners
+from services.trainer.zebra.pace import ZebraPace
 from services.trainer.zebra.passing import Passing, put
 from services.trainer.zebra.pieces import Coming, Pieces, zero_where_none
 from services.trainer.zebra.round import Passed, Round
-
-
-@dataclass(frozen=True)
-class ZebraShape:
-    """How a gang computes a mixture. `hosted`: by mixture layer, experts that each attention rank
-    has; empty: none.
-    """
-
-    attention: int  # ranks with attention, gates, embeddings and head
-    experts: int  # ranks with experts alone
-    micros: int  # bins of each attention rank in a round
-    hosted: tuple[int, ...] = ()
 
 
 class ZebraLearner(RowsLearner):
@@ -61,30 +50,30 @@ class ZebraLearner(RowsLearner):
         *,
         mesh: DeviceMesh,
         beginning: Beginning,
-        shape: ZebraShape,
+        division: ZebraDivision,
         deadline_s: float,
         again: bool = False,
+        pace: ZebraPace | None = None,
     ) -> None:
         """`model` lies on the `meta` device: it takes its rows, and no others, from `beginning`.
         `deadline_s`: for what another rank has to send. `again`: what a task computes is computed
-        again on the way back, so that less is kept.
+        again on the way back, so that less is kept. `pace`: what it is slowed down to.
         """
         config, rank = model.config, mesh.get_local_rank()
-        check(model, algorithm_config, shape, mesh.size())
-        mixture = tuple(config.sparse_layers)
-        self.shape = shape
-        self._zebra = owners = ZebraOwners(
-            shape.attention,
-            shape.experts,
-            mixture,
+        check(config, algorithm_config, division)
+        self._division, self.pace = division, pace
+        owners = ZebraOwners(
+            division.attention,
+            division.experts,
+            tuple(config.sparse_layers),
             config.experts,
-            shape.hosted or (0,) * len(mixture),
+            division.hosted,
         )
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         within = timedelta(seconds=deadline_s)
-        attention = dist.new_group(list(range(shape.attention)), timeout=within)
+        attention = dist.new_group(list(range(division.attention)), timeout=within)
         lanes = [dist.new_group(list(range(mesh.size())), timeout=within) for _ in range(2)]
-        attends = rank < shape.attention
+        attends = rank < division.attention
         among = DeviceMesh.from_group(attention, mesh.device_type) if attends else None
         cut(model, rank, owners, among)
         device = torch.device(mesh.device_type)
@@ -95,32 +84,31 @@ class ZebraLearner(RowsLearner):
         )
         self._passes = Passing(model, shapes, dtype, device, attention if attends else None)
         fuse(self._passes.model)
-        shared = Shared(SystemClock(), deadline_s)
-        directions = tuple(
-            Lane(name, group, device, shared)
+        dispatch, combine = (
+            Lane(name, group, device, pace)
             for name, group in zip(("dispatch", "combine"), lanes, strict=True)
         )
-        dispatch, combine = directions
         self._pieces = Pieces(self._passes.model)
         self.round = Round(
             owners,
             rank,
             self._pieces,
             (dispatch, combine),
-            shared,
+            deadline_s,
             config.hidden_size,
             dtype,
             again,
+            pace,
         )
 
     @property
     def attends(self) -> bool:
         """Whether this rank has bins."""
-        return self._group.rank() < self.shape.attention
+        return self._group.rank() < self._division.attention
 
     def bins_gradient(self, bins: Sequence[Bin]) -> tuple[Tensor, list[BinStats]]:
         """This rank's rows of the flat gradient, summed over all bins of a round; the statistics of
-        its own ones, of which an attention rank has `shape.micros`.
+        its own ones, of which an attention rank has `micros`, and an expert rank none.
         """
         self._passes.follow()
         self._passes.collect()
@@ -135,7 +123,7 @@ class ZebraLearner(RowsLearner):
             torch.autograd.backward(roots, slopes)
             return Coming(*map(zero_where_none, leaves))
 
-        self.round.run(given, self.shape.micros, head, forward_only=False)
+        self.round.run(given, self._division.micros, head, forward_only=False)
         return self._passes.gradient(), [stats[micro] for micro in range(len(bins))]
 
     def score(self, bin: Bin, what: str = "logprobs") -> NDArray[np.float32]:
@@ -156,8 +144,7 @@ class ZebraLearner(RowsLearner):
 
     def refresh(self) -> None:
         """The next pass computes with the weights as they are now."""
-        if hasattr(self, "_passes"):
-            self._passes.stale = True
+        self._passes.stale = True
 
     def taken(self) -> None:
         super().taken()
@@ -166,38 +153,39 @@ class ZebraLearner(RowsLearner):
     def derived(self) -> dict[str, Tensor]:
         return self._passes.tensors()
 
+    def close(self) -> None:
+        self.round.fail(RankLost("this rank has left its group"))
+
     def _passed(self, bin: Bin) -> Passed:
         config = self.model.config
         weight = config.balance_coefficient / len(config.sparse_layers) * balance_share(bin)
-        return Passed(placed(bin, self.device), torch.tensor(weight, device=self.device))
+        balance = torch.tensor(weight, device=self.device)
+        return Passed(placed(bin, self.device), bin.lengths.tolist(), balance)
 
     def _outputs(self, given: Placed, coming: Coming) -> Outputs:
         hidden = self._pieces.last(given, coming)
         return outputs(self._passes.model, given, hidden, self._temperature, None)
 
 
-def check(model: Decoder, config: AlgorithmConfig, shape: ZebraShape, ranks: int) -> None:
+def check(config: ModelConfig, algorithm_config: AlgorithmConfig, division: ZebraDivision) -> None:
     """ConfigError for what such a gang cannot train."""
-    mixture, experts = model.config.sparse_layers, model.config.experts
+    where, mixture, hosted = "training.zebra", config.sparse_layers, division.hosted
     if not mixture:
-        raise ConfigError("a zebra gang trains a mixture of experts", where="training.zebra")
-    if algorithm(config.name).critic:
+        raise ConfigError("a zebra gang trains a mixture of experts", where=where)
+    if algorithm(algorithm_config.name).critic:
         raise ConfigError(
             "a zebra gang trains no critic",
-            where="training.zebra",
+            where=where,
             fix="choose an algorithm without one, or leave training.zebra out",
         )
-    if shape.attention + shape.experts != ranks:
+    left = [config.experts - division.attention * count for count in hosted]
+    idle = max(left) < division.experts if division.experts else max(left) > 0
+    if len(hosted) != len(mixture) or min(left) < 0 or idle:
         raise ConfigError(
-            f"a zebra gang of {shape.attention} and {shape.experts} ranks on {ranks}",
-            where="training.zebra",
-        )
-    hosted = shape.hosted or (0,) * len(mixture)
-    left = [experts - shape.attention * count for count in hosted]
-    if len(hosted) != len(mixture) or min(left) < 0 or (not shape.experts and max(left)):
-        raise ConfigError(
-            f"{list(hosted)} hosted experts do not fit {len(mixture)} layers of {experts}",
-            where="training.zebra",
+            f"{list(hosted)} hosted experts and {division.experts} ranks for the others do not fit "
+            f"{len(mixture)} layers of {config.experts}",
+            where=f"{where}.hosted",
+            fix="Give one number for each mixture layer, or one for all",
         )
 
 

@@ -39,9 +39,10 @@ class ZebraOwners:
         hosted = self.hosted[mixture]
         if rank < self.attention:
             return slice(rank * hosted, (rank + 1) * hosted)
-        first = self.attention * hosted
-        own = evenly(self.experts_per_layer - first, rank - self.attention, self.experts)
-        return slice(first + own.start, first + own.stop)
+        first, number = self.attention * hosted, rank - self.attention
+        left = self.experts_per_layer - first
+        begin, end = (left * n // self.experts for n in (number, number + 1))
+        return slice(first + begin, first + end)
 
     def owners(self, mixture: int) -> list[int]:
         """The ranks that have experts of a layer, in the order of these."""

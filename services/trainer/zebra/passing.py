@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from common.model.decoder import Decoder
 from common.model.moe import is_expert
 from services.trainer.arithmetic.cut_rows import local
+from services.trainer.arithmetic.precision import weakly
 from services.trainer.sharding.owners import evenly
 
 
@@ -46,8 +47,9 @@ class Passing:
         self.model.settle()
         self._parameters = dict(self.model.named_parameters())
         self._sums: dict[Tensor, Tensor] = {}
+        add = weakly(self._add)
         for parameter in self._parameters.values():
-            parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
         self.stale = True  # the masters have changed
 
     @torch.no_grad()

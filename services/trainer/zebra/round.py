@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from common.clock import SystemClock
 from common.model.moe import Experts
 from common.zebra.schedule import Task, Work, attention_order, expert_order
 from services.trainer.arithmetic.forward import Placed
@@ -20,10 +21,10 @@ from services.trainer.zebra import experts as of_experts
 from services.trainer.zebra.experts import Made
 from services.trainer.zebra.lanes import Exchange, Key, Lane, Shared
 from services.trainer.zebra.owners import ZebraOwners
+from services.trainer.zebra.pace import ZebraPace
 from services.trainer.zebra.pieces import Coming, Cut, Going, Pieces
 
 Head = Callable[[int, Placed, Coming], Coming | None]  # micro-batch, ..; the gradients of what came
-Pace = Callable[[Task], float]  # seconds that a task is to take at least
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Passed:
     """What a rank remembers of one micro-batch between its tasks."""
 
     given: Placed
+    lengths: Sequence[int]  # of its sequences
     balance: Tensor  # scalar: weight of a layer's balance loss
     cuts: dict[int, Cut] = field(default_factory=dict)  # by piece
     sent: dict[int, Sorted] = field(default_factory=dict)  # by mixture layer
@@ -65,18 +67,20 @@ class Round:
         rank: int,
         pieces: Pieces,
         lanes: tuple[Lane, Lane],
-        shared: Shared,
+        deadline_s: float,
         width: int,
         dtype: torch.dtype,
         again: bool,
-        pace: Pace = lambda _: 0.0,
+        pace: ZebraPace | None = None,
     ) -> None:
-        """`lanes`: dispatch and combine. `again`: what a task computed is computed again on the way
-        back. `width`: of a row.
+        """`lanes`: dispatch and combine. `deadline_s`: for what another rank has to give. `width`:
+        of a row. `again`: what a task computed is computed again on the way back.
         """
         self._owners, self._rank, self._pieces = owners, rank, pieces
         self._dispatch, self._combine = lanes
-        self._shared, self._again, self._pace = shared, again, pace
+        self._clock, self._deadline_s = SystemClock(), deadline_s
+        self._shared = Shared(self._clock, deadline_s)
+        self._again, self._pace = again, pace
         self._width, self._dtype = width, dtype
         self._attends = rank < owners.attention
         self._layers = len(owners.mixture_layers)
@@ -92,22 +96,31 @@ class Round:
         self._micros, self._keeps = list(given), not forward_only
         self._made, self._own, self._own_made = {}, {}, {}
         self.spans = []
-        keys = [(t.backward, t.layer, t.micro) for t in expert_order(self._layers, micros)]
-        keys = [key for key in keys if not (forward_only and key[0])]
+        self._shared = shared = Shared(self._clock, self._deadline_s)
+        keys = [Key(t.backward, t.layer, t.micro) for t in expert_order(self._layers, micros)]
+        keys = [key for key in keys if not (forward_only and key.backward)]
+        dispatched = [one for key in keys if (one := self._dispatched(key))]
+        combined = [one for key in keys if (one := self._combined(key))]
+        with self._dispatch.round(dispatched, shared), self._combine.round(combined, shared):
+            for task in self._order(micros):
+                if not (forward_only and task.backward):
+                    self._do(task, head)
+        self._micros = []
+
+    def fail(self, error: BaseException) -> None:
+        """Ends a round that another thread computes."""
+        self._shared.fail(error)
+
+    def _order(self, micros: int) -> list[Task]:
+        here = [own.stop > own.start for own in map(self._experts_here, range(self._layers))]
         if self._attends:
-            hosts = [own.stop > own.start for own in map(self._experts_here, range(self._layers))]
-            order = attention_order(self._layers, micros, hosts)
-        else:
-            order = expert_order(self._layers, micros)
-        self._shared.begin()
-        with (
-            self._dispatch.round([one for key in keys if (one := self._dispatched(key))]),
-            self._combine.round([one for key in keys if (one := self._combined(key))]),
-        ):
-            for task in order:
-                if forward_only and task.backward:
-                    continue
-                self._do(task, head)
+            return attention_order(self._layers, micros, here)
+        return [task for task in expert_order(self._layers, micros) if here[task.layer]]
+
+    @property
+    def transfers(self) -> list[tuple[float, float]]:
+        """When this rank gave something in the last round, on the monotonic clock."""
+        return self._dispatch.transfers + self._combine.transfers
 
     def _do(self, task: Task, head: Head) -> None:
         if task.work is not Work.ATTENTION:
@@ -118,10 +131,17 @@ class Round:
             self._attention(task, head)
 
     @contextmanager
-    def _timed(self, task: Task) -> Iterator[None]:
-        began_s = self._shared.now()
+    def _timed(self, task: Task, sizes: Sequence[float]) -> Iterator[None]:
+        """A task of sequences of these lengths, or of so many rows of each expert."""
+        began_s, pace = self._shared.now(), self._pace
         yield
-        self._shared.rest(began_s + self._pace(task))
+        if pace is not None:
+            if task.work is Work.ATTENTION and task.layer == self._layers:
+                wanted_s = pace.head_s(sum(sizes), self._keeps)
+            else:
+                wanted_s = pace.task_s(task.work, task.backward, sizes)
+            self._shared.rest(began_s + wanted_s)
+            pace.took(wanted_s, self._shared.now() - began_s)
         self.spans.append(Span(task, began_s, self._shared.now()))
 
     # -- attention -------------------------------------------------------------------------------
@@ -129,7 +149,7 @@ class Round:
     def _attention(self, task: Task, head: Head) -> None:
         passed, number, j = self._micros[task.micro], task.layer, task.micro
         coming = self._coming(number, j) if number else None
-        with self._timed(task):
+        with self._timed(task, passed.lengths):
             if number == self._layers:
                 assert coming is not None
                 passed.slope = head(j, passed.given, coming)
@@ -159,7 +179,7 @@ class Round:
         slope = passed.slope
         assert slope is not None
         returned = self._joined(True, number, j, passed.sent[number])
-        with self._timed(task):
+        with self._timed(task, passed.lengths):
             k = self._pieces.layer(number).experts.config.experts_per_token
             x = returned.view(-1, k, self._width).sum(1)
             gradients = Going(slope.residual, slope.shares, x, passed.balance)
@@ -179,7 +199,7 @@ class Round:
         chosen, x = cut.told, Going(*cut.ends).x
         self._micros[j].sent[mixture] = found = self._sorted(mixture, chosen)
         rows = x.index_select(0, found.order // chosen.shape[1])
-        self._give((False, mixture, j), found, rows)
+        self._give(Key(False, mixture, j), found, rows)
 
     def _send_back(self, mixture: int, j: int) -> None:
         """The gradients of what the experts of a layer made."""
@@ -187,17 +207,17 @@ class Round:
         assert passed.slope is not None
         slope = passed.slope.apart.reshape(-1, self._width)
         found = passed.sent[mixture]
-        self._give((True, mixture, j), found, slope.index_select(0, found.order))
+        self._give(Key(True, mixture, j), found, slope.index_select(0, found.order))
 
     def _give(self, key: Key, found: Sorted, rows: Tensor) -> None:
         parts = dict(zip(found.sizes, torch.split(rows, list(found.sizes.values())), strict=True))
-        counts = dict(found.counts)
+        counts = {} if key.backward else dict(found.counts)
         if self._rank in parts:
-            self._own[key] = parts.pop(self._rank), counts.pop(self._rank)
+            self._own[key] = parts.pop(self._rank), counts.pop(self._rank, None)
         if parts:
-            self._dispatch.give(key, parts, {} if key[0] else counts)
-            if not self._to_others(key[1]):
-                self._combine.give(key, {})  # how much comes back is known from now on
+            self._dispatch.give(key, parts, counts)
+            if not self._to_others(key.mixture):
+                self._combine.ready(key)
 
     def _sorted(self, mixture: int, chosen: Tensor) -> Sorted:
         """How choices [n, k] lie by expert."""
@@ -212,8 +232,8 @@ class Round:
 
     def _joined(self, backward: bool, mixture: int, j: int, found: Sorted) -> Tensor:
         """[n * k, width]: what came back from all ranks, in the order of the choices."""
-        key = backward, mixture, j
-        came = dict(self._combine.take(key).came) if set(found.sizes) - {self._rank} else {}
+        key = Key(backward, mixture, j)
+        came = self._combine.take(key)[0] if set(found.sizes) - {self._rank} else {}
         if self._rank in found.sizes:
             came[self._rank] = self._own_made.pop(key)
         return torch.cat([came[rank] for rank in found.sizes]).index_select(0, found.back)
@@ -221,9 +241,10 @@ class Round:
     # -- experts ---------------------------------------------------------------------------------
 
     def _experts(self, task: Task) -> None:
-        key, place = (task.backward, task.layer, task.micro), (task.layer, task.micro)
+        key, place = Key(task.backward, task.layer, task.micro), (task.layer, task.micro)
         rows, counts = self._came(key)
-        with self._timed(task):
+        sizes = self._sizes(counts, place) if self._pace is not None else []
+        with self._timed(task, sizes):
             if task.backward:
                 found = of_experts.backward(self._made.pop(place), rows)
             else:
@@ -242,14 +263,22 @@ class Round:
         rows: dict[int, Tensor] = {}
         counts: dict[int, Tensor] = {}
         if self._from_others():
-            exchange = self._dispatch.take(key)
-            rows, counts = dict(exchange.came), dict(exchange.came_counts)
+            rows, counts = self._dispatch.take(key)
         if self._attends:
             own, own_counts = self._own.pop(key)
             rows[self._rank] = own
             if own_counts is not None:
                 counts[self._rank] = own_counts
         return rows, counts
+
+    def _sizes(self, counts: Mapping[int, Tensor], place: tuple[int, int]) -> list[float]:
+        """How many rows each expert here gets."""
+        if counts:
+            rows = torch.stack(list(counts.values())).sum(0)
+        else:
+            ends = self._made[place].ends
+            rows = ends.diff(prepend=ends.new_zeros(1))
+        return [float(count) for count in rows.tolist()]
 
     def _module(self, mixture: int) -> Experts:
         return self._pieces.layer(mixture).experts
@@ -269,7 +298,7 @@ class Round:
 
     def _dispatched(self, key: Key) -> Exchange | None:
         """What goes out to experts, as far as this rank has part in it."""
-        backward, mixture, j = key
+        mixture = key.mixture
         here = self._experts_here(mixture)
         length = here.stop - here.start
         sources = {rank: length for rank in self._from_others()} if length else {}
@@ -278,17 +307,16 @@ class Round:
             return None
 
         def sizes() -> dict[int, int]:
-            forward = self._dispatch.exchanges[False, mixture, j]
-            return {rank: int(counts.sum()) for rank, counts in forward.came_counts.items()}
+            return self._dispatch.came(key._replace(backward=False))
 
         return Exchange(
             key,
             waits=self._attends,
-            counted=not backward,
+            counted=not key.backward,
             sources=sources,
             width=self._width,
             dtype=self._dtype,
-            sizes=sizes if backward else dict,
+            sizes=sizes if key.backward else dict,
         )
 
     def _combined(self, key: Key) -> Exchange | None:

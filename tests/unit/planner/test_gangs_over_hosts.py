@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -80,6 +82,31 @@ def test_a_gang_that_may_span_hosts_no_more_ends_when_a_checkpoint_has_it() -> N
     looks.change(settings=replace(WIDE, gangs="host"))
     looks.settle()
     assert core_on(looks) == ["host1"] * 3
+
+
+def of_kinds(hosts: Sequence[int], kinds: Sequence[str], **wanted: Any) -> Looks:
+    """A settled pool whose hosts have accelerators of these kinds."""
+    snapshot = pool(hosts, job(**wanted), settings=WIDE)
+    named = {f"host{number}": f"cuda:0 {kind}" for number, kind in enumerate(kinds)}
+    workers = tuple(replace(w, accelerator=named[w.host]) for w in snapshot.workers)
+    looks = Looks(replace(snapshot, workers=workers))
+    looks.settle()
+    return looks
+
+
+def test_attention_has_the_fastest_accelerators_and_experts_the_slowest() -> None:
+    kinds = ["Tesla V100-SXM2-32GB", "NVIDIA A40", "NVIDIA H100 80GB HBM3"]
+    looks = of_kinds([4, 4, 1], kinds, ranks=5, attention=2)
+    assert core_on(looks) == ["host1"] * 2 + ["host0"] * 3
+    looks = of_kinds([4, 4, 1], kinds, ranks=3, attention=1)
+    assert core_on(looks) == ["host2"] + ["host0"] * 2
+
+
+def test_where_two_kinds_are_not_enough_the_fastest_of_all_have_attention() -> None:
+    looks = of_kinds([2, 2], ["Tesla V100-SXM2-32GB", "NVIDIA A40"], ranks=4, attention=3)
+    assert core_on(looks) == ["host1"] * 2 + ["host0"] * 2
+    looks = of_kinds([3, 2], ["NVIDIA A40", "NVIDIA A40"], ranks=3, attention=1)
+    assert core_on(looks) == ["host0"] * 3
 
 
 offers = st.lists(st.lists(st.integers(0, 7).map(lambda n: 15 * n), max_size=4), max_size=5)

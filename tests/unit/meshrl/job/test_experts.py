@@ -39,6 +39,31 @@ def test_one_that_does_is_taken(job: Path) -> None:
     assert config.training.expert_parallel == 2
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["training.zebra.attention=4"], "leaves none for experts"),
+        (["training.zebra.attention=2", "training.expert_parallel=2"], "Set one"),
+        (["training.zebra.attention=2", "lora.rank=2"], "trains whole weights"),
+        (["training.zebra.attention=2", "training.zebra.hosted=[1,2,3,4,5]"], "5 numbers"),
+        (["training.zebra.attention=2", "training.zebra.hosted=[4]"], "which has 6"),
+        (["training.zebra.attention=1", "training.zebra.hosted=[4]"], "would share 2 experts"),
+        (["training.zebra.attention=2", "algorithm.name=ppo"], "trains no critic"),
+        (["training.zebra.attention=2", 'training.pace="4000/150"'], "of one kind"),
+    ],
+)
+def test_ranks_with_attention_that_do_not_come_out_are_refused(
+    job: Path, settings: list[str], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load(job, [*RANKS, *model(True), *settings])
+
+
+def test_a_dense_model_has_no_experts_for_ranks_of_their_own(job: Path) -> None:
+    with pytest.raises(ConfigError, match="no mixture"):
+        load(job, [*RANKS, "training.zebra.attention=2"])
+
+
 def model(mixture: bool) -> list[str]:
     if not mixture:
         return []

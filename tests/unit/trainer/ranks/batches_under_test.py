@@ -54,6 +54,7 @@ class Variant:
     model: Mapping[str, Any] = field(default_factory=lambda: MODEL)
     dtype: torch.dtype = torch.float32
     expert_parallel: int = 1
+    large: bool = False  # what is whole of it goes when it has been used
 
 
 VARIANTS = {
@@ -62,6 +63,7 @@ VARIANTS = {
     "adapters": Variant(adapters=LoraConfig(rank=2)),
     "mixture": Variant(model=MIXTURE),
     "bfloat16": Variant(dtype=torch.bfloat16),
+    "mixed": Variant(model=MIXTURE, dtype=torch.bfloat16),
     "split": Variant(model=MIXTURE | {"num_experts": 6}, expert_parallel=3),
 }
 # On four ranks, of which two have the same experts: three each, which they cannot share evenly.
@@ -71,6 +73,9 @@ SHARED = {
         model=MIXTURE | {"num_experts": 6, "num_experts_per_tok": 1},
         expert_parallel=2,
     ),
+    "large": Variant(model=MIXTURE | {"num_experts": 6}, expert_parallel=2, large=True),
+    # Experts see the tokens of all ranks at once, so that their gradients are rounded otherwise.
+    "narrow": Variant(model=MIXTURE, dtype=torch.bfloat16, expert_parallel=2),
 }
 
 

@@ -8,6 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.rows import Drawn
+from services.trainer.sharding import expert_parallel, fsdp
+from services.trainer.sharding.fsdp import KEEP_BYTES
 from services.trainer.sharding.learners import ShardedLearner
 from tests.unit.trainer.ranks.batches_under_test import MODEL_SEED, OPTIMIZER, variant_of
 
@@ -18,6 +20,8 @@ def sharded_learner(variant: str, mesh: DeviceMesh) -> ShardedLearner:
     shape = ModelConfig.from_hf(chosen.model)
     with torch.device("meta"):
         model = Decoder(shape)
+    for module in (fsdp, expert_parallel):
+        module.KEEP_BYTES = 0 if chosen.large else KEEP_BYTES
     return ShardedLearner(
         model,
         OPTIMIZER,

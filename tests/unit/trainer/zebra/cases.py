@@ -18,7 +18,7 @@ from common.model.rows import Drawn, begin
 from services.trainer.arithmetic.forward import checkpoint_layers
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.packing import Bin, make_bins
-from services.trainer.zebra.learner import ZebraShape
+from services.trainer.ranks.division import ZebraDivision
 from tests.unit.trainer.ranks.batches_under_test import MODEL, sequence
 
 SEED = 11
@@ -58,11 +58,12 @@ class Case:
     """A gang of four ranks that trains a mixture."""
 
     model: Mapping[str, Any]
-    shape: ZebraShape
+    shape: ZebraDivision
     top: int = 2
     replayed: bool = False  # where tokens are sent is given
     again: bool = False  # activation checkpointing
     dtype: torch.dtype = torch.float32
+    experts: int = EXPERTS
 
     @property
     def config(self) -> ModelConfig:
@@ -70,14 +71,18 @@ class Case:
 
 
 CASES = {
-    "even": Case(QWEN, ZebraShape(2, 2, 2)),
-    "one and three": Case(MIXTRAL, ZebraShape(1, 3, 3), top=1),
-    "three and one": Case(QWEN, ZebraShape(3, 1, 1, (1, 1, 1)), top=4, again=True),
-    "asymmetric": Case(MIXTRAL, ZebraShape(2, 2, 2, (1, 0)), top=3, replayed=True),
-    "alone": Case(QWEN, ZebraShape(1, 3, 4, (2, 0, 1)), top=2, replayed=True, again=True),
-    "dense between": Case(SHARED, ZebraShape(2, 2, 2, (0, 2))),
-    "expert parallel": Case(QWEN, ZebraShape(4, 0, 1, (2, 2, 2)), top=2),
-    "bfloat16": Case(QWEN, ZebraShape(2, 2, 2), replayed=True, dtype=torch.bfloat16),
+    "even": Case(QWEN, ZebraDivision(2, 2, 2, (0, 0, 0))),
+    "one and three": Case(MIXTRAL, ZebraDivision(1, 3, 3, (0, 0)), top=1),
+    "three and one": Case(QWEN, ZebraDivision(3, 1, 1, (1, 1, 1)), top=4, again=True),
+    "asymmetric": Case(MIXTRAL, ZebraDivision(2, 2, 2, (1, 0)), top=3, replayed=True),
+    "alone": Case(QWEN, ZebraDivision(1, 3, 4, (2, 0, 1)), top=2, replayed=True, again=True),
+    "dense between": Case(SHARED, ZebraDivision(2, 2, 2, (0, 2))),
+    "expert parallel": Case(QWEN, ZebraDivision(4, 0, 1, (2, 2, 2)), top=2),
+    "layers elsewhere": Case(QWEN, ZebraDivision(2, 2, 1, (4, 0, 3)), top=3, replayed=True),
+    "fewer experts": Case(
+        MIXTRAL | {"num_local_experts": 4}, ZebraDivision(1, 3, 2, (0, 1)), experts=4
+    ),
+    "bfloat16": Case(QWEN, ZebraDivision(2, 2, 2, (0, 0, 0)), replayed=True, dtype=torch.bfloat16),
 }
 
 
@@ -90,7 +95,7 @@ def bins(case: Case, number: int) -> list[Bin]:
         if case.replayed:
             layers = len(case.config.sparse_layers)
             rows = [
-                [random.choice(EXPERTS, case.top, replace=False) for _ in range(layers)]
+                [random.choice(case.experts, case.top, replace=False) for _ in range(layers)]
                 for _ in bin.tokens
             ]
             bin.experts = np.array(rows, np.int16)
@@ -107,5 +112,3 @@ def one_process(case: Case) -> Learner:
         checkpoint_layers(model)
     whole = begin(model, Drawn(case.config, SEED), "cpu")
     return Learner(whole, OPTIMIZER, ALGORITHM, dtype=case.dtype)
-
-

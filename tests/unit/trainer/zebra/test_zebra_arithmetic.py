@@ -56,8 +56,7 @@ def assert_as_one_process(name: str, case: Case, files: list[dict[str, Tensor]])
     shapes = {n: p.shape for n, p in learner.model.named_parameters()}
     config, shape = case.config, case.shape
     mixture = tuple(config.sparse_layers)
-    hosted = shape.hosted or (0,) * len(mixture)
-    owners = ZebraOwners(shape.attention, shape.experts, mixture, config.experts, hosted)
+    owners = ZebraOwners(shape.attention, shape.experts, mixture, config.experts, shape.hosted)
 
     def assert_gradient(key: str, whole: Tensor) -> None:
         for rank, found in enumerate(files):

@@ -43,7 +43,7 @@ def run_all(rank: int, directory: Path) -> None:
             dtype=case.dtype,
             mesh=mesh,
             beginning=Drawn(case.config, SEED),
-            shape=case.shape,
+            division=case.shape,
             deadline_s=DEADLINE_S,
             again=case.again,
         )

@@ -1,0 +1,149 @@
+"""Attention on two A40, experts on two V100, beside the ways that do not divide them.
+
+    python -m loadtests.zebra [--rounds 7] [--settings D1:4096 D1:16384 D1:20480]
+
+Four processes compute real gradients of a small mixture; each of their tasks and transfers takes
+what it would on the accelerator that the process stands for, at a model and a length of HeterMoE's
+(arXiv 2504.03871). Arms, in rotating order: `zebra`, with four micro-batches between both classes;
+`free`, the same where transfers take no time; `distep`, without overlap; `ep`, expert parallelism
+over all four; `asymmetric`, with some experts on the fast ones. Ratios are medians over rounds of
+what another arm took over what `zebra` did (`ratio_asym`: `zebra` over `asymmetric`), with the span
+of their middle half. `overlap_share`: of the seconds of transfers, those by which a step is not
+longer than one of `free`. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from loadtests.jobs.host import HostMeter
+from loadtests.zebra.arms import COUNT, MICROS, Setting, arms
+
+SETTINGS = ("D1:4096", "D1:16384", "D1:20480")
+MOST_CORES = 1.2  # of the ranks
+MOST_LATE = 0.03
+RANKS = 2 * COUNT
+
+
+def main() -> None:
+    """The entry."""
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--settings", nargs="+", default=SETTINGS)
+    chosen = options.parse_args()
+    use = HostMeter()
+    found: dict[str, Any] = {}
+    for text in chosen.settings:
+        model, _, length = text.partition(":")
+        found[text] = figures(Setting(model, int(length)), chosen.rounds)
+        print(text, json.dumps(found[text]), flush=True)
+    found |= use.reading()
+    found["valid"] = min(found[text]["valid"] for text in chosen.settings)
+    print(json.dumps(found))
+
+
+def figures(setting: Setting, rounds: int) -> dict[str, Any]:
+    """Those of a setting, of ranks of their own."""
+    with tempfile.TemporaryDirectory(prefix="zebra") as directory:
+        words = [directory, setting.model, str(setting.length), str(rounds)]
+        subprocess.run(
+            [sys.executable, "-m", "loadtests.zebra.gang", *words],
+            check=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        ranks = [json.loads((Path(directory) / f"{n}.json").read_text()) for n in range(RANKS)]
+    names = [arm.name for arm in arms(setting)]
+    steps = {
+        name: [
+            [one for one in rank["steps"] if one["arm"] == name and one["round"] == number]
+            for number in range(rounds)
+            for rank in ranks
+        ]
+        for name in names
+    }
+    took = {
+        name: [
+            max(steps[name][number * RANKS + rank][0]["step_s"] for rank in range(RANKS))
+            for number in range(rounds)
+        ]
+        for name in names
+    }
+    told: dict[str, Any] = {f"{name}_s": round(median(took[name]), 3) for name in names}
+    for ratio, other, base in (
+        ("ratio_ep", "ep", "zebra"),
+        ("ratio_distep", "distep", "zebra"),
+        ("ratio_asym", "zebra", "asymmetric"),
+        ("ratio_ep_asym", "ep", "asymmetric"),
+    ):
+        if other in took and base in took:
+            told |= spread_of(ratio, [a / b for a, b in zip(took[other], took[base], strict=True)])
+    told |= beside_the_simulator(setting, steps, told)
+    cores, paced = sum(rank["cores"] for rank in ranks), sum(rank["paced"] for rank in ranks)
+    told["late_share"] = round(sum(rank["late"] for rank in ranks) / paced, 4)
+    told["rank_cores"] = round(cores, 3)
+    told["valid"] = int(cores <= MOST_CORES and told["late_share"] <= MOST_LATE)
+    return told
+
+
+def spread_of(name: str, values: Sequence[float]) -> dict[str, Any]:
+    """The median of a ratio, and its middle half."""
+    low, _, high = quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
+    return {
+        name: round(median(values), 3),
+        f"{name}_middle": [round(low, 3), round(high, 3)],
+    }
+
+
+def beside_the_simulator(
+    setting: Setting, steps: dict[str, Any], told: dict[str, Any]
+) -> dict[str, Any]:
+    """Utilisation, hidden transfers and ratios, as measured and as the list schedule has them."""
+    plain = setting.simulated(asymmetric=False)
+    simulated = setting.serial_s / plain.makespan
+    found: dict[str, Any] = {
+        "balance": round(setting.balance, 3),
+        "ratio_distep_simulated": round(simulated, 3),
+        "ratio_distep_share": round(told["ratio_distep"] / simulated, 3),
+    }
+    errors = []
+    for name in ("zebra", "asymmetric"):
+        if name not in steps:
+            continue
+        expected = setting.simulated(asymmetric=name == "asymmetric")
+        for kind, ranks, wanted in (
+            ("attention", range(COUNT), expected.attention_utilisation),
+            ("experts", range(COUNT, RANKS), expected.experts_utilisation),
+        ):
+            busy = [
+                sum(b - a for a, b in one["spans"]) / one["step_s"]
+                for at, (one,) in enumerate(steps[name])
+                if at % RANKS in ranks
+            ]
+            found[f"{name}_{kind}_utilisation"] = round(median(busy), 3)
+            found[f"{name}_{kind}_simulated"] = round(wanted, 3)
+            errors.append(abs(median(busy) - wanted))
+        if name == "asymmetric":
+            found["ratio_asym_simulated"] = round(plain.makespan / expected.makespan, 3)
+            found["hosted"] = list(setting.hosting.hosted)
+    found["utilisation_error"] = round(max(errors), 3)
+    sent = [sum(b - a for a, b in one["transfers"]) for (one,) in steps["zebra"]]
+    both = median(sent[0::RANKS]) + median(sent[RANKS - 1 :: RANKS])  # one rank's of either class
+    found["overlap_share"] = round(1 - (told["zebra_s"] - told["free_s"]) / both, 3)
+    found["overlap_simulated"] = round(plain.hidden, 3)
+    found["micro_batches"] = MICROS
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""The ranks of a gang: `python -m loadtests.zebra.gang DIRECTORY MODEL LENGTH ROUNDS`.
+
+They are forks of one process, without a mesh. Each computes steps of all arms, in rotating order,
+and writes what it did: when a step began and ended, how long it computed, and what its lanes moved
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo  # which DTensor imports in each process, for two CPU-seconds
+import torch.distributed as dist
+
+from common.api.ranks import Meeting
+from common.job.config import AlgorithmConfig, OptimizerConfig
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from common.model.rows import Drawn
+from loadtests.zebra.arms import COUNT, TOKENS, Arm, Setting, arms
+from services.trainer.arithmetic.packing import Bin
+from services.trainer.ranks.rank import join_group
+from services.trainer.zebra.learner import ZebraLearner
+from services.trainer.zebra.pace import ZebraPace
+
+RANKS = 2 * COUNT
+DEADLINE_S = 120.0
+VOCABULARY, WIDTH = 64, 32
+
+
+def config(setting: Setting) -> ModelConfig:
+    """The real model: as many layers and experts as the declared one has, and next to nothing to
+    compute.
+    """
+    profile = setting.profile
+    return ModelConfig.from_hf(
+        {
+            "model_type": "qwen3_moe",
+            "vocab_size": VOCABULARY,
+            "hidden_size": WIDTH,
+            "intermediate_size": WIDTH,
+            "moe_intermediate_size": 16,
+            "num_hidden_layers": profile.layers,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_experts": profile.experts,
+            "num_experts_per_tok": profile.experts_per_token,
+            "norm_topk_prob": True,
+            "max_position_embeddings": TOKENS,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": True,
+        }
+    )
+
+
+def bin_of(setting: Setting, number: int) -> Bin:
+    """One sequence, whose rows go to all experts evenly, as the declared costs have it."""
+    random = np.random.default_rng(number)
+    profile = setting.profile
+    k = profile.experts_per_token
+    tokens = random.integers(0, VOCABULARY, TOKENS).astype(np.int32)
+    each = np.arange(TOKENS) % (profile.experts // k)
+    shape = profile.layers, k
+    columns = [random.permutation(each) for _ in range(profile.layers * k)]
+    chosen = np.stack(columns, 1).reshape(TOKENS, *shape) * k + np.arange(k)
+    return Bin(
+        tokens=tokens,
+        targets=np.roll(tokens, -1),
+        positions=np.arange(TOKENS, dtype=np.int32),
+        starts=np.array([0, TOKENS], np.int32),
+        mask=np.ones(TOKENS, np.bool_),
+        fresh=np.ones(TOKENS, np.bool_),
+        behaviour=np.full(TOKENS, -np.log(VOCABULARY), np.float32),
+        advantage=np.ones(TOKENS, np.float32),
+        weight=np.ones(TOKENS, np.float32),
+        experts=chosen.astype(np.int16),
+    )
+
+
+def made(setting: Setting, arm: Arm, rank: int, group: Any) -> ZebraLearner:
+    """A rank's learner for an arm, at the pace of what it stands for."""
+    shape = config(setting)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    profile = arm.profile(setting)
+    pace = ZebraPace(profile, arm.kind(profile, rank), setting.length / TOKENS, setting.scale)
+    return ZebraLearner(
+        model,
+        OptimizerConfig(),
+        AlgorithmConfig(),
+        mesh=group,
+        beginning=Drawn(shape, 0),
+        division=arm.division,
+        deadline_s=DEADLINE_S,
+        again=True,
+        pace=pace,
+    )
+
+
+def step(setting: Setting, arm: Arm, learner: ZebraLearner, rank: int) -> dict[str, Any]:
+    """What this rank did in a step of an arm."""
+    micros = arm.division.micros if learner.attends else 0
+    spans: list[tuple[float, float]] = []
+    moved: list[tuple[float, float]] = []
+    own = [bin_of(setting, rank * 100 + i) for i in range(arm.rounds * micros)]
+    dist.barrier()
+    began_s = time.monotonic()
+    for number in range(arm.rounds):
+        learner.bins_gradient(own[number * micros : (number + 1) * micros])
+        spans += [(span.began_s, span.ended_s) for span in learner.round.spans]
+        moved += learner.round.transfers
+    dist.barrier()
+    return {
+        "arm": arm.name,
+        "step_s": time.monotonic() - began_s,
+        "spans": [(a - began_s, b - began_s) for a, b in spans],
+        "transfers": [(a - began_s, b - began_s) for a, b in moved],
+    }
+
+
+def run(directory: Path, setting: Setting, rounds: int, rank: int) -> None:
+    """All steps of a rank."""
+    torch.set_num_threads(1)
+    group = join_group(Meeting(1, str(directory / "meeting"), DEADLINE_S), rank, RANKS, "cpu")
+    chosen = arms(setting)
+    learners = {arm.name: made(setting, arm, rank, group) for arm in chosen}
+    for arm in chosen:
+        step(setting, arm, learners[arm.name], rank)  # whatever is done once
+    paces = [learner.pace for learner in learners.values() if learner.pace is not None]
+    before = sum(p.paced for p in paces), sum(p.late for p in paces)
+    cpu_s, began_s = time.process_time(), time.monotonic()
+    found = []
+    for number in range(rounds):
+        turn = number % len(chosen)
+        for arm in [*chosen[turn:], *chosen[:turn]]:
+            found.append(step(setting, arm, learners[arm.name], rank) | {"round": number})
+    told = {
+        "steps": found,
+        "cores": (time.process_time() - cpu_s) / (time.monotonic() - began_s),
+        "paced": sum(pace.paced for pace in paces) - before[0],
+        "late": sum(pace.late for pace in paces) - before[1],
+    }
+    (directory / f"{rank}.json").write_text(json.dumps(told))
+
+
+def fork(rank: int, directory: Path, setting: Setting, rounds: int) -> int:
+    """The process of a rank."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        run(directory, setting, rounds, rank)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def main(directory: Path, setting: Setting, rounds: int) -> int:
+    """Ends the other ranks when one of them fails; its exit status."""
+    running = {fork(rank, directory, setting, rounds) for rank in range(RANKS)}
+    failed = 0
+    while running:
+        pid, status = os.wait()
+        running.discard(pid)
+        failed = failed or status
+        for other in running if failed else ():
+            os.kill(other, signal.SIGKILL)
+    return int(failed != 0)
+
+
+if __name__ == "__main__":
+    directory, model, length, rounds = sys.argv[1:]
+    sys.exit(main(Path(directory), Setting(model, int(length)), int(rounds)))

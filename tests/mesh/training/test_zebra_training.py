@@ -1,0 +1,89 @@
+"""A gang whose ranks have attention or experts trains on, whichever of them is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+from tests.mesh.elastic import STEPS, ElasticMesh, Training
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    pytest.mark.xdist_group("zebra"),
+]
+
+RANKS = 3  # two with attention, one with experts
+SETTINGS: dict[str, Any] = {
+    "training__deterministic": "true",  # so that runs have the same bins
+    "training__zebra__attention": 2,
+    "training__zebra__micro_batches": 2,
+    "training__zebra__hosted": "[1]",
+    "model__config__model_type": '"qwen3_moe"',
+    "model__config__num_experts": 6,
+    "model__config__num_experts_per_tok": 2,
+    "model__config__moe_intermediate_size": 32,
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def elastic() -> AsyncIterator[ElasticMesh]:
+    with tempfile.TemporaryDirectory(prefix="z") as made:  # short: the path of a unix socket is
+        mesh = ElasticMesh(Path(made))
+        await mesh.open()
+        try:
+            yield mesh
+        finally:
+            await mesh.close()
+
+
+async def test_ranks_of_either_class_may_die_or_hang_and_the_weights_stay_the_same(
+    elastic: ElasticMesh,
+) -> None:
+    """To the last bit: the step is repeated from its record. A checkpoint, and the rows that sleep,
+    are those of any gang; so is a hybrid, which computes whole rounds alone.
+    """
+    calm = Training(elastic, "calm", RANKS)
+    await calm.start(**SETTINGS)
+    await calm.train(STEPS)
+    expected = await calm.weights()
+    for name in ("trainer/calm", "rank/calm/1", "rank/calm/2"):
+        elastic.kill(name)
+
+    training = Training(elastic, "stormy", RANKS)
+    await training.start(**SETTINGS)
+    await training.train(3)
+    for rank in (2, 1):
+        await training.release(2)
+        elastic.kill(f"rank/stormy/{rank}")
+        await training.start_rank(rank)
+        await training.caught_up()
+    lost = len(await elastic.events("rank_lost"))
+    hung = elastic.children["rank/stormy/2"].pid
+    await training.release(2)
+    elastic.stop("rank/stormy/2")
+
+    async def more_lost() -> bool:
+        return len(await elastic.events("rank_lost")) > lost
+
+    await elastic.until("the hung rank is lost", more_lost, 40.0)
+    os.kill(hung, signal.SIGKILL)
+    await training.start_rank(2)
+    await training.caught_up()
+    await training.release(2)
+    elastic.kill("trainer/stormy")  # rank 0, in the middle of the schedule or between two
+    await training.start_core()
+    await training.caught_up()
+    await training.train(STEPS - 11)
+    found = await training.weights()
+    assert found.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not different
