@@ -21,7 +21,6 @@ from common.clock import Clock
 from common.errors import RankLost
 from services.trainer.zebra.pace import ZebraPace
 
-
 LEAST_S = 1e-6  # of a transfer that is paced
 
 
