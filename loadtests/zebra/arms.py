@@ -21,6 +21,7 @@ MICROS = 4  # micro-batches of an attention rank in a step
 TOKENS = 96  # of a real micro-batch: as many rows for each expert, as it is routed
 LINK_BYTES_PER_S = 12.5e9  # 100 Gb/s
 FREE_BYTES_PER_S = 1e30
+WORTH = 1.1  # that experts on attention ranks are to bring by the list schedule, to be an arm
 LONGEST_S = 0.1  # that the longest task takes here
 
 
@@ -102,7 +103,7 @@ class Arm:
 
 
 def arms(setting: Setting) -> list[Arm]:
-    """Those of a setting; where nothing is to be hosted, `asymmetric` is no arm."""
+    """Those of a setting; where hosting would bring little, it is no arm."""
     layers, experts = setting.profile.layers, setting.profile.experts
     none, ranks = (0,) * layers, 2 * COUNT
     found = [
@@ -111,7 +112,7 @@ def arms(setting: Setting) -> list[Arm]:
         Arm("distep", ZebraDivision(COUNT, COUNT, 1, none), MICROS),
         Arm("ep", ZebraDivision(ranks, 0, 1, (experts // ranks,) * layers), MICROS // 2),
     ]
-    if setting.hosting.held:
+    if setting.simulated(False).makespan > WORTH * setting.simulated(True).makespan:
         found.append(
             Arm("asymmetric", ZebraDivision(COUNT, COUNT, MICROS, setting.hosting.hosted), 1)
         )

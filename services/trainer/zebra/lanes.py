@@ -22,6 +22,7 @@ from common.errors import RankLost
 from services.trainer.zebra.pace import ZebraPace
 
 LEAST_S = 1e-6  # of a transfer that is paced
+WAKES_S = 3e-4  # in which a thread that slept is awake again
 
 
 class Key(NamedTuple):
@@ -79,10 +80,14 @@ class Shared:
             raise RankLost(f"{what} took over {self._deadline_s:g} s")
 
     def rest(self, until_s: float) -> None:
-        """Does nothing until then, on the monotonic clock."""
+        """Does nothing until then, on the monotonic clock; the end is not slept through, as who
+        sleeps wakes late.
+        """
         with self.condition:
-            while not self._failed and (left_s := until_s - self.now()) > 0:
+            while not self._failed and (left_s := until_s - WAKES_S - self.now()) > 0:
                 self.condition.wait(left_s)
+        while not self._failed and self.now() < until_s:
+            pass
 
 
 class Lane:

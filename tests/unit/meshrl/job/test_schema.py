@@ -55,7 +55,7 @@ def test_processes_that_read_jobs_do_without_pydantic() -> None:
         ("[optimiser]\nmuon_lr = 0.1", 18, "unknown key optimiser. Did you mean optimizer?"),
         ("[generation]\ntemperature = 0.5", 19, "Did you mean rollout.temperature?"),
         ("[rollout]\ntemp = 0.5", 19, "Did you mean rollout.temperature?"),
-        ("[budget]\nzebra = 1", 19, "unknown key budget.zebra. budget has steps"),
+        ("[budget]\ngiraffe = 1", 19, "unknown key budget.giraffe. budget has steps"),
         ("[optimizer]\nlr = 0.1", 19, "unknown key optimizer.lr. Did you mean optimizer.muon_lr?"),
         # ranges
         ("[rollout]\ntemperature = nan", 19, "must be a finite number, not nan"),
