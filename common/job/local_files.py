@@ -22,7 +22,7 @@ from pathlib import Path
 from common.api.weights import Publish
 from common.job import bundle_files
 from common.job.job_data import MODULES, JobData
-from common.process.file_locks import lies_at, unheld
+from common.process.file_locks import lies_at, taken, unheld
 from common.records.durable import sync_tree
 from common.records.home import Home
 from common.runtime.mesh import Mesh
@@ -198,20 +198,11 @@ async def _alone(mesh: Mesh, directory: Path) -> AsyncIterator[None]:
         what = f"a bundle that another process fetches to {directory}"
         with mesh.wait(what, on=f"node/{mesh.settings.host}"):
             async with mesh.clock.timeout(FETCH_S, what):
-                while not _taken(descriptor):
+                while not taken(descriptor):
                     await mesh.clock.sleep(LOOK_S)
         yield
     finally:
         os.close(descriptor)
-
-
-def _taken(descriptor: int) -> bool:
-    """Whether the lock is this process's now."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 # -- what stays ------------------------------------------------------------------------------------

@@ -57,6 +57,21 @@ class Across(Protocol):
         """
 
 
+def by_expert(counts: Tensor) -> Tensor:
+    """The order, int64 [rows], in which the rows of several sources lie side by side by expert:
+    those of each come so already, `counts` int64 [sources, experts] of each expert.
+    """
+    whose = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
+    return whose.repeat_interleave(counts.flatten()).argsort(stable=True)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """The order, int64 [n], that undoes another."""
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return back
+
+
 def is_expert(name: str) -> bool:
     """Whether a parameter of this name has a matrix for each expert."""
     return name.endswith((".experts.gate_up", ".experts.down"))
@@ -127,9 +142,7 @@ class Experts(nn.Module):
             made = self.made(rows, ends, self.gate_up, self.down)
         else:
             made = self.across.through(rows, ends, self)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(n * k, device=x.device)
-        return made.index_select(0, back).view(n, k, -1)
+        return made.index_select(0, inverse(order)).view(n, k, -1)
 
     def shared(self, x: Tensor) -> Tensor:
         """What the expert that every token goes to makes of x [n, hidden_size], as far as its gate

@@ -23,12 +23,13 @@ def unheld(place: Path, create: bool = False) -> Iterator[bool]:
         yield False
         return
     try:
-        yield _locked(descriptor) and lies_at(descriptor, place)
+        yield taken(descriptor) and lies_at(descriptor, place)
     finally:
         os.close(descriptor)
 
 
-def _locked(descriptor: int) -> bool:
+def taken(descriptor: int) -> bool:
+    """Whether the lock of an open file is this process's alone now; it does not wait."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

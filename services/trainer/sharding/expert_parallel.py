@@ -17,9 +17,10 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from common.model.moe import Experts, is_expert
+from common.model.moe import Experts, by_expert, inverse, is_expert
 from services.trainer.sharding.fsdp import KEEP_BYTES
 from services.trainer.sharding.owners import Owners
+from services.trainer.sharding.rows import gathered, summed
 
 
 class Sent(torch.autograd.Function):
@@ -70,23 +71,15 @@ class Whole(torch.autograd.Function):
         group: dist.ProcessGroup,
     ) -> Tensor:
         """[total, ..] of own [rows, ..]."""
-        ctx.cut = len(own), total, each, own.dtype, group  # type: ignore[attr-defined]
-        padded = own.new_zeros(each, *own.shape[1:], dtype=dtype)
-        padded[: len(own)] = own
-        whole = padded.new_empty(each * group.size(), *own.shape[1:])
-        dist.all_gather_into_tensor(whole, padded, group=group)
-        return whole[:total]
+        ctx.cut = len(own), each, own.dtype, group  # type: ignore[attr-defined]
+        return gathered(own, total, each, dtype, group)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> Any:
         """Of the own rows."""
-        rows, total, each, dtype, group = ctx.cut  # type: ignore[attr-defined]
+        rows, each, dtype, group = ctx.cut  # type: ignore[attr-defined]
         (gradient,) = gradients
-        padded = gradient.new_zeros(each * group.size(), *gradient.shape[1:], dtype=dtype)
-        padded[:total] = gradient
-        own = padded.new_empty(each, *gradient.shape[1:])
-        dist.reduce_scatter_tensor(own, padded, group=group)
-        return own[:rows], None, None, None, None
+        return summed(gradient, each, dtype, group)[:rows], None, None, None, None
 
 
 class ExpertParallel:
@@ -125,12 +118,9 @@ class ExpertParallel:
         wide, narrow = (self._whole(own, count, here.dtype) for own in (gate_up, down))
         if not len(here):  # the others await its part in what is summed on the way back
             return here + 0.0 * (wide.flatten()[:1] * narrow.flatten()[:1]).sum()
-        whose = torch.arange(count, device=here.device).repeat(len(came))
-        order = whose.repeat_interleave(came.flatten()).argsort(stable=True)
+        order = by_expert(came)
         made = experts.made(here.index_select(0, order), came.sum(0).cumsum(0), wide, narrow)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=here.device)
-        return made.index_select(0, back)
+        return made.index_select(0, inverse(order))
 
     def _whole(self, own: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         """The matrices of all `count` experts of this part, in the type that passes compute in."""

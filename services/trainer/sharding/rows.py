@@ -75,3 +75,25 @@ def scatter(
             part[: rows.stop - rows.start] = whole[rows].to(piece.device)
     dist.scatter(padded, parts, group=group, group_src=0)
     piece.copy_(padded[: len(piece)])
+
+
+def gathered(
+    own: Tensor, total: int, each: int, dtype: torch.dtype, group: dist.ProcessGroup
+) -> Tensor:
+    """[total, ..] in `dtype`: those of all ranks of a group, each of which has `each` at most."""
+    padded = own.new_zeros(each, *own.shape[1:], dtype=dtype)
+    padded[: len(own)] = own
+    whole = padded.new_empty(each * group.size(), *own.shape[1:])
+    dist.all_gather_into_tensor(whole, padded, group=group)
+    return whole[:total]
+
+
+def summed(whole: Tensor, each: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+    """[each, ..] in `dtype`: this rank's rows, with what may lie behind the last, of the sum over a
+    group's tensors [rows, ..].
+    """
+    padded = whole.new_zeros(each * group.size(), *whole.shape[1:], dtype=dtype)
+    padded[: len(whole)] = whole
+    own = padded.new_empty(each, *whole.shape[1:])
+    dist.reduce_scatter_tensor(own, padded, group=group)
+    return own

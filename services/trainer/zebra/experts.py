@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.model.moe import Experts
+from common.model.moe import Experts, by_expert
 
 
 @dataclass
@@ -38,8 +38,7 @@ def forward(
     """
     sources = sorted(rows)
     came = torch.stack([counts[rank] for rank in sources])  # [attention ranks, experts here]
-    whose = torch.arange(came.shape[1], device=came.device).repeat(len(sources))
-    order = whose.repeat_interleave(came.flatten()).argsort(stable=True)
+    order = by_expert(came)
     whole = torch.cat([rows[rank] for rank in sources]).index_select(0, order)
     graph = keeps and not again
     made = Made(

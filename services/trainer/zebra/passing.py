@@ -15,6 +15,7 @@ from common.model.moe import is_expert
 from services.trainer.arithmetic.cut_rows import local
 from services.trainer.arithmetic.precision import weakly
 from services.trainer.sharding.owners import evenly
+from services.trainer.sharding.rows import gathered, summed
 
 
 class Passing:
@@ -70,12 +71,7 @@ class Passing:
         ranks = self._attention.size()
         if ranks == 1:
             return rows
-        each = len(range(shape[0])[evenly(shape[0], 0, ranks)])
-        padded = torch.zeros(each, *shape[1:], dtype=dtype, device=rows.device)
-        padded[: len(rows)] = rows
-        whole = padded.new_empty(each * ranks, *shape[1:])
-        dist.all_gather_into_tensor(whole, padded, group=self._attention)
-        return whole[: shape[0]]
+        return gathered(rows, shape[0], -(-shape[0] // ranks), dtype, self._attention)
 
     def collect(self) -> None:
         """Gradients are summed anew from now on."""
@@ -110,11 +106,7 @@ class Passing:
         ranks, rank = self._attention.size(), self._attention.rank()
         if ranks == 1:
             return total
-        each = -(-len(total) // ranks)
-        padded = total.new_zeros(each * ranks, *total.shape[1:])
-        padded[: len(total)] = total
-        own = total.new_empty(each, *total.shape[1:])
-        dist.reduce_scatter_tensor(own, padded, group=self._attention)
+        own = summed(total, -(-len(total) // ranks), total.dtype, self._attention)
         rows = evenly(len(total), rank, ranks)
         return own[: rows.stop - rows.start]
 

@@ -107,11 +107,10 @@ class Cut:
         """`piece` returns what it ends with, which has gradients, and what has none."""
         self._piece, self._again = piece, again
         self._coming = None if coming is None else Coming(*(t.detach() for t in coming))
-        self._ends: tuple[Tensor, ...] | None = None
         with torch.set_grad_enabled(not again):
             ends, self.told = self._run()
         self.ends = tuple(tensor.detach() for tensor in ends)
-        self._ends = None if again else ends
+        self._ends: tuple[Tensor, ...] | None = None if again else ends
 
     def _run(self) -> tuple[tuple[Tensor, ...], Tensor]:
         if torch.is_grad_enabled():

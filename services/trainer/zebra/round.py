@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.clock import SystemClock
-from common.model.moe import Experts
+from common.model.moe import Experts, inverse
 from common.zebra.schedule import Task, Work, attention_order, expert_order
 from services.trainer.arithmetic.forward import Placed
 from services.trainer.zebra import experts as of_experts
@@ -223,12 +223,13 @@ class Round:
         """How choices [n, k] lie by expert."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        every = torch.bincount(flat, minlength=self._owners.experts_per_layer)
         owners = self._owners
-        counts = {rank: every[owners.experts_of(mixture, rank)] for rank in owners.owners(mixture)}
-        return Sorted(order, back, counts, {rank: int(c.sum()) for rank, c in counts.items()})
+        every = torch.bincount(flat, minlength=owners.experts_per_layer)
+        own = {rank: owners.experts_of(mixture, rank) for rank in owners.owners(mixture)}
+        known = every.tolist()  # once: a GPU is waited for
+        counts = {rank: every[experts] for rank, experts in own.items()}
+        sizes = {rank: sum(known[experts]) for rank, experts in own.items()}
+        return Sorted(order, inverse(order), counts, sizes)
 
     def _joined(self, backward: bool, mixture: int, j: int, found: Sorted) -> Tensor:
         """[n * k, width]: what came back from all ranks, in the order of the choices."""

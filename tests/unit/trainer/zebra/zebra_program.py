@@ -68,14 +68,13 @@ def found(learner: ZebraLearner, case: Case, rank: int) -> dict[str, torch.Tenso
     made["scores"] = torch.from_numpy(learner.score(scored))
     assert total is not None
     made["norm"] = torch.tensor(learner.apply(total, 50.0, 1.0))
-    made |= {f"weights.{name}": part.rows.clone() for name, part in all_rows(learner).items()}
+    made |= {
+        f"weights.{name}": part.rows.clone()
+        for name, part in learner.rows(learner.weights()).items()
+    }
     gradient, _ = learner.bins_gradient(own_bins(case, 0, rank))
     made["gradient.after"] = gradient
     return made
-
-
-def all_rows(learner: ZebraLearner):
-    return learner.rows(learner.weights())
 
 
 def own_bins(case: Case, number: int, rank: int) -> list:
