@@ -39,6 +39,7 @@ from common.model.decoder import Decoder
 from common.model.hf import save_model
 from common.model.source import BATCH_BYTES, batches
 from common.model.storages import trim
+from common.pool.seat import Seat
 from common.weights.laying import Laying, slices
 from common.weights.laying import laying as how
 from services.trainer.ranks.rank import Rank
@@ -97,7 +98,7 @@ def job(bundle: Path, path: str, ranks: int, shape: dict[str, object]) -> JobDat
 def begun(data: JobData, number: int, ranks: int, meeting: Path) -> dict[str, int]:
     """What one rank takes to begin."""
     peak = Peak()
-    rank = make_rank(data, number, ranks)
+    rank = make_rank(data, Seat("g0", "g0.0", data.id, 1, core=True, rank=number, ranks=ranks))
     rank.form(Meeting(1, str(meeting), MEET_S))
     found = {"peak": peak.bytes, "rows": rank.learner.bytes}
     for tensor in rank.learner.tensors().values():

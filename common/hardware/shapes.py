@@ -24,6 +24,7 @@ class ModelShape:
     experts: int = 0  # of a layer; 0: dense
     experts_per_token: int = 0
     dtype_bytes: int = HALF
+    mixtures: int = 0  # layers with experts; 0: all of them, if any
 
     @classmethod
     def of(cls, config: ModelConfig, dtype_bytes: int = HALF) -> ModelShape:
@@ -41,7 +42,13 @@ class ModelShape:
             experts=config.experts if sparse else 0,
             experts_per_token=config.experts_per_token if sparse else 0,
             dtype_bytes=dtype_bytes,
+            mixtures=sparse,
         )
+
+    @property
+    def mixture_layers(self) -> int:
+        """Layers with experts."""
+        return (self.mixtures or self.layers) if self.experts else 0
 
     @property
     def attention_width(self) -> int:

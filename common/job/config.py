@@ -324,6 +324,8 @@ class ZebraConfig(Table):
     micro_batches: Count = 4  # bins of each of them in a round
     # experts that each of them has, too: by mixture layer, or one number for all; empty: none
     hosted: list[Natural] = field(default_factory=list)
+    # the planner finds all three, where accelerators of two kinds are faster so than all alike
+    auto: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ def need_of(document: Mapping[str, Any], parameters: int | None = None) -> Need:
     return Need(
         ranks=document["training"]["ranks"],
         attention=document["training"].get("zebra", {}).get("attention", 0),
+        divides=document["training"].get("zebra", {}).get("auto", False),
         rolls_out=document["algorithm"]["name"] != "sft",
         scoring=any(model["path"] for model in models.values()),
         # A server computes when it likes, and an engine of several workers on all of them at once.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from common.pool.rows import Budget, Doing, Gang, Report, Resident, Role, Tier, Worker
+from common.pool.rows import Apart, Budget, Doing, Gang, Report, Resident, Role, Tier, Worker
 from common.pool.snapshot import Move, Request
 
 RESIDENT, REPORT = "resident:", "report:"  # begin the names of fields of a gang's row
@@ -22,6 +22,7 @@ def resident_document(resident: Resident) -> dict[str, Any]:
         "tier": resident.tier,
         "turns": resident.turns,
         "pinned": resident.pinned,
+        "apart": resident.apart.told() if resident.apart is not None else None,
         "generation": resident.generation,
         "epoch": resident.epoch,
     }
@@ -38,6 +39,7 @@ def resident_of(id: str, row: Mapping[str, Any], reports: Mapping[int, Report]) 
         tier=Tier(row["tier"]),
         turns=row["turns"],
         pinned=row["pinned"],
+        apart=Apart.of(row.get("apart")),
         generation=row["generation"],
         epoch=row["epoch"],
         changed_ms=row.get("changed_ms", 0),

@@ -28,6 +28,7 @@ class Explained:
     host_s: float = 0.0  # that the processors of the busiest host need for it
     binds: str = ""  # what a step waits for: rollout, training, cores
     verdict: str = ""  # why no move is made, or which one is: a sentence
+    ranks: str = ""  # how those of its core divide a mixture, and why: a sentence
     error: float | None = None  # median of |predicted / observed - 1| over judged moves
 
 
@@ -70,6 +71,7 @@ def _explained(told: Mapping[str, Any]) -> Explained:
         host_s=float(told.get("host_s") or 0.0),
         binds=str(told.get("binds") or ""),
         verdict=str(told.get("verdict") or ""),
+        ranks=str(told.get("ranks") or ""),
         error=_number(told.get("error")),
     )
 

@@ -151,3 +151,5 @@ class Measured:
     work: Mapping[str, Work] = field(default_factory=dict)  # by process and incarnation
     curves: tuple[Curve, ...] = ()  # of its engines, one for each that has one
     lengths: Lengths | None = None  # of its shards together
+    # what a mixture costs on kinds of accelerators, by their names, as ranks have measured it
+    profiles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

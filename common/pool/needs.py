@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from common.hardware.shapes import ModelShape
 from common.job.config import PlannerConfig
 from common.pool.measured import Measured
+from common.pool.rows import Apart
 from common.state.jobs import Phase
 
 
@@ -18,6 +19,9 @@ class Need:
     # the first of them, with attention, which want faster accelerators than the others, which have
     # a mixture's experts; 0: all are alike
     attention: int = 0
+    divides: bool = False  # whether the planner finds how many these are
+    apart: Apart | None = None  # what it has found; None: nothing, or it is not asked
+    kinds: tuple[str, ...] = ()  # of the accelerators that it has found that for
     rolls_out: bool = True  # whether anything is generated for it
     alternates: bool = True  # whether its engines can compute by turns with its core
     scoring: bool = False  # whether it has frozen models, which one worker hosts
@@ -73,3 +77,4 @@ class PlannedJob:
     model: str = ""  # that its workers compute, by which their speeds are remembered
     shape: ModelShape | None = None  # of that model; None: not known
     progress: dict[str, int] = field(default_factory=dict)  # what each resident has done so far
+    recomputes: bool = False  # whether training keeps no activations, and computes them again

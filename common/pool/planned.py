@@ -46,6 +46,7 @@ def planned(
         max_staleness=document["algorithm"]["max_staleness"],
         slots=document["rollout"]["slots"],
         bin_tokens=document["training"]["bin_tokens"],
+        recomputes=document["training"].get("activation_checkpointing", False),
         steps=document["budget"]["steps"],
         rejected=row["stale_requeued"],
         submitted_ms=row["submitted_ms"],
@@ -102,4 +103,5 @@ def measured(processes: Sequence[Published], kinds: Mapping[str, str]) -> Measur
             if p.stats.get("curve")
         ),
         together([lengths_of(p.stats["lengths"]) for p in processes if p.stats.get("lengths")]),
+        {told["kind"]["name"]: told for p in processes if (told := p.stats.get("profile"))},
     )

@@ -5,7 +5,7 @@ The planner writes what is wanted, workers report what is; nobody writes the oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -81,6 +81,29 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class Apart:
+    """How the ranks of a core divide a mixture, as the planner has chosen: the first ones have
+    attention, the others experts.
+    """
+
+    attention: int  # ranks with it
+    micro_batches: int  # bins of each of them in a round
+    hosted: tuple[int, ...]  # by mixture layer: experts that each of them has, too
+
+    def told(self) -> list[int]:
+        """All of it, as JSON takes it."""
+        return [self.attention, self.micro_batches, *self.hosted]
+
+    @classmethod
+    def of(cls, told: Sequence[int] | None) -> Apart | None:
+        """What was `told`; None of None."""
+        if told is None:
+            return None
+        attention, micro_batches, *hosted = told
+        return cls(attention, micro_batches, tuple(hosted))
+
+
+@dataclass(frozen=True, slots=True)
 class Resident:
     """A role of a job on a gang: a role process on each of the gang's ranks that it occupies.
 
@@ -95,6 +118,7 @@ class Resident:
     tier: Tier = Tier.ACCELERATOR  # wanted
     turns: bool = False  # it computes by turns with the other residents of its gang
     pinned: bool = False  # put there by hand: the policy leaves it alone
+    apart: Apart | None = None  # of a core's ranks; None: as its job file has it
     generation: int = 1
     epoch: int = 1
     changed_ms: int = 0  # when the wish was written

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
 from typing import Any
 
-from common.pool.rows import Tier
+from common.pool.rows import Apart, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,22 @@ class Seat:
     ranks: int = 1
     turns: bool = False  # it computes by turns with the gang's other residents
     keeper: str = ""  # the worker's process that gives the gang's turns
+    apart: Apart | None = None  # how a core's ranks divide a mixture; None: as its job file has it
 
     @classmethod
     def of(cls, a: argparse.Namespace) -> Seat:
         """The seat that a command line of `parser` describes."""
         return cls(
-            a.gang, a.resident, a.job, a.generation, a.core, a.rank, a.ranks, a.turns, a.keeper
+            a.gang,
+            a.resident,
+            a.job,
+            a.generation,
+            a.core,
+            a.rank,
+            a.ranks,
+            a.turns,
+            a.keeper,
+            Apart.of(json.loads(a.apart)),
         )
 
     def words(self) -> list[str]:
@@ -38,6 +49,8 @@ class Seat:
             found.append("--core")
         if self.ranks > 1:
             found += ["--rank", str(self.rank), "--ranks", str(self.ranks)]
+        if self.apart is not None:
+            found += ["--apart", json.dumps(self.apart.told())]
         return [*found, "--turns"] if self.turns else found
 
     def stats(self) -> dict[str, Any]:
@@ -64,6 +77,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     found.add_argument("--core", action="store_true")
     found.add_argument("--rank", type=int, default=0, help="among the resident's")
     found.add_argument("--ranks", type=int, default=1, help="of the resident")
+    found.add_argument("--apart", default="null", help="how ranks divide a mixture, as JSON")
     found.add_argument("--turns", action="store_true", help="compute by turns with the others")
     found.add_argument("--keeper", default="", help="who gives the gang's turns")
     return found

@@ -14,11 +14,11 @@ from common.state.keys import MESH
 LEASE_MS = 6000
 # Of the stats of these processes the leader of the planners reads so much at every look: it has
 # thousands of rows to read, and nothing else is answered meanwhile.
-COUNTED_KINDS = frozenset({"engine", "trainer", "hybrid", "rollout", "sandbox", "node"})
+COUNTED_KINDS = frozenset({"engine", "trainer", "hybrid", "rollout", "sandbox", "node", "rank"})
 COUNTED = (
     *("job", "gang", "resident", "draining", "rests", "takes", "tiers"),
     *("tokens", "step", "bins", "published"),
-    *("work", "curve", "lengths", "cores", "busy_cores"),
+    *("work", "curve", "lengths", "profile", "cores", "busy_cores"),
 )
 
 

@@ -103,12 +103,12 @@ def declared_profile(
     """A mixture on two kinds; without a link's bandwidth it is that of the slower network."""
     networks = [declared()[kind].network_bytes_per_s for kind in (fast, slow)]
     expert = _expert_parameters(shape)
-    rest = shape.parameters - shape.layers * shape.experts * expert
+    rest = shape.parameters - shape.mixture_layers * shape.experts * expert
     row_bytes = shape.hidden * shape.dtype_bytes
     return Profile(
         fast=_kind(shape, fast, speed(fast, utilisation, scores)),
         slow=_kind(shape, slow, speed(slow, utilisation, scores)),
-        layers=shape.layers,
+        layers=shape.mixture_layers,
         experts=shape.experts,
         experts_per_token=shape.experts_per_token,
         row_bytes=row_bytes,
@@ -127,7 +127,8 @@ def declared_profile(
 def _kind(shape: ModelShape, kind: str, reached: Speed) -> Kind:
     expert = 2 * _expert_parameters(shape)
     attention, gate = _attention_parameters(shape), shape.hidden * shape.experts
-    layers = shape.layers * (attention + gate + shape.experts * _expert_parameters(shape))
+    layers = shape.layers * (attention + gate)
+    layers += shape.mixture_layers * shape.experts * _expert_parameters(shape)
     head = shape.parameters - layers  # embeddings are as large, and cost nothing
 
     def attention_s(length: int) -> float:
@@ -163,4 +164,4 @@ def _expert_parameters(shape: ModelShape) -> float:
             where="declared profiles",
             fix="take a mixture of experts",
         )
-    return (shape.parameters - shape.active) / (shape.layers * idle)
+    return (shape.parameters - shape.active) / (shape.mixture_layers * idle)

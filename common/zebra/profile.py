@@ -124,14 +124,15 @@ def read(table: Mapping[str, Any]) -> Profile:
     """A profile as JSON has it. ConfigError when it is none."""
     values = _known(Profile, table)
     for name in ("fast", "slow"):
-        values[name] = _kind(values[name], name)
+        values[name] = kind_of_table(values[name], name)
     for name, value in values.items():
         if name not in ("fast", "slow"):
             _number(value, name)
     return Profile(**values)
 
 
-def _kind(table: Any, where: str) -> Kind:
+def kind_of_table(table: Any, where: str) -> Kind:
+    """A kind as JSON has it. ConfigError when it is none."""
     values = _known(Kind, table)
     if not isinstance(values["name"], str):
         raise refused(f"{where} is called {values['name']!r}", "give the name of its kind")

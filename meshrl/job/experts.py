@@ -20,16 +20,19 @@ SPLIT, ZEBRA = "training.expert_parallel", "training.zebra"
 def check(config: JobConfig, fail: Fail) -> None:
     """Ranks and experts can be divided as it says, and there are such."""
     training = config.training
-    if training.expert_parallel == 1 and not training.zebra.attention:
+    zebra = training.zebra
+    if training.expert_parallel == 1 and not zebra.attention and not zebra.auto:
         return
-    key = f"{ZEBRA}.attention" if training.zebra.attention else SPLIT
+    key = f"{ZEBRA}.attention" if zebra.attention else f"{ZEBRA}.auto" if zebra.auto else SPLIT
     model = shape(config.model.path, config.model.config)
     if not model.experts:
         raise fail(key, f"{key} is set, and the model is no mixture of experts", "Leave it out")
-    if training.zebra.attention:
-        _check_zebra(config, model, fail)
+    if zebra.attention:
+        _check_given(config, model, fail)
     else:
         _check_split(config, model, fail)
+    if zebra.auto:
+        _check_auto(config, fail)
 
 
 def _check_split(config: JobConfig, model: ModelConfig, fail: Fail) -> None:
@@ -46,7 +49,25 @@ def _check_split(config: JobConfig, model: ModelConfig, fail: Fail) -> None:
             raise fail(SPLIT, f"{SPLIT} = {parallel} does not divide {what}", fix)
 
 
-def _check_zebra(config: JobConfig, model: ModelConfig, fail: Fail) -> None:
+def _check_auto(config: JobConfig, fail: Fail) -> None:
+    key, training = f"{ZEBRA}.auto", config.training
+    if training.zebra.attention or training.zebra.hosted:
+        given = "attention" if training.zebra.attention else "hosted"
+        raise fail(
+            f"{ZEBRA}.{given}",
+            f"{ZEBRA}.{given} is set beside {key}, which has the planner find it",
+            "Leave one of them out",
+        )
+    if training.ranks == 1:
+        raise fail(
+            "training.ranks",
+            f"{key} divides ranks between two kinds of accelerators, and training.ranks is 1",
+            "Raise it, or leave training.zebra out",
+        )
+    _check_trains(config, key, fail)
+
+
+def _check_given(config: JobConfig, model: ModelConfig, fail: Fail) -> None:
     training, zebra = config.training, config.training.zebra
     if training.expert_parallel > 1:
         raise fail(SPLIT, f"{SPLIT} is set beside {ZEBRA}, which divides experts, too", "Set one")
@@ -57,13 +78,19 @@ def _check_zebra(config: JobConfig, model: ModelConfig, fail: Fail) -> None:
             "experts",
             f"Raise training.ranks, or set {SPLIT}, which divides experts among ranks all alike",
         )
+    _check_trains(config, f"{ZEBRA}.attention", fail)
+    _check_hosted(config, model, fail)
+
+
+def _check_trains(config: JobConfig, key: str, fail: Fail) -> None:
+    """Such a gang can train what the job does."""
     if config.algorithm.name == "ppo":
         raise fail(
             "algorithm.name",
             f"{ZEBRA} trains no critic, and ppo has one",
             "Choose an algorithm without one, or leave training.zebra out",
         )
-    if training.pace:
+    if config.training.pace:
         raise fail(
             "training.pace",
             f"training.pace is of one kind of accelerators, and {ZEBRA} has two",
@@ -71,11 +98,10 @@ def _check_zebra(config: JobConfig, model: ModelConfig, fail: Fail) -> None:
         )
     if config.lora.rank:
         raise fail(
-            f"{ZEBRA}.attention",
+            key,
             f"{ZEBRA} trains whole weights, and lora.rank = {config.lora.rank}",
             "Leave one of them out: adapters need no ranks for experts",
         )
-    _check_hosted(config, model, fail)
 
 
 def _check_hosted(config: JobConfig, model: ModelConfig, fail: Fail) -> None:

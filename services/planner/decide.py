@@ -25,6 +25,7 @@ from services.planner.policies import moves, pausing
 from services.planner.policies.engines import nowhere
 from services.planner.policies.feasibility import runnable, shortfalls
 from services.planner.policies.leaving import leave, lose, release
+from services.planner.policies.mixtures import divided
 from services.planner.policies.placement import end_turns, give_back, grow, place_floor
 from services.planner.policies.requests import answer
 from services.planner.policies.serving import serve
@@ -46,6 +47,8 @@ def decide(snapshot: Snapshot, memory: Memory) -> tuple[list[Decision], Memory]:
         for job in runnable(snapshot.jobs, failed)
     ]
     release(draft, jobs)
+    divisions = {job.id: divided(draft, job, memory.mixtures.get(job.id)) for job in jobs}
+    jobs = [job for job, _ in divisions.values()]
     moves.finish(draft)
     takers = Takers(snapshot, presence)
     division = _divide(draft, jobs, presence, takers)
@@ -71,6 +74,7 @@ def decide(snapshot: Snapshot, memory: Memory) -> tuple[list[Decision], Memory]:
         aside=aside & known,
         watches=watches,
         entitled=dict(division.workers),
+        mixtures={id: mixture for id, (_, mixture) in divisions.items() if mixture is not None},
         correction=learned(memory.correction, draft, jobs, memory.watches, watches),
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from common.pool.decisions import Decision, Dissolve, Form, Place, Remove, Why
 from common.pool.documents import numbered
-from common.pool.rows import Gang, Resident, Role, Worker
+from common.pool.rows import Apart, Gang, Resident, Role, Worker
 from common.pool.snapshot import Move, Snapshot
 from services.planner.team import Seated, Team
 
@@ -94,6 +94,7 @@ class Draft:
         core: bool = False,
         turns: bool = False,
         pinned: bool = False,
+        apart: Apart | None = None,
         move: Callable[[str, str], Move] | None = None,
         op: str = "",
     ) -> Seated:
@@ -109,6 +110,7 @@ class Draft:
             ranks=tuple(gang.workers.index(worker) for worker in workers),
             turns=turns,
             pinned=pinned,
+            apart=apart,
             changed_ms=self.snapshot.now_ms,
         )
         gang = self.gangs[gang.id] = replace(gang, placed=gang.placed + 1)

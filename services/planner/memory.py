@@ -11,6 +11,7 @@ from typing import Any
 
 from services.planner.balance.watch import Watch
 from services.planner.costs.correction import Correction
+from services.planner.policies.mixtures import Mixture, told
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Memory:
     aside: frozenset[str] = frozenset()  # workers that a person has put aside
     watches: Mapping[str, Watch] = field(default_factory=dict)  # of jobs' splits
     entitled: Mapping[str, int] = field(default_factory=dict)  # job -> workers; people are shown it
+    mixtures: Mapping[str, Mixture] = field(default_factory=dict)  # of jobs whose cores divide
     correction: Correction = field(default_factory=Correction)  # of predicted speeds of engines
 
     def document(self) -> dict[str, Any]:
@@ -39,10 +41,16 @@ class Memory:
             "watches": {job: watch.document() for job, watch in self.watches.items()},
             "entitled": dict(self.entitled),
             "correction": self.correction.document(),
-            "explained": {
-                job: dict(watch.explained) for job, watch in self.watches.items() if watch.explained
-            },
+            "mixtures": {job: mixture.document() for job, mixture in self.mixtures.items()},
+            "explained": self._explained(),
         }
+
+    def _explained(self) -> dict[str, dict[str, Any]]:
+        """What people are told of jobs."""
+        found = {job: dict(watch.explained) for job, watch in self.watches.items()}
+        for job, mixture in self.mixtures.items():
+            found.setdefault(job, {})["ranks"] = told(mixture)
+        return {job: about for job, about in found.items() if about}
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Memory:
@@ -59,6 +67,7 @@ class Memory:
             watches={job: Watch.of(d) for job, d in document["watches"].items()},
             entitled=dict(document["entitled"]),
             correction=Correction.of(document.get("correction", [])),
+            mixtures={job: Mixture.of(d) for job, d in document.get("mixtures", {}).items()},
         )
 
     def after_outage(self) -> Memory:

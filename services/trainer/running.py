@@ -5,7 +5,7 @@ What only a core of several needs is imported where one begins: FSDP takes three
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -55,12 +55,12 @@ class Arithmetic:
         _check(data)
         return fresh_learner(data)
 
-    def rank(self, data: JobData, rank: int, size: int) -> Rank:
-        """One of a core of `size`, in no group yet."""
+    def rank(self, data: JobData, seat: Seat) -> Rank:
+        """One of a core of several, in no group yet."""
         from services.trainer.ranks.running import make_rank
 
         _check(data)
-        return make_rank(data, rank, size)
+        return make_rank(data, seat)
 
 
 def _check(data: JobData) -> None:
@@ -86,11 +86,20 @@ async def _serve(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) 
     if seat.rank:
         from services.trainer.ranks.running import obey
 
-        await obey(mesh, data, seat, arithmetic.rank(data, seat.rank, seat.ranks))
+        await obey(mesh, data, seat, arithmetic.rank(data, seat), await _profile(mesh, data, seat))
     elif seat.core:
         await train(mesh, data, seat, arithmetic)
     else:
         await help_out(mesh, data, seat, arithmetic)
+
+
+async def _profile(mesh: Mesh, data: JobData, seat: Seat) -> dict[str, Any]:
+    """What a rank publishes of its accelerator, if the planner is to divide the core by that."""
+    if seat.ranks == 1 or not data.config.training.zebra.auto:
+        return {}
+    from services.trainer.zebra.profiling import profile_of
+
+    return await profile_of(mesh, data, seat)
 
 
 def place(seat: Seat) -> tuple[str, str]:
@@ -110,7 +119,8 @@ async def train(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) -
         await mesh.join(None)  # only who holds a lease ends a job
         await _fail(mesh, data, error)
         raise
-    await mesh.join(core, stats=core.stats)
+    profile = await _profile(mesh, data, seat)
+    await mesh.join(core, stats=lambda: core.stats() | profile)
     try:
         await core.begin()
         await core.train()
@@ -125,7 +135,7 @@ def _core(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) -> Trai
         return TrainerCore(mesh, data, seat, arithmetic.learner(data))
     from services.trainer.ranks.running import compute_of
 
-    compute = compute_of(mesh, data, arithmetic.rank(data, 0, seat.ranks))
+    compute = compute_of(mesh, data, arithmetic.rank(data, seat))
     return TrainerCore(mesh, data, seat, compute)
 
 

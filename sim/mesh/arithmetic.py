@@ -23,6 +23,7 @@ from common.job.config import AlgorithmConfig, OptimizerConfig
 from common.job.job_data import JobData
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
+from common.pool.seat import Seat
 from common.weights.laying import Part
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.memory import LearnerMemory
@@ -419,5 +420,5 @@ class TinyArithmetic(Arithmetic):
     def learner(self, data: JobData) -> Learner:
         return TinyLearner(data.config.seed)
 
-    def rank(self, data: JobData, rank: int, size: int) -> Rank:
-        return TinyRank(data, rank, size)
+    def rank(self, data: JobData, seat: Seat) -> Rank:
+        return TinyRank(data, seat.rank, seat.ranks)

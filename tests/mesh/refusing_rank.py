@@ -26,7 +26,7 @@ async def main(seat: Seat) -> None:
     mesh = await Mesh.open(rank_name(seat.job, seat.rank), "rank", MeshSettings.from_env())
     row = await jobs.job(mesh.state, seat.job)
     data = JobData.of(seat.job, row.document, row.run_dir)
-    rank = make_rank(data, seat.rank, seat.ranks)
+    rank = make_rank(data, seat)
     actor = RefusingRank(mesh, data, seat, rank)
     await mesh.join(actor, stats=actor.stats)
     try:

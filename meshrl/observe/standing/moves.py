@@ -98,4 +98,4 @@ def present(told: Explained) -> list[str]:
         found.append(f"what binds is {told.binds}")
     if told.error is not None:
         found.append(f"predictions of moves were off by {100 * told.error:.0f} % (median)")
-    return found + ([told.verdict] if told.verdict else [])
+    return found + [said for said in (told.verdict, told.ranks) if said]

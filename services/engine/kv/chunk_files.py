@@ -167,13 +167,16 @@ class ChunkFiles:
 
 def _begun(scratch: Path) -> int:
     """A new file, whose directory others may take away while it is empty."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     for _ in range(TRIES - 1):
-        scratch.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with suppress(FileNotFoundError):
-            return os.open(scratch, flags, 0o600)
+        # Also FileExistsError, of a directory that is gone when pathlib looks whether it is one.
+        with suppress(FileNotFoundError, FileExistsError):
+            return _made(scratch)
+    return _made(scratch)
+
+
+def _made(scratch: Path) -> int:
     scratch.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return os.open(scratch, flags, 0o600)
+    return os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
 def _packed(name: str, head: Head, content: Content) -> bytes:

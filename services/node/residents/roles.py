@@ -89,6 +89,7 @@ class Wish:
             len(resident.ranks),
             resident.turns,
             self.keeper,
+            resident.apart,
         )
         return [*commands[resident.role], *seat.words()]
 

@@ -37,7 +37,7 @@ def place_core(draft: Draft, job: PlannedJob, share: int, home: str) -> None:
     why = Why(rule, job.id, {"entitled": share})
     for seated in _make_way(draft, workers):
         draft.remove(seated, why)
-    draft.seat(workers, job.id, Role.TRAINING, why, core=True)
+    draft.seat(workers, job.id, Role.TRAINING, why, core=True, apart=job.need.apart)
 
 
 def _gather(draft: Draft, job: PlannedJob, home: str) -> list[str]:
@@ -46,6 +46,7 @@ def _gather(draft: Draft, job: PlannedJob, home: str) -> list[str]:
     own = draft.team(job.id)
     if ranks > 1:
         near = [w for w in draft.placeable if draft.place(w) == home]
+        near = _of_kinds(draft, near, job) or near
     else:
         mine = [w for seated in own.all for w in seated.workers if w in draft.placeable]
         near = [*mine, *filter(None, [draft.free(lambda w: _fits(draft, job, w))])]
@@ -63,6 +64,13 @@ def _gather(draft: Draft, job: PlannedJob, home: str) -> list[str]:
     else:
         looks = (fewest_hosts(offers, ranks, most) for most in LIMITS)
     return next(filter(None, looks), [])
+
+
+def _of_kinds(draft: Draft, workers: Sequence[str], job: PlannedJob) -> list[str]:
+    """Those of the kinds that ranks are set apart for; none where these are too few."""
+    kinds = job.need.kinds
+    found = [w for w in workers if kind_of(draft.workers[w].accelerator) in kinds]
+    return found if len(found) >= job.need.ranks else []
 
 
 def _speeds(draft: Draft, workers: Iterable[str]) -> dict[str, float]:

@@ -60,7 +60,7 @@ def wake(draft: Draft, job: PlannedJob, share: int) -> None:
     another core's by now.
     """
     core = draft.team(job.id).core
-    if core is None or core.awake:
+    if core is None or core.awake or core.resident.tier == Tier.ABSENT:  # the last one leaves
         return
     why = Why("share", job.id, {"entitled": share})
     others = [s for w in core.workers for s in draft.awake_on(w)]

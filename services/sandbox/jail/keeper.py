@@ -31,14 +31,13 @@ OWN_PROCESSES = 1  # the keeper itself counts among its user's
 OWN = ("keeper", "usage")  # descriptors that no guest gets
 SETUP_FAILED = 70
 FIXED = (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_SIGPENDING)  # as gVisor has them, and keeps them
-DESCRIPTORS = 1024  # more than a zygote ever has
 
 
 def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> NoReturn:
     """Runs one jail from its closing to its end; never returns. `proc` is the zygote's /proc."""
     channel = fds["keeper"]
     try:
-        _close_others({**fds, "proc": proc})
+        _close_others({0, 1, 2, proc, *fds.values()}, proc)
         policy = allowed.policy(tier, request["counted"])
         wake = _wakes()
         if tier == "bwrap":
@@ -102,11 +101,15 @@ def _refuses(fds: dict[str, int], number: int) -> None:
         frames.send(fds["keeper"], {"refuses": number})
 
 
-def _close_others(fds: dict[str, int]) -> None:
-    """What a jail was not given: of the zygote, or of the keeper."""
-    kept = sorted({0, 1, 2, *fds.values()})
-    for before, after in zip(kept, [*kept[1:], DESCRIPTORS]):
-        os.closerange(before + 1, after)
+def _close_others(kept: set[int], proc: int) -> None:
+    """What a jail was not given: of the zygote, or of the keeper. The zygote's control socket has
+    the number that it had in the sandbox, which may have thousands open.
+    """
+    listing = os.open("self/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=proc)
+    for fd in map(int, os.listdir(listing)):
+        if fd not in kept and fd != listing:
+            os.close(fd)
+    os.close(listing)
 
 
 def _join_groups(fds: dict[str, int]) -> None:
@@ -152,7 +155,7 @@ def _become_guest(
             _signal.signal(number, _signal.SIG_DFL)
         for name in OWN:
             fds.pop(name, None)
-        _close_others({**fds, "proc": proc})
+        _close_others({0, 1, 2, proc, *fds.values()}, proc)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
         _go_first(proc)
         os.close(proc)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.distributed.device_mesh import DeviceMesh
 
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
+from common.pool.rows import Apart
 from common.pool.seat import Seat
 from common.runtime.mesh import Mesh
 from common.wire.meeting import meetings_of
@@ -18,9 +21,9 @@ from services.trainer.sharding.learners import RowsLearner, ShardedLearner
 from services.trainer.zebra.learner import ZebraLearner
 
 
-def make_rank(data: JobData, rank: int, size: int) -> Rank:
-    """A rank of a core of `size`, in no group yet."""
-    division = division_of(data, size)
+def make_rank(data: JobData, seat: Seat) -> Rank:
+    """A rank of a core, in no group yet."""
+    division = division_of(data, seat.ranks, seat.apart)
 
     def make(group: DeviceMesh) -> RowsLearner:
         config = data.config
@@ -51,11 +54,16 @@ def make_rank(data: JobData, rank: int, size: int) -> Rank:
             deadline_s=config.training.rank_deadline_s,
         )
 
-    return Rank(make, rank, size, data.config.mesh.device, division)
+    return Rank(make, seat.rank, seat.ranks, data.config.mesh.device, division)
 
 
-def division_of(data: JobData, ranks: int) -> Division:
-    """How the job has its rounds computed by so many ranks."""
+def division_of(data: JobData, ranks: int, apart: Apart | None = None) -> Division:
+    """How the job has its rounds computed by so many ranks, of which the planner may have set some
+    `apart`.
+    """
+    if apart is not None:
+        experts = ranks - apart.attention
+        return ZebraDivision(apart.attention, experts, apart.micro_batches, apart.hosted)
     training = data.config.training
     zebra = training.zebra
     if not zebra.attention:
@@ -74,8 +82,8 @@ def compute_of(mesh: Mesh, data: JobData, rank: Rank) -> GangCompute:
     return GangCompute(mesh, data.id, rank, meetings, within_s)
 
 
-async def obey(mesh: Mesh, data: JobData, seat: Seat, rank: Rank) -> None:
-    """The life of a rank beside the first."""
+async def obey(mesh: Mesh, data: JobData, seat: Seat, rank: Rank, profile: dict[str, Any]) -> None:
+    """The life of a rank beside the first. `profile`: what it publishes of its accelerator."""
     actor = RankActor(mesh, data, seat, rank)
-    await mesh.join(actor, stats=actor.stats)
+    await mesh.join(actor, stats=lambda: actor.stats() | profile)
     await actor.until_drained()

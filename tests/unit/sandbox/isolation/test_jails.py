@@ -30,6 +30,7 @@ from services.sandbox.isolation.slots import JailSlots
 from tests.unit.sandbox.seen import SOON_S, ZYGOTE, guests_run, pythons
 
 pytestmark = pytest.mark.needs("bwrap")
+MANY = 3000  # descriptors
 LIMITS = JailLimits(wall_s=4.0, cpu_s=2.0, memory_bytes=128 * MIB, output_bytes=4096)
 
 
@@ -299,6 +300,22 @@ async def test_launchers_of_one_process_share_no_control_group(
 async def test_a_program_is_handed_nothing_but_its_three_streams(launcher: JailLauncher) -> None:
     found = await ran(launcher, "import os\nprint(sorted(map(int, os.listdir('/proc/self/fd'))))")
     assert found.stdout == b"[0, 1, 2, 3]\n"  # the last is of the listing itself
+
+
+async def test_nor_is_it_by_a_sandbox_that_has_thousands_open(tmp_path: Path) -> None:
+    """Whose zygote's control socket has a number as high."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, MANY + 200), hard))
+    launcher = JailLauncher(SystemHost(), SystemClock(), "bwrap", Interpreter.own(), None, None)
+    with contextlib.ExitStack() as opened:
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(MANY):
+            opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        await launcher.start()
+    try:
+        await test_a_program_is_handed_nothing_but_its_three_streams(launcher)
+    finally:
+        await launcher.stop()
 
 
 async def test_a_jail_that_somebody_kills_is_ours_to_answer_for(launcher: JailLauncher) -> None:

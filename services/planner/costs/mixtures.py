@@ -1,0 +1,153 @@
+"""What a job would train in a second with its core's ranks set apart, attention on one kind of
+accelerators and experts on another, and with ranks all alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from typing import Any
+
+from common.errors import ConfigError
+from common.hardware.profiles import declared
+from common.pool.measured import LEVELS, Lengths
+from common.pool.needs import PlannedJob
+from common.pool.rows import Apart
+from common.zebra.asymmetry import Ranks
+from common.zebra.kinds import declared_profile
+from common.zebra.profile import Kind, Profile, kind_of_table
+from common.zebra.shapes import MICROS, Shape, shape_of
+from common.zebra.together import expert_parallel_s, fits_together
+
+AGAIN = 1.0  # times a forward that a backward takes longer where activations are computed again
+
+
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """The best division of a core between two kinds. Tokens a second; 0: it does not fit."""
+
+    kinds: tuple[str, str]  # of attention, of experts
+    apart: Apart
+    tokens_per_s: float
+    alike: float  # with ranks all alike, on the best accelerators that there are
+    profiled: bool  # by what ranks have measured, else by what is declared
+
+
+def foretold(job: PlannedJob, there: Mapping[str, int]) -> Foretold | str:
+    """The best division of a job's core on so many accelerators of each kind, by their declared
+    names; why there is none.
+    """
+    known = [kind for kind in there if kind in declared()]
+    rising = sorted(known, key=lambda kind: declared()[kind].flops)
+    if job.shape is None or not job.shape.experts:
+        return "the shape of its model is not known as that of a mixture"
+    if len(rising) < 2:
+        named = ", ".join(sorted(there)) or "none"
+        return f"there are no accelerators of two kinds that are known ({named})"
+    best: Foretold | None = None
+    for slow, fast in product(rising, reversed(rising)):
+        if rising.index(slow) < rising.index(fast):
+            found = _between(job, there, fast, slow)
+            if found is not None and (best is None or found.tokens_per_s > best.tokens_per_s):
+                best = found
+    ranks = job.need.ranks
+    return best or f"no division of {ranks} ranks between them fits into their memory"
+
+
+def _between(job: PlannedJob, there: Mapping[str, int], fast: str, slow: str) -> Foretold | None:
+    profile, profiled = profile_of(job, fast, slow)
+    step = _Step(job)
+    ranks = job.need.ranks
+    shapes = [
+        shape
+        for attention in range(max(1, ranks - there[slow]), min(there[fast], ranks - 1) + 1)
+        for micros in step.micros(attention)
+        if (shape := _shape(profile, step, Ranks(attention, ranks - attention), micros))
+    ]
+    if not shapes:
+        return None
+    best = max(shapes, key=lambda shape: (shape.tokens_per_s, -shape.micros))
+    apart = Apart(best.ranks.attention, best.micros, best.hosting.hosted)
+    alike = _alike(profile, step, there, ranks)
+    return Foretold((fast, slow), apart, best.tokens_per_s, alike, profiled)
+
+
+def profile_of(job: PlannedJob, fast: str, slow: str) -> tuple[Profile, bool]:
+    """What the job's model costs on two kinds, and whether that was measured."""
+    assert job.shape is not None
+    profile = declared_profile(job.shape, fast, slow)
+    measured = [job.measured.profiles.get(kind) for kind in (fast, slow)]
+    if None in measured:
+        return profile, False
+    kinds = [_kind(told) for told in measured if told is not None]
+    times = [float(told["backward"]) for told in measured if told is not None]
+    backward = sum(times) / len(times) + AGAIN * job.recomputes
+    return replace(profile, fast=kinds[0], slow=kinds[1], backward=backward), True
+
+
+def _kind(told: Mapping[str, Any]) -> Kind:
+    return kind_of_table(told["kind"], "a measured kind")
+
+
+class _Step:
+    """The sequences of a job's steps, by bins."""
+
+    def __init__(self, job: PlannedJob) -> None:
+        self._bin = max(1, job.bin_tokens)
+        self._shares = _shares(job.measured.lengths, self._bin)
+        self._mean = sum(length * share for length, share in self._shares.items())
+        tokens = job.groups_per_step * job.group_size * self._mean
+        self._bins = max(1, round(tokens / self._bin))
+
+    def micros(self, attention: int) -> list[int]:
+        """Bins of a round that so many ranks may have each, without empty ones."""
+        return [count for count in MICROS if count == 1 or count * attention <= self._bins]
+
+    def lengths(self, bins: int) -> dict[int, int]:
+        """The sequences of so many bins, each of which has some."""
+        many = max(bins, bins * self._bin / self._mean)
+        found = {length: round(many * share) for length, share in self._shares.items()}
+        short = bins - sum(found.values())
+        if short > 0:
+            found[min(found)] += short
+        return {length: count for length, count in found.items() if count}
+
+
+def _shares(lengths: Lengths | None, most: int) -> dict[int, float]:
+    """Shares of sequences by their length, of up to `most` tokens; before any are measured, each is
+    half as long as a bin.
+    """
+    if lengths is None:
+        return {max(1, most // 2): 1.0}
+    found: dict[int, float] = {}
+    levels = zip(pairwise(LEVELS), pairwise(lengths.sampled), strict=True)
+    for (low, high), (shorter, longer) in levels:
+        length = max(1, min(most, round(lengths.prompt + (shorter + longer) / 2)))
+        found[length] = found.get(length, 0.0) + high - low
+    return found
+
+
+def _shape(profile: Profile, step: _Step, ranks: Ranks, micros: int) -> Shape | None:
+    try:
+        found = shape_of(profile, step.lengths(ranks.attention * micros), 1, ranks, micros)
+    except ConfigError:
+        return None
+    return found if found is not None and any(found.hosting.kept) else None
+
+
+def _alike(profile: Profile, step: _Step, there: Mapping[str, int], ranks: int) -> float:
+    """Tokens a second of expert parallelism over the fast kind if there are enough, else both."""
+    kinds: Sequence[Kind] = [profile.fast]
+    if there[profile.fast.name] < ranks:
+        kinds = [profile.fast, profile.slow]
+    degrees = [d for d in range(1, ranks + 1) if not ranks % d and not profile.experts % d]
+    best = 0.0
+    for degree, micros in product(degrees, step.micros(ranks)):
+        lengths = step.lengths(ranks * micros)
+        if fits_together(profile, lengths, kinds, ranks, degree):
+            step_s = expert_parallel_s(profile, lengths, kinds, ranks, degree, micros)
+            if step_s:
+                tokens = sum(length * count for length, count in lengths.items())
+                best = max(best, tokens / step_s)
+    return best

@@ -1,0 +1,97 @@
+"""The profile of a rank's accelerator: measured once for a model, a kind and a length, and kept on
+the host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import ConfigError, MeshError
+from common.hardware.profiles import kind_of
+from common.job.job_data import JobData
+from common.job.model_shape import model_config
+from common.pool.seat import Seat
+from common.runtime.mesh import Mesh
+from common.runtime.patience import patiently
+from common.state import pool
+from common.zebra.profile import kind_of_table
+from services.trainer.core.beginning import DTYPES
+from services.trainer.zebra.profiler import profiled
+
+MEASURE_S = 300.0  # three curves, of which each takes up to its budget and one more pass
+
+
+async def profile_of(mesh: Mesh, data: JobData, seat: Seat) -> dict[str, Any]:
+    """What a rank publishes of the accelerator that it computes on, for the planner to divide the
+    core by; nothing where the job does not ask for that.
+    """
+    if not data.config.training.zebra.auto:
+        return {}
+    name = await _kind(mesh, seat)
+    if not name:
+        return {}  # the gang has changed: another process comes
+    about = _about(data, name)
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+    path = Path(mesh.settings.run_root) / "mesh" / "profiles" / f"{digest}.json"
+    if (kept := _kept(path)) is not None:
+        return {"profile": kept}
+    training = data.config.training
+    try:
+        found = await mesh.host.run_blocking(
+            profiled,
+            model_config(data),
+            torch.device(data.config.mesh.device),
+            DTYPES[training.dtype],
+            training.bin_tokens,
+            mesh.clock,
+            name,
+            deadline_s=MEASURE_S,
+        )
+    except (RuntimeError, MeshError) as error:  # as where memory is too small
+        mesh.telemetry.log.warning("no profile of this accelerator", kind=name, error=str(error))
+        return {}
+    told = found.told()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mesh.host.replace_file(path, json.dumps(told).encode())
+    mesh.telemetry.log.info("profile", kind=name, backward=round(found.backward, 2))
+    return {"profile": told}
+
+
+async def _kind(mesh: Mesh, seat: Seat) -> str:
+    """That of the accelerator of this rank's worker."""
+    gang = await patiently(mesh.clock, lambda: pool.gang(mesh.state, seat.gang))
+    resident = next((r for r in gang.residents if r.id == seat.resident), None) if gang else None
+    if gang is None or resident is None:
+        return ""
+    worker = gang.workers[resident.ranks[seat.rank]]
+    row = await patiently(mesh.clock, lambda: pool.worker_row(mesh.state, worker))
+    return (kind_of(row.accelerator) or row.accelerator) if row is not None else ""
+
+
+def _about(data: JobData, name: str) -> dict[str, Any]:
+    """All that a profile depends on."""
+    config, training = model_config(data), data.config.training
+    shape = {key: value for key, value in asdict(config).items() if key != "source"}
+    return {
+        "model": shape,
+        "dtype": training.dtype,
+        "longest": training.bin_tokens,
+        "kind": name,
+        "torch": torch.__version__,
+    }
+
+
+def _kept(path: Path) -> dict[str, Any] | None:
+    """What was measured before; None: nothing that can be read."""
+    try:
+        told: dict[str, Any] = json.loads(path.read_text())
+        kind_of_table(told["kind"], "a kept profile")
+        return told if float(told["backward"]) > 0 else None
+    except (OSError, ValueError, KeyError, TypeError, ConfigError):
+        return None

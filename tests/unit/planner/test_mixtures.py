@@ -1,0 +1,273 @@
+"""The planner sets the ranks of a mixture's core apart where that is predicted to pay, measures
+what came of it, and goes back where something else trains more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from common.hardware.shapes import ModelShape
+from common.pool.decisions import Decision, Place
+from common.pool.explained import explained_of
+from common.pool.measured import Lengths, Measured, Work
+from common.pool.needs import PlannedJob
+from common.pool.rows import Apart, Doing, Report, Resident, Tier
+from common.zebra.kinds import declared_profile
+from services.planner.costs.mixtures import Foretold, foretold
+from services.planner.policies.mixtures import Mixture
+from tests.unit.planner.pools import QUIET, Looks, job, pool
+
+K = 1024
+# Like D1 of `sim/zebra`: eight layers, 24 experts of which a token goes to two.
+SHAPE = ModelShape(
+    layers=8,
+    hidden=1024,
+    heads=8,
+    kv_heads=8,
+    head_dim=128,
+    parameters=1.17e9,
+    active=1.17e9 - 8 * 22 * 3 * 1024 * 1536,
+    experts=24,
+    experts_per_token=2,
+)
+TWO_KINDS = ["cuda:0 NVIDIA A40"] * 2 + ["cuda:0 Tesla V100-SXM2-32GB"] * 5
+
+
+def mixed(kinds: list[str], *, up_ms: int = 0, **about: Any) -> Looks:
+    """A mesh with these accelerators, whose job has a core of four ranks."""
+    needs = {"ranks": 4, "divides": True, "shape": SHAPE, "bin_tokens": 16 * K}
+    planned = job(**(needs | {"model": "D1", "checkpointed": True} | about))
+    looks = Looks(pool([len(kinds)], planned, settings=QUIET, up_ms=up_ms))
+    for number, accelerator in enumerate(kinds):
+        looks.worker(f"w{number}", accelerator=accelerator)
+    return looks
+
+
+def core(looks: Looks) -> Resident:
+    [found] = [resident for _, resident in looks.residents() if resident.core]
+    return found
+
+
+def kinds_of(looks: Looks) -> list[str]:
+    """Of the core's ranks."""
+    [gang] = [g for g in looks.snapshot.gangs if any(r.core for r in g.residents)]
+    known = {worker.id: worker.accelerator for worker in looks.snapshot.workers}
+    [ranks] = [r.ranks for r in gang.residents if r.core]
+    return ["A40" if "A40" in known[gang.workers[rank]] else "V100" for rank in ranks]
+
+
+def trained(looks: Looks, tokens_per_s: float, steps: float, start: str = "") -> None:
+    """The core says that it has trained so much in each of so many seconds, of a step each."""
+    work = Work(steps=steps, busy_s=steps, tokens=tokens_per_s * steps)
+    about = looks.snapshot.jobs[0].measured
+    looks.job("job", measured=replace(about, work={f"trainer/job{start or core(looks).id}": work}))
+
+
+def watched(looks: Looks, tokens_per_s: float) -> list[Decision]:
+    """A window of steps, and what was decided in it."""
+    found: list[Decision] = []
+    for steps in (2, 4, 6, 8):
+        trained(looks, tokens_per_s, steps)
+        found += looks.look()
+    return found
+
+
+def left(looks: Looks) -> None:
+    """What was wished away is a checkpoint now."""
+    gangs = []
+    for gang in looks.snapshot.gangs:
+        some = tuple(
+            r if r.tier != Tier.ABSENT else replace(r, reports=reports(r)) for r in gang.residents
+        )
+        gangs.append(replace(gang, residents=some))
+    looks.change(gangs=tuple(gangs))
+
+
+def reports(r: Resident) -> dict[int, Report]:
+    one = Report(0, r.generation, r.epoch, 1, Doing.GONE, Tier.ABSENT)
+    return {rank: replace(one, rank=rank) for rank in r.ranks}
+
+
+def ranks_told(looks: Looks) -> str:
+    return explained_of(looks.memory.document())["job"].ranks
+
+
+def test_ranks_are_set_apart_where_that_is_predicted_to_pay() -> None:
+    looks = mixed(TWO_KINDS)
+    looks.settle()
+    apart = core(looks).apart
+    assert apart is not None and 1 <= apart.attention <= 3
+    assert kinds_of(looks) == ["A40"] * apart.attention + ["V100"] * (4 - apart.attention)
+    said = ranks_told(looks)
+    assert f"attention on {apart.attention} ranks of A40 and experts on V100" in said
+    assert "as declared" in said and "with ranks all alike" in said
+
+
+@pytest.mark.parametrize(
+    ("kinds", "why"),
+    [
+        (["cuda:0 NVIDIA A40"] * 8, "no accelerators of two kinds"),
+        (["cuda:0 NVIDIA A40"] * 4 + ["cuda:0 Something"] * 4, "no accelerators of two kinds"),
+    ],
+)
+def test_where_there_are_not_two_kinds_ranks_are_alike_and_it_is_said_why(
+    kinds: list[str], why: str
+) -> None:
+    looks = mixed(kinds)
+    looks.settle()
+    assert core(looks).apart is None
+    assert why in ranks_told(looks)
+
+
+def test_enough_fast_accelerators_train_alone() -> None:
+    looks = mixed(["cuda:0 Tesla T4"] * 4 + ["cuda:0 NVIDIA H100"] * 4)
+    looks.settle()
+    assert core(looks).apart is None
+    [gang] = [g for g in looks.snapshot.gangs if any(r.core for r in g.residents)]
+    assert gang.workers == ("w4", "w5", "w6", "w7")
+
+
+def test_who_does_not_ask_for_it_is_left_alone() -> None:
+    looks = mixed(TWO_KINDS, divides=False)
+    looks.settle()
+    assert core(looks).apart is None
+    assert not looks.memory.mixtures
+
+
+def test_a_new_mesh_is_waited_for() -> None:
+    looks = mixed(TWO_KINDS[:5], up_ms=999_000)
+    looks.change(settings=replace(QUIET, gather_s=5.0))
+    looks.look()
+    assert not looks.memory.mixtures, "the slow ones may still be coming"
+
+
+def test_a_lost_core_comes_again_as_the_same_ranks() -> None:
+    looks = mixed(TWO_KINDS)
+    looks.settle()
+    before = core(looks).apart
+    [gang] = [g for g in looks.snapshot.gangs if any(r.core for r in g.residents)]
+    looks.worker(gang.workers[0], alive=False)
+    looks.change(now_ms=looks.snapshot.now_ms + 60_000)
+    looks.look()
+    looks.change(now_ms=looks.snapshot.now_ms + 60_000)
+    looks.settle()
+    assert gang.workers[0] not in looks.roles() and core(looks).apart == before
+
+
+def test_what_trains_as_much_as_was_predicted_stays() -> None:
+    looks = mixed(TWO_KINDS)
+    looks.settle()
+    mixture = looks.memory.mixtures["job"]
+    watched(looks, mixture.predicted)
+    assert core(looks).tier == Tier.ACCELERATOR and core(looks).apart == mixture.best
+    assert "observed" in ranks_told(looks)
+
+
+def test_what_trains_less_than_ranks_all_alike_would_is_undone_and_the_better_one_stays() -> None:
+    looks = mixed(TWO_KINDS)
+    looks.settle()
+    mixture = looks.memory.mixtures["job"]
+    first = core(looks)
+    watched(looks, mixture.alike / 2)
+    assert core(looks).id == first.id and core(looks).tier == Tier.ABSENT
+    looks.look()
+    assert core(looks).tier == Tier.ABSENT, "it writes its checkpoint"
+    left(looks)
+    looks.settle()
+    second = core(looks)
+    assert second.id != first.id and second.apart is None
+    watched(looks, mixture.alike / 4)  # it is worse still
+    left(looks)
+    looks.settle()
+    assert core(looks).apart == first.apart
+    watched(looks, mixture.alike / 2)
+    assert core(looks).tier == Tier.ACCELERATOR, "the best that was measured stays"
+
+
+def test_what_ranks_measure_themselves_counts_for_more_than_what_is_declared() -> None:
+    looks = mixed(TWO_KINDS)
+    looks.settle()
+    before = looks.memory.mixtures["job"]
+    assert not before.profiled
+    declared = declared_profile(SHAPE, "A40", "V100")
+    slower = replace(
+        declared.slow,
+        experts=replace(declared.slow.experts, seconds=(declared.slow.experts.seconds[0] * 4,)),
+    )
+    profiles = {
+        kind.name: {"kind": asdict(kind), "backward": 2.0} for kind in (declared.fast, slower)
+    }
+    looks.job("job", measured=Measured(profiles=profiles))
+    looks.look()
+    after = looks.memory.mixtures["job"]
+    assert after.profiled and after.predicted < before.predicted
+    assert sum(after.best.hosted) > sum(before.best.hosted)  # type: ignore[union-attr]
+    assert core(looks).apart == before.best, "nothing has been measured of it yet"
+    watched(looks, after.predicted / 2)
+    left(looks)
+    looks.settle()
+    assert core(looks).apart in (after.best, None)
+    assert "as ranks have measured" in ranks_told(looks)
+
+
+def test_a_core_without_a_checkpoint_is_not_divided_anew() -> None:
+    looks = mixed(TWO_KINDS, checkpointed=False)
+    looks.settle()
+    watched(looks, 1.0)
+    assert core(looks).tier == Tier.ACCELERATOR
+
+
+def test_a_core_that_cannot_be_left_as_a_checkpoint_goes_on() -> None:
+    looks = mixed(TWO_KINDS)
+    looks.settle()
+    first = core(looks)
+    watched(looks, 1.0)
+    looks.change(now_ms=looks.snapshot.now_ms + 1000 * 121)
+    looks.look()
+    assert core(looks).id == first.id and core(looks).tier == Tier.ACCELERATOR
+    assert "could not be left" in ranks_told(looks)
+    watched(looks, 1.0)
+    assert core(looks).tier == Tier.ACCELERATOR
+
+
+def test_it_is_remembered_whole() -> None:
+    apart = Apart(2, 4, (0, 1, 2))
+    full = Mixture(
+        apart,
+        apart,
+        ("A40", "V100"),
+        10.0,
+        8.0,
+        True,
+        {(): 5.0, (2, 4, 0, 1, 2): 6.0},
+        ("trainer/job", Work(steps=3, busy_s=2.5, held_s=0.5, tokens=100)),
+        1,
+        "",
+    )
+    assert Mixture.of(full.document()) == full
+    assert Mixture.of(Mixture().document()) == Mixture()
+
+
+def test_longer_sequences_have_more_ranks_with_attention() -> None:
+    """By what is declared: attention grows faster than experts do."""
+
+    def of(tokens: float) -> PlannedJob:
+        lengths = Lengths(100, tuple([tokens] * 16))
+        about = {"shape": SHAPE, "bin_tokens": 32 * K, "measured": Measured(lengths=lengths)}
+        return job(ranks=6, divides=True, **about)
+
+    there = {"A40": 5, "V100": 5}
+    short, long = (foretold(of(tokens), there) for tokens in (1.0 * K, 32.0 * K))
+    assert isinstance(short, Foretold) and isinstance(long, Foretold)
+    assert short.apart.attention < long.apart.attention
+
+
+def test_a_place_decision_says_by_which_figures() -> None:
+    looks = mixed(TWO_KINDS)
+    looks.settle()
+    found = watched(looks, 1.0)
+    [place] = [one for one in found if isinstance(one, Place) and one.resident.core]
+    assert place.why.rule == "mixture" and place.why.inputs["predicted"] > 0
