@@ -91,6 +91,12 @@ def test_many_threads_write_and_read_the_same_chunks(tmp_path: Path) -> None:
     names = names_of(DOMAIN, np.arange(128 * 8))
 
     def work(seed: int) -> None:
+        try:
+            use(seed)
+        except BaseException as error:
+            wrong.append(error)
+
+    def use(seed: int) -> None:
         files, random = ChunkFiles(tmp_path), np.random.default_rng(seed)
         for _ in range(60):
             at = int(random.integers(len(names)))
@@ -112,6 +118,25 @@ def test_many_threads_write_and_read_the_same_chunks(tmp_path: Path) -> None:
         thread.join()
     assert not wrong
     assert not list(tmp_path.glob("*/??/.*"))
+
+
+def test_a_directory_that_goes_while_it_is_looked_at_is_made_again(
+    files: ChunkFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`mkdir` found it, and pathlib then asks whether it is a directory."""
+    folder, looks = files.path(DOMAIN, OTHER).parent, [0]
+    folder.mkdir(exist_ok=True)
+    is_dir = Path.is_dir
+
+    def gone(path: Path) -> bool:
+        if path == folder and not looks[0]:
+            looks[0] += 1
+            folder.rmdir()
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", gone)
+    files.write(DOMAIN, OTHER, HEAD, CONTENT)
+    assert looks == [1] and files.read(DOMAIN, OTHER) is not None
 
 
 def test_a_scan_tells_what_is_there(files: ChunkFiles) -> None:
