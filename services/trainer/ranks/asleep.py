@@ -57,8 +57,8 @@ class RankRows:
         elif order.what == "take" and self._memory is not None and self._copy != Tier.ACCELERATOR:
             await self._take(self._memory)
         elif order.what == "move" and tier == Tier.ABSENT:
-            self.tier = tier
             await self.places.forget()
+            self.tier = tier  # its worker may end it from here on
         elif order.what == "move" and tier == Tier.ACCELERATOR:
             self.tier = self._copy  # it is needed all the same; what slept was given up
         elif order.what == "move" and self._copy not in (tier, Tier.ACCELERATOR):

@@ -40,9 +40,13 @@ from common.errors import (
     StorageFull,
 )
 from common.job.config import AlgorithmConfig, OptimizerConfig
+from common.pool.rows import Tier
 from common.process.serial_executor import looked_at
 from common.runtime.mesh import Mesh
+from common.runtime.ref import Ref
 from common.runtime.residents.tiers import Keep, Take
+from common.runtime.tasks import first_of
+from common.state import registry
 from common.weights.laying import How
 from common.weights.staging import Stager
 from common.wire.bulk.port import BulkClient
@@ -62,6 +66,8 @@ from services.trainer.rows.staging import Staging
 from services.trainer.rows.trouble import UNREADABLE, raise_first, tried
 
 T = TypeVar("T")
+
+LOOK_S = 1.0  # between two looks whether a rank has ended
 
 _numbers = itertools.count(1)  # of restorings
 
@@ -284,7 +290,23 @@ class GangCompute:
         await run(memory.filled)
 
     async def move(self, tier: str) -> None:
-        await self._rest("move", self._about | {"tier": tier})
+        order = self._order("move", self._about | {"tier": tier})
+        if tier != Tier.ABSENT:
+            await all_of(*(other.call(Ranks.rest, order) for other in self._group.others))
+        else:
+            await all_of(*(self._let_end(other, order) for other in self._group.others))
+
+    async def _let_end(self, other: Ref, order: Rest) -> None:
+        """Returns when it has answered, or has ended: it may, as soon as it has heard of it."""
+        await first_of([other.call(Ranks.rest, order), self._until_ended(other.name)])
+
+    async def _until_ended(self, name: str) -> None:
+        while True:
+            await self._mesh.clock.sleep(LOOK_S)
+            with suppress(StateUnavailable):
+                entry = await registry.lookup(self._mesh.state, name)
+                if entry is None or not entry.alive:
+                    return
 
     async def resume(self, about: Mapping[str, Any], take: Take) -> bool:
         told = dict(about)
@@ -305,9 +327,11 @@ class GangCompute:
 
     async def _rest(self, what: str, about: dict[str, Any]) -> None:
         """Orders it of all others; the first error of any."""
-        order = Rest(self._group.current(), what, about["tier"], about)
-        asked = (other.call(Ranks.rest, order) for other in self._group.others)
-        await all_of(*asked)
+        order = self._order(what, about)
+        await all_of(*(other.call(Ranks.rest, order) for other in self._group.others))
+
+    def _order(self, what: str, about: dict[str, Any]) -> Rest:
+        return Rest(self._group.current(), what, about["tier"], about)
 
 
 async def all_of(*asked: Awaitable[Any]) -> None:
