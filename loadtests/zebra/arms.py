@@ -22,7 +22,7 @@ TOKENS = 96  # of a real micro-batch: as many rows for each expert, as it is rou
 LINK_BYTES_PER_S = 12.5e9  # 100 Gb/s
 FREE_BYTES_PER_S = 1e30
 WORTH = 1.1  # that experts on attention ranks are to bring by the list schedule, to be an arm
-LONGEST_S = 0.1  # that the longest task takes here
+LONGEST_S = 0.16  # that the longest task takes here
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ groups a test makes from a seed and releases when it likes.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from common.api.weights import Group
 from common.errors import StateUnavailable
+from common.pool.rows import Apart
 from common.process.handle import SystemChild
 from common.process.host import SystemHost
 from common.runtime.mesh import Mesh
@@ -173,6 +175,7 @@ class Training:
         """`others`: the module that ranks beside the first run, on `host`."""
         self.elastic, self.job, self.ranks, self._others = elastic, job, ranks, others
         self.host = host
+        self.apart: Apart | None = None  # how ranks that start from now on divide a mixture
         self._admitted: list[groups.Admitted] = []
         self._released = 0
 
@@ -214,7 +217,8 @@ class Training:
         await self._rank_main(f"hybrid/{gang}", gang=gang, module=module, host=host)
 
     def _of_ranks(self, rank: int) -> list[str]:
-        return ["--rank", str(rank), "--ranks", str(self.ranks)]
+        apart = [] if self.apart is None else ["--apart", json.dumps(self.apart.told())]
+        return ["--rank", str(rank), "--ranks", str(self.ranks), *apart]
 
     async def _rank_main(
         self,

@@ -45,9 +45,16 @@ class Mixture:
     why: str = ""
 
     def score(self, apart: Apart | None) -> float:
-        """What is known of a division, or foretold."""
-        foretold = self.alike if apart is None else self.predicted if apart == self.best else 0.0
-        return self.observed.get(_key(apart), foretold)
+        """What is known of a division, or foretold. Where ranks all alike were measured to train
+        less than was foretold of them, others are taken to do so, too; not the other way round, so
+        that ranks apart are compared with what ranks all alike do in truth, if they disappoint.
+        """
+        if (key := _key(apart)) in self.observed:
+            return self.observed[key]
+        if apart is None:
+            return self.alike
+        off = self.observed[()] / self.alike if self.alike and () in self.observed else 1.0
+        return self.predicted * min(off, 1.0) if apart == self.best else 0.0
 
     def document(self) -> dict[str, Any]:
         """All of it, as JSON takes it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import tempfile
@@ -13,7 +14,11 @@ import pytest
 import pytest_asyncio
 import torch
 
+from common.api.role import Settle
+from common.pool.rows import Apart
+from common.state import jobs
 from tests.mesh.elastic import STEPS, ElasticMesh, Training
+from tests.mesh.training.test_elastic_training import settled
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -21,6 +26,7 @@ pytestmark = [
     pytest.mark.xdist_group("zebra"),
 ]
 
+LEAVES_S = 60.0  # for a core to be left as a checkpoint
 RANKS = 3  # two with attention, one with experts
 SETTINGS: dict[str, Any] = {
     "training__deterministic": "true",  # so that runs have the same bins
@@ -87,3 +93,29 @@ async def test_ranks_of_either_class_may_die_or_hang_and_the_weights_stay_the_sa
     assert found.keys() == expected.keys()
     different = [name for name in expected if not torch.equal(found[name], expected[name])]
     assert not different
+
+
+async def test_a_core_left_as_a_checkpoint_goes_on_as_ranks_that_divide_otherwise(
+    elastic: ElasticMesh,
+) -> None:
+    """A rank's worker ends it as soon as it says that it may go: nobody waits for its answer."""
+    training = Training(elastic, "changing", RANKS)
+    alike = {key: value for key, value in SETTINGS.items() if "zebra" not in key}
+    await training.start(**alike, training__checkpoint_every=50)
+    await training.train(2)
+    names = ["rank/changing/2", "rank/changing/1", "trainer/changing"]
+
+    async def leaves(name: str) -> None:
+        await settled(elastic, name, Settle("absent", 1, False, "", ""))
+        elastic.kill(name)
+
+    async with asyncio.timeout(LEAVES_S):
+        await asyncio.gather(*map(leaves, names))
+    training.apart = Apart(2, 2, (1,))
+    await training.start_core()
+    for rank in (1, 2):
+        await training.start_rank(rank)
+    await training.train(2)
+    assert await training.done() == 4, "no step was made twice"
+    row = await jobs.job(elastic.state, "changing")
+    assert row.lineage == 1, "ranks that divide otherwise begin a lineage of their own"

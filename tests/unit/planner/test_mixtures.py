@@ -213,6 +213,16 @@ def test_what_ranks_measure_themselves_counts_for_more_than_what_is_declared() -
     assert "as ranks have measured" in ranks_told(looks)
 
 
+def test_what_is_not_predicted_to_pay_is_not_tried_because_predictions_are_too_high() -> None:
+    looks = mixed(["cuda:0 NVIDIA A40"] * 4 + ["cuda:0 Tesla V100-SXM2-32GB"] * 4)
+    looks.settle()
+    mixture = looks.memory.mixtures["job"]
+    assert core(looks).apart is None and mixture.best is not None
+    assert mixture.predicted < mixture.alike
+    watched(looks, mixture.alike / 10)
+    assert core(looks).apart is None and core(looks).tier == Tier.ACCELERATOR
+
+
 def test_a_core_without_a_checkpoint_is_not_divided_anew() -> None:
     looks = mixed(TWO_KINDS, checkpointed=False)
     looks.settle()
