@@ -43,6 +43,7 @@ class Mixture:
     window: tuple[str, Work] | None = None  # the process and what it had done when it began
     changes: int = 0
     why: str = ""
+    begun: bool = False  # there has been a core: whoever repeats its steps divides as it did
 
     def score(self, apart: Apart | None) -> float:
         """What is known of a division, or foretold. Where ranks all alike were measured to train
@@ -69,6 +70,7 @@ class Mixture:
             "window": self.window and [self.window[0], *_counted(self.window[1])],
             "changes": self.changes,
             "why": self.why,
+            "begun": self.begun,
         }
 
     @classmethod
@@ -86,6 +88,7 @@ class Mixture:
             window and (window[0], Work(**dict(zip(COUNTED, window[1:], strict=True)))),
             document["changes"],
             document["why"],
+            document["begun"],
         )
 
 
@@ -105,8 +108,8 @@ def divided(
     if core is not None:
         found = _measured(job, core, found)
         found = _chosen(found, core.resident.apart, bool(_running(found, core)))
-        found, core = _changed(draft, job, core, found)
-    elif not found.changes and not found.observed:
+        found, core = _changed(draft, job, core, replace(found, begun=True))
+    elif not found.begun:
         found = _chosen(found, None, True)
     apart = core.resident.apart if core is not None else found.wanted
     attention = apart.attention if apart is not None else 0

@@ -148,6 +148,12 @@ def test_a_lost_core_comes_again_as_the_same_ranks() -> None:
     looks = mixed(TWO_KINDS)
     looks.settle()
     before = core(looks).apart
+    declared = declared_profile(SHAPE, "A40", "T4")
+    told = [replace(declared.fast), replace(declared.slow, name="V100")]
+    profiles = {kind.name: {"kind": asdict(kind), "backward": 2.0} for kind in told}
+    looks.job("job", measured=Measured(profiles=profiles))
+    looks.look()
+    assert looks.memory.mixtures["job"].best != before, "it would be another one now"
     [gang] = [g for g in looks.snapshot.gangs if any(r.core for r in g.residents)]
     looks.worker(gang.workers[0], alive=False)
     looks.change(now_ms=looks.snapshot.now_ms + 60_000)
@@ -256,6 +262,7 @@ def test_it_is_remembered_whole() -> None:
         ("trainer/job", Work(steps=3, busy_s=2.5, held_s=0.5, tokens=100)),
         1,
         "",
+        True,
     )
     assert Mixture.of(full.document()) == full
     assert Mixture.of(Mixture().document()) == Mixture()
