@@ -28,8 +28,8 @@ class Explained:
     host_s: float = 0.0  # that the processors of the busiest host need for it
     binds: str = ""  # what a step waits for: rollout, training, cores
     verdict: str = ""  # why no move is made, or which one is: a sentence
-    ranks: str = ""  # how those of its core divide a mixture, and why: a sentence
     error: float | None = None  # median of |predicted / observed - 1| over judged moves
+    ranks: str = ""  # how those of its core divide a mixture, and why: a sentence
 
 
 @dataclass(frozen=True, slots=True)
