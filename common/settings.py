@@ -21,6 +21,7 @@ SETTINGS_ENV = "MESHRL_SETTINGS"
 REDIS_ENV = "MESHRL_REDIS_URL"  # of a Redis to use in place of one of ours
 WORKER_ENV = "MESHRL_WORKER"  # the name of the worker that has started a role process
 DEVICE_ENV = "MESHRL_DEVICE"  # what that worker is: cpu or cuda
+ACCELERATOR_ENV = "MESHRL_ACCELERATOR"  # and what its accelerator is called, as cuda:0 NVIDIA H200
 MESH_ENV = "MESHRL_MESH"  # by which a process is known to be a mesh's, wherever its settings are
 # Processes that run a job author's code have no part in the mesh beside the channel to who started
 # them, and are not told where its settings are, nor the URL of a Redis, which may hold a password.
@@ -96,6 +97,7 @@ class MeshSettings:
     nice: int = 0  # for the role processes that this process starts
     worker: str = ""  # that has started this process, a role process
     device: str = ""  # of that worker: cpu or cuda
+    accelerator: str = ""  # of that worker, by name
     # In hexadecimal digits; see common.secret. Of this start of the mesh where `doors` is BY_ROLE,
     # of this host where it is BY_PROCESS: its processes' passwords for Redis come from it.
     secret: str = field(default="", repr=False)
@@ -161,7 +163,9 @@ class MeshSettings:
             )
         worker = os.environ.get(WORKER_ENV, "")
         device = os.environ.get(DEVICE_ENV, "")
-        return dataclasses.replace(cls.from_file(Path(path)), worker=worker, device=device)
+        settings = cls.from_file(Path(path))
+        accelerator = os.environ.get(ACCELERATOR_ENV, "")
+        return dataclasses.replace(settings, worker=worker, device=device, accelerator=accelerator)
 
     @classmethod
     def from_file(cls, path: Path) -> MeshSettings:

@@ -160,9 +160,8 @@ async def _serve(mesh: Mesh, a: argparse.Namespace, root: Path, segments: Segmen
     budget = Budget(a.accelerator_bytes, a.memory_bytes, a.disk_bytes)
     budgets = Budgets(budget, mesh.host, root)
     commands = with_overrides(a.role_command)
-    device = a.accelerator.partition(":")[0]
     gpu = GpuRoom(mesh, a.gpu)
-    around = Around(mesh, a.worker, commands, root / "logs", budgets, segments, gpu, device)
+    around = Around(mesh, a.worker, commands, root / "logs", budgets, segments, gpu, a.accelerator)
     settings = mesh.settings
     row = WorkerRow(
         a.worker,

@@ -99,7 +99,7 @@ async def _profile(mesh: Mesh, data: JobData, seat: Seat) -> dict[str, Any]:
         return {}
     from services.trainer.zebra.profiling import profile_of
 
-    return await profile_of(mesh, data, seat)
+    return await profile_of(mesh, data)
 
 
 def place(seat: Seat) -> tuple[str, str]:

@@ -30,7 +30,7 @@ from common.process.handle import Child
 from common.process.supervision.lease_watch import LeaseWatch
 from common.process.supervision.supervisor import NO_START, ChildSpec, End, Hooks, Supervisor
 from common.runtime.mesh import Mesh
-from common.settings import DEVICE_ENV, WORKER_ENV
+from common.settings import ACCELERATOR_ENV, DEVICE_ENV, WORKER_ENV
 from common.state import jobs, registry
 from common.state.ended import Report, Reports
 from services.node.gpus.room import GpuFull, GpuRoom
@@ -79,7 +79,7 @@ class Around:
     budgets: Budgets
     segments: Segments
     gpu: GpuRoom
-    device: str = "cpu"  # what the worker is: cpu or cuda
+    accelerator: str = "cpu:0"  # the worker's, by name
 
     def log(self, name: str) -> Path:
         """Of the process of that name."""
@@ -175,7 +175,8 @@ class RoleProcess(Hooks):
                     **ENVIRONMENT,
                     **self._gpus,
                     WORKER_ENV: self._mesh.name,
-                    DEVICE_ENV: self._around.device,
+                    DEVICE_ENV: self._around.accelerator.partition(":")[0],
+                    ACCELERATOR_ENV: self._around.accelerator,
                 },
                 log=self._log,
                 restart="on_failure",

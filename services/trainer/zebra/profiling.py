@@ -16,10 +16,7 @@ from common.errors import ConfigError, MeshError
 from common.hardware.profiles import kind_of
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
-from common.pool.seat import Seat
 from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
-from common.state import pool
 from common.zebra.profile import kind_of_table
 from services.trainer.core.beginning import DTYPES
 from services.trainer.zebra.profiler import profiled
@@ -27,15 +24,14 @@ from services.trainer.zebra.profiler import profiled
 MEASURE_S = 300.0  # three curves, of which each takes up to its budget and one more pass
 
 
-async def profile_of(mesh: Mesh, data: JobData, seat: Seat) -> dict[str, Any]:
+async def profile_of(mesh: Mesh, data: JobData) -> dict[str, Any]:
     """What a rank publishes of the accelerator that it computes on, for the planner to divide the
     core by; nothing where the job does not ask for that.
     """
     if not data.config.training.zebra.auto:
         return {}
-    name = await _kind(mesh, seat)
-    if not name:
-        return {}  # the gang has changed: another process comes
+    accelerator = mesh.settings.accelerator
+    name = kind_of(accelerator) or accelerator
     about = _about(data, name)
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     path = Path(mesh.settings.run_root) / "mesh" / "profiles" / f"{digest}.json"
@@ -61,17 +57,6 @@ async def profile_of(mesh: Mesh, data: JobData, seat: Seat) -> dict[str, Any]:
     mesh.host.replace_file(path, json.dumps(told).encode())
     mesh.telemetry.log.info("profile", kind=name, backward=round(found.backward, 2))
     return {"profile": told}
-
-
-async def _kind(mesh: Mesh, seat: Seat) -> str:
-    """That of the accelerator of this rank's worker."""
-    gang = await patiently(mesh.clock, lambda: pool.gang(mesh.state, seat.gang))
-    resident = next((r for r in gang.residents if r.id == seat.resident), None) if gang else None
-    if gang is None or resident is None:
-        return ""
-    worker = gang.workers[resident.ranks[seat.rank]]
-    row = await patiently(mesh.clock, lambda: pool.worker_row(mesh.state, worker))
-    return (kind_of(row.accelerator) or row.accelerator) if row is not None else ""
 
 
 def _about(data: JobData, name: str) -> dict[str, Any]:
