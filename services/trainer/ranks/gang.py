@@ -290,11 +290,12 @@ class GangCompute:
         await run(memory.filled)
 
     async def move(self, tier: str) -> None:
-        order = self._order("move", self._about | {"tier": tier})
+        about = self._about | {"tier": tier}
         if tier != Tier.ABSENT:
-            await all_of(*(other.call(Ranks.rest, order) for other in self._group.others))
-        else:
-            await all_of(*(self._let_end(other, order) for other in self._group.others))
+            await self._rest("move", about)
+            return
+        order = self._order("move", about)
+        await all_of(*(self._let_end(other, order) for other in self._group.others))
 
     async def _let_end(self, other: Ref, order: Rest) -> None:
         """Returns when it has answered, or has ended: it may, as soon as it has heard of it."""

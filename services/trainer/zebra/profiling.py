@@ -26,10 +26,8 @@ MEASURE_S = 300.0  # three curves, of which each takes up to its budget and one 
 
 async def profile_of(mesh: Mesh, data: JobData) -> dict[str, Any]:
     """What a rank publishes of the accelerator that it computes on, for the planner to divide the
-    core by; nothing where the job does not ask for that.
+    core by; nothing where it cannot be measured.
     """
-    if not data.config.training.zebra.auto:
-        return {}
     accelerator = mesh.settings.accelerator
     name = kind_of(accelerator) or accelerator
     about = _about(data, name)
