@@ -18,6 +18,8 @@ TRAIN_SHARE = 0.4  # that training reaches, as dense models of some 10e9 paramet
 READ_SHARE = 0.85  # share of peak bandwidth that decoding reaches (Libra's cost model, model.py)
 COLLECTIVE_S = 8e-6  # an all-reduce of a few bytes between accelerators of a host (the same)
 
+CPU = "CPU"  # the kind whose workers have no arithmetic of their own: a host's share its cores
+
 DECLARED = Path(__file__).parent / "accelerators.toml"
 _SHARES = ("busy_share", "train_share", "read_share")
 

@@ -125,6 +125,40 @@ def profile(text: str) -> Pace:
     return pace
 
 
+@dataclass(frozen=True, slots=True)
+class DeclaredPace:
+    """That of whatever accelerator a rank of a mixture has."""
+
+    scale: float  # real seconds for each one that the accelerator is declared to take
+    tokens: float = 1.0  # that a real one stands for
+
+
+def declared_pace(text: str) -> DeclaredPace | None:
+    """What `declared/SCALE` or `declared/SCALE/TOKENS` says as a pace of training; None for another
+    one. ConfigError where these are no positive numbers.
+    """
+    name, *numbers = text.split("/")
+    if name != "declared":
+        return None
+    try:
+        found = DeclaredPace(*map(float, numbers))
+    except (TypeError, ValueError):
+        found = DeclaredPace(0.0)
+    if not (0 < found.scale < math.inf and 0 < found.tokens < math.inf):
+        raise ConfigError(
+            f"there is no pace {text!r} of training",
+            where="training.pace",
+            fix="declared/SCALE, with real seconds for each declared one, as declared/300, or "
+            "declared/SCALE/TOKENS, with tokens that a real one stands for",
+        )
+    return found
+
+
+def training_pace(text: str) -> TrainingPace | DeclaredPace:
+    """What either of the two readers of `training.pace` makes of it. ConfigError for neither."""
+    return declared_pace(text) or training_profile(text)
+
+
 def training_profile(text: str) -> TrainingPace:
     """A profile by name, or declared as `TOKENS_PER_S/UPDATE_MS`, as in `4000/150`. ConfigError
     when it is neither.
@@ -140,6 +174,7 @@ def training_profile(text: str) -> TrainingPace:
         raise ConfigError(
             f"there is no pace {text!r} of training",
             where="training.pace",
-            fix=f"{', '.join(TRAINING_PROFILES)}, or TOKENS_PER_S/UPDATE_MS",
+            fix=f"{', '.join(TRAINING_PROFILES)}, TOKENS_PER_S/UPDATE_MS, or declared/SCALE for "
+            "the ranks of a mixture",
         )
     return pace

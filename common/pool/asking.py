@@ -7,6 +7,7 @@ from typing import Any
 
 from common.job import builtin
 from common.job.isolation import RUNNER
+from common.job.pace import declared_pace
 from common.job.runners import Runner
 from common.pool.needs import Need
 
@@ -39,10 +40,20 @@ def need_of(document: Mapping[str, Any], parameters: int | None = None) -> Need:
         bytes=4 * parameters,
         adapters=bool(document["lora"]["rank"]),
         moments=1 if document["optimizer"]["muon_lr"] else 2,  # Muon has one, AdamW two
-        helped=not unhelped([rollout["dtype"]], document["training"]["dtype"]),
+        helped=_helped(document),
         half=rollout["dtype"] != "float32",
         degrees=degrees,
     )
+
+
+def _helped(document: Mapping[str, Any]) -> bool:
+    """Whether others than its core can compute its gradients; not where ranks keep a pace that is
+    theirs alone.
+    """
+    training = document["training"]
+    if declared_pace(training.get("pace", "")) is not None:
+        return False
+    return not unhelped([document["rollout"]["dtype"]], training["dtype"])
 
 
 def unhelped(published: Iterable[str], computed: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 from common.errors import ConfigError
@@ -47,6 +47,10 @@ class Curve:
         slope = (seconds[i] - seconds[i - 1]) / (at[i] - at[i - 1])
         return seconds[i] + slope * (x - at[i])
 
+    def slowed(self, times: float) -> Curve:
+        """One that takes so many times as long."""
+        return Curve(self.at, tuple(times * one for one in self.seconds))
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -57,6 +61,15 @@ class Kind:
     experts: Curve  # seconds over rows: one expert's FFN; a token is as many rows as experts
     attention: Curve | None = None  # seconds over the length of one sequence, with the gate
     head: Curve | None = None  # seconds over tokens: the last norm, the head and the loss
+
+    def slowed(self, times: float) -> Kind:
+        """One that takes so many times as long."""
+        return replace(
+            self,
+            experts=self.experts.slowed(times),
+            attention=self.attention and self.attention.slowed(times),
+            head=self.head and self.head.slowed(times),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +127,16 @@ class Profile:
         """Of the fast kind."""
         assert self.fast.head is not None
         return self.fast.head
+
+    def slowed(self, times: float) -> Profile:
+        """One whose kinds and links take so many times as long."""
+        return replace(
+            self,
+            fast=self.fast.slowed(times),
+            slow=self.slow.slowed(times),
+            link_bytes_per_s=self.link_bytes_per_s / times,
+            link_latency_s=self.link_latency_s * times,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """What JSON can hold of it; `read` makes a profile of that."""

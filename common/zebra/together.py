@@ -35,14 +35,26 @@ def expert_parallel_s(
     held = profile.experts / degree
     layer = max(map(batches.seconds, curves))
     layer += max(held * kind.experts.of(each) for kind in kinds)
-    sent = all_to_all_s(profile, tokens * (degree - 1) / degree)
     head = max(curve.of(tokens) for curve in heads)
-    passes = profile.layers * (layer * (1 + profile.backward) + 4 * sent) + head * (1 + BACKWARD)
+    passes = passes_s(profile, layer, head, tokens, degree)
     experts = profile.layers * held * profile.expert_gradient_bytes
     return micros * passes + (
         reduced_s(profile, profile.attention_gradient_bytes, ranks)
         + reduced_s(profile, experts, ranks // degree)
     )
+
+
+def passes_s(
+    profile: Profile, layer: float, head: float, tokens: float, degree: int, back: bool = True
+) -> float:
+    """Seconds of a micro-batch, forward and with `back` backward, of a rank whose layer and head
+    take so long forward, with experts over `degree` ranks.
+    """
+    sent = 2 * all_to_all_s(profile, tokens * (degree - 1) / degree)
+    found = profile.layers * (layer + sent) + head
+    if back:
+        found += profile.layers * (layer * profile.backward + sent) + head * BACKWARD
+    return found
 
 
 def fits_together(

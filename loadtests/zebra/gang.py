@@ -93,8 +93,8 @@ def made(setting: Setting, arm: Arm, rank: int, group: Any) -> ZebraLearner:
     shape = config(setting)
     with torch.device("meta"):
         model = Decoder(shape)
-    profile = arm.profile(setting)
-    pace = ZebraPace(profile, arm.kind(profile, rank), setting.length / TOKENS, setting.scale)
+    profile = arm.profile(setting).slowed(setting.scale)
+    pace = ZebraPace(profile, arm.kind(profile, rank), setting.length / TOKENS)
     return ZebraLearner(
         model,
         OptimizerConfig(),

@@ -9,21 +9,28 @@ from collections.abc import Callable
 
 from common.errors import ConfigError
 from common.job.config import JobConfig
+from common.job.pace import declared_pace
 from common.model.config import ModelConfig
 from meshrl.job.models import shape
 
 Fail = Callable[..., ConfigError]
 
-SPLIT, ZEBRA = "training.expert_parallel", "training.zebra"
+SPLIT, ZEBRA, PACE = "training.expert_parallel", "training.zebra", "training.pace"
 
 
 def check(config: JobConfig, fail: Fail) -> None:
     """Ranks and experts can be divided as it says, and there are such."""
     training = config.training
     zebra = training.zebra
-    if training.expert_parallel == 1 and not zebra.attention and not zebra.auto:
+    keys = {
+        f"{ZEBRA}.attention": zebra.attention > 0,
+        f"{ZEBRA}.auto": zebra.auto,
+        SPLIT: training.expert_parallel > 1,
+        PACE: declared_pace(training.pace) is not None,
+    }
+    key = next((key for key, given in keys.items() if given), None)
+    if key is None:
         return
-    key = f"{ZEBRA}.attention" if zebra.attention else f"{ZEBRA}.auto" if zebra.auto else SPLIT
     model = shape(config.model.path, config.model.config)
     if not model.experts:
         raise fail(key, f"{key} is set, and the model is no mixture of experts", "Leave it out")
@@ -33,6 +40,12 @@ def check(config: JobConfig, fail: Fail) -> None:
         _check_split(config, model, fail)
     if zebra.auto:
         _check_auto(config, fail)
+    if keys[PACE] and training.ranks == 1:
+        raise fail(
+            PACE,
+            f"{PACE} = {training.pace!r} is of ranks of a mixture, and training.ranks is 1",
+            "Raise training.ranks, or set it to TOKENS_PER_S/UPDATE_MS",
+        )
 
 
 def _check_split(config: JobConfig, model: ModelConfig, fail: Fail) -> None:
@@ -90,11 +103,11 @@ def _check_trains(config: JobConfig, key: str, fail: Fail) -> None:
             f"{ZEBRA} trains no critic, and ppo has one",
             "Choose an algorithm without one, or leave training.zebra out",
         )
-    if config.training.pace:
+    if config.training.pace and declared_pace(config.training.pace) is None:
         raise fail(
-            "training.pace",
-            f"training.pace is of one kind of accelerators, and {ZEBRA} has two",
-            "Leave one of them out",
+            PACE,
+            f"{PACE} is of one kind of accelerators, and {ZEBRA} has two",
+            "Set it to declared/SCALE, by which each rank has the pace of its own accelerator",
         )
     if config.lora.rank:
         raise fail(

@@ -14,7 +14,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.job.config import INITIAL, JobConfig
-from common.job.pace import profile, training_profile
+from common.job.pace import profile, training_pace
 from common.job.schema import JOB
 from common.model.tokenizer import companions
 from common.pool.asking import need_of
@@ -241,7 +241,7 @@ class _Checker:
                 )
         for key, pace, read in (
             ("rollout.pace", config.rollout.pace, profile),
-            ("training.pace", config.training.pace, training_profile),
+            ("training.pace", config.training.pace, training_pace),
         ):
             if pace:
                 try:

@@ -26,7 +26,7 @@ async def main(a: argparse.Namespace) -> None:
 
 async def serve(mesh: Mesh, a: argparse.Namespace) -> None:
     """The life of an agent, until it is cancelled."""
-    found = await discover(mesh.host, a.device, a.workers)
+    found = await discover(mesh.host, a.device, a.workers, a.stand_for)
     accelerators = [replace(one, bytes=a.accelerator_bytes or one.bytes) for one in found]
     options = ["--orphan-s", str(a.orphan_s), "--market", a.market]
     options += ["--memory-bytes", str(a.memory_bytes), "--disk-bytes", str(a.disk_bytes)]
@@ -57,6 +57,14 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--worker-prefix", default="w", help="unique to this host in the mesh")
     found.add_argument(
         "--services", type=taken, default=ALL, help="that may be placed here, or none"
+    )
+    found.add_argument(
+        "--stand-for",
+        type=lambda text: [kind for kind in text.split(",") if kind],
+        default=os.environ.get("MESHRL_STAND_FOR", ""),
+        metavar="KIND,...",
+        help="accelerators that the first CPU slots stand for, at the pace that a job declares; "
+        "also in $MESHRL_STAND_FOR",
     )
     market_option(found)
     budget_options(found)

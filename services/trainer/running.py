@@ -55,12 +55,12 @@ class Arithmetic:
         _check(data)
         return fresh_learner(data)
 
-    def rank(self, data: JobData, seat: Seat) -> Rank:
-        """One of a core of several, in no group yet."""
+    def rank(self, data: JobData, seat: Seat, accelerator: str) -> Rank:
+        """One of a core of several, on an accelerator of this name, in no group yet."""
         from services.trainer.ranks.running import make_rank
 
         _check(data)
-        return make_rank(data, seat)
+        return make_rank(data, seat, accelerator)
 
 
 def _check(data: JobData) -> None:
@@ -86,7 +86,8 @@ async def _serve(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) 
     if seat.rank:
         from services.trainer.ranks.running import obey
 
-        await obey(mesh, data, seat, arithmetic.rank(data, seat), await _profile(mesh, data, seat))
+        rank = arithmetic.rank(data, seat, mesh.settings.accelerator)
+        await obey(mesh, data, seat, rank, await _profile(mesh, data, seat))
     elif seat.core:
         await train(mesh, data, seat, arithmetic)
     else:
@@ -95,7 +96,8 @@ async def _serve(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) 
 
 async def _profile(mesh: Mesh, data: JobData, seat: Seat) -> dict[str, Any]:
     """What a rank publishes of its accelerator, if the planner is to divide the core by that."""
-    if seat.ranks == 1 or not data.config.training.zebra.auto:
+    training = data.config.training
+    if seat.ranks == 1 or not training.zebra.auto or training.pace:
         return {}
     from services.trainer.zebra.profiling import profile_of
 
@@ -135,8 +137,8 @@ def _core(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) -> Trai
         return TrainerCore(mesh, data, seat, arithmetic.learner(data))
     from services.trainer.ranks.running import compute_of
 
-    compute = compute_of(mesh, data, arithmetic.rank(data, seat))
-    return TrainerCore(mesh, data, seat, compute)
+    rank = arithmetic.rank(data, seat, mesh.settings.accelerator)
+    return TrainerCore(mesh, data, seat, compute_of(mesh, data, rank))
 
 
 async def _fail(mesh: Mesh, data: JobData, error: ConfigError) -> None:

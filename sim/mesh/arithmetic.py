@@ -251,7 +251,7 @@ class TinyRank(Rank):
 
     def __init__(self, data: JobData, rank: int, ranks: int) -> None:
         self.rank, self.ranks, self._seed = rank, ranks, data.config.seed
-        self.division = EvenDivision(ranks)
+        self.division, self._pace = EvenDivision(ranks), None
         self._machine = owner().machine
         self._group: Group | None = None
         self._within_s = data.config.training.rank_deadline_s
@@ -420,5 +420,5 @@ class TinyArithmetic(Arithmetic):
     def learner(self, data: JobData) -> Learner:
         return TinyLearner(data.config.seed)
 
-    def rank(self, data: JobData, seat: Seat) -> Rank:
+    def rank(self, data: JobData, seat: Seat, accelerator: str) -> Rank:
         return TinyRank(data, seat.rank, seat.ranks)

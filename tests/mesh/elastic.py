@@ -24,7 +24,7 @@ from common.pool.rows import Apart
 from common.process.handle import SystemChild
 from common.process.host import SystemHost
 from common.runtime.mesh import Mesh
-from common.settings import DEVICE_ENV, SETTINGS_ENV, MeshSettings
+from common.settings import ACCELERATOR_ENV, DEVICE_ENV, SETTINGS_ENV, MeshSettings
 from common.state import events, groups, jobs, registry
 from common.state.client import State
 from common.state.server import embedded
@@ -107,8 +107,10 @@ class ElasticMesh:
     def run(
         self, name: str, module: str, arguments: list[str], host: str = "here", device: str = ""
     ) -> None:
-        """Starts a module as a process of one of the two hosts, as a worker of `device` would."""
-        env = {DEVICE_ENV: device} if device else {}
+        """Starts a module as a process of one of the two hosts, as a worker would whose accelerator
+        is called `device`.
+        """
+        env = {DEVICE_ENV: device.partition(":")[0], ACCELERATOR_ENV: device} if device else {}
         self._spawn(name, [sys.executable, "-m", module, *arguments], host, env)
 
     def _environment(self, host: str) -> dict[str, str]:
@@ -176,6 +178,7 @@ class Training:
         self.elastic, self.job, self.ranks, self._others = elastic, job, ranks, others
         self.host = host
         self.apart: Apart | None = None  # how ranks that start from now on divide a mixture
+        self.accelerators = [""] * ranks  # what they are on
         self._admitted: list[groups.Admitted] = []
         self._released = 0
 
@@ -206,12 +209,14 @@ class Training:
         assert len(self._admitted) == STEPS * GROUPS
 
     async def start_core(self) -> None:
-        await self._rank_main(f"trainer/{self.job}", "--core", *self._of_ranks(0))
+        name, device = f"trainer/{self.job}", self.accelerators[0]
+        await self._rank_main(name, "--core", *self._of_ranks(0), device=device)
 
     async def start_rank(self, rank: int) -> None:
         arguments = ["--core", *self._of_ranks(rank)]
         name = f"rank/{self.job}/{rank}"
-        await self._rank_main(name, *arguments, module=self._others, host=self.host)
+        about = {"module": self._others, "host": self.host, "device": self.accelerators[rank]}
+        await self._rank_main(name, *arguments, **about)
 
     async def start_hybrid(self, gang: str, module: str = RANK_MAIN, host: str = "here") -> None:
         await self._rank_main(f"hybrid/{gang}", gang=gang, module=module, host=host)
@@ -227,9 +232,10 @@ class Training:
         gang: str = "g0",
         module: str = RANK_MAIN,
         host: str = "here",
+        device: str = "",
     ) -> None:
         place = ["--gang", gang, "--resident", gang, "--job", self.job, "--generation", "1"]
-        self.elastic.run(name, module, [*place, *more], host)
+        self.elastic.run(name, module, [*place, *more], host, device)
 
     async def _begun(self) -> bool:
         row = await jobs.job(self.elastic.state, self.job)

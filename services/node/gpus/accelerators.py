@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
+from common.errors import ConfigError
 from common.gpus.devices import Device
 from common.gpus.found import ANSWER_S, enough, ours
 from common.gpus.visible import CUDA
+from common.hardware.profiles import CPU, declared, kind_of
 from common.process.host import Host
 
 
@@ -19,9 +22,24 @@ class Accelerator:
     device: Device | None = None  # of a GPU
 
 
-def cpu_slots(count: int) -> list[Accelerator]:
-    """Slots of one thread each: two would fight for the cores of a small machine."""
-    return [Accelerator(f"cpu:{i}", {"OMP_NUM_THREADS": "1"}) for i in range(count)]
+def cpu_slots(count: int, stand_for: Sequence[str] = ()) -> list[Accelerator]:
+    """Slots of one thread each: two would fight for the cores of a small machine. The first ones
+    `stand_for` accelerators of these kinds. ConfigError where none is declared, or no such slot is.
+    """
+    kinds = [kind_of(name) for name in stand_for]
+    for name, kind in zip(stand_for, kinds, strict=True):
+        if kind in ("", CPU):
+            raise _cannot(f"no accelerator {name!r} is declared", f"one of {', '.join(declared())}")
+    if len(kinds) > count:
+        raise _cannot(f"{len(kinds)} kinds are named for {count} slots", "as many as --workers")
+    names = [
+        f"cpu:{i} {kind}".rstrip() for i, kind in zip_longest(range(count), kinds, fillvalue="")
+    ]
+    return [Accelerator(name, {"OMP_NUM_THREADS": "1"}) for name in names]
+
+
+def _cannot(message: str, fix: str) -> ConfigError:
+    return ConfigError(message, where="--stand-for, $MESHRL_STAND_FOR", fix=f"name {fix}")
 
 
 def of_gpus(devices: list[Device], count: int) -> list[Accelerator]:
@@ -35,10 +53,12 @@ def of_gpus(devices: list[Device], count: int) -> list[Accelerator]:
     ]
 
 
-async def discover(host: Host, device: str, workers: int) -> list[Accelerator]:
+async def discover(
+    host: Host, device: str, workers: int, stand_for: Sequence[str] = ()
+) -> list[Accelerator]:
     """The accelerators of `device` ("cpu" or "cuda"); ConfigError if there are none, or fewer than
-    `workers`.
+    `workers`. `stand_for`: see `cpu_slots`.
     """
     if device == "cpu":
-        return cpu_slots(workers)
+        return cpu_slots(workers, stand_for)
     return of_gpus(await host.run_blocking(ours, deadline_s=ANSWER_S), workers)

@@ -13,8 +13,6 @@ from common.job.pace import training_profile
 from services.planner.costs.correction import Correction, Key
 from services.planner.costs.training import StepWork, TrainingLayout, step_s, update_s
 
-OWN = "CPU"  # a kind whose workers have no arithmetic of their own: a host's share its cores
-
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -65,7 +63,7 @@ def believed(
     yet, or is of workers that share what they compute with.
     """
     found, factor = training(asked, sequences, tokens), correction.factor(asked.key)
-    checked = factor.count > 0 and profiles.kind_of(asked.kind) != OWN
+    checked = factor.count > 0 and profiles.kind_of(asked.kind) != profiles.CPU
     if found is None or not (asked.pace or checked):
         return None
     return replace(found, work_s=found.work_s * factor.value)

@@ -7,14 +7,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import Any
 
 from common.errors import ConfigError
 from common.hardware.profiles import declared
+from common.job.pace import DeclaredPace, declared_pace
 from common.pool.measured import LEVELS, Lengths
 from common.pool.needs import PlannedJob
 from common.pool.rows import Apart
 from common.zebra.asymmetry import Ranks
+from common.zebra.costs import BACKWARD
 from common.zebra.kinds import declared_profile
 from common.zebra.profile import Kind, Profile, kind_of_table
 from common.zebra.shapes import MICROS, Shape, shape_of
@@ -52,7 +53,10 @@ def foretold(job: PlannedJob, there: Mapping[str, int]) -> Foretold | str:
             if found is not None and (best is None or found.tokens_per_s > best.tokens_per_s):
                 best = found
     ranks = job.need.ranks
-    return best or f"no division of {ranks} ranks between them fits into their memory"
+    return best or (
+        f"no division of {ranks} ranks between them leaves experts to the slow ones and fits into "
+        "their memory"
+    )
 
 
 def _between(job: PlannedJob, there: Mapping[str, int], fast: str, slow: str) -> Foretold | None:
@@ -69,33 +73,38 @@ def _between(job: PlannedJob, there: Mapping[str, int], fast: str, slow: str) ->
         return None
     best = max(shapes, key=lambda shape: (shape.tokens_per_s, -shape.micros))
     apart = Apart(best.ranks.attention, best.micros, best.hosting.hosted)
-    alike = _alike(profile, step, there, ranks)
-    return Foretold((fast, slow), apart, best.tokens_per_s, alike, profiled)
+    trained, alike = best.tokens_per_s, _alike(profile, step, there, ranks)
+    return Foretold((fast, slow), apart, trained / step.times, alike / step.times, profiled)
 
 
 def profile_of(job: PlannedJob, fast: str, slow: str) -> tuple[Profile, bool]:
-    """What the job's model costs on two kinds, and whether that was measured."""
+    """What the job's model costs on two kinds, and whether that was measured. Ranks that keep the
+    pace of what is declared measure nothing.
+    """
     assert job.shape is not None
     profile = declared_profile(job.shape, fast, slow)
-    measured = [job.measured.profiles.get(kind) for kind in (fast, slow)]
-    if None in measured:
-        return profile, False
-    kinds = [_kind(told) for told in measured if told is not None]
-    times = [float(told["backward"]) for told in measured if told is not None]
-    backward = sum(times) / len(times) + AGAIN * job.recomputes
+    again = AGAIN * job.recomputes
+    told = [job.measured.profiles[kind] for kind in (fast, slow) if kind in job.measured.profiles]
+    if len(told) < 2:
+        profile = replace(profile, backward=BACKWARD + again)
+        return profile.slowed(_pace(job).scale), False
+    kinds = [kind_of_table(one["kind"], "a measured kind") for one in told]
+    backward = sum(float(one["backward"]) for one in told) / len(told) + again
     return replace(profile, fast=kinds[0], slow=kinds[1], backward=backward), True
 
 
-def _kind(told: Mapping[str, Any]) -> Kind:
-    return kind_of_table(told["kind"], "a measured kind")
+def _pace(job: PlannedJob) -> DeclaredPace:
+    """What the job's ranks are slowed down to."""
+    return declared_pace(job.training_pace) or DeclaredPace(1.0)
 
 
 class _Step:
     """The sequences of a job's steps, by bins."""
 
     def __init__(self, job: PlannedJob) -> None:
-        self._bin = max(1, job.bin_tokens)
-        self._shares = _shares(job.measured.lengths, self._bin)
+        self.times = _pace(job).tokens  # that a real token stands for
+        self._bin = max(1, round(self.times * job.bin_tokens))
+        self._shares = _shares(job.measured.lengths, self._bin, self.times)
         self._mean = sum(length * share for length, share in self._shares.items())
         tokens = job.groups_per_step * job.group_size * self._mean
         self._bins = max(1, round(tokens / self._bin))
@@ -114,16 +123,16 @@ class _Step:
         return {length: count for length, count in found.items() if count}
 
 
-def _shares(lengths: Lengths | None, most: int) -> dict[int, float]:
-    """Shares of sequences by their length, of up to `most` tokens; before any are measured, each is
-    half as long as a bin.
+def _shares(lengths: Lengths | None, most: int, times: float) -> dict[int, float]:
+    """Shares of sequences by their length, of up to `most` tokens, of which a measured one stands
+    for `times` as many; before any are measured, each is half as long as a bin.
     """
     if lengths is None:
         return {max(1, most // 2): 1.0}
     found: dict[int, float] = {}
     levels = zip(pairwise(LEVELS), pairwise(lengths.sampled), strict=True)
     for (low, high), (shorter, longer) in levels:
-        length = max(1, min(most, round(lengths.prompt + (shorter + longer) / 2)))
+        length = max(1, min(most, round(times * (lengths.prompt + (shorter + longer) / 2))))
         found[length] = found.get(length, 0.0) + high - low
     return found
 

@@ -38,7 +38,8 @@ class Mixture:
     kinds: tuple[str, ...] = ()  # for which: of attention, of experts
     predicted: float = 0.0  # with it
     alike: float = 0.0  # predicted with ranks all alike
-    profiled: bool = False  # whether by what ranks have measured
+    profiled: bool = False  # whether by what ranks have measured,
+    sampled: bool = False  # and of lengths that were sampled
     observed: Mapping[tuple[int, ...], float] = field(default_factory=dict)  # by `Apart.told`
     window: tuple[str, Work] | None = None  # the process and what it had done when it began
     changes: int = 0
@@ -66,6 +67,7 @@ class Mixture:
             "predicted": self.predicted,
             "alike": self.alike,
             "profiled": self.profiled,
+            "sampled": self.sampled,
             "observed": [[list(key), rate] for key, rate in self.observed.items()],
             "window": self.window and [self.window[0], *_counted(self.window[1])],
             "changes": self.changes,
@@ -84,6 +86,7 @@ class Mixture:
             document["predicted"],
             document["alike"],
             document["profiled"],
+            document["sampled"],
             {tuple(key): rate for key, rate in document["observed"]},
             window and (window[0], Work(**dict(zip(COUNTED, window[1:], strict=True)))),
             document["changes"],
@@ -140,9 +143,13 @@ def told(mixture: Mixture) -> str:
 
 
 def _foretold(draft: Draft, job: PlannedJob, known: Mixture) -> Mixture:
-    """What is predicted, once, and again once ranks of both kinds have measured themselves."""
-    measured = {kind for kind in known.kinds if kind in job.measured.profiles}
-    if known.kinds and (known.profiled or measured != set(known.kinds)):
+    """What is predicted, once, and again when more is known: once ranks of both kinds have measured
+    themselves, and once lengths are sampled.
+    """
+    profiled = all(kind in job.measured.profiles for kind in known.kinds)
+    sampled = job.measured.lengths is not None
+    less = known.profiled > profiled or known.sampled > sampled
+    if known.kinds and (less or (known.profiled, known.sampled) == (profiled, sampled)):
         return known
     there = _kinds(draft, job)
     if known.why and not known.kinds and len(there) < 2:
@@ -157,6 +164,7 @@ def _foretold(draft: Draft, job: PlannedJob, known: Mixture) -> Mixture:
         predicted=found.tokens_per_s,
         alike=found.alike,
         profiled=found.profiled,
+        sampled=sampled,
         why="",
     )
 

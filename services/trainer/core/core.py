@@ -31,7 +31,7 @@ from common.errors import MeshError, NotFound, RankLost, Refused
 from common.job.changing import in_force
 from common.job.config import JobConfig
 from common.job.job_data import JobData
-from common.job.pace import training_profile
+from common.job.pace import declared_pace, training_profile
 from common.pool import measured
 from common.pool.measured import Work
 from common.pool.seat import Seat
@@ -111,13 +111,15 @@ class TrainerCore(Actor):
         self.warm_fraction = 0.0
         self._born = 0  # the lineage that the current version was made in
         self.turns = Turns(mesh, seat.keeper, seat.resident, seat.generation, enabled=seat.turns)
-        compute = LocalCompute(mesh, arithmetic) if isinstance(arithmetic, Learner) else arithmetic
-        self._paced: PacedCompute | None = None
-        if pace := data.config.training.pace:
-            self._paced = PacedCompute(compute, training_profile(pace), mesh.clock)
+        compute: Compute = (
+            LocalCompute(mesh, arithmetic) if isinstance(arithmetic, Learner) else arithmetic
+        )
+        pace = data.config.training.pace
+        if pace and declared_pace(pace) is None:  # else each rank has one of its own
+            compute = PacedCompute(compute, training_profile(pace), mesh.clock)
         self.nap = Nap(mesh.clock)
         self.parts = StepParts(lambda: mesh.clock.monotonic() - self.nap.total_s)
-        self.compute = ByTurns(self._paced or compute, self.turns, self.nap)
+        self.compute = ByTurns(compute, self.turns, self.nap)
         training, (model, parameters) = data.config.training, outline(data)
         prior = expected(parameters, model.heads * model.head_dim, model.layers)
         costs = Calibration(prior, training.bin_tokens)
@@ -163,7 +165,7 @@ class TrainerCore(Actor):
             **self.tiers.stats(),
             **self.turns.stats(),
             **self.publisher.stats(),
-            **(self._paced.late if self._paced is not None else {}),
+            **self.compute.late,
             "ready": self.ready,
             "published": self.publisher.published,
             "phase": self.phase,

@@ -89,7 +89,8 @@ class RankActor(Actor):
         self._rows = RankRows(rank, self._thread.run, places, mesh.name)
 
     def stats(self) -> dict[str, Any]:
-        return {**self._seat.stats(), "ready": True, "group": self._generation, **self._tier}
+        about = {"ready": True, "group": self._generation, **self._rank.late}
+        return {**self._seat.stats(), **about, **self._tier}
 
     @property
     def _tier(self) -> dict[str, Any]:

@@ -49,6 +49,10 @@ class ByTurns:
     def size(self) -> int:
         return self._inner.size
 
+    @property
+    def late(self) -> Mapping[str, int]:
+        return self._inner.late
+
     async def form(self) -> None:
         async with self._pieces.any():
             await self._inner.form()  # it waits for ranks, for minutes if need be

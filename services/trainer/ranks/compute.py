@@ -48,6 +48,12 @@ class Compute(Protocol):
     def size(self) -> int:
         """Numbers in a flat gradient."""
 
+    @property
+    def late(self) -> Mapping[str, int]:
+        """`paced`, pieces at a pace so far, and `late`, those of them that ended late; empty where
+        none is kept.
+        """
+
     async def form(self) -> None:
         """All ranks meet, for the first time or after RankLost; weights are still to be given, but
         for those that the job begins with.
@@ -142,6 +148,10 @@ class LocalCompute:
     @property
     def size(self) -> int:
         return self.learner.size
+
+    @property
+    def late(self) -> Mapping[str, int]:
+        return {}
 
     async def form(self) -> None:
         """There is nobody to meet."""

@@ -97,6 +97,10 @@ class GangCompute:
     def size(self) -> int:
         return self._rank.learner.size
 
+    @property
+    def late(self) -> Mapping[str, int]:
+        return self._rank.late
+
     async def form(self) -> None:
         """See `Group.form`."""
         await self._group.form()

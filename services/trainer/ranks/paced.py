@@ -66,8 +66,7 @@ class PacedCompute:
         self._padding = Padding(clock)
 
     @property
-    def late(self) -> dict[str, int]:
-        """Pieces at the pace so far, and those of them that ended late."""
+    def late(self) -> Mapping[str, int]:
         return self._padding.late
 
     @property

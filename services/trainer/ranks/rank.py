@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from ipaddress import ip_address
 
@@ -33,6 +34,8 @@ from services.trainer.ranks import interfaces
 from services.trainer.ranks.division import Division, EvenDivision
 from services.trainer.rows.saved import SavedRows
 from services.trainer.sharding.learners import RowsLearner
+from services.trainer.zebra.alike import PacedBins
+from services.trainer.zebra.pace import ZebraPace
 
 
 def join_group(
@@ -142,10 +145,14 @@ class Rank:
         ranks: int,
         device: str,
         division: Division | None = None,
+        pace: ZebraPace | None = None,
     ) -> None:
-        """`division`: None: one bin for each rank."""
+        """`division`: None: one bin for each rank. `pace`: what it is slowed down to, of which a
+        learner with tasks of its own sees itself.
+        """
         self._make, self.rank, self.ranks, self._device = make, rank, ranks, device
         self.division: Division = division or EvenDivision(ranks)
+        self._pace, self._bins = pace, PacedBins.of_division(pace, self.division)
         self._learner: RowsLearner | None = None
         self._gradients = GradientSum()
 
@@ -184,7 +191,8 @@ class Rank:
 
     def compute(self, index: int, bins: Sequence[Bin]) -> list[BinStats]:
         """The statistics of this rank's bins of a round, whose rows of the gradient it keeps."""
-        gradient, stats = self.learner.bins_gradient(bins)
+        with self._paced(bins, back=True):
+            gradient, stats = self.learner.bins_gradient(bins)
         self._gradients.keep(index, gradient)
         return stats
 
@@ -234,7 +242,16 @@ class Rank:
         self.learner.taken()
 
     def score(self, bin: Bin, what: str) -> NDArray[np.float32]:
-        return self.learner.score(bin, what)
+        with self._paced([bin], back=False):
+            return self.learner.score(bin, what)
+
+    def _paced(self, bins: Sequence[Bin], back: bool) -> AbstractContextManager[None]:
+        return self._bins.of(bins, back) if self._bins is not None else nullcontext()
+
+    @property
+    def late(self) -> Mapping[str, int]:
+        """What it has done at a pace so far, and of that what ended late; empty without one."""
+        return self._pace.counts if self._pace is not None else {}
 
     @property
     def bytes(self) -> int:

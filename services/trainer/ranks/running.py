@@ -19,11 +19,15 @@ from services.trainer.ranks.gang import GangCompute
 from services.trainer.ranks.rank import Rank
 from services.trainer.sharding.learners import RowsLearner, ShardedLearner
 from services.trainer.zebra.learner import ZebraLearner
+from services.trainer.zebra.pace import pace_of
 
 
-def make_rank(data: JobData, seat: Seat) -> Rank:
-    """A rank of a core, in no group yet."""
+def make_rank(data: JobData, seat: Seat, accelerator: str = "") -> Rank:
+    """A rank of a core on an accelerator of this name, in no group yet. ConfigError where it is to
+    keep the pace of one of which none is declared.
+    """
     division = division_of(data, seat.ranks, seat.apart)
+    pace = pace_of(data, accelerator)
 
     def make(group: DeviceMesh) -> RowsLearner:
         config = data.config
@@ -43,6 +47,7 @@ def make_rank(data: JobData, seat: Seat) -> Rank:
                 division=division,
                 deadline_s=config.training.rank_deadline_s,
                 again=config.training.activation_checkpointing,
+                pace=pace,
             )
         return ShardedLearner(
             *about,
@@ -54,7 +59,7 @@ def make_rank(data: JobData, seat: Seat) -> Rank:
             deadline_s=config.training.rank_deadline_s,
         )
 
-    return Rank(make, seat.rank, seat.ranks, data.config.mesh.device, division)
+    return Rank(make, seat.rank, seat.ranks, data.config.mesh.device, division, pace)
 
 
 def division_of(data: JobData, ranks: int, apart: Apart | None = None) -> Division:

@@ -1,28 +1,34 @@
-"""A zebra gang slowed down to the pace of declared accelerators: its numbers are the same, its
-tasks and transfers padded, so that mixed generations can be run on one host.
+"""A gang that trains a mixture, slowed down to the pace of declared accelerators: its numbers are
+the same, its tasks and transfers padded, so that mixed generations can be run on one host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from common.job.pace import LATE
-from common.zebra.costs import BACKWARD
+from common.errors import ConfigError
+from common.hardware.profiles import CPU, kind_of
+from common.hardware.shapes import ModelShape
+from common.job.job_data import JobData
+from common.job.model_shape import model_config
+from common.job.pace import LATE, declared_pace
+from common.zebra.costs import BACKWARD, CHECKPOINTED
+from common.zebra.kinds import declared_profile
 from common.zebra.profile import Curve, Kind, Profile
 from common.zebra.schedule import Work
+from common.zebra.together import passes_s
 
 
 @dataclass
 class ZebraPace:
     """That of one rank, which stands for an accelerator of `kind`. A real token stands for `tokens`
-    of the declared model, and a declared second takes `scale` real ones.
+    of the model that `profile` is of.
     """
 
     profile: Profile
     kind: Kind
     tokens: float = 1.0
-    scale: float = 1.0
     paced: int = field(default=0, init=False)  # tasks and transfers so far
     late: int = field(default=0, init=False)  # of them, that took longer than their pace
 
@@ -30,25 +36,71 @@ class ZebraPace:
         """Seconds of a task: of attention on sequences of these lengths, or of experts that get so
         many rows each.
         """
-        curve = self.kind.attention if work is Work.ATTENTION else self.kind.experts
-        assert curve is not None, "a rank with attention stands for a kind of which it is known"
+        curve = self._attention if work is Work.ATTENTION else self.kind.experts
         times = self.profile.backward if backward else 1.0
         return times * self._of(curve, sizes)
 
     def head_s(self, tokens: float, goes_back: bool) -> float:
         """Of the last piece, which goes back at once if it does."""
-        assert self.kind.head is not None
-        return (1.0 + BACKWARD * goes_back) * self._of(self.kind.head, [tokens])
+        return (1.0 + BACKWARD * goes_back) * self._of(self._head, [tokens])
 
     def transfer_s(self, rows: int) -> float:
         """Of a transfer in which a rank gives so many rows."""
         seconds = rows * self.tokens * self.profile.row_bytes / self.profile.link_bytes_per_s
-        return self.scale * (self.profile.link_latency_s + seconds)
+        return self.profile.link_latency_s + seconds
+
+    def bin_s(self, lengths: Sequence[float], degree: int, back: bool = True) -> float:
+        """Of a bin of sequences of these lengths, forward and with `back` backward, on a rank like
+        all others, with experts over `degree` of them and rows spread evenly over experts.
+        """
+        profile, tokens = self.profile, sum(lengths)
+        rows = tokens * profile.experts_per_token * degree / profile.experts
+        layer = self._of(self._attention, lengths)
+        layer += profile.experts / degree * self._of(self.kind.experts, [rows])
+        head = self._of(self._head, [tokens])
+        return passes_s(profile, layer, head, self.tokens * tokens, degree, back)
 
     def took(self, wanted_s: float, took_s: float) -> None:
         """Something that was to take so long has ended."""
         self.paced += 1
         self.late += took_s > (1.0 + LATE) * wanted_s
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Both of them."""
+        return {"paced": self.paced, "late": self.late}
+
     def _of(self, curve: Curve, sizes: Sequence[float]) -> float:
-        return self.scale * sum(curve.of(self.tokens * size) for size in sizes)
+        return sum(curve.of(self.tokens * size) for size in sizes)
+
+    @property
+    def _attention(self) -> Curve:
+        assert self.kind.attention is not None, "it is known of the kind of ranks with attention"
+        return self.kind.attention
+
+    @property
+    def _head(self) -> Curve:
+        assert self.kind.head is not None, "it is known of the kind of ranks with attention"
+        return self.kind.head
+
+
+def pace_of(data: JobData, accelerator: str) -> ZebraPace | None:
+    """The pace of a rank on an accelerator of this name, in real seconds; None where the job has
+    its ranks compute as fast as they can. ConfigError for an accelerator of no declared kind.
+    """
+    training = data.config.training
+    pace = declared_pace(training.pace)
+    if pace is None:
+        return None
+    kind = kind_of(accelerator)
+    if kind in ("", CPU):
+        raise ConfigError(
+            f"training.pace is that of declared accelerators, and a rank is on {accelerator}",
+            where="training.pace",
+            fix="say what CPU slots stand for, as MESHRL_STAND_FOR=A40,A40,V100, when they start",
+        )
+    shape = ModelShape.of(model_config(data))
+    profile = declared_profile(shape, kind, kind)
+    again = CHECKPOINTED if training.activation_checkpointing else BACKWARD
+    profile = replace(profile, backward=again).slowed(pace.scale)
+    return ZebraPace(profile, profile.fast, pace.tokens)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +98,17 @@ async def test_ranks_of_either_class_may_die_or_hang_and_the_weights_stay_the_sa
 async def test_a_core_left_as_a_checkpoint_goes_on_as_ranks_that_divide_otherwise(
     elastic: ElasticMesh,
 ) -> None:
-    """A rank's worker ends it as soon as it says that it may go: nobody waits for its answer."""
+    """A rank's worker ends it as soon as it says that it may go: nobody waits for its answer. Both
+    keep the pace of the accelerators that the ranks stand for.
+    """
     training = Training(elastic, "changing", RANKS)
+    training.accelerators = ["cpu:0 L40S", "cpu:1 L40S", "cpu:2 T4"]
     alike = {key: value for key, value in SETTINGS.items() if "zebra" not in key}
+    alike["training__pace"] = '"declared/30/64"'
     await training.start(**alike, training__checkpoint_every=50)
     await training.train(2)
     names = ["rank/changing/2", "rank/changing/1", "trainer/changing"]
+    await paced(elastic, names, 2)
 
     async def leaves(name: str) -> None:
         await settled(elastic, name, Settle("absent", 1, False, "", ""))
@@ -117,5 +122,15 @@ async def test_a_core_left_as_a_checkpoint_goes_on_as_ranks_that_divide_otherwis
         await training.start_rank(rank)
     await training.train(2)
     assert await training.done() == 4, "no step was made twice"
+    await paced(elastic, names, 20)  # a bin has many tasks
     row = await jobs.job(elastic.state, "changing")
     assert row.lineage == 1, "ranks that divide otherwise begin a lineage of their own"
+
+
+async def paced(elastic: ElasticMesh, names: Sequence[str], least: int) -> None:
+    """Waits until each of them says that it has done so much at a pace."""
+
+    async def all_have() -> bool:
+        return all([(await elastic.stats(name)).get("paced", 0) >= least for name in names])
+
+    await elastic.until("all keep a pace", all_have)

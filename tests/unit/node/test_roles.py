@@ -67,6 +67,10 @@ def test_commands_are_replaced_by_role() -> None:
 
 def test_each_worker_sees_one_device_by_its_uuid() -> None:
     assert [a.name for a in cpu_slots(2)] == ["cpu:0", "cpu:1"]
+    assert [a.name for a in cpu_slots(3, ["A40", "v100"])] == ["cpu:0 A40", "cpu:1 V100", "cpu:2"]
+    for mistaken in (["A41"], ["CPU"], ["A40"] * 4):
+        with pytest.raises(ConfigError, match="MESHRL_STAND_FOR"):
+            cpu_slots(3, mistaken)
     whole = Device("GPU-a", "NVIDIA H200", 1000, 0)
     part = Device("MIG-b", "NVIDIA H200 MIG 1g.18gb", 100, 1, "GPU-b", (7, 0))
     found = of_gpus([whole, part], 0)

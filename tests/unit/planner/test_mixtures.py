@@ -12,7 +12,7 @@ import pytest
 from common.hardware.shapes import ModelShape
 from common.pool.decisions import Decision, Place
 from common.pool.explained import explained_of
-from common.pool.measured import Lengths, Measured, Work
+from common.pool.measured import LEVELS, Lengths, Measured, Work
 from common.pool.needs import PlannedJob
 from common.pool.rows import Apart, Doing, Report, Resident, Tier
 from common.zebra.kinds import declared_profile
@@ -258,6 +258,7 @@ def test_it_is_remembered_whole() -> None:
         10.0,
         8.0,
         True,
+        True,
         {(): 5.0, (2, 4, 0, 1, 2): 6.0},
         ("trainer/job", Work(steps=3, busy_s=2.5, held_s=0.5, tokens=100)),
         1,
@@ -288,3 +289,32 @@ def test_a_place_decision_says_by_which_figures() -> None:
     found = watched(looks, 1.0)
     [place] = [one for one in found if isinstance(one, Place) and one.resident.core]
     assert place.why.rule == "mixture" and place.why.inputs["predicted"] > 0
+
+
+def test_at_a_declared_pace_as_much_less_is_predicted_as_everything_takes_longer() -> None:
+    looks, paced = mixed(TWO_KINDS), mixed(TWO_KINDS, training_pace="declared/50")
+    looks.settle()
+    paced.settle()
+    own, slower = looks.memory.mixtures["job"], paced.memory.mixtures["job"]
+    assert slower.predicted == pytest.approx(own.predicted / 50)
+    assert slower.alike == pytest.approx(own.alike / 50)
+    assert slower.best == own.best
+    long = mixed(TWO_KINDS, training_pace="declared/1/2", bin_tokens=8 * K)
+    long.settle()
+    assert long.memory.mixtures["job"].predicted == pytest.approx(own.predicted / 2)
+
+
+def test_it_is_predicted_again_once_lengths_are_sampled() -> None:
+    looks = mixed(TWO_KINDS)
+    looks.settle()
+    before = looks.memory.mixtures["job"]
+    longer = Lengths(100, (12.0 * K,) * len(LEVELS), 2.0 * K)
+    looks.job("job", measured=Measured(lengths=longer))
+    looks.look()
+    after = looks.memory.mixtures["job"]
+    assert not before.sampled and after.sampled
+    assert after.predicted < before.predicted, "attention of long sequences takes longer"
+    assert Mixture.of(after.document()) == after
+    looks.job("job", measured=Measured())
+    looks.look()
+    assert looks.memory.mixtures["job"] == after, "what is known stays known"

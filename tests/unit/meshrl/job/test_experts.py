@@ -59,6 +59,36 @@ def test_ranks_with_attention_that_do_not_come_out_are_refused(
         load(job, [*RANKS, *model(True), *settings])
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (['training.pace="declared/0"'], "no pace"),
+        (['training.pace="declared/1/-1"'], "no pace"),
+        (['training.pace="declared/1/1/1"'], "no pace"),
+        (['training.pace="declared"'], "no pace"),
+        (['training.pace="declared/fast"'], "real seconds for each declared one"),
+        (['training.pace="declared/300"', "training.ranks=1"], "training.ranks is 1"),
+    ],
+)
+def test_a_pace_of_declared_accelerators_that_ranks_cannot_keep_is_refused(
+    job: Path, settings: list[str], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load(job, [*RANKS, *model(True), *settings])
+
+
+@pytest.mark.parametrize("key", ["auto=true", "attention=2"])
+def test_ranks_of_two_kinds_keep_the_pace_that_is_declared_of_each(job: Path, key: str) -> None:
+    settings = [f"training.zebra.{key}", 'training.pace="declared/300"']
+    config, _ = load(job, [*RANKS, *model(True), *settings])
+    assert config.training.pace == "declared/300"
+
+
+def test_a_dense_model_keeps_no_pace_of_declared_accelerators(job: Path) -> None:
+    with pytest.raises(ConfigError, match="no mixture"):
+        load(job, [*RANKS, 'training.pace="declared/300"'])
+
+
 def test_a_dense_model_has_no_experts_for_ranks_of_their_own(job: Path) -> None:
     with pytest.raises(ConfigError, match="no mixture"):
         load(job, [*RANKS, "training.zebra.attention=2"])

@@ -1,0 +1,38 @@
+"""Ranks all alike, at the pace that each one's accelerator is declared to have: whole bins are
+padded, so that a round takes what it does on the slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from common.clock import Clock, SystemClock
+from services.trainer.arithmetic.packing import Bin
+from services.trainer.ranks.division import Division, EvenDivision
+from services.trainer.zebra.lanes import Shared
+from services.trainer.zebra.pace import ZebraPace
+
+
+class PacedBins:
+    """Those of one rank, with experts over `degree` of them."""
+
+    def __init__(self, pace: ZebraPace, degree: int, clock: Clock) -> None:
+        self.pace, self._degree = pace, degree
+        self._waiting = Shared(clock, 0.0)
+
+    @classmethod
+    def of_division(cls, pace: ZebraPace | None, division: Division) -> PacedBins | None:
+        """Of a rank at a pace; None without one, or where tasks keep it."""
+        if pace is None or not isinstance(division, EvenDivision):
+            return None
+        return cls(pace, division.expert_parallel, SystemClock())
+
+    @contextmanager
+    def of(self, bins: Sequence[Bin], back: bool) -> Iterator[None]:
+        """Passes over bins, forward and with `back` backward, take no less than their pace."""
+        began_s = self._waiting.now()
+        yield
+        wanted_s = sum(self.pace.bin_s(bin.lengths.tolist(), self._degree, back) for bin in bins)
+        self._waiting.rest(began_s + wanted_s)
+        self.pace.took(wanted_s, self._waiting.now() - began_s)
