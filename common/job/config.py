@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Interval, Le, MinLen
 
 from common.errors import ConfigError
+from common.hints import hints_of
 from common.job import builtin
 from common.job.constraints import (
     AlgorithmName,
@@ -539,7 +540,7 @@ def _built(kind: Any, value: Any, key: str) -> Any:
         return [_built(get_args(kind)[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
     if not is_dataclass(kind):
         return value
-    hints = get_type_hints(kind)
+    hints = hints_of(kind)
     places = {name: f"{key}.{name}" if key else name for name in value}
     if unknown := [place for name, place in places.items() if name not in hints]:
         raise ConfigError(f"unknown key {unknown[0]}")

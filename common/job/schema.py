@@ -13,12 +13,13 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from datetime import date, time
 from types import UnionType
-from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Generic, TypeVar, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from common.errors import ConfigError
+from common.hints import hints_of
 from common.job.config import JobConfig
 from common.job.constraints import Misfit
 
@@ -112,7 +113,7 @@ class Schema(Generic[T]):
             return found
         found = self._top
         for part in re.sub(r"\[\d+\]", "", key).split("."):
-            found = get_type_hints(found)[part]
+            found = hints_of(found)[part]
             found = get_args(found)[0] if get_origin(found) is list else found
         return found
 
@@ -177,7 +178,7 @@ class Schema(Generic[T]):
 
 def _kinds(cls: type[Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
-    hints = get_type_hints(cls)
+    hints = hints_of(cls)
     for field in fields(cls):
         kind = hints[field.name]
         found[prefix + field.name] = kind

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin
 
 from common.errors import Refused
+from common.hints import hints_of
 from common.pool.snapshot import Snapshot
 
 
@@ -47,7 +48,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 def _record(kind: type[Any], value: Any, where: str) -> Any:
     if not isinstance(value, Mapping):
         raise Refused(f"{where} is no object", where=where, fix="Give its fields by their names")
-    known = get_type_hints(kind)
+    known = hints_of(kind)
     names = [field.name for field in fields(kind) if field.init]
     unknown = sorted(set(value) - set(names))
     if unknown:

@@ -64,8 +64,9 @@ class Starter:
     """The owner of processes; those that are to die with it do so when its pipe closes."""
 
     def __init__(self) -> None:
-        # Nobody else holds the write end, so it closes when this process is gone.
-        self._death_read, self._death_write = os.pipe()
+        # Nobody else holds the write end, so it closes when this process is gone. None: there is
+        # nobody yet who is to die with it.
+        self._death: tuple[int, int] | None = None
         self._without_nursery_until = 0.0
 
     def start(self, start: Start) -> SystemChild:
@@ -85,7 +86,8 @@ class Starter:
                 theirs.callback(os.close, log)
                 descriptors |= {"stdout": log, "stderr": log}
             if start.die_with_parent:
-                descriptors["death"] = self._death_read
+                self._death = self._death or os.pipe()
+                descriptors["death"] = self._death[0]
             if start.pipe:
                 ours, far = socket.socketpair()
                 theirs.enter_context(far)

@@ -108,7 +108,8 @@ async def test_a_process_whose_death_pipe_closes_ends_though_its_parent_lives(
     host = SystemHost()
     child = host.spawn(python("sleeps"), name="sleeps", env=env)
     assert await child.wait(0.3) is None
-    os.close(host._starter._death_write)
+    assert host._starter._death is not None
+    os.close(host._starter._death[1])
     assert await child.wait(SOON_S) == -signal.SIGKILL
 
 
