@@ -29,7 +29,8 @@ def cpu_slots(count: int, stand_for: Sequence[str] = ()) -> list[Accelerator]:
     kinds = [kind_of(name) for name in stand_for]
     for name, kind in zip(stand_for, kinds, strict=True):
         if kind in ("", CPU):
-            raise _cannot(f"no accelerator {name!r} is declared", f"one of {', '.join(declared())}")
+            known = ", ".join(kind for kind in declared() if kind != CPU)
+            raise _cannot(f"no accelerator {name!r} is declared", f"one of {known}")
     if len(kinds) > count:
         raise _cannot(f"{len(kinds)} kinds are named for {count} slots", "as many as --workers")
     names = [

@@ -136,7 +136,7 @@ def told(mixture: Mixture) -> str:
         + (f"{mixture.alike:,.0f} with ranks all alike" if mixture.alike else "alike do not fit")
     ]
     for key, rate in mixture.observed.items():
-        what = f"{key[0]} with attention" if key else "ranks all alike"
+        what = f"{key[0]} with attention and {key[1]} micro-batches" if key else "ranks all alike"
         parts.append(f"{what}: {rate:,.0f} observed")
     now = "all alike" if mixture.wanted is None else f"{mixture.wanted.attention} with attention"
     return "; ".join([*parts, f"its ranks are {now}" + (f": {mixture.why}" if mixture.why else "")])
