@@ -251,7 +251,7 @@ class TinyRank(Rank):
 
     def __init__(self, data: JobData, rank: int, ranks: int) -> None:
         self.rank, self.ranks, self._seed = rank, ranks, data.config.seed
-        self.division, self._pace = EvenDivision(ranks), None
+        self.division = EvenDivision(ranks)
         self._machine = owner().machine
         self._group: Group | None = None
         self._within_s = data.config.training.rank_deadline_s

@@ -138,6 +138,8 @@ def filler(like: Bin) -> Bin:
 class Rank:
     """What the core orders a rank to do, in a group that is formed anew when a rank was lost."""
 
+    _pace: ZebraPace | None = None  # what it is slowed down to
+
     def __init__(
         self,
         make: Callable[[DeviceMesh], RowsLearner],
@@ -147,8 +149,8 @@ class Rank:
         division: Division | None = None,
         pace: ZebraPace | None = None,
     ) -> None:
-        """`division`: None: one bin for each rank. `pace`: what it is slowed down to, of which a
-        learner with tasks of its own sees itself.
+        """`division`: None: one bin for each rank. `pace`: what it is slowed down to, where a
+        learner does not slow down its tasks itself.
         """
         self._make, self.rank, self.ranks, self._device = make, rank, ranks, device
         self.division: Division = division or EvenDivision(ranks)
