@@ -18,7 +18,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from . import allowed, frames, guest, kernel, landlock, memory, refusals, seccomp, usage, watch
@@ -30,6 +29,7 @@ SIGNALS = 1024  # queued signals and timers: kernel memory that no other limit c
 OWN_PROCESSES = 1  # the keeper itself counts among its user's
 OWN = ("keeper", "usage")  # descriptors that no guest gets
 SETUP_FAILED = 70
+STOPS_S, STANDS_LOOK_S = 1.0, 0.001  # most until all have stopped, and between looks whether
 FIXED = (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_SIGPENDING)  # as gVisor has them, and keeps them
 
 
@@ -73,7 +73,7 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> 
         nonce = frames.receive(channel)["nonce"]
 
         def signal_all(number: int) -> None:
-            _signal_all(number, tier, cpu.members)
+            _signal_all(number, tier, cpu)
 
         settings = request["limits"]
         together = None if request["counted"] else _memory(settings["memory_bytes"], cpu, tier)
@@ -263,20 +263,30 @@ def _usage(fds: dict[str, int], tier: str) -> usage.Grouped | usage.Scanned:
     return usage.Scanned(0 if tier == "bwrap" else os.getpgrp())
 
 
-def _signal_all(number: int, tier: str, members: Callable[[], list[int]]) -> None:
+def _signal_all(number: int, tier: str, cpu: usage.Grouped | usage.Scanned) -> None:
     """To all others of the jail: as the first process of a namespace, everybody; else whoever is
-    in our group of processes, which none can leave. Those that were begun meanwhile are next.
+    in our group of processes, which none can leave. Those that were begun meanwhile are next: who
+    is told to stop in the midst of a fork does so after it, and its child, which nobody can see by
+    then, goes on. So all must stand before nobody is new.
     """
     if tier == "bwrap":
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, number)
         return
     told: set[int] = set()
-    while fresh := set(members()) - told:
+    stood, until = number != signal.SIGSTOP, time.monotonic() + STOPS_S
+    while True:
+        found = cpu.standing()
+        fresh = found.keys() - told
         for pid in fresh:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         told |= fresh
+        if not fresh and (stood or time.monotonic() > until):
+            return
+        stood = stood or all(found.values())
+        if not fresh and not stood:
+            time.sleep(STANDS_LOOK_S)
 
 
 def _kill_rest(tier: str) -> None:

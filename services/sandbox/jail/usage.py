@@ -6,6 +6,7 @@ import os
 import time
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+STANDING = (b"T", b"t", b"Z", b"X")  # states of processes: stopped, traced, ended
 FIRST_PIDS = 2  # in a process namespace of their own: the keeper, and the guest's first process
 
 
@@ -29,6 +30,11 @@ class Grouped:
     def members() -> list[int]:
         """None: whoever is in the group is frozen from outside."""
         return []
+
+    @staticmethod
+    def standing() -> dict[int, bool]:
+        """None, as above."""
+        return {}
 
     def _read(self) -> float:
         text = os.pread(self._fd, 256, 0)
@@ -64,7 +70,7 @@ class Scanned:
         reaped = times.children_user + times.children_system
         of_children, self._reaped = reaped - self._reaped, reaped
         seen, appeared = {}, 0
-        for pid, start, children, threads in self._processes():
+        for pid, start, children, threads, _ in self._processes():
             own = self._own(pid)
             before = self._seen.pop((pid, start), (0.0, 0.0, 0))
             own = max(own, before[0])
@@ -88,8 +94,14 @@ class Scanned:
     def members(self) -> list[int]:
         return [pid for pid, *_ in self._processes()]
 
-    def _processes(self) -> list[tuple[int, bytes, float, int]]:
-        """(pid, start, CPU time of children that were waited for, threads) of each."""
+    def standing(self) -> dict[int, bool]:
+        """Of each process, whether it has been stopped, or has ended."""
+        return {pid: stands for pid, *_, stands in self._processes()}
+
+    def _processes(self) -> list[tuple[int, bytes, float, int, bool]]:
+        """(pid, start, CPU time of children that were waited for, threads, whether it stands) of
+        each.
+        """
         found, keeper = [], os.getpid()
         for name in os.listdir("/proc"):
             if not name.isdigit() or int(name) == keeper:
@@ -101,7 +113,8 @@ class Scanned:
                 continue
             if self._alone or fields[2] == self._group:
                 children = (int(fields[13]) + int(fields[14])) * TICK_S
-                found.append((int(name), fields[19], children, int(fields[17])))
+                stands = fields[0] in STANDING
+                found.append((int(name), fields[19], children, int(fields[17]), stands))
         return found
 
     @staticmethod
