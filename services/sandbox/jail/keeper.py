@@ -274,7 +274,7 @@ def _signal_all(number: int, tier: str, cpu: usage.Grouped | usage.Scanned) -> N
             os.kill(-1, number)
         return
     told: set[int] = set()
-    stood, until = number != signal.SIGSTOP, time.monotonic() + STOPS_S
+    stood, until = False, time.monotonic() + STOPS_S
     while True:
         found = cpu.standing()
         fresh = found.keys() - told
@@ -284,7 +284,7 @@ def _signal_all(number: int, tier: str, cpu: usage.Grouped | usage.Scanned) -> N
         told |= fresh
         if not fresh and (stood or time.monotonic() > until):
             return
-        stood = stood or all(found.values())
+        stood = number != signal.SIGSTOP or all(found.values())
         if not fresh and not stood:
             time.sleep(STANDS_LOOK_S)
 

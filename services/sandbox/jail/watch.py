@@ -77,6 +77,7 @@ class Watch:
         self._next_look = self._lap + FIRST_LOOK_S  # when the clocks are read again
         self._stood_s = 0.0  # of this lap, in which the wall clock stood
         self._stands: tuple[float, float, float] | None = None  # since when it does
+        self._over: dict[str, Any] | None = None  # the report, once the guest has ended
         self._poller = select.poll()
         self._poller.register(channel, select.POLLIN)
         self._poller.register(wake, select.POLLIN)
@@ -141,6 +142,7 @@ class Watch:
         if self._paused and frame.get("stop", False):
             self._signal_all(signal.SIGSTOP)
             self._stopped, self._stopped_look = True, STOPPED_LOOK_S
+        self._reaped()  # what they have used is before the pause, not in it
         self._total = self._cpu.seconds(charged=not resumes)
         if not resumes:  # else from the pause on: what has run in it anyway is not given
             self._lap_cpu = self._total
@@ -214,7 +216,7 @@ class Watch:
 
     def _reaped(self) -> dict[str, Any] | None:
         """The report, if the guest has ended; its orphans are reaped on the way."""
-        while True:
+        while self._over is None:
             try:
                 pid, status, used = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
@@ -222,7 +224,8 @@ class Watch:
             if pid == 0:
                 return None
             if pid == self._child:
-                return self._report(_exit_code(status), used, "")
+                self._over = self._report(_exit_code(status), used, "")
+        return self._over
 
     def _ended(self, which: str) -> dict[str, Any]:
         self._signal_all(signal.SIGKILL)

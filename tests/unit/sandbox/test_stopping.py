@@ -11,40 +11,47 @@ from services.sandbox.jail.usage import Scanned
 
 
 class Forking(Scanned):
-    """A process that is slow to fork: its child appears only once it has stopped."""
+    """Processes that each are told to stop in the midst of a fork: the next one appears only once
+    its parent has stopped.
+    """
 
-    def __init__(self, before: int) -> None:
+    def __init__(self, processes: int, slow: int) -> None:
         super().__init__(1)
-        self._before = before  # looks until it stops
+        self._processes_left, self._slow = processes - 1, slow
+        self._there: dict[int, bool] = {1: False}
+        self._looks = 0
         self.told: list[tuple[int, int]] = []
 
     def standing(self) -> dict[int, bool]:
-        if not any(pid == 7 for pid, _ in self.told):
-            return {7: False}
-        self._before -= 1
-        if self._before > 0:
-            return {7: False}
-        if self._before == 0:
-            return {7: True}  # the list of processes was read before its child was there
-        return {7: True, 8: any(pid == 8 for pid, _ in self.told)}
+        newest = max(self._there)
+        if (newest, signal.SIGSTOP) not in self.told:
+            return dict(self._there)
+        if not self._there[newest]:
+            self._looks += 1
+            self._there[newest] = self._looks % self._slow == 0
+        elif self._processes_left:
+            self._processes_left -= 1
+            self._there[newest + 1] = False
+        return dict(self._there)
 
     def tell(self, pid: int, number: int) -> None:
         self.told.append((pid, number))
 
 
-@pytest.mark.parametrize("before", [1, 2, 5])
+@pytest.mark.parametrize("slow", [1, 2, 5])
+@pytest.mark.parametrize("processes", [2, 4])
 def test_a_child_of_who_stops_in_the_midst_of_a_fork_is_stopped_too(
-    monkeypatch: pytest.MonkeyPatch, before: int
+    monkeypatch: pytest.MonkeyPatch, processes: int, slow: int
 ) -> None:
-    cpu = Forking(before)
+    cpu = Forking(processes, slow)
     monkeypatch.setattr(keeper.os, "kill", cpu.tell)
     keeper._signal_all(signal.SIGSTOP, "landlock", cpu)
-    assert cpu.told == [(7, signal.SIGSTOP), (8, signal.SIGSTOP)]
+    assert cpu.told == [(pid, signal.SIGSTOP) for pid in range(1, processes + 1)]
 
 
 def test_who_cannot_stop_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = Forking(10**9)
+    cpu = Forking(1, 10**9)
     monkeypatch.setattr(keeper.os, "kill", cpu.tell)
     monkeypatch.setattr(keeper, "STOPS_S", 0.02)
     keeper._signal_all(signal.SIGSTOP, "landlock", cpu)
-    assert cpu.told == [(7, signal.SIGSTOP)]
+    assert cpu.told == [(1, signal.SIGSTOP)]
