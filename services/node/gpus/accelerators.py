@@ -58,8 +58,10 @@ async def discover(
     host: Host, device: str, workers: int, stand_for: Sequence[str] = ()
 ) -> list[Accelerator]:
     """The accelerators of `device` ("cpu" or "cuda"); ConfigError if there are none, or fewer than
-    `workers`. `stand_for`: see `cpu_slots`.
+    `workers`. `stand_for`: see `cpu_slots`; GPUs stand for nothing else.
     """
     if device == "cpu":
         return cpu_slots(workers, stand_for)
+    if stand_for:
+        raise _cannot(f"accelerators of {device} are what they are", "none, or --device cpu")
     return of_gpus(await host.run_blocking(ours, deadline_s=ANSWER_S), workers)

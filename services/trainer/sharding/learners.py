@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from functools import partial
 
@@ -30,7 +31,7 @@ from services.trainer.sharding.rows import begin, cut, scatter
 NORM_NUMBERS = 1 << 20  # of a gradient that are squared at a time
 
 
-class RowsLearner(Learner):
+class RowsLearner(Learner, ABC):
     """A learner whose parameters are a rank's rows, when `_as_rows` has been called."""
 
     def __init__(
@@ -81,11 +82,11 @@ class RowsLearner(Learner):
         dist.all_reduce(squares, group=self._group)
         return float(squares.sqrt())
 
+    @abstractmethod
     def bins_gradient(self, bins: Sequence[Bin]) -> tuple[Tensor, list[BinStats]]:
         """This rank's rows of the flat gradient of a round, summed over the bins of all ranks; the
         statistics of its own ones.
         """
-        raise NotImplementedError
 
     def close(self) -> None:
         """Its rank leaves the group: what waits for other ranks outside of it does so no more."""

@@ -10,7 +10,8 @@ import pytest
 from common.errors import ConfigError
 from common.gpus.devices import Device
 from common.pool.rows import Gang, Resident, Role, Tier
-from services.node.gpus.accelerators import cpu_slots, of_gpus
+from common.process.host import SystemHost
+from services.node.gpus.accelerators import cpu_slots, discover, of_gpus
 from services.node.job_services import command
 from services.node.residents.roles import COMMANDS, wishes, with_overrides
 
@@ -82,3 +83,8 @@ def test_each_worker_sees_one_device_by_its_uuid() -> None:
         of_gpus([whole, part], 3)
     with pytest.raises(ConfigError, match="by turns in a mesh that stands"):
         of_gpus([whole], 2)  # which no run can do with less
+
+
+async def test_a_gpu_stands_for_nothing_else() -> None:
+    with pytest.raises(ConfigError, match="MESHRL_STAND_FOR"):
+        await discover(SystemHost(), "cuda", 0, ["A40"])
