@@ -1,0 +1,54 @@
+"""One factor by which this machine is slower than a quiet one; it multiplies every deadline of tests.
+
+A deadline in a test says when a hang is certain, never how fast a thing is. So it may be long, and it
+must be longer where the machine is slow or busy.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import cache
+from pathlib import Path
+
+LOOPS = 200_000
+REFERENCE_S = 0.0055  # CPU time of the loops on a quiet core of an AMD EPYC (Zen 3), Python 3.11
+LIMIT = 40.0  # beyond it a hang would take hours to be found
+FACTOR_ENV = "MESHRL_TEST_FACTOR"  # the least factor, where someone knows better
+
+
+def scaled(timeout_s: float) -> float:
+    """Return a deadline for this machine as it is now, from the one for a quiet machine."""
+    return timeout_s * factor()
+
+
+def factor() -> float:
+    """Return how many times longer work takes now than on a quiet machine, from 1 to LIMIT."""
+    least = float(os.environ.get(FACTOR_ENV, "1"))
+    return min(LIMIT, max(1.0, least, slowness() * max(1.0, runnable() / cores())))
+
+
+@cache
+def slowness() -> float:
+    """Return the CPU time of a fixed loop over that of the reference core, once per process."""
+    return max(1.0, min(timed_loop() for _ in range(3)) / REFERENCE_S)
+
+
+def timed_loop() -> float:
+    """Return the CPU seconds that the calibration loop took."""
+    began = time.thread_time()
+    total = 0
+    for number in range(LOOPS):
+        total += number
+    return time.thread_time() - began
+
+
+def runnable() -> float:
+    """Return how many processes want a core: the larger of the last minute's average and now."""
+    average, _, _, now, _ = Path("/proc/loadavg").read_text().split()
+    return max(float(average), float(now.partition("/")[0]))
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
