@@ -25,6 +25,7 @@ from services.sandbox.jail import landlock
 from tests import ends
 from tests.gpus.driver import Gpus, library
 from tests.nursery import TestNursery
+from tests.runner import costs, tiers, timeouts, workers
 from tests.sglang.interpreter import python
 
 BACKENDS: dict[str, Callable[[], bool]] = {
@@ -91,11 +92,23 @@ def _umask() -> Iterator[None]:
     os.umask(mask)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the plugins that run the tests."""
+    for plugin in (costs, tiers, workers):
+        plugin.add_options(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """A run of several workers has a nursery, whose start a single test would not earn."""
     ends.listen()  # nothing is captured yet
     config.stash[ABSENT] = Counter()
-    if getattr(config.option, "numprocesses", None):
+    config.stash[tiers.Tiers.KEY] = tiers.Tiers(config)
+    config.pluginmanager.register(config.stash[tiers.Tiers.KEY], "tiers")
+    config.pluginmanager.register(timeouts, "timeouts")
+    if config.option.workers:
+        counted = costs.Costs(config)
+        config.pluginmanager.register(counted, "costs")
+        workers.Workers(config, counted)
         config.stash[NURSERY] = TestNursery()
         config.stash[NURSERY].start()
 
@@ -127,31 +140,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    for name, count in sorted(_absent(config).items()):
+    for name, count in sorted(config.stash[ABSENT].items()):
         terminalreporter.write_line(f"deselected {count} tests: this host has no {name}")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    missing = set(_absent(session.config)) - HARDWARE
+    missing = set(session.config.stash[ABSENT]) - HARDWARE
     if missing and os.environ.get("MESHRL_REQUIRE_ALL") == "1":
         session.exitstatus = pytest.ExitCode.USAGE_ERROR
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: object, error: object) -> None:
-    """A worker of xdist hands over what it deselected; every worker collects the same tests."""
-    counted = getattr(node, "workeroutput", {}).get("absent")
-    if counted:
-        config: pytest.Config = node.config  # type: ignore[attr-defined]
-        config.stash[ABSENT] = Counter(counted)
-
-
-def _absent(config: pytest.Config) -> Counter[str]:
-    counted = config.stash[ABSENT]
-    output = getattr(config, "workeroutput", None)
-    if output is not None:
-        output["absent"] = dict(counted)
-    return counted
 
 
 @pytest.fixture

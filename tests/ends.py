@@ -18,8 +18,13 @@ def listen() -> None:
     _heard = os.dup(2)
 
 
+def report(text: str) -> None:
+    """Write a text where the user of this run reads it, though pytest captures the output."""
+    os.write(_heard, text.encode())
+
+
 def lost(why: str) -> NoReturn:
     """What `Mesh` is to call when its lease is lost, in place of an end that nobody hears of."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "a process of a test")
-    os.write(_heard, f"\n{test}: {why}\n".encode())
+    report(f"\n{test}: {why}\n")
     os._exit(LOST)

@@ -1,7 +1,7 @@
-"""One factor by which this machine is slower than a quiet one; it multiplies every deadline of tests.
+"""One factor by which this machine is slower than a quiet one, for every deadline of a test.
 
-A deadline in a test says when a hang is certain, never how fast a thing is. So it may be long, and it
-must be longer where the machine is slow or busy.
+A deadline in a test says when a hang is certain, never how fast a thing is. So it may be long, and
+it must be longer where the machine is slow or busy.
 """
 
 from __future__ import annotations

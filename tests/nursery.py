@@ -43,6 +43,16 @@ class TestNursery:
         )
         os.environ[NURSERY_ENV] = str(socket)
 
+    def start_of_own(self) -> int:
+        """Start one for this process alone, as a fork of the one that its environment names, and
+        return its pid once it listens.
+        """
+        socket = Path(self._scratch.name) / "nursery"
+        self._child = SystemHost().spawn(plan.nursery(socket), name="nursery", own_session=True)
+        wait_until_listening(socket)
+        os.environ[NURSERY_ENV] = str(socket)
+        return self._child.pid
+
     def close(self) -> None:
         """Ends it; what it has forked lives on."""
         if self._child is not None:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from services.sandbox.jail import kernel
+from tests.runner import WORKER_ENV
 
 FIRST_USER, WORKERS, RUNS = 62_000, 16, 100  # a user for each worker of each of several runs
 ROOT = Path(__file__).parents[3]
@@ -27,7 +28,7 @@ def barred(path: Path) -> Path | None:
 
 def user() -> int:
     """Workers of one run have users of their own, as a limit of processes counts a user's."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % WORKERS
+    worker = int(os.environ.get(WORKER_ENV, "0")) % WORKERS
     return FIRST_USER + RUNS * worker + os.getpid() % RUNS
 
 

@@ -1,0 +1,111 @@
+"""CPU seconds of every test, held to a limit per test and to a budget for all of them.
+
+What a test costs is charged by the kernel to its worker and to everything started from there. It is
+divided by how much slower the machine was meanwhile than the reference of `tests/load.py`, since
+the same work costs up to twice the CPU time beside busy neighbours.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests import load
+from tests.runner.tiers import Tiers
+
+NAMED_S, LIMIT_S = 5.0, 10.0  # CPU seconds of a daily test: named above the first, an error above
+CALIBRATE_EVERY_S = 5.0
+
+
+@dataclass
+class Costs:
+    """Plugin that collects what tests cost, prints it, and fails a run that costs too much."""
+
+    config: pytest.Config
+    tests: dict[str, tuple[float, float]] = field(default_factory=dict)  # CPU s, wall s
+    overhead_s: float = 0.0  # CPU seconds of collecting and of workers between tests
+    _began: float = field(default_factory=time.monotonic)
+    _slowness: list[float] = field(default_factory=list)
+    _calibrate_at: float = 0.0
+
+    def add(self, nodeid: str, cpu_s: float, wall_s: float) -> None:
+        """Record a test that has ended."""
+        self.tests[nodeid] = (cpu_s, wall_s)
+        if time.monotonic() >= self._calibrate_at:
+            self._calibrate_at = time.monotonic() + CALIBRATE_EVERY_S
+            self._slowness.append(load.timed_loop() / load.REFERENCE_S)
+
+    @property
+    def slowness(self) -> float:
+        """Median CPU time of the calibration loop over that of the reference, at least 1."""
+        return max(1.0, statistics.median(self._slowness)) if self._slowness else 1.0
+
+    @property
+    def total_s(self) -> float:
+        """CPU seconds of the whole run, as the kernel has charged them."""
+        return self.overhead_s + sum(cpu_s for cpu_s, _ in self.tests.values())
+
+    def problems(self) -> Iterable[str]:
+        """Yield what costs more than it may; nothing where other tests than the daily ones ran."""
+        for nodeid, (cpu_s, _) in self.tests.items():
+            if cpu_s / self.slowness > LIMIT_S and not self.config.stash[Tiers.KEY].is_deep(nodeid):
+                yield f"{nodeid} costs {cpu_s / self.slowness:.1f} CPU-s; the limit is {LIMIT_S:g}"
+        budget_s = read_budget(self.config.rootpath)
+        daily = sum(
+            cpu_s
+            for nodeid, (cpu_s, _) in self.tests.items()
+            if not self.config.stash[Tiers.KEY].is_deep(nodeid)
+        )
+        if (daily + self.overhead_s) / self.slowness > budget_s:
+            yield (
+                f"the daily tests cost {(daily + self.overhead_s) / self.slowness:.0f} CPU-s; "
+                f"pyproject.toml allows {budget_s:g}"
+            )
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write the figures; fail a run that was asked to hold the budget and does not."""
+        if (path := self.config.option.costs) is not None:
+            content = {name: [round(x, 4) for x in both] for name, both in self.tests.items()}
+            Path(path).write_text(json.dumps(content, indent=0))
+        if self.config.option.hold_budget and self.tests and any(self.problems()):
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print the total, and the daily tests that cost much."""
+        if not self.tests:
+            return
+        wall_s = time.monotonic() - self._began
+        terminalreporter.write_line(
+            f"{self.total_s:.0f} CPU-s ({self.overhead_s:.0f} of them beside tests) in "
+            f"{wall_s:.0f} s; this machine was {self.slowness:.2f} times slower than the reference"
+        )
+        for nodeid, (cpu_s, _) in sorted(self.tests.items(), key=lambda item: -item[1][0]):
+            if cpu_s / self.slowness <= NAMED_S:
+                break
+            if not self.config.stash[Tiers.KEY].is_deep(nodeid):
+                terminalreporter.write_line(f"{cpu_s / self.slowness:5.1f} CPU-s: {nodeid}")
+        if self.config.option.hold_budget:
+            for problem in self.problems():
+                terminalreporter.write_line(f"too dear: {problem}", red=True)
+
+
+def read_budget(root: Path) -> float:
+    """Return the CPU seconds that the daily tests may cost, from `pyproject.toml`."""
+    with (root / "pyproject.toml").open("rb") as file:
+        return float(tomllib.load(file)["tool"]["meshrl"]["tests"]["cpu_budget_s"])
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Add the options of this plugin."""
+    parser.addoption("--costs", metavar="FILE", help="write CPU and wall seconds of tests as JSON")
+    parser.addoption(
+        "--hold-budget", action="store_true", help="fail if tests cost more CPU than they may"
+    )

@@ -1,0 +1,362 @@
+"""Workers that run the tests: forks of one process that has collected them.
+
+    --workers N    run the tests in N processes; without it in this one
+
+A worker asks for a unit of tests (a group, or neighbours in a file), runs it, reports, and asks
+again. Everything that it starts is charged to an account of its own (`groups.py`), also what its
+fork server forks. A worker that dies fails the test it was running; another takes its place.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import multiprocessing.connection
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from _pytest.reports import TestReport
+
+from common.process.child import tie_to_parent
+from tests import ends
+from tests.nursery import TestNursery
+from tests.runner import WORKER_ENV
+from tests.runner.costs import Costs
+from tests.runner.groups import Account, open_account
+
+UNIT = 8  # most tests of a file that a worker takes at once, unless they are a group
+LONG_S = 180.0  # tests that declare such a time-out are begun first
+
+
+@dataclass
+class Worker:
+    """The controller's side of a worker."""
+
+    number: int
+    pid: int
+    pidfd: int
+    connection: Connection
+    account: Account
+    unit: deque[int]  # tests it has not ended, the one that runs first
+    running: bool = False
+    counted_s: float = 0.0  # CPU seconds that are assigned to tests
+
+
+class Workers:
+    """Plugin that replaces pytest's loop over tests by workers."""
+
+    def __init__(self, config: pytest.Config, costs: Costs) -> None:
+        self._config, self._costs = config, costs
+        self._count: int = config.option.workers
+        self._controller = open_account("controller")
+        self._controller.add(os.getpid())
+        self._workers: list[Worker] = []
+        self._units: deque[list[int]] = deque()
+        self._started = 0
+        self._items: list[pytest.Item] = []
+        config.pluginmanager.register(self, "workers")
+        self._base: Path | None = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> object:
+        """Run all tests in workers."""
+        if session.config.option.collectonly:
+            return None
+        if session.testsfailed and not session.config.option.continue_on_collection_errors:
+            errors = session.testsfailed
+            raise session.Interrupted(f"{errors} error{'s' * (errors > 1)} during collection")
+        self._items = session.items
+        self._units = deque(units_of(self._items))
+        self._base = self._config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        require_one_thread()
+        gc.collect()
+        gc.freeze()  # no collection of a worker copies the pages of what was collected
+        try:
+            for _ in range(min(self._count, len(self._units))):
+                self._start()
+            while self._workers:
+                self._serve()
+                if session.shouldfail:
+                    raise session.Failed(session.shouldfail)
+                if session.shouldstop:
+                    raise session.Interrupted(session.shouldstop)
+        finally:
+            for worker in list(self._workers):
+                os.kill(worker.pid, signal.SIGKILL)
+                os.waitpid(worker.pid, 0)
+                self._close(worker)
+            self._costs.overhead_s += self._controller.cpu_s()
+        return True
+
+    def pytest_unconfigure(self) -> None:
+        """Give up the controller's account."""
+        self._controller.close()
+
+    def _start(self) -> None:
+        """Fork a worker."""
+        number, self._started = self._started, self._started + 1
+        account = open_account(f"worker{number}")
+        ours, theirs = multiprocessing.connection.Pipe()
+        controller = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            for other in self._workers:
+                other.connection.close()
+            run_worker(self._config, self._items, number, theirs, account, controller, self._base)
+        theirs.close()
+        self._workers.append(Worker(number, pid, os.pidfd_open(pid), ours, account, deque()))
+
+    def _serve(self) -> None:
+        """Wait for messages and ends of workers, and act on them."""
+        by_source: dict[Any, Worker] = {w.connection: w for w in self._workers}
+        by_source |= {w.pidfd: w for w in self._workers}
+        for source in multiprocessing.connection.wait(list(by_source)):
+            worker = by_source[source]
+            if worker not in self._workers:
+                continue
+            if source is worker.connection:
+                try:
+                    self._receive(worker)
+                    continue
+                except (EOFError, ConnectionError):
+                    pass  # it is ending
+            self._bury(worker)
+
+    def _receive(self, worker: Worker) -> None:
+        """Act on one message of a worker; EOFError or ConnectionError if it has ended."""
+        kind, content = worker.connection.recv()
+        hook = self._config.hook
+        if kind == "unit":
+            unit = self._units.popleft() if self._units else []
+            worker.unit.extend(unit)
+            worker.connection.send(unit)
+        elif kind == "begin":
+            worker.running = True
+            item = self._items[content]
+            hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        elif kind == "report":
+            report = hook.pytest_report_from_serializable(config=self._config, data=content)
+            hook.pytest_runtest_logreport(report=report)
+        elif kind == "end":
+            index, cpu_s, wall_s = content
+            item = self._items[index]
+            worker.running = False
+            worker.unit.popleft()
+            worker.counted_s += cpu_s
+            self._costs.add(item.nodeid, cpu_s, wall_s)
+            hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        elif kind == "warning":
+            text, place, when, nodeid = content
+            message = warnings.WarningMessage(UserWarning(text), UserWarning, *place)
+            hook.pytest_warning_recorded.call_historic(
+                kwargs={
+                    "warning_message": message, "when": when, "nodeid": nodeid, "location": None,
+                }
+            )  # fmt: skip
+
+    def _bury(self, worker: Worker) -> None:
+        """Fail the test that a dead worker was running, and give the rest of its unit to another."""
+        _, status = os.waitpid(worker.pid, 0)
+        with contextlib.suppress(EOFError, ConnectionError):
+            while worker.connection.poll():  # what it sent before its end
+                self._receive(worker)
+        self._close(worker)
+        code = os.waitstatus_to_exitcode(status)
+        how = f"by signal {-code}" if code < 0 else f"with exit status {code}"
+        if worker.running:
+            item = self._items[worker.unit.popleft()]
+            self._report_death(item, f"worker {worker.number} ended {how}")
+        elif code != 0:
+            raise RuntimeError(f"worker {worker.number} ended {how} between tests")
+        if worker.unit:
+            self._units.appendleft(list(worker.unit))
+        if code != 0 and self._units:
+            self._start()
+
+    def _report_death(self, item: pytest.Item, how: str) -> None:
+        """Report a test as failed because its worker ended."""
+        report = TestReport(
+            nodeid=item.nodeid,
+            location=item.location,
+            keywords={},
+            outcome="failed",
+            longrepr=f"{how} while it ran {item.nodeid}",
+            when="call",
+        )
+        self._config.hook.pytest_runtest_logreport(report=report)
+
+    def _close(self, worker: Worker) -> None:
+        """Free what the controller holds for a worker that has ended."""
+        self._workers.remove(worker)
+        self._costs.overhead_s += max(0.0, worker.account.cpu_s() - worker.counted_s)
+        worker.account.close()
+        worker.connection.close()
+        os.close(worker.pidfd)
+
+
+def units_of(items: list[pytest.Item]) -> Iterator[list[int]]:
+    """Yield the units of tests, by their index: groups, and neighbours in a file; long ones first."""
+    units: dict[object, list[int]] = {}
+    for index, item in enumerate(items):
+        group = item.get_closest_marker("xdist_group")
+        if group is not None:
+            key: object = group.args[0]
+        else:
+            key = (item.path, index // UNIT)
+        units.setdefault(key, []).append(index)
+    long = {key: max(timeout_of(items[index]) for index in unit) for key, unit in units.items()}
+    ordered = sorted(units, key=lambda key: (-max(long[key], LONG_S - 1), isinstance(key, tuple)))
+    for key in ordered:
+        yield units[key]
+
+
+def timeout_of(item: pytest.Item) -> float:
+    """Return the time-out in seconds that a test declares; 0 if it declares none."""
+    marker = item.get_closest_marker("timeout")
+    if marker is None:
+        return 0.0
+    return float(marker.args[0] if marker.args else marker.kwargs["timeout"])
+
+
+def require_one_thread() -> None:
+    """Raise UsageError if a module that was collected has started a thread: a fork would not have
+    it, but would have the locks that it holds.
+    """
+    if len(os.listdir("/proc/self/task")) > 1:
+        names = [thread.name for thread in threading.enumerate()]
+        raise pytest.UsageError(f"tests may not start threads when they are imported: {names}")
+
+
+class Reporter:
+    """Plugin of a worker that sends its reports to the controller."""
+
+    def __init__(self, config: pytest.Config, connection: Connection) -> None:
+        self._config, self._connection = config, connection
+
+    def send(self, kind: str, content: object = None) -> None:
+        """Send a message."""
+        self._connection.send((kind, content))
+
+    def request_unit(self) -> list[int]:
+        """Return the next tests, by index; nothing when all are given out."""
+        self.send("unit")
+        unit: list[int] = self._connection.recv()
+        return unit
+
+    def pytest_runtest_logreport(self, report: TestReport) -> None:
+        """Send the outcome of a phase of a test."""
+        hook = self._config.hook
+        self.send("report", hook.pytest_report_to_serializable(config=self._config, report=report))
+
+    def pytest_warning_recorded(
+        self, warning_message: warnings.WarningMessage, when: str, nodeid: str
+    ) -> None:
+        """Send a warning."""
+        place = (warning_message.filename, warning_message.lineno)
+        text = f"{warning_message.category.__name__}: {warning_message.message}"
+        self.send("warning", (text, place, when, nodeid))
+
+
+def run_worker(
+    config: pytest.Config,
+    items: list[pytest.Item],
+    number: int,
+    connection: Connection,
+    account: Account,
+    controller: int,
+    base: Path | None,
+) -> NoReturn:
+    """Run units of tests in this process, a fork of the controller, until none is left."""
+    code = 1
+    try:
+        tie_to_parent(controller)
+        account.add(os.getpid())
+        settle(config, number, base)
+        reporter = Reporter(config, connection)
+        config.pluginmanager.register(reporter)
+        nursery = TestNursery()
+        account.add(nursery.start_of_own())
+        run_units(config, items, reporter, account)
+        nursery.close()
+        code = 0
+    except BaseException:
+        ends.report(traceback.format_exc())
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+        atexit._run_exitfuncs()
+        os._exit(code)
+
+
+def run_units(
+    config: pytest.Config, items: list[pytest.Item], reporter: Reporter, account: Account
+) -> None:
+    """Run one unit after the other; the next is asked for before the last test of one, since what
+    is torn down after a test depends on the one that follows.
+    """
+    unit = reporter.request_unit()
+    counted_s = account.cpu_s()
+    while unit:
+        following: list[int] = []
+        for index, upcoming in zip(unit, [*unit[1:], None], strict=True):
+            reporter.send("begin", index)
+            if upcoming is None:
+                following = reporter.request_unit()
+                upcoming = following[0] if following else None
+            began = time.monotonic()
+            config.hook.pytest_runtest_protocol(
+                item=items[index], nextitem=None if upcoming is None else items[upcoming]
+            )
+            before_s, counted_s = counted_s, account.cpu_s()
+            reporter.send("end", (index, counted_s - before_s, time.monotonic() - began))
+        unit = following
+
+
+def settle(config: pytest.Config, number: int, base: Path | None) -> None:
+    """Set anew what a fork must not share with the controller: output, directory for files, random
+    numbers, and what is done at exit.
+    """
+    os.environ[WORKER_ENV] = str(number)
+    plugins = config.pluginmanager
+    for name in ("workers", "costs", "terminalreporter"):
+        plugin = plugins.get_plugin(name)
+        if plugin is not None:
+            plugins.unregister(plugin)
+    capture = plugins.get_plugin("capturemanager")
+    if capture is not None and capture.is_globally_capturing():  # a file shared with others
+        capture.stop_global_capturing()
+        capture.start_global_capturing()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    assert base is not None
+    own = base / f"worker{number}"
+    own.mkdir(mode=0o700)
+    config._tmp_path_factory._basetemp = own  # type: ignore[attr-defined]
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # the controller's own
+    atexit._clear()
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Add the options of this plugin."""
+    parser.addoption("--workers", type=int, default=0, metavar="N", help="processes for tests")
