@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.random import Random
-from common.records.durable import heard_by
+from common.records.durable import simulate_disk
 
 LATENCY_S = 0.0005  # mean of what a piece of blocking work waits when the disk is well
 _UNLIMITED = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -77,7 +77,7 @@ class Disk:
 
     def watch(self) -> None:
         """From here on it is known what a power cut leaves; what is there now is durable."""
-        heard_by(self._synced)
+        simulate_disk(self._synced)
         self._settle()
 
     def _settle(self) -> None:
@@ -176,5 +176,5 @@ class Disk:
 
     def close(self) -> None:
         """Removes what the disk keeps for itself."""
-        heard_by(None)
+        simulate_disk(None)
         shutil.rmtree(self._kept, ignore_errors=True)

@@ -1,6 +1,6 @@
 """Durable writes: fsync of files and directories, before a write is acknowledged.
 
-Every fsync of the mesh goes through here, so that a simulated disk knows what a power cut leaves.
+Every fsync of the mesh goes through here, so that a simulated disk can take its place.
 """
 
 from __future__ import annotations
@@ -9,27 +9,31 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-_hears: Callable[[int], None] | None = None
+_disk: Callable[[int], None] | None = None
 
 
-def heard_by(disk: Callable[[int], None] | None) -> None:
-    """`disk` is told of each descriptor whose file or directory was synced; None: nobody is."""
-    global _hears
-    _hears = disk
+def simulate_disk(synced: Callable[[int], None] | None) -> None:
+    """Have `synced` called with each descriptor in place of a sync, by which a simulated disk
+    remembers what a power cut leaves; None: the real disk again.
+    """
+    global _disk
+    _disk = synced
 
 
 def flush(descriptor: int) -> None:
     """Returns once what the open file or directory holds is on the disk."""
-    os.fsync(descriptor)
-    if _hears is not None:
-        _hears(descriptor)
+    if _disk is None:
+        os.fsync(descriptor)
+    else:
+        _disk(descriptor)
 
 
 def flush_content(descriptor: int) -> None:
     """The same without what the file's content does not need to be read again, as its times."""
-    os.fdatasync(descriptor)
-    if _hears is not None:
-        _hears(descriptor)
+    if _disk is None:
+        os.fdatasync(descriptor)
+    else:
+        _disk(descriptor)
 
 
 def sync(path: Path) -> None:

@@ -20,7 +20,7 @@ import structlog
 
 from common.errors import DeadlineExceeded
 from common.random import Random
-from common.records.durable import heard_by
+from common.records.durable import simulate_disk
 from sim.loop import VirtualLoop
 from sim.mesh import invariants
 from sim.mesh.faults import Schedule, kinds_of
@@ -101,7 +101,6 @@ def play(plan: Plan, log: Path | None = None) -> Outcome:
     finally:
         for place in root.parent.glob(f"{root.name}*"):
             shutil.rmtree(place, ignore_errors=True)
-        heard_by(None)
     outcome.virtual_s, outcome.cpu_s = loop.now, time.process_time() - began
     return outcome
 
@@ -124,10 +123,12 @@ def run_in(loop: VirtualLoop, record: Record, story: Coroutine[Any, Any, T]) -> 
     structlog.configure(processors=[_Notes(record).take], cache_logger_on_first_use=False)
     gc.freeze()  # what is imported stays: the collection at the end does not walk it
     gc.disable()  # what a collection finalises would run at another place each time
+    simulate_disk(lambda descriptor: None)  # until the disk is watched, no power cut is simulated
     try:
         with redirect_stderr(_Said(record)):
             return loop.run_until_complete(story)
     finally:
+        simulate_disk(None)
         record.close()
         _bury(loop)
         gc.enable()

@@ -1,4 +1,7 @@
-"""Sharding by FSDP2: which parts of a model are cut together, and when they are whole."""
+"""Sharding by FSDP2: which parts of a model are cut together, and when they are whole.
+
+`torch.distributed.fsdp` takes a second of CPU time to import: only ranks of several do.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from common.model.storages import return_blocks
 
@@ -32,6 +34,8 @@ def shard(
     `reshard`; of a larger one only the layer that computes is whole, and what it took goes back to
     the host.
     """
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
     keep = 4 * sum(p.numel() for p in model.parameters() if p not in apart) <= KEEP_BYTES
     if not keep:
         return_blocks(RETURNED_BYTES)
@@ -56,6 +60,8 @@ def shard(
 
 def reshard(model: nn.Module) -> None:
     """Gives up what is whole: from then on parameters are rows, which may be read and changed."""
+    from torch.distributed.fsdp import FSDPModule
+
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

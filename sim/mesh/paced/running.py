@@ -15,7 +15,6 @@ from common.errors import DeadlineExceeded
 from common.pool.explained import PLANNED
 from common.random import Random
 from common.records import lines
-from common.records.durable import heard_by
 from common.state.events import Event
 from meshrl.observe.recording.recorded import EVENTS, event_of
 from sim.loop import VirtualLoop
@@ -54,7 +53,6 @@ def run(workload: Workload, seed: int = 0, log: Path | None = None) -> Run:
     finally:
         for place in root.parent.glob(f"{root.name}*"):
             shutil.rmtree(place, ignore_errors=True)
-        heard_by(None)
     found.cpu_s = time.process_time() - began
     return found
 

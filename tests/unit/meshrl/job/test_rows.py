@@ -7,9 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
 
 from common.errors import ConfigError
 from common.job.config import EnvironmentConfig, JobConfig
@@ -29,6 +27,9 @@ def jsonl(path: Path, values: list[dict[str, Any]]) -> Path:
 
 
 def parquet_file(path: Path, values: list[dict[str, Any]]) -> Path:
+    import pyarrow as pa  # starts threads: never while tests are collected
+    from pyarrow import parquet
+
     path.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pa.Table.from_pylist(values), path, row_group_size=2)
     return path
@@ -36,6 +37,8 @@ def parquet_file(path: Path, values: list[dict[str, Any]]) -> Path:
 
 def saved(path: Path, values: list[dict[str, Any]], shards: int = 1) -> Path:
     """The layout of `datasets.Dataset.save_to_disk`, version 5.2: Arrow streams and state.json."""
+    import pyarrow as pa  # starts threads: never while tests are collected
+
     path.mkdir(parents=True)
     table = pa.Table.from_pylist(values)
     names = [f"data-{i:05d}-of-{shards:05d}.arrow" for i in range(shards)]
