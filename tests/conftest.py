@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 from common.state.server import embedded
 from loadtests.hosts.hosts import permitted
@@ -76,6 +78,10 @@ settings.register_profile(
     "patient", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("patient")
+# Hypothesis also draws constants that it reads from the source of whatever modules of ours happen
+# to be imported: examples would depend on the other tests of a run, and reading takes long.
+NO_CONSTANTS = Constants()
+providers._get_local_constants = lambda: NO_CONSTANTS
 
 ABSENT = pytest.StashKey[Counter[str]]()
 

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from common.clock import Clock
@@ -67,6 +67,11 @@ class Services(Hooks):
         settings = self._place.settings.resolve()
         marks = {SETTINGS_ENV: str(settings), MESH_ENV: mark_of(settings)}
         return {**marks, "OMP_NUM_THREADS": "1"}
+
+    @property
+    def nursery_environment(self) -> Mapping[str, str]:
+        """Variables by which a process is forked from the nursery."""
+        return self._nursery.environment
 
     @property
     def running(self) -> bool:
@@ -161,12 +166,13 @@ class Services(Hooks):
             if ours and end.name not in alive and times and (end.final or tried):
                 raise MeshError(f"{end.name} does not start: {end.told}; its log: {end.log}")
 
-    async def stop(self) -> None:
-        """Ends them in reverse order of the start, and the nursery."""
+    async def stop(self, *, nursery: bool = True) -> None:
+        """Ends them in reverse order of the start, and the nursery, unless it is needed still."""
         supervisor = self._forget()
         if supervisor is not None:
             await supervisor.stop(STAGE_S)
-        await self._nursery.stop(GRACE_S)
+        if nursery:
+            await self._nursery.stop(GRACE_S)
 
     async def kill(self) -> None:
         """Ends everything of this host at once, what others have started too."""
@@ -187,8 +193,9 @@ class Services(Hooks):
                 os.kill(pid, signal.SIGKILL)
 
     async def end_leftovers(self) -> None:
-        """Ends what has not stopped, and says so."""
-        pids = await leftovers.end_all(self._place.settings.resolve(), GRACE_S)
+        """Ends what has not stopped, but for a nursery that is needed still, and says so."""
+        spared = [child.pid for child in self._nursery.supervisor.children.values()]
+        pids = await leftovers.end_all(self._place.settings.resolve(), GRACE_S, spared)
         if pids:
             print(f"ended {len(pids)} processes that had not stopped: {pids}", file=sys.stderr)
 

@@ -98,15 +98,15 @@ async def session(
     places.point_to(run.place)
     if not stop.is_set():
         started()
-    recorder: Recorder | None = None
     try:
         recorder = Recorder(launcher, run.job, run_dir)
         await _follow(recorder, stop)
         await launcher.stop_services()
         await recorder.close()
+        summary = await report.write(recorder)
     finally:
         await launcher.stop()
-    return await _conclude(recorder, launcher, stop)
+    return await _conclude(recorder, summary, launcher, stop)
 
 
 async def _bring_in(launcher: Launcher, run_dir: Path, job: str, document: dict[str, Any]) -> None:
@@ -135,11 +135,10 @@ async def _follow(recorder: Recorder, stop: asyncio.Event) -> None:
             view.say("stopping; Ctrl-C again ends everything at once")
 
 
-async def _conclude(recorder: Recorder | None, launcher: Launcher, stop: asyncio.Event) -> int:
-    """Reports, says what the user can do next, and delivers what is to be elsewhere."""
-    if recorder is None:
-        return 1
-    summary = await report.write(recorder)
+async def _conclude(
+    recorder: Recorder, summary: dict[str, Any], launcher: Launcher, stop: asyncio.Event
+) -> int:
+    """Says what the user can do next, and delivers what is to be elsewhere; the exit status."""
     show(summary, recorder.run_dir)
     phase = recorder.shot.phase if recorder.shot else None
     if launcher.failed.is_set():

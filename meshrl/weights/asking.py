@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
+import time
 from asyncio.subprocess import PIPE
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from common.errors import MeshError, from_wire
+from common.process.host import SystemHost
 from common.records.at_url import without_secrets
 from meshrl.launch.directory import job_file
+
+POLL_S = 0.01
 
 
 def command(words: Sequence[str | Path]) -> list[str]:
@@ -31,8 +35,13 @@ def words(act: str, run: str | Path, version: str = "", note: str = "") -> list[
 
 def asked(*words: str | Path) -> dict[str, Any]:
     """The answer to a command; its own error."""
-    done = subprocess.run(command(words), check=False, capture_output=True, text=True)
-    return answer(done.stdout, done.stderr)
+    with TemporaryDirectory(prefix="meshrl-versions-") as scratch:
+        said = Path(scratch) / "said"
+        child = SystemHost().spawn(command(words), name="versions", log=said)
+        while child.poll() is None:
+            time.sleep(POLL_S)
+        text = said.read_text(errors="replace")
+    return answer(text, text)
 
 
 async def copied(run: Path, stop: asyncio.Event) -> str:

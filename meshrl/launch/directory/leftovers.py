@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Collection
 from pathlib import Path
 
 from common.process import marks
@@ -21,12 +22,14 @@ def belonging_to(settings: Path) -> list[int]:
     return marks.belonging_to(mark_of(settings))
 
 
-async def end_all(settings: Path, deadline_s: float) -> list[int]:
-    """SIGKILLs what is left until nothing is; the pids that were found. They are gone on return."""
+async def end_all(settings: Path, deadline_s: float, spared: Collection[int] = ()) -> list[int]:
+    """SIGKILLs what is left, but for the `spared`, until nothing is; the pids that were found. They
+    are gone on return.
+    """
     found: set[int] = set()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(deadline_s):
-            while (pids := belonging_to(settings)) or marks.being_executed():
+            while (pids := sorted({*belonging_to(settings)} - {*spared})) or marks.being_executed():
                 found.update(pids)
                 for pid in pids:
                     with contextlib.suppress(ProcessLookupError):

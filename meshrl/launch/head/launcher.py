@@ -22,6 +22,7 @@ from common.errors import ConfigError, Damaged, MeshError, Refused
 from common.pool import taking
 from common.pool.settings import PoolSettings
 from common.process.child import PRIVATE
+from common.process.handle import Child
 from common.process.host import SystemHost
 from common.process.streams import outlive_a_full_disk
 from common.records import damage
@@ -137,6 +138,7 @@ class Launcher(Root):
     async def stop(self) -> None:
         """Ends every process of the mesh, Redis last. Safe after a failed start, and twice."""
         await self.stop_services()
+        await self._services.stop()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -159,14 +161,21 @@ class Launcher(Root):
             await self.stop()
 
     async def stop_services(self) -> None:
-        """Ends everything but Redis, in reverse order of the start: the books are final then."""
+        """Ends everything but Redis and the nursery, in reverse order of the start: the books are
+        final then.
+        """
         going_back, self._going_back = self._going_back, None
         if going_back is not None:
             going_back.cancel()
             await asyncio.wait([going_back], timeout=GRACE_S)
-        await self._services.stop()
+        await self._services.stop(nursery=False)
         if self._starts:
             await self._services.end_leftovers()
+
+    def start_program(self, argv: list[str], name: str) -> Child:
+        """Start a program of MeshRL's that is no service: a fork of the nursery while it runs."""
+        environment = self._services.nursery_environment
+        return self.host.spawn(argv, name=name, env=environment, log=self.place.log(name))
 
     def kill(self) -> None:
         """Ends everything at once, for the second Ctrl-C."""

@@ -18,6 +18,7 @@ from common.state.jobs import Phase
 from common.state.lifecycle.accounting import WRONG
 from meshrl.exporting import command
 from meshrl.launch.directory.places import write_json
+from meshrl.launch.head.launcher import Launcher
 from meshrl.observe.live.watch import Snapshot
 from meshrl.observe.recording import audit, summary
 from meshrl.observe.recording.recorded import rare_events, thinned
@@ -27,7 +28,7 @@ from meshrl.observe.report import samples
 from meshrl.observe.report.page import html
 from meshrl.observe.trace import writing as traced
 
-EXPORT_S = 120.0
+EXPORT, EXPORT_S = "export", 120.0
 PAGE_S = 10.0  # between two pages of a run that goes on
 PAGE_SHARE = 20  # times what a page takes that is between two: a twentieth of a core at most
 EXPORTED_PHASES = (Phase.TRAINING, Phase.EVALUATION, Phase.FINISHED, Phase.STOPPED)
@@ -62,7 +63,7 @@ async def write(recorder: Recorder, given_up: Callable[[], bool] = lambda: False
     if document.get("tracking", {}).get("trace"):
         await asyncio.to_thread(_write_trace, run_dir, events)
     if found["phase"] in EXPORTED_PHASES and found["steps"]:
-        await export_model(run_dir)
+        await export_model(recorder.launcher, run_dir)
     # Last: who waits for it finds all the rest.
     await room.write(lambda: write_json(run_dir / "summary.json", found))
     return found
@@ -160,21 +161,25 @@ def _write_trace(run_dir: Path, events: list[Event]) -> None:
         print(f"the trace was not written: {error}; `meshrl trace` writes it", file=sys.stderr)
 
 
-async def export_model(run_dir: Path) -> bool:
-    """Writes the last weights in Hugging Face's layout to `<run>/model`; says so when it cannot."""
-    exporting = await asyncio.create_subprocess_exec(
-        *command(run_dir, run_dir / "model"),
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )
+async def export_model(launcher: Launcher, run_dir: Path) -> bool:
+    """Write the last weights in Hugging Face's layout to `<run>/model`; print why if they cannot be
+    written. Return True if they were.
+    """
+    log = launcher.place.log(EXPORT)
     try:
-        async with asyncio.timeout(EXPORT_S):
-            _, said = await exporting.communicate()
-    except TimeoutError:
-        exporting.kill()
-        await exporting.wait()
-        said = b"it took too long"
-    if exporting.returncode != 0:
-        last = said.decode(errors="replace").strip().splitlines()[-1:]
-        print(f"the model was not exported: {' '.join(last)}", file=sys.stderr)
-    return exporting.returncode == 0
+        exporting = launcher.start_program(command(run_dir, run_dir / "model"), EXPORT)
+        status = await exporting.wait(EXPORT_S)
+        if status is None:
+            exporting.kill()
+            await exporting.wait(EXPORT_S)
+        said = "it took too long" if status is None else _last_line(log)
+    except OSError as error:
+        status, said = 1, f"{log}: {error}"
+    if status != 0:
+        print(f"the model was not exported: {said}", file=sys.stderr)
+    return status == 0
+
+
+def _last_line(log: Path) -> str:
+    """Return the last line of a log; an empty string if there is none."""
+    return "".join(log.read_text(errors="replace").strip().splitlines()[-1:])

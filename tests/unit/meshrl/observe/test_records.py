@@ -24,6 +24,7 @@ from meshrl.launch.session import _conclude
 from meshrl.observe.recording import records
 from meshrl.observe.recording.recorder import Recorder, read_events
 from meshrl.observe.recording.records import record_all
+from meshrl.observe.report import report
 from meshrl.run.outcome import INTERRUPTED
 from sim.state import simulated_state
 
@@ -216,7 +217,9 @@ async def test_a_recorder_that_is_left_copies_nothing_more_and_who_waits_is_told
     launcher, run_dir, stop = Launcher(MeshPlace(tmp_path), Shape()), tmp_path / "one", Event()
     document = JobConfig(name="one", out=f"file://{tmp_path}/there").document()
     write_json(run_dir / "job.json", {"job": "one", "document": document})
-    assert await _conclude(Recorder(launcher, "one", run_dir), launcher, stop) == INTERRUPTED
+    recorder = Recorder(launcher, "one", run_dir)
+    summary = await report.write(recorder)
+    assert await _conclude(recorder, summary, launcher, stop) == INTERRUPTED
     said = capsys.readouterr().out
     assert 0 < said.index("To go on") < said.index(f"copying what is left to file://{tmp_path}/")
     assert (tmp_path / "there/summary.json").is_file()
