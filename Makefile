@@ -66,7 +66,7 @@ test-compose: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy common meshrl services sim
+	$(BIN)/mypy common meshrl services sim loadtests tests
 	$(BIN)/lint-imports
 
 format: $(READY)

@@ -1,14 +1,18 @@
 """Advantages: of trajectories in a group, of tokens in a step, and what rewards lose before."""
 
 import math
+import random
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from common.errors import ConfigError
 from common.job.config import AlgorithmConfig, JobConfig, RolloutConfig
+from common.job.constraints import AlgorithmName
 from services.trainer.algorithms import ALGORITHMS, algorithm
 from services.trainer.arithmetic.packing import Sequence
 from services.trainer.losses.aggregation import denominator, token_weight
@@ -20,7 +24,7 @@ COMPARED = ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo")  # within a grou
 rewards_of_a_group = st.lists(st.floats(-10, 10), min_size=2, max_size=20)
 
 
-def plain_advantages(name, rewards):
+def plain_advantages(name: str, rewards: list[float]) -> list[float]:
     n = len(rewards)
     mean = sum(rewards) / n
     if name == "rloo":
@@ -31,28 +35,40 @@ def plain_advantages(name, rewards):
     return [(r - mean) / (deviation + 1e-4) for r in rewards]
 
 
-def advantages(name, rewards):
+def advantages(name: AlgorithmName, rewards: list[float]) -> NDArray[np.float64]:
     config = AlgorithmConfig(name, filter_zero_variance=False)
-    return algorithm(name).advantages(np.array(rewards, np.float64), config)
+    found = algorithm(name).advantages(np.array(rewards, np.float64), config)
+    assert found is not None
+    return found
+
+
+def prepare(name: AlgorithmName, made: list[Sequence], config: AlgorithmConfig) -> None:
+    hook = algorithm(name).prepare
+    assert hook is not None
+    hook(made, config)
 
 
 @pytest.mark.parametrize("name", COMPARED)
 @given(rewards=rewards_of_a_group)
-def test_advantages_are_those_of_the_formula(name, rewards):
+def test_advantages_are_those_of_the_formula(name: AlgorithmName, rewards: list[float]) -> None:
     expected = plain_advantages(name, rewards)
     assert advantages(name, rewards).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", COMPARED)
 @given(rewards=rewards_of_a_group, constant=st.floats(-5, 5))
-def test_a_constant_added_to_all_rewards_changes_nothing(name, rewards, constant):
+def test_a_constant_added_to_all_rewards_changes_nothing(
+    name: AlgorithmName, rewards: list[float], constant: float
+) -> None:
     moved = advantages(name, [r + constant for r in rewards])
     assert moved.tolist() == pytest.approx(advantages(name, rewards).tolist(), abs=1e-7)
 
 
 @pytest.mark.parametrize("name", COMPARED)
 @given(rewards=rewards_of_a_group, order=st.randoms())
-def test_the_order_of_members_does_not_matter(name, rewards, order):
+def test_the_order_of_members_does_not_matter(
+    name: AlgorithmName, rewards: list[float], order: random.Random
+) -> None:
     places = list(range(len(rewards)))
     order.shuffle(places)
     moved = advantages(name, [rewards[i] for i in places])
@@ -61,20 +77,22 @@ def test_the_order_of_members_does_not_matter(name, rewards, order):
 
 
 @pytest.mark.parametrize("name", COMPARED)
-def test_a_group_of_equal_rewards_is_filtered_where_groups_are_compared(name):
+def test_a_group_of_equal_rewards_is_filtered_where_groups_are_compared(
+    name: AlgorithmName,
+) -> None:
     hooks = ALGORITHMS[name]
     assert hooks.advantages(np.full(8, 0.1), AlgorithmConfig(name)) is None
 
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - set(COMPARED)))
-def test_a_group_of_equal_rewards_still_teaches_where_they_are_not(name):
+def test_a_group_of_equal_rewards_still_teaches_where_they_are_not(name: AlgorithmName) -> None:
     assert ALGORITHMS[name].advantages(np.full(8, 0.1), AlgorithmConfig(name)) is not None
 
 
 # -- of tokens -------------------------------------------------------------------------------------
 
 
-def sequence(seed, reward, values=False):
+def sequence(seed: int, reward: float, values: bool = False) -> Sequence:
     """A prompt, then turns of the model and of an environment."""
     draw = np.random.default_rng(seed)
     n = int(draw.integers(4, 14))
@@ -93,10 +111,10 @@ def sequence(seed, reward, values=False):
     return made
 
 
-def plain_rewards(one, config):
-    """[(place, reward)] of the model's own tokens."""
+def plain_rewards(one: Sequence, config: AlgorithmConfig) -> list[list[Any]]:
+    """[[place, reward]] of the model's own tokens."""
     places = [i for i in range(1, len(one.tokens)) if one.mask[i]]
-    found = []
+    found: list[list[Any]] = []
     for i in places:
         gone = float(one.logprobs[i]) - float(one.extras["reference"][i])
         estimate = {"k1": gone, "k2": gone**2 / 2, "k3": math.exp(-gone) - 1 + gone}[config.kl]
@@ -106,14 +124,14 @@ def plain_rewards(one, config):
     return found
 
 
-def plain_normalised(lists):
+def plain_normalised(lists: list[list[float]]) -> list[list[float]]:
     every = [x for one in lists for x in one]
     mean = sum(every) / len(every)
     deviation = math.sqrt(sum((x - mean) ** 2 for x in every) / len(every))
     return [[(x - mean) / deviation for x in one] for one in lists]
 
 
-def plain_returns(one, config):
+def plain_returns(one: Sequence, config: AlgorithmConfig) -> list[float]:
     rewards = [r for _, r in plain_rewards(one, config)]
     return [
         sum(config.discount ** (later - t) * rewards[later] for later in range(t, len(rewards)))
@@ -121,7 +139,7 @@ def plain_returns(one, config):
     ]
 
 
-def plain_gae(one, config):
+def plain_gae(one: Sequence, config: AlgorithmConfig) -> list[float]:
     """The sum over later steps of (discount lambda)^l times their temporal differences."""
     steps = plain_rewards(one, config)
     values = [float(one.extras["values"][i]) for i, _ in steps] + [0.0]
@@ -136,14 +154,16 @@ def plain_gae(one, config):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("name", ["reinforce_pp", "ppo"])
-def test_advantages_of_tokens_are_those_of_the_formula(name, kl, seed):
+def test_advantages_of_tokens_are_those_of_the_formula(
+    name: AlgorithmName, kl: Literal["k1", "k2", "k3"], seed: int
+) -> None:
     config = AlgorithmConfig(
         name, kl=kl, kl_in="reward", kl_coefficient=0.1, discount=0.95, gae_lambda=0.9
     )
     given_ = [sequence(10 * seed + i, reward, True) for i, reward in enumerate((1.0, 0.0, -0.5))]
     plain = plain_gae if name == "ppo" else plain_returns
     raw = [plain(one, config) for one in given_]
-    algorithm(name).prepare(given_, config)
+    prepare(name, given_, config)
     for one, expected, plain_one in zip(given_, plain_normalised(raw), raw, strict=True):
         own = np.flatnonzero(one.mask)
         assert one.advantages[own].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
@@ -153,50 +173,50 @@ def test_advantages_of_tokens_are_those_of_the_formula(name, kl, seed):
             assert one.extras["returns"][own] == pytest.approx(targets, rel=1e-4, abs=1e-5)
 
 
-def test_without_a_divergence_every_token_has_the_reward_that_ends_its_trajectory():
+def test_without_a_divergence_every_token_has_the_reward_that_ends_its_trajectory() -> None:
     given_ = [sequence(i, reward) for i, reward in enumerate((1.0, 0.0, 3.0))]
-    algorithm("reinforce_pp").prepare(given_, AlgorithmConfig("reinforce_pp"))
+    prepare("reinforce_pp", given_, AlgorithmConfig("reinforce_pp"))
     worth = [one.advantages[one.mask] for one in given_]
     assert all((own == own[0]).all() for own in worth)
     assert worth[1][0] < worth[0][0] < worth[2][0]
 
 
-def test_a_step_of_equal_rewards_has_no_advantages():
+def test_a_step_of_equal_rewards_has_no_advantages() -> None:
     given_ = [sequence(i, 1.0) for i in range(3)]
-    algorithm("reinforce_pp").prepare(given_, AlgorithmConfig("reinforce_pp"))
+    prepare("reinforce_pp", given_, AlgorithmConfig("reinforce_pp"))
     assert not any(one.advantages.any() for one in given_)
 
 
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=12), st.floats(0, 1))
-def test_gae_spans_one_step_and_the_whole_trajectory(rewards, discount):
+def test_gae_spans_one_step_and_the_whole_trajectory(rewards: list[float], discount: float) -> None:
     values = np.linspace(-1, 1, len(rewards))
-    rewards = np.array(rewards)
-    one_step = rewards + discount * np.append(values[1:], 0) - values
-    assert gae(rewards, values, discount, 0.0) == pytest.approx(one_step, abs=1e-9)
-    whole = discounted(rewards, discount) - values
-    assert gae(rewards, values, discount, 1.0) == pytest.approx(whole, abs=1e-9)
+    worth = np.array(rewards)
+    one_step = worth + discount * np.append(values[1:], 0) - values
+    assert gae(worth, values, discount, 0.0) == pytest.approx(one_step, abs=1e-9)
+    whole = discounted(worth, discount) - values
+    assert gae(worth, values, discount, 1.0) == pytest.approx(whole, abs=1e-9)
 
 
-def test_a_divergence_without_a_reference_names_the_table_to_declare():
+def test_a_divergence_without_a_reference_names_the_table_to_declare() -> None:
     one = sequence(0, 1.0)
     one.extras.clear()
     config = AlgorithmConfig("reinforce_pp", kl_in="reward", kl_coefficient=0.1)
     with pytest.raises(ConfigError, match=r"models\.reference"):
-        algorithm("reinforce_pp").prepare([one], config)
+        prepare("reinforce_pp", [one], config)
 
 
 # -- rewards and sums ------------------------------------------------------------------------------
 
 
-def job(name, longest=100, **keys):
+def job(name: AlgorithmName, longest: int = 100, **keys: Any) -> JobConfig:
     return JobConfig(
         rollout=RolloutConfig(max_tokens=longest), algorithm=AlgorithmConfig(name=name, **keys)
     )
 
 
 @given(st.lists(st.integers(2, 100), min_size=1, max_size=8), st.integers(1, 60))
-def test_length_is_punished_softly_in_the_last_tokens(lengths, buffer):
-    def plain(length):  # DAPO, equation 13
+def test_length_is_punished_softly_in_the_last_tokens(lengths: list[int], buffer: int) -> None:
+    def plain(length: int) -> float:  # DAPO, equation 13
         if length <= 100 - buffer:
             return 0.0
         return ((100 - buffer) - length) / buffer if length <= 100 else -1.0
@@ -206,7 +226,7 @@ def test_length_is_punished_softly_in_the_last_tokens(lengths, buffer):
     assert found.tolist() == pytest.approx([0.5 * plain(length) for length in lengths])
 
 
-def test_dapo_punishes_the_last_fifth_and_others_nothing():
+def test_dapo_punishes_the_last_fifth_and_others_nothing() -> None:
     lengths = np.array([80, 90, 100])
     assert overlong(lengths, ALGORITHMS["dapo"].overlong_share, job("dapo")).tolist() == [
         0.0,
@@ -217,7 +237,7 @@ def test_dapo_punishes_the_last_fifth_and_others_nothing():
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_estimates_of_the_divergence_agree_with_its_exact_value(kind):
+def test_estimates_of_the_divergence_agree_with_its_exact_value(kind: str) -> None:
     """k1 and k3 are unbiased; k2 is close while the policies are."""
     draw = np.random.default_rng(0)
     logits = draw.normal(size=6)
@@ -232,7 +252,9 @@ def test_estimates_of_the_divergence_agree_with_its_exact_value(kind):
 @pytest.mark.parametrize(
     ("kind", "weight", "counts"), [("tokens", 1, 7), ("sequences", 1 / 4, 2), ("constant", 0.01, 2)]
 )
-def test_weights_and_counts_are_those_of_the_aggregation(kind, weight, counts):
+def test_weights_and_counts_are_those_of_the_aggregation(
+    kind: str, weight: float, counts: int
+) -> None:
     config = job("grpo", aggregation=kind)
     made = []
     for n in (4, 3):

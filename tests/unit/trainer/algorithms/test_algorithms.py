@@ -3,18 +3,20 @@
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from common.errors import ConfigError
-from common.job.config import AlgorithmConfig
+from common.job.config import AlgorithmConfig, JobConfig
+from common.job.constraints import AlgorithmName
 from services.trainer.algorithms import ALGORITHMS, algorithm, passes, refills
 from services.trainer.losses.objective import objective
 from tests.unit.trainer.losses import published_formulas as plain
 
 # Algorithm, its keys, the plain loss, and how far the other policies are from the one trained.
-PUBLISHED = {
+PUBLISHED: dict[str, tuple[AlgorithmName, dict[str, Any], plain.Loss, float]] = {
     "grpo": ("grpo", {}, plain.grpo, 0.5),
     "grpo as published": (
         "grpo",
@@ -35,13 +37,13 @@ PUBLISHED = {
 OF_TOKENS = ("reinforce_pp", "ppo")  # their advantages differ within a trajectory
 
 
-def test_every_algorithm_is_held_to_a_formula():
+def test_every_algorithm_is_held_to_a_formula() -> None:
     assert {name for name, *_ in PUBLISHED.values()} == set(ALGORITHMS)
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("case", PUBLISHED)
-def test_loss_and_slope_are_those_of_the_published_formula(case, seed):
+def test_loss_and_slope_are_those_of_the_published_formula(case: str, seed: int) -> None:
     name, keys, loss, spread = PUBLISHED[case]
     tokens = plain.batch(seed, spread, of_tokens=name in OF_TOKENS)
     found, slope = plain.ours(tokens, plain.job(name, **keys))
@@ -50,7 +52,7 @@ def test_loss_and_slope_are_those_of_the_published_formula(case, seed):
 
 
 @pytest.mark.parametrize("case", [c for c in PUBLISHED if c not in ("sft", "cispo")])
-def test_the_batches_reach_both_sides_of_the_clips(case):
+def test_the_batches_reach_both_sides_of_the_clips(case: str) -> None:
     name, keys, _, spread = PUBLISHED[case]
     config = plain.job(name, **keys)
     slopes = torch.cat(
@@ -59,12 +61,12 @@ def test_the_batches_reach_both_sides_of_the_clips(case):
     assert 0.05 < (slopes == 0).double().mean() < 0.95
 
 
-def replace_kl(config):
+def replace_kl(config: JobConfig) -> JobConfig:
     return replace(config, algorithm=replace(config.algorithm, kl_coefficient=0.0))
 
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"distill", "sft"}))
-def test_on_policy_every_algorithm_has_the_policy_gradient(name):
+def test_on_policy_every_algorithm_has_the_policy_gradient(name: AlgorithmName) -> None:
     """A / denominator for each token: what REINFORCE has (Williams 1992), RLOO's paper too."""
     tokens = plain.batch(3)
     tokens.behaviour = tokens.proximal = tokens.now
@@ -75,7 +77,7 @@ def test_on_policy_every_algorithm_has_the_policy_gradient(name):
     assert torch.allclose(slope, -plain.flat(tokens.advantage) * share, rtol=1e-12)
 
 
-def test_on_policy_distillation_has_the_gradient_of_the_reverse_divergence():
+def test_on_policy_distillation_has_the_gradient_of_the_reverse_divergence() -> None:
     """Of a policy over four tokens, by its exact expectation over what it samples."""
     logits = torch.tensor([0.3, -0.2, 0.9, 0.1], dtype=torch.float64, requires_grad=True)
     teacher = torch.tensor([0.1, 0.5, -0.3, 0.2], dtype=torch.float64).log_softmax(0)
@@ -93,7 +95,9 @@ def test_on_policy_distillation_has_the_gradient_of_the_reverse_divergence():
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 @pytest.mark.parametrize("correction", ["none", "tis", "mis"])
-def test_splitting_a_batch_in_any_way_gives_the_same_sum(name, correction, seed):
+def test_splitting_a_batch_in_any_way_gives_the_same_sum(
+    name: AlgorithmName, correction: str, seed: int
+) -> None:
     tokens = plain.batch(seed, 0.05, of_tokens=name in OF_TOKENS)
     keys = {"correction_level": "sequence", "kl_coefficient": 0.1}
     config = plain.job(name, correction=correction, **keys)
@@ -108,7 +112,7 @@ def test_splitting_a_batch_in_any_way_gives_the_same_sum(name, correction, seed)
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_a_token_that_moved_out_of_all_bounds_stays_finite(name):
+def test_a_token_that_moved_out_of_all_bounds_stays_finite(name: AlgorithmName) -> None:
     tokens = plain.batch(1)
     tokens.behaviour[0][0], tokens.teacher[0][0] = -800.0, -800.0
     tokens.reference[1][0] = -800.0
@@ -117,7 +121,7 @@ def test_a_token_that_moved_out_of_all_bounds_stays_finite(name):
     assert math.isfinite(loss) and slope.isfinite().all()
 
 
-def test_the_job_chooses_clips_and_aggregation_in_place_of_the_algorithm():
+def test_the_job_chooses_clips_and_aggregation_in_place_of_the_algorithm() -> None:
     tokens = plain.batch(2)
     chosen = plain.job("dr_grpo", clip_high=0.28, aggregation="tokens")
     assert plain.ours(tokens, chosen)[0] == plain.ours(tokens, plain.job("dapo"))[0]
@@ -127,7 +131,7 @@ def test_the_job_chooses_clips_and_aggregation_in_place_of_the_algorithm():
     )
 
 
-def test_a_loss_that_lacks_a_model_names_the_table_to_declare():
+def test_a_loss_that_lacks_a_model_names_the_table_to_declare() -> None:
     terms = replace(plain.terms(plain.batch(0)), extras={})
     one = torch.ones_like(terms.logprobs)
     for config, table in [
@@ -138,18 +142,18 @@ def test_a_loss_that_lacks_a_model_names_the_table_to_declare():
             objective(terms, one, config)
 
 
-def test_a_step_scores_only_what_its_losses_ask_for():
+def test_a_step_scores_only_what_its_losses_ask_for() -> None:
     assert passes(AlgorithmConfig("grpo", correction="tis")) == ()
     assert passes(AlgorithmConfig("grpo", updates=4)) == ()
     assert passes(AlgorithmConfig("grpo", correction="tis", updates=4)) == ("proximal",)
     assert passes(AlgorithmConfig("ppo", correction="mis", updates=2)) == ("values", "proximal")
 
 
-def test_dynamic_sampling_is_dapo_or_asked_for():
+def test_dynamic_sampling_is_dapo_or_asked_for() -> None:
     assert refills(AlgorithmConfig("dapo")) and not refills(AlgorithmConfig("grpo"))
     assert refills(AlgorithmConfig("grpo", refill_filtered=True))
 
 
-def test_an_unknown_algorithm_names_those_that_are_known():
+def test_an_unknown_algorithm_names_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match="reinforce_pp"):
         algorithm("gpro")

@@ -1,6 +1,8 @@
 """PPO's critic: its values and their loss, what is published without it, and what it learns."""
 
 import itertools
+from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from services.trainer.algorithms import algorithm
 from services.trainer.arithmetic import critic
 from services.trainer.arithmetic.forward import checkpoint_layers
 from services.trainer.arithmetic.learner import Learner, add
-from services.trainer.arithmetic.packing import Sequence, fill, make_bins, packed
+from services.trainer.arithmetic.packing import Bin, Sequence, fill, make_bins, packed
 from services.trainer.arithmetic.stats import update_metrics
 from services.trainer.losses.aggregation import denominator
 from services.trainer.losses.terms import Terms
@@ -36,7 +38,7 @@ PPO = AlgorithmConfig("ppo", gae_lambda=0.95)
 RATES = OptimizerConfig(muon_lr=0.01, adamw_lr=0.01)
 
 
-def learner(seed=0, config=PPO, checkpointed=False):
+def learner(seed: int = 0, config: AlgorithmConfig = PPO, checkpointed: bool = False) -> Learner:
     model = Decoder(MODEL)
     model.initialise(torch.Generator().manual_seed(seed))
     if checkpointed:
@@ -44,7 +46,7 @@ def learner(seed=0, config=PPO, checkpointed=False):
     return Learner(model, RATES, config)
 
 
-def sequences(count=6, seed=4):
+def sequences(count: int = 6, seed: int = 4) -> list[Sequence]:
     draw = np.random.default_rng(seed)
     made = []
     for _ in range(count):
@@ -58,7 +60,7 @@ def sequences(count=6, seed=4):
     return made
 
 
-def valued(one, made, budget=64):
+def valued(one: Learner, made: list[Sequence], budget: int = 64) -> list[Sequence]:
     """As a step does it: scored by the critic, then given advantages and returns."""
     for members in packed(made, budget):
         scores, start = one.score(fill(members, 0), "values"), 0
@@ -67,29 +69,32 @@ def valued(one, made, budget=64):
             values[1:] = scores[start : start + sequence.places]
             sequence.extras["values"] = values
             start += sequence.places
-    algorithm("ppo").prepare(made, PPO)
+    prepare = algorithm("ppo").prepare
+    assert prepare is not None
+    prepare(made, PPO)
     return made
 
 
-def moved(one, seed=1):
+def moved(one: Learner, seed: int = 1) -> Learner:
     """The same learner with a critic that no longer is its policy, nor says 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in critic.critic_of(one.model).parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return one
 
 
-def plain_values(one, sequence):
+def plain_values(one: Learner, sequence: Sequence) -> torch.Tensor:
     """Of one sequence by itself."""
     found = critic.critic_of(one.model)
     tokens = torch.from_numpy(sequence.tokens[None, :-1]).long()
     hidden = found.trunk(tokens, torch.arange(tokens.shape[1])[None], causal_attention)
-    return (hidden[0] * found.head).sum(-1) + found.bias
+    values: torch.Tensor = (hidden[0] * found.head).sum(-1) + found.bias
+    return values
 
 
 @pytest.mark.parametrize("budget", [20, 64, 500])
-def test_values_are_those_of_each_sequence_alone(budget):
+def test_values_are_those_of_each_sequence_alone(budget: int) -> None:
     one, made = moved(learner()), sequences()
     for members in packed(made, budget):
         bin = fill(members, 0)
@@ -100,7 +105,7 @@ def test_values_are_those_of_each_sequence_alone(budget):
             assert scores[start:end] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_critic_begins_as_its_policy_and_says_nothing_yet():
+def test_a_critic_begins_as_its_policy_and_says_nothing_yet() -> None:
     one = learner()
     trunk = dict(critic.critic_of(one.model).trunk.named_parameters())
     own = dict(one.model.named_parameters())
@@ -109,14 +114,14 @@ def test_a_critic_begins_as_its_policy_and_says_nothing_yet():
     assert not one.score(make_bins(sequences(), 500)[0], "values").any()
 
 
-def test_what_a_warm_start_taught_the_policy_is_what_the_critic_begins_with():
+def test_what_a_warm_start_taught_the_policy_is_what_the_critic_begins_with() -> None:
     one, other = learner(), learner(seed=5)
     one.load_weights(other.weights())
     trunk = dict(critic.critic_of(one.model).trunk.named_parameters())
     assert all(torch.equal(tensor, other.weights()[name]) for name, tensor in trunk.items())
 
 
-def test_scoring_leaves_a_critic_as_it_is():
+def test_scoring_leaves_a_critic_as_it_is() -> None:
     one = moved(learner())
     before = [p.detach().clone() for p in critic.critic_of(one.model).parameters()]
     one.score(make_bins(sequences(), 500)[0], "values")
@@ -124,11 +129,11 @@ def test_scoring_leaves_a_critic_as_it_is():
     assert all(torch.equal(p, was) for p, was in zip(now, before, strict=True))
 
 
-def kept_numbers(one, bin):
+def kept_numbers(one: Learner, bin: Bin) -> int:
     """Numbers that a pass of the critic keeps for the way back."""
     kept = {}
 
-    def pack(tensor):
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
         kept[tensor.data_ptr()] = tensor.numel()
         return tensor
 
@@ -138,7 +143,7 @@ def kept_numbers(one, bin):
     return sum(count for at, count in kept.items() if at not in own)
 
 
-def test_a_critic_is_computed_again_on_the_way_back_where_its_policy_is():
+def test_a_critic_is_computed_again_on_the_way_back_where_its_policy_is() -> None:
     plain, again = moved(learner()), moved(learner(checkpointed=True))
     made = valued(plain, sequences(20))
     (bin,) = make_bins(made, 500)
@@ -146,13 +151,13 @@ def test_a_critic_is_computed_again_on_the_way_back_where_its_policy_is():
     assert kept_numbers(again, bin) < 0.6 * kept_numbers(plain, bin)
 
 
-def test_no_weight_of_the_critic_is_published():
+def test_no_weight_of_the_critic_is_published() -> None:
     weights = learner().weights()
     assert set(weights) == set(dict(Decoder(MODEL).named_parameters()))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_value_loss_is_that_of_the_clipped_formula(seed):
+def test_the_value_loss_is_that_of_the_clipped_formula(seed: int) -> None:
     draw = np.random.default_rng(seed)
     found, before, returns = (torch.from_numpy(draw.normal(size=9)) for _ in range(3))
     found.requires_grad_()
@@ -162,6 +167,7 @@ def test_the_value_loss_is_that_of_the_clipped_formula(seed):
     terms = Terms(nothing, nothing, nothing, nothing, one, 1, extras)
     losses = critic.value_losses(found, terms, torch.ones(9), AlgorithmConfig(value_clip=0.3))
     losses.sum().backward()
+    assert found.grad is not None
     for v, old, target, loss, slope in zip(
         found.tolist(), before.tolist(), returns.tolist(), losses.tolist(), found.grad, strict=True
     ):
@@ -173,7 +179,7 @@ def test_the_value_loss_is_that_of_the_clipped_formula(seed):
         assert float(slope) == pytest.approx(expected)
 
 
-def plain_gradient(one, made):
+def plain_gradient(one: Learner, made: list[Sequence]) -> torch.Tensor:
     """Of both losses, sequence by sequence, in the order of the parameters."""
     one.model.zero_grad()
     total = torch.zeros(())
@@ -192,11 +198,11 @@ def plain_gradient(one, made):
         value = torch.maximum((values - returns) ** 2, (near - returns) ** 2) / 2
         total = total + (policy + PPO.value_coefficient * value)[own].sum()
     total.backward()
-    return torch.cat([p.grad.reshape(-1) for p in one.model.parameters()])
+    return torch.cat([cast(torch.Tensor, p.grad).reshape(-1) for p in one.model.parameters()])
 
 
 @pytest.mark.parametrize("budget", [40, 500])
-def test_one_gradient_holds_both_losses_however_they_are_packed(budget):
+def test_one_gradient_holds_both_losses_however_they_are_packed(budget: int) -> None:
     one = moved(learner())
     made = valued(one, sequences())
     gradient, stats = add(one.gradient(bin) for bin in make_bins(made, budget))
@@ -204,7 +210,7 @@ def test_one_gradient_holds_both_losses_however_they_are_packed(budget):
     assert stats.value_tokens == stats.tokens and stats.value_loss_sum > 0
 
 
-def test_a_bin_without_weight_moves_neither():
+def test_a_bin_without_weight_moves_neither() -> None:
     one = moved(learner())
     (bin,) = make_bins(sequences(), 500)
     bin.weight[:] = 0
@@ -212,11 +218,11 @@ def test_a_bin_without_weight_moves_neither():
     assert not gradient.any()
 
 
-def test_a_critic_goes_on_where_its_state_was_taken(tmp_path):
+def test_a_critic_goes_on_where_its_state_was_taken(tmp_path: Path) -> None:
     first, second = learner(), learner(seed=7)
     job = JobConfig(algorithm=PPO)
 
-    def step(one, seed):
+    def step(one: Learner, seed: int) -> None:
         made = valued(one, sequences(seed=seed))
         gradient, _ = add(one.gradient(bin) for bin in make_bins(made, 64))
         one.apply(gradient, denominator(made, job), 1.0)
@@ -229,7 +235,9 @@ def test_a_critic_goes_on_where_its_state_was_taken(tmp_path):
     assert all(torch.equal(p, own[name]) for name, p in first.model.named_parameters())
 
 
-def sampled(one, draw, count=32, length=5):
+def sampled(
+    one: Learner, draw: np.random.Generator, count: int = 32, length: int = 5
+) -> list[Sequence]:
     """Trajectories of the learner's own policy after a prompt of one token, 0 to 3."""
     tokens = np.zeros((count, length + 1), np.int32)
     tokens[:, 0] = draw.integers(0, 4, count)
@@ -249,7 +257,7 @@ def sampled(one, draw, count=32, length=5):
     ]
 
 
-def test_ppo_learns_what_is_rewarded_and_what_to_expect():
+def test_ppo_learns_what_is_rewarded_and_what_to_expect() -> None:
     """Token 5 is worth 1, from 1 in 32 to most tokens; what a prompt is worth, the critic tells."""
     one, job, draw = learner(), JobConfig(algorithm=PPO), np.random.default_rng(0)
     shares, explained = [], []

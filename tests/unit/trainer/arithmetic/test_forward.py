@@ -1,6 +1,8 @@
 """A pass over a bin gives what each of its sequences gives alone, whatever saves time or memory."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,8 +13,8 @@ from hypothesis import strategies as st
 from common.model.attention import causal_attention
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
-from services.trainer.arithmetic.forward import checkpoint_layers, forward, fuse
-from services.trainer.arithmetic.packing import Sequence, fill
+from services.trainer.arithmetic.forward import Outputs, checkpoint_layers, forward, fuse
+from services.trainer.arithmetic.packing import Bin, Sequence, fill
 from services.trainer.arithmetic.precision import WorkingCopy
 
 CONFIG = ModelConfig(
@@ -31,14 +33,14 @@ CONFIG = ModelConfig(
 TEMPERATURE = 0.7
 
 
-def decoder(dtype=torch.float32, **changes):
+def decoder(dtype: torch.dtype = torch.float32, **changes: Any) -> Decoder:
     model = Decoder(replace(CONFIG, **changes))
     model.initialise(torch.Generator().manual_seed(0))
     fuse(model)
     return model.to(dtype)
 
 
-def sequences(lengths, seed=0):
+def sequences(lengths: Iterable[int], seed: int = 0) -> list[Sequence]:
     random = np.random.default_rng(seed)
     made = []
     for length in lengths:
@@ -51,15 +53,15 @@ def sequences(lengths, seed=0):
     return made
 
 
-def slopes(count):
+def slopes(count: int) -> torch.Tensor:
     return torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
-def gradient(model):
-    return torch.cat([p.grad.double().reshape(-1) for p in model.parameters()])
+def gradient(model: Decoder) -> torch.Tensor:
+    return torch.cat([cast(torch.Tensor, p.grad).double().reshape(-1) for p in model.parameters()])
 
 
-def one_by_one(made):
+def one_by_one(made: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probabilities, entropies and the gradient in float64, by the textbook."""
     model = decoder(torch.float64)
     logprobs, entropies = [], []
@@ -75,7 +77,7 @@ def one_by_one(made):
     return found.detach(), torch.cat(entropies).detach(), gradient(model)
 
 
-def one_pass(model, bin):
+def one_pass(model: Decoder, bin: Bin) -> Outputs:
     out = forward(model, bin, TEMPERATURE)
     out.logprobs.backward(slopes(len(out.places)).to(out.logprobs.dtype))
     return out
@@ -83,7 +85,7 @@ def one_pass(model, bin):
 
 @settings(max_examples=15)
 @given(st.lists(st.integers(2, 120), min_size=1, max_size=6))
-def test_a_bin_gives_what_its_sequences_give_alone(lengths):
+def test_a_bin_gives_what_its_sequences_give_alone(lengths: list[int]) -> None:
     made, model = sequences(lengths), decoder()
     logprobs, entropies, expected = one_by_one(made)
     out = one_pass(model, fill(made))
@@ -93,7 +95,7 @@ def test_a_bin_gives_what_its_sequences_give_alone(lengths):
     assert float(error) < 1e-5
 
 
-def test_a_bin_repeats_to_the_last_bit_and_a_sequence_in_other_company_to_rounding():
+def test_a_bin_repeats_to_the_last_bit_and_a_sequence_in_other_company_to_rounding() -> None:
     made = sequences([2, 3, 2, 4, 2, 64, 33])
     bin, model, other = fill(made), decoder(), decoder()
     forward(other, fill(made[:2]))  # what it has computed before makes no difference
@@ -105,7 +107,7 @@ def test_a_bin_repeats_to_the_last_bit_and_a_sequence_in_other_company_to_roundi
         torch.testing.assert_close(first.logprobs[first.sequence == j], alone, atol=1e-5, rtol=1e-5)
 
 
-def test_outputs_know_their_places_and_sequences():
+def test_outputs_know_their_places_and_sequences() -> None:
     made = sequences([9, 2, 30])
     bin = fill(made)
     out = forward(decoder(), bin)
@@ -115,7 +117,7 @@ def test_outputs_know_their_places_and_sequences():
     assert out.hidden.shape == (len(belongs), 32) and out.aux_loss is None
 
 
-def test_padding_behind_the_sequences_changes_no_bit():
+def test_padding_behind_the_sequences_changes_no_bit() -> None:
     made = sequences([40, 17])
     bin = fill(made)
     padded = fill(made)
@@ -126,17 +128,17 @@ def test_padding_behind_the_sequences_changes_no_bit():
     torch.testing.assert_close(gradient(first), gradient(second), atol=1e-6, rtol=1e-6)
 
 
-def test_a_bin_without_sequences_has_a_gradient_of_nothing():
+def test_a_bin_without_sequences_has_a_gradient_of_nothing() -> None:
     model = decoder()
     out = one_pass(model, fill([]))
     assert len(out.places) == 0 and not gradient(model).any()
 
 
-def kept_bytes(model, bin):
+def kept_bytes(model: Decoder, bin: Bin) -> int:
     """What autograd keeps between the passes, parameters aside."""
     kept = {}
 
-    def pack(tensor):
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
         kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
@@ -148,7 +150,9 @@ def kept_bytes(model, bin):
 
 
 @pytest.mark.parametrize("config", [{}, {"experts": 4, "experts_per_token": 2}])
-def test_layers_that_are_computed_again_give_the_same_bits_and_keep_little(config):
+def test_layers_that_are_computed_again_give_the_same_bits_and_keep_little(
+    config: dict[str, Any],
+) -> None:
     if config:
         config = {"architecture": "qwen3_moe", "expert_ffn_size": 24, **config}
     bin = fill(sequences([100, 60, 33]))
@@ -161,14 +165,14 @@ def test_layers_that_are_computed_again_give_the_same_bits_and_keep_little(confi
     assert kept_bytes(again, bin) < 0.5 * kept_bytes(plain, bin)
 
 
-def narrow(masters):
+def narrow(masters: Decoder) -> tuple[WorkingCopy, list[torch.Tensor]]:
     copy = WorkingCopy(masters, torch.bfloat16)
     sums = [torch.zeros_like(p) for p in masters.parameters()]
-    copy.collect(sums)
+    copy.collect([*sums])
     return copy, sums
 
 
-def test_bfloat16_passes_are_near_float64_and_their_sums_are_float32():
+def test_bfloat16_passes_are_near_float64_and_their_sums_are_float32() -> None:
     made = sequences([100, 60, 33])
     logprobs, entropies, expected = one_by_one(made)
     copy, sums = narrow(decoder())
@@ -181,7 +185,7 @@ def test_bfloat16_passes_are_near_float64_and_their_sums_are_float32():
     assert all(p.grad is None for p in copy.model.parameters())
 
 
-def test_many_small_gradients_do_not_vanish_in_their_sum():
+def test_many_small_gradients_do_not_vanish_in_their_sum() -> None:
     """In bfloat16 a sum stands still once it is 256 times what is added."""
     bin = fill(sequences([20]))
     copy, sums = narrow(decoder())
@@ -193,12 +197,12 @@ def test_many_small_gradients_do_not_vanish_in_their_sum():
         torch.testing.assert_close(total, 300 * single, rtol=1e-4, atol=1e-6)
 
 
-def test_a_copy_takes_over_what_the_masters_have_become():
+def test_a_copy_takes_over_what_the_masters_have_become() -> None:
     masters = decoder()
     copy, _ = narrow(masters)
     with torch.no_grad():
         for p in masters.parameters():
-            p += 0.25
+            p.add_(0.25)
     copy.refresh()
     for p, narrowed in zip(masters.parameters(), copy.model.parameters(), strict=True):
         assert torch.equal(narrowed, p.bfloat16())

@@ -2,6 +2,8 @@
 
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,8 +14,9 @@ from common.job.config import AlgorithmConfig, OptimizerConfig
 from common.model.attention import causal_attention
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
-from services.trainer.arithmetic.learner import BinStats, Learner, add
+from services.trainer.arithmetic.learner import Learner, add
 from services.trainer.arithmetic.packing import Sequence, make_bins
+from services.trainer.arithmetic.stats import BinStats
 from tests.unit.trainer.handing_over import handed_over
 
 MODEL = ModelConfig(
@@ -30,13 +33,13 @@ MODEL = ModelConfig(
 )
 
 
-def learner(seed=0):
+def learner(seed: int = 0) -> Learner:
     model = Decoder(MODEL)
     model.initialise(torch.Generator().manual_seed(seed))
     return Learner(model, OptimizerConfig(), AlgorithmConfig())
 
 
-def sequences(count=9, version=0):
+def sequences(count: int = 9, version: int = 0) -> list[Sequence]:
     random = np.random.default_rng(4)
     made = []
     for _ in range(count):
@@ -51,7 +54,7 @@ def sequences(count=9, version=0):
     return made
 
 
-def plain_gradient(learner, made):
+def plain_gradient(learner: Learner, made: list[Sequence]) -> tuple[float, torch.Tensor]:
     """Sequence by sequence, without packing."""
     model = learner.model
     model.zero_grad()
@@ -66,11 +69,13 @@ def plain_gradient(learner, made):
         loss = -objective.clamp(min=3 * advantage) if advantage < 0 else -objective
         total = total + loss[torch.from_numpy(one.mask[1:])].sum()
     total.backward()
-    return float(total.detach()), torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+    return float(total.detach()), torch.cat(
+        [cast(torch.Tensor, p.grad).reshape(-1) for p in model.parameters()]
+    )
 
 
 @pytest.mark.parametrize("budget", [64, 200, 2560])
-def test_the_gradient_does_not_depend_on_the_packing(budget):
+def test_the_gradient_does_not_depend_on_the_packing(budget: int) -> None:
     one, made = learner(), sequences()
     gradient, stats = add(one.gradient(bin) for bin in make_bins(made, budget))
     loss, expected = plain_gradient(learner(), made)
@@ -79,7 +84,7 @@ def test_the_gradient_does_not_depend_on_the_packing(budget):
     assert torch.allclose(gradient, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_a_bin_computed_again_elsewhere_gives_the_same_bits():
+def test_a_bin_computed_again_elsewhere_gives_the_same_bits() -> None:
     torch.set_num_threads(1)
     bins = make_bins(sequences(), 200)
     first, second = learner(), learner(seed=5)
@@ -89,7 +94,7 @@ def test_a_bin_computed_again_elsewhere_gives_the_same_bits():
         assert torch.equal(first.gradient(bin)[0], second.gradient(bin)[0])
 
 
-def test_scores_under_the_sampling_weights_leave_no_gap():
+def test_scores_under_the_sampling_weights_leave_no_gap() -> None:
     one, made = learner(), sequences(version=3)
     bins = make_bins(made, 2560, version=3)
     for bin in bins:
@@ -100,12 +105,12 @@ def test_scores_under_the_sampling_weights_leave_no_gap():
     assert 0 < stats.entropy_sum / stats.tokens <= np.log(32)
 
 
-def test_tokens_of_other_versions_are_left_out_of_the_gap():
+def test_tokens_of_other_versions_are_left_out_of_the_gap() -> None:
     _, stats = add(learner().gradient(bin) for bin in make_bins(sequences(version=2), 2560, 3))
     assert stats.fresh_tokens == 0 and stats.gap_max == 0.0 and stats.kl_sum > 0
 
 
-def test_clipped_tokens_are_counted():
+def test_clipped_tokens_are_counted() -> None:
     one, made = learner(), sequences(count=1)
     made[0].advantages = np.ones((), np.float32)
     made[0].logprobs -= 9.0  # sampled, it says, as something very unlikely
@@ -113,7 +118,7 @@ def test_clipped_tokens_are_counted():
     assert stats.clipped == stats.tokens
 
 
-def test_the_sum_is_divided_by_the_tokens_once():
+def test_the_sum_is_divided_by_the_tokens_once() -> None:
     first, second = learner(), learner()
     gradient, stats = add(first.gradient(bin) for bin in make_bins(sequences(), 2560))
     four_times, expected = gradient * 4, float(gradient.norm()) / stats.tokens
@@ -123,7 +128,7 @@ def test_the_sum_is_divided_by_the_tokens_once():
         assert torch.allclose(tensor, first.weights()[name], atol=1e-7)
 
 
-def test_steps_on_good_trajectories_make_them_likelier():
+def test_steps_on_good_trajectories_make_them_likelier() -> None:
     one, made = learner(), sequences()
     for sequence in made:
         sequence.advantages = np.ones((), np.float32)
@@ -137,7 +142,7 @@ def test_steps_on_good_trajectories_make_them_likelier():
     assert sum(one.score(bin).sum() for bin in bins) > before + 1
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing():
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     one = learner()
     before = one.copied_weights() | one.optimizer_state()
     gradient = torch.zeros(one.size)
@@ -148,7 +153,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
-def test_a_learner_goes_on_where_its_state_was_taken(tmp_path):
+def test_a_learner_goes_on_where_its_state_was_taken(tmp_path: Path) -> None:
     first, second = learner(), learner(seed=7)
     bins = make_bins(sequences(), 200)
     for _ in range(2):
@@ -164,7 +169,7 @@ def test_a_learner_goes_on_where_its_state_was_taken(tmp_path):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-def test_the_supervised_gradient_is_that_of_the_cross_entropy():
+def test_the_supervised_gradient_is_that_of_the_cross_entropy() -> None:
     one, made = learner(), sequences()
     for sequence in made:
         sequence.advantages = np.ones((), np.float32)
@@ -177,7 +182,7 @@ def test_the_supervised_gradient_is_that_of_the_cross_entropy():
     assert stats.loss_sum == pytest.approx(-sum(one.score(bin).sum() for bin in bins), rel=1e-4)
 
 
-def test_stats_add_up():
+def test_stats_add_up() -> None:
     total = BinStats(tokens=2, gap_sum=1.0, gap_max=0.7) + BinStats(tokens=3, gap_max=0.2)
     assert total == BinStats(tokens=5, gap_sum=1.0, gap_max=0.7)
 

@@ -1,29 +1,32 @@
 """What a learner may be asked for beside plain float32: adapters, narrow passes, experts."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
+from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.lora import is_adapter
 from services.trainer.arithmetic.learner import Learner, add
-from services.trainer.arithmetic.packing import make_bins
+from services.trainer.arithmetic.packing import Bin, make_bins
 from tests.unit.trainer.arithmetic.test_learner import MODEL, sequences
 from tests.unit.trainer.handing_over import handed_over
 
 RATES = OptimizerConfig(muon_lr=0.0, adamw_lr=0.01)
 
 
-def learner(config=MODEL, **options):
+def learner(config: ModelConfig = MODEL, **options: Any) -> Learner:
     model = Decoder(config)
     model.initialise(torch.Generator().manual_seed(3))
     return Learner(model, RATES, AlgorithmConfig(), **options)
 
 
-def good_bins(one, count=12):
+def good_bins(one: Learner, count: int = 12) -> list[Bin]:
     made = sequences(count)
     for sequence in made:
         sequence.advantages = np.ones((), np.float32)
@@ -33,7 +36,7 @@ def good_bins(one, count=12):
     return bins
 
 
-def trained(one, steps=4):
+def trained(one: Learner, steps: int = 4) -> tuple[float, float]:
     """Sum of log-probabilities of good trajectories before and after some steps on them."""
     bins = good_bins(one)
     before = sum(float(one.score(bin).sum()) for bin in bins)
@@ -46,7 +49,7 @@ def trained(one, steps=4):
     return before, sum(float(one.score(bin).sum()) for bin in bins)
 
 
-def test_adapters_learn_and_the_base_stands_still():
+def test_adapters_learn_and_the_base_stands_still() -> None:
     one = learner()
     base = one.copied_weights()
     one.adapt(LoraConfig(rank=4), seed=1)
@@ -60,7 +63,7 @@ def test_adapters_learn_and_the_base_stands_still():
     )
 
 
-def test_adapters_go_on_where_their_state_was_taken(tmp_path):
+def test_adapters_go_on_where_their_state_was_taken(tmp_path: Path) -> None:
 
     first, second = learner(), learner()
     for one in (first, second):
@@ -70,7 +73,7 @@ def test_adapters_go_on_where_their_state_was_taken(tmp_path):
     assert trained(first, steps=1) == trained(second, steps=1)
 
 
-def test_bfloat16_passes_train_float32_masters():
+def test_bfloat16_passes_train_float32_masters() -> None:
     wide, narrow = learner(), learner(dtype=torch.bfloat16)
     for one in (wide, narrow):
         before, after = trained(one)
@@ -86,7 +89,7 @@ def test_bfloat16_passes_train_float32_masters():
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])
-def test_a_mixture_of_experts_is_balanced_by_its_own_loss(coefficient):
+def test_a_mixture_of_experts_is_balanced_by_its_own_loss(coefficient: float) -> None:
     config = replace(
         MODEL,
         architecture="qwen3_moe",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from common.api.weights import Group
-from common.model.decoder import Decoder
+from common.model.decoder import Decoder, SparseLayer
 from common.records.experts import laid_out
 from common.wire import blob
 from services.rollout.trajectory import Trajectory
@@ -111,6 +111,6 @@ def test_what_keeps_experts_busy_adds_up_over_trained_places_and_reaches_the_rou
         total, trained = total + out.aux_loss, trained + len(out.places)
     each = total.item() / trained / THREE.balance_coefficient
     assert THREE.experts_per_token <= each < 2 * THREE.experts_per_token
-    total.backward()  # type: ignore[no-untyped-call]
-    gradient = model.layers[0].experts.router.grad
+    total.backward()
+    gradient = cast(SparseLayer, model.layers[0]).experts.router.grad
     assert gradient is not None and gradient.abs().max() > 0

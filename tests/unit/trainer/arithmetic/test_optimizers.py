@@ -12,11 +12,11 @@ CONFIG = OptimizerConfig(muon_lr=0.02, adamw_lr=0.003, weight_decay=0.1)
 
 
 class Model(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
 
-        def parameter(*shape):
+        def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(*shape, generator=generator))
 
         self.embedding = parameter(16, 8)
@@ -25,20 +25,20 @@ class Model(nn.Module):
         self.wide = parameter(8, 24)
 
 
-def gradients(model, steps):
+def gradients(model: nn.Module, steps: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     size = sum(p.numel() for p in model.parameters())
     return [torch.randn(size, generator=generator) for _ in range(steps)]
 
 
-def follow(model, flat):
+def follow(model: nn.Module, flat: torch.Tensor) -> None:
     """Sets the gradients of `model` to what the flat gradient says."""
     sizes = [p.numel() for p in model.parameters()]
     for parameter, piece in zip(model.parameters(), flat.split(sizes), strict=True):
         parameter.grad = piece.view_as(parameter).clone()
 
 
-def test_vectors_and_embeddings_move_as_under_adamw():
+def test_vectors_and_embeddings_move_as_under_adamw() -> None:
     ours, theirs = Model(), Model()
     optimizer = Optimizer(ours, CONFIG)
     adamw = torch.optim.AdamW(
@@ -52,7 +52,7 @@ def test_vectors_and_embeddings_move_as_under_adamw():
     assert torch.allclose(ours.norm, theirs.norm, atol=1e-6)
 
 
-def test_without_muon_everything_moves_as_under_adamw():
+def test_without_muon_everything_moves_as_under_adamw() -> None:
     ours, theirs = Model(), Model()
     optimizer = Optimizer(ours, OptimizerConfig(muon_lr=0.0, adamw_lr=0.003))
     adamw = torch.optim.AdamW(theirs.parameters(), lr=0.003, betas=(0.9, 0.95), weight_decay=0)
@@ -64,7 +64,7 @@ def test_without_muon_everything_moves_as_under_adamw():
         assert torch.allclose(one, other, atol=1e-6)
 
 
-def test_matrices_move_as_under_muon():
+def test_matrices_move_as_under_muon() -> None:
     ours, theirs = Model(), Model()
     optimizer = Optimizer(ours, CONFIG)
     matrices = [theirs.first, theirs.second, theirs.wide]
@@ -79,14 +79,14 @@ def test_matrices_move_as_under_muon():
         assert (one - other).norm() < 0.02 * moved  # torch iterates in bfloat16
 
 
-def test_an_orthogonal_update_has_singular_values_near_one():
+def test_an_orthogonal_update_has_singular_values_near_one() -> None:
     for shape in ((3, 12, 8), (8, 24), (8, 8)):
         matrices = torch.randn(*shape, generator=torch.Generator().manual_seed(2))
         values = torch.linalg.svdvals(orthogonal(matrices))
         assert values.min() > 0.3 and values.max() < 1.3
 
 
-def test_matrices_of_one_shape_do_not_mix():
+def test_matrices_of_one_shape_do_not_mix() -> None:
     matrices = torch.randn(3, 12, 8, generator=torch.Generator().manual_seed(3))
     alone = torch.stack([orthogonal(matrix) for matrix in matrices])
     assert torch.allclose(orthogonal(matrices), alone, atol=1e-5)
@@ -114,7 +114,7 @@ def test_an_update_is_the_same_however_much_of_it_is_computed_at_once(
         assert torch.allclose(moment, state[name], atol=1e-6), name
 
 
-def test_an_optimizer_goes_on_where_its_state_was_taken():
+def test_an_optimizer_goes_on_where_its_state_was_taken() -> None:
     first, second = Model(), Model()
     optimizer = Optimizer(first, CONFIG)
     early, late = gradients(first, 6)[:3], gradients(first, 6)[3:]
@@ -130,7 +130,7 @@ def test_an_optimizer_goes_on_where_its_state_was_taken():
         assert torch.equal(one, two)
 
 
-def test_a_state_takes_no_memory_of_its_own():
+def test_a_state_takes_no_memory_of_its_own() -> None:
     model = Model()
     optimizer = Optimizer(model, CONFIG)
     moments = {n: t for n, t in optimizer.state().items() if n != "adamw.steps"}
@@ -140,7 +140,7 @@ def test_a_state_takes_no_memory_of_its_own():
     assert all(torch.equal(t, after[n]) for n, t in moments.items()), "it shows what is there now"
 
 
-def test_the_learning_rate_rises_and_then_falls_to_what_is_left():
+def test_the_learning_rate_rises_and_then_falls_to_what_is_left() -> None:
     config = OptimizerConfig(warmup_steps=5, final_lr=0.1)
     factors = [lr_factor(step, 50, config) for step in range(50)]
     assert factors[0] == pytest.approx(0.2) and max(factors) == factors[4]

@@ -1,17 +1,20 @@
 """Bins: what lies where, and what of it is trained."""
 
 import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from common.errors import BadMessage
 from services.trainer.arithmetic.packing import Bin, Sequence, fresh, make_bins
 
 
-def sequence(length, seed=0, version=0):
+def sequence(length: int, seed: int = 0, version: int = 0) -> Sequence:
     random = np.random.default_rng(seed)
     return Sequence(
         tokens=random.integers(0, 64, length).astype(np.int32),
@@ -23,7 +26,7 @@ def sequence(length, seed=0, version=0):
     )
 
 
-def unpacked(bins):
+def unpacked(bins: Iterable[Bin]) -> Iterator[dict[str, NDArray[Any]]]:
     """Every sequence's places, in no particular order, as tuples of arrays."""
     for bin in bins:
         for start, end in itertools.pairwise(bin.starts):
@@ -33,7 +36,7 @@ def unpacked(bins):
 
 
 @given(st.lists(st.integers(2, 320), min_size=1, max_size=40), st.integers(320, 2560))
-def test_every_sequence_is_in_the_bins_once_and_whole(lengths, budget):
+def test_every_sequence_is_in_the_bins_once_and_whole(lengths: list[int], budget: int) -> None:
     given_ = [sequence(length, seed) for seed, length in enumerate(lengths)]
     bins = make_bins(given_, budget)
     assert all(bin.tokens.size <= budget for bin in bins)
@@ -49,7 +52,7 @@ def test_every_sequence_is_in_the_bins_once_and_whole(lengths, budget):
         assert (part["extra.reference"] == one.extras["reference"][1:]).all()
 
 
-def test_tokens_are_fresh_while_all_before_them_is_of_the_trained_version():
+def test_tokens_are_fresh_while_all_before_them_is_of_the_trained_version() -> None:
     one = sequence(6)
     one.mask = np.array([False, True, True, False, True, True])
     one.versions = np.array([-1, 3, 3, -1, 2, 3], np.int32)
@@ -57,14 +60,14 @@ def test_tokens_are_fresh_while_all_before_them_is_of_the_trained_version():
     assert not fresh(one, 2).any() and not fresh(one, -1).any()
 
 
-def test_a_prompt_of_another_version_leaves_nothing_fresh():
+def test_a_prompt_of_another_version_leaves_nothing_fresh() -> None:
     one = sequence(4)
     one.mask = np.array([False, False, True, True])
     one.versions = np.array([1, 1, 2, 2], np.int32)
     assert not fresh(one, 2).any()
 
 
-def test_a_number_that_an_abandoned_lineage_gave_to_other_weights_is_not_fresh():
+def test_a_number_that_an_abandoned_lineage_gave_to_other_weights_is_not_fresh() -> None:
     one = sequence(4)
     one.mask = np.array([False, True, True, True])
     one.versions = np.array([-1, 9, 9, 9], np.int32)
@@ -75,7 +78,7 @@ def test_a_number_that_an_abandoned_lineage_gave_to_other_weights_is_not_fresh()
     assert fresh(one, 8).tolist() == [False, True, True, False]
 
 
-def test_a_bin_survives_the_wire():
+def test_a_bin_survives_the_wire() -> None:
     (bin,) = make_bins([sequence(50), sequence(70)], 2560, version=0)
     arrays = {name: array.copy() for name, array in bin.to_arrays().items()}
     for array in arrays.values():
@@ -85,7 +88,7 @@ def test_a_bin_survives_the_wire():
     assert again.trained == bin.trained and again.tokens.flags.writeable
 
 
-def test_arrays_that_are_no_bin_are_refused():
+def test_arrays_that_are_no_bin_are_refused() -> None:
     (bin,) = make_bins([sequence(50)], 2560)
     arrays = bin.to_arrays()
     for wrong in (
@@ -100,6 +103,6 @@ def test_arrays_that_are_no_bin_are_refused():
             Bin.from_arrays(wrong)
 
 
-def test_a_sequence_without_anything_to_predict_is_refused():
+def test_a_sequence_without_anything_to_predict_is_refused() -> None:
     with pytest.raises(ValueError, match="fewer than two tokens"):
         make_bins([sequence(1)], 2560)

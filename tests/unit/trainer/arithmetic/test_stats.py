@@ -2,18 +2,25 @@
 
 import math
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
 
+from common.job.constraints import AlgorithmName
 from services.trainer.arithmetic.stats import BinStats, describe, describe_values, update_metrics
 from services.trainer.losses.objective import objective
 from tests.unit.trainer.losses import published_formulas as plain
 
-EVERY = "every"
+EVERY = torch.ones(0, dtype=torch.bool)  # stands for all tokens
 
 
-def described(tokens, name="dapo", fresh=EVERY, **keys):
+def described(
+    tokens: plain.Tokens,
+    name: AlgorithmName = "dapo",
+    fresh: torch.Tensor | None = EVERY,
+    **keys: Any,
+) -> BinStats:
     terms = plain.terms(tokens)
     one = torch.ones_like(terms.logprobs)
     config = plain.job(name, **keys)
@@ -22,11 +29,11 @@ def described(tokens, name="dapo", fresh=EVERY, **keys):
     return describe(terms, found, 2 * one, fresh)
 
 
-def every(tokens, of):
+def every(tokens: plain.Tokens, of: plain.Term) -> list[float]:
     return [of(i, t) for i, t in plain.every(tokens)]
 
 
-def test_metrics_are_what_they_say():
+def test_metrics_are_what_they_say() -> None:
     tokens = plain.batch(3, 0.4, count=8)
     ratios = every(tokens, lambda i, t: math.exp(tokens.now[i][t] - tokens.behaviour[i][t]))
     worth = every(tokens, lambda i, t: tokens.advantage[i][t])
@@ -50,7 +57,7 @@ def test_metrics_are_what_they_say():
     assert found["teacher_kl"] == pytest.approx(sum(gone) / n)
 
 
-def test_the_gap_to_the_engine_counts_fresh_tokens_alone():
+def test_the_gap_to_the_engine_counts_fresh_tokens_alone() -> None:
     tokens = plain.batch(4, 0.4)
     fresh = torch.arange(tokens.count) % 3 == 0
     gaps = every(tokens, lambda i, t: tokens.now[i][t] - tokens.behaviour[i][t])[::3]
@@ -62,10 +69,10 @@ def test_the_gap_to_the_engine_counts_fresh_tokens_alone():
     assert found["logprob_kl"] == pytest.approx(exact)
 
 
-def test_tokens_that_no_policy_sampled_are_compared_with_none():
+def test_tokens_that_no_policy_sampled_are_compared_with_none() -> None:
     stats = described(plain.batch(4), "sft", fresh=None)
     found = update_metrics(1, 0.0, stats, stats.tokens)
-    compared = ("kl", "ratio_max", "ratio_min", "effective_sample_size")
+    compared: tuple[str, ...] = ("kl", "ratio_max", "ratio_min", "effective_sample_size")
     compared += ("logprob_gap", "logprob_gap_mean", "logprob_kl")
     assert [found[name] for name in compared] == [None] * 7
     assert found["fresh_tokens"] == 0 and found["model_tokens"] == stats.tokens > 0
@@ -85,7 +92,9 @@ def test_tokens_that_no_policy_sampled_are_compared_with_none():
         ),
     ],
 )
-def test_the_loss_is_the_objective_however_token_losses_add_up(name, keys, loss):
+def test_the_loss_is_the_objective_however_token_losses_add_up(
+    name: AlgorithmName, keys: dict[str, Any], loss: plain.Loss
+) -> None:
     tokens = plain.batch(3, 0.3)
     by_tokens = name == "dapo"
     counted = tokens.count if by_tokens else len(tokens.now)
@@ -93,7 +102,7 @@ def test_the_loss_is_the_objective_however_token_losses_add_up(name, keys, loss)
     assert found["loss"] == pytest.approx(loss(tokens.now, tokens.now, tokens), rel=1e-10)
 
 
-def test_on_policy_every_token_counts_whole():
+def test_on_policy_every_token_counts_whole() -> None:
     tokens = plain.batch(4)
     tokens.behaviour = tokens.now
     found = update_metrics(1, 0.0, described(tokens), tokens.count)
@@ -102,7 +111,7 @@ def test_on_policy_every_token_counts_whole():
     assert found["clipped"] == found["logprob_gap"] == 0.0
 
 
-def test_bounds_of_corrections_are_counted_apart_from_clips():
+def test_bounds_of_corrections_are_counted_apart_from_clips() -> None:
     tokens = plain.batch(6, 0.8, count=12)
     ratios = every(tokens, lambda i, t: math.exp(tokens.proximal[i][t] - tokens.behaviour[i][t]))
     masked = described(tokens, correction="mis")
@@ -111,7 +120,7 @@ def test_bounds_of_corrections_are_counted_apart_from_clips():
     assert described(tokens).corrected == 0
 
 
-def test_a_sequence_that_gspo_clips_is_clipped_whole_and_on_one_side():
+def test_a_sequence_that_gspo_clips_is_clipped_whole_and_on_one_side() -> None:
     tokens = plain.batch(2, 1e-2, count=9)
     total, high = 0, 0
     for now, before, worth in zip(tokens.now, tokens.behaviour, tokens.advantage, strict=True):
@@ -123,7 +132,7 @@ def test_a_sequence_that_gspo_clips_is_clipped_whole_and_on_one_side():
     assert 0 < high < total and (found.clipped, found.clipped_high) == (total, high)
 
 
-def test_sums_over_bins_are_those_of_the_whole():
+def test_sums_over_bins_are_those_of_the_whole() -> None:
     tokens = plain.batch(5, 0.4, count=7)
     parts = [
         plain.Tokens(*[getattr(tokens, f)[cut] for f in tokens.__slots__])
@@ -133,13 +142,13 @@ def test_sums_over_bins_are_those_of_the_whole():
     assert added == pytest.approx(asdict(described(tokens)), rel=1e-12)
 
 
-def test_an_empty_bin_changes_nothing():
+def test_an_empty_bin_changes_nothing() -> None:
     some = described(plain.batch(5, 0.4))
     assert some + BinStats() == some
     assert BinStats(**asdict(some)) == some
 
 
-def test_a_step_that_trained_nothing_has_no_ratios():
+def test_a_step_that_trained_nothing_has_no_ratios() -> None:
     found = update_metrics(0, 0.0, BinStats(), 0.0)
     assert found["ratio_min"] is None and found["effective_sample_size"] is None
     assert found["loss"] == 0.0 and found["kl"] is None and found["logprob_gap_mean"] is None
@@ -147,7 +156,7 @@ def test_a_step_that_trained_nothing_has_no_ratios():
     assert all(not isinstance(x, float) or math.isfinite(x) for x in found.values())
 
 
-def test_how_much_of_the_returns_a_critic_explains():
+def test_how_much_of_the_returns_a_critic_explains() -> None:
     terms = plain.terms(plain.batch(1))
     n = len(terms.logprobs)
     returns = torch.linspace(-1, 1, n, dtype=torch.float64)

@@ -1,31 +1,41 @@
 """Finished groups, as the weight store has them, and jobs that train on them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from common.api.weights import Group
 from common.job.config import AlgorithmConfig, JobConfig, RolloutConfig
+from common.job.constraints import AlgorithmName
 
 LONGEST = 40
 
 
-def job(name="grpo", **keys):
+def job(name: AlgorithmName = "grpo", **keys: Any) -> JobConfig:
     return JobConfig(
         rollout=RolloutConfig(max_tokens=LONGEST), algorithm=AlgorithmConfig(name=name, **keys)
     )
 
 
-def group(rewards, lengths=None, number=7, version=3, reference=False, seed=0):
+def group(
+    rewards: Sequence[float],
+    lengths: Sequence[int] | None = None,
+    number: int = 7,
+    version: int = 3,
+    reference: bool = False,
+    seed: int = 0,
+) -> Group:
     """Each member a prompt of two tokens, and the model's own after it."""
     draw = np.random.default_rng(seed)
-    lengths = np.array(lengths or [6 + i for i in range(len(rewards))], np.int32)
-    own = np.concatenate([np.arange(n) >= 2 for n in lengths])
+    sizes = np.array(lengths or [6 + i for i in range(len(rewards))], np.int32)
+    own = np.concatenate([np.arange(n) >= 2 for n in sizes])
     total = len(own)
     made = Group(
         group=number,
         prompt=0,
-        lengths=lengths,
+        lengths=sizes,
         tokens=draw.integers(0, 32, total).astype(np.int32),
         logprobs=np.where(own, draw.uniform(-2, 0, total), 0).astype(np.float32),
         versions=np.where(own, version, -1).astype(np.int32),

@@ -1,18 +1,22 @@
 """From a group's bytes to sequences with advantages and weights, and what metrics say of them."""
 
+import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.api.weights import Group
 from common.errors import BadMessage, ConfigError
+from common.job.config import JobConfig
 from services.trainer.core.batch import Batch, Refill, staleness, teaches_nothing
 from tests.unit.trainer.core.groups_under_test import LONGEST, group, job
 
 
-def test_a_groups_members_become_sequences_with_what_is_known_of_them():
+def test_a_groups_members_become_sequences_with_what_is_known_of_them() -> None:
     given_ = group([1.0, np.nan, 0.0], reference=True)
     batch = Batch(3, job())
     first, second = batch.add(given_)
@@ -23,20 +27,20 @@ def test_a_groups_members_become_sequences_with_what_is_known_of_them():
     assert batch.sequences == [first, second] and first.trained == 4
 
 
-def test_scores_that_do_not_fit_the_tokens_are_refused():
+def test_scores_that_do_not_fit_the_tokens_are_refused() -> None:
     given_ = group([1.0, 0.0], reference=True)
     with pytest.raises(BadMessage, match="reference"):
         Batch(3, job()).add(replace(given_, reference=given_.reference[:-1]))
 
 
 @pytest.mark.parametrize("name", ["tokens", "logprobs", "versions", "rewards", "lengths"])
-def test_arrays_that_do_not_fit_together_are_refused(name):
+def test_arrays_that_do_not_fit_together_are_refused(name: str) -> None:
     given_ = group([1.0, 0.0])
     with pytest.raises(BadMessage, match="group 7 has"):
         Batch(3, job()).add(replace(given_, **{name: getattr(given_, name)[:-1]}))
 
 
-def test_what_is_not_trained_makes_no_group_stale():
+def test_what_is_not_trained_makes_no_group_stale() -> None:
     given_ = group([1.0, np.nan, 0.0], version=9)
     given_.versions[6:13] = [-1, -1, 0, 0, 0, 1, 1]  # of the member that failed
     assert staleness(given_, 10) == 1
@@ -44,11 +48,12 @@ def test_what_is_not_trained_makes_no_group_stale():
     assert staleness(replace(given_, rewards=np.zeros(3, np.float32)), 10) == 10
 
 
-def test_where_experts_sent_tokens_goes_with_them():
+def test_where_experts_sent_tokens_goes_with_them() -> None:
     given_ = group([1.0, np.nan, 0.0])
     experts = np.arange(len(given_.tokens) * 6, dtype=np.int16).reshape(-1, 6)
     routed = replace(given_, experts=experts, expert_shape=[3, 2])
     _, second = Batch(3, job()).add(routed)
+    assert second.experts is not None
     assert second.experts.shape == (8, 3, 2)
     assert (second.experts.reshape(8, 6) == experts[-8:]).all()
     assert Batch(3, job()).add(given_)[0].experts is None
@@ -56,7 +61,7 @@ def test_where_experts_sent_tokens_goes_with_them():
         Batch(3, job()).add(replace(routed, expert_shape=[2, 2]))
 
 
-def test_a_group_without_variance_is_filtered_and_counted():
+def test_a_group_without_variance_is_filtered_and_counted() -> None:
     batch = Batch(3, job())
     assert batch.add(group([1.0, 1.0])) == []
     batch.add(group([1.0, 0.0], number=8))
@@ -68,7 +73,7 @@ def test_a_group_without_variance_is_filtered_and_counted():
     assert not teaches_nothing(group([1.0, 1.0]), job("reinforce_pp"))
 
 
-def test_a_group_that_differs_in_punished_length_alone_still_teaches():
+def test_a_group_that_differs_in_punished_length_alone_still_teaches() -> None:
     long, punished = group([1.0, 1.0], lengths=[20, LONGEST]), job(overlong_buffer=8)
     assert teaches_nothing(long, job()) and not teaches_nothing(long, punished)
     short, cut = Batch(3, punished).add(long)
@@ -78,7 +83,7 @@ def test_a_group_that_differs_in_punished_length_alone_still_teaches():
 @pytest.mark.parametrize(
     "dynamic", [job("dapo"), job(overlong_buffer=8, refill_filtered=True)], ids=["dapo", "grpo"]
 )
-def test_dynamic_sampling_asks_for_answers_that_differ_not_for_lengths(dynamic):
+def test_dynamic_sampling_asks_for_answers_that_differ_not_for_lengths(dynamic: JobConfig) -> None:
     """0 < right answers < all, whatever their lengths (DAPO, equation 11)."""
     for equal in (1.0, 0.0):
         assert teaches_nothing(group([equal, equal], lengths=[20, LONGEST]), dynamic)
@@ -93,18 +98,20 @@ def test_dynamic_sampling_asks_for_answers_that_differ_not_for_lengths(dynamic):
     ("kind", "weights"),
     [("tokens", [1, 1]), ("sequences", [1 / 4, 1 / 5]), ("constant", [1 / LONGEST] * 2)],
 )
-def test_weights_follow_the_aggregation(kind, weights):
+def test_weights_follow_the_aggregation(kind: str, weights: list[float]) -> None:
     found = Batch(3, job(aggregation=kind)).add(group([1.0, 0.0]))
     assert [s.weight for s in found] == pytest.approx(weights)
 
 
-def cut(rewards, which):
+def cut(rewards: list[float], which: list[int]) -> Group:
     """A group of which the members `which` were cut off at the longest length."""
     given_ = group(rewards)
     return replace(given_, truncated=np.isin(np.arange(len(rewards)), which))
 
 
-def test_what_was_cut_off_carries_no_loss_where_the_job_says_so_and_still_counts_as_baseline():
+def test_what_was_cut_off_carries_no_loss_where_the_job_says_so_and_still_counts_as_baseline() -> (
+    None
+):
     given_ = cut([1.0, np.nan, 0.0, 0.5], [1, 2])
     plain, masking = Batch(3, job()), Batch(3, job(mask_truncated=True))
     all_of_them, kept = plain.add(given_), masking.add(given_)
@@ -119,7 +126,7 @@ def test_what_was_cut_off_carries_no_loss_where_the_job_says_so_and_still_counts
     assert sum(masking.lags.values()) == sum(s.trained for s in kept)
 
 
-def test_a_group_of_which_all_was_cut_off_is_left_out_and_replaced_in_dynamic_sampling():
+def test_a_group_of_which_all_was_cut_off_is_left_out_and_replaced_in_dynamic_sampling() -> None:
     given_ = cut([1.0, np.nan, 0.0], [0, 2])
     batch = Batch(3, job(mask_truncated=True))
     assert batch.add(given_) == [] and batch.filtered == [7]
@@ -127,12 +134,12 @@ def test_a_group_of_which_all_was_cut_off_is_left_out_and_replaced_in_dynamic_sa
     assert not teaches_nothing(given_, job("dapo"))
 
 
-def test_endings_that_do_not_fit_the_members_are_refused():
+def test_endings_that_do_not_fit_the_members_are_refused() -> None:
     with pytest.raises(BadMessage, match="endings"):
         Batch(3, job()).add(replace(group([1.0, 0.0]), truncated=np.zeros(3, np.bool_)))
 
 
-def test_divergence_is_paid_by_the_reward_of_the_trajectory():
+def test_divergence_is_paid_by_the_reward_of_the_trajectory() -> None:
     given_ = group([1.0, 0.0, 0.5], reference=True)
     keys = {"kl": "k1", "kl_in": "reward", "kl_coefficient": 0.1}
     found = Batch(3, job("dr_grpo", **keys)).add(given_)
@@ -145,18 +152,18 @@ def test_divergence_is_paid_by_the_reward_of_the_trajectory():
     assert [float(s.advantages) for s in found] == pytest.approx(expected, rel=1e-5)
 
 
-def test_divergence_does_not_keep_a_group_that_has_nothing_to_teach():
-    keys = {"kl_in": "reward", "kl_coefficient": 0.1}
+def test_divergence_does_not_keep_a_group_that_has_nothing_to_teach() -> None:
+    keys: dict[str, Any] = {"kl_in": "reward", "kl_coefficient": 0.1}
     assert teaches_nothing(group([1.0, 1.0], reference=True), job(**keys))
 
 
-def test_divergence_without_a_reference_names_the_table_to_declare():
-    keys = {"kl_in": "reward", "kl_coefficient": 0.1}
+def test_divergence_without_a_reference_names_the_table_to_declare() -> None:
+    keys: dict[str, Any] = {"kl_in": "reward", "kl_coefficient": 0.1}
     with pytest.raises(ConfigError, match=r"models\.reference"):
         Batch(3, job(**keys)).add(group([1.0, 0.0]))
 
 
-def test_trained_tokens_are_counted_by_how_stale_they_are():
+def test_trained_tokens_are_counted_by_how_stale_they_are() -> None:
     batch = Batch(5, job(max_staleness=3))
     given_ = group([1.0, 0.0], lengths=[6, 5])  # 4 and 3 tokens of the model's own
     given_.versions[3:5] = 5
@@ -168,7 +175,7 @@ def test_trained_tokens_are_counted_by_how_stale_they_are():
     assert metrics["staleness_max"] == 3 and metrics["mixed"] == 1
 
 
-def test_tokens_of_an_abandoned_lineage_are_as_stale_as_the_version_that_it_ended_at():
+def test_tokens_of_an_abandoned_lineage_are_as_stale_as_the_version_that_it_ended_at() -> None:
     given_ = replace(group([1.0, 0.0], lengths=[4, 4], version=12), foreign_above=8)
     for version, lag in ((8, 0), (10, 2), (13, 5)):
         batch = Batch(version, job(max_staleness=2))
@@ -179,7 +186,9 @@ def test_tokens_of_an_abandoned_lineage_are_as_stale_as_the_version_that_it_ende
 
 
 @given(st.lists(st.integers(-4, 4), min_size=2, max_size=6), st.integers(-3, 3), st.randoms())
-def test_neither_a_constant_nor_the_order_of_members_changes_advantages(rewards, constant, order):
+def test_neither_a_constant_nor_the_order_of_members_changes_advantages(
+    rewards: list[int], constant: int, order: random.Random
+) -> None:
     places = list(range(len(rewards)))
     order.shuffle(places)
     lengths = [5] * len(rewards)
@@ -190,7 +199,7 @@ def test_neither_a_constant_nor_the_order_of_members_changes_advantages(rewards,
     assert [float(s.advantages) for s in other] == pytest.approx(expected, abs=1e-6)
 
 
-def test_dynamic_sampling_replaces_what_teaches_nothing_but_not_for_ever():
+def test_dynamic_sampling_replaces_what_teaches_nothing_but_not_for_ever() -> None:
     config = job("dapo", groups_per_step=2)
     silent, telling = group([1.0, 1.0]), group([1.0, 0.0], number=8)
     refill = Refill(config)
@@ -205,11 +214,11 @@ def test_dynamic_sampling_replaces_what_teaches_nothing_but_not_for_ever():
     assert (metrics["refilled"], metrics["filtered_share"]) == (20, 21 / 22)
 
 
-def test_without_dynamic_sampling_nothing_is_replaced():
+def test_without_dynamic_sampling_nothing_is_replaced() -> None:
     assert not Refill(job()).replaces(group([1.0, 1.0]))
     assert Refill(job(refill_filtered=True)).replaces(group([1.0, 1.0]))
 
 
-def test_a_batch_of_nothing_still_has_metrics():
+def test_a_batch_of_nothing_still_has_metrics() -> None:
     metrics = Batch(0, replace(job(), seed=1)).metrics()
     assert metrics["filtered_share"] == 0 and metrics["staleness_tokens"] == [0, 0, 0]

@@ -1,6 +1,7 @@
 """A step is repeated with what was in force when it was done, whatever the job says by then."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from services.trainer.arithmetic.learner import Learner
 from tests.unit.trainer.core.groups_under_test import job
 from tests.unit.trainer.core.test_step import as_they_come, groups, learner, step
 
-CHANGES = {
+CHANGES: dict[str, dict[str, Any]] = {
     "learning rates": {"optimizer": OptimizerConfig(muon_lr=0.3, adamw_lr=0.1, clip_norm=0.5)},
     "schedule": {"budget": BudgetConfig(steps=7)},
     "clips": {"algorithm": job(clip_high=0.01, clip_low=0.0).algorithm},

@@ -109,7 +109,7 @@ def test_a_pause_is_no_part_of_what_the_commit_waits() -> None:
 def test_a_job_that_has_ended_is_not_waited_for() -> None:
     async def story(bench: Bench) -> None:
         state, name, token = bench.mesh.state, bench.mesh.name, bench.mesh.token
-        await jobs.set_phase(state, "calc", "stopped", token, name)
+        await jobs.set_phase(state, "calc", jobs.Phase.STOPPED, token, name)
         assert await bench.waited(4) < 1.0
 
     on_bench(story)

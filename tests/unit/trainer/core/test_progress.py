@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+from common.api.weights import Group
 from common.clock import SystemClock
 from common.job.config import ModelConfigSection
 from common.job.job_data import JobData
@@ -34,7 +36,7 @@ async def test_each_replayed_step_and_each_step_of_a_warm_start_shows(tmp_path: 
     made = core(tmp_path)
     groups = [group([1.0, 0.0], number=number, version=0) for number in range(2)]
 
-    async def arrive():
+    async def arrive() -> AsyncIterator[Group]:
         for one in groups:
             yield one
 

@@ -75,7 +75,7 @@ def test_it_goes_on_when_who_asked_is_gone_and_who_asks_then_joins_it(tmp_path: 
         await asyncio.gather(gone, return_exceptions=True)
         assert await core.restage(restage) == Restaged(False, later=True), "it goes on"
         both = await asyncio.gather(core.restage(restage), core.restage(restage))
-        assert both == [Restaged(True)] * 2
+        assert list(both) == [Restaged(True)] * 2
         assert (compute.stagings, compute.cut) == (2, False), "compared once, and written once"
         assert await bench.store.stored(bench.manifests[1])
 

@@ -1,13 +1,17 @@
 """A step by every algorithm: what is scored before it, its updates, and its replay."""
 
+from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from common.api.weights import Group
 from common.clock import SystemClock
-from common.job.config import OptimizerConfig
+from common.job.config import JobConfig, OptimizerConfig
+from common.job.constraints import AlgorithmName
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.process.host import SystemHost
@@ -40,13 +44,13 @@ MODEL = ModelConfig(
 )
 
 
-def learner(config):
+def learner(config: JobConfig) -> Learner:
     model = Decoder(MODEL)
     model.initialise(torch.Generator().manual_seed(0))
     return Learner(model, OptimizerConfig(muon_lr=0.02, adamw_lr=0.02), config.algorithm)
 
 
-def groups(silent=(), count=4):
+def groups(silent: Collection[int] = (), count: int = 4) -> list[Group]:
     """With all that any algorithm asks for; those of `silent` have equal rewards."""
     found = []
     for number in range(count):
@@ -57,7 +61,7 @@ def groups(silent=(), count=4):
     return found
 
 
-def step(learner, config):
+def step(learner: Learner, config: JobConfig) -> Step:
     clock = SystemClock()
     mesh = alone("trainer/job", clock, Random(0), SystemHost())
     compute = LocalCompute(mesh, learner)
@@ -65,14 +69,16 @@ def step(learner, config):
     return Step(mesh, config, compute, gradients, VERSION + 1, "manifest", lambda *phase: None)
 
 
-async def as_they_come(**which):
+async def as_they_come(**which: Any) -> AsyncIterator[Group]:
     for one in groups(**which):
         yield one
 
 
 @pytest.mark.parametrize("keys", [{}, {"correction": "mis", "updates": 2, "kl_coefficient": 0.1}])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-async def test_a_step_of_every_algorithm_is_repeated_bit_by_bit_from_its_record(name, keys):
+async def test_a_step_of_every_algorithm_is_repeated_bit_by_bit_from_its_record(
+    name: AlgorithmName, keys: dict[str, Any]
+) -> None:
     config = job(name, **keys)
     first, second = learner(config), learner(config)
     before = first.copied_weights()
@@ -87,13 +93,15 @@ async def test_a_step_of_every_algorithm_is_repeated_bit_by_bit_from_its_record(
 
 
 @pytest.mark.parametrize("kind", ["tokens", "sequences", "constant"])
-async def test_a_masked_trajectory_has_no_part_in_the_gradient_nor_in_what_divides_it(kind):
+async def test_a_masked_trajectory_has_no_part_in_the_gradient_nor_in_what_divides_it(
+    kind: str,
+) -> None:
     """The step is that on the others alone, with the advantages that the whole group gave them."""
     config = job("grpo", mask_truncated=True, aggregation=kind)
     masked = [replace(one, truncated=np.array([False, True, False])) for one in groups()]
     found, expected = learner(config), learner(config)
 
-    async def coming():
+    async def coming() -> AsyncIterator[Group]:
         for one in masked:
             yield one
 
@@ -118,9 +126,11 @@ async def test_a_masked_trajectory_has_no_part_in_the_gradient_nor_in_what_divid
         (4, 3, (0, 2, 3), [1]),
     ],
 )
-async def test_a_step_makes_as_many_updates_as_it_was_told_to(count, updates, silent, dealt):
+async def test_a_step_makes_as_many_updates_as_it_was_told_to(
+    count: int, updates: int, silent: tuple[int, ...], dealt: list[int]
+) -> None:
     config = job("grpo", updates=updates)
-    which = {"count": count, "silent": silent}
+    which: dict[str, Any] = {"count": count, "silent": silent}
     first, second = learner(config), learner(config)
     done = await step(first, config).run(as_they_come(**which))
     taught = [{group for one in plan for bin in one for group, _ in bin} for plan in done.updates]
@@ -133,7 +143,9 @@ async def test_a_step_makes_as_many_updates_as_it_was_told_to(count, updates, si
 
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("name", ["dr_grpo", "grpo", "gspo"])
-async def test_a_step_tells_what_its_sums_were_divided_by(name, updates):
+async def test_a_step_tells_what_its_sums_were_divided_by(
+    name: AlgorithmName, updates: int
+) -> None:
     config = job(name, updates=updates)
     done = await step(learner(config), config).run(as_they_come(silent=(3,)))
     trained = [s.trained for s in done.batch.sequences]
@@ -141,14 +153,14 @@ async def test_a_step_tells_what_its_sums_were_divided_by(name, updates):
     assert done.counted == (sum(trained) if name == "grpo" else 9)
 
 
-async def test_supervised_tokens_have_no_gap_to_an_engine():
+async def test_supervised_tokens_have_no_gap_to_an_engine() -> None:
     config = job("sft")
     done = await step(learner(config), config).run(as_they_come())
     assert done.stats.tokens > 0 == done.stats.fresh_tokens == done.stats.sampled
     assert done.stats.gap_max == done.stats.kl_sum == 0.0
 
 
-async def test_updates_of_a_step_keep_to_the_policy_that_it_began_with():
+async def test_updates_of_a_step_keep_to_the_policy_that_it_began_with() -> None:
     config = job("dapo", correction="tis", updates=2)
     one, plain = learner(config), learner(config)
     batch = Batch(VERSION, config)
@@ -166,7 +178,7 @@ async def test_updates_of_a_step_keep_to_the_policy_that_it_began_with():
         assert torch.allclose(tensor, plain.weights()[name], atol=2e-5), name
 
 
-async def test_the_gap_to_the_engine_is_that_of_the_weights_which_it_had():
+async def test_the_gap_to_the_engine_is_that_of_the_weights_which_it_had() -> None:
     """Later updates of a step move the policy; that is no gap."""
     config = job("dapo", updates=2)
     one = learner(config)
@@ -176,7 +188,7 @@ async def test_the_gap_to_the_engine_is_that_of_the_weights_which_it_had():
 
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"ppo", "reinforce_pp"}))
-def test_a_gradient_does_not_depend_on_how_sequences_are_packed(name):
+def test_a_gradient_does_not_depend_on_how_sequences_are_packed(name: AlgorithmName) -> None:
     config = job(name, correction="tis", correction_level="sequence", kl_coefficient=0.05)
     one, batch = learner(config), Batch(VERSION, config)
     for given in groups():

@@ -2,18 +2,22 @@
 
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from common.errors import ConfigError, Damaged
 from common.job.config import AlgorithmConfig, OptimizerConfig, WarmStartConfig
+from common.job.constraints import AlgorithmName
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
-from common.model.tokenizer import character_tokenizer
+from common.model.tokenizer import Tokenizer, character_tokenizer
+from common.random import Random
 from services.trainer.arithmetic import critic
 from services.trainer.arithmetic.learner import Learner
-from services.trainer.arithmetic.packing import make_bins
+from services.trainer.arithmetic.packing import Bin, make_bins
 from services.trainer.core import warm_start as warm
 
 MODEL = ModelConfig(
@@ -32,26 +36,34 @@ CONFIG = WarmStartConfig(steps=20, batch=8, warmup_steps=2)
 
 
 @pytest.fixture
-def tokenizer(tmp_path):
+def tokenizer(tmp_path: Path) -> Tokenizer:
     return character_tokenizer("_$?=0123456789", tmp_path / "tokenizer.json")
 
 
-def echo(random, progress):
+def echo(random: Random, progress: float) -> warm.Segments:
     """A digit, to be said three times."""
     digit = str(random.randrange(10))
     return [(f"?{digit}=", False), (digit * 3 + "$", True)]
 
 
-def fresh(config=MODEL, name="grpo", dtype=torch.float32):
+def fresh(
+    config: ModelConfig = MODEL, name: AlgorithmName = "grpo", dtype: torch.dtype = torch.float32
+) -> Learner:
     model = Decoder(config)
     model.initialise(torch.Generator().manual_seed(0))
     return Learner(model, OptimizerConfig(), AlgorithmConfig(name), dtype=dtype)
 
 
-def run(tokenizer, demonstrate=echo, seed=3, learner=None, **changes):
+def run(
+    tokenizer: Tokenizer,
+    demonstrate: warm.Demonstrate = echo,
+    seed: int = 3,
+    learner: Learner | None = None,
+    **changes: Any,
+) -> tuple[Learner, list[tuple[int, float]]]:
     learner = learner or fresh()
-    losses = []
-    limits = {"held_out": set(), "max_tokens": 32, "bin_tokens": 256} | changes
+    losses: list[tuple[int, float]] = []
+    limits: dict[str, Any] = {"held_out": set(), "max_tokens": 32, "bin_tokens": 256} | changes
     steps = warm.pieces(
         learner,
         demonstrate,
@@ -65,26 +77,26 @@ def run(tokenizer, demonstrate=echo, seed=3, learner=None, **changes):
     return learner, losses
 
 
-def test_the_model_learns_the_demonstrations(tokenizer):
+def test_the_model_learns_the_demonstrations(tokenizer: Tokenizer) -> None:
     learner, losses = run(tokenizer)
     assert [step for step, _ in losses] == list(range(1, 21))
     assert losses[-1][1] < losses[0][1] - 0.3
     assert learner.steps == 0
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_does_not(tokenizer):
+def test_the_same_seed_gives_the_same_weights_and_another_does_not(tokenizer: Tokenizer) -> None:
     first, second, other = (run(tokenizer, seed=seed)[0].weights() for seed in (3, 3, 4))
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     assert not all(torch.equal(tensor, other[name]) for name, tensor in first.items())
 
 
-def shown(tokenizer):
+def shown(tokenizer: Tokenizer) -> Bin:
     made = [warm.encode([(f"?{digit}=", False), ("777$", True)], tokenizer) for digit in range(4)]
     (bin,) = make_bins(made, 256)
     return bin
 
 
-def test_passes_in_bfloat16_are_of_the_warm_weights_at_once(tokenizer):
+def test_passes_in_bfloat16_are_of_the_warm_weights_at_once(tokenizer: Tokenizer) -> None:
     learner, _ = run(tokenizer, learner=fresh(dtype=torch.bfloat16))
     other, bin = fresh(dtype=torch.bfloat16), shown(tokenizer)
     cold = other.score(bin)
@@ -93,7 +105,7 @@ def test_passes_in_bfloat16_are_of_the_warm_weights_at_once(tokenizer):
     assert (scores == other.score(bin)).all() and abs(scores - cold).max() > 0.3
 
 
-def test_a_critic_begins_with_the_warm_weights(tokenizer):
+def test_a_critic_begins_with_the_warm_weights(tokenizer: Tokenizer) -> None:
     learner, _ = run(tokenizer, learner=fresh(name="ppo"))
     weights = learner.weights()
     trunk = dict(critic.critic_of(learner.model).trunk.named_parameters())
@@ -101,7 +113,7 @@ def test_a_critic_begins_with_the_warm_weights(tokenizer):
     assert not learner.score(shown(tokenizer), "values").any()
 
 
-def test_a_mixture_of_experts_is_balanced_while_it_warms(tokenizer):
+def test_a_mixture_of_experts_is_balanced_while_it_warms(tokenizer: Tokenizer) -> None:
     sparse = replace(
         MODEL,
         architecture="qwen3_moe",
@@ -122,10 +134,10 @@ def test_a_mixture_of_experts_is_balanced_while_it_warms(tokenizer):
     torch.testing.assert_close(both, plain + alone, rtol=1e-4, atol=1e-5)
 
 
-def test_held_out_prompts_are_never_demonstrated(tokenizer):
+def test_held_out_prompts_are_never_demonstrated(tokenizer: Tokenizer) -> None:
     shown = []
 
-    def remembering(random, progress):
+    def remembering(random: Random, progress: float) -> warm.Segments:
         segments = echo(random, progress)
         shown.append((segments[0][0], progress))
         return segments
@@ -136,31 +148,38 @@ def test_held_out_prompts_are_never_demonstrated(tokenizer):
     assert shown[0][1] == 0.0 and 0.9 < shown[-1][1] < 1.0
 
 
-def test_demonstrations_that_cannot_be_used_end_in_an_error_that_says_so(tokenizer):
+def test_demonstrations_that_cannot_be_used_end_in_an_error_that_says_so(
+    tokenizer: Tokenizer,
+) -> None:
     with pytest.raises(ConfigError, match=r"warm_start\.demonstrations"):
         run(tokenizer, max_tokens=4)
 
 
-def test_segments_are_encoded_one_by_one_and_only_the_model_s_are_trained(tokenizer):
+def test_segments_are_encoded_one_by_one_and_only_the_model_s_are_trained(
+    tokenizer: Tokenizer,
+) -> None:
     made = warm.encode([("?12=", False), ("3$", True)], tokenizer)
     assert made.tokens.tolist() == [2, 5, 6, 3, 7, 1]
     assert made.mask.tolist() == [False, False, False, False, True, True]
 
 
-def test_the_learning_rate_warms_up_stays_and_falls_to_nothing():
+def test_the_learning_rate_warms_up_stays_and_falls_to_nothing() -> None:
     config = WarmStartConfig(steps=100, warmup_steps=20, decay=0.4)
     factors = [warm.lr_factor(step, config) for step in range(100)]
     assert factors[0] == pytest.approx(0.05) and factors[19:61] == [1.0] * 42
     assert factors[80] == pytest.approx(0.5) and factors[-1] == pytest.approx(1 / 40)
 
 
-def test_the_cache_returns_what_was_kept_under_the_same_job_only(tokenizer, tmp_path):
+def test_the_cache_returns_what_was_kept_under_the_same_job_only(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     learner, _ = run(tokenizer)
     path = warm.cache_path(str(tmp_path), {"seed": 3, "steps": 12}, [b"def demonstrate"])
     assert warm.load(path) is None
     warm.save(path, learner.weights())
     again = warm.cache_path(str(tmp_path), {"steps": 12, "seed": 3}, [b"def demonstrate"])
     kept = warm.load(again)
+    assert kept is not None
     assert all(torch.equal(tensor, kept[name]) for name, tensor in learner.weights().items())
     others = [
         warm.cache_path(str(tmp_path), {"seed": 4, "steps": 12}, [b"def demonstrate"]),
@@ -171,7 +190,9 @@ def test_the_cache_returns_what_was_kept_under_the_same_job_only(tokenizer, tmp_
 
 
 @pytest.mark.parametrize("left", [0, 20, -40, None])
-def test_a_damaged_cache_is_no_warm_start(tokenizer, tmp_path, left):
+def test_a_damaged_cache_is_no_warm_start(
+    tokenizer: Tokenizer, tmp_path: Path, left: int | None
+) -> None:
     learner, _ = run(tokenizer)
     path = tmp_path / "kept.safetensors"
     warm.save(path, learner.weights())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator
 from pathlib import Path
+from typing import cast
 
 from common.api.node import Worker
 from common.api.turns import GiveBack, GivenBack, TakeTurn, Turn
@@ -14,7 +15,7 @@ from common.runtime.actor import Actor, call
 from common.runtime.interface import Interface
 from common.runtime.residents.turns import Turns
 from services.trainer.core.core import SLICE_S
-from sim.loop import run_virtual
+from sim.loop import VirtualLoop, run_virtual
 from tests.unit.trainer.tiers.bench import Bench
 
 KEEPER = "worker/w7"
@@ -59,7 +60,7 @@ def test_every_slice_of_a_warm_start_runs_in_a_turn(tmp_path: Path) -> None:
             def pieces() -> Generator[None, None, str]:
                 for _ in range(3):
                     assert keeper.held
-                    asyncio.get_running_loop().now += SLICE_S  # that it takes
+                    cast(VirtualLoop, asyncio.get_running_loop()).now += SLICE_S  # that it takes
                     yield
                 return "made"
 

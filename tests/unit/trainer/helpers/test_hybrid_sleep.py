@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_a_hybrid_whose_memory_cannot_be_given_back_is_awake_and_can_sleep_later
         data = JobData("j", configured("plain"), tmp_path, tmp_path)
         mesh = alone("hybrid/g0.0", clock, random, SimulatedHost(clock, random.child("host")))
         learner = Stubborn(fresh_learner(data), fails=1)
-        hybrid = Hybrid(mesh, data, Seat("g0", "g0.0", "j", 1), learner)
+        hybrid = Hybrid(mesh, data, Seat("g0", "g0.0", "j", 1), cast(Learner, learner))
         tiers = hybrid.tiers
         with pytest.raises(RuntimeError, match="illegal memory"):
             await tiers.settle(wish("memory", 1))

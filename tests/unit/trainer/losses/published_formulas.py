@@ -6,16 +6,22 @@ Every loss is a function of the policy's log-probabilities `now`, as lists of se
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from common.job.config import AlgorithmConfig, JobConfig, RolloutConfig
+from common.job.constraints import AlgorithmName
 from services.trainer.losses.aggregation import aggregation
 from services.trainer.losses.objective import objective
 from services.trainer.losses.terms import Terms
 
 LONGEST = 40  # rollout.max_tokens
+
+Lists = list[list[float]]  # a number of each token, by sequence
+Term = Callable[[int, int], float]  # of a token, by its sequence and its place there
 
 
 @dataclass(slots=True)
@@ -34,12 +40,16 @@ class Tokens:
         return sum(len(one) for one in self.now)
 
 
-def batch(seed, spread=0.3, count=5, of_tokens=False):
+# A loss by `now`, `held` and the tokens.
+Loss = Callable[[Lists, Lists, Tokens], float]
+
+
+def batch(seed: int, spread: float = 0.3, count: int = 5, of_tokens: bool = False) -> Tokens:
     """Sequences of 1 to 9 tokens; other policies differ by normal deviates of size `spread`."""
     draw = random.Random(seed)
     lengths = [draw.randint(1, 9) for _ in range(count)]
 
-    def policy(around, size):
+    def policy(around: Lists, size: float) -> Lists:
         return [[x + draw.gauss(0, size) for x in one] for one in around]
 
     now = [[draw.uniform(-4, -0.1) for _ in range(n)] for n in lengths]
@@ -57,11 +67,11 @@ def batch(seed, spread=0.3, count=5, of_tokens=False):
     )
 
 
-def flat(lists):
+def flat(lists: Lists) -> torch.Tensor:
     return torch.tensor([x for one in lists for x in one], dtype=torch.float64)
 
 
-def terms(tokens):
+def terms(tokens: Tokens) -> Terms:
     """The same batch as one bin has it."""
     sequence = [i for i, one in enumerate(tokens.now) for _ in one]
     return Terms(
@@ -75,18 +85,18 @@ def terms(tokens):
     )
 
 
-def job(name, **keys):
+def job(name: AlgorithmName, **keys: Any) -> JobConfig:
     """A job of this algorithm."""
     return JobConfig(
         rollout=RolloutConfig(max_tokens=LONGEST), algorithm=AlgorithmConfig(name=name, **keys)
     )
 
 
-def weights(tokens, config):
+def weights(tokens: Tokens, config: JobConfig) -> torch.Tensor:
     """[t] as a bin has them, from what is documented of aggregation."""
     kind = aggregation(config)
     constant = config.algorithm.loss_constant or LONGEST
-    each = {
+    each: dict[str, Callable[[int], float]] = {
         "tokens": lambda n: 1.0,
         "sequences": lambda n: 1 / n,
         "constant": lambda n: 1 / constant,
@@ -94,7 +104,7 @@ def weights(tokens, config):
     return flat([[each[kind](len(one))] * len(one) for one in tokens.now])
 
 
-def ours(tokens, config):
+def ours(tokens: Tokens, config: JobConfig) -> tuple[float, torch.Tensor]:
     """(loss, slope [t]) of a step that has this batch alone."""
     found = objective(terms(tokens), weights(tokens, config), config.algorithm)
     by_tokens = aggregation(config) == "tokens"
@@ -102,7 +112,7 @@ def ours(tokens, config):
     return float(found.losses.sum()) / denominator, found.slope / denominator
 
 
-def slope(loss, tokens, step=1e-6):
+def slope(loss: Loss, tokens: Tokens, step: float = 1e-6) -> torch.Tensor:
     """Central differences of a plain loss with respect to each of `now`."""
     found = []
     for i, one in enumerate(tokens.now):
@@ -116,7 +126,7 @@ def slope(loss, tokens, step=1e-6):
     return torch.tensor(found, dtype=torch.float64)
 
 
-def alike(found, differences):
+def alike(found: torch.Tensor, differences: torch.Tensor) -> bool:
     """Whether a slope agrees with differences, which are exact to rounding of the loss."""
     largest = max(1.0, float(differences.abs().max()))
     return torch.allclose(found, differences, rtol=1e-6, atol=2e-9 * largest)
@@ -125,35 +135,35 @@ def alike(found, differences):
 # -- pieces of formulas ----------------------------------------------------------------------------
 
 
-def every(tokens):
+def every(tokens: Tokens) -> list[tuple[int, int]]:
     """(sequence, place) of each token."""
     return [(i, t) for i, one in enumerate(tokens.now) for t in range(len(one))]
 
 
-def clip(x, low, high):
+def clip(x: float, low: float, high: float) -> float:
     return min(max(x, low), high)
 
 
-def clipped(ratio, advantage, low, high, dual=0.0):
+def clipped(ratio: float, advantage: float, low: float, high: float, dual: float = 0.0) -> float:
     value = -min(ratio * advantage, clip(ratio, 1 - low, 1 + high) * advantage)
     return min(value, -dual * advantage) if dual and advantage < 0 else value
 
 
-def mean_over_tokens(term, tokens):
+def mean_over_tokens(term: Term, tokens: Tokens) -> float:
     return sum(term(i, t) for i, t in every(tokens)) / tokens.count
 
 
-def mean_of_means(term, tokens):
+def mean_of_means(term: Term, tokens: Tokens) -> float:
     rows = [[term(i, t) for t in range(len(one))] for i, one in enumerate(tokens.now)]
     return sum(sum(row) / len(row) for row in rows) / len(rows)
 
 
-def mean_of_sums(term, tokens, constant=LONGEST):
+def mean_of_sums(term: Term, tokens: Tokens, constant: int = LONGEST) -> float:
     return sum(term(i, t) for i, t in every(tokens)) / constant / len(tokens.now)
 
 
-def surrogate(now, tokens, low, high, dual=0.0):
-    def term(i, t):
+def surrogate(now: Lists, tokens: Tokens, low: float, high: float, dual: float = 0.0) -> Term:
+    def term(i: int, t: int) -> float:
         ratio = math.exp(now[i][t] - tokens.behaviour[i][t])
         return clipped(ratio, tokens.advantage[i][t], low, high, dual)
 
@@ -163,40 +173,40 @@ def surrogate(now, tokens, low, high, dual=0.0):
 # -- published losses ------------------------------------------------------------------------------
 
 
-def grpo(now, held, tokens):
+def grpo(now: Lists, held: Lists, tokens: Tokens) -> float:
     return mean_over_tokens(surrogate(now, tokens, 0.2, 0.28, 3.0), tokens)
 
 
-def grpo_published(now, held, tokens):
+def grpo_published(now: Lists, held: Lists, tokens: Tokens) -> float:
     """Shao et al. 2024, equation 3, with the estimate of the divergence in its equation 4."""
 
-    def term(i, t):
+    def term(i: int, t: int) -> float:
         gone = tokens.reference[i][t] - now[i][t]
         return surrogate(now, tokens, 0.2, 0.2)(i, t) + 0.04 * (math.exp(gone) - gone - 1)
 
     return mean_of_means(term, tokens)
 
 
-def dr_grpo(now, held, tokens):
+def dr_grpo(now: Lists, held: Lists, tokens: Tokens) -> float:
     return mean_of_sums(surrogate(now, tokens, 0.2, 0.2), tokens)
 
 
-def dapo(now, held, tokens):
+def dapo(now: Lists, held: Lists, tokens: Tokens) -> float:
     return mean_over_tokens(surrogate(now, tokens, 0.2, 0.28), tokens)
 
 
-def rloo(now, held, tokens):
+def rloo(now: Lists, held: Lists, tokens: Tokens) -> float:
     return mean_of_sums(surrogate(now, tokens, 0.2, 0.2), tokens)
 
 
-def reinforce_pp(now, held, tokens):
+def reinforce_pp(now: Lists, held: Lists, tokens: Tokens) -> float:
     return mean_over_tokens(surrogate(now, tokens, 0.2, 0.2), tokens)
 
 
 ppo = reinforce_pp
 
 
-def gspo(now, held, tokens):
+def gspo(now: Lists, held: Lists, tokens: Tokens) -> float:
     total = 0.0
     for i, one in enumerate(now):
         gone = sum(one[t] - tokens.behaviour[i][t] for t in range(len(one))) / len(one)
@@ -204,20 +214,20 @@ def gspo(now, held, tokens):
     return total / len(now)
 
 
-def cispo(now, held, tokens):
-    def term(i, t):
+def cispo(now: Lists, held: Lists, tokens: Tokens) -> float:
+    def term(i: int, t: int) -> float:
         ratio = clip(math.exp(held[i][t] - tokens.behaviour[i][t]), 0.0, 1.28)
         return -ratio * tokens.advantage[i][t] * now[i][t]
 
     return mean_over_tokens(term, tokens)
 
 
-def sft(now, held, tokens):
+def sft(now: Lists, held: Lists, tokens: Tokens) -> float:
     return mean_over_tokens(lambda i, t: -now[i][t], tokens)
 
 
-def distill(now, held, tokens):
-    def term(i, t):
+def distill(now: Lists, held: Lists, tokens: Tokens) -> float:
+    def term(i: int, t: int) -> float:
         ratio = math.exp(now[i][t] - tokens.behaviour[i][t])
         return clipped(ratio, tokens.teacher[i][t] - held[i][t], 0.2, 0.28, 3.0)
 

@@ -21,7 +21,7 @@ def sharded_learner(variant: str, mesh: DeviceMesh) -> ShardedLearner:
     with torch.device("meta"):
         model = Decoder(shape)
     for module in (fsdp, expert_parallel):
-        module.KEEP_BYTES = 0 if chosen.large else KEEP_BYTES
+        vars(module)["KEEP_BYTES"] = 0 if chosen.large else KEEP_BYTES
     return ShardedLearner(
         model,
         OPTIMIZER,

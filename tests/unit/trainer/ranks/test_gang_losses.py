@@ -55,7 +55,7 @@ from common.errors import (
     RemoteFailure,
     StorageFull,
 )
-from common.records.kept import Content
+from common.records.kept import Content, Resumable
 from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh
 from common.settings import MeshSettings
@@ -500,7 +500,7 @@ class Drawer:
         sizes = content.sizes.items()
         self.runs = {name: np.array(content.read(name, 0, size)) for name, size in sizes}
 
-    async def take(self, content: Content) -> None:
+    async def take(self, content: Resumable) -> None:
         for name, run in self.runs.items():
             content.write(name, 0, run)
 

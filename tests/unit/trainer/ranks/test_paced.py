@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -54,7 +56,7 @@ def test_a_piece_that_the_host_is_too_slow_for_counts_as_late() -> None:
     async def main(clock: Clock, random: Random) -> None:
         padding = Padding(clock)
         for lasts_s in (0.2, 1.05, 1.2):
-            await padding.take(1.0, lambda lasts_s=lasts_s: clock.sleep(lasts_s))
+            await padding.take(1.0, partial(clock.sleep, lasts_s))
         assert padding.late == {"paced": 3, "late": 1}
 
     run_virtual(main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,7 +108,8 @@ def test_it_opens_no_file_that_others_name_but_where_gangs_of_its_host_meet(tmp_
         with pytest.raises(Refused, match=r"is not below .*gangs"):
             await rank.form(Meeting(GENERATION, str(tmp_path / "new" / "store"), 1.0))
         assert not (tmp_path / "new").exists()
-        for other in ({"files": str(tmp_path)}, {"segments": "worker/w2"}):
+        others: tuple[dict[str, Any], ...] = {"files": str(tmp_path)}, {"segments": "worker/w2"}
+        for other in others:
             with pytest.raises(Refused, match="Who says so is not its worker"):
                 await rank.settle(replace(wish("disk", 1), **other))
 

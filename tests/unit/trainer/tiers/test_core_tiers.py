@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from common.api.role import Settled
 from common.clock import Clock
 from common.errors import Damaged, MeshError, RankLost, Refused, StorageFull
 from common.random import Random
+from common.state.jobs import JobRow
 from services.trainer.core.publishing import Identity
 from services.trainer.core.sleeping import COMMIT_S
 from sim.loop import run_virtual
@@ -175,7 +177,8 @@ def test_a_later_wish_takes_over_from_one_that_is_under_way(tmp_path: Path) -> N
             answers = await asyncio.gather(*asked, return_exceptions=True)
             for answer in answers[:-1]:
                 assert not isinstance(answer, Exception) or isinstance(answer, MeshError)
-            assert answers[-1].memory > 0 and bench.core.tiers.epoch == 4
+            assert isinstance(answers[-1], Settled) and answers[-1].memory > 0
+            assert bench.core.tiers.epoch == 4
 
     run_virtual(main, limit_s=1e6)
 
@@ -207,7 +210,7 @@ def files_in(directory: Path) -> list[Path]:
     return list(directory.glob("*.kept*"))
 
 
-class Row:
+class Row(JobRow):
     """What of a job's row tells where it stands."""
 
     def __init__(self, **about: object) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from common.api.ranks import Meeting
 from common.model.decoder import Decoder
 from common.model.rows import Drawn
+from services.trainer.arithmetic.packing import Bin
 from services.trainer.ranks.rank import join_group, leave_group
 from services.trainer.zebra.learner import ZebraLearner
 from tests.unit.trainer.zebra.cases import ALGORITHM, CASES, OPTIMIZER, SEED, Case, bins
@@ -77,7 +78,7 @@ def found(learner: ZebraLearner, case: Case, rank: int) -> dict[str, torch.Tenso
     return made
 
 
-def own_bins(case: Case, number: int, rank: int) -> list:
+def own_bins(case: Case, number: int, rank: int) -> list[Bin]:
     micros = case.shape.micros
     return bins(case, number)[rank * micros : (rank + 1) * micros]
 
