@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hypothesis import strategies as st
@@ -45,8 +45,12 @@ class Attended:
         chance = torch.Generator().manual_seed(self.seed)
         heads = (self.group * self.kv_heads, self.kv_heads, self.kv_heads)
         return [
-            tuple(
-                torch.randn(length, n, self.width, generator=chance).to(self.dtype) for n in heads
+            cast(
+                tuple[Tensor, Tensor, Tensor],
+                tuple(
+                    torch.randn(length, n, self.width, generator=chance).to(self.dtype)
+                    for n in heads
+                ),
             )
             for length in self.lengths
         ]

@@ -2,6 +2,8 @@
 over the old run, it makes the new one.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +15,7 @@ native = pytest.mark.needs("compiler")
 BLOCKS = 1000  # bytes of a block in `rebuilt`: no multiple of what the native code looks at
 
 
-def drawn(elements, width, share, seed):
+def drawn(elements: int, width: int, share: float, seed: int) -> tuple[delta.Bytes, delta.Bytes]:
     """Two runs of bytes, of whose elements about a share differ, each in some bit."""
     generator = np.random.default_rng(seed)
     old = generator.integers(0, 256, elements * width, np.uint8)
@@ -25,7 +27,7 @@ def drawn(elements, width, share, seed):
     return old, new
 
 
-def rebuilt(old, found, write):
+def rebuilt(old: delta.Bytes, found: delta.Differences, write: Callable[..., int]) -> delta.Bytes:
     """The new run, put together block by block with gaps and values alone."""
     width = found.values.itemsize
     positions = (np.cumsum(found.gaps.astype(np.int64) + 1) - 1).astype(np.uint32)
@@ -46,20 +48,22 @@ CASES = given(
 
 @settings(max_examples=80)
 @CASES
-def test_plainly(elements, width, share, seed):
+def test_plainly(elements: int, width: int, share: float, seed: int) -> None:
     old, new = drawn(elements, width, share, seed)
     found = delta.plain_differences(old, new, width, elements)
+    assert found is not None
     assert (rebuilt(old, found, delta.plain_overwrite) == new).all()
 
 
 @native
 @settings(max_examples=80)
 @CASES
-def test_natively(elements, width, share, seed):
+def test_natively(elements: int, width: int, share: float, seed: int) -> None:
     old, new = drawn(elements, width, share, seed)
     assert delta.functions() is not None
     found = delta.differences(old, new, width, elements)
     plain = delta.plain_differences(old, new, width, elements)
+    assert found is not None and plain is not None
     assert all((a == b).all() and a.dtype == b.dtype for a, b in zip(found, plain, strict=True))
     assert (rebuilt(old, found, delta.overwrite) == new).all()
 
@@ -67,7 +71,7 @@ def test_natively(elements, width, share, seed):
 @native
 @settings(max_examples=80)
 @given(st.integers(0, 400), st.sampled_from(delta.WIDTHS), st.integers(0, 400), st.integers(0, 99))
-def test_more_than_are_wanted_are_none(elements, width, most, seed):
+def test_more_than_are_wanted_are_none(elements: int, width: int, most: int, seed: int) -> None:
     old, new = drawn(elements, width, 0.5, seed)
     plain = delta.plain_differences(old, new, width, most)
     assert (delta.differences(old, new, width, most) is None) == (plain is None)
@@ -77,16 +81,20 @@ def test_more_than_are_wanted_are_none(elements, width, most, seed):
     ("was", "now"),
     [(0.0, -0.0), (float("nan"), -float("nan")), (1.0, np.nextafter(np.float32(1), np.float32(2)))],
 )
-def test_what_compares_equal_or_not_at_all_is_told_apart_by_its_bits(was, now):
+def test_what_compares_equal_or_not_at_all_is_told_apart_by_its_bits(
+    was: float, now: float
+) -> None:
     old, new = (np.full(100, x, np.float32).view(np.uint8) for x in (was, was))
     new = new.copy()
     new.view(np.float32)[41] = now
     found = delta.differences(old, new, 4, 100)
+    alike = delta.differences(old, old, 4, 100)
+    assert found is not None and alike is not None
     assert found.gaps.tolist() == [41] and len(found.values) == 1
-    assert delta.differences(old, old, 4, 100).gaps.size == 0  # also where nothing is a number
+    assert alike.gaps.size == 0  # also where nothing is a number
 
 
-def test_runs_that_do_not_match_are_refused():
+def test_runs_that_do_not_match_are_refused() -> None:
     run = np.zeros(12, np.uint8)
     with pytest.raises(ValueError, match="12 and 8 bytes"):
         delta.differences(run, run[:8], 4, 3)

@@ -1,39 +1,66 @@
 """Log-probabilities and entropies without logits equal those with, in float64, gradients too."""
 
+from collections.abc import Callable
+from typing import cast
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kernels.ops.linear_logprob import NARROWEST, linear_logprob
 
 
-def problem(t, vocab, d, seed=0, scale=1.0):
+def problem(
+    t: int, vocab: int, d: int, seed: int = 0, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape):
+    def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
     targets = torch.randint(vocab, (t,), generator=generator)
     return scale * normal(t, d), normal(vocab, d), targets, normal(t)
 
 
-def definition(hidden, weight, targets, temperature):
+def definition(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     normal = (hidden @ weight.t() / temperature).log_softmax(-1)
     logprobs = normal.gather(1, targets[:, None])[:, 0]
     return logprobs, -(normal.exp() * normal).sum(-1).detach()
 
 
-def run(function, hidden, weight, targets, slope, dtype, *options, device="cpu"):
+def run(
+    function: Callable[..., tuple[Tensor, Tensor]],
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    slope: Tensor,
+    dtype: torch.dtype,
+    *options: float,
+    device: str = "cpu",
+) -> list[Tensor]:
     leaves = [x.to(device, dtype).clone().requires_grad_() for x in (hidden, weight)]
     logprobs, entropy = function(*leaves, targets.to(device), *options)
     assert not entropy.requires_grad
     logprobs.backward(slope.to(logprobs))
     found = logprobs, entropy, *(leaf.grad for leaf in leaves)
-    return [x.detach().double().cpu() for x in found]
+    return [cast(Tensor, x).detach().double().cpu() for x in found]
 
 
-def check(t, vocab, d, dtype, tolerance, temperature=1.0, at_once=0, scale=1.0, device="cpu"):
+def check(
+    t: int,
+    vocab: int,
+    d: int,
+    dtype: torch.dtype,
+    tolerance: float,
+    temperature: float = 1.0,
+    at_once: int = 0,
+    scale: float = 1.0,
+    device: str = "cpu",
+) -> None:
     hidden, weight, targets, slope = problem(t, vocab, d, scale=scale)
     hidden, weight = hidden.to(dtype).double(), weight.to(dtype).double()
     options = temperature, at_once
@@ -48,7 +75,7 @@ def check(t, vocab, d, dtype, tolerance, temperature=1.0, at_once=0, scale=1.0, 
     ("dtype", "tolerance"),
     [(torch.float64, 1e-11), (torch.float32, 1e-4), (torch.bfloat16, 0.05)],
 )
-def test_one_chunk_and_many(dtype, tolerance, at_once):
+def test_one_chunk_and_many(dtype: torch.dtype, tolerance: float, at_once: int) -> None:
     check(17, 3 * NARROWEST + 7, 24, dtype, tolerance, temperature=0.7, at_once=at_once)
 
 
@@ -59,16 +86,18 @@ def test_one_chunk_and_many(dtype, tolerance, at_once):
     st.sampled_from([0.5, 1.0, 1.7]),
     st.sampled_from([0.1, 1.0, 30.0]),  # nearly uniform, and nearly certain
 )
-def test_whatever_the_sizes_the_temperature_and_the_certainty(t, vocab, temperature, scale):
+def test_whatever_the_sizes_the_temperature_and_the_certainty(
+    t: int, vocab: int, temperature: float, scale: float
+) -> None:
     check(t, vocab, 8, torch.float64, 1e-9, temperature, at_once=1, scale=scale)
 
 
-def test_large_logits_do_not_overflow():
+def test_large_logits_do_not_overflow() -> None:
     check(5, 2 * NARROWEST, 8, torch.float32, 1e-2, at_once=1, scale=100.0)
 
 
 @pytest.mark.parametrize("vocab", [4, 2 * NARROWEST])
-def test_tokens_that_cannot_be_sampled_add_nothing_to_the_entropy(vocab):
+def test_tokens_that_cannot_be_sampled_add_nothing_to_the_entropy(vocab: int) -> None:
     weight = torch.full((vocab, 1), -1e300, dtype=torch.float64)
     weight[1] = weight[3] = 0.0
     hidden = torch.ones(1, 1, dtype=torch.float64)
@@ -78,18 +107,18 @@ def test_tokens_that_cannot_be_sampled_add_nothing_to_the_entropy(vocab):
     torch.testing.assert_close(entropy, -half.log())
 
 
-def test_no_logits_of_the_whole_vocabulary_are_made():
+def test_no_logits_of_the_whole_vocabulary_are_made() -> None:
     """The largest tensor of either pass is a chunk's, however large the vocabulary."""
     t, vocab = 64, 20 * NARROWEST
     hidden, weight, targets, slope = problem(t, vocab, 8)
-    leaves = [x.float().requires_grad_() for x in (hidden, weight)]
+    hidden, weight = (x.float().requires_grad_() for x in (hidden, weight))
     with torch.profiler.profile(profile_memory=True) as seen:
-        linear_logprob(*leaves, targets, 1.0, t * NARROWEST)[0].backward(slope.float())
+        linear_logprob(hidden, weight, targets, 1.0, t * NARROWEST)[0].backward(slope.float())
     largest = max(event.cpu_memory_usage for event in seen.events())
     assert 0 < largest < t * vocab * 4 / 4
 
 
-def test_only_what_asks_for_a_gradient_gets_one():
+def test_only_what_asks_for_a_gradient_gets_one() -> None:
     hidden, weight, targets, slope = problem(5, 2 * NARROWEST, 8)
     for at_once in (0, 1):
         leaf = hidden.clone().requires_grad_()
@@ -99,7 +128,7 @@ def test_only_what_asks_for_a_gradient_gets_one():
 
 @pytest.mark.parametrize("at_once", [0, 1])
 @pytest.mark.parametrize("target", [-1, NARROWEST + 1])
-def test_a_target_that_is_no_token_is_refused(at_once, target):
+def test_a_target_that_is_no_token_is_refused(at_once: int, target: int) -> None:
     hidden, weight, targets, _ = problem(3, NARROWEST + 1, 8)
     targets[1] = target
     with pytest.raises(IndexError, match="a target is out of range"):
@@ -107,7 +136,7 @@ def test_a_target_that_is_no_token_is_refused(at_once, target):
 
 
 @pytest.mark.parametrize("at_once", [0, 1])
-def test_nothing_trained_gives_nothing(at_once):
+def test_nothing_trained_gives_nothing(at_once: int) -> None:
     hidden, weight, targets, _ = problem(0, NARROWEST + 1, 8)
     logprobs, entropy = linear_logprob(hidden, weight, targets, 1.0, at_once)
     assert logprobs.shape == entropy.shape == (0,)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,8 +28,8 @@ class OnGpu:
     back. Not the operators: those would take the reference where something is amiss.
     """
 
-    def __getattr__(self, name: str):
-        def call(*arguments):
+    def __getattr__(self, name: str) -> Callable[..., torch.Tensor | None]:
+        def call(*arguments: Any) -> torch.Tensor | None:
             moved = [a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments]
             found = getattr(cuda, name)(*moved)
             for here, there in zip(arguments, moved, strict=True):
@@ -65,7 +68,10 @@ def test_a_graph_holds_a_decode_step_and_replays_it_on_new_contents() -> None:
 
     def step() -> torch.Tensor:
         ops.paged_write(keys, values, new, new, table, positions)
-        return ops.paged_decode(query, keys, values, table, (positions + 1).int(), 0.125)
+        out: torch.Tensor = ops.paged_decode(
+            query, keys, values, table, (positions + 1).int(), 0.125
+        )
+        return out
 
     step()
     graph = torch.cuda.CUDAGraph()

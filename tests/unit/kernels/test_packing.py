@@ -1,5 +1,6 @@
 """Packing of sequences into bins, and of bins into rounds."""
 
+from collections.abc import Sequence
 from itertools import product, repeat
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cost import BinCost
-from kernels.packing import STEPS, RoundPacker, makespan, pack_rounds, padded_places
+from kernels.packing import STEPS, Round, RoundPacker, makespan, pack_rounds, padded_places
 
 lengths_of_a_step = st.lists(st.integers(1, 320), max_size=80)
 costs = st.builds(
@@ -20,7 +21,7 @@ costs = st.builds(
 some_ranks = st.sampled_from([1, 2, 3, 8])
 
 
-def is_a_plan(rounds, lengths, budget, ranks):
+def is_a_plan(rounds: list[Round], lengths: list[int], budget: int, ranks: int) -> None:
     assert all(len(one) == ranks and any(one) for one in rounds)
     assert sorted(i for one in rounds for bin in one for i in bin) == list(range(len(lengths)))
     for bin in (bin for one in rounds for bin in one):
@@ -29,13 +30,17 @@ def is_a_plan(rounds, lengths, budget, ranks):
 
 @settings(max_examples=150)
 @given(lengths_of_a_step, st.integers(1, 4096), some_ranks, costs)
-def test_every_sequence_is_in_one_bin_within_the_budget_or_alone(lengths, budget, ranks, cost):
+def test_every_sequence_is_in_one_bin_within_the_budget_or_alone(
+    lengths: list[int], budget: int, ranks: int, cost: BinCost
+) -> None:
     is_a_plan(pack_rounds(lengths, budget, ranks, cost), lengths, budget, ranks)
 
 
 @settings(max_examples=100)
 @given(lengths_of_a_step, st.integers(1, 2048), some_ranks, costs, st.data())
-def test_sequences_that_come_bit_by_bit_are_all_packed_too(lengths, budget, ranks, cost, data):
+def test_sequences_that_come_bit_by_bit_are_all_packed_too(
+    lengths: list[int], budget: int, ranks: int, cost: BinCost, data: st.DataObject
+) -> None:
     packer, rounds, left = RoundPacker(budget, ranks, cost), [], list(lengths)
     while left:
         count = data.draw(st.integers(1, 20))
@@ -47,7 +52,9 @@ def test_sequences_that_come_bit_by_bit_are_all_packed_too(lengths, budget, rank
 
 
 @given(lengths_of_a_step, some_ranks, costs)
-def test_the_same_lengths_always_pack_the_same_way(lengths, ranks, cost):
+def test_the_same_lengths_always_pack_the_same_way(
+    lengths: list[int], ranks: int, cost: BinCost
+) -> None:
     assert pack_rounds(lengths, 640, ranks, cost) == pack_rounds(tuple(lengths), 640, ranks, cost)
 
 
@@ -56,7 +63,9 @@ def test_the_same_lengths_always_pack_the_same_way(lengths, ranks, cost):
     st.lists(st.integers(1, 30), min_size=1, max_size=6),
     st.sampled_from([BinCost(), BinCost(1, 0.1, 5), BinCost(0, 1, 3)]),
 )
-def test_small_plans_are_within_a_third_of_the_best_there_is(lengths, cost):
+def test_small_plans_are_within_a_third_of_the_best_there_is(
+    lengths: list[int], cost: BinCost
+) -> None:
     """Against every way to give six sequences to at most three rounds of two bins: Graham's bound
     for longest processing time first is a third, without budgets."""
     ours = makespan(pack_rounds(lengths, 40, 2, cost), lengths, cost)
@@ -68,20 +77,23 @@ def test_small_plans_are_within_a_third_of_the_best_there_is(lengths, cost):
     assert best * (1 - 1e-9) <= ours <= 4 / 3 * best
 
 
-def rounds_of(places, lengths, budget):
+def rounds_of(places: Sequence[int], lengths: list[int], budget: int) -> list[Round] | None:
     bins = [[i for i, place in enumerate(places) if place == b] for b in range(6)]
     if any(sum(lengths[i] for i in bin) > budget for bin in bins):
         return None
     return [bins[r : r + 2] for r in (0, 2, 4) if any(bins[r : r + 2])]
 
 
-def long_tail(count, seed=0):
+def long_tail(count: int, seed: int = 0) -> list[int]:
     random = np.random.default_rng(seed)
-    return np.clip(random.lognormal(np.log(500), 1.0, count), 8, 8192).astype(int).tolist()
+    lengths: list[int] = (
+        np.clip(random.lognormal(np.log(500), 1.0, count), 8, 8192).astype(int).tolist()
+    )
+    return lengths
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_a_long_tail_is_nearly_level_and_the_bins_are_full(ranks):
+def test_a_long_tail_is_nearly_level_and_the_bins_are_full(ranks: int) -> None:
     lengths, cost = long_tail(2048), BinCost(1.0, 1 / 4096, 300.0)
     rounds = pack_rounds(lengths, 16384, ranks, cost)
     total = sum(map(cost.sequence, lengths))
@@ -90,7 +102,7 @@ def test_a_long_tail_is_nearly_level_and_the_bins_are_full(ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_streaming_costs_little(ranks):
+def test_streaming_costs_little(ranks: int) -> None:
     lengths, cost = long_tail(2048, seed=1), BinCost(1.0, 1 / 4096, 300.0)
     packer = RoundPacker(16384, ranks, cost)
     rounds = [one for i in range(0, 2048, 16) for one in packer.add(lengths[i : i + 16])]
@@ -100,26 +112,26 @@ def test_streaming_costs_little(ranks):
     assert makespan(rounds, lengths, cost) <= 1.06 * batch
 
 
-def test_what_is_longer_than_the_budget_lies_beside_others_like_it():
+def test_what_is_longer_than_the_budget_lies_beside_others_like_it() -> None:
     rounds = pack_rounds([900, 10, 950, 10, 10, 800, 870], 100, 2, BinCost(1, 0.01))
     beside = [sorted(bin) for bin in rounds[0]] + [sorted(bin) for bin in rounds[1]]
     assert sorted(beside) == [[0], [2], [5], [6]]
     assert sorted(i for bin in rounds[2] for i in bin) == [1, 3, 4]
 
 
-def test_nothing_packs_into_nothing_and_an_empty_sequence_is_refused():
+def test_nothing_packs_into_nothing_and_an_empty_sequence_is_refused() -> None:
     assert pack_rounds([], 2560) == []
     with pytest.raises(ValueError, match="no tokens"):
         pack_rounds([3, 0], 2560)
 
 
 @given(st.integers(1, 1 << 20))
-def test_padded_sizes_hold_the_bin_and_hardly_more(tokens):
+def test_padded_sizes_hold_the_bin_and_hardly_more(tokens: int) -> None:
     size = padded_places(tokens)
     assert tokens <= size < tokens + max(16, tokens / STEPS)
     assert padded_places(size) == size
 
 
-def test_padded_sizes_are_few():
+def test_padded_sizes_are_few() -> None:
     sizes = {padded_places(tokens) for tokens in range(4096, 8192)}
     assert len(sizes) <= STEPS + 1

@@ -1,12 +1,16 @@
 """Fused operators give what PyTorch's give in float64, gradients included, for all shapes."""
 
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import kernels.pointwise as pointwise
-from common.model.pointwise import PLAIN
+from common.model.pointwise import PLAIN, Pointwise
 from kernels.build import library
 from kernels.pointwise import Fused
 
@@ -19,21 +23,23 @@ native = pytest.mark.needs("compiler")
 class Refusing:
     """What a fused operator must not need."""
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"{name} went the plain way")
 
 
-def drawn(*shape, seed=0, spread=2.0):
+def drawn(*shape: int, seed: int = 0, spread: float = 2.0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return spread * torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def angles(*before, width):
+def angles(*before: int, width: int) -> tuple[Tensor, Tensor]:
     turned = drawn(*before, 1, width, seed=9)
     return turned.cos(), turned.sin()  # a table of our own repeats its halves: none is assumed to
 
 
-def results(compute, inputs, dtype):
+def results(
+    compute: Callable[..., Any], inputs: Iterable[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
     """What `compute` gives, and the gradients of a fixed sum of it by all inputs."""
     leaves = [tensor.to(dtype).requires_grad_() for tensor in inputs]
     outs = compute(*leaves)
@@ -43,7 +49,7 @@ def results(compute, inputs, dtype):
     return [tensor.detach() for tensor in (*outs, *slopes_in)]
 
 
-def check(compute, *inputs):
+def check(compute: Callable[..., Any], *inputs: Tensor) -> list[Tensor]:
     """`compute(operators, *inputs)`, fused in float32 and plain in float64. Where terms cancel,
     float32 has few digits whoever adds them: the error may be some times PyTorch's own in it.
     """
@@ -59,15 +65,19 @@ def check(compute, *inputs):
     return runs[0]
 
 
-def heads_of(operators, counts, cos, sin):
-    def compute(qkv, *norms):
+def heads_of(
+    operators: Pointwise, counts: tuple[int, int], cos: Tensor, sin: Tensor
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    def compute(qkv: Tensor, *norms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         there = cos.to(qkv), sin.to(qkv)
-        return operators.heads(qkv, *there, counts, norms or None, EPS)
+        return operators.heads(
+            qkv, *there, counts, cast(tuple[Tensor, Tensor], norms) if norms else None, EPS
+        )
 
     return compute
 
 
-def check_heads(rows, counts, width, normed):
+def check_heads(rows: int, counts: tuple[int, int], width: int, normed: bool) -> list[Tensor]:
     heads, kv_heads = counts
     cos, sin = angles(rows, width=width)
     norms = (drawn(width, seed=1), drawn(width, seed=2)) if normed else ()
@@ -80,14 +90,14 @@ def check_heads(rows, counts, width, normed):
 @native
 @settings(max_examples=60)
 @given(st.integers(0, 70), st.integers(1, 150))
-def test_swiglu(rows, size):
+def test_swiglu(rows: int, size: int) -> None:
     check(lambda operators, x: operators.swiglu(x), drawn(rows, 2 * size, spread=4.0))
 
 
 @native
 @settings(max_examples=60)
 @given(st.integers(0, 140), st.integers(1, 150))
-def test_norms(rows, size):
+def test_norms(rows: int, size: int) -> None:
     check(lambda o, x, weight: o.normed(x, weight, EPS), drawn(rows, size), drawn(size, seed=1))
 
 
@@ -99,12 +109,12 @@ def test_norms(rows, size):
     st.sampled_from([2, 6, 16, 32, 48, 64, 96, 128]),
     st.booleans(),
 )
-def test_heads(rows, counts, width, normed):
+def test_heads(rows: int, counts: tuple[int, int], width: int, normed: bool) -> None:
     check_heads(rows, counts, width, normed)
 
 
 @native
-def test_any_leading_shape():
+def test_any_leading_shape() -> None:
     check(lambda o, x: o.swiglu(x), drawn(3, 5, 24))
     check(lambda o, x, w: o.normed(x, w, EPS), drawn(3, 5, 24), drawn(24, seed=1))
     cos, sin = angles(3, 5, width=16)
@@ -112,18 +122,19 @@ def test_any_leading_shape():
 
 
 @native
-def test_a_weight_that_thousands_of_rows_share_keeps_its_digits():
+def test_a_weight_that_thousands_of_rows_share_keeps_its_digits() -> None:
     x, slope = drawn(20_000, 16) + 1.0, torch.ones(20_000, 16, dtype=torch.float64)
     found = []
     for operators, dtype in ((FUSED, torch.float32), (PLAIN, torch.float64)):
         weight = torch.ones(16, dtype=dtype, requires_grad=True)
         operators.normed(x.to(dtype), weight, EPS).backward(slope.to(dtype))
+        assert weight.grad is not None
         found.append(weight.grad.double())
     torch.testing.assert_close(*found, rtol=2e-6, atol=0)
 
 
 @native
-def test_what_is_not_contiguous_is_read_where_it_lies():
+def test_what_is_not_contiguous_is_read_where_it_lies() -> None:
     wide = drawn(7, 100).float()
     part = wide[:, ::2]
     assert torch.equal(FUSED.swiglu(part), FUSED.swiglu(part.contiguous()))
@@ -139,20 +150,21 @@ def test_what_is_not_contiguous_is_read_where_it_lies():
 
 
 @native
-def test_gradients_that_reach_only_some_results():
+def test_gradients_that_reach_only_some_results() -> None:
     cos, sin = (tensor.float() for tensor in angles(6, width=16))
     for operators in (Fused(Refusing()), PLAIN):
         leaf = drawn(6, 64).float().requires_grad_()
         q, _, v = operators.heads(leaf, cos, sin, (2, 1), None, EPS)
         v.transpose(0, 1).sum().backward()
+        assert leaf.grad is not None
         assert not leaf.grad[:, :48].any() and (leaf.grad[:, 48:] == 1).all()
         assert q.requires_grad
 
 
 @native
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)])
-def test_only_the_gradients_that_are_wanted_are_made(wanted):
-    def gradients(operators, dtype):
+def test_only_the_gradients_that_are_wanted_are_made(wanted: tuple[bool, bool]) -> None:
+    def gradients(operators: Pointwise, dtype: torch.dtype) -> list[Tensor | None]:
         x, weight = drawn(40, 24).to(dtype), drawn(24, seed=1).to(dtype)
         x.requires_grad_(wanted[0])
         weight.requires_grad_(wanted[1])
@@ -161,7 +173,7 @@ def test_only_the_gradients_that_are_wanted_are_made(wanted):
         norms = weight.detach()[:6].clone().requires_grad_(wanted[0]), weight.detach()[6:12].clone()
         norms[1].requires_grad_(wanted[1])
         outs = operators.heads(x.detach(), cos, sin, (2, 1), norms, EPS)
-        sum(out.square().sum() for out in outs).backward()
+        cast(Tensor, sum(out.square().sum() for out in outs)).backward()
         return [tensor.grad for tensor in (x, weight, *norms)]
 
     found = gradients(Fused(Refusing()), torch.float32)
@@ -174,11 +186,12 @@ def test_only_the_gradients_that_are_wanted_are_made(wanted):
 
 
 @native
-def test_gates_far_from_zero_saturate_and_what_is_no_number_stays_none():
+def test_gates_far_from_zero_saturate_and_what_is_no_number_stays_none() -> None:
     gates = torch.tensor([-1e4, -100.0, -50.0, 0.0, 50.0, 100.0, 1e4, torch.nan])
     leaf = torch.cat((gates, torch.ones(8))).requires_grad_()
     out = FUSED.swiglu(leaf)
     out.sum().backward()
+    assert leaf.grad is not None
     assert torch.equal(out[3:7].detach(), gates[3:7]) and out[:3].abs().max() < 1e-19
     assert out[7].isnan() and leaf.grad[7].isnan()
     assert (leaf.grad[4:7] == 1).all() and leaf.grad[:3].abs().max() < 1e-19
@@ -187,7 +200,7 @@ def test_gates_far_from_zero_saturate_and_what_is_no_number_stays_none():
 
 
 @native
-def test_results_are_the_same_to_the_last_bit_and_of_a_row_whatever_lies_beside_it():
+def test_results_are_the_same_to_the_last_bit_and_of_a_row_whatever_lies_beside_it() -> None:
     for normed in (False, True):
         runs = [check_heads(50, (3, 1), 32, normed) for _ in range(2)]
         assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
@@ -197,7 +210,7 @@ def test_results_are_the_same_to_the_last_bit_and_of_a_row_whatever_lies_beside_
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_types_go_the_plain_way(dtype):
+def test_other_types_go_the_plain_way(dtype: torch.dtype) -> None:
     x, weight = drawn(9, 64).to(dtype), drawn(64, seed=1).to(dtype)
     cos, sin = (tensor.to(dtype) for tensor in angles(9, width=16))
     assert torch.equal(FUSED.swiglu(x), PLAIN.swiglu(x))
@@ -207,7 +220,7 @@ def test_other_types_go_the_plain_way(dtype):
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-def test_without_a_compiler_all_go_the_plain_way(monkeypatch):
+def test_without_a_compiler_all_go_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     library.cache_clear()
     pointwise._functions.cache_clear()

@@ -1,10 +1,14 @@
 """Attention of sequences that lie end to end is that of each sequence alone, gradients included."""
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
 
 from kernels.varlen import VarlenAttention, bucketed
 
@@ -13,17 +17,19 @@ CPU = torch.device("cpu")
 LENGTHS = [1, 16, 17, 300, 128, 129, 5, 0, 40]
 
 
-def starts_of(lengths):
+def starts_of(lengths: Sequence[int]) -> NDArray[np.int32]:
     return np.cumsum([0, *lengths], dtype=np.int32)
 
 
-def rows(lengths, heads, kv_heads, width, padding=0, seed=0):
+def rows(
+    lengths: Sequence[int], heads: int, kv_heads: int, width: int, padding: int = 0, seed: int = 0
+) -> Tensor:
     n = sum(lengths) + padding
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(n, heads + 2 * kv_heads, width, dtype=torch.float64, generator=generator)
 
 
-def alone(q, k, v, lengths, window=0):
+def alone(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int = 0) -> Tensor:
     """The definition, one sequence after the other, in the tensors' own type."""
     shared = q.shape[1] // k.shape[1]
     found = []
@@ -40,7 +46,14 @@ def alone(q, k, v, lengths, window=0):
     return torch.cat(found)
 
 
-def both(attend, packed, heads, kv_heads, real, dtype):
+def both(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    packed: Tensor,
+    heads: int,
+    kv_heads: int,
+    real: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
     """The result at the `real` places, and the gradient of a fixed sum of it."""
     leaf = packed.to(dtype).clone().requires_grad_()
     out = attend(*leaf.split((heads, kv_heads, kv_heads), 1))[:real]
@@ -50,7 +63,17 @@ def both(attend, packed, heads, kv_heads, real, dtype):
     return out.detach().double().cpu(), leaf.grad.double().cpu()
 
 
-def check(lengths, heads, kv_heads, width, dtype, tolerance, padding=0, device=CPU, window=0):
+def check(
+    lengths: Sequence[int],
+    heads: int,
+    kv_heads: int,
+    width: int,
+    dtype: torch.dtype,
+    tolerance: float,
+    padding: int = 0,
+    device: torch.device = CPU,
+    window: int = 0,
+) -> None:
     packed, real = rows(lengths, heads, kv_heads, width, padding), sum(lengths)
     varlen = VarlenAttention(starts_of(lengths), real + padding, device)
     expected = both(
@@ -69,26 +92,26 @@ def check(lengths, heads, kv_heads, width, dtype, tolerance, padding=0, device=C
 
 @pytest.mark.parametrize("width", [16, 32, 64, 96, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (4, 2), (2, 2)])
-def test_the_native_path_in_float32(width, heads, kv_heads):
+def test_the_native_path_in_float32(width: int, heads: int, kv_heads: int) -> None:
     check(LENGTHS, heads, kv_heads, width, torch.float32, 2e-5, padding=3)
 
 
 @pytest.mark.parametrize("width", [6, 48])
-def test_widths_that_are_not_compiled_for(width):
+def test_widths_that_are_not_compiled_for(width: int) -> None:
     check(LENGTHS, 4, 2, width, torch.float32, 2e-5, padding=3)
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 100, 200, 299, 4000])
-def test_a_window_hides_what_lies_further_back(window):
+def test_a_window_hides_what_lies_further_back(window: int) -> None:
     check(LENGTHS, 4, 2, 32, torch.float32, 2e-5, padding=3, window=window)
     check(LENGTHS, 4, 2, 32, torch.float64, 1e-12, padding=3, window=window)
 
 
-def test_the_buckets_in_float64():
+def test_the_buckets_in_float64() -> None:
     check(LENGTHS, 3, 1, 32, torch.float64, 1e-12, padding=3)
 
 
-def test_bfloat16_on_a_cpu_is_rounded_only_at_the_ends():
+def test_bfloat16_on_a_cpu_is_rounded_only_at_the_ends() -> None:
     check(LENGTHS, 3, 1, 32, torch.bfloat16, 0.03)
 
 
@@ -100,13 +123,13 @@ def test_bfloat16_on_a_cpu_is_rounded_only_at_the_ends():
     st.integers(0, 160),
 )
 def test_every_sequence_has_the_result_and_the_gradient_it_has_alone(
-    lengths, kind, padding, window
-):
+    lengths: list[int], kind: tuple[torch.dtype, float], padding: int, window: int
+) -> None:
     check(lengths, 3, 1, 16, *kind, padding=padding, window=window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_not_a_bit_depends_on_the_neighbours(dtype):
+def test_not_a_bit_depends_on_the_neighbours(dtype: torch.dtype) -> None:
     """No attention across borders: others may hold anything, even no numbers."""
     lengths = [30, 70, 20]
     varlen = VarlenAttention(starts_of(lengths), sum(lengths), CPU)
@@ -118,12 +141,13 @@ def test_not_a_bit_depends_on_the_neighbours(dtype):
         leaf = packed.requires_grad_()
         out = varlen(0, *leaf.split((3, 1, 1), 1))
         out[part].square().sum().backward()
+        assert leaf.grad is not None
         results += [(out[part].detach(), leaf.grad[part])]
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 
 
-def test_slices_of_one_tensor_need_no_copy_to_be_right():
+def test_slices_of_one_tensor_need_no_copy_to_be_right() -> None:
     """As a model has them: heads beside each other, tokens further apart."""
     packed = rows(LENGTHS, 3, 1, 32).float()
     varlen = VarlenAttention(starts_of(LENGTHS), len(packed), CPU)
@@ -134,18 +158,19 @@ def test_slices_of_one_tensor_need_no_copy_to_be_right():
     assert torch.equal(strided, varlen(0, across, k, v))
 
 
-def test_large_scores_do_not_overflow():
+def test_large_scores_do_not_overflow() -> None:
     lengths = [200]
     packed = rows(lengths, 1, 1, 32).float() * 10
     varlen = VarlenAttention(starts_of(lengths), 200, CPU)
     found = varlen(0, *packed.split((1, 1, 1), 1))
-    expected = alone(*packed.double().split((1, 1, 1), 1), lengths)
+    q, k, v = packed.double().split((1, 1, 1), 1)
+    expected = alone(q, k, v, lengths)
     torch.testing.assert_close(found.double(), expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("at", [0, 20, 129, 170])
-def test_a_key_that_is_no_number_is_not_passed_over(at, dtype):
+def test_a_key_that_is_no_number_is_not_passed_over(at: int, dtype: torch.dtype) -> None:
     lengths = [30, 171, 17]
     packed = rows(lengths, 4, 2, 32, padding=3).to(dtype)
     packed[30 + at, 4] = torch.nan  # of the first two heads
@@ -155,12 +180,13 @@ def test_a_key_that_is_no_number_is_not_passed_over(at, dtype):
     expected[30 + at : 201, :2] = True
     assert torch.equal(out.isnan()[:218], expected[:218])
     out[:218].sum().backward()
+    assert packed.grad is not None
     own = packed.grad[30:201]
     assert own[at:, :2].isnan().all() and own[:, 6].isnan().any()
     assert packed.grad[:30].isfinite().all() and packed.grad[201:].isfinite().all()
 
 
-def test_a_pass_is_the_same_to_the_last_bit():
+def test_a_pass_is_the_same_to_the_last_bit() -> None:
     packed = rows(LENGTHS, 3, 1, 32)
     varlen = VarlenAttention(starts_of(LENGTHS), len(packed), CPU)
     runs = [
@@ -170,13 +196,13 @@ def test_a_pass_is_the_same_to_the_last_bit():
     assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
 
 
-def test_starts_that_are_none_are_refused():
+def test_starts_that_are_none_are_refused() -> None:
     for starts in ([1, 4], [0, 5, 3], [0, 9], []):
         with pytest.raises(ValueError, match="starts"):
             VarlenAttention(np.array(starts, np.int32), 8, CPU)
 
 
-def test_a_bin_without_sequences_is_all_padding():
+def test_a_bin_without_sequences_is_all_padding() -> None:
     varlen = VarlenAttention(np.zeros(1, np.int32), 4, CPU)
     for dtype in (torch.float32, torch.float64):
         packed = torch.ones(4, 3, 16, dtype=dtype)
@@ -184,7 +210,7 @@ def test_a_bin_without_sequences_is_all_padding():
 
 
 @given(st.lists(st.integers(0, 400), max_size=200))
-def test_buckets_hold_every_sequence_once_and_are_few(lengths):
+def test_buckets_hold_every_sequence_once_and_are_few(lengths: list[int]) -> None:
     buckets = bucketed(np.array(lengths, np.int64))
     members = sorted(int(i) for bucket in buckets for i in bucket)
     assert members == [i for i, length in enumerate(lengths) if length]
