@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
-from examples import chat as example
 from meshrl.job.jobfile import load
 from services.environment.environments import Environments
-from services.environment.tools import JobTool
+from services.environment.tools import BuiltIn, JobTool
 
+example: Any = import_module("examples.chat")  # mypy takes it for the folder beside it
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
@@ -25,7 +27,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def served(tokenizer: Tokenizer) -> Environments:
-    tools = {"add": JobTool("add", example.add)}
+    tools: dict[str, BuiltIn] = {"add": JobTool("add", example.add)}
     return Environments(None, tokenizer, "prompt", Chat.load("qwen3", {}, tokenizer), tools)
 
 
