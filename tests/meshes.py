@@ -21,7 +21,7 @@ from tests import ends
 
 SECRET = "5e" * SECRET_BYTES  # of the meshes that tests make
 # Of meshes within a process of tests: where the machine stands still for a while, it is not to end.
-PATIENT = {"ttl_s": 60.0, "stall_s": 60.0}
+PATIENT: dict[str, Any] = {"ttl_s": 60.0, "stall_s": 60.0}
 
 
 def keys_of(role: str, secret: str = SECRET) -> MeshKeys:
@@ -44,7 +44,7 @@ def begun(header: bytes, body: bytes = b"") -> bytes:
 def alone(name: str, clock: Clock, random: Random, host: Host, **options: Any) -> Mesh:
     """With a Redis and a network of its own, which nobody else is in."""
     network = MemoryNetwork(clock, random.child("network"))
-    defaults = {"state": simulated_state(clock), "kind": name.partition("/")[0]}
+    defaults: dict[str, Any] = {"state": simulated_state(clock), "kind": name.partition("/")[0]}
     transport = MemoryTransport(network, f"mem://{name}")
     about = defaults | options
     return Mesh(name=name, transport=transport, clock=clock, random=random, host=host, **about)
@@ -52,6 +52,8 @@ def alone(name: str, clock: Clock, random: Random, host: Host, **options: Any) -
 
 def on_sockets(name: str, state: State, clock: Clock, **options: Any) -> Mesh:
     """Beside others that share `state`, on a real host."""
-    about = {"kind": "test", "host": SystemHost(), "on_lost": ends.lost} | PATIENT | options
+    about: dict[str, Any] = (
+        {"kind": "test", "host": SystemHost(), "on_lost": ends.lost} | PATIENT | options
+    )
     transport, random = ZmqTransport(keys=keys_of(about["kind"])), Random.system()
     return Mesh(name=name, state=state, transport=transport, clock=clock, random=random, **about)

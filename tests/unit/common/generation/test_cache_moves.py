@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def begun(engine: TorchEngine, length: int = 20, new: int = 6, seed: int = 5) ->
     return [*context, *heard[1].tokens, 7, 8]
 
 
-def next_turn(context: list[int], temperature: float = 1.0, **more: int) -> Request:
+def next_turn(context: list[int], temperature: float = 1.0, **more: Any) -> Request:
     return request(
         2, context, session=SESSION, seed=11, temperature=temperature, **{"max_new": 12, **more}
     )

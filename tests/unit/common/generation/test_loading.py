@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ class Shelf:
         return True
 
 
-def shelved(path: str, slots: int = 4, **more: int) -> tuple[TorchEngine, Shelf]:
+def shelved(path: str, slots: int = 4, **more: Any) -> tuple[TorchEngine, Shelf]:
     clock = StandingClock()
     engine = built_in(path, slots, LENGTH, clock=clock, **more)
     engine.prefixes = shelf = Shelf(clock)
@@ -109,7 +110,8 @@ def test_the_engine_goes_on_as_if_it_had_computed_all(
 ) -> None:
     engine, shelf = engines[path]
     other_way(engine)
-    shelf.chunks.clear(), shelf.loads.clear()
+    shelf.chunks.clear()
+    shelf.loads.clear()
     context = words(seed, length)
     full = Listener(engine).run(request(1, context, max_new=3, temperature=0.0, seed=4))[1]
     if stored > WORTH:  # a request that shares only so much of it

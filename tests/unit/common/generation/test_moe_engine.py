@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from common.generation.builtin.build import TorchEngine
 from common.generation.contract import Flush, flush_of, joined, rows_of
 from common.model.attention import causal_attention
-from common.model.decoder import Decoder
+from common.model.decoder import Decoder, SparseLayer
 from common.model.moe import Routing
 from common.records.experts import NO_EXPERTS, UNKNOWN
 from tests.unit.common.generation.engines_under_test import (
@@ -46,7 +47,8 @@ def make(path: str) -> Make:
 
 
 def words(seed: int, count: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
+    made: list[int] = np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
+    return made
 
 
 def trained(
@@ -168,7 +170,8 @@ actions = st.lists(
 @given(script=actions)
 def test_whatever_happens_every_token_comes_with_its_experts(path: str, script: list) -> None:  # type: ignore[type-arg]
     engine = built_in(path, slots=3, max_length=64, config=MOE, kv_tokens=96)
-    listener, contexts, model = Listener(engine), [], decoder(0, MOE)
+    listener, model = Listener(engine), decoder(0, MOE)
+    contexts: list[list[int]] = []
     for action, *given_ in script:
         match action:
             case "submit":
@@ -210,9 +213,9 @@ def paired(noise: float, seed: int) -> Decoder:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for index in THREE.sparse_layers:
-            router = model.layers[index].experts.router
+            router = cast(SparseLayer, model.layers[index]).experts.router
             router[1::2] = router[::2]
-            router += noise * torch.randn(router.shape, generator=generator)
+            router.add_(noise * torch.randn(router.shape, generator=generator))
     return model
 
 

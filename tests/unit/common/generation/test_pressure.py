@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -141,7 +143,7 @@ def test_a_sequence_too_long_to_score_is_refused(make: Make) -> None:
 
 
 @pytest.mark.parametrize("odd", [{"path": "fast"}, {"dtype": "float16"}])
-def test_an_unknown_path_or_type_is_refused(odd: dict[str, str]) -> None:
+def test_an_unknown_path_or_type_is_refused(odd: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="there is no path"):
         built_in(**{"path": "auto", **odd})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -62,7 +64,7 @@ def kept_by(how: dict[str, float], probability: np.ndarray) -> set[int]:
     ],
 )
 def test_sampling_keeps_what_the_filters_keep_and_nothing_else(
-    make: Make, how: dict[str, float]
+    make: Make, how: dict[str, Any]
 ) -> None:
     engine = make(slots=64)
     heard = Listener(engine).run(
@@ -83,7 +85,7 @@ def test_sampling_keeps_what_the_filters_keep_and_nothing_else(
 
 @pytest.mark.needs("compiler")
 @pytest.mark.parametrize("how", [{}, {"top_p": 0.7}, {"top_k": 4}, {"min_p": 0.1}])
-def test_all_paths_sample_the_same_tokens(how: dict[str, float]) -> None:
+def test_all_paths_sample_the_same_tokens(how: dict[str, Any]) -> None:
     heard = {
         path: Listener(built_in(path)).run(
             *(request(i, words(i, 5), max_new=12, **how) for i in range(12))
@@ -129,7 +131,7 @@ def test_a_stop_text_without_a_tokenizer_is_refused(kind: str) -> None:
 @pytest.mark.parametrize(
     "odd", [{"top_p": 0.0}, {"top_p": 1.5}, {"min_p": -1.0}, {"top_k": -1}, {"stop_text": ("",)}]
 )
-def test_impossible_sampling_is_refused(make: Make, odd: dict[str, float]) -> None:
+def test_impossible_sampling_is_refused(make: Make, odd: dict[str, Any]) -> None:
     with pytest.raises(Refused, match="request 1"):
         make().submit([request(1, **odd)])
 

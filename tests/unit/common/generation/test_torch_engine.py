@@ -59,7 +59,8 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 def words(seed: int, count: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
+    made: list[int] = np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
+    return made
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])

@@ -55,7 +55,7 @@ def test_what_is_named_is_seen_as_cuda_sees_it(
     theirs = torch.cuda._parse_visible_devices()
     if theirs and isinstance(theirs[0], str):
         every = [device.uuid for device in ALIKE]
-        theirs = torch.cuda._transform_uuid_to_ordinals(theirs, every)  # type: ignore[arg-type]
+        theirs = torch.cuda._transform_uuid_to_ordinals(theirs, every)
     assert [ALIKE[int(place)].uuid for place in theirs] == found
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigError
 from common.model import checkpoint_files
-from common.model.config import ARCHITECTURES, ModelConfig
+from common.model.config import ModelConfig
 from common.model.decoder import Decoder
+from common.model.formats.architectures import ARCHITECTURES
 from common.model.hf import save_model, state_to_hf
 
 CONFIG = ModelConfig(
@@ -31,7 +33,7 @@ NAME = "model.layers.1.mlp.down_proj.weight"
 
 
 def of(architecture: str) -> ModelConfig:
-    sparse = {"experts": 2, "experts_per_token": 1, "expert_ffn_size": 6}
+    sparse: dict[str, Any] = {"experts": 2, "experts_per_token": 1, "expert_ffn_size": 6}
     return replace(
         CONFIG,
         architecture=architecture,
@@ -117,7 +119,8 @@ def test_a_download_that_was_cut_off_is_named_with_its_lengths(model: Path) -> N
 
 def test_files_of_an_index_that_are_missing_are_named(model: Path) -> None:
     first, *_, last = shards(model)
-    first.unlink(), last.unlink()
+    first.unlink()
+    last.unlink()
     said = refusal(model)
     assert "2 of " in said and first.name in said and last.name in said
 

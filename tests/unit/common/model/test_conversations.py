@@ -160,7 +160,7 @@ def test_well_formed_conversations_are_what_the_template_makes_of_them(
 ) -> None:
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": opening})
-    specs = [TOOL] if tools else []
+    specs: list[Any] = [TOOL] if tools else []
     conversation = chat.begin(messages, specs)
     for said, answered in rounds:
         conversation.sampled(tokenizer.encode(said + "<|im_end|>"))

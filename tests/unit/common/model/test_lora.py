@@ -88,7 +88,7 @@ def test_the_gradient_is_that_through_the_merged_weights(targets: list[str]) -> 
     model, base = adapted(targets, torch.float64), plain(torch.float64)
     logits(model).square().sum().backward()
     factors = {n: p.detach().clone().requires_grad_() for n, p in lora.trained(model).items()}
-    weights = dict(base.named_parameters())
+    weights: dict[str, torch.Tensor] = dict(base.named_parameters())
     parts = {
         **{"q_proj": (0, 32), "k_proj": (32, 48), "v_proj": (48, 64)},
         **{"o_proj": (0, 32), "gate_proj": (0, 48), "up_proj": (48, 96), "down_proj": (0, 32)},
@@ -106,8 +106,9 @@ def test_the_gradient_is_that_through_the_merged_weights(targets: list[str]) -> 
     hidden = functional_call(base, weights, (TOKENS, positions, causal_attention))
     base.logits(hidden).square().sum().backward()
     for name, parameter in lora.trained(model).items():
-        assert parameter.grad is not None and factors[name].grad is not None
-        assert torch.allclose(parameter.grad, factors[name].grad, rtol=1e-9, atol=1e-11), name
+        expected = factors[name].grad
+        assert parameter.grad is not None and expected is not None
+        assert torch.allclose(parameter.grad, expected, rtol=1e-9, atol=1e-11), name
 
 
 def test_the_base_is_frozen_and_the_adapters_are_all_that_trains() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
 
 from common.model.attention import causal_attention
 from common.model.config import ModelConfig
-from common.model.decoder import Decoder
+from common.model.decoder import Decoder, SparseLayer
 from common.model.moe import Experts, Routing, balance
 from common.records.experts import UNKNOWN
 
@@ -43,6 +44,10 @@ def built(config: ModelConfig = MOE, dtype: torch.dtype = torch.float32, seed: i
     decoder = Decoder(config, dtype)
     decoder.initialise(torch.Generator().manual_seed(seed))
     return decoder
+
+
+def experts_of(decoder: Decoder, layer: int = 0) -> Experts:
+    return cast(SparseLayer, decoder.layers[layer]).experts
 
 
 def tokens_of(n: int, seed: int = 1) -> torch.Tensor:
@@ -84,7 +89,7 @@ def test_outputs_and_gradients_are_those_of_each_token_by_itself(
     dtype: torch.dtype, width: int, normalise: bool
 ) -> None:
     config = replace(MOE, normalise_routing=normalise, expert_ffn_size=width)
-    block = built(config, dtype).layers[0].experts
+    block = experts_of(built(config, dtype))
     x = torch.randn(40, 32, dtype=dtype, requires_grad=True)
     weight = torch.randn(40, 32, dtype=dtype)
     y, routed = block(x)
@@ -98,17 +103,18 @@ def test_outputs_and_gradients_are_those_of_each_token_by_itself(
 
 
 def test_experts_without_tokens_have_no_gradient_and_do_no_harm() -> None:
-    block = built().layers[0].experts
+    block = experts_of(built())
     y, routed = block(torch.randn(1, 32))
     y.sum().backward()
     busy = set(routed.experts.flatten().tolist())
     idle = [e for e in range(6) if e not in busy]
-    assert len(idle) == 4 and block.gate_up.grad[idle].abs().max() == 0
-    assert block.gate_up.grad[list(busy)].abs().max() > 0
+    gradient = block.gate_up.grad
+    assert gradient is not None and len(idle) == 4 and gradient[idle].abs().max() == 0
+    assert gradient[list(busy)].abs().max() > 0
 
 
 def test_a_router_sends_tokens_to_its_likeliest_experts() -> None:
-    block = built().layers[0].experts
+    block = experts_of(built())
     x = torch.randn(50, 32)
     _, routed = block(x)
     expected = (x @ block.router.T).topk(2).indices
@@ -123,10 +129,12 @@ def test_routing_that_is_given_is_taken_and_told() -> None:
     free, first = run(decoder, tokens)
     bound, second = run(decoder, tokens, given)
     known = torch.arange(20) != 3
+    assert first.experts is not None and second.experts is not None
     assert torch.equal(second.experts[0, known], given[0, known].long())
     assert (second.experts[0, 3] >= 0).all()
     assert not torch.allclose(free, bound, atol=1e-3)
     again, third = run(decoder, tokens, first.experts)
+    assert third.experts is not None
     assert torch.equal(first.experts, third.experts)
     torch.testing.assert_close(again, free)
 
@@ -143,7 +151,8 @@ def test_a_router_learns_from_tokens_whose_experts_are_given() -> None:
     given = torch.tensor([0, 3]).expand(1, 20, 2, 2)
     hidden, _ = run(decoder, tokens, given)
     decoder.logits(hidden).square().sum().backward()
-    gradient = decoder.layers[0].experts.router.grad
+    gradient = experts_of(decoder).router.grad
+    assert gradient is not None
     assert gradient[[0, 3]].abs().min() > 1e-4 and gradient[[1, 2, 4, 5]].abs().max() < 1e-6
 
 
@@ -152,7 +161,7 @@ def test_a_router_learns_from_tokens_whose_experts_are_given() -> None:
 def test_the_balance_is_that_of_transformers_times_the_tokens(counted: list[bool] | None) -> None:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    block = built().layers[0].experts
+    block = experts_of(built())
     x = torch.randn(50, 32)
     logits = x @ block.router.T
     _, routed = block(x)
@@ -166,23 +175,24 @@ def test_the_balance_of_a_pass_is_its_layers_mean_by_the_coefficient() -> None:
     decoder, tokens = built(), tokens_of(30)
     mask = torch.arange(30)[None] >= 10
     _, routing = run(decoder, tokens, counted=mask)
-    assert routing.balance is not None
+    assert routing.balance is not None and routing.experts is not None
     losses = []
     for index, layer in ((0, 0), (2, 1)):
         x = seen_by(decoder, tokens, index)
-        probabilities = (x @ decoder.layers[index].experts.router.T).softmax(-1)[0]
+        probabilities = (x @ experts_of(decoder, index).router.T).softmax(-1)[0]
         losses.append(balance(probabilities, routing.experts[0, :, layer], mask[0]))
     torch.testing.assert_close(routing.balance, 0.01 * (losses[0] + losses[1]) / 2)
     routing.balance.backward()
-    assert decoder.layers[0].experts.router.grad.abs().max() > 0
+    gradient = experts_of(decoder).router.grad
+    assert gradient is not None and gradient.abs().max() > 0
     _, uncounted = run(decoder, tokens)
     assert uncounted.balance is not None and uncounted.balance.item() == 0
 
 
 def seen_by(decoder: Decoder, tokens: torch.Tensor, index: int) -> torch.Tensor:
     """What a layer's router is given."""
-    seen = []
-    hook = decoder.layers[index].experts.register_forward_pre_hook(
+    seen: list[torch.Tensor] = []
+    hook = experts_of(decoder, index).register_forward_pre_hook(
         lambda module, given: seen.append(given[0])
     )
     run(decoder, tokens)
@@ -211,8 +221,6 @@ def test_checkpointed_layers_give_the_same_gradients() -> None:
         apply_activation_checkpointing,
     )
 
-    from common.model.decoder import SparseLayer
-
     tokens, mask = tokens_of(24), torch.ones(1, 24, dtype=torch.bool)
     gradients = []
     for checkpointed in (False, True):
@@ -222,6 +230,7 @@ def test_checkpointed_layers_give_the_same_gradients() -> None:
                 decoder, check_fn=lambda module: isinstance(module, SparseLayer)
             )
         hidden, routing = run(decoder, tokens, counted=mask)
+        assert routing.balance is not None
         (decoder.logits(hidden).square().sum() + routing.balance).backward()
         gradients.append([p.grad for p in decoder.parameters()])
     for plain, again in zip(*gradients, strict=True):

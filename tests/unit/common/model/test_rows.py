@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from common.errors import ConfigError
 from common.model.config import ModelConfig
-from common.model.decoder import Decoder
+from common.model.decoder import Decoder, Layer
 from common.model.hf import load_model, save_model
 from common.model.rows import Beginning, Drawn, Stored, normal_rows
 
@@ -105,7 +105,7 @@ def test_weights_that_are_none_and_tensors_of_another_shape_are_named(tmp_path: 
     config = ModelConfig.from_hf(DENSE)
     model = drawn_whole(config)
     with torch.no_grad():
-        model.layers[1].down[20, 3] = torch.nan
+        cast(Layer, model.layers[1]).down[20, 3] = torch.nan
     save_model(tmp_path, config, model.state_dict())
     beginning = Stored(tmp_path, config)
     assert in_rows(model, beginning, 0, 2)  # whose rows are well

@@ -53,7 +53,7 @@ async def test_wait_gives_up_at_its_deadline_and_kill_ends_the_process(tmp_path:
     waiters = asyncio.gather(child.wait(SOON_S), child.wait(SOON_S))
     await asyncio.sleep(0)
     child.kill()
-    assert await waiters == [-signal.SIGKILL] * 2
+    assert list(await waiters) == [-signal.SIGKILL] * 2
     assert child.poll() == -signal.SIGKILL
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     for name in ("rename", "replace"):
         real = getattr(os, name)
 
-        def moved(source: str, target: str, real=real) -> None:
+        def moved(source: str, target: str, real: Callable[[str, str], None] = real) -> None:
             real(source, target)
             made.append(("rename", Path(target)))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ def segment() -> Iterator[str]:
 
 
 @pytest.fixture(params=["memory", "disk"])
-def place(request, tmp_path):
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Medium]]:
     """Makes a medium, fresh or as it lies there."""
     if request.param == "disk":
         yield lambda fresh=False: File(tmp_path / "one.kept", fresh=fresh)
@@ -76,7 +77,7 @@ def write(medium: Medium, content: Memory) -> None:
     medium.close()
 
 
-def test_what_is_kept_comes_back(place):
+def test_what_is_kept_comes_back(place: Callable[..., Medium]) -> None:
     content, back = Memory(1), Memory(None)
     write(place(fresh=True), content)
     medium = place()
@@ -86,7 +87,7 @@ def test_what_is_kept_comes_back(place):
     assert back.equals(content)
 
 
-def test_it_moves_between_memory_and_disk(tmp_path):
+def test_it_moves_between_memory_and_disk(tmp_path: Path) -> None:
     content, back = Memory(2), Memory(None)
     with segment() as first, segment() as second:
         write(Mapped(first), content)
@@ -100,7 +101,9 @@ def test_it_moves_between_memory_and_disk(tmp_path):
 
 
 @pytest.mark.parametrize("piece", range(4))
-def test_a_death_at_any_piece_leaves_nothing_that_is_taken_for_whole(piece, tmp_path):
+def test_a_death_at_any_piece_leaves_nothing_that_is_taken_for_whole(
+    piece: int, tmp_path: Path
+) -> None:
     with segment() as path:
         for medium in (Mapped(path), File(tmp_path / "one.kept", fresh=True)):
             child = os.fork()
@@ -136,7 +139,7 @@ class Stops:
         self._inner.close()
 
 
-def test_only_the_mark_makes_it_whole():
+def test_only_the_mark_makes_it_whole() -> None:
     puts = 5 + 2  # pieces, head, mark
     for number in range(puts):
         with segment() as path:
@@ -149,7 +152,7 @@ def test_only_the_mark_makes_it_whole():
         kept.head_of(Mapped(path))
 
 
-def test_any_byte_that_has_changed_is_found(place):
+def test_any_byte_that_has_changed_is_found(place: Callable[..., Medium]) -> None:
     write(place(fresh=True), Memory(5))
     medium = place()
     head = kept.head_of(medium)
@@ -159,7 +162,7 @@ def test_any_byte_that_has_changed_is_found(place):
     for at in [*range(0, before, 9), *inside]:
         if isinstance(medium, Mapped):
             found = medium.get(at, 1).copy()
-            medium.put(at, found ^ 1)
+            medium.put(at, found ^ np.uint8(1))
         else:
             file = os.open(medium.where, os.O_RDWR)
             found = np.frombuffer(os.pread(file, 1, at), np.uint8)
@@ -182,7 +185,7 @@ def _is_padding(head: kept.Head, at: int) -> bool:
     return written <= at < min(head.offsets.values())
 
 
-def test_a_shorter_file_is_not_whole(tmp_path):
+def test_a_shorter_file_is_not_whole(tmp_path: Path) -> None:
     path = tmp_path / "one.kept"
     write(File(path, fresh=True), Memory(6))
     os.truncate(path, ROOM - 1)
@@ -190,7 +193,7 @@ def test_a_shorter_file_is_not_whole(tmp_path):
         kept.head_of(File(path))
 
 
-def test_a_full_disk_is_told_by_type_and_the_file_before_is_there_still(tmp_path):
+def test_a_full_disk_is_told_by_type_and_the_file_before_is_there_still(tmp_path: Path) -> None:
     path = tmp_path / "one.kept"
     write(File(path, fresh=True), Memory(7))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

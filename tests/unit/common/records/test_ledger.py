@@ -232,9 +232,9 @@ def test_a_trajectory_is_rebuilt_token_for_token(tmp_path: Path) -> None:
     for record in records:
         ledger.append([record], [3])
     restored = Restored()
-    for record in read(tmp_path):
-        assert groups_of(record) == {3}
-        restored.apply(record, lambda group, member: 0)
+    for found in read(tmp_path):
+        assert groups_of(found) == {3}
+        restored.apply(found, lambda group, member: 0)
     t = restored.trajectories[key]
     assert t.tokens.tolist() == [1, 2, 3, 10, 11, 20, 21, 12]
     assert t.versions.tolist() == [-1, -1, -1, 0, 0, -1, -1, 1]
@@ -263,7 +263,8 @@ def test_a_tool_result_that_was_logged_is_not_asked_for_again(tmp_path: Path) ->
 def test_buffers_grow_with_the_trajectory() -> None:
     t = Trajectory(0, 0, 0, 0, 0)
     t.begin(list(range(100)))
-    t.buffer.sampled(*(np.arange(300).astype(kind) for kind in (np.int32, np.float32, np.int32)))
+    made = np.arange(300, dtype=np.int32)
+    t.buffer.sampled(made, made.astype(np.float32), made)
     assert t.length == 400
     assert t.turn.tolist() == list(range(300))
 

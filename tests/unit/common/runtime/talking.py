@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 from common.errors import Refused
 from common.runtime.actor import Actor, call, cast, stream
@@ -13,7 +14,7 @@ from common.runtime.mesh import Mesh
 from common.telemetry.tracing import trace_id
 from common.wire.frames import Array, message
 
-Join = Callable[..., Awaitable[Mesh]]  # what the fixture `join` gives
+Join = Callable[..., Coroutine[Any, Any, Mesh]]  # what the fixture `join` gives
 
 
 @message
@@ -87,7 +88,8 @@ class Talker(Actor):
 
     @call(Talk.count_idempotent)
     def count_again(self, m: Number) -> Number:
-        return self.count(m)
+        counted: Number = self.count(m)
+        return counted
 
     @call(Talk.sleep)
     async def sleep(self, m: Number) -> Text:

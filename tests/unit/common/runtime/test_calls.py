@@ -194,6 +194,7 @@ async def test_waits_name_the_actor_that_is_waited_for(join: Join) -> None:
             assert entry is not None
             waits = {(w["on"], w["what"]) for w in entry.waits}
     assert waits == {("a", "Talk.sleep"), ("operator", "a reply of the operator")}
+    assert entry is not None
     assert {"loop_lag_ms", "rss_mb", "cpu_s"} <= entry.stats.keys()
     actor.awake.set()
     await call

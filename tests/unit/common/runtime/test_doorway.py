@@ -164,6 +164,7 @@ async def test_a_host_that_shows_the_keys_of_others_keeps_nobody_from_anybody(
     rollout = await joined("rollout/job/0")
     assert engine.doorway is not None and rollout.doorway is not None
     for mesh in (engine, rollout):
+        assert mesh.doorway is not None
         row = mesh.doorway.row
         theirs = f"{MESH}:door:{row.role}:{HEAD}"
         await state.command("HDEL", theirs, row.public)
@@ -171,6 +172,7 @@ async def test_a_host_that_shows_the_keys_of_others_keeps_nobody_from_anybody(
         assert mesh.doorway.keys.ask_again(row.public) == (f"worker@{JOINED}",)
     assert rollout.doorway.keys.holders_of(engine.doorway.row.public) == (f"worker@{JOINED}",)
     for mesh in (engine, rollout):
+        assert mesh.doorway is not None
         await doors.enter(state, mesh.doorway.row)
     assert await rollout.ref("engine/g0.0").call(Talk.echo, HELLO, deadline_s=SOON_S) == HELLO
 

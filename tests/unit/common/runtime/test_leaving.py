@@ -248,7 +248,8 @@ async def test_a_process_that_cannot_open_its_mesh_closes_its_connections(tmp_pa
     watching = await eventually_open(server.url)
     taken, kept = socket.create_server(("127.0.0.1", 0)), []
     where = f"127.0.0.1:{taken.getsockname()[1]}"
-    for options in ({"metrics": where}, {"bind": f"tcp://{where}"}):
+    odd: list[dict[str, Any]] = [{"metrics": where}, {"bind": f"tcp://{where}"}]
+    for options in odd:
         settings = MeshSettings(server.url, str(tmp_path), host="here", secret=SECRET, **options)
         with pytest.raises(ConfigError) as why:
             await Mesh.open("a", "engine", settings)

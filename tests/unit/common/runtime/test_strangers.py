@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import zmq
@@ -30,7 +31,7 @@ OTHER = "c4" * SECRET_BYTES  # the secret of another mesh
 HELLO = encode(Text("hello"))[0]
 SOON_S = 20.0
 
-Guarded = Callable[[str, str, Talker | None], Awaitable[Mesh]]
+Guarded = Callable[[str, str, Talker | None], Coroutine[Any, Any, Mesh]]
 
 
 @pytest.fixture
@@ -167,6 +168,7 @@ async def test_after_a_while_it_is_no_restart_that_explains_other_keys(guarded: 
 async def test_who_does_not_answer_at_all_has_refused_nothing(guarded: Guarded) -> None:
     """It stands still, and may go on: that is no matter of keys, however long it takes."""
     mesh = await guarded("b", "rollout", None)
+    assert isinstance(mesh.transport, ZmqTransport)
     mesh.transport._handshake_s = 0.5
     with socket.create_server(("127.0.0.1", 0)) as still:
         place = f"tcp://127.0.0.1:{still.getsockname()[1]}"
@@ -277,7 +279,7 @@ async def test_a_process_does_not_even_ask_what_it_may_not(guarded: Guarded) -> 
     with pytest.raises(NotAllowed):
         await ref.cast(Talk.tell, Text(""))
     with pytest.raises(NotAllowed):
-        await anext(ref.stream(Talk.numbers, None))  # type: ignore[arg-type]
+        await anext(ref.stream(Talk.numbers, None))  # type: ignore[misc]
     assert not actor.told
 
 
@@ -294,6 +296,7 @@ async def test_a_role_is_that_of_the_connection_also_when_others_come_and_go(
                 with suppress(TimeoutError):
                     heard, _ = await member.answer(within_s=0.5)
         assert heard == code
+    assert isinstance(mesh.transport, ZmqTransport)
     assert len(mesh.transport._router._roles) <= 1
 
 

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, suppress
+from functools import partial
 
 import pytest
 import zmq
@@ -80,6 +81,10 @@ def friend(
     return made
 
 
+def has_heard_more(door: Door, than: int) -> bool:
+    return len(door.heard) > than
+
+
 async def test_of_one_address_only_so_many_may_be_unproved_at_once(door: Door) -> None:
     with ExitStack() as stack:
         ends = [connected(door, stack) for _ in range(9)]
@@ -100,7 +105,7 @@ async def test_who_has_proved_a_key_is_no_stranger_and_says_as_much_as_it_likes(
         members = []
         for number in range(8):  # one after the other, as five at once are too many
             members.append(friend(door, context))
-            await until(lambda most=number: len(door.heard) > most, SOON_S)
+            await until(partial(has_heard_more, door, number), SOON_S)
         for member in members:
             member.send(begun(b"header", bytes(LIMITS.bytes * 4)))
         await until(lambda: len(door.heard) == 16, SOON_S)
@@ -117,7 +122,7 @@ async def test_one_address_has_only_so_many_connections(door: Door) -> None:
         members = []  # who forgets them ends them
         for number in range(12):
             members.append(friend(door, context))
-            await until(lambda most=number: len(door.heard) > most, SOON_S)
+            await until(partial(has_heard_more, door, number), SOON_S)
         members.append(friend(door, context))
         await until(lambda: door.refused("connections"), SOON_S)
         assert len(door.heard) == 12

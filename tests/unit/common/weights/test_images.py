@@ -187,7 +187,7 @@ VIEWS: dict[str, Callable[[Image], object]] = {
     "part": lambda image: image.parts("a")[0].reshape(-1, 2),
     "slice": lambda image: image.tensor("a")[:],
     "storage": lambda image: torch.empty(0).set_(
-        image.tensor("a").untyped_storage(), 0, LARGE.shape
+        image.tensor("a").untyped_storage(), 0, LARGE.shape, LARGE.stride()
     ),
     "array": lambda image: image.tensor("a").numpy(),
     "buffer": lambda image: memoryview(image.tensor("a").numpy().data),

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ SPARED_S = BURST_S + 2 * PIECE_S  # the last piece is paid for by who comes next
 LEAST_S = len(CONTENT) / RATE - SPARED_S  # that the content takes at this rate, however it is cut
 
 
-def settings(root: Path, **more: int) -> MeshSettings:
+def settings(root: Path, **more: Any) -> MeshSettings:
     return MeshSettings("memory://", str(root), host="", secret=SECRET, **more)
 
 

@@ -126,12 +126,14 @@ def test_large_arrays_leave_as_views_without_a_copy() -> None:
 
 def test_buffers_must_be_those_that_the_body_names() -> None:
     body, buffers = encode(Blocks(np.zeros(4096), None, []))
-    for wrong in ([], [bytes(8)], [*buffers, bytes(4)]):
+    others: list[list[Any]] = [[], [bytes(8)], [*buffers, bytes(4)]]
+    for wrong in others:
         with pytest.raises(BadMessage):
             decode(Blocks, body, wrong)
 
 
 def test_a_missing_or_additional_field_is_a_bad_message() -> None:
+    fields: Any
     for fields in (["a"], ["a", 1.0, 2], [], {}):
         with pytest.raises(BadMessage):
             decode(Inner, msgpack.packb(fields))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,7 +132,7 @@ def test_tasks_that_wait_for_each_other_are_refused() -> None:
 @pytest.mark.parametrize(
     "costs", [{"attention": -1.0}, {"dispatch": float("nan")}, {"hosted": (float("inf"),)}]
 )
-def test_what_is_no_time_is_refused(costs: dict[str, float]) -> None:
+def test_what_is_no_time_is_refused(costs: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Costs(**{"attention": 1.0, "experts": 1.0} | costs)
 

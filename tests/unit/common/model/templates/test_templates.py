@@ -214,7 +214,8 @@ def test_templates_are_found_where_transformers_finds_them(
         (tmp_path / name).write_text(text)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     chat: Any = Chat.load("template", {}, Tokenizer.load(tmp_path))
-    for tools in ([], [ADD]):
+    offered: list[list[Any]] = [[], [ADD]]
+    for tools in offered:
         assert chat.rendering.text([USER], tools, generate=True) == theirs.apply_chat_template(
             [USER], tools=tools or None, tokenize=False
         )

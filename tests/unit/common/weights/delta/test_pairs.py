@@ -50,7 +50,8 @@ def test_groups_have_all_pairs_in_order_and_are_no_larger_than_they_need_be(
     pairs = [Pair(f"a{i}", f"b{i}", 2, size) for i, size in enumerate(sizes)]
     groups = list(grouped(pairs, most))
     assert [pair for group in groups for pair in group] == pairs
-    for group, following in zip_longest(groups, groups[1:], fillvalue=[]):
+    nothing: list[Pair] = []
+    for group, following in zip_longest(groups, groups[1:], fillvalue=nothing):
         held = sum(pair.size for pair in group)
         assert len(group) == 1 or held <= most
         assert not following or held + following[0].size > most

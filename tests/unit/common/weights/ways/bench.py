@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from common.api.trainer import Gather, Gathered, Trainer
 from common.clock import SystemClock
@@ -63,7 +64,7 @@ class Bench:
         await self.broadcasts.publish(MANIFEST)
 
     async def joined(
-        self, name: str, kind: str, host: str, actor: Actor | None, **more: int
+        self, name: str, kind: str, host: str, actor: Actor | None, **more: Any
     ) -> Mesh:
         place = self.root / host
         place.mkdir(exist_ok=True)
