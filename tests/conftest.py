@@ -127,7 +127,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     present: dict[str, bool] = {}
-    kept, dropped = [], []
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
     for item in items:
         wanted = [name for mark in item.iter_markers("needs") for name in mark.args]
         for name in wanted:

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -175,4 +176,4 @@ asyncio.run(main())
 
 
 def _directories(pid: int) -> list[Path]:
-    return list(Path(leftovers.tempfile.gettempdir()).glob(f"{leftovers.PREFIX}{pid}-*"))
+    return list(Path(tempfile.gettempdir()).glob(f"{leftovers.PREFIX}{pid}-*"))

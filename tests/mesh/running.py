@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import redis
+from redis import Redis
 
 from common.records import ledger
 from common.records.ledger import Kind
@@ -98,7 +99,7 @@ class Run:
             self._client = self.until("an answer of Redis", self._connected)
         return self._client
 
-    def _connected(self) -> redis.Redis | None:
+    def _connected(self) -> Redis | None:
         """None until it answers: the settings may be those of the run before."""
         settings = self.directory / "mesh/settings.json"
         if not settings.is_file():
@@ -121,7 +122,8 @@ class Run:
         row = self.redis.hgetall(f"{{mesh}}:entry:{name}")
         if not row or row.get("gone") == "1":
             return {}
-        return json.loads(row["about"]) | {"stats": json.loads(row["stats"])}
+        about: dict[str, Any] = json.loads(row["about"])
+        return about | {"stats": json.loads(row["stats"])}
 
     def pid(self, name: str, other_than: int = 0) -> int:
         def look() -> int:
@@ -140,7 +142,8 @@ class Run:
         return [e["fields"] for e in map(json.loads, lines) if e["kind"] == kind]
 
     def summary(self) -> dict[str, Any]:
-        return json.loads((self.directory / "summary.json").read_text())
+        found: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
+        return found
 
     def audit(self) -> dict[str, Any]:
         return audit(self.directory)

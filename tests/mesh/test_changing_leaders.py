@@ -9,7 +9,7 @@ from typing import Any
 
 from common.errors import StateUnavailable
 from common.job.config import JobConfig
-from common.pool.decisions import Place, Remove, Why
+from common.pool.decisions import Decision, Place, Remove, Why
 from common.pool.rows import Gang, Role
 from common.pool.snapshot import Request
 from common.state import events, leader, pool
@@ -103,7 +103,7 @@ def test_a_move_that_another_leader_made_meanwhile_is_not_made_again(tmp_path: P
             for number, role in enumerate((Role.TRAINING, Role.ROLLOUT), 1):
                 moved = replace(engine, id=f"{gang.id}.{number}", role=role, pinned=True)
                 left = Remove(gang.id, f"{gang.id}.{number - 1}", Why("user"))
-                made = [left, Place(gang.id, moved, Why("user"), op="asked")]
+                made: list[Decision] = [left, Place(gang.id, moved, Why("user"), op="asked")]
                 await pool.write(mesh.state, token, f"to {role}", made, None)
 
         mesh.state.before["write"] = another_leads

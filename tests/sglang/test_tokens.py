@@ -116,7 +116,7 @@ def test_a_wide_distribution_that_is_not_the_models_own_is_refused() -> None:
     wide = 150_000
     for how in ({"temperature": 0.7}, {"top_p": 0.9}, {"top_k": v0_5.SUPPORT + 1}):
         with pytest.raises(Refused, match=r"rollout\.top_k"):
-            v0_5.check_sampling(request(1, **how), wide, seeded=False)  # type: ignore[arg-type]
+            v0_5.check_sampling(request(1, **how), wide, seeded=False)
     for how in ({}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 200}):
         v0_5.check_sampling(request(1, **how), wide, seeded=False)  # type: ignore[arg-type]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import verifiers.v1 as vf
 
@@ -41,7 +42,7 @@ class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
     def toolsets(cls, config: vf.TasksetConfig) -> list[vf.Toolset]:
         return [Adding(vf.SharedToolsetConfig())]
 
-    def load(self):
+    def load(self) -> Iterator[Sum]:
         for i in range(8):
             data = SumData(prompt=f"{i}+{i}?", answer=2 * i, system_prompt="Be brief.")
             yield Sum(data, self.config.task)

@@ -98,7 +98,7 @@ async def test_a_phase_that_follows_from_an_abandoned_lineage_does_not_begin(ben
     assert (await jobs.job(bench.state, JOB)).phase == "evaluation"
     back = (bench.state, JOB, TRAINER, seats.trainer)
     await steps.open_lineage(*back, 1, "m0.1", "c1", "op")
-    finish = (bench.state, JOB, "finished", token, EVALUATOR)
+    finish = (bench.state, JOB, jobs.Phase.FINISHED, token, EVALUATOR)
     await jobs.set_phase(*finish, lineage=0)
     assert (await jobs.job(bench.state, JOB)).phase == "training"
     await jobs.set_phase(*finish, lineage=1)

@@ -167,9 +167,9 @@ class Gate(RuleBasedStateMachine):
         first = await self.seats.commit(step, taken, left_out, row.lineage)
         again = await self.seats.commit(step, taken, left_out, row.lineage)
         assert (first.replayed, again.replayed) == (False, True)
-        for group in await groups.open_groups(self.state, JOB, SHARD):
-            self.passed[group.group] += group.group < taken[-1]
-            assert self.passed[group.group] <= self.staleness
+        for other in await groups.open_groups(self.state, JOB, SHARD):
+            self.passed[other.group] += other.group < taken[-1]
+            assert self.passed[other.group] <= self.staleness
         return True
 
     @rule(slow=st.integers(0, 2), scored=st.integers(1, SIZE))

@@ -369,7 +369,7 @@ async def test_a_look_has_what_processes_have_measured_each_for_itself(bench: Be
     curve = Curve("cpu", 2, 0.02, 0.0005, prefill_tokens_per_s=6000.0, steps=80)
     shard, core = Work(groups=3, sampled=40, flight_s=7.5), Work(steps=2, busy_s=1.25)
     lengths = Lengths(40, tuple(10.0 * n for n in range(len(LEVELS))), 7.5)
-    said = {
+    said: dict[str, dict[str, Any]] = {
         "rollout/job/0": {
             **{"work": measured.told(shard), "histogram": [1] * 100},
             "lengths": lengths.told(),
@@ -397,7 +397,11 @@ async def test_a_look_has_what_processes_have_measured_each_for_itself(bench: Be
 
 async def test_a_look_has_what_each_host_takes_also_of_those_that_are_away(bench: Bench) -> None:
     led, state = await lead(bench), bench.state
-    said = {"one": {"takes": ["shards"], "tiers": []}, "two": {"takes": []}, "three": {}}
+    said: dict[str, dict[str, Any]] = {
+        "one": {"takes": ["shards"], "tiers": []},
+        "two": {"takes": []},
+        "three": {},
+    }
     for host, stats in said.items():
         agent = registry.Entry(
             f"node/{host}", "node", host=host, incarnation="n", stats=stats | {"trip_ms": 1.0}

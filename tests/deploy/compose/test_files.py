@@ -12,12 +12,13 @@ from services.sandbox.jail.allowed import ALWAYS
 from tests.deploy.compose.project import FOLDER
 
 
-class Loader(yaml.SafeLoader):
+class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML is not typed
     """Takes the tags by which an overlay replaces what it is laid over."""
 
 
 def _replaces(loader: yaml.SafeLoader, node: yaml.SequenceNode) -> list[Any]:
-    return loader.construct_sequence(node, deep=True)
+    items: list[Any] = loader.construct_sequence(node, deep=True)
+    return items
 
 
 Loader.add_constructor("!override", _replaces)

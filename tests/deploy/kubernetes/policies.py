@@ -72,5 +72,5 @@ def _selects(selector: Object, labels: dict[str, str]) -> bool:
 
 
 def _in(allowed: Object, port: int, protocol: str) -> bool:
-    last = allowed.get("endPort", allowed["port"])
-    return allowed["protocol"] == protocol and allowed["port"] <= port <= last
+    last: int = allowed["endPort"] if "endPort" in allowed else allowed["port"]
+    return bool(allowed["protocol"] == protocol and allowed["port"] <= port <= last)

@@ -34,7 +34,8 @@ def validated(objects: dict[str, list[Object]]) -> dict[str, Any]:
     )
     if found.returncode:
         raise RuntimeError(found.stderr)
-    return {"overlays": list(objects), "versions": VERSIONS} | json.loads(found.stdout)
+    said: dict[str, Any] = json.loads(found.stdout)
+    return {"overlays": list(objects), "versions": VERSIONS} | said
 
 
 def main() -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import typer
+from typer.core import TyperGroup
 
 from meshrl.cli import app
 from tests.deploy.kubernetes import rendering
@@ -54,7 +57,7 @@ def test_all_that_a_mesh_takes_is_there(overlay: list[Object]) -> None:
 
 def test_commands_are_those_of_this_version(overlay: list[Object]) -> None:
     """Each container's arguments, as the kubelet gives them, are read by the product's parser."""
-    commands = typer.main.get_command(app).commands
+    commands = cast(TyperGroup, typer.main.get_command(app)).commands
     for _, pod in templates(overlay):
         for container in containers(pod):
             command, *words = expanded(container)
@@ -63,7 +66,9 @@ def test_commands_are_those_of_this_version(overlay: list[Object]) -> None:
 
 def test_a_command_of_another_version_would_be_found() -> None:
     with pytest.raises(Exception, match="No such option"):
-        typer.main.get_command(app).commands["join"].make_context("join", ["--drain=9"])
+        cast(TyperGroup, typer.main.get_command(app)).commands["join"].make_context(
+            "join", ["--drain=9"]
+        )
 
 
 def test_services_lead_to_pods_and_to_ports_that_these_have(overlay: list[Object]) -> None:

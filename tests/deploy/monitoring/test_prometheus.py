@@ -19,6 +19,7 @@ CONFIGURATIONS = ("prometheus.yaml", "kubernetes.yaml")
 
 def _scrape(name: str) -> dict[str, Any]:
     """The job of a configuration that scrapes the mesh."""
+    job: dict[str, Any]
     (job,) = [j for j in read(PROMETHEUS / name)["scrape_configs"] if j["job_name"] == "meshrl"]
     return job
 

@@ -73,7 +73,9 @@ def beside(mesh: Launcher, root: Path, prefix: str = "h1w") -> JoinedHost:
     return JoinedHost(place)
 
 
-async def until(what: str, look: Callable[[], Awaitable[T]], within_s: float = WITHIN_S) -> T:
+async def until(
+    what: str, look: Callable[[], Awaitable[T | None]], within_s: float = WITHIN_S
+) -> T:
     """What `look` returns, once it returns something."""
     end = time.monotonic() + within_s
     while time.monotonic() < end:

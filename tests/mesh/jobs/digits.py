@@ -11,7 +11,7 @@ Turns = list[dict[str, Any]]
 
 def share_of_digits(row: Row, turns: Turns) -> float:
     """More digits, more reward: every model has some, and each sample another number."""
-    text = turns[-1]["text"]
+    text: str = turns[-1]["text"]
     return sum(character.isdigit() for character in text) / max(1, len(text))
 
 

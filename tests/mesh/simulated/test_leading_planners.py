@@ -12,7 +12,7 @@ from common.api.hint import Look
 from common.errors import DeadlineExceeded
 from common.job.config import JobConfig
 from common.pool import rows
-from common.pool.decisions import Form, Place, Remove, Serve, Why
+from common.pool.decisions import Decision, Form, Place, Remove, Serve, Why
 from common.pool.rows import Doing, Gang, Report, Resident, Role
 from common.pool.settings import PoolSettings
 from common.pool.snapshot import Request, Snapshot
@@ -57,6 +57,7 @@ class Obedient(Actor):
                 self.reads += 1
                 gang = await pool.gang(state, row.gang)
                 for resident in gang.residents if gang is not None else ():
+                    assert gang is not None
                     await self._ready(id, row, gang, resident)
             with suppress(DeadlineExceeded):
                 async with self.mesh.clock.timeout(1.0, "a hint"):
@@ -197,7 +198,7 @@ def test_changes_are_told_to_the_workers_and_hosts_that_they_concern() -> None:
     why = Why("default")
     known = Gang("g0", ("w0", "w1"), 1, (Resident("g0.0", JOB, Role.ROLLOUT),))
     resident = Resident("g1.0", JOB, Role.ROLLOUT)
-    decided = [
+    decided: list[Decision] = [
         Form("g1", ("w2",), why),
         Place("g1", resident, why),
         Remove("g0", "g0.0", why),

@@ -223,7 +223,7 @@ def test_stage_times_are_looked_at_once_in_an_interval(tmp_path: Path) -> None:
 
         await mesh.member("rollout", rolled)
         trainer = await mesh.member("trainer", trained)
-        lease = (JOB, "training", trainer.mesh.token, trainer.mesh.name)
+        lease = (JOB, jobs.Phase.TRAINING, trainer.mesh.token, trainer.mesh.name)
         await jobs.set_phase(mesh.world.state, *lease)
         await mesh.clock.sleep(2 * interval_s - 20.0)
         assert await mesh.roles() == ["training", "rollout", "rollout"]

@@ -7,6 +7,7 @@ import os
 import signal
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ def get(address: str, page: str) -> str:
         return str(answer.read().decode())
 
 
+def endpoint_of(run: Run, name: str) -> str:
+    return str(run.entry(name).get("metrics", ""))
+
+
 def kept(run: Run) -> list[Manifest]:
     """Of the versions that the store still has, in the order of steps."""
     chunks = ChunkStore(run.directory / "store")
@@ -50,7 +55,7 @@ def test_adapters_are_trained_published_monitored_and_exported(run: Callable[...
     one.until("a few steps", lambda: one.version >= 4, 90.0)
     of_job = ("trainer/digits", "rollout/digits/0", "sandbox/digits/0")
     for name in (*of_job, "weights", "planner/0"):
-        address = one.until(f"{name}'s endpoint", lambda n=name: one.entry(n).get("metrics", ""))
+        address = one.until(f"{name}'s endpoint", partial(endpoint_of, one, name))
         assert get(address, "/livez") == get(address, "/readyz") == "ok\n"
         assert f'meshrl_live{{job="{one.entry(name)["stats"].get("job", "")}"' in get(
             address, "/metrics"

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,7 +41,7 @@ async def elastic() -> AsyncIterator[ElasticMesh]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def expected(elastic: ElasticMesh) -> dict[str, Tensor]:
+async def expected(elastic: ElasticMesh) -> Mapping[str, Tensor]:
     """What one process makes of the job."""
     training = Training(elastic, "alone")
     await training.start()
@@ -52,7 +52,7 @@ async def expected(elastic: ElasticMesh) -> dict[str, Tensor]:
     return weights
 
 
-def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_alike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, weights in expected.items():
         torch.testing.assert_close(found[name], weights, rtol=0, atol=TOLERANCE, msg=name)
@@ -109,7 +109,7 @@ async def settled(elastic: ElasticMesh, name: str, wish: Settle) -> Settled:
 
 
 async def test_any_hybrids_at_any_time_leave_the_weights_of_one_process(
-    elastic: ElasticMesh, expected: dict[str, Tensor]
+    elastic: ElasticMesh, expected: Mapping[str, Tensor]
 ) -> None:
     for ranks, host in ((1, "here"), (2, "there")):
         training = Training(elastic, f"ranks{ranks}", ranks, host=host)
@@ -120,7 +120,7 @@ async def test_any_hybrids_at_any_time_leave_the_weights_of_one_process(
 
 
 async def test_a_rank_that_dies_or_hangs_costs_the_step_it_was_in(
-    elastic: ElasticMesh, expected: dict[str, Tensor]
+    elastic: ElasticMesh, expected: Mapping[str, Tensor]
 ) -> None:
     training = Training(elastic, "lossy", ranks=2)
     await training.start()
@@ -167,7 +167,7 @@ async def more_than(elastic: ElasticMesh, count: int) -> bool:
 
 
 async def test_a_hybrid_on_another_host_lends_its_gradients_over_its_bulk_port(
-    elastic: ElasticMesh, expected: dict[str, Tensor]
+    elastic: ElasticMesh, expected: Mapping[str, Tensor]
 ) -> None:
     training = Training(elastic, "far")
     await training.start()

@@ -40,7 +40,9 @@ def test_a_job_trains_with_an_engine_of_two_workers_and_goes_on_when_one_is_kill
     assert about["stats"]["tensor_parallel"] == 2
 
     gang = engine.partition("/")[2].partition(".")[0]
-    first, second = json.loads(mesh.redis.hget(f"{{mesh}}:gang:{gang}", "workers"))
+    workers = mesh.redis.hget(f"{{mesh}}:gang:{gang}", "workers")
+    assert workers is not None
+    first, second = json.loads(workers)
     worker = mesh.pid(f"worker/{second}")
     os.kill(worker, signal.SIGKILL)
     mesh.pid(f"worker/{second}", other_than=worker)

@@ -38,6 +38,7 @@ def test_other_ranks_open_one_lineage_and_go_on_in_it(run: Callable[..., Run]) -
     mesh.until("a first step", lambda: mesh.version >= 1)
     trainer = trainer_stopped_at(mesh, EVERY + 1, lineage="0")
     name = mesh.redis.hget("{digits}:job", "checkpoint")
+    assert isinstance(name, str)
     checkpoint = mesh.directory / f"checkpoints/{name}.json"
     held = read_sealed(checkpoint)
     assert (held["step"], held["account"]["ranks"]) == (EVERY, 1)

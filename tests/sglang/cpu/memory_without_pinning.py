@@ -8,26 +8,32 @@ for, in this process alone.
 import functools
 import importlib.abc
 import sys
+from collections.abc import Callable
+from typing import Any
 
 MAKERS = ("empty", "tensor", "zeros")
 
 
 class PinNothing(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name == "sglang.srt.lora":
             sys.meta_path.remove(self)
             import torch
 
             if not torch.accelerator.is_available():
-                torch.Tensor.pin_memory = lambda tensor, device=None: tensor
+                torch.Tensor.pin_memory = leave_unpinned  # type: ignore[assignment, method-assign]
                 for maker in MAKERS:
                     setattr(torch, maker, unpinned(getattr(torch, maker)))
         return None  # the usual finders find it
 
 
-def unpinned(make):
+def leave_unpinned(tensor: Any, device: object = None) -> Any:
+    return tensor
+
+
+def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
-    def made(*arguments, pin_memory=False, **options):
+    def made(*arguments: Any, pin_memory: bool = False, **options: Any) -> Any:
         return make(*arguments, **options)
 
     return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -353,13 +353,13 @@ def test_frames_that_belong_to_no_chunk_are_refused() -> None:
         [frame(head=head)],
     ):
         assert asyncio.run(refused(wrong))
-    for wrong in (frame(), frame(head=CacheHead(np.zeros(16), "", 0, 16, 0, ""))):
+    for one in (frame(), frame(head=CacheHead(np.zeros(16), "", 0, 16, 0, ""))):
         with pytest.raises(BadMessage):
-            _checked(wrong)
+            _checked(one)
 
 
 async def refused(frames: list[CacheFrame]) -> bool:
-    async def come():  # type: ignore[no-untyped-def]
+    async def come() -> AsyncIterator[CacheFrame]:
         for frame in frames:
             yield frame
 

@@ -27,7 +27,8 @@ def paced(slots: int = 4) -> tuple[PacedEngine, StandingClock]:
 
 def finished_at(engine: PacedEngine, clock: StandingClock, ids: list[int]) -> dict[int, float]:
     """Seconds at which each request's end was there, stepping whenever something is due."""
-    began, ends = clock.monotonic(), {}
+    began = clock.monotonic()
+    ends: dict[int, float] = {}
     while len(ends) < len(ids):
         engine.step()
         flush = engine.drain()

@@ -89,7 +89,7 @@ def test_nothing_is_read_back_unless_it_is_asked_for(bench: Bench) -> None:
 
 
 def test_a_server_of_several_processes_tells_of_parts_which_is_an_error() -> None:
-    told = {"ranks": [{"checksums": {}}, {"checksums": {}}]}
+    told: dict[str, Any] = {"ranks": [{"checksums": {}}, {"checksums": {}}]}
     with pytest.raises(RemoteFailure, match="2 ranks"):
         reading_back.differing(TINY, told, state_to_hf(TINY, STATE), torch.float32)
 

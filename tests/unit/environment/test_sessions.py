@@ -12,7 +12,7 @@ from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
 from loadtests.chat_templates import directory_of
 from services.environment.environments import Environments
-from services.environment.tools import BadCall, JobTool
+from services.environment.tools import BadCall, BuiltIn, JobTool
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.common.model.templates.formats import FORMATS
 from tests.unit.common.model.test_tokenizer import byte_tokenizer
@@ -61,7 +61,7 @@ class Guess:
         pass
 
 
-TOOLS = {"add": JobTool("add", add), "shout": JobTool("shout", shout)}
+TOOLS: dict[str, BuiltIn] = {"add": JobTool("add", add), "shout": JobTool("shout", shout)}
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +271,14 @@ def test_types_are_as_json_schema_has_them() -> None:
         },
     }
     tool = JobTool("find", find)
-    taken = {"word": None, "page": 3.0, "pages": [1, 2.0], "share": 3.0, "other": [1], "free": {}}
+    taken: dict[str, Any] = {
+        "word": None,
+        "page": 3.0,
+        "pages": [1, 2.0],
+        "share": 3.0,
+        "other": [1],
+        "free": {},
+    }
     assert repr(tool.input(taken)) == repr({**taken, "page": 3, "pages": [1, 2]})
     assert tool.input({"word": "a"}) == {"word": "a"}
     for refused, says in (
@@ -326,6 +333,7 @@ def test_text_begins_with_the_beginning_of_text_and_goes_on_without(tmp_path: Pa
         def close(self) -> None: ...
 
     bos = byte_tokenizer(tmp_path, "<s> $A").token_to_id("<s>")
+    assert bos is not None
     tokenizer = Tokenizer.load(tmp_path)
     t = Trajectory(Environments(Asks, tokenizer, ""), tokenizer, {})
     assert t.ids == [bos, *tokenizer.encode("what is it?")]

@@ -16,7 +16,7 @@ from meshrl.job.jobfile import load
 from services.environment.environments import Environments
 from services.environment.tools import BuiltIn, JobTool
 
-example: Any = import_module("examples.chat")  # mypy takes it for the folder beside it
+example: Any = import_module("examples.chat")  # mypy resolves the name to the folder
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,7 +105,7 @@ class Mesh:
         finally:
             await line.close()
 
-    async def join(self, token: str, host: str = "gpu1-aa", **about: object) -> Joined:
+    async def join(self, token: str, host: str = "gpu1-aa", **about: Any) -> Joined:
         public = self.pair(host).public.decode()
         request = replace(Join(host, public, "10.0.0.2", 2, True, release()), **about)
         async with self.line(token) as line:
@@ -265,12 +266,13 @@ async def test_who_was_not_let_in_so_far_has_nothing_drained(mesh: Mesh, host: s
     members.let_in(mesh.house.file, on_file.id, host, mesh.pair(host).public, time.time())
     await pool.mark_host(state, HEAD, NOTICE)
     async with mesh.line(mesh.member(token, host)) as line:
-        for asked, request in (
+        calls: tuple[tuple[Any, Any], ...] = (
             (Gateway.drain, Drain()),
             (Gateway.back, Back("h")),
             (Gateway.whereabouts, Whereabouts()),
             (Gateway.leave, Leave()),
-        ):
+        )
+        for asked, request in calls:
             with pytest.raises(NotFound, match=r"was not let into the mesh|no host is called"):
                 await line.call(asked, request)
     assert await pool.draining(state) == {HEAD: NOTICE}
@@ -284,7 +286,11 @@ async def test_a_host_that_left_is_let_in_no_more(mesh: Mesh) -> None:
     token = mesh.token(uses=0)
     await mesh.join(token)
     async with mesh.line(token) as line:
-        for asked, request in ((Gateway.membership, Membership()), (Gateway.leave, Leave())):
+        calls: tuple[tuple[Any, Any], ...] = (
+            (Gateway.membership, Membership()),
+            (Gateway.leave, Leave()),
+        )
+        for asked, request in calls:
             with pytest.raises(NotFound, match="no host that has joined"):
                 await line.call(asked, request)
     own = mesh.member(token)
@@ -338,7 +344,11 @@ async def test_a_host_has_itself_drained_and_is_used_again_when_it_is_back(mesh:
             await line.call(Gateway.back, Back("a b"))
     assert joined(MeshPlace(mesh.house.root))["gpu1-aa"].address == "gpu1.example"
     async with mesh.line(invitation) as line:
-        for asked, request in ((Gateway.drain, Drain()), (Gateway.back, Back("h"))):
+        calls: tuple[tuple[Any, Any], ...] = (
+            (Gateway.drain, Drain()),
+            (Gateway.back, Back("h")),
+        )
+        for asked, request in calls:
             with pytest.raises(NotFound, match="no host that has joined"):
                 await line.call(asked, request)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from common.state.events import Event
-from loadtests.regret.demo import rl_s
 from loadtests.regret.drawn import LEAST_STEP_S, drawn, rollout_s, trained_tokens
 from loadtests.regret.figures import Compared, errors, figures, good
 from sim.drift import Drift
+from sim.mesh.paced.running import rl_s
 from sim.mesh.paced.workload import Workload
 
 
@@ -57,7 +57,7 @@ def test_rows_tell_of_tools_and_of_groups_without_variance() -> None:
     assert [row["tool_s"] for row in (rows[0], rows[99])] == [0.0, 1.0]
 
 
-TOLD = {"predicted_s": 2.0, "observed_s": 2.5, "paid": True, "undone": False}
+TOLD: dict[str, object] = {"predicted_s": 2.0, "observed_s": 2.5, "paid": True, "undone": False}
 
 
 def compared(planner_s: float, *judged: dict[str, object]) -> Compared:
@@ -71,7 +71,12 @@ def test_regret_is_time_over_the_best_static_split_s() -> None:
 
 
 def test_figures_are_of_all_jobs_and_of_judged_moves() -> None:
-    undone = {"predicted_s": 3.0, "observed_s": 4.0, "paid": False, "undone": True}
+    undone: dict[str, object] = {
+        "predicted_s": 3.0,
+        "observed_s": 4.0,
+        "paid": False,
+        "undone": True,
+    }
     found = figures([compared(100.0, TOLD), compared(110.0, TOLD, undone)], "real_")
     assert found["real_moves"] == 3 and found["real_far_defaults"] == 2
     assert found["real_moves_that_paid"] == pytest.approx(2 / 3, abs=1e-4)

@@ -87,7 +87,7 @@ async def test_each_role_may_call_what_the_table_says_and_nothing_else(
 async def test_a_table_that_is_not_the_mesh_s_own_is_found_out(
     opened: Opened, state: State
 ) -> None:
-    wide = CALLERS | {"Weights.save": CALLERS["Weights.save"] | {"sandbox"}}
+    wide = {**CALLERS, "Weights.save": CALLERS["Weights.save"] | {"sandbox"}}
     narrow = {label: roles - {"worker"} for label, roles in CALLERS.items()}
     weights = await opened("weights", wide)
     engine = await opened("engine", narrow)

@@ -7,6 +7,7 @@ import re
 import runpy
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -81,12 +82,14 @@ def test_games_are_won_by_halving_and_rewarded_by_sense() -> None:
     assert code["reward"](far, [{"role": "model", "text": "<"}]) == 0.0
 
 
-def play(code: dict[str, object], row: dict[str, str], how: str) -> tuple[list[dict], dict]:
+def play(
+    code: dict[str, object], row: dict[str, str], how: str
+) -> tuple[list[dict[str, str]], Any]:
     """The turns of a game, and what ended it; `how`: halve, or a letter that is always guessed."""
     game = code["game"]()  # type: ignore[operator]
     prompt = game.open(row)
     low, high = ord(prompt[0]), ord(prompt[2])
-    turns: list[dict] = []
+    turns: list[dict[str, str]] = []
     while True:
         guess = chr((low + high) // 2) if how == "halve" else how
         turns.append({"role": "model", "text": guess})

@@ -27,7 +27,7 @@ from tests.meshes import alone
 
 WHY = Why("test")
 NAME = "trainer/j"
-CORE = {"job": "j", "role": Role.TRAINING, "core": True}
+CORE: dict[str, Any] = {"job": "j", "role": Role.TRAINING, "core": True}
 
 
 class Tensor:

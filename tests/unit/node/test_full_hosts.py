@@ -13,7 +13,7 @@ from common.runtime.mesh import Mesh, MeshSettings
 from services.node.agent import TRY_AGAIN_S as WORKER_AGAIN_S
 from services.node.agent import NodeAgent
 from services.node.gpus.accelerators import cpu_slots
-from services.node.residents.process import TRY_AGAIN_S
+from services.node.residents.process import TRY_AGAIN_S, RoleProcess
 from sim.host import SimulatedChannel, SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
@@ -41,6 +41,10 @@ def full_host(clock: VirtualClock, random: Random, root: Path) -> tuple[FullHost
     return host, alone("worker/w0", clock, random, host, settings=settings)
 
 
+def doing_of(role: RoleProcess) -> Doing:
+    return role.doing
+
+
 def alive(host: FullHost) -> list[str]:
     return [child.name for child in host.children.values() if child.poll() is None]
 
@@ -57,9 +61,9 @@ def test_a_role_that_cannot_be_started_says_why_and_is_started_when_it_can(tmp_p
         host.full = False
         await clock.sleep(TRY_AGAIN_S + 1)
         await role.look()
-        assert role.doing == Doing.STARTING and role.pid
+        assert doing_of(role) == Doing.STARTING and role.pid
         await role.stop("the test ends")
-        assert role.doing == Doing.GONE and not alive(host)
+        assert doing_of(role) == Doing.GONE and not alive(host)
 
     run_virtual(main, limit_s=3600.0)
 

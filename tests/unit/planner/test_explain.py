@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,7 @@ LOOK = {
 
 @given(pools)
 @settings(max_examples=15, deadline=None)
-def test_a_look_is_read_back_as_it_was_written(drawn: tuple) -> None:
+def test_a_look_is_read_back_as_it_was_written(drawn: tuple[Any, ...]) -> None:
     looks = looks_at(drawn)
     looks.settle()
     document = json.loads(json.dumps(snapshot_document(looks.snapshot)))

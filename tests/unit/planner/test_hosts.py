@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from common.pool.decisions import Decision, HostGone
 from common.pool.snapshot import LEFT, Host
@@ -11,7 +12,7 @@ from tests.unit.planner.pools import Looks, job, pool
 GONE_MS = 11_000
 
 
-def host(looks: Looks, name: str, **state: object) -> None:
+def host(looks: Looks, name: str, **state: Any) -> None:
     hosts = (replace(h, **state) if h.name == name else h for h in looks.snapshot.hosts)
     looks.change(hosts=tuple(hosts))
 

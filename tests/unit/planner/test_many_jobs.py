@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -199,7 +200,7 @@ pools = st.tuples(
 )
 
 
-def looks_at(drawn: tuple) -> Looks:
+def looks_at(drawn: tuple[Any, ...]) -> Looks:
     hosts, asked, turns, gangs = drawn
     jobs = [
         job(f"j{n}", phase=Phase.QUEUED, submitted_ms=n, checkpointed=True, **need)
@@ -215,7 +216,9 @@ def possible(looks: Looks, planned: PlannedJob) -> bool:
 
 @given(pools)
 @settings(max_examples=60, deadline=None)
-def test_a_constant_snapshot_settles_and_every_job_that_runs_has_its_floor(drawn: tuple) -> None:
+def test_a_constant_snapshot_settles_and_every_job_that_runs_has_its_floor(
+    drawn: tuple[Any, ...],
+) -> None:
     looks = looks_at(drawn)
     looks.settle()
     for planned in looks.snapshot.jobs:
@@ -233,7 +236,7 @@ def test_a_constant_snapshot_settles_and_every_job_that_runs_has_its_floor(drawn
 
 @given(pools)
 @settings(max_examples=40, deadline=None)
-def test_every_job_that_fits_alone_runs_in_the_end(drawn: tuple) -> None:
+def test_every_job_that_fits_alone_runs_in_the_end(drawn: tuple[Any, ...]) -> None:
     """Whoever runs first ends first, until nobody is left."""
     looks = looks_at(drawn)
     fits = {planned.id for planned in looks.snapshot.jobs if possible(looks, planned)}
@@ -250,7 +253,7 @@ def test_every_job_that_fits_alone_runs_in_the_end(drawn: tuple) -> None:
 @given(pools, st.integers(0, 7), st.data())
 @settings(max_examples=40, deadline=None)
 def test_the_loss_and_the_return_of_any_worker_settle(
-    drawn: tuple, lost: int, data: st.DataObject
+    drawn: tuple[Any, ...], lost: int, data: st.DataObject
 ) -> None:
     looks = looks_at(drawn)
     looks.settle()
@@ -269,7 +272,9 @@ def test_the_loss_and_the_return_of_any_worker_settle(
 
 @given(pools)
 @settings(max_examples=30, deadline=None)
-def test_a_priority_has_its_least_after_preemption_and_paused_jobs_come_back(drawn: tuple) -> None:
+def test_a_priority_has_its_least_after_preemption_and_paused_jobs_come_back(
+    drawn: tuple[Any, ...],
+) -> None:
     looks = looks_at(drawn)
     looks.settle()
     ran = {j.id for j in looks.snapshot.jobs if looks.workers_of(j.id)}

@@ -38,7 +38,7 @@ TWO_KINDS = ["cuda:0 NVIDIA A40"] * 2 + ["cuda:0 Tesla V100-SXM2-32GB"] * 5
 
 def mixed(kinds: list[str], *, up_ms: int = 0, **about: Any) -> Looks:
     """A mesh with these accelerators, whose job has a core of four ranks."""
-    needs = {"ranks": 4, "divides": True, "shape": SHAPE, "bin_tokens": 16 * K}
+    needs: dict[str, Any] = {"ranks": 4, "divides": True, "shape": SHAPE, "bin_tokens": 16 * K}
     planned = job(**(needs | {"model": "D1", "checkpointed": True} | about))
     looks = Looks(pool([len(kinds)], planned, settings=QUIET, up_ms=up_ms))
     for number, accelerator in enumerate(kinds):
@@ -274,8 +274,8 @@ def test_longer_sequences_have_more_ranks_with_attention() -> None:
 
     def of(tokens: float) -> PlannedJob:
         lengths = Lengths(100, tuple([tokens] * 16))
-        about = {"shape": SHAPE, "bin_tokens": 32 * K, "measured": Measured(lengths=lengths)}
-        return job(ranks=6, divides=True, **about)
+        measured = Measured(lengths=lengths)
+        return job(ranks=6, divides=True, shape=SHAPE, bin_tokens=32 * K, measured=measured)
 
     there = {"A40": 5, "V100": 5}
     short, long = (foretold(of(tokens), there) for tokens in (1.0 * K, 32.0 * K))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from services.planner.memory import Memory
 from tests.unit.planner.plant import Plant, run, split, stepped
 from tests.unit.planner.pools import LOOK_MS, Looks, does, job, pool
 
-SLOW_TRAINER = {"work_s": 4.0, "base_s": 0.005, "sequence_s": 0.0005}
+SLOW_TRAINER: dict[str, Any] = {"work_s": 4.0, "base_s": 0.005, "sequence_s": 0.0005}
 
 
 def moved(looks: Looks, plant: Plant) -> Place:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from common.job.config import PlannerConfig
@@ -32,7 +34,9 @@ DAY_MS = 86_400_000
         (8, {"most": 3}, ["core", "rollout", "rollout"]),
     ],
 )
-def test_a_job_is_placed_on_idle_workers(workers: int, about: dict, roles: list[str]) -> None:
+def test_a_job_is_placed_on_idle_workers(
+    workers: int, about: dict[str, Any], roles: list[str]
+) -> None:
     looks = Looks(pool([workers], job(**about)))
     looks.settle()
     assert list(looks.roles().values()) == roles

@@ -5,6 +5,7 @@ is measured then.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ TOKENS = TRAJECTORIES * (SLOW.tokens + 10)  # of a step, prompts among them
 SHAPE = ModelShape(28, 3584, 28, 4, 128, 7.6e9, 7.6e9)
 
 
-def mesh(**about: object) -> Looks:
+def mesh(**about: Any) -> Looks:
     looks = Looks(pool([4], job(steps_done=0, **about)))
     looks.settle()
     return looks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ SLOW_TRAINER = Plant(work_s=4.0, base_s=0.005, sequence_s=0.0005)
 
 
 def mesh(workers: int = 4, **config: object) -> Looks:
-    about = {"steps_done": 0, "config": PlannerConfig(**config)}  # type: ignore[arg-type]
+    about: dict[str, Any] = {"steps_done": 0, "config": PlannerConfig(**config)}  # type: ignore[arg-type]
     looks = Looks(pool([workers], job(**about)))
     looks.settle()
     return looks
@@ -34,7 +35,7 @@ def judged(decisions: list[Decision]) -> list[dict[str, object]]:
     return [one.details for one in decisions if isinstance(one, Judge)]
 
 
-def told(looks: Looks, plant: Plant, steps: int) -> list[dict[str, object]]:
+def told(looks: Looks, plant: Plant, steps: int) -> list[dict[str, Any]]:
     """The verdicts of so many steps."""
     found = []
     for _ in range(steps):

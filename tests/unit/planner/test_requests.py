@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from common.pool.decisions import Decline
@@ -10,7 +12,7 @@ from tests.unit.planner.plant import Plant, run
 from tests.unit.planner.pools import Looks, job, pool
 
 
-def ask(looks: Looks, **about: str) -> list[str]:
+def ask(looks: Looks, **about: Any) -> list[str]:
     """What comes of a request, at the looks until all is at rest; reasons of refusals."""
     looks.change(requests=(Request("op", about.pop("kind", "move"), **about),))
     return [d.reason for d in looks.settle() if isinstance(d, Decline)]

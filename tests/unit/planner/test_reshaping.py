@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -24,13 +25,13 @@ JOB = job(model="m")
 
 
 def mesh(workers: int = 8, allowed: tuple[int, ...] = (1, 2, 4), **config: object) -> Looks:
-    about = {"steps_done": 0, "slots": SLOTS, "config": PlannerConfig(**config)}  # type: ignore[arg-type]
+    about: dict[str, Any] = {"steps_done": 0, "slots": SLOTS, "config": PlannerConfig(**config)}  # type: ignore[arg-type]
     looks = Looks(pool([workers], job(degrees=allowed, model="m", max_staleness=0, **about)))
     looks.settle()
     return looks
 
 
-def told(looks: Looks, plant: Tall, steps: int) -> list[dict[str, object]]:
+def told(looks: Looks, plant: Tall, steps: int) -> list[dict[str, Any]]:
     """The verdicts of so many steps."""
     found = []
     for _ in range(steps):

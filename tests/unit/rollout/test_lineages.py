@@ -166,7 +166,7 @@ def test_nobody_waits_for_a_version_that_was_abandoned() -> None:
             begun.append((number, version))
 
         begun: list[tuple[int, int]] = []
-        job._group = group  # type: ignore[method-assign]
+        job._group = group  # type: ignore[assignment, method-assign]
         job.start(groups.Admitted(1, 0, 15, lineage=0), [])  # admitted before the news came
         job.start(groups.Admitted(2, 0, 9, lineage=1), [])
         job.start(groups.Admitted(3, 0, 9, lineage=2), [])

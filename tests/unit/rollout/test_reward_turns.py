@@ -16,7 +16,7 @@ from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer, character_tokenizer
 from common.records.ledger import Kind
 from services.environment.environments import Environments
-from services.environment.tools import JobTool
+from services.environment.tools import BuiltIn, JobTool
 from services.rollout.job import ShardJob
 from services.rollout.trajectory import Trajectory
 from services.rollout.transcript import Transcript, said
@@ -220,7 +220,7 @@ def test_turns_of_a_chat_are_in_the_models_own_format(tmp_path: Any) -> None:
             return None
 
     chat = Chat.load("qwen3", {}, tokenizer)
-    tools = {"double": JobTool("double", double)}
+    tools: dict[str, BuiltIn] = {"double": JobTool("double", double)}
     end = "<|im_end|>"
     job = job_of(Environments(Twice, tokenizer, "", chat, tools), tokenizer, end, max_tokens=2048)
     call = '<tool_call>\n{"name": "double", "arguments": {"of": "ab"}}\n</tool_call>' + end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
@@ -44,14 +45,14 @@ def test_a_child_of_who_stops_in_the_midst_of_a_fork_is_stopped_too(
     monkeypatch: pytest.MonkeyPatch, processes: int, slow: int
 ) -> None:
     cpu = Forking(processes, slow)
-    monkeypatch.setattr(keeper.os, "kill", cpu.tell)
+    monkeypatch.setattr(os, "kill", cpu.tell)
     keeper._signal_all(signal.SIGSTOP, "landlock", cpu)
     assert cpu.told == [(pid, signal.SIGSTOP) for pid in range(1, processes + 1)]
 
 
 def test_who_cannot_stop_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = Forking(1, 10**9)
-    monkeypatch.setattr(keeper.os, "kill", cpu.tell)
+    monkeypatch.setattr(os, "kill", cpu.tell)
     monkeypatch.setattr(keeper, "STOPS_S", 0.02)
     keeper._signal_all(signal.SIGSTOP, "landlock", cpu)
     assert cpu.told == [(1, signal.SIGSTOP)]

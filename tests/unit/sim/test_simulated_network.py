@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -46,14 +47,14 @@ class World:
 
 def simulate(
     story: Callable[[World], Awaitable[object]], *, seed: int = 0, faults: Faults | None = None
-) -> object:
+) -> Any:
     async def main(clock: VirtualClock, random: Random) -> object:
         return await story(World(clock, random, faults or Faults()))
 
     return run_virtual(main, seed, limit_s=7200)
 
 
-async def outcome(call: Awaitable[object]) -> str:
+async def outcome(call: Awaitable[Any]) -> str:
     try:
         return repr(await call)
     except MeshError as error:
@@ -72,7 +73,7 @@ def test_a_call_runs_at_most_once_whatever_the_network_does(seed: int) -> None:
         return actor.counted, outcomes
 
     faults = Faults(loss=0.1, duplication=0.2, reorder=0.2)
-    counted, outcomes = simulate(story, seed=seed, faults=faults)  # type: ignore[misc]
+    counted, outcomes = simulate(story, seed=seed, faults=faults)
     assert len(counted) == len(set(counted))
     answered = [o for o in outcomes if o.startswith("Number")]
     assert len(set(answered)) == len(answered) > 150  # each count was given once
@@ -101,7 +102,7 @@ def test_a_stream_that_the_network_has_torn_ends_with_an_error(lost: str) -> Non
                 pass
         return world.clock.monotonic()
 
-    assert simulate(story) < 60.0  # type: ignore[operator]
+    assert simulate(story) < 60.0
 
 
 def test_a_stream_is_in_order_over_a_network_that_reorders_and_repeats() -> None:

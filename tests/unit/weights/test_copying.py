@@ -391,8 +391,8 @@ def test_a_checkpoint_names_no_file_but_its_own(tmp_path: Path) -> None:
             with pytest.raises(BadMessage, match="no path in a checkpoint"):
                 await store.call(Weights.save, asked)
             with pytest.raises(BadMessage, match="no path in a checkpoint"):
-                asked = LayOut(JOB, f"step-000-000000-{manifest[:8]}", {name: digest})
-                await store.call(Weights.lay_out, asked)
+                laid = LayOut(JOB, f"step-000-000000-{manifest[:8]}", {name: digest})
+                await store.call(Weights.lay_out, laid)
         assert not all_checkpoints(bench.store.run_dir)
         path = bench.store.run_dir / f"checkpoints/step-000-000000-{manifest[:8]}.json"
         path.parent.mkdir(exist_ok=True)

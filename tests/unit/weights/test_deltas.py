@@ -8,6 +8,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ class Hosts:
         ]
         self.versions: list[Base] = []
 
-    def process(self, name: str, host: str, **more: int) -> Mesh:
+    def process(self, name: str, host: str, **more: Any) -> Mesh:
         root = str(self.root / host)
         settings = MeshSettings(redis_url=self.state.url, run_root=root, host=host, **more)
         made = on_sockets(name, self.state, SystemClock(), settings=settings)

@@ -28,7 +28,8 @@ from common.records.sealed import sealed
 from common.wire.blob import pack, unpack
 from common.wire.bulk.port import ChunkStore
 from services.trainer.arithmetic import lora
-from services.weights.export import Version, chosen, versions, write, write_below
+from services.weights.committed import Version, versions
+from services.weights.export import chosen, write, write_below
 from tests.unit.common.records.harms import flip
 
 SHAPE = ModelConfig(

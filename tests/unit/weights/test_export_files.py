@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +99,8 @@ def test_files_that_are_not_trained_are_exported_byte_by_byte(
         assert (out / name).read_bytes() == (hub / name).read_bytes(), name
     own, was = (transformers.AutoTokenizer.from_pretrained(place) for place in (out, hub))
     messages = [{"role": "user", "content": "hé"}]
-    for tools in (None, [{"type": "function", "function": {"name": "add"}}]):
+    offered: list[Any] = [None, [{"type": "function", "function": {"name": "add"}}]]
+    for tools in offered:
         assert own.apply_chat_template(messages, tools=tools) == was.apply_chat_template(
             messages, tools=tools
         )

@@ -10,6 +10,7 @@ import os
 import resource
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,9 @@ SIZE = len(TENSORS) * CHUNK  # of the version, in as many chunks
 class Hosts:
     """A head with a weight store, to which there is one way, and a host with many processes."""
 
+    way: Road
+    digest: str
+
     def __init__(self, root: Path, state: State) -> None:
         self.root, self.state = root, state
         self.meshes: list[Mesh] = []
@@ -49,14 +53,14 @@ class Hosts:
     def kept(self) -> ChunkStore:
         return ChunkStore(self.root / "second/chunks")
 
-    def process(self, name: str, host: str = "second", **more: int) -> Mesh:
+    def process(self, name: str, host: str = "second", **more: Any) -> Mesh:
         root = str(self.root / host)
         settings = MeshSettings(redis_url=self.state.url, run_root=root, host=host, **more)
         made = on_sockets(name, self.state, SystemClock(), settings=settings)
         self.meshes.append(made)
         return made
 
-    async def receiver(self, name: str, **more: int) -> tuple[Mesh, Receiver]:
+    async def receiver(self, name: str, **more: Any) -> tuple[Mesh, Receiver]:
         mesh = self.process(name, **more)
         await mesh.join(None)
         return mesh, Receiver(mesh, BulkClient(mesh))

@@ -126,7 +126,7 @@ def run_killed(case: Case, kind: str, at: int) -> bool:
 
 def run_all(root: Path, kind: str) -> None:
     """Kills it before each of its operations, one after the other, all from the same files."""
-    os.fsync = lambda _: None  # which is for power cuts, and would be most of the time
+    os.fsync = lambda fd: None  # which is for power cuts, and would be most of the time
     here, begun = root / "here", root / "begun"
     here.mkdir()
     case = {"imports": imports, "exports": exports, "url": exports_to_a_url}[kind](here)

@@ -12,7 +12,8 @@ import torch
 
 from common.errors import Damaged, Refused
 from common.model.hf import load_model
-from services.weights.export import scratch_of, versions, write
+from services.weights.committed import versions
+from services.weights.export import scratch_of, write
 from services.weights.making import MADE, MARKER, OLD, making, put
 from tests.unit.weights.test_export import CONFIG, Run, model, weights
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,19 +49,22 @@ SIZE = sum(tensor.nbytes for tensor in TENSORS.values())
 class Hosts:
     """A store, and processes on its host or elsewhere."""
 
+    trainer: Mesh
+    digest: str
+
     def __init__(self, root: Path, state: State) -> None:
         self.root, self.state = root, state
         self.meshes: list[Mesh] = []
         self.store = ChunkStore(root / "head/store")
 
-    def process(self, name: str, host: str, **more: int) -> Mesh:
+    def process(self, name: str, host: str, **more: Any) -> Mesh:
         root = str(self.root / host)
         settings = MeshSettings(redis_url=self.state.url, run_root=root, host=host, **more)
         made = on_sockets(name, self.state, SystemClock(), settings=settings)
         self.meshes.append(made)
         return made
 
-    async def receiver(self, name: str, host: str = "head", **more: int) -> tuple[Mesh, Receiver]:
+    async def receiver(self, name: str, host: str = "head", **more: Any) -> tuple[Mesh, Receiver]:
         mesh = self.process(name, host, **more)
         await mesh.join(None)
         return mesh, Receiver(mesh, BulkClient(mesh))

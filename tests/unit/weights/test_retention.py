@@ -1,5 +1,7 @@
 """Which checkpoints may go."""
 
+from typing import Any
+
 from common.state.jobs import COUNTS, JobRow
 from services.weights.keeping.retention import Number, awaited, expired, pinned
 
@@ -28,10 +30,19 @@ def row(reference: str, lineage: int = 0, version: int = 0, **more: str) -> JobR
         "training": {"checkpoint_every": 4},
         "budget": {"steps": 10},
     }
-    whole = dict.fromkeys(("lineage", "version", "steps_done", "cursor", "admitted", *COUNTS), 0)
-    text = {"id": "j", "phase": "training", "run_dir": "", "checkpoint": "", "error": ""}
+    whole: dict[str, Any] = dict.fromkeys(
+        ("lineage", "version", "steps_done", "cursor", "admitted", *COUNTS), 0
+    )
+    text: dict[str, Any] = {
+        "id": "j",
+        "phase": "training",
+        "run_dir": "",
+        "checkpoint": "",
+        "error": "",
+    }
     whole |= {"lineage": lineage, "version": version}
-    return JobRow(document=document, **text, **whole, **{"manifest": "now", **more})
+    text |= {"manifest": "now", **more}
+    return JobRow(document=document, **text, **whole)
 
 
 def test_the_current_the_best_and_a_first_version_that_is_the_reference_stay() -> None:

@@ -434,7 +434,13 @@ def test_why_a_version_came_by_a_way_is_told_from_the_record(run: Run) -> None:
     asked = ["weights", "--explain", "--run", place]
     said = CliRunner().invoke(app, asked, catch_exceptions=False)
     assert "no version had to be brought anywhere" in said.output
-    told = {"process": "engine/g1.0", "host": "b", "way": "pull", "why": "first", "verdict": ""}
+    told: dict[str, Any] = {
+        "process": "engine/g1.0",
+        "host": "b",
+        "way": "pull",
+        "why": "first",
+        "verdict": "",
+    }
     told |= {"bytes": 3 << 20, "took_s": 1.5, "predicted_s": None, "rates": {"pull": 2 << 20}}
     run.event("weights_way", **told)
     run.event("weights_way", **told | {"way": "collective", "why": "it is faster"})

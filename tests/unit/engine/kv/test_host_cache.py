@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from common.generation.builtin.build import TorchEngine
 from common.generation.builtin.loading import CHUNK
+from services.engine.kv.chunk_files import Head
 from services.engine.kv.host_cache import HostCache
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,
@@ -28,14 +30,14 @@ pytestmark = pytest.mark.needs("compiler")
 SESSION, PROMPT = 3, 700
 
 
-def first_turn(engine: TorchEngine, **more: int) -> list[int]:
+def first_turn(engine: TorchEngine, **more: Any) -> list[int]:
     """The session's context after its first turn and a tool's answer."""
     context = words(5, PROMPT)
     heard = run(engine, request(1, context, session=SESSION, max_new=6, seed=9, **more))
     return [*context, *heard.tokens, 7, 8]
 
 
-def second_turn(engine: TorchEngine, context: list[int], **more: int) -> tuple[Heard, int]:
+def second_turn(engine: TorchEngine, context: list[int], **more: Any) -> tuple[Heard, int]:
     """What the engine says, and the tokens that it computed; what is kept may come first."""
     before = engine.tokens_computed
     asked = request(2, context, session=SESSION, max_new=5, seed=11, temperature=0.0, **more)
@@ -122,7 +124,7 @@ def test_an_engine_that_goes_leaves_what_it_generated_to_the_others(tmp_path: Pa
 
 @pytest.mark.parametrize("other", ["weights", "policy", "layout", "adapter"])
 def test_what_others_have_computed_is_no_use(tmp_path: Path, other: str) -> None:
-    there = {"weights": "v1"} if other == "weights" else {}
+    there: dict[str, Any] = {"weights": "v1"} if other == "weights" else {}
     policy = "recompute" if other == "policy" else "keep"
     path = "graphs" if other == "layout" else "native"
     with (
@@ -135,7 +137,7 @@ def test_what_others_have_computed_is_no_use(tmp_path: Path, other: str) -> None
         if other == "adapter":
             two.load_adapter("a", adapter(1), SCALE, 10)
             more = {"adapter": "a"}
-        heard, computed = second_turn(two, context, **more)  # type: ignore[arg-type]
+        heard, computed = second_turn(two, context, **more)
         assert not second.stats()["loaded"] and computed == len(context) + 4
         if other != "adapter":
             holds(heard, decoder(), context)
@@ -246,10 +248,10 @@ def test_a_session_that_ends_leaves_nothing_of_its_own(tmp_path: Path) -> None:
         engine.swap(decoder(1).state_dict(), 1)
         cache.computing("v1")
         lost(engine, cache, 1)
-        assert any(one.head.session for one in on_shelves(cache))
+        assert any(cast(Head, one.head).session for one in on_shelves(cache))
         engine.release([SESSION])
         settled(cache)
-        assert not any(one.head.session for one in on_shelves(cache))
+        assert not any(cast(Head, one.head).session for one in on_shelves(cache))
 
 
 def test_nothing_is_kept_or_found_while_nobody_knows_the_weights(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ async def test_who_never_finds_anything_asks_seldom(tmp_path: Path) -> None:
             return np.zeros(len(NAMES), np.bool_)
 
         assert service.kv is not None
-        service.kv.stored = count  # type: ignore[method-assign]
+        service.kv.stored = count  # type: ignore[assignment, method-assign]
         for _ in range(FRUITLESS + 4 * SELDOM):
             await asyncio.to_thread(peers.look, DOMAIN, NAMES)
         assert FRUITLESS <= asked <= FRUITLESS + 5

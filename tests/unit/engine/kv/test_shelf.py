@@ -127,10 +127,14 @@ def test_what_an_engine_is_about_to_load_is_not_lost(tmp_path: Path) -> None:
 
 def test_what_goes_from_memory_lies_on_the_disk(tmp_path: Path) -> None:
     memory, disk = shelf(tmp_path / "m", 4, name="memory"), shelf(tmp_path / "d", 40)
+
+    def move_to_disk(one: Found) -> None:
+        disk.take_in(one)
+
     for at in range(20):
         content = np.full(SIZE, at, np.uint8)
         head = Head(128 * at, 128, 1.0, 0)
-        memory.put(DOMAIN, NAMES[at], head, content, 0.0, lambda one: disk.take_in(one))
+        memory.put(DOMAIN, NAMES[at], head, content, 0.0, move_to_disk)
     assert there(memory) | there(disk) == set(range(20))
     read = disk.files.read(DOMAIN, NAMES[0])
     assert read is not None and (read[1] == 0).all()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,7 +134,10 @@ async def test_who_follows_a_job_outlives_an_outage_of_redis(held: HeldMesh) -> 
 
     state = await State.open(held.url)
     async with Client(held.root) as client:
-        following = [asyncio.create_task(client.wait(JOB)), asyncio.create_task(follow())]
+        following: list[asyncio.Task[Any]] = [
+            asyncio.create_task(client.wait(JOB)),
+            asyncio.create_task(follow()),
+        ]
         await client.jobs()
         os.rename(socket, f"{socket}.aside")  # nobody can connect, and who is in is put out
         await state.command("CLIENT", "KILL", "TYPE", "normal")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -41,9 +42,9 @@ def test_what_the_head_need_not_know_is_taken() -> None:
         named=named,
     )
     shape, settings, kept = as_told(SHAPE, SETTINGS, offer)
-    sizes = {"memory_bytes": 3 * GIB, "disk_bytes": 4 * GIB}
+    sizes: dict[str, Any] = {"memory_bytes": 3 * GIB, "disk_bytes": 4 * GIB}
     assert shape == replace(SHAPE, market="lent", takes=("sandboxes",), **sizes)
-    now = {"metrics": "127.0.0.1:9", "network": "", "chunks_bytes": 5 * GIB}
+    now: dict[str, Any] = {"metrics": "127.0.0.1:9", "network": "", "chunks_bytes": 5 * GIB}
     now |= {"rate_up": 20_000_000, "rate_down": 500_000}
     assert settings == replace(SETTINGS, **now)
     assert kept == []

@@ -163,7 +163,7 @@ def older_copy(mesh: Mesh) -> None:
     shutil.copytree(mesh.place.root / "copy", mesh.place.redis)
 
 
-DAMAGE: dict[str, Callable[[Mesh], None]] = {
+DAMAGE: dict[str, Callable[[Mesh], object]] = {
     "cut off at the end of a command": lambda mesh: cut_off(mesh.file, 1),
     "cut off by much": lambda mesh: cut_off(mesh.file, 8),
     "a byte of a value": lambda mesh: flip(mesh.file, mesh.file.read_bytes().rindex(b"digest") + 6),

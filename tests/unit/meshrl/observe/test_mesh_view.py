@@ -65,7 +65,8 @@ def test_the_screen_has_all_jobs_and_all_workers() -> None:
 def test_without_a_terminal_there_is_a_line_for_each_news(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    lines, histories = MeshLines(), {}
+    lines = MeshLines()
+    histories: dict[str, Any] = {}
     a, b = ROWS
     for at_s, rows in (
         (1.0, ROWS),

@@ -37,7 +37,7 @@ class Made:
         self.there = root / "there"
         (self.home / "bundle/b/modules").mkdir(parents=True)
         (self.home / "bundle/b/modules/mine.py").write_text("X = 1\n")
-        about = {"dir": str(self.home / "bundle/b"), "digest": "b"}
+        about: dict[str, Any] = {"dir": str(self.home / "bundle/b"), "digest": "b"}
         about |= {"files": bundle_files.listed(self.home / "bundle/b")}
         held = {"job": "j", "mesh": "/gone", "document": {"bundle": about}}
         documents.write(self.home / "job.json", held)
@@ -105,6 +105,7 @@ async def test_committed_checkpoints_and_the_record_are_there_and_the_rest_comes
     made.write("model/config.json", "{}")
     outlet = made.outlet()
     outlet.look(first)
+    assert outlet._copying is not None
     await outlet._copying
     assert outlet.trouble == ""
     record = {"job.json", "events.jsonl", "bundle/b/modules/mine.py"}
@@ -144,6 +145,7 @@ async def test_what_is_in_the_way_is_named_until_it_is_gone(made: Made) -> None:
     made.there.write_text("in the way")
     outlet = made.outlet()
     outlet.look("")
+    assert outlet._copying is not None
     await outlet._copying
     assert f"(at file://{made.there}/" in outlet.trouble
     made.there.unlink()

@@ -179,7 +179,7 @@ async def test_a_tracker_that_hangs_at_the_end_of_a_job_holds_up_no_other(
     await recorded.until(lambda: hung.exists() and bool(hung.read_text()), "a hung tracker")
     leader = Entry("planner/0", "planner", incarnation="1")
     lease = await register(state, leader, ttl_ms=600_000)
-    await jobs.set_phase(state, "one", "failed", lease, "planner/0", error="enough")
+    await jobs.set_phase(state, "one", jobs.Phase.FAILED, lease, "planner/0", error="enough")
     await recorded.until((one / "in_flight.json").exists, "the last look at a job")
     await recorded.note("other", "goes on")
     await recorded.noted(other, "goes on")

@@ -10,6 +10,7 @@ import pytest
 
 from common.job.config import BudgetConfig, JobConfig
 from common.state.events import Event
+from common.state.jobs import Phase
 from meshrl.dryrun import to_toml
 from meshrl.observe.live.watch import Evaluation
 from meshrl.observe.recording.summary import planned_moves, summarize
@@ -117,7 +118,7 @@ def summary() -> dict[str, Any]:
     )
     return summarize(
         job="tiny",
-        phase="finished",
+        phase=Phase.FINISHED,
         seed=3,
         wall_s=61.23,
         warm_start_cached=True,

@@ -114,7 +114,7 @@ def test_a_new_shards_file_and_one_that_has_started_again_are_followed(run: Path
 
 
 def test_the_report_shows_trajectories_of_evaluations_with_their_text_as_text() -> None:
-    more = {"set": "held_out.greedy", "evaluation": "step-10"}
+    more: dict[str, Any] = {"set": "held_out.greedy", "evaluation": "step-10"}
     page = section([sample(0, 0.5), sample(1, 1.0, **more), sample(2, None, **more)])
     assert page.count("<details>") == 2
     assert "it is &lt;1&gt;" in page and "no reward | reward: raised: ValueError" in page

@@ -260,7 +260,7 @@ def test_a_reward_that_sleeps_is_named_and_not_the_sandbox_that_waits_for_it() -
 
 def at_work(quiet_s: float, slowest_s: float = 0.0, phase: Phase = Phase.TRAINING) -> JobRow:
     """A job that came further `quiet_s` ago."""
-    counts = dict.fromkeys(COUNTS, 0)
+    counts: dict[str, Any] = dict.fromkeys(COUNTS, 0)
     return JobRow(
         id="calc",
         phase=phase,

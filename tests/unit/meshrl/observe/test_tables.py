@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from io import StringIO
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -37,7 +37,7 @@ def row(name: str, held: str = "", phase: Phase = Phase.TRAINING, **pool: Any) -
         admitted=0,
         error="it broke" if phase == Phase.FAILED else "",
         held=held,
-        **dict.fromkeys(COUNTS, 0),
+        **cast(dict[str, Any], dict.fromkeys(COUNTS, 0)),
     )
 
 

@@ -290,8 +290,10 @@ def wandb_history(directory: Path, pattern: str) -> list[dict[str, float]]:
     """The rows of .wandb files, in the order of their sessions."""
     from wandb.proto import wandb_internal_pb2
 
+    messages: Any = wandb_internal_pb2  # protobuf makes its classes at run time
+
     records = [
-        wandb_internal_pb2.Record.FromString(content)
+        messages.Record.FromString(content)
         for file in sorted(directory.glob(pattern))
         for content in leveldb_log(file.read_bytes()[7:])
     ]

@@ -12,7 +12,7 @@ from rich.console import Console
 from common.job.config import JobConfig
 from common.pool.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
 from common.state.events import Event
-from common.state.jobs import JobRow
+from common.state.jobs import JobRow, Phase
 from common.state.registry import Entry
 from meshrl.observe.live.view import Lines, clock, screen, sparkline
 from meshrl.observe.live.watch import History, Reading, snapshot, time_to_go, told
@@ -36,10 +36,11 @@ def row(step: int, **more: Any) -> dict[str, Any]:
 
 
 def job(phase: str, steps_done: int) -> JobRow:
-    counts = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")
+    names = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")
+    counts: dict[str, Any] = dict.fromkeys(names, 0)
     return JobRow(
         id="tiny",
-        phase=phase,
+        phase=Phase(phase),
         document=JobConfig().document(),
         run_dir="/run",
         lineage=0,
@@ -50,7 +51,7 @@ def job(phase: str, steps_done: int) -> JobRow:
         cursor=0,
         admitted=0,
         error="",
-        **dict.fromkeys(counts, 0),
+        **counts,
     )
 
 

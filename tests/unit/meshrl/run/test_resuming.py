@@ -116,7 +116,8 @@ def test_a_job_that_was_stopped_goes_on_on_its_mesh(submitted: HeldMesh) -> None
     held.phase(Phase.STOPPED)
     with pytest.raises(Refused, match=r"meshrl down --mesh .* --set"):
         resume(held.run, ["budget.steps=9"])
-    assert held.row.phase == Phase.STOPPED
+    stopped = held.row
+    assert stopped.phase == Phase.STOPPED
     assert resume(held.run, []) == 0
     assert held.row.phase == Phase.QUEUED
     held.phase(Phase.FINISHED)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from common.pool.explained import JUDGED
 from common.state import events, leader, pool
 from common.state.client import State
-from common.state.keys import PLANNER
+from common.state.keys import EVENTS, PLANNER
 from meshrl.cli import app
 from meshrl.top.frame import Frame, JobFrame
 from meshrl.top.showing import TopScreen
@@ -59,7 +59,7 @@ def test_one_frame_is_printed_without_a_terminal_and_one_document_for_programs(
 def test_moves_are_known_that_redis_has_let_go_of(held: HeldMesh) -> None:
     held.ask(explain)
     held.record()
-    held.ask(lambda state: state.command("DEL", events.EVENTS))
+    held.ask(lambda state: state.command("DEL", EVENTS))
     held.ask(lambda state: events.append(state, JUDGED, judged(20)))
     found = json.loads(meshrl("top", "--mesh", str(held.root), "--json"))
     assert [move["step"] for move in found["judged"]] == [8, 20]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_layers_that_are_recomputed_go_there_twice() -> None:
 
 
 @pytest.mark.parametrize("layout", [{"data": 4}, {"tensor": 4}, {"data": 2, "tensor": 2}])
-def test_where_nothing_is_sent_four_take_a_quarter(layout: dict[str, int]) -> None:
+def test_where_nothing_is_sent_four_take_a_quarter(layout: dict[str, Any]) -> None:
     alone_s = step_s(TINY, FREE, TrainingLayout("free"), WORK)
     assert step_s(TINY, FREE, TrainingLayout("free", **layout), WORK) == pytest.approx(alone_s / 4)
 

@@ -29,7 +29,8 @@ nodes = st.lists(
 def test_every_job_gets_its_share_of_every_kind_and_nothing_twice(
     there: list[Node], data: st.DataObject
 ) -> None:
-    total, shares = sum(node.free for node in there), {}
+    total = sum(node.free for node in there)
+    shares: dict[str, int] = {}
     for job in ("one", "two", "three"):
         shares[job] = data.draw(st.integers(0, total - sum(shares.values())))
     found = deal(there, shares)

@@ -18,8 +18,9 @@ from common.errors import ToolFailed
 from common.process.host import SystemHost
 from common.random import Random
 from services.rollout.environments import episodes
+from services.rollout.environments.ends import EnvironmentLost
 from services.rollout.environments.episodes import EpisodeProcess
-from services.rollout.environments.process import EnvironmentHung, EnvironmentLost
+from services.rollout.environments.process import EnvironmentHung
 from tests.meshes import alone
 
 ROOT = Path(__file__).parents[4]

@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -150,7 +151,11 @@ async def test_what_cannot_travel_fails_alone_and_costs_no_process(pool: Environ
     pids = pool.pids
     keys = range(1, 5)
     await asyncio.gather(*(pool.begin(key, {}) for key in keys))
-    bad = {2: {"n": 1 << 64}, 3: {"text": "\ud800"}, 4: {"text": "x" * (64 << 20)}}
+    bad: dict[int, dict[str, Any]] = {
+        2: {"n": 1 << 64},
+        3: {"text": "\ud800"},
+        4: {"text": "x" * (64 << 20)},
+    }
     answers = await asyncio.gather(
         pool.step(1, two, lambda: [{}, []]),
         *(pool.begin(key, row) for key, row in bad.items()),

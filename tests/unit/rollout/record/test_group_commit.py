@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -173,7 +173,7 @@ def test_columns_that_do_not_fit_are_refused() -> None:
         _, request, _ = bench.open()
         good = flush((request, [1, 2], RUNNING))
         with pytest.raises(BadMessage, match="engine/3"):
-            bad = Tokens(good.ids, good.counts + 1, *(getattr(good, n) for n in COLUMNS), 0)
+            bad = replace(good, counts=good.counts + 1)
             await bench.commits.put("engine/3", bad)
 
     on_bench(story)

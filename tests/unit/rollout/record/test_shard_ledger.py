@@ -198,7 +198,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "empty": lambda path: path.write_bytes(b""),
     "deleted": lambda path: path.unlink(),
 }
-BEGUN = frame(Kind.OPEN, [0, 0, 0, 0, [1, 2, 3]])
+BEGUN: bytes = frame(Kind.OPEN, [0, 0, 0, 0, [1, 2, 3]])
 
 
 def flip(path: Path, place: int) -> None:

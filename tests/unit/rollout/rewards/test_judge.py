@@ -31,7 +31,9 @@ class Server:
     """Answers each request as the next of `answers` says; `heard` is what it was asked."""
 
     def __init__(self, *answers: Any) -> None:
-        self.answers, self.heard, self.headers = list(answers), [], []
+        self.answers = list(answers)
+        self.heard: list[Any] = []
+        self.headers: list[Any] = []
         self.running = self.most = 0
 
     async def handle(self, request: web.Request) -> web.StreamResponse:

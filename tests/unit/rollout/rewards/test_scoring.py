@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -88,7 +88,9 @@ class Bench:
         self.clock, self.random = clock, random
         self.network = MemoryNetwork(clock, random.child("network"))
         self.state = simulated_state(clock)
-        self.engines = {role: eager(seed) for seed, role in enumerate(("reference", "teacher"))}
+        self.engines: dict[str, Any] = {
+            role: eager(seed) for seed, role in enumerate(("reference", "teacher"))
+        }
         self.tokenizer = tokenizer
         given = FrozenModelConfig(path="given")
         config = JobConfig(
@@ -301,7 +303,7 @@ def test_what_is_no_number_is_no_score(on_bench: Run, answer: float) -> None:
 def test_a_verdict_that_is_no_number_fails_by_type(on_bench: Run) -> None:
     async def story(bench: Bench) -> None:
         served = await bench.models(loaded=False)
-        judge = FrozenModel(Spoilt(eager(5), np.nan), bench.tokenizer)
+        judge = FrozenModel(cast(TorchEngine, Spoilt(eager(5), np.nan)), bench.tokenizer)
         served.serve({"reward": judge})
         with pytest.raises(ScoringFailed, match="nan"):
             await bench.scorer.verdict(CHARACTERS[BAD])

@@ -37,6 +37,7 @@ def test_it_is_sent_unless_all_is_computed_before_any_can_come(
     elif not rate or len(past) < ENOUGH:
         assert choice.answer == "move"
     else:
+        assert made.first_s is not None
         assert (choice.answer == "move") == (tokens / rate > made.first_s)
     assert choice.reason
 

@@ -1,6 +1,7 @@
 """How much longer a trajectory will be, and where that leads it."""
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,7 @@ pasts = st.lists(
 )
 
 
-def past_of(prompt: int, states: list, steps: list[int]) -> Past:
+def past_of(prompt: int, states: list[Any], steps: list[int]) -> Past:
     """A trajectory that samples `steps[i]` tokens before each tool return, and the last after."""
     sampled, returns = 0, []
     for state, step in zip(states, steps, strict=False):
@@ -33,7 +34,7 @@ def past_of(prompt: int, states: list, steps: list[int]) -> Past:
 
 @given(pasts, st.lists(tools, min_size=1, max_size=4), st.integers(0, 2))
 def test_an_estimate_is_what_counting_the_past_gives(
-    history: list[Past], path: list, prompt: int
+    history: list[Past], path: list[Any], prompt: int
 ) -> None:
     """Against brute force: the longest prefix of the path with visits enough, own prompt first."""
 
@@ -103,7 +104,9 @@ def test_what_is_long_past_is_forgotten() -> None:
         (17, ("t", "small", "success")),
     ],
 )
-def test_an_answer_is_classified_by_tool_size_and_status(value: object, state: tuple) -> None:
+def test_an_answer_is_classified_by_tool_size_and_status(
+    value: object, state: tuple[str, ...]
+) -> None:
     assert tool_return_of("t", value) == state
 
 

@@ -171,7 +171,8 @@ class Runner:
 
     async def _restless(self) -> list[str]:
         """What still runs when nothing should, as a process at rest is not even ready to run."""
-        quiet, busy = 0, []
+        quiet = 0
+        busy: list[str] = []
         until = self.clock.monotonic() + QUIET_S
         while quiet < QUIET_LOOKS:
             busy = []

@@ -112,15 +112,15 @@ def test_shapes_that_mean_nothing_certain_are_refused_by_name() -> None:
     deep: Any = 1
     for _ in range(DEPTH + 1):
         deep = [deep]
-    for tests, message in (
+    for unsupported, part in (
         ({"function": "f", "cases": [{"args": [b"x"], "output": 1}]}, "bytes"),
         ({"function": "f", "cases": [{"args": [deep], "output": 1}]}, "nested deeper"),
         ({"function": "f", "types": ["TreeNode"], "inputs": [[1]], "outputs": [1]}, "TreeNode"),
         ({"function": "f", "cases": [{"args": [], "type": "ListNode", "output": 1}]}, "ListNode"),
         ('{"function": "f", "cases": [{"args": [' + "9" * (DIGITS + 1) + "]}]}", "whole number"),
     ):  # fmt: skip
-        with pytest.raises(Unsupported, match=message):
-            read(tests)
+        with pytest.raises(Unsupported, match=part):
+            read(unsupported)
 
 
 def test_large_numbers_of_a_row_are_read_soon() -> None:

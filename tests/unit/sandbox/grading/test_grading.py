@@ -288,7 +288,7 @@ async def test_methods_sets_and_fast_input_are_as_people_write_them(launcher: Ja
     source = "class Solution:\n    def __init__(self): self.seen = set()\n"
     source += "    def f(self, x):\n        self.seen |= {x, 10}\n        return self.seen"
     cases = [{"args": [2], "output": [2, 10]}, {"args": [3], "output": [3, 10]}]
-    row = {"tests": {"function": "Solution.f", "cases": cases}}
+    row: dict[str, Any] = {"tests": {"function": "Solution.f", "cases": cases}}
     assert (await grading.reward(row, said(source))).value == 1.0
     source = (
         "import sys\ninput = sys.stdin.buffer.readline\nprint(sum(1 for _ in iter(input, b'')))"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -178,7 +179,7 @@ async def test_files_of_a_jail_that_has_ended_are_no_memory_of_the_next(tmp_path
 def test_v1_without_a_cpu_controller_that_may_be_used_bounds_the_rest(
     tmp_path: Path, lacks: str
 ) -> None:
-    cpu = {} if lacks == "cpu" else {"cpu": ({},)}
+    cpu: dict[str, Any] = {} if lacks == "cpu" else {"cpu": ({},)}
     homes = cgroups.find(tmp_path, v1(tmp_path, memory=(V1_MEMORY,), pids=(PIDS,), **cpu))
     assert homes == Homes(tmp_path / "memory", tmp_path / "pids")
     assert homes.missing == ("weigh", "count", "freeze")

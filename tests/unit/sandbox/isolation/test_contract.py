@@ -155,7 +155,7 @@ def test_b():
     scores = await asyncio.gather(
         score(source, calls), score(source, tests), score(wrong, calls), score(wrong, tests)
     )
-    assert scores == [1.0, 1.0, 0.5, 0.5]
+    assert list(scores) == [1.0, 1.0, 0.5, 0.5]
 
 
 async def test_a_call_that_is_given_up_leaves_nothing(launcher: JailLauncher) -> None:

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,7 +91,7 @@ def test_every_name_of_a_policy_is_a_call_and_is_in_one_list() -> None:
 
 THREAD, NEW_NET = 0x003D0F00, 0x40000000
 # call, arguments, verdict in namespaces of its own, and among the host's processes if different
-DEPENDS = [
+DEPENDS: list[tuple[Any, ...]] = [
     ("clone", [THREAD], ALLOW),
     ("clone", [THREAD | NEW_NET], TELL),
     ("clone3", [], ERRNO | errno.ENOSYS),

@@ -84,7 +84,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def events() -> list[dict[str, Any]]:
-    found = []
+    found: list[dict[str, Any]] = []
     for n, role in enumerate(["training", "rollout", "rollout"]):
         about = {"resident": f"g{n}.0", "gang": f"g{n}", "role": role, "job": "talk"}
         wish = about | {"workers": [f"w{n}"], "core": not n, "tier": "accelerator", "reason": "x"}

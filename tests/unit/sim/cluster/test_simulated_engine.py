@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -140,9 +141,11 @@ def test_it_ends_when_steps_that_are_counted_one_by_one_end(
     for n in order:
         at_s, tokens, context = arrivals[n]
         request = bench.request(str(n), tokens, context)
-        bench.agenda.at(float(at_s), lambda r=request: bench.engine.submit(r))
+        bench.agenda.at(float(at_s), partial(bench.engine.submit, request))
     bench.run()
-    waiting, running, expected, now = list(order), {}, {}, 0
+    waiting, now = list(order), 0
+    running: dict[int, int] = {}
+    expected: dict[str, float] = {}
     while waiting or running:
         for n in [n for n in waiting if arrivals[n][0] <= now][: slots - len(running)]:
             waiting.remove(n)

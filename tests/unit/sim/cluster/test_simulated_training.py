@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from random import Random
 
 import pytest
@@ -30,13 +31,17 @@ def training(agenda: Agenda, steps: int = 4, staleness: int = 1) -> Training:
     return Training(agenda, Costs(), 2, 1, staleness, steps, lambda: None)
 
 
+def end_group(job: Training, number: int, length: float) -> None:
+    job.ended(number, 0, length)
+
+
 def test_gradients_are_computed_while_further_groups_are_waited_for() -> None:
     agenda = Agenda()
     job = training(agenda)
     job.attend("core", 1)
     first, second = job.admit(2)
-    agenda.at(1.0, lambda: job.ended(first.number, 0, 4.0))
-    agenda.at(10.0, lambda: job.ended(second.number, 0, 3.0))
+    agenda.at(1.0, partial(end_group, job, first.number, 4.0))
+    agenda.at(10.0, partial(end_group, job, second.number, 3.0))
     agenda.run(100.0, lambda: False)
     assert job.ended_s == [13.5]  # not 17.5: the first was computed by then
     work = job.work
@@ -83,7 +88,11 @@ def test_all_steps_are_made_of_groups_that_are_young_enough(
         for group in job.admit(8):
             ends_s, oldest = random.expovariate(0.2), job.version
             number = group.number
-            agenda.after(ends_s, lambda n=number, v=oldest: job.ended(n, v, random.random()))
+
+            def end(number: int = number, oldest: int = oldest) -> None:
+                job.ended(number, oldest, random.random())
+
+            agenda.after(ends_s, end)
 
     def look() -> None:
         opens()
@@ -121,7 +130,7 @@ def test_accelerators_that_generate_train_when_all_groups_are_there() -> None:
     job.attend("core", 1)
     first, other = job.admit(8)
     job.ended(first.number, 0, 1.0)
-    agenda.at(10.0, lambda: job.ended(other.number, 0, 1.0))
+    agenda.at(10.0, partial(end_group, job, other.number, 1.0))
     agenda.run(100.0, lambda: job.over)
     alone = sum(Costs().bins_s([1.0])) * 2 + Costs().update_s()
     assert made == [pytest.approx(15.0 + alone)]

@@ -32,8 +32,9 @@ def port_of(address: str) -> int:
 async def far(hosts: Hosts, wanted: list[Wanted], most: int = 1 << 40) -> AsyncIterator[Road]:
     """A host that has all of it, to which there is one way; the store has told of it before."""
     agent = hosts.process("node/far", "far", advertise="127.0.0.2")
-    server = hosts.servers["far"] = host_chunks.serve_cache(agent)
+    server = host_chunks.serve_cache(agent)
     assert server is not None
+    hosts.servers["far"] = server
     with Road(port_of(server.address), most) as way:
         await agent.join(None, bulk_address=server.address)
         await (await hosts.fetcher("far")).pull(wanted)
@@ -282,8 +283,9 @@ async def test_another_directory_takes_chunks_too(hosts: Hosts) -> None:
 
 async def test_a_source_far_slower_than_others_is_left(hosts: Hosts) -> None:
     agent = hosts.process("node/slow", "slow", rate_up=40_000)
-    server = hosts.servers["slow"] = host_chunks.serve_cache(agent)
+    server = host_chunks.serve_cache(agent)
     assert server is not None
+    hosts.servers["slow"] = server
     await agent.join(None, bulk_address=server.address)
     wanted = hosts.version(6, LARGE // 10)
     await (await hosts.fetcher("slow")).pull(wanted[:1])  # from there alone it would take 8 s
