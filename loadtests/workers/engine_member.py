@@ -51,7 +51,7 @@ async def main(name: str, slots: int, max_length: int, pace: str) -> None:
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)
     driver = Driver(asyncio.get_running_loop())
-    service = EngineService(mesh, engine(mesh, max_length, pace), slots, driver.deliver)
+    service = EngineService(mesh, engine(mesh, slots, max_length, pace), driver.deliver)
 
     def stats() -> dict[str, Any]:
         return {
