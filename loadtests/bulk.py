@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -199,7 +200,7 @@ def compare(rounds: int, size: int, directory: Path) -> dict[str, float]:
                 if number:
                     seconds[way].append(lasted)
                     costs[way].append(_cpu_s(own) + _cpu_s(server) - before)
-        greeted = {way: _handshake_ms(lambda way=way: asking.greet(way)) for way in ("aes", "tls")}
+        greeted = {way: _handshake_ms(partial(asking.greet, way)) for way in ("aes", "tls")}
     gigabytes = size / 1e9
     found: dict[str, float] = {"mib": size >> 20, "rounds": rounds, "cores": os.cpu_count() or 0}
     for way in WAYS:
@@ -240,10 +241,13 @@ def move(size: int, directory: Path) -> dict[str, float]:
             if name == "put":
                 digest = transfer.send(source)
             else:
-                with Partial.of_file(directory / "target", digest) as partial:
-                    transfer.fetch(partial)
-                    assert partial.right and partial.position == size
-                    partial.commit()
+                with (
+                    Partial.of_file(directory / "target", digest) as arriving,
+                    arriving.writer() as writer,
+                ):
+                    transfer.fetch(writer)
+                    assert writer.position == size
+                    writer.finish()
             lasted = time.perf_counter() - began
             found[f"{name}_mb_per_s"] = round(size / 1e6 / lasted)
             spent = _cpu_s(own) + _cpu_s(server) - before

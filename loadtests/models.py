@@ -88,7 +88,8 @@ def save(random: Random, architecture: str, options: dict[str, Any], directory: 
 
     config = getattr(transformers, CLASSES[architecture])(**options)
     torch.manual_seed(random.randrange(1 << 30))
-    model = transformers.AutoModelForCausalLM.from_config(config, **EAGER).eval()
+    classes: Any = transformers.AutoModelForCausalLM  # its methods are not typed
+    model = classes.from_config(config, **EAGER).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spread = 0.1 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
@@ -119,7 +120,9 @@ def difference(
 
     def expected(of: Tensor) -> Tensor:
         key = of.numpy().tobytes()
-        return known[key] if key in known else known.setdefault(key, reference(theirs, of))
+        if key not in known:
+            known[key] = reference(theirs, of)
+        return known[key]
 
     worst = gap(trained(model, tokens), expected(tokens))
     for path in paths:
@@ -196,8 +199,9 @@ def check_changed(random: Random, directory: Path, what: str, found: Found) -> N
         found.refused += 1
         return
     tokens = torch.tensor([random.randrange(3, VOCABULARY) for _ in range(64)])
+    classes: Any = transformers.AutoModelForCausalLM  # its methods are not typed
     try:
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, **EAGER).eval()
+        theirs = classes.from_pretrained(directory, **EAGER).eval()
         far = gap(trained(model, tokens), reference(theirs, tokens))
     except Exception as error:  # whatever it is, it is not what we read
         found.silent.append(f"{what}, {change_made}: read, where transformers fails: {error}")
@@ -212,8 +216,9 @@ def run(
     configs: int, seed: int, paths: Sequence[str] = PATHS, longest: int = LONG
 ) -> dict[str, Any]:
     """The figures of so many checkpoints, and of what was changed in them."""
-    from transformers.utils import logging
+    import transformers
 
+    logging: Any = transformers.utils.logging  # its functions are not typed
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     began, found = time.perf_counter(), Found()

@@ -188,7 +188,7 @@ async def _going_on(shard: Shard, arm: str, session: int, context: list[int]) ->
     return await moving
 
 
-def _report(figures: dict[str, list[float]], counts: list[int]) -> Any:
+def _report(figures: dict[str, list[float]], counts: list[int]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, values in figures.items():
         if name.startswith("pings"):

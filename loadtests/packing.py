@@ -29,6 +29,7 @@ import json
 import time
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -84,8 +85,9 @@ def plans(seed: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     ratios, streams, times = [], [], []
     for ranks in RANKS:
-        milliseconds = [timed(lambda r=ranks: pack_rounds(lengths, BUDGET, r, COST)) for _ in "abc"]
-        ours = pack_rounds(lengths, BUDGET, ranks, COST)
+        plan = partial(pack_rounds, lengths, BUDGET, ranks, COST)
+        milliseconds = [timed(plan) for _ in "abc"]
+        ours = plan()
         takes = makespan(ours, lengths, COST)
         others = {name: peer(lengths, BUDGET, ranks, COST) for name, peer in PEERS.items()}
         spans = {name: lockstep(name, rounds, lengths) for name, rounds in others.items()}

@@ -105,7 +105,7 @@ async def serve_mesh(secret: str, client: str = "") -> None:
 async def serve_peer() -> None:
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.bind("tcp://127.0.0.1:*")
-        print(socket.getsockopt(zmq.LAST_ENDPOINT).decode(), "-", flush=True)
+        print(socket.getsockopt_string(zmq.LAST_ENDPOINT), "-", flush=True)
         while True:
             peer, call_id, body = await socket.recv_multipart()
             reply = msgpack.packb(msgpack.unpackb(body))

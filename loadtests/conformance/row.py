@@ -56,7 +56,8 @@ def humaneval(name: str, right: str, asserts: str, first: Edit, second: Edit) ->
 
 def mbpp(name: str, right: str, asserts: str, first: Edit, second: Edit) -> Row:
     """Three assertions, each a test, which name what they use; lines before them are shared."""
-    head, lines = [], []
+    head: list[str] = []
+    lines: list[str] = []
     for line in asserts.strip().splitlines():
         (lines if line.startswith("assert") else head).append(line)
     function = re.findall(r"^def (\w+)", right, re.MULTILINE)[-1]

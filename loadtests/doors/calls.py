@@ -96,16 +96,16 @@ def call_all(plan: Plan) -> list[Tried]:
     answers: dict[zmq.Socket[bytes], dict[int, str]] = {socket: {} for socket in asked}
     until = time.monotonic() + WAIT_S
     while (left := until - time.monotonic()) > 0:
-        for socket, _ in poller.poll(left * 1000):
+        for socket, _ in poller.poll(int(left * 1000)):
             frames = socket.recv_multipart()
             number = len(answers[socket])
             answers[socket][number] = repr(b" ".join(frames))[:TOLD]
     tried = []
-    for socket, (process, way, calls) in asked.items():
+    for socket, (process, manner, calls) in asked.items():
         told = list(answers[socket].values())
         for number, what in calls.items():
             said = told[number] if number < len(told) else ""
-            where = f"{what} of {process.name}, {way}"
+            where = f"{what} of {process.name}, {manner}"
             tried.append(Tried(where, ANSWERED if said else REFUSED, said))
     context.destroy(linger=0)
     return tried

@@ -129,7 +129,7 @@ def _ask_all(pairs: Mapping[str, KeyPair], processes: Sequence[Process]) -> Matr
                 matrix.tried += len(waiting[socket])
         until = time.monotonic() + WAIT_S
         while any(waiting.values()) and (left := until - time.monotonic()) > 0:
-            for socket, _ in poller.poll(left * 1000):
+            for socket, _ in poller.poll(int(left * 1000)):
                 call_id, said = _answer(socket.recv_multipart())
                 ask = waiting[socket].pop(call_id)
                 if said != ask.expected:

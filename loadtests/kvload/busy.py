@@ -41,6 +41,7 @@ def busy(directory: Path, rounds: int) -> dict[str, Any]:
         rate = size / compute_s  # loading takes as long as computing
         plain = type(made.engine)
         for turn in range(rounds):
+            arms: list[tuple[str, type[TorchEngine]]]
             arms = [("ours", plain), ("without", Unprioritised)]
             for name, kind in arms[:: 1 if turn % 2 else -1]:
                 made.engine.__class__ = kind

@@ -43,11 +43,11 @@ def turns(directory: Path, rounds: int) -> dict[str, Any]:
                 found.setdefault(f"{name}_computed", []).append(computed)
                 made.engine.release(range(1_000_000 * (turn + 1)))
     medians = {name: round(median(values), 3) for name, values in found.items()}
-    pairs = zip(found["with_s"], found["without_s"], strict=True)
-    computed = zip(found["with_computed"], found["without_computed"], strict=True)
+    walls = zip(found["with_s"], found["without_s"], strict=True)
+    tokens = zip(found["with_computed"], found["without_computed"], strict=True)
     return medians | {
-        "wall_ratio": round(median(a / b for a, b in pairs), 3),
-        "computed_ratio": round(median(a / b for a, b in computed), 3),
+        "wall_ratio": round(median(a / b for a, b in walls), 3),
+        "computed_ratio": round(median(a / b for a, b in tokens), 3),
     }
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from loadtests.mistakes.job import Place
 from loadtests.mistakes.mistake import Mistake, NotPreparedError
@@ -61,7 +61,7 @@ def _live(place: Place) -> Iterator[None]:
         program.wait(_BEGUN_S)
 
 
-def _without(*names: str) -> Callable[[Place], object]:
+def _without(*names: str) -> Callable[[Place], AbstractContextManager[None]]:
     """A finished run that lacks some of its files."""
 
     @contextmanager

@@ -73,8 +73,10 @@ class WatchedMesh:
         """Both hosts; the second one's root is a small volume where this user may mount one."""
         self._write_job()
         self.host.root.mkdir(parents=True, mode=0o700)
-        words = ("mount", "-t", "tmpfs", "-o", f"size={VOLUME},mode=700", "meshrl", self.host.root)
-        mount = await asyncio.create_subprocess_exec(*words, stderr=asyncio.subprocess.DEVNULL)
+        volume = ("-o", f"size={VOLUME},mode=700", "meshrl", str(self.host.root))
+        mount = await asyncio.create_subprocess_exec(
+            "mount", "-t", "tmpfs", *volume, stderr=asyncio.subprocess.DEVNULL
+        )
         self.mounted = await mount.wait() == 0
         words = ("--root", str(self.head.root), "--workers", "2", "--health", self.health[0])
         await self.meshrl("up", *words, "--listen", self._listens[0])

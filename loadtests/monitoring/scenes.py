@@ -43,7 +43,7 @@ def _job(name: str, **changes: object) -> Play:
 
 
 @contextlib.asynccontextmanager
-async def _stopped(pid: int) -> AsyncIterator[None]:
+async def _process_stopped(pid: int) -> AsyncIterator[None]:
     send(pid, signal.SIGSTOP)
     try:
         yield
@@ -52,12 +52,12 @@ async def _stopped(pid: int) -> AsyncIterator[None]:
 
 
 def _head_stopped(mesh: WatchedMesh) -> contextlib.AbstractAsyncContextManager[None]:
-    return _stopped(mesh.root_process(mesh.head))
+    return _process_stopped(mesh.root_process(mesh.head))
 
 
 def _redis_stopped(mesh: WatchedMesh) -> contextlib.AbstractAsyncContextManager[None]:
     """The launcher starts another in its place after eight seconds."""
-    return _stopped(mesh.redis())
+    return _process_stopped(mesh.redis())
 
 
 @contextlib.asynccontextmanager

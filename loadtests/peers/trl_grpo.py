@@ -89,7 +89,7 @@ class Meter(TrainerCallback):
 
 
 def digits_reward(tokenizer: PreTrainedTokenizerFast) -> Any:
-    digits = set(tokenizer.convert_tokens_to_ids(list("0123456789")))
+    digits = {tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789"}
 
     def share_of_digits(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [sum(i in digits for i in ids) / len(ids) for ids in completion_ids]
@@ -114,7 +114,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     chosen = arguments()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    tokenizer = PreTrainedTokenizerFast(
+    fast: Any = PreTrainedTokenizerFast  # its constructor is not typed
+    tokenizer = fast(
         tokenizer_file=str(chosen.model / "tokenizer.json"), pad_token=PAD, eos_token=END
     )
     model = AutoModelForCausalLM.from_pretrained(chosen.model, dtype=torch.float32)

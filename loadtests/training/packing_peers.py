@@ -7,12 +7,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from itertools import cycle
+from typing import NamedTuple
 
 from kernels.cost import BinCost
 from kernels.packing import Round
 
 Lengths = list[int]
 Peer = Callable[[Lengths, int, int, BinCost], list[Round]]
+
+
+class Part(NamedTuple):
+    """One bin of a partial partition: a single sequence, or two parts that were merged."""
+
+    cost: float
+    sequence: int  # -1 if merged
+    halves: tuple[Part, Part] | None
 
 
 def padding(lengths: Lengths, budget: int, ranks: int, cost: BinCost) -> list[Round]:
@@ -75,9 +84,9 @@ PEERS: dict[str, Peer] = {
 
 def _differenced(costs: list[float], count: int) -> list[list[int]]:
     """Always merges the two partial partitions that are least even, the heaviest part of one with
-    the lightest of the other. A part is (cost, sequence, two parts); empty ones are left out.
+    the lightest of the other. Empty parts are left out.
     """
-    heap = [(-c, i, [(c, i, None)]) for i, c in enumerate(costs)]
+    heap = [(-c, i, [Part(c, i, None)]) for i, c in enumerate(costs)]
     heapify(heap)
     while len(heap) > 1:
         _, number, parts = heappop(heap)
@@ -86,21 +95,21 @@ def _differenced(costs: list[float], count: int) -> list[list[int]]:
         alone, meeting = parts[: len(parts) - both], parts[len(parts) - both :]
         merged = alone + others[: len(others) - both]
         for a, b in zip(meeting, reversed(others[len(others) - both :]), strict=True):
-            merged.append((a[0] + b[0], -1, (a, b)))
-        merged.sort(key=lambda part: -part[0])
-        least = merged[-1][0] if len(merged) == count else 0.0
-        heappush(heap, (least - merged[0][0], number, merged))
+            merged.append(Part(a.cost + b.cost, -1, (a, b)))
+        merged.sort(key=lambda part: -part.cost)
+        least = merged[-1].cost if len(merged) == count else 0.0
+        heappush(heap, (least - merged[0].cost, number, merged))
     return [_leaves(part) for part in heap[0][2]] if heap else []
 
 
-def _leaves(part) -> list[int]:  # type: ignore[no-untyped-def]
+def _leaves(part: Part) -> list[int]:
     found, left = [], [part]
     while left:
-        _, item, both = left.pop()
-        if both is not None:
-            left += both
-        elif item >= 0:
-            found.append(item)
+        _, sequence, halves = left.pop()
+        if halves is not None:
+            left += halves
+        elif sequence >= 0:
+            found.append(sequence)
     return found
 
 

@@ -186,8 +186,9 @@ class Shard:
         """What the engine says to the prompt: tokens, log-probabilities and versions."""
         (request,) = await self._submit(engine, 1, most, greedy=True)
         over, listening = self._over[request], self._listening[engine]
+        either: set[asyncio.Future[Any]] = {over, listening}
         async with asyncio.timeout(within_s):
-            await asyncio.wait({over, listening}, return_when="FIRST_COMPLETED")
+            await asyncio.wait(either, return_when="FIRST_COMPLETED")
         del self._over[request]
         if not over.done():
             raise RuntimeError(f"the stream of {engine} ended") from listening.exception()

@@ -271,7 +271,8 @@ async def greedy(shard: Shard, seconds: float, out: Path) -> dict[str, Any]:
     ids = [trajectory_id(*divmod(n, GROUP)) for n in range(shard.opened)]
     whole = [restored.trajectories[i] for i in ids if i in restored.trajectories]
     finished = [t for t in whole if t.ending is not None]
-    np.savez(out / "outputs.npz", **{str(t.id): t.tokens for t in finished})
+    outputs: dict[str, Any] = {str(t.id): t.tokens for t in finished}
+    np.savez(out / "outputs.npz", **outputs)
     return {
         "opened": shard.opened,
         "finished": sum(t.ending is not None and not t.ending.error for t in whole),

@@ -28,17 +28,17 @@ def main() -> None:
     parser.add_argument("--die", nargs="*", default=[])
     own, rest = parser.parse_known_args()
 
-    async def step(self: TrainerCore, number: int) -> None:
-        await stepped(self, number)
+    async def step_and_sleep(self: TrainerCore, step: int) -> None:
+        await stepped(self, step)
         segments, files = self.mesh.settings.places
         for tier in WAY:
             wish = Settle(tier, self.tiers.epoch + 1, False, segments, files)
             await self.tiers.settle(wish)
-            (own.marks / f"slept-{number}-{self.tiers.epoch}").touch()
-            dies(f"{tier}@{number}")
-        if f"absent@{number}" in own.die and not (own.marks / f"died-absent@{number}").exists():
+            (own.marks / f"slept-{step}-{self.tiers.epoch}").touch()
+            dies(f"{tier}@{step}")
+        if f"absent@{step}" in own.die and not (own.marks / f"died-absent@{step}").exists():
             await self.tiers.settle(Settle("absent", self.tiers.epoch + 1, False, segments, files))
-            dies(f"absent@{number}")
+            dies(f"absent@{step}")
 
     def dies(where: str) -> None:
         died = own.marks / f"died-{where}"
@@ -56,7 +56,7 @@ def main() -> None:
             (own.marks / f"resumed-{row.version}").touch()
         return found
 
-    TrainerCore._step = step  # type: ignore[method-assign]
+    TrainerCore._step = step_and_sleep  # type: ignore[method-assign]
     TrainerCore.begin = begin  # type: ignore[method-assign]
     CoreSleeper.resumed = resume  # type: ignore[method-assign]
     sys.argv = ["services.trainer", *rest]
