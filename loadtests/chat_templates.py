@@ -46,6 +46,7 @@ PLAIN = (  # and is a token that is not special, as in Qwen's tokenizers
     "<think>",
     "</think>",
 )
+OUTCOMES = ("equal", "kept", "unread", "refused", "unequal")
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 USER: Message = {"role": "user", "content": "What is 1 + 2?"}
 ANSWER: Message = {"role": "assistant", "content": "It is 3."}
@@ -176,7 +177,7 @@ def _held(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+")
-    counts: Counter[str] = Counter()
+    counts = Counter(dict.fromkeys(OUTCOMES, 0))
     for folder in parser.parse_args().folders:
         for file in sorted(folder.rglob("*.jinja")):
             with tempfile.TemporaryDirectory() as place:

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from loadtests.measuring.flat import flat
 from tests.deploy.compose import project
 from tests.deploy.compose.images.building import CODE, IMAGES
 from tests.deploy.compose.project import DEMO, RUNS, Project
@@ -100,13 +101,13 @@ def main() -> None:
     result = {
         "image_mb": sizes,
         "workers": asked.workers,
-        "host": [host for host, _ in pairs],
-        "compose": [ours for _, ours in pairs],
+        **{f"host_{key}": [host[key] for host, _ in pairs] for key in ("wall_s", "accuracy")},
+        **{f"compose_{key}": [ours[key] for _, ours in pairs] for key in ("wall_s", "accuracy")},
         "compose_up_s": statistics.median(ours["compose_up_s"] for _, ours in pairs),
         "ratio_host": statistics.median(ratios),
         "restarted": restarted(small),
     }
-    print(json.dumps(result))
+    print(json.dumps(flat(result)))
 
 
 if __name__ == "__main__":

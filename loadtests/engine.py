@@ -47,23 +47,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vllm", type=Path, default=VLLM, help="its virtual environment")
+    parser.add_argument("--new", type=int, default=NEW, help="tokens of each request")
+    parser.add_argument("--long", type=int, default=LONG, help="tokens of the long prompts")
+    parser.add_argument("--at-once", type=int, default=AT_4K, help="long prompts")
     chosen = parser.parse_args()
     one_core()
     with tempfile.TemporaryDirectory(prefix="meshrl-engine-") as folder:
-        contestants = start(make_model(Path(folder) / "qwen2"), chosen.vllm)
+        contestants = start(make_model(Path(folder) / "qwen2"), chosen.vllm, chosen.new)
         try:
-            found, share = measure(contestants, chosen.rounds)
+            found, share = measure(contestants, chosen)
         finally:
             for contestant in contestants.values():
                 contestant.close()
-    print(json.dumps(report(contestants, found, share)))
+    print(json.dumps(report(contestants, found, share, chosen)))
 
 
-def start(model: Path, folder: Path) -> dict[str, Contestant]:
+def start(model: Path, folder: Path, new: int) -> dict[str, Contestant]:
     there = {
         NATIVE: ours(model, "native"),
         NARROW: ours(model, "native", "bfloat16"),
-        EAGER: ours(model, "eager", length=SHORT + NEW + 1),
+        EAGER: ours(model, "eager", length=SHORT + new + 1),
         GENERATE: generate(model),
         VLLM_BF16: vllm(model, "bfloat16", folder),
         VLLM_F32: vllm(model, "float32", folder),
@@ -71,22 +74,24 @@ def start(model: Path, folder: Path) -> dict[str, Contestant]:
     return {name: contestant for name, contestant in there.items() if contestant is not None}
 
 
-def measure(contestants: dict[str, Contestant], rounds: int) -> tuple[Seconds, list[float]]:
+def measure(
+    contestants: dict[str, Contestant], sizes: argparse.Namespace
+) -> tuple[Seconds, list[float]]:
     """CPU-seconds, and Python's share of each native step at batch 32."""
     found: Seconds = {}
     shares: list[float] = []
     random.seed(0)
-    context = prompts(AT_4K, LONG)
-    for _ in range(rounds):
+    context = prompts(sizes.at_once, sizes.long)
+    for _ in range(sizes.rounds):
         for batch in BATCHES:
             short = prompts(batch, SHORT)
             for name, contestant in contestants.items():
-                answer = contestant.ask(short, [NEW] * batch)
+                answer = contestant.ask(short, [sizes.new] * batch)
                 found.setdefault((name, f"b{batch}"), []).append(answer.cpu_s)
                 if name == NATIVE and batch == 32:
                     shares.append(scheduler_share(answer))
         for name in contestants.keys() - {EAGER, GENERATE}:
-            spent = contestants[name].decode_s(context, NEW)
+            spent = contestants[name].decode_s(context, sizes.new)
             found.setdefault((name, "4k"), []).append(spent)
     return found, shares
 
@@ -100,7 +105,10 @@ def scheduler_share(answer: Answer) -> float:
 
 
 def report(
-    contestants: dict[str, Contestant], found: Seconds, shares: list[float]
+    contestants: dict[str, Contestant],
+    found: Seconds,
+    shares: list[float],
+    sizes: argparse.Namespace,
 ) -> dict[str, Any]:
     """One flat object; ratios are peer's CPU-seconds over ours, null where there is no peer."""
 
@@ -129,8 +137,8 @@ def report(
         "path": ready[NATIVE]["path"],
     }
     for (name, case), seconds in found.items():
-        batch = AT_4K if case == "4k" else int(case[1:])
-        result[f"tokens_per_cpu_s_{name}_{case}"] = round(batch * NEW / median(seconds), 1)
+        batch = sizes.at_once if case == "4k" else int(case[1:])
+        result[f"tokens_per_cpu_s_{name}_{case}"] = round(batch * sizes.new / median(seconds), 1)
     return result
 
 

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from loadtests.measuring.flat import flat
 from services.sandbox.isolation import cgroups
 from tests.unit.sandbox.escapes import corpus
 from tests.unit.sandbox.escapes.runner import ALL, FORGING, POISONING
@@ -60,12 +61,11 @@ def main(chosen: list[str]) -> dict[str, Any]:
                 **_counted(forged, "forgeries", "forged"),
                 "harm": [text for found in escapes + forged + poisons for text in found["harm"]],
             }
-    return {
+    return flat(figures) | {
         "programs": max(figure["programs"] for figure in figures.values()),
         "escaped": sum(len(figure["escaped"]) for figure in figures.values()),
         "forgeries": max(figure["forgeries"] for figure in figures.values()),
         "forged": sum(len(figure["forged"]) for figure in figures.values()),
-        "tiers": figures,
     }
 
 

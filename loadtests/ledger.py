@@ -118,8 +118,8 @@ def line_of(shard: subprocess.Popen[str], running: Processes) -> str:
 # ---------------------------------------------------------------- the hot path
 
 
-def loaded(seconds: float) -> dict[str, Any]:
-    share = ENGINES // HOSTS
+def loaded(seconds: float, engines: int, in_flight: int, warm_s: float) -> dict[str, Any]:
+    share = engines // HOSTS
     with processes("ledger-load") as running:
         hosts = [
             running.worker(
@@ -129,9 +129,9 @@ def loaded(seconds: float) -> dict[str, Any]:
         ]
         shard = running.shard(
             "load",
-            f"--engines={ENGINES}",
-            f"--trajectories={IN_FLIGHT}",
-            f"--warm={WARM_S}",
+            f"--engines={share * HOSTS}",
+            f"--trajectories={in_flight}",
+            f"--warm={warm_s}",
             f"--seconds={seconds}",
         )
         line_of(shard, running)
@@ -150,10 +150,10 @@ def cpu_s(pid: int) -> float:
 # ---------------------------------------------------------------- engines that are killed
 
 
-def killed(seconds: float) -> dict[str, Any]:
+def killed(seconds: float, every_s: float, standing_by: int) -> dict[str, Any]:
     with processes("ledger-kill") as running:
         directory = running.directory
-        engines = Engines(running)
+        engines = Engines(running, standing_by)
         shard = running.shard(
             "greedy",
             f"--engines={KILLED}",
@@ -163,8 +163,8 @@ def killed(seconds: float) -> dict[str, Any]:
         )
         line_of(shard, running)
         end = time.monotonic() + seconds
-        while time.monotonic() + KILL_EVERY_S < end:
-            time.sleep(KILL_EVERY_S)
+        while time.monotonic() + every_s < end:
+            time.sleep(every_s)
             engines.kill()
         report: dict[str, Any] = json.loads(line_of(shard, running))
         prompts = min(report["opened"], GREEDY_PROMPTS)
@@ -191,9 +191,9 @@ class Engines:
     own, as spot capacity comes.
     """
 
-    def __init__(self, running: Processes) -> None:
+    def __init__(self, running: Processes, standing_by: int) -> None:
         self._running = running
-        self._standing_by = [self._started() for _ in range(KILLED + STANDING_BY)]
+        self._standing_by = [self._started() for _ in range(KILLED + standing_by)]
         self._joined = 0
         self.kills = 0
         self._serving = [self._next() for _ in range(KILLED)]
@@ -265,12 +265,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=45.0, help="0: leave this part out")
     parser.add_argument("--kill-seconds", type=float, default=120.0, help="0: leave this part out")
+    parser.add_argument("--engines", type=int, default=ENGINES, help="simulated ones")
+    parser.add_argument("--in-flight", type=int, default=IN_FLIGHT, help="trajectories over them")
+    parser.add_argument("--warm", type=float, default=WARM_S, help="seconds before it is measured")
+    parser.add_argument("--standing-by", type=int, default=STANDING_BY, help="built-in engines")
+    parser.add_argument("--kill-every", type=float, default=KILL_EVERY_S, help="seconds")
     chosen = parser.parse_args()
     report: dict[str, Any] = {}
     if chosen.seconds:
-        report |= loaded(chosen.seconds)
+        report |= loaded(chosen.seconds, chosen.engines, chosen.in_flight, chosen.warm)
     if chosen.kill_seconds:
-        report |= killed(chosen.kill_seconds)
+        report |= killed(chosen.kill_seconds, chosen.kill_every, chosen.standing_by)
     print(json.dumps(report))
 
 

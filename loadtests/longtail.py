@@ -50,9 +50,12 @@ TABLE_STEPS = 48
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=REQUESTS)
+    parser.add_argument("--context", type=int, default=LONG, help="tokens beside short requests")
+    parser.add_argument("--table-steps", type=int, default=TABLE_STEPS, help="of each cell")
     chosen = parser.parse_args()
     one_core()
-    lengths = drawn(seed=0)
+    lengths = drawn(chosen.requests, seed=0)
     random.seed(0)
     with tempfile.TemporaryDirectory(prefix="meshrl-longtail-") as folder:
         model = make_model(Path(folder) / "qwen2")
@@ -61,10 +64,10 @@ def main() -> None:
         tables: list[Table] = []
         contexts: list[float] = []
         for _ in range(chosen.rounds):
-            tables.append(Table(engine))
-            times.append(engine.ask(prompts(REQUESTS, SHORT), lengths).cpu_s)
-            contexts.append(context_cost(engine))
-        in_batches = static_s(static, prompts(REQUESTS, SHORT), lengths)
+            tables.append(Table(engine, chosen.table_steps))
+            times.append(engine.ask(prompts(len(lengths), SHORT), lengths).cpu_s)
+            contexts.append(context_cost(engine, chosen.context))
+        in_batches = static_s(static, prompts(len(lengths), SHORT), lengths)
         for contestant in (engine, static):
             contestant.close()
     bound = median(table.list_schedule_s(lengths) for table in tables)
@@ -76,15 +79,17 @@ def main() -> None:
         "tokens_per_cpu_s": round(sum(lengths) / spent, 1),
         "tokens": sum(lengths),
         "longest": max(lengths),
-        "share_of_longest_tenth": round(sum(sorted(lengths)[-REQUESTS // 10 :]) / sum(lengths), 3),
+        "share_of_longest_tenth": round(
+            sum(sorted(lengths)[-len(lengths) // 10 :]) / sum(lengths), 3
+        ),
     }
     print(json.dumps(result))
 
 
-def drawn(seed: int) -> list[int]:
+def drawn(requests: int, seed: int) -> list[int]:
     """New tokens of each request: quantiles of the lognormal, so that no draw is a lucky one."""
     mu = math.log(MEAN) - SIGMA**2 / 2
-    quantiles = [NormalDist().inv_cdf((i + 0.5) / REQUESTS) for i in range(REQUESTS)]
+    quantiles = [NormalDist().inv_cdf((i + 0.5) / requests) for i in range(requests)]
     lengths = [min(MOST, max(1, round(math.exp(mu + SIGMA * z)))) for z in quantiles]
     random.Random(seed).shuffle(lengths)
     return lengths
@@ -92,12 +97,12 @@ def drawn(seed: int) -> list[int]:
 
 def static_s(static: Contestant, asked: Prompts, lengths: list[int]) -> float:
     """Batches in order of arrival, each as long as its longest."""
-    starts = range(0, REQUESTS, SLOTS)
+    starts = range(0, len(lengths), SLOTS)
     return sum(static.ask(asked[i : i + SLOTS], lengths[i : i + SLOTS]).cpu_s for i in starts)
 
 
-def context_cost(engine: Contestant) -> float:
-    shorts, long = prompts(SLOTS - 1, SHORT), prompts(1, LONG)
+def context_cost(engine: Contestant, context: int) -> float:
+    shorts, long = prompts(SLOTS - 1, SHORT), prompts(1, context)
     alone = engine.decode_s(shorts, 128)
     return engine.decode_s(shorts + long, 128) / alone
 
@@ -105,7 +110,8 @@ def context_cost(engine: Contestant) -> float:
 class Table:
     """Seconds of a decode step by running sequences and the sum of their contexts, measured."""
 
-    def __init__(self, engine: Contestant) -> None:
+    def __init__(self, engine: Contestant, steps: int) -> None:
+        self._steps = steps
         short, long = ([self._step_s(engine, n, context) for n in RUNNING] for context in CONTEXTS)
         self._steps_s = np.array(short)
         self._prompt_s = median(  # of one prompt and the first token behind it
@@ -116,8 +122,8 @@ class Table:
         self._context_s = float(((np.array(long) - self._steps_s) * extra).sum() / (extra**2).sum())
 
     def _step_s(self, engine: Contestant, running: int, context: int) -> float:
-        asked = prompts(running, context - TABLE_STEPS // 2)
-        return engine.decode_s(asked, TABLE_STEPS) / TABLE_STEPS
+        asked = prompts(running, context - self._steps // 2)
+        return engine.decode_s(asked, self._steps) / self._steps
 
     def step_s(self, running: int, contexts: int) -> float:
         base = float(np.interp(running, RUNNING, self._steps_s))

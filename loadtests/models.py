@@ -246,5 +246,6 @@ if __name__ == "__main__":
     )
     parser.add_argument("--configs", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS, help="of the engine")
     asked = parser.parse_args()
-    print(json.dumps(run(asked.configs, asked.seed)))
+    print(json.dumps(run(asked.configs, asked.seed, asked.paths)))

@@ -41,9 +41,10 @@ def main() -> None:
     parser.add_argument("job", type=Path, nargs="?", default=Path("examples/calculator.toml"))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="on both")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    job = Job(chosen.job)
+    job = Job(chosen.job, chosen.set)
     with tempfile.TemporaryDirectory(prefix="meshrl-overhead-") as scratch:
         state = warmed_up(job, chosen.seed)
         cache = Path(scratch) / "cache"
@@ -90,6 +91,7 @@ async def run_mesh(
     command = [sys.executable, "-m", "meshrl", "run", str(chosen.job)]
     for key, value in changes.items():
         command += ["--set", f"{key}={value}"]
+    command += [word for change in chosen.set for word in ("--set", change)]
     log = scratch / "run.log"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with log.open("wb") as stream:
@@ -149,7 +151,7 @@ def fill_cache(
     chosen: argparse.Namespace, scratch: Path, cache: Path, weights: dict[str, torch.Tensor]
 ) -> None:
     """Puts the plain loop's weights where the run will look for its warm start."""
-    config, base = jobfile.load(chosen.job, [f"seed={chosen.seed}"])
+    config, base = jobfile.load(chosen.job, [f"seed={chosen.seed}", *chosen.set])
     _, document = bundle.pack(config, base, scratch / "probe")
     data = JobData.of(config.name, document, "")
     path = warm_start.cache_path(str(cache), cache_key(data), sources(data))

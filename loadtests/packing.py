@@ -44,6 +44,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from kernels.cost import BinCost
 from kernels.packing import Round, RoundPacker, makespan, pack_rounds
+from loadtests.measuring.flat import flat
 from loadtests.training.packing_peers import PEERS
 from services.trainer.arithmetic.forward import forward, fuse
 from services.trainer.arithmetic.packing import Bin, Sequence, make_bins
@@ -64,9 +65,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sequences", type=int, default=SEQUENCES, help="that are planned")
+    parser.add_argument("--trained", type=int, default=TRAINED, help="sequences of the passes")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    found = plans(chosen.seed) | passes(chosen.rounds, chosen.seed)
+    found = plans(chosen.seed, chosen.sequences)
+    found |= passes(chosen.rounds, chosen.seed, chosen.trained)
     print(json.dumps(found))
 
 
@@ -80,8 +84,8 @@ def lognormal(
 # --- Plans ----------------------------------------------------------------------------------------
 
 
-def plans(seed: int) -> dict[str, Any]:
-    lengths = lognormal(SEQUENCES, MEDIAN, SIGMA, 16, LONGEST, seed)
+def plans(seed: int, sequences: int = SEQUENCES) -> dict[str, Any]:
+    lengths = lognormal(sequences, MEDIAN, SIGMA, 16, LONGEST, seed)
     found: dict[str, Any] = {}
     ratios, streams, times = [], [], []
     for ranks in RANKS:
@@ -102,12 +106,16 @@ def plans(seed: int) -> dict[str, Any]:
             name: round(fill(name, rounds, lengths), 3)
             for name, rounds in {"ours": ours, **others}.items()
         }
-    return found | {
+    by_ranks = zip(RANKS, ratios, times, strict=True)
+    return flat(found) | {
         "lockstep_ratio_best_peer": round(max(ratios), 5),
-        "lockstep_ratios": dict(zip(RANKS, (round(ratio, 5) for ratio in ratios), strict=True)),
         "stream_ratio": round(max(streams), 4),
-        "plan_ms_4096": round(max(times), 1),
-        "plan_ms": dict(zip(RANKS, (round(ms, 1) for ms in times), strict=True)),
+        f"plan_ms_{sequences}": round(max(times), 1),
+        **{
+            f"{name}_ranks_{ranks}": round(figure, 5)
+            for ranks, ratio, milliseconds in by_ranks
+            for name, figure in (("lockstep_ratio", ratio), ("plan_ms", milliseconds))
+        },
     }
 
 
@@ -145,15 +153,15 @@ def timed(work: Callable[[], object]) -> float:
 # --- Passes ---------------------------------------------------------------------------------------
 
 
-def passes(rounds: int, seed: int) -> dict[str, Any]:
-    sequences = trajectories(seed)
+def passes(rounds: int, seed: int, trained: int = TRAINED) -> dict[str, Any]:
+    sequences = trajectories(seed, trained)
     model = example_model()
     bins = make_bins(sequences, BIN_TOKENS)
     count = -(-len(sequences) // len(bins))
     batches = [Padded(sequences[i : i + count]) for i in range(0, len(sequences), count)]
     packed_step(model, bins), padded_step(model, batches)  # warm
-    loss, gradient = packed_step(model, bins), flat(model)
-    expected, reference = padded_step(model, batches), flat(model)
+    loss, gradient = packed_step(model, bins), gradient_of(model)
+    expected, reference = padded_step(model, batches), gradient_of(model)
     times: dict[str, list[float]] = {"packed": [], "padded": []}
     for _ in range(rounds):
         times["packed"].append(timed(lambda: packed_step(model, bins)))
@@ -182,11 +190,11 @@ def example_model() -> Decoder:
     return model
 
 
-def trajectories(seed: int) -> list[Sequence]:
+def trajectories(seed: int, count: int) -> list[Sequence]:
     random = np.random.default_rng(seed)
     made = []
     for length in lognormal(
-        TRAINED, TRAINED_MEDIAN, TRAINED_SIGMA, TRAINED_SHORTEST, TRAINED_LONGEST, seed
+        count, TRAINED_MEDIAN, TRAINED_SIGMA, TRAINED_SHORTEST, TRAINED_LONGEST, seed
     ):
         mask = np.arange(length) >= PROMPT * length
         made.append(
@@ -256,7 +264,7 @@ def objective(logprobs: Tensor, behaviour: Tensor, advantage: Tensor) -> Tensor:
     return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).sum()
 
 
-def flat(model: Decoder) -> Tensor:
+def gradient_of(model: Decoder) -> Tensor:
     return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 
 

@@ -14,8 +14,7 @@ import json
 import random
 import sys
 import time
-import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.job.config import JobConfig
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.tokenizer import Tokenizer
+from meshrl.job import jobfile
 from services.trainer.algorithms import algorithm
 from services.trainer.arithmetic.learner import Learner, add
 from services.trainer.arithmetic.optimizers import lr_factor
@@ -43,8 +42,9 @@ Rows = list[dict[str, Any]]
 class Job:
     """A job file and all that it names, loaded."""
 
-    def __init__(self, path: Path) -> None:
-        self.config = JobConfig.from_document(tomllib.loads(path.read_text()))
+    def __init__(self, path: Path, changes: Iterable[str] = ()) -> None:
+        """`changes`: KEY=VALUE, as of `meshrl run --set`."""
+        self.config, _ = jobfile.load(path, list(changes))
         self._folder = path.parent
         sys.path.insert(0, str(path.parent))
         self.model_config = ModelConfig.from_hf(self.config.model.config)
@@ -275,9 +275,12 @@ def main() -> None:
     parser.add_argument("job", type=Path, nargs="?", default=Path("examples/calculator.toml"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--problems", type=int, help="held-out ones that are tried; none: all")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    job, begun = Job(chosen.job), time.process_time()
+    job, begun = Job(chosen.job, chosen.set), time.process_time()
+    job.held_out = job.held_out[: chosen.problems]
     state = warmed_up(job, chosen.seed)
     found: dict[str, Any] = {"seed": chosen.seed, "warm_start_cpu_s": time.process_time() - begun}
     for when in ("before", "after"):

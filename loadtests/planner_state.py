@@ -10,8 +10,8 @@ registry rows; of a full chunk of decisions (`write_ms`), and of one decision wi
 and writes alternate; medians, and the greatest.
 
 An idle mesh has so many workers with real leases and the workers' own polls, an agent for each
-eight, and two planners. `commands_per_s` is what clients send, `calls_per_s` what the server
-counts; `commands_growth` is the ratio of the former from the least to the most workers.
+eight, and two planners. `commands_per_s_WORKERS` is what clients send, `calls_per_s_WORKERS` what
+the server counts; `commands_growth` is the ratio of the former from the least to the most workers.
 """
 
 from __future__ import annotations
@@ -346,20 +346,22 @@ async def idle_mesh(workers: int, seconds: float) -> dict[str, Any]:
 
 async def measured(a: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"load": os.getloadavg()[0]}
-    result["pool"] = await large_pool(a.gangs, a.jobs, a.repeats)
+    result |= await large_pool(a.gangs, a.jobs, a.repeats)
     sizes = sorted(a.workers)
     rounds = []
     for number in range(a.rounds):
         for workers in sizes if number % 2 == 0 else reversed(sizes):
             rounds.append(await idle_mesh(workers, a.seconds))
-    result["idle"] = rounds
     for figure, name in (("commands_per_s", "commands_growth"), ("calls_per_s", "calls_growth")):
         by = {
             n: statistics.median(row[figure] for row in rounds if row["workers"] == n)
             for n in sizes
         }
         result[name] = round(by[sizes[-1]] / by[sizes[0]], 2)
-        result[figure] = by
+        result |= {f"{figure}_{n}": value for n, value in by.items()}
+    for n in sizes:
+        shares = [row["clients_cpu_share"] for row in rounds if row["workers"] == n]
+        result[f"clients_cpu_share_{n}"] = statistics.median(shares)
     return result
 
 
@@ -374,7 +376,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
     result = asyncio.run(measured(a))
-    text = json.dumps(result, indent=1)
+    text = json.dumps(result)
     if a.out is not None:
         a.out.write_text(text + "\n")
     print(text, file=sys.stdout)

@@ -60,6 +60,12 @@ MODEL: dict[str, object] = {  # 200,828,928 parameters
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
+SIZES = {  # option -> key of MODEL
+    "layers": "num_hidden_layers",
+    "vocabulary": "vocab_size",
+    "hidden": "hidden_size",
+    "ffn": "intermediate_size",
+}
 MEET_S = 600.0
 
 
@@ -153,8 +159,7 @@ def all_ranks(data: JobData, ranks: int, directory: Path, name: str) -> list[dic
     return [json.loads((directory / f"{name}{i}.json").read_text()) for i in range(ranks)]
 
 
-def measure(ranks: int, layers: int, directory: Path) -> dict[str, object]:
-    shape = MODEL | {"num_hidden_layers": layers}
+def measure(ranks: int, shape: dict[str, object], directory: Path) -> dict[str, object]:
     config = ModelConfig.from_hf(shape)
     pid = os.fork()
     if not pid:  # whoever writes the model has it whole
@@ -189,10 +194,12 @@ def measure(ranks: int, layers: int, directory: Path) -> dict[str, object]:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--ranks", type=int, default=4)
-    options.add_argument("--layers", type=int, default=10)
+    for option, key in SIZES.items():
+        options.add_argument(f"--{option}", type=int, default=MODEL[key], dest=key)
     a = options.parse_args()
+    shape = MODEL | {key: getattr(a, key) for key in SIZES.values()}
     with tempfile.TemporaryDirectory() as directory:
-        print(json.dumps(measure(a.ranks, a.layers, Path(directory))))
+        print(json.dumps(measure(a.ranks, shape, Path(directory))))
 
 
 if __name__ == "__main__":

@@ -55,25 +55,30 @@ SETTINGS = {
 }
 
 
-def one_run(job: Path, directory: Path, deaths: Sequence[str] = ()) -> dict[str, Any]:
+def one_run(
+    job: Path, directory: Path, deaths: Sequence[str] = (), steps: int = STEPS
+) -> dict[str, Any]:
     """The versions' digests, the lineage and the audit of a run in which the trainer died so."""
-    words = SETTINGS | {"out": directory / "run"}
+    words = SETTINGS | {"out": directory / "run", "budget.steps": steps}
     with started(["run", str(job)], words, directory, deaths) as program:
         ended(program, directory)
     return found_in(directory)
 
 
-def changed_run(job: Path, directory: Path) -> dict[str, Any]:
+def changed_run(
+    job: Path, directory: Path, deaths: Sequence[str], steps: int, stopped_after: int
+) -> dict[str, Any]:
     """The same of a run whose settings change between two steps."""
-    words = SETTINGS | {"out": directory / "run", "training.checkpoint_every": 10 * STEPS, **SLOW}
+    words = SETTINGS | {"out": directory / "run", "training.checkpoint_every": 10 * steps, **SLOW}
+    words["budget.steps"] = steps
     with started(["run", str(job)], words, directory, ()) as program:
         until = time.monotonic() + RUN_S
-        while len(committed_in(directory)) < STOPPED_AFTER and time.monotonic() < until:
+        while len(committed_in(directory)) < stopped_after and time.monotonic() < until:
             time.sleep(POLL_S)
         program.send_signal(signal.SIGINT)
         ended(program, directory, 130)
     run = str(directory / "run")
-    with started(["resume", run], CHANGES, directory, CHANGED_DEATHS) as program:
+    with started(["resume", run], CHANGES, directory, deaths) as program:
         ended(program, directory)
     record = json.loads((directory / "run/job.json").read_text())
     return found_in(directory) | {"changed_from": record["changes"][0]["from_step"]}
@@ -126,20 +131,32 @@ def found_in(directory: Path) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("job", type=Path, nargs="?", default=JOB)
-    job = parser.parse_args().job.resolve()
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument(
+        "--deaths",
+        action="append",
+        type=lambda text: tuple(text.split(",")),
+        metavar="PHASE@STEP,...",
+        help="of one run; given several times, of as many",
+    )
+    parser.add_argument("--stopped-after", type=int, default=STOPPED_AFTER, help="steps")
+    parser.add_argument("--changed-deaths", nargs="+", default=CHANGED_DEATHS)
+    a = parser.parse_args()
+    job, every = a.job.resolve(), a.deaths or DEATHS
     with tempfile.TemporaryDirectory(prefix="meshrl-") as scratch:
         undisturbed, *runs = [
-            one_run(job, Path(scratch) / str(number), deaths)
-            for number, deaths in enumerate([(), *DEATHS])
+            one_run(job, Path(scratch) / str(number), deaths, a.steps)
+            for number, deaths in enumerate([(), *every])
         ]
-        changed = changed_run(job, Path(scratch) / "changed")
+        beside = Path(scratch) / "changed"
+        changed = changed_run(job, beside, a.changed_deaths, a.steps, a.stopped_after)
     result = {
         "phases_killed": sum(len(run["deaths"]) for run in runs),
         "bit_identical": int(all(run["manifests"] == undisturbed["manifests"] for run in runs)),
         "lineages": sorted({lineage for run in runs for lineage in run["lineages"]}),
         "lost": sum(run["lost"] for run in runs),
         "trained_twice": sum(run["trained_twice"] for run in runs),
-        "deaths": [run["deaths"] for run in runs],
+        "deaths": [name for run in runs for name in run["deaths"]],
         "changed_from": changed["changed_from"],
         "changed_deaths": changed["deaths"],
         "changed_bit_identical": int(changed["lineages"] == [0]),
@@ -147,8 +164,8 @@ def main() -> int:
     print(json.dumps(result))
     good = result["bit_identical"] and not result["lost"] and not result["trained_twice"]
     good = good and result["changed_bit_identical"] and not changed["lost"]
-    good = good and changed["deaths"] == sorted(CHANGED_DEATHS)
-    return 0 if good and result["phases_killed"] == sum(map(len, DEATHS)) else 1
+    good = good and changed["deaths"] == sorted(a.changed_deaths)
+    return 0 if good and result["phases_killed"] == sum(map(len, every)) else 1
 
 
 if __name__ == "__main__":

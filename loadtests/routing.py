@@ -23,6 +23,7 @@ import json
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ from common.api.engine import Sampling
 from common.records.token_record import TokenRows
 from common.runtime.mesh import Mesh, run
 from common.state import registry
+from loadtests.measuring.flat import flat
 from loadtests.measuring.meshed import meshed
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.routing.cmlfq import Scheduler
@@ -205,7 +207,7 @@ async def trajectory(router: Router, index: int, script: Script) -> None:
     router.scheduler.ended(t, stay.course)
 
 
-async def compare(rounds: int, seed: int) -> dict[str, Any]:
+async def compare(rounds: int, seed: int, prompts: int, samples: int) -> dict[str, Any]:
     one = [LengthBucket(1 << 30, BATCH)]
     two = [LengthBucket(BORDER, BATCH), LengthBucket(1 << 30, BATCH)]
     spans: dict[str, list[float]] = {name: [] for name in ("ours", "fifo", "mlfq", "oracle")}
@@ -218,14 +220,14 @@ async def compare(rounds: int, seed: int) -> dict[str, Any]:
         await engines.ready(mesh)
         for number in range(rounds):
             rng = random.Random(seed + number)
-            hard = [rng.random() < 0.25 for _ in range(PROMPTS)]
+            hard = [rng.random() < 0.25 for _ in range(prompts)]
             history = [script.past() for script in scripts(rng, hard, PAST)]
-            plan = scripts(rng, hard, SAMPLES)
+            plan = scripts(rng, hard, samples)
             ours = Ours(two, Lengths(history), plan)
             policies: dict[str, Callable[[], Scheduler]] = {
                 "ours": lambda ours=ours: ours,  # type: ignore[misc]
-                "fifo": lambda: Fifo(one, PROMPTS, Lengths()),
-                "mlfq": lambda: Mlfq(two, PROMPTS, Lengths()),
+                "fifo": lambda: Fifo(one, prompts, Lengths()),
+                "mlfq": lambda: Mlfq(two, prompts, Lengths()),
                 "oracle": lambda plan=plan: Oracle(two, plan),  # type: ignore[misc]
             }
             names = list(policies)
@@ -236,7 +238,8 @@ async def compare(rounds: int, seed: int) -> dict[str, Any]:
                 caches[name].append(dict(router.caches))
             agreed += ours.agreed
     found = report(spans, agreed, plan, rounds)
-    return {**found, "balanced": moved, "changed_engine": caches}
+    changed = {name: sum(map(Counter, rows), Counter[str]()) for name, rows in caches.items()}
+    return flat({**found, "balanced": moved, "changed_engine": changed})
 
 
 def report(
@@ -270,10 +273,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args()
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="of each prompt")
+    a = parser.parse_args()
 
     async def measure() -> None:
-        print(json.dumps(await compare(chosen.rounds, chosen.seed)))
+        print(json.dumps(await compare(a.rounds, a.seed, a.prompts, a.samples)))
 
     run(measure)
 

@@ -50,6 +50,7 @@ IN_FLIGHT = 64
 BODY_BYTES = 100
 BLOCK_BYTES = 1 << 20  # of a large message, of which few are in flight
 BLOCKS_IN_FLIGHT = 4
+WARM_S = 0.3  # of each arm before rounds begin, at most
 
 
 @message
@@ -209,7 +210,7 @@ async def compare(rounds: int, seconds: float) -> dict[str, float]:
     figures: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     try:
         for one, server, in_flight in ways.values():
-            await measure(one, 0.3, server, in_flight)  # warm
+            await measure(one, min(WARM_S, seconds), server, in_flight)
         for _ in range(rounds):
             for name, (one, server, in_flight) in ways.items():
                 figures[name].append(await measure(one, seconds, server, in_flight))
@@ -271,7 +272,7 @@ async def compare_payloads(rounds: int, seconds: float) -> dict[str, float]:
             for way, size in [*arms[turn:], *arms[:turn]]:
                 call_once, server = ways[way]
                 one = partial(call_once, size)
-                lasts = seconds if number >= 0 else 0.1
+                lasts = seconds if number >= 0 else min(0.1, seconds)
                 measured = await measure(one, lasts, server, payloads.IN_FLIGHT[size])
                 if number >= 0:
                     found[way, size].append(measured)
@@ -308,7 +309,7 @@ async def compare_curve(rounds: int, seconds: float) -> dict[str, float]:
     host = HostMeter()
     try:
         for one, server, in_flight in arms.values():
-            await measure(one, 0.3, server, in_flight)  # warm
+            await measure(one, min(WARM_S, seconds), server, in_flight)
         for number in range(rounds):
             order = list(arms)[number % len(arms) :] + list(arms)[: number % len(arms)]
             for name in order:

@@ -114,7 +114,7 @@ def main() -> None:
         found |= bare(max(3, a.rounds // 5))
     if a.escapes:
         found |= escapes()
-    print(json.dumps(found, indent=2))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ PEER_SHARE = 0.4  # of the time that ours gets in a round
 ROUNDS = 6
 TRUSTED = 2000  # calls of the calculator, one after the other
 LEAK_CALLS = 10_000
+WARM_S = 2.0
 JAILS = 8  # of the sandbox at a time
 
 One = Callable[[], Awaitable[None]]
@@ -92,7 +93,7 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-async def measure(place: Place, concurrency: int, seconds: float) -> dict[str, float]:
+async def measure(place: Place, concurrency: int, seconds: float, rounds: int) -> dict[str, float]:
     kinds: dict[str, tuple[One, float]] = {
         "fresh": (lambda: jailed(place), 1.0),
         "cold_bwrap": (lambda: started(cold()), PEER_SHARE),
@@ -102,9 +103,9 @@ async def measure(place: Place, concurrency: int, seconds: float) -> dict[str, f
     }
     rates: dict[str, list[float]] = {kind: [] for kind in kinds}
     latencies: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for kind, (one, share) in kinds.items():
-            rate, took = await sustained(one, concurrency, share * seconds / ROUNDS)
+            rate, took = await sustained(one, concurrency, share * seconds / rounds)
             rates[kind].append(rate)
             latencies[kind] += took
     found: dict[str, float] = {}
@@ -120,19 +121,19 @@ async def measure(place: Place, concurrency: int, seconds: float) -> dict[str, f
     return found
 
 
-async def trusted(place: Place) -> float:
+async def trusted(place: Place, calls: int) -> float:
     """Median milliseconds of a call of the calculator, over the wire, one at a time."""
     took = []
-    for number in range(TRUSTED):
+    for number in range(calls):
         begun = time.perf_counter()
         status, value = await place.run("load", "calculator", f"{number} * 2")
         took.append(time.perf_counter() - begun)
         if value != str(2 * number):
             raise RuntimeError(f"the calculator said {status}: {value}")
-    return 1e3 * statistics.median(took[TRUSTED // 10 :])
+    return 1e3 * statistics.median(took[calls // 10 :])
 
 
-async def in_worker(place: Place) -> float:
+async def in_worker(place: Place, calls: int) -> float:
     """The same as the sandbox sees it: from a call's arrival at its pool to its answer."""
     functions = {f"{TOOL}c": TRUSTED_TOOLS["calculator"]}
     directory = str(place.directory)
@@ -140,7 +141,7 @@ async def in_worker(place: Place) -> float:
     await pool.start()
     took = []
     try:
-        for number in range(TRUSTED):
+        for number in range(calls):
             begun = time.perf_counter()
             (answer,) = await pool.run([Work(f"{TOOL}c", [f"{number} * 2"], 5.0)])
             took.append(time.perf_counter() - begun)
@@ -148,25 +149,26 @@ async def in_worker(place: Place) -> float:
                 raise RuntimeError(f"the calculator said {answer}")
     finally:
         await pool.stop()
-    return 1e3 * statistics.median(took[TRUSTED // 10 :])
+    return 1e3 * statistics.median(took[calls // 10 :])
 
 
-async def main(seconds: float) -> dict[str, float]:
+async def main(sizes: argparse.Namespace) -> dict[str, float]:
     async with sandboxed("--jails", str(JAILS)) as place:
         await place.load("load")
-        await sustained(lambda: jailed(place), 64, 2.0)  # every slot has had a jail
+        warm_s = min(WARM_S, sizes.seconds)
+        await sustained(lambda: jailed(place), 64, warm_s)  # every slot has had a jail
         before = place.leavings()
         found: dict[str, float] = {"pool_size": JAILS, "cores": os.cpu_count() or 1}
         for concurrency in CONCURRENCY:
-            found |= await measure(place, concurrency, seconds)
+            found |= await measure(place, concurrency, sizes.seconds, sizes.rounds)
             print(json.dumps(found), file=sys.stderr, flush=True)
-        found |= await sandbox_cpu.measured(place, seconds)
+        found |= await sandbox_cpu.measured(place, sizes)
         calls = sum(int(found[f"fresh_calls_{c}"]) for c in CONCURRENCY)
-        while calls < LEAK_CALLS:
-            _, took = await sustained(lambda: jailed(place), 64, 5.0)
+        while calls < sizes.leak_calls:
+            _, took = await sustained(lambda: jailed(place), 64, min(5.0, sizes.seconds))
             calls += len(took)
-        found["trusted_wire_p50_ms"] = await trusted(place)
-        found["trusted_p50_ms"] = await in_worker(place)
+        found["trusted_wire_p50_ms"] = await trusted(place, sizes.trusted)
+        found["trusted_p50_ms"] = await in_worker(place, sizes.trusted)
         await asyncio.sleep(1.0)
         after = place.leavings()
         print(before, after, sep="\n", file=sys.stderr)
@@ -185,4 +187,8 @@ async def main(seconds: float) -> dict[str, float]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="of ours, at each concurrency")
-    print(json.dumps(asyncio.run(main(parser.parse_args().seconds))))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--trusted", type=int, default=TRUSTED, help="calls of the calculator")
+    parser.add_argument("--leak-calls", type=int, default=LEAK_CALLS)
+    sandbox_cpu.add_sizes(parser)
+    print(json.dumps(asyncio.run(main(parser.parse_args()))))

@@ -31,6 +31,7 @@ LIMIT_S = 1.0
 TRIES = 3
 ROUNDS = 6
 HONEST = 4  # callers
+WARM_S = 2.0
 NOISE_S = 2.0  # CPU time of one call that spins; the next begins at once
 PROGRAM = "print(sum(i * i for i in range(1000)))"
 SAID = f"{sum(i * i for i in range(1000))}\n"
@@ -69,7 +70,15 @@ while True: pass
 """
 
 
-async def enforced() -> dict[str, tuple[float, float]]:
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how long these figures take."""
+    parser.add_argument("--tries", type=int, default=TRIES, help="of each limit, in each tier")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="that is enforced")
+    parser.add_argument("--noise-s", type=float, default=NOISE_S, help="of one call that spins")
+    parser.add_argument("--noisy-rounds", type=int, default=ROUNDS, help="alone and beside noise")
+
+
+async def enforced(tries: int, limit_s: float) -> dict[str, tuple[float, float]]:
     """By tier the worst of several programs and tries: seconds from a call to its answer, and CPU
     seconds that its jail has used, which others' load on the core does not change.
     """
@@ -87,7 +96,7 @@ async def enforced() -> dict[str, tuple[float, float]]:
             launcher = JailLauncher(host, clock, tier, Interpreter.own(), homes)
             try:
                 await launcher.start()
-                tried = [await _enforced(launcher, clock) for _ in range(TRIES)]
+                tried = [await _enforced(launcher, clock, limit_s) for _ in range(tries)]
                 found[name] = max(took for took, _ in tried), max(used for _, used in tried)
             finally:
                 await launcher.stop()
@@ -96,9 +105,11 @@ async def enforced() -> dict[str, tuple[float, float]]:
     return found
 
 
-async def _enforced(launcher: JailLauncher, clock: SystemClock) -> tuple[float, float]:
+async def _enforced(
+    launcher: JailLauncher, clock: SystemClock, limit_s: float
+) -> tuple[float, float]:
     limits = JailLimits(
-        wall_s=LIMIT_S, cpu_s=LIMIT_S, memory_bytes=256 * MIB, processes=SPINNERS + 20
+        wall_s=limit_s, cpu_s=limit_s, memory_bytes=256 * MIB, processes=SPINNERS + 20
     )
     worst = most = 0.0
     for source in (SPIN, WAIT, THREADS):
@@ -121,17 +132,18 @@ async def _enforced(launcher: JailLauncher, clock: SystemClock) -> tuple[float, 
     return worst, most
 
 
-async def noisy(place: Place, seconds: float) -> dict[str, float]:
+async def noisy(place: Place, sizes: argparse.Namespace) -> dict[str, float]:
     """99th percentiles of honest calls, in ms, and what one noisy neighbour makes of them."""
     alone: list[float] = []
     beside: list[float] = []
     ratios = []
-    for _ in range(ROUNDS):
-        quiet = await _latencies(place, seconds / ROUNDS / 2)
+    part_s = sizes.seconds / sizes.noisy_rounds / 2
+    for _ in range(sizes.noisy_rounds):
+        quiet = await _latencies(place, part_s)
         stop = asyncio.Event()
-        noise = asyncio.create_task(_noise(place, stop))
+        noise = asyncio.create_task(_noise(place, stop, sizes.noise_s))
         await asyncio.sleep(0.5)  # until it has all its processes
-        loud = await _latencies(place, seconds / ROUNDS / 2)
+        loud = await _latencies(place, part_s)
         stop.set()
         await noise
         alone += quiet
@@ -145,9 +157,9 @@ async def noisy(place: Place, seconds: float) -> dict[str, float]:
     }
 
 
-async def _noise(place: Place, stop: asyncio.Event) -> None:
+async def _noise(place: Place, stop: asyncio.Event, deadline_s: float) -> None:
     while not stop.is_set():
-        status, value = await place.run("load", "python", NOISE, deadline_s=NOISE_S)
+        status, value = await place.run("load", "python", NOISE, deadline_s=deadline_s)
         if not (isinstance(value, dict) and value["status"] == "timeout"):
             raise RuntimeError(f"noise ended with {status}: {value}")
 
@@ -172,24 +184,25 @@ def _p99(values: list[float]) -> float:
     return sorted(values)[int(0.99 * (len(values) - 1))]
 
 
-async def measured(place: Place, seconds: float) -> dict[str, float]:
+async def measured(place: Place, sizes: argparse.Namespace) -> dict[str, float]:
     """All of it; the limit of the sandbox `place` is enforced before, on launchers of our own."""
-    by_tier = await enforced()
+    by_tier = await enforced(sizes.tries, sizes.limit_s)
     found = {f"enforce_s_{tier}": took for tier, (took, _) in by_tier.items()}
     found |= {f"enforce_cpu_s_{tier}": used for tier, (_, used) in by_tier.items()}
     found["enforce_s"] = max(took for took, _ in by_tier.values())
-    return {**found, **await noisy(place, seconds)}
+    return {**found, **await noisy(place, sizes)}
 
 
-async def main(seconds: float) -> dict[str, float]:
+async def main(sizes: argparse.Namespace) -> dict[str, float]:
     async with sandboxed() as place:
         await place.load("load")
-        await _latencies(place, 2.0)
-        found = await measured(place, seconds)
+        await _latencies(place, min(WARM_S, sizes.seconds))
+        found = await measured(place, sizes)
     return {key: round(value, 3) for key, value in found.items()}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="of honest calls")
-    print(json.dumps(asyncio.run(main(parser.parse_args().seconds))))
+    add_sizes(parser)
+    print(json.dumps(asyncio.run(main(parser.parse_args()))))

@@ -30,6 +30,7 @@ HOSTILE = 0.1
 FORGED, CORPUS = 0.3, 0.6  # of the hostile: below forgeries, above programs of the corpus
 CALLERS = 64
 SAMPLE_S = 5.0
+LEAST_SAMPLES = 16  # of memory, however short it takes
 SESSIONS = 40
 REWARDS = [RewardPart("code_tests", 1.0, {"case_s": 2.0}), RewardPart("exact", 0.0, {})]
 
@@ -180,8 +181,9 @@ class Soak:
             await self.one()
 
     async def watch(self, begun: float, end: float) -> None:
+        every_s = min(SAMPLE_S, (end - begun) / LEAST_SAMPLES)
         while time.perf_counter() < end:
-            await asyncio.sleep(SAMPLE_S)
+            await asyncio.sleep(every_s)
             memory = await asyncio.to_thread(self.place.memory)
             self.tally.memory.append((time.perf_counter() - begun, memory))
 
@@ -194,19 +196,19 @@ def growth(samples: list[tuple[float, int]]) -> float:
     return statistics.median(late) / statistics.median(early) - 1.0
 
 
-async def main(seconds: float, seed: int) -> dict[str, Any]:
+async def main(seconds: float, seed: int, callers: int) -> dict[str, Any]:
     async with sandboxed("--jails", "8") as place:
         soak = Soak(place, seed)
         await soak.load()
         begun = time.perf_counter()
         end = begun + seconds
-        await asyncio.gather(soak.watch(begun, end), *(soak.until(end) for _ in range(CALLERS)))
+        await asyncio.gather(soak.watch(begun, end), *(soak.until(end) for _ in range(callers)))
         tally = soak.tally
         for wrong in tally.wrong[:20]:
             print(f"wrong: {wrong}", file=sys.stderr)
         return {
             "seconds": round(time.perf_counter() - begun, 1),
-            "callers": CALLERS,
+            "callers": callers,
             "calls": sum(tally.calls.values()),
             **{f"calls_{kind}": count for kind, count in sorted(tally.calls.items())},
             "calls_per_s": round(sum(tally.calls.values()) / seconds, 1),
@@ -225,5 +227,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--callers", type=int, default=CALLERS)
     a = parser.parse_args()
-    print(json.dumps(asyncio.run(main(a.seconds, a.seed))))
+    print(json.dumps(asyncio.run(main(a.seconds, a.seed, a.callers))))

@@ -64,13 +64,18 @@ def simulated(workload: Workload, seed: int, longest: int = LONGEST) -> tuple[fl
     return (job.training.ended_s[-1] - job.began_s) / workload.steps, time.process_time() - began_s
 
 
-def splits(seed: int) -> list[Workload]:
+def splits(seed: int, steps: int = 0) -> list[Workload]:
     """A random job: with the planner, as it begins, and with a third and two thirds of its gangs
     as helpers.
     """
-    job = drawn(seed)
+    job = shortened(drawn(seed), steps)
     most = len(job.splits) - 1
     return [job, *(job.held(n) for n in sorted({0, most // 3, 2 * most // 3}))]
+
+
+def shortened(job: Workload, steps: int) -> Workload:
+    """Return the job with so many steps; 0: with its own."""
+    return job.of_steps(steps) if steps else job
 
 
 def _virtual(task: tuple[int, Workload]) -> tuple[int, Workload, float, float]:
@@ -94,11 +99,12 @@ def virtual(tasks: Sequence[tuple[int, Workload]], processes: int) -> dict[str, 
     return summed(errors) | {"speed_up": round(theirs_s / ours_s, 1)}
 
 
-async def real(names: Sequence[str]) -> dict[str, Any]:
+async def real(names: Sequence[str], steps: int) -> dict[str, Any]:
     """Errors against the real mesh."""
     errors, arms = [], []
     for name in names:
-        for workload in (JOBS[name].held(0), JOBS[name].held(1)):
+        job = shortened(JOBS[name], steps)
+        for workload in (job.held(0), job.held(1)):
             arm = await run_real(f"{name}_{workload.helping}", workload, 0, MOST)
             arms.append(arm)
             found_s, _ = simulated(workload, 0, MOST)
@@ -131,18 +137,19 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:8", metavar="A:B")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--jobs", default="trained,even", help="of the real mesh")
+    parser.add_argument("--steps", type=int, default=0, help="of each job; 0: its own")
     a = parser.parse_args()
     first, _, last = a.seeds.partition(":")
     told: dict[str, Any] = {}
     arms = a.arms.split(",")
     if "virtual" in arms:
-        tasks = [(s, w) for s in range(int(first), int(last)) for w in splits(s)]
+        tasks = [(s, w) for s in range(int(first), int(last)) for w in splits(s, a.steps)]
         told |= virtual(tasks, a.processes)
     if "broad" in arms:
-        found = virtual([(0, BROAD)], 1)
+        found = virtual([(0, shortened(BROAD, a.steps))], 1)
         told |= {f"broad_{key}": value for key, value in found.items()}
     if "real" in arms:
-        found = asyncio.run(real(a.jobs.split(",")))
+        found = asyncio.run(real(a.jobs.split(","), a.steps))
         told |= {f"real_{key}": value for key, value in found.items()}
     print(json.dumps(told))
     errors = [value for key, value in told.items() if key.endswith("step_time_error")]

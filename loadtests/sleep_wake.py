@@ -14,7 +14,8 @@ core that sleeps in memory and on disk, and moves between the two, after each st
 core is killed while it sleeps, in memory and on disk, and goes on from what it kept, and once when
 it is absent, from a checkpoint of that very step.
 
-Prints one JSON object; exit status 1 unless the manifests of all steps are equal.
+Prints one flat JSON object, in which figures of `speed` begin with the size of their model, such
+as `200M_disk_wake_s`; exit status 1 unless the manifests of all steps are equal.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from common.records.kept import Mapped
 from common.runtime.interface import Interface
 from common.runtime.residents.tiers import Keep, Take, Tiers
 from loadtests import replay
+from loadtests.measuring.flat import flat
 from loadtests.measuring.unrenewed import knows, unrenewed
 from services.node.residents.segments import KeepsSegments, Segments
 from services.trainer.arithmetic.learner import Learner
@@ -56,6 +58,7 @@ from services.trainer.ranks.compute import LocalCompute
 WORKER = "worker/w0"
 CPU = ".cpu"  # behind an arm's name: its CPU-seconds
 DD_BYTES = 1 << 20  # of its blocks
+DEATHS = ("memory@3", "absent@5", "disk@6")
 SMALL = ModelConfig(
     architecture="llama",
     vocab_size=64,
@@ -264,7 +267,7 @@ async def arms(sleepy: Sleepy, size: int, rounds: int, directory: Path) -> dict[
     return told | ratios | {"cold": all(cold), "rounds": rounds}
 
 
-def slept_run(job: Path, directory: Path, deaths: list[str]) -> dict[str, Any]:
+def slept_run(job: Path, directory: Path, deaths: Sequence[str], steps: int) -> dict[str, Any]:
     """The run of loadtests.replay with a core that sleeps after each step, and dies asleep at
     steps as `deaths` says.
     """
@@ -272,7 +275,7 @@ def slept_run(job: Path, directory: Path, deaths: list[str]) -> dict[str, Any]:
     marks.mkdir(parents=True)
     command = [sys.executable, "-m", "loadtests.workers.sleeping_rank", "--marks", str(marks)]
     command += ["--die", *deaths] if deaths else []
-    words = replay.SETTINGS | {"out": directory / "run"}
+    words = replay.SETTINGS | {"out": directory / "run", "budget.steps": steps}
     environment = {k: v for k, v in os.environ.items() if k != "MESHRL_REDIS_URL"}
     environment["MESHRL_ROLE_COMMANDS"] = f"training={shlex.join(command)}"
     argv = [sys.executable, "-m", "meshrl", "run", str(job)]
@@ -292,11 +295,11 @@ def slept_run(job: Path, directory: Path, deaths: list[str]) -> dict[str, Any]:
     }
 
 
-def run(job: Path, scratch: Path) -> dict[str, Any]:
+def run(job: Path, scratch: Path, steps: int, deaths: Sequence[str]) -> dict[str, Any]:
     """Whether sleep leaves the versions as they are."""
-    plain = replay.one_run(job, scratch / "plain")
-    slept = slept_run(job, scratch / "slept", [])
-    died = slept_run(job, scratch / "died", ["memory@3", "absent@5", "disk@6"])
+    plain = replay.one_run(job, scratch / "plain", steps=steps)
+    slept = slept_run(job, scratch / "slept", (), steps)
+    died = slept_run(job, scratch / "died", deaths, steps)
     same = [one["manifests"] == plain["manifests"] for one in (slept, died)]
     return {
         "steps": len(plain["manifests"]),
@@ -319,6 +322,8 @@ def main() -> int:
     parser.add_argument("--large-rounds", type=int, default=3)
     parser.add_argument("--no-speed", action="store_true")
     parser.add_argument("--no-run", action="store_true")
+    parser.add_argument("--steps", type=int, default=replay.STEPS, help="of the run")
+    parser.add_argument("--die", nargs="+", default=DEATHS, metavar="TIER@STEP", help="of the run")
     parser.add_argument("--directory", type=Path, help="on the file system to measure")
     a = parser.parse_args()
     torch.set_num_threads(1)
@@ -327,18 +332,15 @@ def main() -> int:
         if not a.no_speed:
             sizes = {"0.3M": (SMALL, a.rounds), "200M": (LARGE, a.large_rounds)}
             with redirect_stdout(sys.stderr):  # the log
-                result["speed"] = {
-                    name: asyncio.run(speed(model, rounds, Path(scratch)))
-                    for name, (model, rounds) in sizes.items()
-                    if rounds
-                }
+                for name, (model, rounds) in sizes.items():
+                    if rounds:
+                        result[name] = asyncio.run(speed(model, rounds, Path(scratch)))
         if not a.no_run:
-            result["run"] = run(a.job.resolve(), Path(scratch))
+            result |= run(a.job.resolve(), Path(scratch), a.steps, a.die)
     result["steal_s"] = round(result["steal_s"] + psutil.cpu_times().steal, 1)
-    print(json.dumps(result))
-    found = result.get("run")
-    good = found is None or (
-        found["bit_identical"] and found["bit_identical_after_death"] and not found["lost"]
+    print(json.dumps(flat(result)))
+    good = a.no_run or (
+        result["bit_identical"] and result["bit_identical_after_death"] and not result["lost"]
     )
     return 0 if good else 1
 

@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import signal
 import statistics
 import sys
@@ -26,6 +27,7 @@ from typing import Any
 
 from common.errors import MeshError
 from loadtests.measuring import growing
+from loadtests.measuring.flat import flat
 from loadtests.measuring.slopes import Samples, rise, second_half, share, slope
 
 JOB = Path("examples/calculator.toml")
@@ -47,6 +49,7 @@ SETTINGS = {
     "budget.steps": 1_000_000,
 }
 LOOK_S = 5.0
+LEAST_LOOKS = 16  # however short it takes
 UP_S = 180.0
 END_S = 120.0
 FLAT = 0.02  # of its median, by which a process's memory may rise over the second half
@@ -67,11 +70,12 @@ class Soak:
         """Samples every few seconds, from the first step on; RuntimeError when the run ends."""
         await self._until_training(launcher)
         begun = time.monotonic()
+        every_s = min(LOOK_S, seconds / LEAST_LOOKS)
         while (at := time.monotonic() - begun) < seconds:
             if launcher.returncode is not None:
                 raise RuntimeError(f"the run ended with {launcher.returncode}")
             await self._look(at, launcher.pid)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(every_s)
 
     async def _until_training(self, launcher: asyncio.subprocess.Process) -> None:
         until = time.monotonic() + UP_S
@@ -101,10 +105,12 @@ class Soak:
         self.steps.append((at, float(growing.steps_done(self.run_dir))))
 
     def judged(self) -> dict[str, Any]:
-        """The figures, with what exceeds its bound under `exceeds`."""
+        """Return the figures of every quantity that was there throughout; `exceeds` lists those
+        that are not flat, each with its rise.
+        """
         end = self.steps[-1][0]
         steps_s = slope(second_half(self.steps, end))
-        exceeds: dict[str, str] = {}
+        exceeds: list[str] = []
         figures: dict[str, Any] = {}
         for name, samples in sorted(self.series.items()):
             half = second_half(samples, end)
@@ -119,15 +125,14 @@ class Soak:
             }
             if steps_s > 0:
                 told["per_1000_steps"] = round(1000 * slope(half) / steps_s)
-            figures[name] = told
+            figures[key_of(name)] = told
             if why := self._exceeds(name, half, end):
-                exceeds[name] = why
-        return {
+                exceeds.append(f"{name}: {why}")
+        return flat(figures) | {
             "minutes": round(end / 60, 1),
             "steps": int(self.steps[-1][1]),
             "steps_per_s": round(steps_s, 2),
             "exceeds": exceeds,
-            "figures": figures,
         }
 
     def _exceeds(self, name: str, half: Samples, end: float) -> str:
@@ -145,6 +150,11 @@ class Soak:
         if name.startswith("redis keys") and by > KEYS and as_share > FLAT:
             return f"+{by:.0f} keys"
         return ""
+
+
+def key_of(name: str) -> str:
+    """Return a quantity's name as one word: the parts of it joined by `_`."""
+    return "_".join(re.findall(r"[^\s:{}/]+", name))
 
 
 async def soaked(out: Path, seconds: float, settings: dict[str, Any]) -> dict[str, Any]:

@@ -200,8 +200,8 @@ sleep 0.01 & wait; od a; comm a e; cut -c1 a; tr a b < a; paste a b; expr 1 + 1;
 
 
 async def measured(pythons: list[str]) -> dict[str, Any]:
-    refused: dict[str, list[str]] = {}
-    failed: dict[str, str] = {}
+    refused: list[str] = []
+    failed: list[str] = []
     count = 0
     for python in pythons:
         clock = SystemClock()
@@ -216,10 +216,10 @@ async def measured(pythons: list[str]) -> dict[str, Any]:
                 count += 1
                 key = f"{python} {name}"
                 if ran.refused:
-                    refused[key] = list(ran.refused)
+                    refused.append(f"{key}: {' '.join(ran.refused)}")
                 if ran.status != "ok" or ran.exit:
                     said = ran.stderr.decode(errors="replace")[-300:]
-                    failed[key] = f"{ran.status} {ran.exit} {ran.error} {said}"
+                    failed.append(f"{key}: {ran.status} {ran.exit} {ran.error} {said}")
         finally:
             await launcher.stop()
     return {"programs": count, "refused": refused, "failed": failed}

@@ -26,7 +26,8 @@ PASSES = 9  # of each side
 
 def packed(folder: Path, chosen: argparse.Namespace) -> Figures:
     """See `loadtests.packing`."""
-    return packing.plans(seed=0) | packing.passes(PASSES, seed=0)
+    plans = packing.plans(0, chosen.sequences)
+    return plans | packing.passes(chosen.passes, 0, chosen.trained)
 
 
 PARTS: dict[str, Part] = {
@@ -51,6 +52,10 @@ def main() -> None:
     parser.add_argument("--trl", type=Path, default=beside_trl.VENV, help="TRL's environment")
     parser.add_argument("--demo", type=Path, help="the run directory of a demo; none: runs it")
     parser.add_argument("--demo-steps", type=int, default=48)
+    parser.add_argument("--demo-set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--passes", type=int, default=PASSES, help="of `packing`, of each side")
+    parser.add_argument("--sequences", type=int, default=packing.SEQUENCES, help="of `packing`")
+    parser.add_argument("--trained", type=int, default=packing.TRAINED, help="of `packing`")
     chosen = parser.parse_args()
     if unknown := set(chosen.parts) - PARTS.keys():
         parser.error(f"no part is called {unknown.pop()}")

@@ -21,6 +21,7 @@ from loadtests.conformance import judge
 from loadtests.conformance.graded import graded
 from loadtests.conformance.rates import offenders, rates
 from loadtests.conformance.rows import ALL, STYLES
+from loadtests.measuring.flat import flat
 
 RUNNERS = ("isolated", "pytest", "auto")
 FALSE_REJECT = 0.01  # at most
@@ -49,7 +50,8 @@ def main() -> int:
         style: rates([row for row in rows if row.style == style], answers, judged)
         for style in given.styles
     }
-    print(json.dumps({"runner": given.runner, **found, "mistaken": len(mistaken), "by": styles}))
+    told = {"runner": given.runner, **found, "mistaken": len(mistaken), **styles}
+    print(json.dumps(flat(told)))
     bad = mistaken or found["false_accept"] or found["false_reject"] > FALSE_REJECT
     return 1 if bad else 0
 

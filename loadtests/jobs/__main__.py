@@ -12,7 +12,7 @@ Jobs are the calculator with engines and cores at a declared pace (`--rollout-pa
 - `share_error`: workers of two jobs of shares 1:1 and 1:3 on 8, against max-min after floors.
 - `preempt_s`: until a job of higher priority has its least workers.
 - `makespan_ratio`: two jobs at once over one after the other, on 4 workers.
-- `role_change_s`: from decision to ready, by (from, to); from `idle` it is a fresh process.
+- `role_change_s_FROM_TO_p50`: from decision to ready; from `idle` it is a fresh process.
   `others_rate`: pieces a second of everybody else during a move, over before.
 
 `late_share` is of steps that ended later than their pace; an arm in which the host used more than
@@ -85,8 +85,8 @@ def result(found: dict[str, list[Arm]]) -> dict[str, Any]:
         answer["makespan_ratios"] = [round(ratio, 4) for ratio in ratios]
     for name in ("preempt", "moves"):
         for arm in found.get(name, [])[-1:]:
-            kept = ("preempt_s", "role_change_s", "others_rate", "others_rate_least")
-            answer |= {key: arm[key] for key in kept if key in arm}
+            kept = ("preempt_s", "role_change_s", "others_rate")
+            answer |= {key: value for key, value in arm.items() if key.startswith(kept)}
     return answer
 
 

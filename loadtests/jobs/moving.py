@@ -95,9 +95,14 @@ async def moves(plan: Plan) -> Arm:
             changes = role_changes(await mesh.events())
             await job.stop()
         return {
-            "role_change_s": {
-                which: {"p50": round(statistics.median(s), 3), "max": round(max(s), 3), "n": len(s)}
+            **{
+                f"role_change_s_{which.replace(' ', '_')}_{name}": figure
                 for which, s in sorted(changes.items())
+                for name, figure in (
+                    ("p50", round(statistics.median(s), 3)),
+                    ("max", round(max(s), 3)),
+                    ("n", len(s)),
+                )
             },
             "others_rate": round(statistics.median(rates), 4) if rates else None,
             "others_rate_least": round(min(rates), 4) if rates else None,

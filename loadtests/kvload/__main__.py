@@ -6,7 +6,8 @@
 slowed down so that loading takes 0.2 to 5 times as long as computing. `sockets`: the same with the
 prefix on another host, behind the token bucket of its link. `busy`: the same request
 beside 22 others. `turns`: conversations whose tools take longer than the cache lasts. `cost`: what
-keeping costs when nothing comes back. The last line is JSON.
+keeping costs when nothing comes back. The last line is one flat JSON object; figures of `sockets`
+begin with the arm's name, those of one length are called `MODEL_TOKENS_RATIO_*`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.jobs.host import MOST_CORES, HostMeter
-from loadtests.kvload.busy import busy
+from loadtests.kvload.busy import LONG, busy
 from loadtests.kvload.link import linked
 from loadtests.kvload.sweep import OVER_SOCKETS, POINTS, Point, sweep
-from loadtests.kvload.turns import cost, turns
+from loadtests.kvload.turns import PROMPT, cost, turns
+from loadtests.measuring.flat import flat
 
 QUICK = (Point("30M", 2048, (0.2, 1.0, 5.0)),)
+
+
+def point_of(text: str) -> Point:
+    """Return the point that MODEL:TOKENS:RATIO,RATIO describes."""
+    model, tokens, ratios = text.split(":")
+    return Point(model, int(tokens), tuple(map(float, ratios.split(","))))
 
 
 def main() -> None:
@@ -36,25 +44,39 @@ def main() -> None:
     options.add_argument("--arms", nargs="+", default=["sweep"])
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--quick", action="store_true", help="one length of one model")
+    options.add_argument(
+        "--points",
+        nargs="+",
+        type=point_of,
+        metavar="MODEL:TOKENS:RATIOS",
+        help="of `sweep` and `sockets`, such as 30M:2048:0.2,1,5; a model is 1M, 30M or 200M",
+    )
+    options.add_argument("--model", default="30M", help="of the other arms")
+    options.add_argument("--long", type=int, default=LONG, help="tokens of `busy`'s long prompt")
+    options.add_argument("--prompt", type=int, default=PROMPT, help="tokens of `turns` and `cost`")
     options.add_argument("--directory", type=Path, help="on the disk that is read")
     chosen = options.parse_args()
     began, use = time.monotonic(), HostMeter()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=chosen.directory) as directory:
         if "sweep" in chosen.arms:
-            points: Sequence[Point] = QUICK if chosen.quick else POINTS
-            found["sweep"] = sweep(points, Path(directory), chosen.rounds)
+            points: Sequence[Point] = chosen.points or (QUICK if chosen.quick else POINTS)
+            found |= sweep(points, Path(directory), chosen.rounds)
         if "sockets" in chosen.arms:
-            points = QUICK if chosen.quick else OVER_SOCKETS
-            found["sockets"] = sweep(points, Path(directory) / "there", chosen.rounds, linked)
+            points = chosen.points or (QUICK if chosen.quick else OVER_SOCKETS)
+            there = sweep(points, Path(directory) / "there", chosen.rounds, linked)
+            found |= {f"sockets_{name}": figure for name, figure in there.items()}
+        sizes = {"busy": chosen.long, "turns": chosen.prompt, "cost": chosen.prompt}
         for name, arm in (("busy", busy), ("turns", turns), ("cost", cost)):
             if name in chosen.arms:
-                found[name] = arm(Path(directory) / name, chosen.rounds)
-                print(name, found[name], flush=True)
+                where = Path(directory) / name
+                figures = arm(where, chosen.rounds, chosen.model, sizes[name])
+                print(name, figures, flush=True)
+                found |= figures
     found |= use.reading()
     found["wall_s"] = round(time.monotonic() - began, 1)
     found["valid"] = int(found["host_cores"] <= MOST_CORES)
-    print(json.dumps(found))
+    print(json.dumps(flat(found)))
 
 
 if __name__ == "__main__":

@@ -28,13 +28,13 @@ class Unprioritised(TorchEngine):
         return list(self._joining)
 
 
-def busy(directory: Path, rounds: int) -> dict[str, Any]:
-    """The figures."""
-    length = LONG + 4 * CHUNK
+def busy(directory: Path, rounds: int, model: str, long: int) -> dict[str, Any]:
+    """Measure one request with a stored prefix of `long` tokens beside short ones."""
+    length = long + 4 * CHUNK
     found: dict[str, list[float]] = {}
-    with scene("30M", length, directory, slots=SHORT + 2, kv_tokens=LONG + 40 * 512) as made:
+    with scene(model, length, directory, slots=SHORT + 2, kv_tokens=long + 40 * 512) as made:
         random = np.random.default_rng(1)
-        tokens = random.integers(0, VOCAB, LONG + 1).astype(np.int32)
+        tokens = random.integers(0, VOCAB, long + 1).astype(np.int32)
         size = made.store(tokens)
         made.files.settle(0.0)
         compute_s = made.first_token_s(tokens, "compute")

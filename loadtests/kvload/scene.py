@@ -31,7 +31,11 @@ BUDGET = 8 << 30
 LATE = 0.1  # of what a paced read takes, beyond which it ended late
 LONGEST_S = 600.0
 # Vocabulary, hidden size, layers, width of a feed-forward part, and of a head.
-_SHAPES = {"30M": (32768, 512, 2, 3584, 64), "200M": (65536, 1280, 4, 6912, 128)}
+_SHAPES = {
+    "1M": (4096, 128, 2, 512, 32),
+    "30M": (32768, 512, 2, 3584, 64),
+    "200M": (65536, 1280, 4, 6912, 128),
+}
 
 
 def config(name: str, length: int) -> ModelConfig:

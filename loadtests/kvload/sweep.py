@@ -66,7 +66,7 @@ def sweep(
     matched = [f for key, f in found.items() if key.endswith(f"_{MATCHED:g}")]
     every = list(found.values())
     return {
-        "points": found,
+        **found,
         "never_worse": max(f["never_worse"] for f in every),
         "closed_form_share": min(f["closed_form_share"] for f in every),
         "over_compute_matched_share": min(f["closed_form_share"] for f in matched),

@@ -19,18 +19,17 @@ from loadtests.kvload.scene import VOCAB, Scene, scene
 SESSIONS, TURNS = 6, 4
 PROMPT, ANSWER, TOOL = 2048, 12, 64  # tokens
 TOOL_S = 1.0
-SMALL = 2 * (PROMPT + TURNS * (ANSWER + TOOL))  # tokens of a cache that holds two of them
 PASSING = 8  # sessions that never come back, one after the other
 
 
-def turns(directory: Path, rounds: int) -> dict[str, Any]:
-    """Wall time and tokens computed of the same conversations."""
-    length = PROMPT + (TURNS + 1) * (ANSWER + TOOL) + CHUNK
+def turns(directory: Path, rounds: int, model: str, prompt: int) -> dict[str, Any]:
+    """Measure wall time and tokens computed of the same conversations."""
+    length = prompt + (TURNS + 1) * (ANSWER + TOOL) + CHUNK
     found: dict[str, list[float]] = {}
-    wanted = SESSIONS * length
+    two, wanted = 2 * (prompt + TURNS * (ANSWER + TOOL)), SESSIONS * length
     with (
-        scene("30M", length, directory / "small", slots=SESSIONS, kv_tokens=SMALL) as small,
-        scene("30M", length, directory / "large", slots=SESSIONS, kv_tokens=wanted) as large,
+        scene(model, length, directory / "small", slots=SESSIONS, kv_tokens=two) as small,
+        scene(model, length, directory / "large", slots=SESSIONS, kv_tokens=wanted) as large,
     ):
         for turn in range(rounds):
             arms = [("without", small), ("with", small), ("roomy", large)]
@@ -38,7 +37,7 @@ def turns(directory: Path, rounds: int) -> dict[str, Any]:
             for name, made in [*arms[at:], *arms[:at]]:
                 made.forget()
                 made.engine.prefixes = made.cache if name == "with" else None
-                wall_s, computed = _conversations(made, seed=turn)
+                wall_s, computed = _conversations(made, turn, prompt)
                 found.setdefault(f"{name}_s", []).append(wall_s)
                 found.setdefault(f"{name}_computed", []).append(computed)
                 made.engine.release(range(1_000_000 * (turn + 1)))
@@ -51,11 +50,11 @@ def turns(directory: Path, rounds: int) -> dict[str, Any]:
     }
 
 
-def _conversations(made: Scene, seed: int) -> tuple[float, float]:
+def _conversations(made: Scene, seed: int, prompt: int) -> tuple[float, float]:
     random = np.random.default_rng(seed)
     base = 1_000_000 * seed
     contexts = {
-        base + i: random.integers(0, VOCAB, PROMPT).astype(np.int32) for i in range(SESSIONS)
+        base + i: random.integers(0, VOCAB, prompt).astype(np.int32) for i in range(SESSIONS)
     }
     left = dict.fromkeys(contexts, TURNS)
     due = [(0.0, session) for session in contexts]  # when each asks for its next turn
@@ -96,12 +95,13 @@ def _turn(made: Scene, session: int, context: np.ndarray) -> Request:
     return request
 
 
-def cost(directory: Path, rounds: int) -> dict[str, Any]:
-    """CPU-seconds of sessions that end up on the shelves and never come back, over the same where
-    nothing is kept."""
+def cost(directory: Path, rounds: int, model: str, prompt: int) -> dict[str, Any]:
+    """Measure CPU-seconds of sessions that end up on the shelves and never come back, over the same
+    where nothing is kept.
+    """
     found: dict[str, list[float]] = {}
-    length = PROMPT + 2 * CHUNK
-    with scene("30M", length, directory, slots=2, kv_tokens=length + 64) as made:
+    length = prompt + 2 * CHUNK
+    with scene(model, length, directory, slots=2, kv_tokens=length + 64) as made:
         for turn in range(rounds):
             for name in ("kept", "not")[:: 1 if turn % 2 else -1]:
                 made.forget()
@@ -109,8 +109,8 @@ def cost(directory: Path, rounds: int) -> dict[str, Any]:
                 random = np.random.default_rng(turn)
                 began, cpu_s = time.monotonic(), time.process_time()
                 for i in range(PASSING):
-                    prompt = random.integers(0, VOCAB, PROMPT).astype(np.int32)
-                    request = made.request(prompt, ANSWER)
+                    tokens = random.integers(0, VOCAB, prompt).astype(np.int32)
+                    request = made.request(tokens, ANSWER)
                     request.session = 1_000_000 * turn + i if name == "kept" else NO_SESSION
                     made.engine.submit([request])
                     made.finish()

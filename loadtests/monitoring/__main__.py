@@ -2,10 +2,10 @@
 by a real Prometheus with our configuration, twenty times as fast. Each alert is made to fire and
 to clear. Takes Debian's `prometheus`.
 
-One JSON line: `fired` (alert -> {fired_s, cleared_s}), `not_fired`, `not_cleared`, `not_tried`,
-`errors` (scenes after which the mesh was not well again within five minutes), `unasked` (what
-fires while all is well), `missing` (series that alerts and dashboards name and the mesh does not
-have), `empty` (panels that never had a sample), `wall_s`. Exits with 1 unless every alert that was
+One flat JSON line: `fired` (alerts), `ALERT_fired_s`, `ALERT_cleared_s`, `not_fired`,
+`not_cleared`, `not_tried`, `errors` (scenes after which the mesh was not well again within five
+minutes), `unasked` (what fires while all is well), `missing` (series that alerts and dashboards
+name and the mesh does not have), `empty` (panels that never had a sample), `wall_s`. Exits with 1 unless every alert that was
 tried has fired and cleared, nothing is unasked or missing, and there were no errors.
 """
 
@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from loadtests.measuring.flat import flat
 from loadtests.monitoring.files import alerts, dashboards, expressions, metrics
 from loadtests.monitoring.mesh import WatchedMesh, free_ports
 from loadtests.monitoring.scenes import SCENES, Scene
@@ -126,7 +127,8 @@ async def trial(folder: Path, only: set[str]) -> dict[str, Any]:
         await mesh.stop()
     tried = {name for scene in chosen for name in scene.alerts} - set(found.not_tried)
     return {
-        "fired": found.fired,
+        "fired": sorted(found.fired),
+        **flat(found.fired),
         "not_fired": sorted(tried - set(found.fired)),
         "not_cleared": found.not_cleared,
         "errors": found.errors,

@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--demo-seeds", default="3,4,5")
     found.add_argument("--seeds", default="0:30", metavar="A:B", help="of the virtual jobs")
     found.add_argument("--processes", type=int, default=2, help="that run virtual jobs")
+    found.add_argument("--steps", type=int, default=0, help="of each job but the demo; 0: its own")
     found.add_argument("--jobs", default=",".join(real.JOBS), help="of the real mesh")
     found.add_argument("-v", "--verbose", action="store_true", help="tells of every virtual run")
     return found
@@ -49,11 +50,11 @@ def main() -> int:
         answer |= asyncio.run(demo.compared([int(seed) for seed in a.demo_seeds.split(",")]))
         reached &= answer["demo_time_ratio"] <= DEMO
     if "virtual" in arms:
-        answer |= virtual.compared(range(int(first), int(last)), a.processes, a.verbose)
+        answer |= virtual.compared(range(int(first), int(last)), a.processes, a.verbose, a.steps)
         reached &= figures.good(answer) and answer["far_defaults"] >= FAR_DEFAULTS
         reached &= answer["moves"] >= MOVES
     if "real" in arms:
-        answer |= asyncio.run(real.compared(a.jobs.split(","), 0))
+        answer |= asyncio.run(real.compared(a.jobs.split(","), 0, a.steps))
         reached &= bool(answer["real_valid"]) and figures.good(answer, "real_")
     print(json.dumps(answer))
     return 0 if reached else 1

@@ -40,13 +40,13 @@ JOBS = {
 }
 
 
-async def compared(names: Sequence[str], seed: int) -> dict[str, Any]:
+async def compared(names: Sequence[str], seed: int, steps: int = 0) -> dict[str, Any]:
     """Figures of these jobs, flat; the order of the arms turns from job to job."""
     began = time.monotonic()
     rows: list[Compared] = []
     every: list[Arm] = []
     for number, name in enumerate(names):
-        found = await _arms(JOBS[name], number, seed)
+        found = await _arms(JOBS[name].of_steps(steps or STEPS), number, seed)
         every += found.values()
         planner = found.pop(-1)
         static = {split: arm.rl_s for split, arm in sorted(found.items())}

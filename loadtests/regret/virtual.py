@@ -9,7 +9,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from loadtests.regret import figures
-from loadtests.regret.drawn import drawn
+from loadtests.regret.drawn import STEPS, drawn
 from loadtests.regret.figures import Compared
 from sim.mesh.paced.running import Run, run
 from sim.mesh.paced.workload import Workload
@@ -17,10 +17,10 @@ from sim.mesh.paced.workload import Workload
 PLANNER = -1  # in place of how many gangs help
 
 
-def compared(seeds: Sequence[int], processes: int, verbose: bool) -> dict[str, Any]:
+def compared(seeds: Sequence[int], processes: int, verbose: bool, steps: int = 0) -> dict[str, Any]:
     """Figures of the jobs of these seeds, flat; also told on stderr job by job as they come."""
     found: dict[int, dict[int, Run]] = {seed: {} for seed in seeds}
-    tasks = [(seed, split) for seed in seeds for split in (PLANNER, *drawn(seed).splits)]
+    tasks = [(seed, split, steps) for seed in seeds for split in (PLANNER, *drawn(seed).splits)]
     rows: list[Compared] = []
     with get_context("spawn").Pool(processes) as pool:
         for seed, split, one in pool.imap_unordered(_played, tasks):
@@ -39,9 +39,9 @@ def compared(seeds: Sequence[int], processes: int, verbose: bool) -> dict[str, A
     }
 
 
-def _played(task: tuple[int, int]) -> tuple[int, int, Run]:
-    seed, split = task
-    workload: Workload = drawn(seed)
+def _played(task: tuple[int, int, int]) -> tuple[int, int, Run]:
+    seed, split, steps = task
+    workload: Workload = drawn(seed).of_steps(steps or STEPS)
     return seed, split, run(workload if split == PLANNER else workload.held(split), seed)
 
 

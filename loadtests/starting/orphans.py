@@ -28,7 +28,7 @@ from common.process.forking.birth import ANSWER_S, NURSERY_ENV, OFF
 from common.process.handle import UNKNOWN_EXIT, SystemChild
 from common.process.host import SystemHost
 from loadtests.starting.nursed import nursery, starting
-from loadtests.starting.traces import left
+from loadtests.starting.traces import LOOK_S, left
 from loadtests.workers.owner import IN_THE_WAY
 
 CHILDREN = 4  # of an owner
@@ -158,7 +158,11 @@ async def tried(folder: Path, trials: int) -> dict[str, Any]:
 
         await asyncio.gather(*(work() for _ in range(AT_ONCE)))
         # Forks that have not begun look like the nursery, and have no mark of a trial.
-        remain = len(psutil.Process(process.pid).children())
+        until = time.monotonic() + WITHIN_S
+        while remain := len(psutil.Process(process.pid).children()):
+            if time.monotonic() > until:
+                break
+            await asyncio.sleep(LOOK_S)
     total = found.found
     return {
         "orphans": total.orphans + remain,

@@ -26,7 +26,8 @@ def demo(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
         rows = [json.loads(line) for line in lines]
     else:
         out = folder / "run"
-        changes = (f"out={out}", f"budget.steps={chosen.demo_steps}", *NO_EVALUATION)
+        changes = [f"out={out}", f"budget.steps={chosen.demo_steps}", *NO_EVALUATION]
+        changes += chosen.demo_set
         rows = asyncio.run(run_job(JOB, out, chosen.demo_steps, *changes)).rows
     fresh = [row for row in rows if row["fresh_tokens"]]
     if not fresh:

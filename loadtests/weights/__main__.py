@@ -4,12 +4,12 @@
 
 Arms run one after the other; what is compared within one runs in rotating order, round by round,
 and a ratio is the median of its pairs, with their quartiles as `_low` and `_high`. Costs are
-CPU-seconds of all processes that take part. Each arm says in `arms` what this machine did meanwhile
-(`host_cores`, `steal_cores`, `load`), and is not `valid` where it is paced by links and more than
-1.6 cores were busy. Needs root where links are capped.
+CPU-seconds of all processes that take part. Each arm reports what this machine did meanwhile
+(`ARM_host_cores`, `ARM_steal_cores`, `ARM_load`), and is not `valid` where it is paced by links and
+more than 1.6 cores were busy. Needs root where links are capped.
 
-Prints one JSON object: the figures, `valid`, and in `misses` those that are not within their bounds
-(`bounds.py`). Exits with 0 when there are none.
+Prints one flat JSON object: the figures, `valid`, and in `misses` those that are not within their
+bounds (`bounds.py`). Exits with 0 when there are none.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from loadtests.hosts.hosts import lacking
+from loadtests.measuring.flat import flat
 from loadtests.weights.arms.adapters import adapters
 from loadtests.weights.arms.codec import codec
 from loadtests.weights.arms.fanout import fanout
@@ -50,15 +51,15 @@ ABOUT = ("host_cores", "steal_cores", "load", "valid", "late_share", "took_s", "
 
 async def measured(names: list[str], plan: Plan) -> Arm:
     """The figures of these arms, one after the other, each told on stderr as it ends."""
-    answer: Arm = {"cores": os.cpu_count() or 0, "rounds": plan.rounds, "arms": {}}
+    answer: Arm = {"cores": os.cpu_count() or 0, "rounds": plan.rounds, "valid": 1}
     for name in names:
         began = time.monotonic()
         found = await RUNS[name](plan)
         found["took_s"] = round(time.monotonic() - began, 1)
         print(json.dumps({"arm": name, **found}), file=sys.stderr, flush=True)
-        answer["arms"][name] = {key: found.pop(key) for key in ABOUT if key in found}
-        answer |= found
-    answer["valid"] = min((about["valid"] for about in answer["arms"].values()), default=1)
+        answer["valid"] = min(answer["valid"], found.get("valid", 1))
+        about = {f"{name}_{key}": found.pop(key) for key in ABOUT if key in found}
+        answer |= flat(about | found)
     answer["misses"] = missed(answer)
     return answer
 

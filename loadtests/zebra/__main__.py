@@ -9,7 +9,8 @@ what it would on the accelerator that the process stands for, at a model and a l
 over all four; `asymmetric`, with some experts on the fast ones. Ratios are medians over rounds of
 what another arm took over what `zebra` did (`ratio_asym`: `zebra` over `asymmetric`), with the span
 of their middle half. `overlap_share`: of the seconds of transfers, those by which a step is not
-longer than one of `free`. The last line is JSON.
+longer than one of `free`. The last line is one flat JSON object, whose figures begin with their
+setting: `D1_4096_ratio_ep`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from loadtests.jobs.host import HostMeter
+from loadtests.measuring.flat import flat
 from loadtests.zebra.arms import COUNT, MICROS, Setting, arms
 
 SETTINGS = ("D1:4096", "D1:16384", "D1:20480")
@@ -46,11 +48,11 @@ def main() -> None:
     found: dict[str, Any] = {}
     for text in chosen.settings:
         model, _, length = text.partition(":")
-        found[text] = figures(Setting(model, int(length)), chosen.rounds)
-        print(text, json.dumps(found[text]), flush=True)
-    found |= use.reading()
-    found["valid"] = min(found[text]["valid"] for text in chosen.settings)
-    print(json.dumps(found))
+        name = f"{model}_{length}"
+        found[name] = figures(Setting(model, int(length)), chosen.rounds)
+        print(name, json.dumps(found[name]), flush=True)
+    valid = min(figures["valid"] for figures in found.values())
+    print(json.dumps(flat(found) | use.reading() | {"valid": valid}))
 
 
 def figures(setting: Setting, rounds: int) -> dict[str, Any]:

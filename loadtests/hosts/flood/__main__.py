@@ -8,7 +8,7 @@ The first wave is for what is filled once: buffers, pools, code. `grew_mib`, `gr
 `grew_threads` are from after it to the end, of the process with a port that grew most, beside
 `calm_mib` of `--calm-s` without frames. `gone`: processes that have ended meanwhile. Then the job
 is stopped, and another has to finish, with nothing lost and nothing trained twice in either. A
-frame is what a connection sends; `kinds` says how many there were of each.
+frame is what a connection sends; `kinds_*` say how many there were of each.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ async def flooded(
         "stopped": ended.phase,
         "finished": summary["phase"],
         **{key: summary[key] + mesh.summary("endless")[key] for key in ("lost", "trained_twice")},
-        "kinds": dict(kinds),
+        **{f"kinds_{kind}": count for kind, count in sorted(kinds.items())},
     }
     right = answer["finished"] == "finished" and not answer["gone"]
     books = (answer["lost"], answer["trained_twice"])
