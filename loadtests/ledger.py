@@ -150,21 +150,22 @@ def cpu_s(pid: int) -> float:
 # ---------------------------------------------------------------- engines that are killed
 
 
-def killed(seconds: float, every_s: float, standing_by: int) -> dict[str, Any]:
+def killed(chosen: argparse.Namespace) -> dict[str, Any]:
+    seconds = chosen.kill_seconds
     with processes("ledger-kill") as running:
         directory = running.directory
-        engines = Engines(running, standing_by)
+        engines = Engines(running, chosen.serving, chosen.standing_by)
         shard = running.shard(
             "greedy",
-            f"--engines={KILLED}",
-            f"--trajectories={KILLED_IN_FLIGHT}",
+            f"--engines={chosen.serving}",
+            f"--trajectories={chosen.killed_in_flight}",
             f"--seconds={seconds}",
             f"--out={directory}",
         )
         line_of(shard, running)
         end = time.monotonic() + seconds
-        while time.monotonic() + every_s < end:
-            time.sleep(every_s)
+        while time.monotonic() + chosen.kill_every < end:
+            time.sleep(chosen.kill_every)
             engines.kill()
         report: dict[str, Any] = json.loads(line_of(shard, running))
         prompts = min(report["opened"], GREEDY_PROMPTS)
@@ -187,16 +188,16 @@ def killed(seconds: float, every_s: float, standing_by: int) -> dict[str, Any]:
 
 
 class Engines:
-    """Three in service, and others that stand by loaded: a new one takes over under a name of its
-    own, as spot capacity comes.
+    """Engines in service, and others that stand by loaded: a new one takes over under a name of
+    its own, as spot capacity comes.
     """
 
-    def __init__(self, running: Processes, standing_by: int) -> None:
+    def __init__(self, running: Processes, serving: int, standing_by: int) -> None:
         self._running = running
-        self._standing_by = [self._started() for _ in range(KILLED + standing_by)]
+        self._standing_by = [self._started() for _ in range(serving + standing_by)]
         self._joined = 0
         self.kills = 0
-        self._serving = [self._next() for _ in range(KILLED)]
+        self._serving = [self._next() for _ in range(serving)]
 
     def _started(self) -> subprocess.Popen[str]:
         log = self._running.directory / "asked.log"
@@ -268,14 +269,16 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=ENGINES, help="simulated ones")
     parser.add_argument("--in-flight", type=int, default=IN_FLIGHT, help="trajectories over them")
     parser.add_argument("--warm", type=float, default=WARM_S, help="seconds before it is measured")
-    parser.add_argument("--standing-by", type=int, default=STANDING_BY, help="built-in engines")
+    parser.add_argument("--serving", type=int, default=KILLED, help="built-in engines")
+    parser.add_argument("--standing-by", type=int, default=STANDING_BY, help="more of them")
+    parser.add_argument("--killed-in-flight", type=int, default=KILLED_IN_FLIGHT, help="over them")
     parser.add_argument("--kill-every", type=float, default=KILL_EVERY_S, help="seconds")
     chosen = parser.parse_args()
     report: dict[str, Any] = {}
     if chosen.seconds:
         report |= loaded(chosen.seconds, chosen.engines, chosen.in_flight, chosen.warm)
     if chosen.kill_seconds:
-        report |= killed(chosen.kill_seconds, chosen.kill_every, chosen.standing_by)
+        report |= killed(chosen)
     print(json.dumps(report))
 
 

@@ -121,7 +121,8 @@ def difference(
     def expected(of: Tensor) -> Tensor:
         key = of.numpy().tobytes()
         if key not in known:
-            known[key] = reference(theirs, of)
+            value: Tensor = reference(theirs, of)
+            known[key] = value
         return known[key]
 
     worst = gap(trained(model, tokens), expected(tokens))

@@ -367,6 +367,7 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=1.0)
     options.add_argument("--curve", action="store_true", help="what CURVE costs, and no more")
     options.add_argument("--payloads", action="store_true", help="large calls, and no more")
+    options.add_argument("--calls", action="store_true", help="small calls, and no more")
     options.add_argument("--serve", choices=["mesh", "peer"], help=argparse.SUPPRESS)
     options.add_argument("--secret", default="", help=argparse.SUPPRESS)
     options.add_argument("--client", default="", help=argparse.SUPPRESS)
@@ -376,6 +377,8 @@ def main() -> None:
         uvloop.run(serve_mesh(chosen.secret, chosen.client) if meshed else serve_peer())
     elif chosen.curve:
         print(json.dumps(uvloop.run(compare_curve(chosen.rounds, chosen.seconds))))
+    elif chosen.calls:
+        print(json.dumps(uvloop.run(compare(chosen.rounds, chosen.seconds))))
     elif chosen.payloads:
         print(json.dumps(uvloop.run(compare_payloads(chosen.rounds, chosen.seconds))))
     else:

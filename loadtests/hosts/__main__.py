@@ -59,6 +59,7 @@ def result(found: dict[str, list[Arm]]) -> dict[str, Any]:
         "valid": min(arm["valid"] for arm in every),
         "late_share": max((arm["late_share"] or 0.0 for arm in every), default=0.0),
         **{key: max(arm[key] for arm in every) for key in ("host_cores", "steal_cores", "load")},
+        "router_cores": max(arm.get("router_cores", 0.0) for arm in every),
         **{key: sum(arm[key] for arm in every) for key in BOOKS},
     }
     if runs := found.get("demo"):

@@ -5,8 +5,9 @@ to clear. Takes Debian's `prometheus`.
 One flat JSON line: `fired` (alerts), `ALERT_fired_s`, `ALERT_cleared_s`, `not_fired`,
 `not_cleared`, `not_tried`, `errors` (scenes after which the mesh was not well again within five
 minutes), `unasked` (what fires while all is well), `missing` (series that alerts and dashboards
-name and the mesh does not have), `empty` (panels that never had a sample), `wall_s`. Exits with 1 unless every alert that was
-tried has fired and cleared, nothing is unasked or missing, and there were no errors.
+name and the mesh does not have), `empty` (panels that never had a sample), `wall_s`. Exits with 1
+unless every alert that was tried has fired and cleared, nothing is unasked or missing, and there
+were no errors.
 """
 
 from __future__ import annotations

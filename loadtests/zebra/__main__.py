@@ -22,13 +22,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 from loadtests.jobs.host import HostMeter
 from loadtests.measuring.flat import flat
-from loadtests.zebra.arms import COUNT, MICROS, Setting, arms
+from loadtests.zebra.arms import COUNT, LONGEST_S, MICROS, TOKENS, Setting, arms
 
 SETTINGS = ("D1:4096", "D1:16384", "D1:20480")
 MOST_CORES = 1.2  # of the ranks
@@ -43,13 +44,16 @@ def main() -> None:
     )
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--settings", nargs="+", default=SETTINGS)
+    options.add_argument("--tokens", type=int, default=TOKENS, help="of a real micro-batch")
+    options.add_argument("--longest-s", type=float, default=LONGEST_S, help="of a task")
     chosen = options.parse_args()
     use = HostMeter()
     found: dict[str, Any] = {}
     for text in chosen.settings:
         model, _, length = text.partition(":")
         name = f"{model}_{length}"
-        found[name] = figures(Setting(model, int(length)), chosen.rounds)
+        setting = Setting(model, int(length), chosen.tokens, chosen.longest_s)
+        found[name] = figures(setting, chosen.rounds)
         print(name, json.dumps(found[name]), flush=True)
     valid = min(figures["valid"] for figures in found.values())
     print(json.dumps(flat(found) | use.reading() | {"valid": valid}))
@@ -58,7 +62,7 @@ def main() -> None:
 def figures(setting: Setting, rounds: int) -> dict[str, Any]:
     """Those of a setting, of ranks of their own."""
     with tempfile.TemporaryDirectory(prefix="zebra") as directory:
-        words = [directory, setting.model, str(setting.length), str(rounds)]
+        words = [directory, json.dumps(asdict(setting)), str(rounds)]
         subprocess.run(
             [sys.executable, "-m", "loadtests.zebra.gang", *words],
             check=True,

@@ -31,6 +31,8 @@ class Setting:
 
     model: str
     length: int
+    tokens: int = TOKENS  # of a real micro-batch
+    longest_s: float = LONGEST_S  # that the longest task takes here
 
     @cached_property
     def profile(self) -> Profile:
@@ -60,7 +62,7 @@ class Setting:
     def scale(self) -> float:
         """Real seconds of a declared one."""
         costs, _ = self.costs
-        return LONGEST_S / max(costs.attention, costs.experts) / costs.backward
+        return self.longest_s / max(costs.attention, costs.experts) / costs.backward
 
     @property
     def balance(self) -> float:

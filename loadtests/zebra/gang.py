@@ -1,4 +1,6 @@
-"""The ranks of a gang: `python -m loadtests.zebra.gang DIRECTORY MODEL LENGTH ROUNDS`.
+"""The ranks of a gang: `python -m loadtests.zebra.gang DIRECTORY SETTING ROUNDS`.
+
+SETTING is a JSON object, the fields of `Setting`.
 
 They are forks of one process, without a mesh. Each computes steps of all arms, in rotating order,
 and writes what it did: when a step began and ended, how long it computed, and what its lanes moved
@@ -26,7 +28,7 @@ from common.job.config import AlgorithmConfig, OptimizerConfig
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.rows import Drawn
-from loadtests.zebra.arms import COUNT, TOKENS, Arm, Setting, arms
+from loadtests.zebra.arms import COUNT, Arm, Setting, arms
 from services.trainer.arithmetic.packing import Bin
 from services.trainer.ranks.rank import join_group
 from services.trainer.zebra.learner import ZebraLearner
@@ -56,7 +58,7 @@ def config(setting: Setting) -> ModelConfig:
             "num_experts": profile.experts,
             "num_experts_per_tok": profile.experts_per_token,
             "norm_topk_prob": True,
-            "max_position_embeddings": TOKENS,
+            "max_position_embeddings": setting.tokens,
             "rms_norm_eps": 1e-6,
             "rope_theta": 10000.0,
             "tie_word_embeddings": True,
@@ -66,24 +68,24 @@ def config(setting: Setting) -> ModelConfig:
 
 def bin_of(setting: Setting, number: int) -> Bin:
     """One sequence, whose rows go to all experts evenly, as the declared costs have it."""
-    random = np.random.default_rng(number)
+    random, count = np.random.default_rng(number), setting.tokens
     profile = setting.profile
     k = profile.experts_per_token
-    tokens = random.integers(0, VOCABULARY, TOKENS).astype(np.int32)
-    each = np.arange(TOKENS) % (profile.experts // k)
+    tokens = random.integers(0, VOCABULARY, count).astype(np.int32)
+    each = np.arange(count) % (profile.experts // k)
     shape = profile.layers, k
     columns = [random.permutation(each) for _ in range(profile.layers * k)]
-    chosen = np.stack(columns, 1).reshape(TOKENS, *shape) * k + np.arange(k)
+    chosen = np.stack(columns, 1).reshape(count, *shape) * k + np.arange(k)
     return Bin(
         tokens=tokens,
         targets=np.roll(tokens, -1),
-        positions=np.arange(TOKENS, dtype=np.int32),
-        starts=np.array([0, TOKENS], np.int32),
-        mask=np.ones(TOKENS, np.bool_),
-        fresh=np.ones(TOKENS, np.bool_),
-        behaviour=np.full(TOKENS, -np.log(VOCABULARY), np.float32),
-        advantage=np.ones(TOKENS, np.float32),
-        weight=np.ones(TOKENS, np.float32),
+        positions=np.arange(count, dtype=np.int32),
+        starts=np.array([0, count], np.int32),
+        mask=np.ones(count, np.bool_),
+        fresh=np.ones(count, np.bool_),
+        behaviour=np.full(count, -np.log(VOCABULARY), np.float32),
+        advantage=np.ones(count, np.float32),
+        weight=np.ones(count, np.float32),
         experts=chosen.astype(np.int16),
     )
 
@@ -94,7 +96,7 @@ def made(setting: Setting, arm: Arm, rank: int, group: Any) -> ZebraLearner:
     with torch.device("meta"):
         model = Decoder(shape)
     profile = arm.profile(setting).slowed(setting.scale)
-    pace = ZebraPace(profile, arm.kind(profile, rank), setting.length / TOKENS)
+    pace = ZebraPace(profile, arm.kind(profile, rank), setting.length / setting.tokens)
     return ZebraLearner(
         model,
         OptimizerConfig(),
@@ -181,5 +183,5 @@ def main(directory: Path, setting: Setting, rounds: int) -> int:
 
 
 if __name__ == "__main__":
-    directory, model, length, rounds = sys.argv[1:]
-    sys.exit(main(Path(directory), Setting(model, int(length)), int(rounds)))
+    directory, setting, rounds = sys.argv[1:]
+    sys.exit(main(Path(directory), Setting(**json.loads(setting)), int(rounds)))
