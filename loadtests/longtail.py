@@ -51,11 +51,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=REQUESTS)
+    parser.add_argument("--mean", type=float, default=MEAN, help="tokens of a request")
     parser.add_argument("--context", type=int, default=LONG, help="tokens beside short requests")
     parser.add_argument("--table-steps", type=int, default=TABLE_STEPS, help="of each cell")
+    parser.add_argument("--contexts", type=int, nargs=2, default=CONTEXTS, help="of the table")
     chosen = parser.parse_args()
     one_core()
-    lengths = drawn(chosen.requests, seed=0)
+    lengths = drawn(chosen.requests, chosen.mean, seed=0)
     random.seed(0)
     with tempfile.TemporaryDirectory(prefix="meshrl-longtail-") as folder:
         model = make_model(Path(folder) / "qwen2")
@@ -64,7 +66,7 @@ def main() -> None:
         tables: list[Table] = []
         contexts: list[float] = []
         for _ in range(chosen.rounds):
-            tables.append(Table(engine, chosen.table_steps))
+            tables.append(Table(engine, chosen.table_steps, tuple(chosen.contexts)))
             times.append(engine.ask(prompts(len(lengths), SHORT), lengths).cpu_s)
             contexts.append(context_cost(engine, chosen.context))
         in_batches = static_s(static, prompts(len(lengths), SHORT), lengths)
@@ -86,9 +88,9 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def drawn(requests: int, seed: int) -> list[int]:
+def drawn(requests: int, mean: float, seed: int) -> list[int]:
     """New tokens of each request: quantiles of the lognormal, so that no draw is a lucky one."""
-    mu = math.log(MEAN) - SIGMA**2 / 2
+    mu = math.log(mean) - SIGMA**2 / 2
     quantiles = [NormalDist().inv_cdf((i + 0.5) / requests) for i in range(requests)]
     lengths = [min(MOST, max(1, round(math.exp(mu + SIGMA * z)))) for z in quantiles]
     random.Random(seed).shuffle(lengths)
@@ -110,14 +112,14 @@ def context_cost(engine: Contestant, context: int) -> float:
 class Table:
     """Seconds of a decode step by running sequences and the sum of their contexts, measured."""
 
-    def __init__(self, engine: Contestant, steps: int) -> None:
-        self._steps = steps
-        short, long = ([self._step_s(engine, n, context) for n in RUNNING] for context in CONTEXTS)
+    def __init__(self, engine: Contestant, steps: int, contexts: tuple[int, int]) -> None:
+        self._steps, self._least = steps, contexts[0]
+        short, long = ([self._step_s(engine, n, context) for n in RUNNING] for context in contexts)
         self._steps_s = np.array(short)
         self._prompt_s = median(  # of one prompt and the first token behind it
             engine.ask(prompts(SLOTS, SHORT), [1] * SLOTS).cpu_s / SLOTS for _ in range(5)
         )
-        extra = np.array(RUNNING) * (CONTEXTS[1] - CONTEXTS[0])
+        extra = np.array(RUNNING) * (contexts[1] - contexts[0])
         # of one token of context: the slope through the origin of what longer contexts add
         self._context_s = float(((np.array(long) - self._steps_s) * extra).sum() / (extra**2).sum())
 
@@ -127,7 +129,7 @@ class Table:
 
     def step_s(self, running: int, contexts: int) -> float:
         base = float(np.interp(running, RUNNING, self._steps_s))
-        return base + self._context_s * (contexts - running * CONTEXTS[0])
+        return base + self._context_s * (contexts - running * self._least)
 
     def list_schedule_s(self, lengths: list[int]) -> float:
         """The time of the list schedule (Graham 1966) on SLOTS slots."""

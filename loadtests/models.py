@@ -120,10 +120,7 @@ def difference(
 
     def expected(of: Tensor) -> Tensor:
         key = of.numpy().tobytes()
-        if key not in known:
-            value: Tensor = reference(theirs, of)
-            known[key] = value
-        return known[key]
+        return known[key] if key in known else known.setdefault(key, reference(theirs, of))
 
     worst = gap(trained(model, tokens), expected(tokens))
     for path in paths:
@@ -140,7 +137,7 @@ def gap(found: Tensor, expected: Tensor) -> float:
 @torch.inference_mode()
 def reference(theirs: Any, tokens: Tensor) -> Tensor:
     """[n - 1] log-probabilities of all tokens but the first."""
-    logits = theirs(tokens[None]).logits[0, :-1].float()
+    logits: Tensor = theirs(tokens[None]).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
 
 

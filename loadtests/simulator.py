@@ -22,6 +22,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing import get_context
 from statistics import median
 from typing import Any
@@ -51,6 +52,17 @@ BROAD = Workload(
     moves=False,
     helping=15,
 )
+
+
+def broad(gangs: int) -> Workload:
+    """Return the broad job for so many gangs, each with as much work as of the declared ones."""
+    share = gangs / BROAD.workers
+    return replace(
+        BROAD,
+        workers=gangs,
+        groups_per_step=max(1, round(share * BROAD.groups_per_step)),
+        helping=round(share * BROAD.helping),
+    )
 
 
 def simulated(workload: Workload, seed: int, longest: int = LONGEST) -> tuple[float, float]:
@@ -138,6 +150,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--jobs", default="trained,even", help="of the real mesh")
     parser.add_argument("--steps", type=int, default=0, help="of each job; 0: its own")
+    parser.add_argument("--gangs", type=int, default=BROAD.workers, help="of the broad job")
     a = parser.parse_args()
     first, _, last = a.seeds.partition(":")
     told: dict[str, Any] = {}
@@ -146,7 +159,7 @@ def main() -> int:
         tasks = [(s, w) for s in range(int(first), int(last)) for w in splits(s, a.steps)]
         told |= virtual(tasks, a.processes)
     if "broad" in arms:
-        found = virtual([(0, shortened(BROAD, a.steps))], 1)
+        found = virtual([(0, shortened(broad(a.gangs), a.steps))], 1)
         told |= {f"broad_{key}": value for key, value in found.items()}
     if "real" in arms:
         found = asyncio.run(real(a.jobs.split(","), a.steps))

@@ -51,7 +51,8 @@ SMOKES: tuple[Smoke, ...] = (
     ),
     Smoke(
         "loadtests.longtail",
-        "loadtests.longtail --rounds 1 --requests 16 --context 64 --table-steps 2",
+        "loadtests.longtail --rounds 1 --requests 8 --mean 4 --context 64 --table-steps 2 "
+        "--contexts 16 32",
         reason=TORCH,
     ),
     Smoke(
@@ -319,7 +320,7 @@ SMOKES: tuple[Smoke, ...] = (
     ),
     Smoke(
         "loadtests.regret",
-        "loadtests.regret --arms virtual --seeds 0:1 --processes 1 --steps 2",
+        "loadtests.regret --arms virtual --seeds 16:17 --processes 1 --steps 2",
         (
             "far_defaults",
             "moves",
@@ -331,7 +332,7 @@ SMOKES: tuple[Smoke, ...] = (
     ),
     Smoke(
         "loadtests.simulator",
-        "loadtests.simulator --arms virtual,broad --seeds 0:1 --processes 1 --steps 1",
+        "loadtests.simulator --arms virtual,broad --seeds 16:17 --processes 1 --steps 1 --gangs 4",
         ("step_time_error", "broad_step_time_error", "speed_up"),
     ),
     Smoke(
