@@ -1,5 +1,5 @@
-"""One of two ranks on hosts of their own: `python -m tests.hosts.far_rank RANK ADDRESS ADDRESS`,
-those of the hosts in rank order.
+"""One of two ranks on hosts of their own, which have a deadline for each meeting and collective:
+`python -m tests.hosts.far_rank RANK SECONDS ADDRESS ADDRESS`, those of the hosts in rank order.
 
 They train until the network ends it, and say so; once a file `mended` is there they meet again, and
 repeat the first step. Prints a line of JSON for each thing that happens.
@@ -32,14 +32,13 @@ from tests.unit.trainer.ranks.batches_under_test import (
 from tests.unit.trainer.ranks.rows_under_test import sharded_learner
 
 PORT = 7100
-DEADLINE_S = 6.0
 
 
 def say(what: str, value: Any) -> None:
     print(json.dumps([what, value]), flush=True)
 
 
-def met(rank: Rank, generation: int, addresses: list[str]) -> None:
+def met(rank: Rank, generation: int, addresses: list[str], deadline_s: float) -> None:
     """Says how long it took."""
     own = addresses[rank.rank]
     interface = interfaces.wide(MeshSettings("", "", bind=f"tcp://{own}:*"))
@@ -48,7 +47,7 @@ def met(rank: Rank, generation: int, addresses: list[str]) -> None:
     door = listen(own, range(PORT + generation, PORT + generation + 1)) if rank.rank == 0 else None
     with door or contextlib.nullcontext():
         began = time.monotonic()
-        rank.form(Meeting(generation, where, DEADLINE_S, addresses), interface, door)
+        rank.form(Meeting(generation, where, deadline_s, addresses), interface, door)
     say("met", time.monotonic() - began)
     names = list(rank.outline(False))
     rank.take(names, given_weights("plain") if rank.rank == 0 else None)
@@ -76,24 +75,24 @@ def lost(rank: Rank, step: int) -> float:
             raise
 
 
-def main(number: int, addresses: list[str]) -> None:
+def main(number: int, deadline_s: float, addresses: list[str]) -> None:
     torch.set_num_threads(1)
     rank = Rank(partial(sharded_learner, "plain"), number, 2, "cpu")
-    met(rank, 1, addresses)
+    met(rank, 1, addresses, deadline_s)
     say("step", stepped(rank, 0))
     say("lost", lost(rank, 0))
     rank.leave()
     try:  # nobody reaches the other
-        met(rank, 2, addresses)
+        met(rank, 2, addresses, deadline_s)
     except RankLost as error:
         say("apart", str(error))
     rank.leave()
     while not Path("mended").exists():
         time.sleep(0.02)
-    met(rank, 3, addresses)
+    met(rank, 3, addresses, deadline_s)
     say("step", stepped(rank, 0))
     rank.leave()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])

@@ -12,8 +12,9 @@ import pytest
 
 from loadtests.hosts.hosts import CODE, Hosts
 from loadtests.hosts.init import HOME
-from tests.hosts.far_rank import DEADLINE_S
+from tests.load import scaled
 
+DEADLINE_S = 6.0  # for a meeting of ranks, and for each collective
 # A name that nobody resolves: who is reached by it is reached by nobody.
 NAMED = f'hostname nowhere.invalid; PYTHONPATH={CODE} exec "$@"'
 
@@ -26,7 +27,7 @@ class Talk:
         self._process, self._lines = process, process.stdout
 
     async def said(self, what: str, within_s: float = 60.0) -> Any:
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(scaled(within_s)):
             line = await self._lines.readline()
         if not line:
             assert self._process.stderr is not None
@@ -38,11 +39,12 @@ class Talk:
 
 @pytest.mark.timeout(240)
 async def test_ranks_that_the_network_parts_are_lost_and_go_on_bit_by_bit_when_it_is_back() -> None:
+    deadline_s = scaled(DEADLINE_S)
     async with Hosts(2) as hosts, contextlib.AsyncExitStack() as running:
         talks = []
         for number in (0, 1):
             host = hosts[number]
-            words = ("python", "-m", "tests.hosts.far_rank", str(number))
+            words = ("python", "-m", "tests.hosts.far_rank", str(number), str(deadline_s))
             named = ("sh", "-c", NAMED, "sh", *words, hosts[0].address, hosts[1].address)
             process = host.started(*named, pipes=True)
             talks.append(Talk(await running.enter_async_context(process)))
@@ -51,11 +53,11 @@ async def test_ranks_that_the_network_parts_are_lost_and_go_on_bit_by_bit_when_i
         await talks[1].said("step")
         async with hosts.partition(1):
             for talk in talks:
-                assert await talk.said("lost") <= DEADLINE_S + 10.0
+                assert await talk.said("lost") <= deadline_s + scaled(10.0)
             for talk in talks:
-                await talk.said("apart", 4 * DEADLINE_S + 60.0)
+                await talk.said("apart", 4 * deadline_s + 60.0)
         for number in (0, 1):
             hosts[number].path(HOME).joinpath("mended").touch()
         for talk in talks:
-            assert await talk.said("met") < DEADLINE_S + 10.0
+            assert await talk.said("met") < deadline_s + scaled(10.0)
         assert await talks[0].said("step") == before

@@ -17,11 +17,12 @@ from loadtests.hosts import leftovers
 from loadtests.hosts.host import Host
 from loadtests.hosts.hosts import Hosts
 from tests.hosts.conftest import PORT, probed, serving
+from tests.load import scaled
 
 
 async def running(host: Host, count: int) -> list[psutil.Process]:
     """Processes of a host, once there are so many."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(scaled(10)):
         while len(found := host.processes()) < count:
             await asyncio.sleep(0.01)
     return found
@@ -61,14 +62,15 @@ async def test_a_link_has_the_rate_it_was_given() -> None:
         (rate,) = await probed(hosts[1], "send", hosts[0], 3 << 20)
         assert rate < 1.1 * 100e6 / 8
     async with Hosts(2, rate="1gbit") as hosts, serving(hosts[0]):
-        (faster,) = await probed(hosts[1], "send", hosts[0], 12 << 20)
-        assert faster > 1.2 * rate
+        async with asyncio.timeout(scaled(60)):  # a busy machine may be slower than the link
+            while (await probed(hosts[1], "send", hosts[0], 12 << 20))[0] <= 1.2 * rate:
+                pass
 
 
 async def test_a_round_trip_takes_twice_the_delay() -> None:
     async with Hosts(2, delay_s=0.02) as hosts, serving(hosts[0]):
         took = await probed(hosts[1], "ask", hosts[0], 20)
-        assert 0.04 <= min(took) < 0.2
+        assert 0.04 <= min(took) < scaled(0.2)
         assert hosts.router_cpu_s() > 0
 
 
@@ -106,7 +108,7 @@ async def test_a_killed_host_is_silent_and_comes_back_with_its_disk() -> None:
             processes = await running(hosts[1], 1)
             await hosts.kill(1)
             assert await sleeper.wait() == -signal.SIGKILL
-            _, left = await asyncio.to_thread(psutil.wait_procs, processes, timeout=20.0)
+            _, left = await asyncio.to_thread(psutil.wait_procs, processes, timeout=scaled(20.0))
             assert not left
         refused = await hosts[0].run(
             *("python", "-m", "loadtests.hosts.probe", "ask", "10.77.1.2", str(PORT), "1"),
@@ -124,7 +126,7 @@ async def test_a_command_ends_with_its_block_and_is_in_the_groups_of_its_host() 
         async with hosts[0].started("sh", "-c", "sleep 601 & sleep 602") as command:
             processes = await running(hosts[0], 3)
             hosts[0].signal(command, signal.SIGSTOP)
-        _, left = await asyncio.to_thread(psutil.wait_procs, processes, timeout=20.0)
+        _, left = await asyncio.to_thread(psutil.wait_procs, processes, timeout=scaled(20.0))
         assert not left
         if hosts[0].groups:
             assert hosts[0].groups[0].name in (await hosts[0].run("cat", "/proc/self/cgroup")).out
@@ -167,7 +169,7 @@ asyncio.run(main())
     assert len(inits) == 3 and _directories(killed.pid)
     killed.kill()
     await killed.wait()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(scaled(20)):
         while any(init.is_running() and init.status() != "zombie" for init in inits):
             await asyncio.sleep(0.02)
         while _directories(killed.pid):  # groups are empty once the kernel has buried everybody

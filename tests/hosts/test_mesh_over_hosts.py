@@ -8,6 +8,7 @@ import pytest
 
 from loadtests.hosts.hosts import Hosts
 from loadtests.hosts.mesh import ROOT, HostsMesh, mesh_over
+from tests.load import scaled
 
 JOB = Path(__file__).parents[1] / "mesh" / "jobs" / "digits.toml"
 RUN_S = 420.0
@@ -30,7 +31,7 @@ async def test_a_host_joins_and_trains_and_is_missed_when_it_vanishes() -> None:
         assert {len(owners) for owners in mesh.leaders().values()} == {1}
         assert not (await hosts[1].run("ls", f"{ROOT}/mesh/redis", check=False)).out
         await hosts.kill(1)
-        await mesh.until(lambda look: mesh.names[1] not in _alive(look.processes), 60.0)
+        await mesh.until(lambda look: mesh.names[1] not in _alive(look.processes), scaled(60.0))
 
 
 def _alive(processes: list[dict[str, str]]) -> set[str]:

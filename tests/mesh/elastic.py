@@ -33,6 +33,7 @@ from common.wire.blob import pack
 from common.wire.bulk.port import BulkClient
 from common.wire.weight_store import put
 from meshrl.job import bundle, jobfile
+from tests.load import scaled
 from tests.meshes import SECRET
 from tests.nursery import TestNursery
 
@@ -71,12 +72,13 @@ class ElasticMesh:
         there = self.directory / "there"  # a host that shares no directory with the first
         there.mkdir()
         replace(settings, host="there", run_root=str(there)).to_file(there / "settings.json")
-        for _ in range(200):
-            try:
-                self.state = await State.open(server.url, connect_s=1)
-                break
-            except StateUnavailable:
-                await asyncio.sleep(0.05)
+        async with asyncio.timeout(scaled(WITHIN_S)):
+            while True:
+                try:
+                    self.state = await State.open(server.url, connect_s=scaled(1))
+                    break
+                except StateUnavailable:
+                    await asyncio.sleep(0.05)
         self.run("weights", "services.weights", [])
         self.mesh = await Mesh.open("test", "trainer", settings)
         self.mesh.start()
@@ -89,7 +91,7 @@ class ElasticMesh:
         for child in reversed(self.children.values()):
             child.kill()
         for child in self.children.values():
-            await child.wait(5.0)
+            await child.wait(scaled(5.0))
         self._nursery.close()
         await self.worker.leave()
         await self.mesh.leave()
@@ -142,7 +144,7 @@ class ElasticMesh:
         self, what: str, look: Callable[[], Awaitable[T | None]], within_s: float = WITHIN_S
     ) -> T:
         """What `look` returns, once it returns something that is true."""
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(scaled(within_s)):
             try:
                 while not (found := await look()):
                     await asyncio.sleep(0.02)
@@ -178,6 +180,7 @@ class Training:
         self.elastic, self.job, self.ranks, self._others = elastic, job, ranks, others
         self.host = host
         self.apart: Apart | None = None  # how ranks that start from now on divide a mixture
+        self.rank_deadline_s = scaled(10.0)  # that a healthy rank meets, on a slow machine too
         self.accelerators = [""] * ranks  # what they are on
         self._admitted: list[groups.Admitted] = []
         self._released = 0
@@ -189,7 +192,7 @@ class Training:
             "training.ranks": self.ranks,
             "training.bin_tokens": 40,  # about seven bins a step
             "training.checkpoint_every": 1,
-            "training.rank_deadline_s": 10.0,
+            "training.rank_deadline_s": self.rank_deadline_s,
             "mesh.workers": self.ranks + 1,
             "budget.steps": STEPS,
             "algorithm.max_staleness": STEPS,

@@ -19,6 +19,7 @@ from redis import Redis
 from common.records import ledger
 from common.records.ledger import Kind
 from meshrl.observe.recording.audit import audit
+from tests.load import scaled
 
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).parent / "jobs/digits.toml"
@@ -59,7 +60,7 @@ class Run:
         if self.program.poll() is None:
             self.program.send_signal(signal.SIGINT)
             try:
-                self.program.wait(20.0)
+                self.program.wait(scaled(20.0))
             except subprocess.TimeoutExpired:
                 self.program.kill()
                 self.program.wait()
@@ -67,7 +68,7 @@ class Run:
 
     def finish(self) -> int:
         """The exit status of the run, once it has ended by itself."""
-        return self.program.wait(END_S)
+        return self.program.wait(scaled(END_S))
 
     @property
     def said(self) -> str:
@@ -78,6 +79,7 @@ class Run:
 
     def until(self, what: str, look: Callable[[], T | None], within_s: float = UP_S) -> T:
         """What `look` returns, once it returns something."""
+        within_s = scaled(within_s)
         end = time.monotonic() + within_s
         while time.monotonic() < end:
             found = look()

@@ -23,6 +23,7 @@ from meshrl.commands import diagnosis
 from meshrl.job import bundle, jobfile
 from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher, Shape
+from tests.load import scaled
 from tests.mesh.running import JOB
 
 pytestmark = pytest.mark.timeout(300)
@@ -61,6 +62,7 @@ async def submitted(
 
 
 async def ends(mesh: Launcher, name: str, within_s: float) -> jobs.JobRow:
+    within_s = scaled(within_s)
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         row = await jobs.job(mesh.state, name)
@@ -131,6 +133,6 @@ async def test_a_job_that_cannot_run_says_why_and_the_next_one_runs(mesh: Launch
     assert {t["job"] for t in told} == {"positions", "sglang", "environment"}
     assert all(t["final"] and t["error"]["type"] == "ConfigError" for t in told), json.dumps(told)
     assert {end.job for end in await ended(mesh.state)} <= {*CASES, "unforeseen"}
-    async with asyncio.timeout(ENDS_S):
+    async with asyncio.timeout(scaled(ENDS_S)):
         while of_jobs(mesh):
             await asyncio.sleep(0.1)

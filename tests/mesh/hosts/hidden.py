@@ -20,6 +20,7 @@ from meshrl.launch.directory import leftovers
 from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.hosting import HostShape
+from tests.load import scaled
 from tests.mesh.hosts.joining import END_S, JoinedHost
 from tests.mesh.running import ROOT
 
@@ -71,7 +72,7 @@ class HiddenHost(JoinedHost):
         """All that runs there is gone at once."""
         assert self.program is not None
         self.program.kill()  # first, for it starts others again
-        self.program.wait(END_S)
+        self.program.wait(scaled(END_S))
         while there := leftovers.belonging_to(self.place.settings.resolve()):
             for pid in there:
                 with suppress(ProcessLookupError):

@@ -20,6 +20,7 @@ from meshrl.job import bundle, jobfile
 from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.hosting import HostShape
+from tests.load import scaled
 from tests.mesh.running import JOB, ROOT
 
 WITHIN_S = 90.0
@@ -55,7 +56,7 @@ class JoinedHost:
         """Ends it in order; its exit status."""
         assert self.program is not None
         self.program.send_signal(signal.SIGTERM)
-        return self.program.wait(END_S)
+        return self.program.wait(scaled(END_S))
 
     @property
     def said(self) -> str:
@@ -77,6 +78,7 @@ async def until(
     what: str, look: Callable[[], Awaitable[T | None]], within_s: float = WITHIN_S
 ) -> T:
     """What `look` returns, once it returns something."""
+    within_s = scaled(within_s)
     end = time.monotonic() + within_s
     while time.monotonic() < end:
         if found := await look():

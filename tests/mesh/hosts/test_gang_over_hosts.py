@@ -13,6 +13,7 @@ from common.pool.settings import PoolSettings
 from common.state import events, jobs, registry
 from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher, Shape
+from tests.load import scaled
 from tests.mesh.hosts.hidden import HiddenHost
 from tests.mesh.hosts.joining import submitted, until
 
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.needs("root")]
 @pytest.fixture
 async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Launcher]:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    pool = PoolSettings(gangs="network", short_s=120.0)  # the second host may come late
+    pool = PoolSettings(gangs="network", short_s=scaled(120.0))  # the second host may come late
     launcher = Launcher(MeshPlace(tmp_path / "head"), Shape(workers=1), pool)
     await launcher.start()
     yield launcher
@@ -43,7 +44,7 @@ async def test_a_gang_over_two_hosts_loses_nothing_with_a_rank_or_with_the_host_
             "training.checkpoint_every=1",
             "training.ranks=2",
             "mesh.workers=3",
-            "training.rank_deadline_s=20.0",
+            f"training.rank_deadline_s={scaled(20.0)}",
         )
         await submitted(mesh, "digits", *words)
 

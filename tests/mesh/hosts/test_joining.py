@@ -23,6 +23,7 @@ from common.settings import REDIS_ENV, MeshSettings
 from meshrl import health
 from meshrl.launch.directory import leftovers
 from meshrl.launch.directory.places import MeshPlace, read_if_whole
+from tests.load import scaled
 from tests.mesh.running import JOB, ROOT
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.needs("redis-server")]
@@ -47,7 +48,7 @@ class Commands:
             capture_output=True,
             text=True,
             input=given,
-            timeout=WITHIN_S,
+            timeout=scaled(WITHIN_S),
         )
 
     def said(self, *words: str, given: str | None = None) -> str:
@@ -91,7 +92,7 @@ class Commands:
         return "\n".join(f"--- {f}\n{f.read_text(errors='replace')[-800:]}" for f in logs)
 
     def until(self, what: str, look: Callable[[], Any]) -> None:
-        end = time.monotonic() + WITHIN_S
+        end = time.monotonic() + scaled(WITHIN_S)
         while not look():
             assert time.monotonic() < end, f"not {what}: {self.logs()}"
             time.sleep(0.2)
@@ -147,10 +148,10 @@ def test_hosts_join_compute_leave_and_are_expelled(commands: Commands) -> None:
 
     job = commands.said("submit", str(JOB), "--mesh", str(head), "--set", "budget.steps=2")
     assert "submitted digits" in job
-    commands.said("wait", "digits", "--mesh", str(head), "--timeout", str(WITHIN_S - 20))
+    commands.said("wait", "digits", "--mesh", str(head), "--timeout", str(scaled(WITHIN_S - 20)))
 
     first.send_signal(signal.SIGTERM)
-    assert first.wait(WITHIN_S) == 0
+    assert first.wait(scaled(WITHIN_S)) == 0
     assert f"{joined.host} is drained after" in output.read_text()
     assert commands.hosts()[1]["draining"] == "is told to end"
     commands.said("join", "--root", str(second))  # it is a member: no token
@@ -171,7 +172,7 @@ def test_hosts_join_compute_leave_and_are_expelled(commands: Commands) -> None:
     told = commands.at_head("keys", "revoke", key["public"][:8])
     assert f"of {key['name']} on {name} is revoked" in told
     commands.at_head("keys", "revoke", name)
-    assert staying.wait(WITHIN_S) == 2, "it is of no use to start it again"
+    assert staying.wait(scaled(WITHIN_S)) == 2, "it is of no use to start it again"
     assert f"does not let {name} in" in (third / "mesh/logs/hosting.log").read_text()
     assert not running(third)
     assert "token create --host" in commands.refused("join", "--root", str(third))
@@ -187,7 +188,7 @@ def ready(where: str) -> bool:
 
 
 def metrics(where: str) -> str:
-    with urllib.request.urlopen(f"http://{where}/metrics", timeout=WITHIN_S) as answer:
+    with urllib.request.urlopen(f"http://{where}/metrics", timeout=scaled(WITHIN_S)) as answer:
         return str(answer.read().decode())
 
 

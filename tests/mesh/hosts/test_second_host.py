@@ -25,6 +25,7 @@ from meshrl.cli import app
 from meshrl.launch.directory import leftovers
 from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher, Shape
+from tests.load import scaled
 from tests.mesh.hosts.joining import JoinedHost, beside, submitted, until
 
 T = TypeVar("T")
@@ -138,7 +139,7 @@ async def is_drained(mesh: Launcher, host: JoinedHost, heard: list[Event]) -> No
     assert (second["host"], second["state"]) == (host.name, "up")
     assert second["workers"] == ["h1w0"] and second["residents"] and second["trip_ms"] > 0
     assert head["services"] + second["services"]
-    drained = await said(mesh, "drain", "second", "--wait", "--timeout", "90")
+    drained = await said(mesh, "drain", "second", "--wait", "--timeout", str(scaled(90)))
     assert (drained["state"], drained["residents"], drained["services"]) == ("drained", [], [])
     assert drained["drain_s"] > 0
     await until("word of it", lambda: later(heard, "drain_settled"))
@@ -147,7 +148,7 @@ async def is_drained(mesh: Launcher, host: JoinedHost, heard: list[Event]) -> No
 
 
 async def within(reading: Awaitable[T]) -> T:
-    return await asyncio.wait_for(reading, 60.0)
+    return await asyncio.wait_for(reading, scaled(60.0))
 
 
 async def vanishes_and_comes_back(mesh: Launcher, host: JoinedHost, heard: list[Event]) -> None:
@@ -164,7 +165,7 @@ async def following(mesh: Launcher, name: str) -> AsyncIterator[asyncio.subproce
     """
     line = ["logs", "-f", name, "--mesh", str(mesh.place.root)]
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    waits = f"from meshrl import __main__, logs; logs.SILENT_S = {SILENT_S}"
+    waits = f"from meshrl import __main__, logs; logs.SILENT_S = {scaled(SILENT_S)}"
     patient = f"{heard}; {waits}; __main__.main()"
     follows = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", patient, *line), stdout=subprocess.PIPE, stderr=subprocess.PIPE

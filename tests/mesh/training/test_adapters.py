@@ -21,13 +21,14 @@ from common.model.lora import is_adapter
 from common.weights.manifest import read_whole
 from common.wire.bulk.port import ChunkStore
 from meshrl.exporting import export
+from tests.load import scaled
 from tests.mesh.running import Run
 
 STEPS = 16
 
 
 def get(address: str, page: str) -> str:
-    with urllib.request.urlopen(address + page, timeout=5.0) as answer:
+    with urllib.request.urlopen(address + page, timeout=scaled(5.0)) as answer:
         return str(answer.read().decode())
 
 

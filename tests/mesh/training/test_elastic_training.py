@@ -138,7 +138,8 @@ async def test_a_rank_that_dies_or_hangs_costs_the_step_it_was_in(
     hung = elastic.children[rank].pid
     elastic.stop(rank)
     await training.release(3)
-    await elastic.until("the hung rank is lost", lambda: more_than(elastic, len(killed)), 30.0)
+    within_s = 3 * training.rank_deadline_s
+    await elastic.until("the hung rank is lost", lambda: more_than(elastic, len(killed)), within_s)
     await training.start_rank(1)  # takes the name when the lease of the hung one has ended
     await training.caught_up()
     os.kill(hung, signal.SIGCONT)  # it wakes to find that it is another's name

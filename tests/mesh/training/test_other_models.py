@@ -22,6 +22,7 @@ from common.model.decoder import Decoder
 from common.model.hf import load_model, save_model
 from common.wire.bulk.port import ChunkStore
 from meshrl.preflight.weights import READ_BYTES
+from tests.load import scaled
 from tests.mesh.running import JOB, ROOT, Run
 
 QUICK = {"rollout__max_tokens": 24, "algorithm__group_size": 4, "algorithm__groups_per_step": 2}
@@ -97,7 +98,8 @@ def test_a_job_is_held_to_its_first_weights_and_keeps_its_best_ones(
     assert ChunkStore(one.directory / "store").has(manifest)
     out = tmp_path / "best"
     words = ["export", str(one.directory), "--best", "--out", str(out)]
-    subprocess.run([sys.executable, "-m", "meshrl", *words], cwd=ROOT, check=True, timeout=100)
+    command = [sys.executable, "-m", "meshrl", *words]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=scaled(100))
     load_model(out)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.launch.directory import leftovers
+from tests.load import scaled
 from tests.mesh.running import Run
 
 STEPS, STALENESS = 10, 1
@@ -73,7 +74,7 @@ def under_way(mesh: Run, steps: int) -> set[int]:
 def crash(mesh: Run) -> None:
     """Kills everything at once: the record that is left accounts for each trajectory."""
     mesh.program.send_signal(signal.SIGKILL)
-    mesh.program.wait(10.0)
+    mesh.program.wait(scaled(10.0))
     assert not (mesh.directory / "in_flight.json").exists()
     found = mesh.audit()
     assert (found["lost"], found["trained_twice"]) == (0, 0), found
@@ -83,5 +84,5 @@ def crash(mesh: Run) -> None:
 
 def end_mesh(settings: Path) -> None:
     """Ends what waits for an agent that will not come: workers give it a minute."""
-    asyncio.run(leftovers.end_all(settings, 5.0))
+    asyncio.run(leftovers.end_all(settings, scaled(5.0)))
     assert leftovers.belonging_to(settings) == []

@@ -17,6 +17,7 @@ import torch
 from common.api.role import Settle
 from common.pool.rows import Apart
 from common.state import jobs
+from tests.load import scaled
 from tests.mesh.elastic import STEPS, ElasticMesh, Training
 from tests.mesh.training.test_elastic_training import settled
 
@@ -80,7 +81,7 @@ async def test_ranks_of_either_class_may_die_or_hang_and_the_weights_stay_the_sa
     async def more_lost() -> bool:
         return len(await elastic.events("rank_lost")) > lost
 
-    await elastic.until("the hung rank is lost", more_lost, 40.0)
+    await elastic.until("the hung rank is lost", more_lost, 4 * training.rank_deadline_s)
     os.kill(hung, signal.SIGKILL)
     await training.start_rank(2)
     await training.caught_up()
@@ -114,7 +115,7 @@ async def test_a_core_left_as_a_checkpoint_goes_on_as_ranks_that_divide_otherwis
         await settled(elastic, name, Settle("absent", 1, False, "", ""))
         elastic.kill(name)
 
-    async with asyncio.timeout(LEAVES_S):
+    async with asyncio.timeout(scaled(LEAVES_S)):
         await asyncio.gather(*map(leaves, names))
     training.apart = Apart(2, 2, (1,))
     await training.start_core()

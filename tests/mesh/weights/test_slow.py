@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from loadtests.weights.scene import Member
+from tests.load import scaled
 from tests.mesh.weights.weather import LOOK_S, WITHIN_S, Weather
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("weather")]
@@ -56,6 +57,6 @@ async def test_a_receiver_at_a_hundredth_of_the_others_pace_holds_nobody_up(made
 
 async def until_served(made: Weather, engine: Member) -> None:
     """Returns once the engine has the newest version, whatever it says meanwhile."""
-    async with asyncio.timeout(WITHIN_S):
+    async with asyncio.timeout(scaled(WITHIN_S)):
         while (await engine.ask("serves"))["version"] < len(made.seeds) - 1:
             await asyncio.sleep(LOOK_S)

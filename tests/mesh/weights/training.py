@@ -28,6 +28,7 @@ from meshrl.job import bundle, jobfile
 from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.head import from_copy
 from services.weights.keeping.records import JOBS, record_in
+from tests.load import scaled
 from tests.mesh.elastic import GROUPS, JOB_FILE, MEMBERS, STEPS, WITHIN_S, group
 from tests.mesh.weights.weather import (
     ENDLESS,
@@ -196,7 +197,7 @@ class TrainedWeather(Weather):
 
     async def came(self, holds: Callable[[jobs.JobRow], bool]) -> jobs.JobRow:
         """The job's row, once something holds of it."""
-        end = time.monotonic() + self.within_s
+        end = time.monotonic() + scaled(self.within_s)
         while not holds(row := await self.row()):
             assert time.monotonic() < end, f"{row.phase}, version {row.version}\n{self._said}"
             await asyncio.sleep(LOOK_S)

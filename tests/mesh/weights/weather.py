@@ -21,6 +21,7 @@ from common.state import registry
 from loadtests.weights import models
 from loadtests.weights.scene import Member, Scene
 from loadtests.weights.serving import PROMPT
+from tests.load import scaled
 from tests.unit.common.wire.road import Road
 
 MODEL = "little"  # nine chunks and more
@@ -179,7 +180,7 @@ class Weather:
         it says before is of a whole one.
         """
         wanted = self.newest if version < 0 else version
-        end = time.monotonic() + self.within_s
+        end = time.monotonic() + scaled(self.within_s)
         while (now := await self.serves(engine)) < wanted:
             told = await engine.ask("serves")
             assert time.monotonic() < end, f"{now}, not {wanted}: {told}\n{engine.said}"
@@ -187,7 +188,7 @@ class Weather:
 
     async def waits(self, member: Member, on: str) -> None:
         """Returns once a process tells the mesh that it waits for somebody or something."""
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(scaled(WITHIN_S)):
             while not any(wait["on"] == on for wait in await self._waits(member)):
                 await asyncio.sleep(LOOK_S)
 
@@ -216,6 +217,7 @@ class Weather:
 
 async def until(holds: Callable[[], object], what: str, within_s: float = WITHIN_S) -> None:
     """Returns once something holds."""
+    within_s = scaled(within_s)
     end = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < end, f"not within {within_s:g} s: {what}"
