@@ -90,7 +90,7 @@ async def test_a_share_of_packets_is_lost_and_connections_bear_it() -> None:
 async def test_a_partition_cuts_one_host_off_and_an_open_connection_outlives_it() -> None:
     async with Hosts(3) as hosts, serving(hosts[0]):
         words = ("loadtests.hosts.probe", "ask", hosts[0].address, str(PORT))
-        async with hosts[1].started("python", "-m", *words, "200", pipes=True) as asking:
+        async with hosts[1].started("python", "-m", *words, "800", pipes=True) as asking:
             assert asking.stdout and await asking.stdout.readline()
             async with hosts.partition(1):
                 assert await probed(hosts[2], "ask", hosts[0], 3)
@@ -98,7 +98,7 @@ async def test_a_partition_cuts_one_host_off_and_an_open_connection_outlives_it(
                 assert "timed out" in cut.err
                 assert asking.returncode is None
             rest, _ = await asking.communicate()
-        assert rest.count(b"\n") == 199
+        assert rest.count(b"\n") == 799
 
 
 async def test_a_killed_host_is_silent_and_comes_back_with_its_disk() -> None:

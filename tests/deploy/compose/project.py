@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.deploy.compose.images.building import CODE, STAND_INS
+from tests.load import scaled
 
 FOLDER = CODE / "compose"
 OURS = ("head", "workers", "sandbox")
@@ -198,7 +199,7 @@ def short(steps: int) -> str:
 def engine_here() -> dict[str, str] | None:
     """The variables of an engine that answers already; None when none does."""
     try:
-        done = subprocess.run(["docker", "info"], capture_output=True, timeout=ASK_S)
+        done = subprocess.run(["docker", "info"], capture_output=True, timeout=scaled(ASK_S))
     except FileNotFoundError:
         return None
     names = ("DOCKER_HOST", "DOCKER_CONFIG", "MESHRL_ENGINE_ENTER")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.deploy.engine import packages
 from tests.deploy.engine.packages import EngineError, run
+from tests.load import scaled
 
 READY_S = 60.0
 END_S = 60.0  # containers are given ten seconds of it
@@ -52,7 +53,7 @@ class Engine:
         self.state.mkdir(parents=True, exist_ok=True)
         packages.install()
         packages.add_plugins(self.state / "config", self.state)
-        run("ip", "netns", "add", self.name, timeout=SHORT_S)
+        run("ip", "netns", "add", self.name, timeout=scaled(SHORT_S))
         self._enter("ip", "link", "set", "lo", "up")
         space = f"/run/netns/{self.name}"
         self._spawn("slirp", "slirp4netns", "--configure", "--disable-host-loopback",
@@ -80,7 +81,7 @@ class Engine:
         for name in ("dockerd", "slirp"):
             self._end(name)
         if Path(f"/run/netns/{self.name}").exists():
-            run("ip", "netns", "delete", self.name, timeout=SHORT_S)
+            run("ip", "netns", "delete", self.name, timeout=scaled(SHORT_S))
 
     def _settings(self) -> Path:
         path = self.state / "daemon.json"
@@ -88,7 +89,7 @@ class Engine:
         return path
 
     def _enter(self, *command: str) -> str:
-        return run("nsenter", f"--net=/run/netns/{self.name}", *command, timeout=SHORT_S)
+        return run("nsenter", f"--net=/run/netns/{self.name}", *command, timeout=scaled(SHORT_S))
 
     def _has_way(self) -> bool:
         return "default" in self._enter("ip", "route")
@@ -97,7 +98,7 @@ class Engine:
         if not self.socket.exists():
             return False
         try:
-            self.docker("info", timeout=SHORT_S)
+            self.docker("info", timeout=scaled(SHORT_S))
         except EngineError:
             return False
         return True
@@ -114,7 +115,7 @@ class Engine:
         (self.state / f"{name}.owned").write_text(f"{begun.pid} {_born(begun.pid)}")
 
     def _wait(self, failed: str, ready: Callable[[], bool]) -> None:
-        until = time.monotonic() + READY_S
+        until = time.monotonic() + scaled(READY_S)
         while not ready():
             if time.monotonic() > until:
                 logs = sorted(self.state.glob("*.log"), key=lambda path: path.stat().st_mtime)
@@ -127,9 +128,10 @@ class Engine:
             return
         pid, born = note.read_text().split()
         for number in (signal.SIGTERM, signal.SIGKILL):
-            until = time.monotonic() + END_S
+            began = time.monotonic()
+            until = began + scaled(END_S)
             while _born(int(pid)) == born and time.monotonic() < until:
-                if time.monotonic() + END_S - PAUSE_S > until:  # once, at the beginning
+                if time.monotonic() - PAUSE_S > began:  # once, at the beginning
                     os.kill(int(pid), number)
                 time.sleep(PAUSE_S)
         note.unlink()

@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlparse
 
 from tests.deploy.engine.daemon import READY_S, SHORT_S
 from tests.deploy.engine.packages import EngineError, run
+from tests.load import scaled
 
 LISTS = ("find-links", "extra-index-url", "index-url")
 AUTHORITIES = "ca"  # the secret's name in the Dockerfile
@@ -45,7 +46,7 @@ def served(environment: dict[str, str]) -> Iterator[dict[str, str]]:
     told = settings()
     asked = ("docker", "network", "inspect", "bridge", "-f", "{{(index .IPAM.Config 0).Subnet}}")
     given = [f"{name}={value}" for name, value in environment.items()]
-    subnet = ipaddress.ip_network(run("env", *given, *asked, timeout=SHORT_S).strip())
+    subnet = ipaddress.ip_network(run("env", *given, *asked, timeout=scaled(SHORT_S)).strip())
     gateway = str(subnet[1])  # the bridge itself, unless it was configured otherwise
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         served_from = Path(scratch, "served")
@@ -92,14 +93,14 @@ def _server(folder: Path, address: str, enter: list[str]) -> Iterator[None]:
     )  # fmt: skip
     try:
         probe = [*enter, sys.executable, "-c", _PROBE, f"http://{address}:{PORT}/"]
-        until = time.monotonic() + READY_S
-        while subprocess.run(probe, capture_output=True, timeout=SHORT_S).returncode:
+        until = time.monotonic() + scaled(READY_S)
+        while subprocess.run(probe, capture_output=True, timeout=scaled(SHORT_S)).returncode:
             if begun.poll() is not None or time.monotonic() > until:
                 raise EngineError(f"nothing serves packages at {address}:{PORT}")
         yield
     finally:
         begun.terminate()
-        begun.wait(SHORT_S)
+        begun.wait(scaled(SHORT_S))
 
 
 _PROBE = "import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)"

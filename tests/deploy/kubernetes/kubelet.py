@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.deploy.kubernetes.rendering import SOURCE, Object, expanded, of_kind
+from tests.load import scaled
 
 COMMAND_S = 120.0
 SUBNET = "10.213.77.0/24"
@@ -115,7 +116,7 @@ class Node:
         """Runs the init containers to their end, one after the other, and starts the main one."""
         for container in pod.template["spec"].get("initContainers", ()):
             self._run(pod, container)
-            code = int(run("docker", "wait", pod.container(container["name"]), timeout=600))
+            code = int(run("docker", "wait", pod.container(container["name"]), timeout=scaled(600)))
             if code:
                 raise PodFailed(
                     f"{container['name']} ended with {code}: {self.log(pod, container)}"
@@ -179,7 +180,7 @@ class Node:
             ["docker", "logs", "--tail", str(lines), name],
             capture_output=True,
             text=True,
-            timeout=COMMAND_S,
+            timeout=scaled(COMMAND_S),
         )
         return found.stdout + found.stderr
 

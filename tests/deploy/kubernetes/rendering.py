@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from tests.load import scaled
+
 SOURCE = Path(__file__).parents[3] / "compose/kubernetes"
 OVERLAYS = ("cpu", "gpu-a100", "gpu-h100", "prod")
 SECRETS = ("head.json", "join.token", "submit.token")
@@ -31,7 +33,7 @@ def copied(to: Path) -> Path:
 def rendered(directory: Path) -> list[Object]:
     """The objects of a directory with a kustomization."""
     command = ("kubectl", "kustomize", str(directory))
-    found = subprocess.run(command, capture_output=True, text=True, timeout=RENDER_S)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=scaled(RENDER_S))
     if found.returncode:
         raise ValueError(f"{' '.join(command)}: {found.stderr}")
     return [part for part in yaml.load_all(found.stdout, Loader=yaml.CSafeLoader) if part]

@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.deploy.kubernetes import rendering
 from tests.deploy.kubernetes.kubelet import Node, Pod, PodFailed, parsed, run
 from tests.deploy.kubernetes.rendering import SECRETS, Object, templates
+from tests.load import scaled
 
 JOB = "game"
 HEAD, WORKER, SANDBOX, CLIENT = "meshrl-head", "meshrl-worker", "meshrl-sandbox", "meshrl-game"
@@ -79,7 +80,7 @@ class Mesh:
 
     def await_step(self, head: Pod, client: Pod, step: int) -> int:
         """Returns when the job has done so many steps. PodFailed when it is over before."""
-        until = time.monotonic() + OVER_S
+        until = time.monotonic() + scaled(OVER_S)
         while (done := self.step(head)) < step:
             if not self.node.runs(client) or time.monotonic() > until:
                 raise PodFailed(f"{JOB} is at step {done}, not {step}: {self.node.log(client)}")
@@ -129,7 +130,7 @@ def played(node: Node, disk: Path, steps: int) -> Found:
         raise PodFailed("the head is where it was")
     node.await_ready(head)
     mesh.await_step(head, client, done + 1)
-    code = int(run("docker", "wait", client.container("wait"), timeout=OVER_S))
+    code = int(run("docker", "wait", client.container("wait"), timeout=scaled(OVER_S)))
     if code:
         raise PodFailed(f"the job's pod ended with {code}: {node.log(client)}")
     told = parsed(node.execute(head, "meshrl", "status", "--json"))

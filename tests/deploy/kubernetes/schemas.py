@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.deploy.kubernetes import rendering
 from tests.deploy.kubernetes.rendering import Object
+from tests.load import scaled
 
 # From the first that gives pods user namespaces by itself to the newest: what the project supports,
 # and what clouds do for a year longer.
@@ -30,7 +31,7 @@ def validated(objects: dict[str, list[Object]]) -> dict[str, Any]:
         input=asked,
         capture_output=True,
         text=True,
-        timeout=VALIDATE_S,
+        timeout=scaled(VALIDATE_S),
     )
     if found.returncode:
         raise RuntimeError(found.stderr)

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 from loadtests.monitoring.files import PROMETHEUS
+from tests.load import scaled
 
 PROMTOOL_S = 60.0  # it takes a tenth of a second on a machine that does nothing else
 
@@ -13,6 +14,8 @@ PROMTOOL_S = 60.0  # it takes a tenth of a second on a machine that does nothing
 def promtool(*words: str | Path, cwd: Path = PROMETHEUS) -> str:
     """What promtool prints; AssertionError with all of it when it finds a mistake."""
     command = ["promtool", *map(str, words)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=PROMTOOL_S)
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=scaled(PROMTOOL_S)
+    )
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     return done.stdout

@@ -20,6 +20,7 @@ from types import TracebackType
 
 from loadtests.hosts.host import Host
 from loadtests.hosts.hosts import Hosts
+from tests.load import scaled
 
 USER, UID = "researcher", 20001
 HOME = f"/home/{USER}"
@@ -143,7 +144,7 @@ class Cluster:
         await stack.enter_async_context(host.started(*words, log=f"{name}.log"))
 
     async def _idle(self) -> None:
-        async with asyncio.timeout(READY_S):
+        async with asyncio.timeout(scaled(READY_S)):
             while True:
                 ran = await self.login.run("sinfo", "-h", "-N", "-o", "%T", check=False)
                 if ran.out.split() == ["idle"] * self._nodes:

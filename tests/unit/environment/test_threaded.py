@@ -14,6 +14,7 @@ from common.process.child import Channel
 from services.environment import threaded
 from services.environment.environments import Environments
 from sim.mesh.job import CHARACTERS
+from tests.load import scaled
 
 WITHIN_S = 30.0  # for what comes at once
 
@@ -28,7 +29,7 @@ class Waiting:
         return str(row["prompt"])
 
     def step(self, text: str) -> dict[str, Any]:
-        if not self._gate.wait(WITHIN_S):
+        if not self._gate.wait(scaled(WITHIN_S)):
             raise TimeoutError("nobody opened the gate")
         return {"done": True, "reward": len(text)}
 
@@ -71,7 +72,7 @@ def shard(tmp_path: Any, gates: dict[str, threading.Event]) -> Iterator[Shard]:
     character_tokenizer(CHARACTERS, str(tmp_path / "tokenizer.json"))
     served = Environments(Waiting, Tokenizer.load(str(tmp_path / "tokenizer.json")), "prompt")
     ours, theirs = socket.socketpair()
-    ours.settimeout(WITHIN_S)
+    ours.settimeout(scaled(WITHIN_S))
     serving = threading.Thread(target=threaded.serve, args=(Channel(theirs), served, 4))
     serving.start()
     shard = Shard(ours)
@@ -79,7 +80,7 @@ def shard(tmp_path: Any, gates: dict[str, threading.Event]) -> Iterator[Shard]:
     for gate in gates.values():
         gate.set()
     shard.end()
-    serving.join(WITHIN_S)
+    serving.join(scaled(WITHIN_S))
     assert not serving.is_alive()
     ours.close()
     theirs.close()

@@ -20,6 +20,7 @@ from common.state.client import State
 from meshrl.starter.creating import create
 from services.gateway.__main__ import serve
 from sim.state import simulated_state
+from tests.load import scaled
 from tests.meshes import on_sockets
 
 DAY_S = 86_400.0
@@ -71,7 +72,7 @@ class House:
         settings = MeshSettings(redis_url="", run_root=root, host="here", doors=self.doors)
         mesh = on_sockets("gateway", self.state, SystemClock(), kind="gateway", settings=settings)
         task = asyncio.create_task(serve(mesh, "tcp://127.0.0.1:*"))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(scaled(30)):
             while mesh.ready is None and not task.done():
                 await asyncio.sleep(0.01)
         return task

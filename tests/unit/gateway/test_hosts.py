@@ -52,6 +52,7 @@ from meshrl.hosts.told import keep
 from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.head.admitting import Admitting, joined
 from sim.state import simulated_state
+from tests.load import scaled
 from tests.unit.gateway.conftest import House
 
 GONE_S = 0.5
@@ -361,7 +362,7 @@ async def test_a_notice_outlasts_what_the_host_said_before(mesh: Mesh) -> None:
     ticket = read(mesh.member(token))
     known = HostsMembership("gpu1-aa", ticket.address, ticket.gateway, ticket.secret)
     emptying = asyncio.create_task(notice.empty(known, SystemClock(), 60.0, lambda: ""))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(scaled(60)):
         for _ in range(2):
             while await pool.draining(state) != {"gpu1-aa": NOTICE}:
                 await asyncio.sleep(0.05)
@@ -389,7 +390,7 @@ async def test_an_ephemeral_host_that_stays_away_is_forgotten(mesh: Mesh) -> Non
     for host in (there, stays, goes):
         await mesh.join(token, host, ephemeral=host != stays)
     await evict(state, f"node/{goes}", entries[goes].incarnation)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(scaled(60)):
         while goes in mesh.users.known:
             await asyncio.sleep(0.05)
         while goes in mesh.members:

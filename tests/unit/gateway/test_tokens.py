@@ -42,6 +42,7 @@ from common.transport.keys import KeyPair
 from meshrl import Client
 from meshrl.cli import app
 from sim.state import simulated_state
+from tests.load import scaled
 from tests.unit.gateway.conftest import House
 
 NOBODY = 65534
@@ -363,7 +364,7 @@ async def test_another_user_submits_from_a_directory_of_their_own(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    said = (await asyncio.wait_for(client.communicate(), 90))[0].decode()
+    said = (await asyncio.wait_for(client.communicate(), scaled(90)))[0].decode()
     assert client.returncode == 0, said
     assert f"submitted game; its run directory is {house.runs / 'game'}" in said
     files = [house.runs / "game", *(house.runs / "game").rglob("*")]

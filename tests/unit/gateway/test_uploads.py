@@ -25,6 +25,7 @@ from common.state import jobs
 from meshrl.job import bundle, jobfile
 from services.gateway.uploads import EACH, INCOMING, Upload, Uploads, config_of
 from sim.state import simulated_state
+from tests.load import scaled
 from tests.unit.gateway.conftest import House
 
 
@@ -74,7 +75,7 @@ async def opened(line: Line, begin: Begin) -> AsyncIterator[Uploading]:
 
 async def empty(house: House) -> None:
     """Returns once nothing is left of any upload."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(scaled(20)):
         while list(house.runs.iterdir()):
             await asyncio.sleep(0.02)
     assert await jobs.jobs(house.state) == []
@@ -366,7 +367,7 @@ async def test_a_sender_who_leaves_while_it_is_submitted_leaves_a_whole_run(
     sending = asyncio.create_task(sender())
     await begun.wait()
     sending.cancel()
-    await asyncio.wait([sending], timeout=0.1)
+    await asyncio.wait([sending], timeout=scaled(0.1))
     answered.set()
     await asyncio.wait([sending])
     assert sending.cancelled() and len(known) == 0

@@ -22,6 +22,7 @@ from common.runtime.mesh import Mesh
 from common.transport.zmq import ZmqTransport
 from loadtests.doors.plan import ANSWERED, GREETED, METRICS, REFUSED, Plan, Port, Process, Tried
 from sim.state import simulated_state
+from tests.load import scaled
 from tests.meshes import PATIENT, keys_of
 from tests.unit.common.runtime.talking import Talker
 
@@ -39,7 +40,7 @@ async def tried(plan: Plan) -> list[Tried]:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
-    async with asyncio.timeout(TRIES_S):
+    async with asyncio.timeout(scaled(TRIES_S)):
         told, _ = await stranger.communicate(json.dumps(plan.encode()).encode())
     assert stranger.returncode == 0
     return [Tried(**one) for one in json.loads(told)]
@@ -61,7 +62,7 @@ def talkative() -> Iterator[int]:
         thread.start()
         yield listener.getsockname()[1]
         listener.shutdown(socket.SHUT_RDWR)
-        thread.join(10)
+        thread.join(scaled(10))
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from common.wire.weight_store import STORE
 from loadtests.hosts.flood.growth import between, read
 from loadtests.hosts.flood.pouring import Pour, Poured, poured
 from tests.contract.state.state_bench import running_server
+from tests.load import scaled
 from tests.meshes import SECRET
 
 FIRST, FRAMES = 2_000, 8_000  # until what is filled once is filled; then
@@ -50,7 +51,7 @@ async def settings(tmp_path: Path) -> AsyncIterator[MeshSettings]:
 
 async def until_up(mesh: Mesh) -> Entry:
     """The weight store's."""
-    async with asyncio.timeout(UP_S):
+    async with asyncio.timeout(scaled(UP_S)):
         while True:
             for entry in await registry.entries(mesh.state):
                 if entry.name == STORE and entry.alive:

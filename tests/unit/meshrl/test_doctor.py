@@ -11,6 +11,7 @@ import pytest
 
 from meshrl.preflight import devices
 from tests.gpus.driver import Gpus
+from tests.load import scaled
 
 
 def doctor(tmp_path: Path, path: str, **more: str) -> str:
@@ -20,7 +21,7 @@ def doctor(tmp_path: Path, path: str, **more: str) -> str:
         [sys.executable, "-m", "meshrl", "doctor"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         env=environment,
         check=False,
     )

@@ -19,6 +19,7 @@ from meshrl.cli import app
 from meshrl.launch.directory.places import MeshPlace, write_json
 from meshrl.remote_logs import RemoteLog, RemoteLogs
 from tests.contract.state.state_bench import running_server
+from tests.load import scaled
 
 LOOKS = 3
 
@@ -61,7 +62,7 @@ async def test_a_host_that_is_gone_within_a_long_log_is_asked_again_after_a_whil
     gone, since = Gone(), asyncio.get_running_loop().time()
     log = RemoteLog("second-1", LogFile("note", 1000, 0.0))
     follows = asyncio.create_task(logs._read(gone, log, 1, follow=True))
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(scaled(30.0)):
         while gone.asked <= LOOKS:
             await asyncio.sleep(0.01)
     assert asyncio.get_running_loop().time() - since >= (LOOKS - 1) * logs.POLL_S

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.load import scaled
 from tests.unit.node.smallmesh import SmallMesh
 
 
@@ -29,4 +30,4 @@ async def mesh(directory: Path) -> AsyncIterator[SmallMesh]:
     for pid in small.processes():
         os.kill(pid, signal.SIGKILL)
     small.redis.kill()
-    await small.redis.wait(5)
+    await small.redis.wait(scaled(5))

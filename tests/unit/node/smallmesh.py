@@ -20,6 +20,7 @@ from common.state import events, leader, pool, registry
 from common.state.client import State
 from common.state.keys import PLANNER
 from common.state.server.embedded import command
+from tests.load import scaled
 from tests.meshes import SECRET
 
 LOOK_S = 0.03  # between two looks: each runs a script
@@ -45,7 +46,7 @@ class SmallMesh:
         self._decisions = 0
 
     async def open(self) -> None:
-        async with asyncio.timeout(SOON_S):
+        async with asyncio.timeout(scaled(SOON_S)):
             while True:
                 try:
                     self.state = await State.open(self.settings.redis_url, connect_s=1)

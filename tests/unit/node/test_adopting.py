@@ -22,6 +22,7 @@ from common.settings import MESH_ENV
 from common.state import registry
 from services.node.adopting import Notes
 from services.node.job_services import program
+from tests.load import scaled
 from tests.meshes import alone
 
 SOON_S = 30.0  # for a process to be gone, on a busy host
@@ -71,5 +72,5 @@ async def test_what_the_registry_names_must_be_that_process_of_this_mesh(
         ended = await notes.end_unwatched(NAME)
         assert (ended is not None) == known
         if ended is not None:
-            await ended.wait(SOON_S)
+            await ended.wait(scaled(SOON_S))
         assert bool(start_time(pid)) != known

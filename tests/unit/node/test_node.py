@@ -13,6 +13,7 @@ from common.pool.decisions import Serve
 from common.pool.rows import Doing, Role, Tier
 from common.process.handle import start_time
 from common.state import events, pool
+from tests.load import scaled
 from tests.unit.node.smallmesh import WHY, SmallMesh, gone, until
 
 OUTAGE_S = 7.5  # longer than a lease
@@ -54,7 +55,7 @@ async def test_residents_of_two_jobs_share_a_worker_and_none_hears_of_anothers_c
     ]
     assert told[0] == ("starting", "absent", 1) and told[-1] == ("ready", "memory", 2)
     agent.terminate()
-    assert await agent.wait(20) == 0
+    assert await agent.wait(scaled(20)) == 0
     assert mesh.processes() == []
 
 
@@ -138,7 +139,7 @@ async def test_workers_outlive_the_agent_and_the_next_one_adopts_them(mesh: Smal
     names = ("worker/w0", "worker/w1", "engine/g0.0")
     before = [await mesh.pid_of(name) for name in names]
     agent.kill()
-    await agent.wait(5)
+    await agent.wait(scaled(5))
     mesh.start_agent(workers=2)
     await mesh.pid_of("node/here", other_than=agent.pid)
     ups = await mesh.told("worker_up", 4)

@@ -10,6 +10,7 @@ from common.process.ends.failure import Failure
 from common.process.host import SystemHost
 from common.settings import SETTINGS_ENV, MeshSettings
 from tests.gpus.driver import Gpus
+from tests.load import scaled
 from tests.meshes import SECRET
 from tests.unit.common.process.modules import python
 from tests.unit.node.smallmesh import SmallMesh
@@ -27,7 +28,7 @@ async def refused(
     child = host.spawn(
         python(*words), name="refused", env={**env, SETTINGS_ENV: str(path)}, log=log
     )
-    assert await child.wait(ENDS_S) == 1, log.read_text()
+    assert await child.wait(scaled(ENDS_S)) == 1, log.read_text()
     failure = host.failure_of(child.pid, log)
     assert failure is not None and failure.fatal, log.read_text()
     return failure

@@ -14,6 +14,7 @@ from common.api.segments import DropSegment, FindSegment, MakeSegment
 from common.errors import Refused, StorageFull
 from common.records.kept import Mapped
 from services.node.residents.segments import SPARE_BYTES, Segments
+from tests.load import scaled
 
 PAGE = 4096
 
@@ -28,7 +29,7 @@ def write_and_end(path: str) -> None:
         "import sys, numpy as np; from common.records.kept import Mapped; "
         f"Mapped(sys.argv[1]).put({PAGE}, np.full(5, 7, np.uint8))"
     )
-    subprocess.run([sys.executable, "-c", program, path], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program, path], check=True, timeout=scaled(60))
 
 
 async def test_what_a_process_wrote_is_there_after_its_death() -> None:

@@ -22,6 +22,7 @@ from common.runtime.mesh import Mesh
 from common.settings import SETTINGS_ENV
 from services.node.residents.turn_keeper import KeepsTurns, TurnKeeper
 from services.node.residents.turns import Leases
+from tests.load import scaled
 from tests.unit.node.smallmesh import ROOT, SOON_S, SmallMesh
 from tests.unit.node.test_turn_keeper import REST
 
@@ -39,7 +40,7 @@ PLENTY = 20  # pieces of each
 
 
 async def until(what: str, holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + scaled(SOON_S)
     while not holds():
         assert time.monotonic() < deadline, f"not {what}"
         await asyncio.sleep(0.02)
@@ -72,7 +73,7 @@ async def test_engine_and_trainer_share_a_worker_and_one_that_is_stopped_in_its_
 
     async def kill(resident: str, generation: int, why: str) -> None:
         children[resident].kill()
-        await children[resident].wait(SOON_S)
+        await children[resident].wait(scaled(SOON_S))
 
     worker = await Mesh.open("worker/w0", "worker", mesh.settings)
     actor = type("OnlyTurns", (KeepsTurns,), {"interface": Worker, **REST})()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 from common.errors import Refused
 from common.pool.reading import snapshot_document, snapshot_of
+from tests.load import scaled
 from tests.unit.planner.pools import job, pool
 from tests.unit.planner.test_many_jobs import looks_at, pools
 
@@ -43,7 +44,12 @@ def test_what_a_look_lacks_is_named() -> None:
 def test_each_decision_is_told_with_its_rule_and_figures() -> None:
     command = [sys.executable, "-m", "services.planner.explain"]
     done = subprocess.run(
-        command, input=json.dumps(LOOK), capture_output=True, text=True, timeout=60, check=True
+        command,
+        input=json.dumps(LOOK),
+        capture_output=True,
+        text=True,
+        timeout=scaled(60),
+        check=True,
     )
     assert "place g0.0: core of first on g0 in accelerator  [default entitled=1]" in done.stdout
     assert "place g1.1: rollout of second on g1 in accelerator by turns" in done.stdout
@@ -60,7 +66,12 @@ def test_why_a_service_is_nowhere_is_told_whether_or_not_something_is_decided() 
     }
     command = [sys.executable, "-m", "services.planner.explain"]
     done = subprocess.run(
-        command, input=json.dumps(look), capture_output=True, text=True, timeout=60, check=True
+        command,
+        input=json.dumps(look),
+        capture_output=True,
+        text=True,
+        timeout=scaled(60),
+        check=True,
     )
     assert done.stdout.splitlines()[-1] == (
         "nowhere sandbox/first/0, sandbox/first/1: no host takes its sandboxes now: "

@@ -21,6 +21,7 @@ from common.process.host import SystemHost
 from meshrl.job import bundle, jobfile
 from services.rollout.talking.__main__ import row_of
 from services.rollout.talking.partner import Partner, Played
+from tests.load import scaled
 
 ROOT = Path(__file__).parents[3]
 GAME = ROOT / "meshrl/starter/game/job.toml"
@@ -41,7 +42,7 @@ def partner_in(tmp_path: Path, job_file: Path, settings: list[str], converse: bo
 
 async def playing(partner: Partner, play: Callable[[Partner], Any]) -> Any:
     try:
-        async with asyncio.timeout(90.0):
+        async with asyncio.timeout(scaled(90.0)):
             return await play(partner)
     finally:
         await partner.close()

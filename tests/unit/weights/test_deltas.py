@@ -35,6 +35,7 @@ from common.wire.chunks import digest_of
 from common.wire.weight_store import STORE
 from services.weights.store import WeightStore
 from sim.state import simulated_state
+from tests.load import scaled
 from tests.meshes import on_sockets
 from tests.unit.common.wire.road import Road
 
@@ -278,7 +279,7 @@ async def test_deltas_that_stall_are_left_to_the_pull(hosts: Hosts) -> None:
         newest = await hosts.stage(deltas)
         hosts.way.stands_at = hosts.way.carried + 3000  # amid one
         lacking = await missing(engine, newest)
-        async with asyncio.timeout(6):
+        async with asyncio.timeout(scaled(6)):
             made = await from_deltas(engine.mesh, engine.bulk, newest.digest, lacking, engine.cache)
         assert len(made) < len(lacking) and hosts.way.carried >= hosts.way.stands_at
         hosts.way.stands_at = 1 << 40

@@ -26,6 +26,7 @@ from services.weights.errands import ANSWER_S, STALL_S, Errands, Progress
 from services.weights.store import WeightStore
 from sim.host import SimulatedHost
 from sim.state import simulated_state
+from tests.load import scaled
 from tests.meshes import on_sockets
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 from tests.unit.weights.storing import Store
@@ -87,7 +88,7 @@ class Gated(SystemHost):
 
     def open_append(self, path: Path) -> AppendFile:
         self.waiting.set()
-        assert self.gate.wait(60.0)
+        assert self.gate.wait(scaled(60.0))
         return super().open_append(path)
 
 

@@ -30,6 +30,7 @@ from common.wire.host_chunks import UNUSED_S, sweep, through
 from common.wire.weight_store import STORE
 from services.weights.store import WeightStore
 from sim.state import simulated_state
+from tests.load import scaled
 from tests.meshes import on_sockets
 from tests.unit.common.wire.road import Road
 
@@ -258,7 +259,7 @@ async def test_one_who_stands_still_as_it_fetches_is_not_waited_for_for_ever(hos
 
     with lock.open("w") as stands:
         fcntl.flock(stands, fcntl.LOCK_EX)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(scaled(60)):
             assert await through(hasty, digest_of(content), fetch) == content
     assert hosts.files() == [digest_of(content)]
 

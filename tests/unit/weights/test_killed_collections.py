@@ -22,6 +22,7 @@ from common.weights import verified
 from common.weights.manifest import unpacked
 from services.weights.keeping.pins import Pin, pin
 from services.weights.keeping.sweeping import GRACE_S, ORPHAN_S, ORPHANS_S, SWEEP_S
+from tests.load import scaled
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
 COLLECTED_S = GRACE_S + 4 * SWEEP_S
@@ -176,7 +177,7 @@ def run_all(root: Path) -> None:
 def test_a_collection_that_is_killed_at_any_write_leaves_nothing_wrong(tmp_path: Path) -> None:
     # In a process of its own: one that libraries have put threads into cannot be forked safely.
     command = [sys.executable, "-m", __name__, str(tmp_path)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(240))
     assert ended.returncode == 0, ended.stderr
 
 

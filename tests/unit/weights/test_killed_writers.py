@@ -21,6 +21,7 @@ from services.weights.making import MARKER
 from services.weights.versions.__main__ import answered
 from services.weights.versions.exporting import BEGUN
 from services.weights.versions.known import RunVersions
+from tests.load import scaled
 from tests.unit.weights.test_export import CONFIG, Run, model, weights
 from tests.unit.weights.test_killed_collections import ROOT, dies_at, ended
 from tests.unit.weights.test_versions import hugging_face
@@ -146,7 +147,9 @@ def test_what_is_killed_at_any_operation_leaves_nothing_half(tmp_path: Path, kin
     # In a process of its own: one that libraries have put threads into cannot be forked safely.
     command = [sys.executable, "-m", __name__, str(tmp_path), kind]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=scaled(600)
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -15,6 +15,7 @@ from common.model.hf import load_model
 from services.weights.committed import versions
 from services.weights.export import scratch_of, write
 from services.weights.making import MADE, MARKER, OLD, making, put
+from tests.load import scaled
 from tests.unit.weights.test_export import CONFIG, Run, model, weights
 
 TIMES, AT_ONCE = 300, 3
@@ -102,7 +103,7 @@ def test_an_export_is_not_taken_for_what_another_one_has_left(run: Run, tmp_path
 def test_whoever_is_first_removes_it_and_the_others_go_on(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CLEANS, str(tmp_path / "left"), str(TIMES)]
     started = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(AT_ONCE)]
-    said = [process.communicate(timeout=100)[1].decode() for process in started]
+    said = [process.communicate(timeout=scaled(100))[1].decode() for process in started]
     assert said == [""] * AT_ONCE and not os.listdir(tmp_path)
 
 

@@ -35,6 +35,7 @@ from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
 from common.wire.weight_store import STORE
 from services.weights.store import WeightStore
 from sim.state import simulated_state
+from tests.load import scaled
 from tests.meshes import on_sockets
 
 CHUNK = 64 << 10
@@ -207,7 +208,7 @@ async def test_one_who_stands_still_as_it_hashes_is_not_waited_for(hosts: Hosts)
     [one, *_] = (await receiver.manifest(hosts.digest)).tensors
     with hosts.store.path(one.chunk).open("rb") as stands:
         fcntl.flock(stands, fcntl.LOCK_EX)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(scaled(60)):
             assert right(await receiver.receive(hosts.digest))
 
 

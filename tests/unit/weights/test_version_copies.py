@@ -26,6 +26,7 @@ from services.weights.keeping.records import JOBS, JobRecords
 from services.weights.keeping.retention import Number
 from services.weights.version_copies import VersionCopies, outcomes
 from sim.state import simulated_state
+from tests.load import scaled
 from tests.meshes import on_sockets
 from tests.unit.weights.test_export import CONFIG, Run, logits, model, weights
 
@@ -71,7 +72,7 @@ class Copied:
 
     async def told(self, kind: str, count: int) -> list[dict[str, Any]]:
         """So many events of a kind, once they are there."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(scaled(PATIENCE_S)):
             while True:
                 every = await events.read_all(self.state)
                 found = [dict(event.fields) for event in every if event.kind == kind]

@@ -37,6 +37,7 @@ from services.weights.versions.__main__ import answered
 from services.weights.versions.comparing import compare
 from services.weights.versions.exporting import BEGUN, to
 from services.weights.versions.known import RunVersions
+from tests.load import scaled
 from tests.unit.weights.test_export import CONFIG, SHAPE, Run, model, weights
 
 
@@ -343,7 +344,7 @@ def test_without_room_it_is_said_and_nothing_is_left(run: Run, tmp_path: Path, a
         env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},  # it would cut what Python compiles
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=scaled(120),
     )
     with pytest.raises(StorageFull, match="Free some"):
         answer(done.stdout, done.stderr)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.deploy.engine import index
 from tests.deploy.engine.packages import EngineError, run
+from tests.load import scaled
 
 CODE = Path(__file__).parents[4]
 STAND_INS = {"redis": "meshrl-test-redis", "prometheus": "meshrl-test-prometheus"}
@@ -23,7 +24,9 @@ def build(environment: dict[str, str], base: str) -> None:
         given = [f"BASE={base}"]
         given += [f"PIP_{'CONF' if name == 'pip' else 'CA'}={path}" for name, path in files.items()]
         command = ["make", "-C", str(CODE), "images", *given]
-        if subprocess.run(command, env=os.environ | environment, timeout=BUILD_S).returncode:
+        if subprocess.run(
+            command, env=os.environ | environment, timeout=scaled(BUILD_S)
+        ).returncode:
             raise EngineError(f"{' '.join(command)} fails")
     named = [f"{name}={value}" for name, value in environment.items()]
     for target, name in STAND_INS.items():

@@ -20,6 +20,7 @@ from common.state.keys import MESH
 from common.state.registry import Entry, register
 from meshrl import Client
 from meshrl.job import jobfile, models
+from tests.load import scaled
 from tests.unit.meshrl.run.conftest import JOB, HeldMesh
 
 
@@ -40,7 +41,7 @@ async def test_a_job_is_submitted_followed_and_stopped_from_any_directory(
             if event.kind == "submitted":
                 assert await handle.stop()
         assert seen == [("submitted", None), ("phase", "stopped")]
-        assert (await handle.wait(5.0)).over
+        assert (await handle.wait(scaled(5.0))).over
         assert not await handle.stop()  # it had ended
         with pytest.raises(Refused):
             await client.delete(JOB)  # which goes on
@@ -147,7 +148,7 @@ async def test_who_follows_a_job_outlives_an_outage_of_redis(held: HeldMesh) -> 
         assert not any(task.done() for task in following)
         os.rename(f"{socket}.aside", socket)
         await jobs.cancel(state, JOB, "stop")
-        waited, seen = await asyncio.wait_for(asyncio.gather(*following), 30)
+        waited, seen = await asyncio.wait_for(asyncio.gather(*following), scaled(30))
         assert waited.over and seen[-1] == "phase"
     await state.close()
 
@@ -163,4 +164,4 @@ async def test_a_mesh_that_does_not_answer_is_named(tmp_path: Path) -> None:
 
 def test_the_package_is_imported_without_what_the_client_needs() -> None:
     code = "import sys, meshrl; sys.exit('redis' in sys.modules or 'torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(60))

@@ -19,6 +19,7 @@ from meshrl.launch.console import console, followed
 from meshrl.launch.console.followed import MOST_BYTES, Followed
 from meshrl.launch.console.output import Output
 from meshrl.launch.directory.places import MeshPlace
+from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]
 WITHIN_S = 60.0  # on a busy host; it takes half a second
@@ -48,7 +49,7 @@ class Told:
         return found
 
     def end(self) -> tuple[list[dict[str, Any]], str]:
-        out, err = self.program.communicate("", timeout=WITHIN_S)
+        out, err = self.program.communicate("", timeout=scaled(WITHIN_S))
         return [json.loads(line) for line in out.splitlines()], err
 
 
@@ -121,7 +122,7 @@ def test_who_hangs_up_or_does_not_read_ends_nothing_and_hinders_no_end(told: Tol
     assert told.program.stdin is not None
     told.program.stdin.close()
     told.program.stdin = None
-    assert told.program.wait(WITHIN_S) == 1  # nobody reads what a pipe does not hold
+    assert told.program.wait(scaled(WITHIN_S)) == 1  # nobody reads what a pipe does not hold
     assert told.next()["event"] == "x" * 100
 
 

@@ -13,6 +13,7 @@ from common.job.config import JobConfig
 from common.job.schema import JOB
 from meshrl.job.jobfile import load
 from meshrl.job.toml_lines import key_lines
+from tests.load import scaled
 
 
 def refusal(job: Path, *overrides: str) -> str:
@@ -30,7 +31,7 @@ def test_every_default_keeps_to_its_own_declaration() -> None:
 
 def test_processes_that_read_jobs_do_without_pydantic() -> None:
     code = "import sys, common.job.job_data; sys.exit('pydantic' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(60))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from common.settings import MeshSettings
 from meshrl.launch.directory.ending import STOP_S, end
 from meshrl.launch.directory.liveness import running_launcher
 from meshrl.launch.directory.places import MeshPlace
+from tests.load import scaled
 
 WITHIN_S = 30.0
 HOLDS = """
@@ -39,14 +40,14 @@ def test_it_is_killed_when_its_own_time_is_over(tmp_path: Path, ends: str, leave
     words = [sys.executable, "-c", HOLDS, str(tmp_path), str(end_s), ends]
     holder = subprocess.Popen(words)
     try:
-        until = time.monotonic() + WITHIN_S
+        until = time.monotonic() + scaled(WITHIN_S)
         while running_launcher(place) != holder.pid:
             assert holder.poll() is None and time.monotonic() < until
             time.sleep(0.02)
         began = time.monotonic()
         assert end(place, leaves=leaves) == (holder.pid, [])
         assert time.monotonic() - began < STOP_S
-        assert holder.wait(WITHIN_S) == (0 if ends == "ends" else -9)
+        assert holder.wait(scaled(WITHIN_S)) == (0 if ends == "ends" else -9)
         assert (tmp_path / "asked").read_text() == str(leaves)
     finally:
         holder.kill()

@@ -16,6 +16,7 @@ from meshrl.launch.foreground import AGAIN, status_of
 from meshrl.launch.hosting import Hosting, HostShape
 from sim.state import simulated_state
 from tests.contract.state.state_bench import binary_of, running_server
+from tests.load import scaled
 
 LONG_S = 600.0
 WITHIN_S = 60.0
@@ -53,7 +54,7 @@ async def test_a_redis_that_knows_it_no_more_alone_expels_no_host(
     hosting.clock = clock = Hurried()
     hosting.state = simulated_state(SystemClock())
     watching = asyncio.create_task(hosting._watch())
-    async with asyncio.timeout(WITHIN_S):
+    async with asyncio.timeout(scaled(WITHIN_S)):
         while clock.passed_s < LONG_S and not watching.done():
             await asyncio.sleep(0)
     assert not watching.done() and not hosting.failed.is_set() and not hosting.expelled
@@ -66,7 +67,7 @@ async def test_a_start_that_redis_refuses_may_be_tried_again(tmp_path: Path) -> 
     with running_server(binary_of("redis-server")) as server:
         hosting = hosting_in(tmp_path, server.url)
         hosting.clock = Hurried(times=20.0)
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(scaled(WITHIN_S)):
             with pytest.raises(StateUnavailable, match="cannot be reached") as caught:
                 await hosting._reached()
     assert status_of(caught.value) == AGAIN

@@ -24,6 +24,7 @@ from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.launch.redis import guard
 from meshrl.launch.redis import note as notes
 from tests.contract.state.state_bench import JOB, Bench, document
+from tests.load import scaled
 
 pytestmark = pytest.mark.timeout(240)
 PATIENCE_S = 60.0
@@ -40,7 +41,7 @@ async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(scaled(PATIENCE_S)):
         while True:
             if await condition():
                 return
@@ -64,7 +65,7 @@ async def alive(mesh: Launcher) -> dict[str, Entry]:
 
 async def replaced(mesh: Launcher, name: str, incarnation: str) -> Entry:
     """The entry of the next incarnation of `name`."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(scaled(PATIENCE_S)):
         while True:
             entry = (await alive(mesh)).get(name)
             if entry is not None and entry.incarnation != incarnation:

@@ -13,6 +13,7 @@ from common.state.hosts import doors
 from common.transport.address import key_of, key_text
 from loadtests.doors.calls import blank
 from tests.answering import answering
+from tests.load import scaled
 from tests.unit.meshrl.launch.test_redis_hosts import GUEST, HEAD
 from tests.unit.meshrl.launch.test_redis_hosts import Mesh as Hosts
 from tests.unit.meshrl.launch.test_redis_hosts import mesh as hosts
@@ -46,17 +47,17 @@ async def test_processes_of_two_hosts_call_each_other_until_one_is_revoked(hosts
                 )
 
             with pytest.raises(RemoteFailure, match="returned a NoneType"):
-                await asks(30.0)
+                await asks(scaled(30.0))
             assert ran == ["Sandbox.load"]
             assert await doors.revoke_key(owner, key_text(key_of(rollout.transport.address)))
-            async with asyncio.timeout(REVOKED_S):
+            async with asyncio.timeout(scaled(REVOKED_S)):
                 while not lost:
                     await asyncio.sleep(0.05)
             assert "revoked" in lost[0]
             with pytest.raises(HandshakeFailed, match=r"key of this process.* is let in no more"):
                 while True:
                     try:
-                        await asks(1.0)
+                        await asks(scaled(10.0))
                     except RemoteFailure:  # the other has still to hear of it
                         await asyncio.sleep(0.05)
         finally:

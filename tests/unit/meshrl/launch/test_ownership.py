@@ -13,6 +13,7 @@ from common.errors import Refused
 from common.settings import MeshSettings
 from meshrl.launch.directory.ownership import made_private
 from meshrl.launch.directory.places import MeshPlace, find_mesh, home, point_to
+from tests.load import scaled
 
 NOBODY = 65534
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -71,6 +72,6 @@ def test_what_a_command_writes_is_for_its_user_alone(tmp_path: Path) -> None:
             umask=0o022,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=scaled(60),
         )
         assert asked.stdout.splitlines()[-1:] == [mask], asked.stderr

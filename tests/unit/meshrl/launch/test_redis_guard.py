@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from meshrl.launch.redis.guard import answers
+from tests.load import scaled
 
 
 class Ponging:
@@ -36,7 +37,7 @@ async def test_a_cancellation_ends_it_at_whatever_moment_it_comes() -> None:
             for _ in range(turns):
                 await asyncio.sleep(0)
             task.cancel()
-            done, _ = await asyncio.wait([task], timeout=10.0)
+            done, _ = await asyncio.wait([task], timeout=scaled(10.0))
             assert done, f"cancelled after {turns} turns of the loop, and it goes on"
             assert task.cancelled()
         assert server.heard.is_set()

@@ -29,6 +29,7 @@ from meshrl.launch.redis import guard, material
 from meshrl.launch.redis.network import Network
 from meshrl.launch.redis.server import MeshRedis
 from meshrl.launch.redis.serving import can_tls
+from tests.load import scaled
 
 NEEDED = pytest.mark.needs("redis-server")
 GUEST = "guest-00002"
@@ -69,7 +70,7 @@ class Container:
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait(WITHIN_S)
+            self.process.wait(scaled(WITHIN_S))
 
 
 @pytest.fixture
@@ -86,10 +87,10 @@ def container(monkeypatch: pytest.MonkeyPatch) -> Iterator[Container]:
 
 async def opened(url: str) -> State:
     """A connection, once the server answers."""
-    async with asyncio.timeout(WITHIN_S):
+    async with asyncio.timeout(scaled(WITHIN_S)):
         while True:
             try:
-                return await State.open(url, connect_s=5.0)
+                return await State.open(url, connect_s=scaled(5.0))
             except StateUnavailable:
                 await asyncio.sleep(0.05)
 
@@ -152,7 +153,7 @@ async def test_a_mesh_goes_on_when_it_starts_again(container: Container) -> None
         worker = await opened(settings.redis_as("worker"))
         container.kill()
         container.start()
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(scaled(WITHIN_S)):
             while True:
                 try:
                     await events.append(worker, "hello", {})

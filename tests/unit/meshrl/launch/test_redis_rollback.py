@@ -36,6 +36,7 @@ from tests.contract.state.state_bench import (
     document,
     running_server,
 )
+from tests.load import scaled
 
 BUDGET = (20, 120.0)
 SECRETS = ("5e" * 32, "c7" * 32)
@@ -106,13 +107,13 @@ class Mesh:
 
     async def noted(self, version: int) -> None:
         """Until the launcher has noted this version."""
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(scaled(WITHIN_S)):
             while self.redis.known.jobs.get(JOB, rollback.JobMark()).version < version:
                 await asyncio.sleep(0.02)
 
     async def in_again(self, bench: Bench) -> None:
         """Until a server that was killed is used again."""
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(scaled(WITHIN_S)):
             while not self.back.is_set():
                 with contextlib.suppress(StateUnavailable):
                     await jobs.jobs(bench.state)
@@ -121,7 +122,7 @@ class Mesh:
     async def file_noted(self) -> None:
         """Until the launcher has noted all that is in the file now."""
         size = self.file.stat().st_size
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(scaled(WITHIN_S)):
             while True:
                 files = notes.read(self.place.redis_note).files
                 if self.file.name in files and files[self.file.name].length >= size:
@@ -226,7 +227,7 @@ async def test_in_mid_run_nobody_is_served_by_what_has_come_back(mesh: Mesh, wha
         await mesh.noted(3)
         mesh.kill()
         DAMAGE[what](mesh)
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(scaled(WITHIN_S)):
             await mesh.back.wait()
         with pytest.raises(StateUnavailable):
             await State.open(mesh.redis.url, connect_s=0.3)
@@ -310,7 +311,7 @@ async def test_a_server_that_was_only_killed_goes_on(mesh: Mesh) -> None:
         seats = await bench.training_job()
         await train(bench, seats, 1, 2)
         mesh.kill()
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(scaled(WITHIN_S)):
             while True:
                 try:
                     assert (await jobs.job(bench.state, JOB)).version == 2
@@ -349,7 +350,7 @@ async def test_a_file_that_is_cut_off_once_the_server_has_ended_is_noticed(mesh:
 async def test_what_cannot_be_watched_any_more_ends_the_mesh_by_name(mesh: Mesh) -> None:
     async with mesh.up():
         mesh.clock.fails = True
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(scaled(WITHIN_S)):
             await mesh.owner.failed.wait()
         mesh.clock.fails = False
     assert mesh.owner.gave.startswith("redis: the task to ")
@@ -425,7 +426,7 @@ async def test_a_server_of_the_users_is_compared_too_and_nothing_in_it_is_delete
             assert mesh.redis.why == "" and (await jobs.job(bench.state, JOB)).version == 2
             await mesh.noted(2)
             await bench.state.command("HSET", f"{{{JOB}}}:job", "version", 1)
-            async with asyncio.timeout(WITHIN_S):
+            async with asyncio.timeout(scaled(WITHIN_S)):
                 await mesh.back.wait()
         assert "was at version 2 of lineage 0" in mesh.why
         async with mesh.up() as bench:
@@ -471,9 +472,8 @@ async def test_a_disk_without_room_for_the_note_delays_the_mesh_and_no_more(mesh
         with pytest.raises(StateUnavailable):
             await State.open(mesh.redis.url, connect_s=0.5)
         in_the_making(note).rmdir()
-        async with asyncio.timeout(WITHIN_S):
-            while (await jobs.job(bench.state, JOB)).version != 1:
-                pass
+        await mesh.in_again(bench)
+        assert (await jobs.job(bench.state, JOB)).version == 1
         assert not mesh.back.is_set()
 
 
@@ -486,7 +486,7 @@ async def test_on_a_port_it_stays_there_and_asks_for_the_password_again(mesh: Me
         seats = await bench.training_job()
         await train(bench, seats, 1)
         mesh.kill()
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(scaled(WITHIN_S)):
             while True:
                 try:
                     assert (await jobs.job(bench.state, JOB)).version == 1

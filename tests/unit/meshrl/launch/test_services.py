@@ -9,6 +9,7 @@ from common.clock import SystemClock
 from common.process.host import SystemHost
 from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.services import Services
+from tests.load import scaled
 
 
 async def test_an_error_that_ends_a_task_is_why_a_host_cannot_go_on(tmp_path: Path) -> None:
@@ -23,6 +24,6 @@ async def test_an_error_that_ends_a_task_is_why_a_host_cannot_go_on(tmp_path: Pa
         raise OSError("the disk is gone")
 
     services.watch(asyncio.create_task(damaged()), "admit hosts")
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(scaled(20.0)):
         await services.failed.wait()
     assert services.why == "the task to admit hosts failed: OSError: the disk is gone"

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.load import scaled
+
 ROOT = Path(__file__).parents[4]
 STEPS = 20
 SMALL = {
@@ -40,7 +42,7 @@ def meshrl(*words: str, where: Path) -> subprocess.Popen[str]:
 
 
 def finish(program: subprocess.Popen[str]) -> tuple[int, str]:
-    said, _ = program.communicate(timeout=200)
+    said, _ = program.communicate(timeout=scaled(200))
     return program.returncode, said
 
 

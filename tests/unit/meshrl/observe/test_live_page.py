@@ -19,6 +19,7 @@ from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.observe.recording.recorder import Recorder
 from meshrl.observe.report import report
 from sim.state import simulated_state
+from tests.load import scaled
 
 PATIENCE_S = 40.0
 
@@ -44,7 +45,7 @@ class Followed:
         self.following = asyncio.create_task(session._follow(self.recorder, self.stop))
 
     async def until(self, look: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(scaled(PATIENCE_S)):
             while not look():
                 assert not self.following.done(), self.following.exception()
                 await asyncio.sleep(0.01)
@@ -55,7 +56,7 @@ class Followed:
 
     async def end(self) -> None:
         self.stop.set()
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(scaled(PATIENCE_S)):
             await self.following
 
 

@@ -25,6 +25,7 @@ from meshrl.observe.recording.recorded import Recorded
 from meshrl.observe.recording.recorder import Recorder, read_events
 from meshrl.observe.report import report
 from sim.state import simulated_as
+from tests.load import scaled
 
 JOB = "one"
 
@@ -262,14 +263,14 @@ async def test_the_end_of_a_run_waits_for_room_says_for_which_file_and_loses_not
     try:
         ending = asyncio.create_task(recorder.close())
         said = ""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(scaled(20)):
             while "waiting for room" not in said:
                 await asyncio.sleep(0.01)
                 said += capsys.readouterr().err
         assert not ending.done() and "bytes" in said and str(run.directory) in said
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(scaled(20)):
         await ending
         await report.write(recorder)
     assert run.notes == ["a", "b", "c"]
@@ -286,7 +287,7 @@ async def test_a_mesh_that_is_to_stop_leaves_the_rest_to_the_next_start(
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(scaled(20)):
             await recorder.close(lambda: True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

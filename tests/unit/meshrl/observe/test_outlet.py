@@ -24,6 +24,7 @@ from common.records.sealed import sealed
 from meshrl.observe.recording import audit, outlet
 from meshrl.observe.recording.outlet import Outlet
 from meshrl.run.from_url import brought
+from tests.load import scaled
 
 WEIGHTS = "0123456789abcdef" * 2
 PATIENCE_S = 40.0
@@ -86,7 +87,7 @@ class Server(LocalFileSystem):  # type: ignore[misc]
     def put_file(self, local: str, there: str, **about: Any) -> None:
         super().put_file(local, there, **about)
         Server.asked.release()
-        assert Server.gate.wait(PATIENCE_S)
+        assert Server.gate.wait(scaled(PATIENCE_S))
 
 
 @pytest.fixture
@@ -222,11 +223,11 @@ async def test_a_mesh_that_ends_waits_for_a_slow_server_no_longer_than_it_says(
     monkeypatch.setattr(outlet, "ENDING_S", 0.05)
     stop, copying = asyncio.Event(), slow.outlet()
     copying.look("")
-    assert await asyncio.to_thread(Server.asked.acquire, timeout=PATIENCE_S)
+    assert await asyncio.to_thread(Server.asked.acquire, timeout=scaled(PATIENCE_S))
     closing = asyncio.create_task(copying.close("", stop))
     assert not (await asyncio.wait([closing], timeout=0.2))[0], "a run that is over waits for it"
     stop.set()
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(scaled(PATIENCE_S)):
         said = await closing
     assert f"copy {slow.home} to {slow.url} by hand" in said
     Server.gate.set()
@@ -240,7 +241,7 @@ async def test_two_copies_of_a_run_at_once_cost_each_other_nothing(slow: Made) -
         copying._there = {}  # both have looked there
         copying.look("")
     for _ in range(2):  # each has written its first file, which has not taken its name
-        assert await asyncio.to_thread(Server.asked.acquire, timeout=PATIENCE_S)
+        assert await asyncio.to_thread(Server.asked.acquire, timeout=scaled(PATIENCE_S))
     Server.gate.set()
     assert one._copying is not None and other._copying is not None
     await asyncio.gather(one._copying, other._copying)

@@ -13,6 +13,7 @@ from common.errors import NotFound
 from meshrl.observe.report import png
 from meshrl.observe.report.charts import Figure, Series
 from meshrl.observe.report.gangs import Mark, Span
+from tests.load import scaled
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -49,4 +50,4 @@ def test_without_matplotlib_it_says_what_installs_it(monkeypatch: pytest.MonkeyP
 def test_a_report_is_drawn_without_matplotlib() -> None:
     asked = "import sys; import meshrl.observe.report.report, meshrl.observe.report.again; "
     asked += "sys.exit('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", asked], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", asked], timeout=scaled(60)).returncode == 0

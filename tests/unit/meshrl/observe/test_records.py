@@ -27,6 +27,7 @@ from meshrl.observe.recording.records import record_all
 from meshrl.observe.report import report
 from meshrl.run.outcome import INTERRUPTED
 from sim.state import simulated_state
+from tests.load import scaled
 
 PATIENCE_S = 40.0
 HANGING = """
@@ -57,7 +58,7 @@ class Recorded:
         await events.append(self.launcher.state, "note", {"job": job, "text": text})
 
     async def until(self, look: Callable[[], bool], what: str) -> None:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(scaled(PATIENCE_S)):
             while not look():
                 assert not self.recording.done(), self.recording.exception()
                 await asyncio.sleep(0.01)
@@ -71,7 +72,7 @@ class Recorded:
         await self.until(look, text)
 
     async def unrecorded(self, job: str) -> None:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(scaled(PATIENCE_S)):
             while not any(
                 e.kind == "unrecorded" and e.fields["job"] == job
                 for e in await events.read_all(self.launcher.state)
@@ -81,7 +82,7 @@ class Recorded:
 
     async def end(self) -> None:
         self.stop.set()
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(scaled(PATIENCE_S)):
             await self.recording
 
 

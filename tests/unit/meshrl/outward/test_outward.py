@@ -27,6 +27,7 @@ from meshrl.launch.outward.outward import outward
 from meshrl.launch.outward.standing import OLD_S, Standing
 from sim.redis.client import SimulatedRedis
 from sim.state import simulated_state
+from tests.load import scaled
 
 WITHIN_S = 30.0  # on a busy host; each comes within a second or two
 
@@ -68,7 +69,7 @@ class Asked:
         return await asyncio.to_thread(answer, self.url + path)
 
     async def until(self, path: str, words: str) -> str:
-        end = time.monotonic() + WITHIN_S
+        end = time.monotonic() + scaled(WITHIN_S)
         while words not in (said := (await self.get(path))[1]):
             assert time.monotonic() < end, said
             await asyncio.sleep(0.02)
@@ -84,7 +85,7 @@ class Asked:
 
 def answer(url: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(url, timeout=WITHIN_S) as found:
+        with urllib.request.urlopen(url, timeout=scaled(WITHIN_S)) as found:
             return found.status, found.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -139,7 +140,7 @@ async def test_it_lives_no_more_once_its_loop_stands_still(tmp_path: Path) -> No
 
 
 def fails(url: str) -> str:
-    end = time.monotonic() + WITHIN_S
+    end = time.monotonic() + scaled(WITHIN_S)
     while (found := answer(url))[0] != 503:
         assert time.monotonic() < end
     return found[1]
@@ -196,7 +197,7 @@ async def test_a_row_that_cannot_be_read_is_told_and_looked_at_again(
     ticking, looking = asyncio.create_task(standing.tick()), asyncio.create_task(standing.look())
 
     async def until(words: str) -> None:
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(scaled(WITHIN_S)):
             while not (said := standing.not_ready()).startswith(words) or bool(said) != bool(words):
                 await asyncio.sleep(0.01)
 

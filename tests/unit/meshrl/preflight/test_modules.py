@@ -12,6 +12,7 @@ import pytest
 
 from common.process.handle import usage_of
 from meshrl.preflight import modules
+from tests.load import scaled
 from tests.unit.meshrl.preflight.conftest import read, refusal
 
 ROOM = """\
@@ -74,8 +75,9 @@ def test_modules_that_work_are_accepted(place: Path) -> None:
 
 def test_an_import_that_does_not_end_is_killed_and_says_where_it_was(place: Path) -> None:
     write(place, "rewards.py", "def score(row, turns): ...\n\nn = 0\nwhile True:\n    n += 1\n")
-    found = refusal(partial(modules.imported, import_s=1.5), place)
-    assert "importing rewards:score did not end within 1.5 s" in found
+    import_s = round(scaled(1.5), 1)  # in which its process starts
+    found = refusal(partial(modules.imported, import_s=import_s), place)
+    assert f"importing rewards:score did not end within {import_s:g} s" in found
     assert f"it is at {place.parent}/rewards.py, line " in found
 
 
@@ -98,7 +100,7 @@ def test_what_the_modules_print_and_start_is_not_the_command_lines(
     assert capfd.readouterr() == ("", "")
     own, child = map(int, (place.parent / "child").read_text().split())
     assert own != os.getpid()
-    until = time.monotonic() + 20  # a killed process takes a moment to be gone
+    until = time.monotonic() + scaled(20)  # a killed process takes a moment to be gone
     while (alive := usage_of(child)) and alive.state != "Z" and time.monotonic() < until:
         time.sleep(0.01)
     assert alive is None or alive.state == "Z"
@@ -139,8 +141,10 @@ def test_an_environment_that_does_not_open_is_said(
 
 def test_an_open_that_does_not_end_has_the_environments_deadline(place: Path) -> None:
     write(place, "rooms.py", ROOM.replace('return row["prompt"]', "while True: pass"))
-    found = said(place, "environment.use=rooms:room", "environment.step_deadline_s=0.5")
-    assert "open() of " in found and "did not end within 0.5 s" in found and "rooms.py" in found
+    deadline_s = round(scaled(0.5), 1)  # in which its process comes to the loop
+    found = said(place, "environment.use=rooms:room", f"environment.step_deadline_s={deadline_s:g}")
+    assert "open() of " in found and f"did not end within {deadline_s:g} s" in found
+    assert "rooms.py" in found
     assert found.startswith("--set environment.use=rooms:room")
 
 
@@ -167,8 +171,10 @@ def test_an_error_of_several_lines_is_told_in_one(place: Path) -> None:
 def test_who_waits_for_an_import_is_told_where_it_is(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write(place, "rewards.py", "import time\n\ntime.sleep(1.5)\n\ndef score(row, turns): ...\n")
-    modules.imported(read(place), quiet_s=0.7)
+    quiet_s = scaled(0.7)
+    text = f"import time\n\ntime.sleep({2 * quiet_s})\n\ndef score(row, turns): ...\n"
+    write(place, "rewards.py", text)
+    modules.imported(read(place), quiet_s=quiet_s)
     told = capfd.readouterr().err
     assert "importing rewards:score takes its time" in told
     assert f"it is at {place.parent}/rewards.py, line 3" in told and told.count("\n") == 1

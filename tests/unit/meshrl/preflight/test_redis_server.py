@@ -15,6 +15,7 @@ from common.errors import ConfigError, MeshError, StateUnavailable
 from common.state.client import State
 from common.state.server import embedded
 from meshrl.preflight import redis_server
+from tests.load import scaled
 
 PASSWORD = "sesame-sesame"
 
@@ -38,7 +39,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                     continue
                 return await state.close()
 
-        asyncio.run(asyncio.wait_for(ready(), 30))
+        asyncio.run(asyncio.wait_for(ready(), scaled(30)))
         yield path
         process.kill()
 

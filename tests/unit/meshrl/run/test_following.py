@@ -30,6 +30,7 @@ from meshrl.run.watching import Onlooker
 from sim.state import simulated_state
 from tests.contract.state.state_bench import JOB as STEPPED
 from tests.contract.state.state_bench import SHARD, TRAINER, Bench, Seats
+from tests.load import scaled
 from tests.unit.meshrl.run.conftest import HOUR_MS, HeldMesh, written_run
 
 PATIENCE_S = 30.0
@@ -148,9 +149,9 @@ def test_waiting_ends_with_the_job_and_its_last_file(held: HeldMesh) -> None:
         held.record("finished")
 
     ending = beside(end)
-    found = meshrl("wait", str(held.run), "--timeout", str(PATIENCE_S), "--json")
+    found = meshrl("wait", str(held.run), "--timeout", str(scaled(PATIENCE_S)), "--json")
     assert time.monotonic() > ends[0]
-    ending.join(PATIENCE_S)
+    ending.join(scaled(PATIENCE_S))
     assert found.exit_code == 0, found.output
     assert json.loads(found.stdout)["state"] == "finished"
 
@@ -163,7 +164,7 @@ def test_waiting_ends_when_the_mesh_has_the_run_no_more(held: HeldMesh, other: b
     run, held.run = held.run, held.run.with_name("other")
     lease = Entry("planner/0", "planner", incarnation="two", run_root=str(held.root))
     held.ask(held.submit if other else lambda state: register(state, lease, HOUR_MS))
-    found = meshrl("wait", str(run), "--timeout", str(PATIENCE_S))
+    found = meshrl("wait", str(run), "--timeout", str(scaled(PATIENCE_S)))
     assert found.exit_code == 3 and "was stopped at step 0 of 8" in found.stdout, found.output
 
 
@@ -189,7 +190,7 @@ def test_a_run_that_is_over_is_replaced_when_its_last_file_is_written(held: Held
 def test_a_job_that_fails_is_an_exit_status_of_one_with_its_error(held: HeldMesh) -> None:
     held.phase(Phase.FAILED, "rollout.stop: '</s>' is no token")
     held.record("failed")
-    found = meshrl("wait", str(held.run), "--timeout", str(PATIENCE_S))
+    found = meshrl("wait", str(held.run), "--timeout", str(scaled(PATIENCE_S)))
     assert found.exit_code == 1 and "'</s>' is no token" in found.stdout
     found = meshrl("cancel", str(held.run))
     assert found.exit_code == 1 and "nothing to cancel" in str(found.exception)
@@ -205,7 +206,7 @@ def test_a_cancelled_job_stops_and_says_how_it_goes_on(held: HeldMesh) -> None:
 
     noticing = beside(notice)
     found = meshrl("cancel", str(held.run))
-    noticing.join(PATIENCE_S)
+    noticing.join(scaled(PATIENCE_S))
     assert found.exit_code == 0, found.output
     assert "was stopped" in found.stdout and f"meshrl resume {held.run}" in found.stdout
     assert held.row.phase == "stopped"
@@ -234,12 +235,12 @@ def test_a_watched_run_is_shown_to_its_end_and_nothing_is_written(held: HeldMesh
     before = {path: path.read_bytes() for path in held.run.iterdir()}
 
     def end() -> None:
-        time.sleep(1.5)
+        time.sleep(scaled(1.5))  # it is shown before
         held.phase(Phase.FAILED, "the reward is not there")
 
     ending = beside(end)
     found = meshrl("watch", str(held.run))
-    ending.join(PATIENCE_S)
+    ending.join(scaled(PATIENCE_S))
     assert "training" in found.stdout
     assert found.exit_code == 1 and "failed at step 0 of 8: the reward is not" in found.stdout
     assert {path: path.read_bytes() for path in held.run.iterdir()} == before
@@ -261,7 +262,7 @@ def test_several_jobs_are_watched_until_the_last_has_ended(held: HeldMesh) -> No
 
     ending = beside(end)
     found = meshrl("watch", "--mesh", str(held.root))
-    ending.join(PATIENCE_S)
+    ending.join(scaled(PATIENCE_S))
     assert found.exit_code == 1 and "tiny: the reward is not there" in found.stdout, found.output
     assert f"second: stopped; {run}" in found.stdout
 

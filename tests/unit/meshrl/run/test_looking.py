@@ -16,6 +16,7 @@ from common.state.server import embedded
 from meshrl.launch.directory.places import MeshPlace, write_json
 from meshrl.run.looking import looked
 from tests.contract.state.state_bench import Server, running_server
+from tests.load import scaled
 
 WITHIN_S = 60.0
 
@@ -43,7 +44,7 @@ class Heard:
         self.seen.append("connected")
 
         async def look() -> tuple[str, bool]:
-            self.seen.append(str(await state.command("INCR", "looks", deadline_s=5.0)))
+            self.seen.append(str(await state.command("INCR", "looks", deadline_s=scaled(5.0))))
             if self.seen[-1] == "2":
                 self.server.kill()
             return self.seen[-1], len(self.seen) > 4
@@ -62,7 +63,7 @@ async def test_a_redis_that_is_away_is_asked_again_while_the_mesh_lives(
         if lives:
             write_json(place.launcher, {"pid": os.getpid(), "start_time": start_time(os.getpid())})
         heard = Heard(place, server)
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(scaled(WITHIN_S)):
             last = await looked(place, heard, heard.looking, "nothing")
     assert heard.said == ["redis does not answer; asking again"]
     first = ["connected", "1", "2"]

@@ -21,6 +21,7 @@ from services.rollout.environments import episodes
 from services.rollout.environments.ends import EnvironmentLost
 from services.rollout.environments.episodes import EpisodeProcess
 from services.rollout.environments.process import EnvironmentHung
+from tests.load import scaled
 from tests.meshes import alone
 
 ROOT = Path(__file__).parents[4]
@@ -132,7 +133,7 @@ async def test_a_process_that_does_not_start_fails_what_waits_and_is_tried_again
         futures = [process.put((key, "text", "a")) for key in (1, 2)]
         for future in futures:
             with pytest.raises(EnvironmentLost, match="no process left"):
-                await asyncio.wait_for(future, 30.0)
+                await asyncio.wait_for(future, scaled(30.0))
     assert await process.put((1, "text", "a")) == "a"
 
 
@@ -145,7 +146,7 @@ async def test_an_answer_that_is_none_costs_the_process_and_hangs_nobody(
     garbage = process.put((2, "garbage", ""))
     for future in (open_before, garbage):
         with pytest.raises(EnvironmentLost) as lost:
-            await asyncio.wait_for(future, 30.0)
+            await asyncio.wait_for(future, scaled(30.0))
         assert lost.type is EnvironmentLost, "well before its deadline"
     assert await process.put((1, "text", "a")) == "a" and process.pid != pid
 
@@ -172,7 +173,7 @@ async def test_a_process_that_takes_no_frame_is_replaced(hasty: EpisodeProcess) 
     pid = hasty.pid
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(EnvironmentLost):
-        await asyncio.wait_for(hasty.put((2, "text", bytes(8 << 20))), 20.0)
+        await asyncio.wait_for(hasty.put((2, "text", bytes(8 << 20))), scaled(20.0))
     assert await hasty.put((1, "text", "a")) == "a" and hasty.pid != pid
 
 

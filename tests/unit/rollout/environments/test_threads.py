@@ -39,7 +39,7 @@ class Waiting:
         self.turns += 1
         if text == "2":
             came.set()
-        if text == "1" and not came.wait(30):
+        if text == "1" and not came.wait(scaled(30)):
             raise TimeoutError("nobody came")
         return {"done": True, "reward": self.turns}
 

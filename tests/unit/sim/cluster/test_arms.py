@@ -17,6 +17,7 @@ from sim.cluster.cluster import Cluster
 from sim.cluster.figures import Figures, compared, table
 from sim.cluster.running import run
 from sim.cluster.scenario import Arm, apply, choices, read
+from tests.load import scaled
 
 MODEL = """
 seed = 3
@@ -177,7 +178,7 @@ set = ["jobs.degrees=[1]", "jobs.ranks=4"]
     path = tmp_path / "scenario.toml"
     path.write_text(MODEL.replace("seed = 3", "seed = 3\nseeds = 3") + more)
     words = [sys.executable, "-m", "sim.cluster", str(path)]
-    said = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    said = subprocess.run(words, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert said.returncode == 0, said.stderr
     told = json.loads(said.stdout.splitlines()[-1])
     values = told["over_even_seeds"]

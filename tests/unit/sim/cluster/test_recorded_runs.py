@@ -14,6 +14,7 @@ from common.errors import NotFound
 from common.random import Random
 from sim.cluster.recorded import TRACE, recorded, written
 from sim.cluster.scenario import read
+from tests.load import scaled
 
 BASE_S, EACH_S, TOOL_S, STEP_S = 0.01, 0.002, 0.5, 20.0
 ENGINES, GROUPS, SIZE, STEPS = 2, 4, 4, 12
@@ -128,7 +129,7 @@ def test_the_error_on_the_run_itself_is_told(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "made"
     words = [sys.executable, "-m", "sim.cluster", f"--from={run}"]
     words += ["--what-if=hosts.accelerators=6", f"--out={out}"]
-    said = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    said = subprocess.run(words, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert said.returncode == 0, said.stderr
     told = json.loads(said.stdout.splitlines()[-1])
     assert told["run_step_s"] == STEP_S
@@ -146,8 +147,8 @@ def test_a_run_without_traces_is_refused(run: Path) -> None:
 def test_what_it_takes_on_other_accelerators_needs_the_profiles_of_both(run: Path) -> None:
     words = [sys.executable, "-m", "sim.cluster", f"--from={run}", "--set=hosts.kind=H100"]
     unknown = [*words, "--set=jobs.measured.kind=GPU"]
-    said = subprocess.run(unknown, capture_output=True, text=True, timeout=100, check=False)
+    said = subprocess.run(unknown, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert said.returncode == 2 and "jobs.measured.kind=H100" in said.stderr
     known = [*words, "--set=jobs.measured.kind=A100"]
-    said = subprocess.run(known, capture_output=True, text=True, timeout=100, check=False)
+    said = subprocess.run(known, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert said.returncode == 0, said.stderr

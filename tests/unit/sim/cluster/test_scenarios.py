@@ -13,6 +13,7 @@ from common.errors import ConfigError
 from sim.cluster.__main__ import SCENARIOS
 from sim.cluster.building import cluster_of
 from sim.cluster.scenario import Arm, Scenario, apply, read
+from tests.load import scaled
 
 SMALL = """
 title = "a small one"
@@ -51,7 +52,7 @@ def only(arm: Arm) -> Scenario:
 
 def ran(*words: str) -> subprocess.CompletedProcess[str]:
     told = [sys.executable, "-m", "sim.cluster", *words]
-    return subprocess.run(told, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(told, capture_output=True, text=True, timeout=scaled(100), check=False)
 
 
 def test_arms_are_compared_with_the_first_one(tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_a_trace_is_played_and_its_mistakes_have_lines(tmp_path: Path) -> None:
 def test_the_command_passes_everything_on_and_draws(tmp_path: Path) -> None:
     words = [str(write(tmp_path)), "--set", "jobs.steps=4", "--out", str(tmp_path / "plots")]
     told = [sys.executable, "-m", "meshrl", "simulate", *words]
-    said = subprocess.run(told, capture_output=True, text=True, timeout=100, check=False)
+    said = subprocess.run(told, capture_output=True, text=True, timeout=scaled(100), check=False)
     assert said.returncode == 0, said.stderr
     assert json.loads(said.stdout.splitlines()[-1])["held_steps"] == 4
     page = (tmp_path / "plots" / "index.html").read_text()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.load import scaled
+
 # Rank 0 waits for rank 1; a stranger connects to its port meanwhile, and stays: three times.
 PROGRAM = """
 import os, signal, socket, sys, time
@@ -87,7 +89,7 @@ def test_a_gang_with_a_strangers_process_in_it_is_no_gang(tmp_path: Path) -> Non
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])},
         capture_output=True,
         text=True,
-        timeout=120.0,
+        timeout=scaled(120.0),
     )
     user, here, host = [line for line in ran.stdout.splitlines() if line.startswith("rank 0")]
     assert user.startswith("rank 0: a process of user 65534 has connected"), ran

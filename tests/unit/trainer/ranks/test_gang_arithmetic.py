@@ -13,6 +13,7 @@ from torch import Tensor
 
 from common.process.host import SystemHost
 from services.trainer.arithmetic.learner import Learner, add
+from tests.load import scaled
 from tests.unit.trainer.ranks.batches_under_test import (
     SHARED,
     STEPS,
@@ -42,7 +43,7 @@ async def run_ranks(directory: Path, ranks: int, variants: Iterable[str]) -> Non
         own_session=True,
     )
     try:
-        assert await child.wait(200.0) == 0, log.read_text()[-4000:]
+        assert await child.wait(scaled(200.0)) == 0, log.read_text()[-4000:]
     finally:
         child.kill()
 

@@ -69,6 +69,7 @@ from services.trainer.ranks.rank import Rank, join_group, of_the_group
 from services.trainer.rows.saving import Saving
 from services.trainer.sharding.learners import ShardedLearner
 from sim.state import simulated_state
+from tests.load import scaled
 from tests.meshes import on_sockets
 from tests.unit.trainer.ranks.batches_under_test import OPTIMIZER, VARIANTS, bins_of_step
 from tests.unit.trainer.ranks.rows_under_test import sharded_learner
@@ -425,7 +426,7 @@ async def test_a_gang_over_hosts_without_a_port_to_meet_at_says_so_at_once(tmp_p
             far.extend(ranks)
 
         group = Group(core, JOB, rank, tmp_path, 20.0, prepare=prepare, ended=lambda: None)
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(scaled(60.0)):
             with pytest.raises(NoPort, match=bind.rpartition(":")[2]):
                 await group.form()
         assert far == [1] and other.stood_by == 1 and not group.generation

@@ -16,6 +16,7 @@ from common.process.interfaces import address_of
 from common.settings import MeshSettings
 from common.wire.meeting import NoPort, listen, place_of, ports_of
 from services.trainer.ranks import interfaces
+from tests.load import scaled
 
 CHOSEN: list[dict[str, str]] = [{}, {"NCCL_SOCKET_IFNAME": "ib0"}]
 # Ranks are forks of one process that has imported PyTorch: one of each of CHOSEN, then two, of
@@ -69,7 +70,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         [sys.executable, "-c", PROGRAM, str(tmp_path_factory.mktemp("ranks")), json.dumps(CHOSEN)],
         env={**inherited, "PYTHONPATH": str(Path(__file__).parents[4])},
         capture_output=True,
-        timeout=120.0,
+        timeout=scaled(120.0),
     )
     assert found.returncode == 0, found.stderr.decode()[-3000:]
     return [json.loads(line) for line in found.stdout.splitlines()]

@@ -15,6 +15,7 @@ from common.process.host import SystemHost
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.sharding.rows import cut
 from services.trainer.zebra.owners import ZebraOwners
+from tests.load import scaled
 from tests.unit.trainer.zebra.cases import CASES, Case, bins, one_process
 
 HERE = Path(__file__).parent
@@ -32,7 +33,7 @@ async def run_ranks(directory: Path) -> None:
         own_session=True,
     )
     try:
-        assert await child.wait(200.0) == 0, log.read_text()[-4000:]
+        assert await child.wait(scaled(200.0)) == 0, log.read_text()[-4000:]
     finally:
         child.kill()
 

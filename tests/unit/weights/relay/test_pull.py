@@ -18,6 +18,7 @@ from common.wire.bulk.serving import Serving
 from common.wire.bulk.session import ANSWER, OK
 from common.wire.chunks import ChunkStore, digest_of
 from common.wire.weight_store import STORE
+from tests.load import scaled
 from tests.unit.common.wire.road import Road
 from tests.unit.weights.relay.hosts import CHUNK, Fetcher, Hosts
 
@@ -161,7 +162,7 @@ async def test_a_peer_that_does_not_send_what_it_has_is_replaced(
     wanted = hosts.version(3)
     async with far(hosts, wanted):
         fetcher = await near(hosts)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(scaled(30)):
             pulled = await fetcher.pull(wanted)
     assert hosts.right("near", wanted) and pulled.from_store == 3 * CHUNK
 
@@ -222,7 +223,7 @@ async def test_a_store_that_is_started_anew_is_told_again(hosts: Hosts) -> None:
     hosts.servers["head"].close()
     hosts.meshes.remove(store)
     await hosts.enter()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(scaled(30)):
         pulled = await pulling
     assert hosts.right("near", wanted) and pulled.bytes == 12 * CHUNK
 
@@ -290,7 +291,7 @@ async def test_a_source_far_slower_than_others_is_left(hosts: Hosts) -> None:
     wanted = hosts.version(6, LARGE // 10)
     await (await hosts.fetcher("slow")).pull(wanted[:1])  # from there alone it would take 8 s
     fetcher = await near(hosts)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(scaled(60)):
         pulled = await fetcher.pull(wanted)
     assert hosts.right("near", wanted)
     assert pulled.bytes == 6 * (LARGE // 10) and server.sent < LARGE // 10
