@@ -57,8 +57,8 @@ class Doubts(vf.Env[DoubtsConfig]):
 
     async def run(self, task: Sum, agents: vf.Agents) -> None:
         mood = task.data.mood
-        if mood == "slow":
-            await asyncio.sleep(1.5)
+        if mood.startswith("slow"):
+            await asyncio.sleep(float(mood.split()[1]))
         if mood == "forgetful":  # the same seat again: its second context is no extension
             await agents.agent.run(task)
             await agents.agent.run(task)

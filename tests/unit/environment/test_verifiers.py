@@ -21,6 +21,7 @@ from common.process.host import SystemHost
 from common.random import Random
 from meshrl.job import tasksets
 from services.rollout.environments.pool import EnvironmentPool
+from tests.load import scaled
 from tests.meshes import alone
 from tests.unit.common.model.chatting import qwen3_tokenizer
 
@@ -38,7 +39,7 @@ def configured(tmp_path: Path) -> JobData:
         verifiers="doubts",
         chat="qwen3",
         python=str(ROOT / ".venvs/verifiers/bin/python"),
-        step_deadline_s=20.0,
+        step_deadline_s=scaled(20.0),
     )
     return JobData("job", JobConfig(environment=environment), tmp_path, tmp_path)
 
@@ -137,7 +138,7 @@ async def test_a_rollout_of_the_package_is_a_trajectory_of_ours(
 
 
 async def test_a_slow_environment_holds_nobody_up(pool: EnvironmentPool, tmp_path: Path) -> None:
-    slow, quick = trajectories(pool, tmp_path, [row(3, "slow"), row(3)])
+    slow, quick = trajectories(pool, tmp_path, [row(3, f"slow {scaled(1.5)}"), row(3)])
     await quick.begin()  # the process is up
     opening = asyncio.create_task(slow.begin())
     assert await quick.step("3<|im_end|>") == ("done", 1.0)

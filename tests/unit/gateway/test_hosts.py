@@ -361,7 +361,7 @@ async def test_a_notice_outlasts_what_the_host_said_before(mesh: Mesh) -> None:
     await register(state, Entry("engine/g1.1", "engine", host="gpu1-aa", incarnation="a"), 600_000)
     ticket = read(mesh.member(token))
     known = HostsMembership("gpu1-aa", ticket.address, ticket.gateway, ticket.secret)
-    emptying = asyncio.create_task(notice.empty(known, SystemClock(), 60.0, lambda: ""))
+    emptying = asyncio.create_task(notice.empty(known, SystemClock(), scaled(60.0), lambda: ""))
     async with asyncio.timeout(scaled(60)):
         for _ in range(2):
             while await pool.draining(state) != {"gpu1-aa": NOTICE}:
@@ -414,11 +414,15 @@ async def test_a_process_between_two_starts_does_not_end_the_drain(
     at = read(mesh.member(token))
     member = HostsMembership("gpu1-aa", at.address, at.gateway, at.secret)
     looks = ["node/gpu1-aa is down"]
-    drained = notice.empty(member, SystemClock(), 60.0, lambda: looks.pop() if looks else "")
+    drained = notice.empty(
+        member, SystemClock(), scaled(60.0), lambda: looks.pop() if looks else ""
+    )
     assert await drained and not looks
     entry = Entry("engine/g1.1", "engine", host="gpu1-aa", incarnation="g1")
     await register(mesh.house.state, entry, 600_000)
-    assert not await notice.empty(member, SystemClock(), 60.0, lambda: "node/gpu1-aa is down")
+    assert not await notice.empty(
+        member, SystemClock(), scaled(60.0), lambda: "node/gpu1-aa is down"
+    )
     assert "cannot wait, as what runs here has ended" in capsys.readouterr().out
 
 

@@ -260,7 +260,7 @@ async def test_nothing_of_the_mesh_but_the_gateway_can_be_called(house: House) -
     line = Line(ticket.read(house.token()))
     line.open()
     try:
-        strange: Call[All, All] = Call(All, All, deadline_s=5.0)
+        strange: Call[All, All] = Call(All, All, deadline_s=scaled(5.0))
         for name in ("drain", "look", "stage", "__init__", "start"):
             strange.name = strange.label = name
             with pytest.raises((NotAllowed, UnknownMethod)):

@@ -49,7 +49,7 @@ class SmallMesh:
         async with asyncio.timeout(scaled(SOON_S)):
             while True:
                 try:
-                    self.state = await State.open(self.settings.redis_url, connect_s=1)
+                    self.state = await State.open(self.settings.redis_url, connect_s=scaled(1))
                     break
                 except StateUnavailable:
                     await asyncio.sleep(LOOK_S)
@@ -108,7 +108,7 @@ class SmallMesh:
         return resident
 
     async def until(self, what: str, id: str, holds: Callable[[Resident], bool]) -> Resident:
-        for _ in range(int(SOON_S / LOOK_S)):
+        for _ in range(int(scaled(SOON_S) / LOOK_S)):
             found = await self.resident(id)
             if holds(found):
                 return found
@@ -120,7 +120,7 @@ class SmallMesh:
 
     async def pid_of(self, name: str, other_than: int = 0) -> int:
         """The pid of the live process with that name."""
-        for _ in range(int(SOON_S / LOOK_S)):
+        for _ in range(int(scaled(SOON_S) / LOOK_S)):
             entry = await registry.lookup(self.state, name)
             if entry is not None and entry.alive and entry.pid != other_than:
                 return entry.pid
@@ -129,7 +129,7 @@ class SmallMesh:
 
     async def publishes(self, name: str, key: str, value: object) -> None:
         """Waits until the process of that name has this among its stats."""
-        for _ in range(int(SOON_S / LOOK_S)):
+        for _ in range(int(scaled(SOON_S) / LOOK_S)):
             entry = await registry.lookup(self.state, name)
             if entry is not None and entry.stats.get(key) == value:
                 return
@@ -138,7 +138,7 @@ class SmallMesh:
 
     async def told(self, kind: str, count: int) -> list[dict[str, Any]]:
         """The first `count` events of a kind."""
-        for _ in range(int(SOON_S / LOOK_S)):
+        for _ in range(int(scaled(SOON_S) / LOOK_S)):
             found = [e.fields for e in await events.read(self.state) if e.kind == kind]
             if len(found) >= count:
                 return found[:count]
@@ -164,7 +164,7 @@ class SmallMesh:
 
 
 async def gone(pid: int) -> bool:
-    for _ in range(int(SOON_S / LOOK_S)):
+    for _ in range(int(scaled(SOON_S) / LOOK_S)):
         if not start_time(pid):
             return True
         await asyncio.sleep(LOOK_S)
@@ -172,7 +172,7 @@ async def gone(pid: int) -> bool:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(int(SOON_S / LOOK_S)):
+    for _ in range(int(scaled(SOON_S) / LOOK_S)):
         if holds():
             return
         await asyncio.sleep(LOOK_S)

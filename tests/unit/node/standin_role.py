@@ -21,6 +21,7 @@ from common.runtime.mesh import Mesh, MeshSettings, run
 from common.state.client import State
 from common.transport.keys import MeshKeys
 from common.transport.zmq import ZmqTransport
+from tests.load import scaled
 
 BYTES = 1000  # that it has, wherever they are
 
@@ -63,7 +64,7 @@ async def main(kind: str, seat: Seat) -> None:
         clock=SystemClock(),
         random=Random.system(),
         host=SystemHost(),
-        ttl_s=1.5,  # in place of 6: a test waits for it to expire
+        ttl_s=scaled(1.5),  # in place of 6: a test waits for it to expire
         renew_s=0.3,
         settings=settings,
     )

@@ -19,6 +19,7 @@ from meshrl.observe.live import gpus as told
 from meshrl.observe.live import tables
 from meshrl.observe.standing.pool import Pool
 from tests.gpus.driver import GIB, LOST, Gpus
+from tests.load import scaled
 from tests.unit.node.smallmesh import LOOK_S, SOON_S, SmallMesh
 
 pytestmark = pytest.mark.needs("compiler")
@@ -117,7 +118,7 @@ async def test_figures_are_published_and_what_breaks_is_an_event(
 
 async def shown(mesh: SmallMesh, name: str, value: object) -> dict[str, Any]:
     """The figures of w0's GPU as `meshrl workers --json` has them, once one is so."""
-    for _ in range(int(SOON_S / LOOK_S)):
+    for _ in range(int(scaled(SOON_S) / LOOK_S)):
         entries = await registry.entries(mesh.state)
         rows = await pool.workers(mesh.state)
         [worker] = tables.document(Pool(tuple(rows)), entries)["workers"]

@@ -22,6 +22,7 @@ from services.node.gpus.accelerators import cpu_slots
 from services.node.sandbox_code import CHANGED_S
 from sim.host import SimulatedChannel, SimulatedHost
 from sim.loop import VirtualClock, run_virtual
+from tests.load import scaled
 from tests.meshes import alone
 from tests.unit.node.smallmesh import WHY, SmallMesh, gone
 from tests.unit.node.test_failing_roles import DOCUMENT
@@ -35,7 +36,7 @@ async def test_services_on_record_run_are_adopted_and_end_when_they_are_no_longe
     await mesh.write(Serve("here", names, WHY))
     before = [await mesh.pid_of(name) for name in names]
     agent.kill()
-    await agent.wait(5)
+    await agent.wait(scaled(5))
     document = DOCUMENT | {"bundle": {"dir": "/gone", "digest": "d", "files": {}}}
     await jobs.submit(mesh.state, "changed", document, "/gone", "submit")
     before_it, agent = agent, mesh.start_agent(workers=0)
@@ -52,7 +53,7 @@ async def test_services_on_record_run_are_adopted_and_end_when_they_are_no_longe
     assert await gone(before[1])
     assert await mesh.pid_of(names[0]) == again
     agent.terminate()
-    assert await agent.wait(30) == 0
+    assert await agent.wait(scaled(30)) == 0
     assert await gone(again)
     assert mesh.processes() == []
 

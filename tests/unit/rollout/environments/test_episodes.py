@@ -37,7 +37,7 @@ while (block := channel.recv()) is not None:
     answers, kept = kept, []
     for number, key, operation, argument in msgpack.unpackb(block, raw=False):
         if operation == "block":
-            time.sleep(60)
+            time.sleep(3600)
         elif operation == "garbage":
             channel.send(msgpack.packb([number]))
         elif operation != "never":
@@ -73,14 +73,14 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
 @pytest.fixture
 def process(make: Make) -> EpisodeProcess:
     """For what is answered at once, however busy the host is."""
-    return make(60.0)
+    return make(scaled(60.0))
 
 
 @pytest.fixture
 def hasty(make: Make, monkeypatch: pytest.MonkeyPatch) -> EpisodeProcess:
     """For what is not answered at all."""
-    monkeypatch.setattr(episodes, "PROBE_S", 1.0)
-    return make(0.5)
+    monkeypatch.setattr(episodes, "PROBE_S", scaled(1.0))
+    return make(scaled(0.5))
 
 
 async def test_answers_come_in_any_order(process: EpisodeProcess) -> None:
@@ -91,11 +91,12 @@ async def test_answers_come_in_any_order(process: EpisodeProcess) -> None:
 
 
 async def test_what_is_late_fails_alone(make: Make) -> None:
-    process = make(2.0)
+    deadline_s = round(scaled(2.0), 1)
+    process = make(deadline_s)
     await process.put((1, "text", ""))
     pid = process.pid
     late = process.put((2, "never", ""))
-    with pytest.raises(EnvironmentHung, match="no answer in 2 s"):
+    with pytest.raises(EnvironmentHung, match=f"no answer in {deadline_s:g} s"):
         await late
     assert await process.put((1, "text", "a")) == "a" and process.pid == pid
 

@@ -26,6 +26,7 @@ from loadtests.chat_templates import directory_of
 from services.environment.environments import made, parser
 from services.rollout.environments.pool import EnvironmentPool, command
 from services.rollout.failures import TrajectoryFailed
+from tests.load import scaled
 from tests.meshes import alone
 from tests.unit.common.model.templates.formats import FORMATS
 
@@ -44,9 +45,9 @@ class Counting:
     def step(self, text):
         self.seen += 1
         if "9" in text:
-            time.sleep(60)
+            time.sleep(3600)
         if "5" in text:
-            time.sleep(0.4)
+            time.sleep(LONG_S)
         return {"append": str(self.seen)}
 
     def close(self):
@@ -58,9 +59,11 @@ class Counting:
 @pytest.fixture
 async def pool(tmp_path: Path) -> AsyncIterator[EnvironmentPool]:
     (tmp_path / "modules").mkdir()
-    (tmp_path / "modules/counting.py").write_text(MODULE)
+    deadline_s = scaled(DEADLINE_S)  # that a healthy process meets on a slow machine too
+    module = f"LONG_S = {0.4 * deadline_s}\n{MODULE}"
+    (tmp_path / "modules/counting.py").write_text(module)
     shutil.copyfile(ROOT / "examples/calculator/tokenizer.json", tmp_path / "tokenizer.json")
-    environment = EnvironmentConfig(use="counting:Counting", step_deadline_s=DEADLINE_S)
+    environment = EnvironmentConfig(use="counting:Counting", step_deadline_s=deadline_s)
     job = JobData("job", JobConfig(environment=environment), tmp_path, tmp_path)
     clock = SystemClock()
     mesh = alone("rollout/job/0", clock, Random(1), SystemHost())
@@ -142,7 +145,9 @@ async def test_a_restore_may_take_as_long_as_the_steps_that_it_repeats(
     os.kill(pid, signal.SIGKILL)
     await pool.begin(2, {})  # started again: the longer deadline of a start is over
     pids = pool.pids
-    answer = await pool.step(1, two, lambda: [{}, [["step", five]] * 4])  # 1.6 s, a step 0.4 s
+    answer = await pool.step(
+        1, two, lambda: [{}, [["step", five]] * 4]
+    )  # 1.6 deadlines, a step 0.4
     assert answer == ("2", "append", five) and pool.pids == pids
 
 

@@ -20,6 +20,7 @@ from common.model.tokenizer import Tokenizer
 from common.process.host import SystemHost
 from common.random import Random
 from services.rollout.environments.pool import EnvironmentPool
+from tests.load import scaled
 from tests.meshes import alone
 
 ROOT = Path(__file__).parents[4]
@@ -39,7 +40,7 @@ class Waiting:
         self.turns += 1
         if text == "2":
             came.set()
-        if text == "1" and not came.wait(scaled(30)):
+        if text == "1" and not came.wait(3600):
             raise TimeoutError("nobody came")
         return {"done": True, "reward": self.turns}
 
@@ -53,7 +54,7 @@ async def pool(tmp_path: Path) -> AsyncIterator[EnvironmentPool]:
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules/waiting.py").write_text(MODULE)
     shutil.copyfile(ROOT / "examples/calculator/tokenizer.json", tmp_path / "tokenizer.json")
-    environment = EnvironmentConfig(use="waiting:Waiting", step_deadline_s=60.0, threads=2)
+    environment = EnvironmentConfig(use="waiting:Waiting", step_deadline_s=scaled(60.0), threads=2)
     job = JobData("job", JobConfig(environment=environment), tmp_path, tmp_path)
     mesh = alone("rollout/job/0", SystemClock(), Random(1), SystemHost())
     pool = EnvironmentPool(mesh, job, tmp_path)

@@ -20,6 +20,7 @@ from common.runtime.mesh import Mesh
 from services.rollout.rewards import judge_server
 from services.rollout.rewards.judge import JudgeFailed, parsed, question
 from services.rollout.rewards.judge_server import ServerJudge
+from tests.load import scaled
 from tests.meshes import alone
 
 ROW = {"prompt": "1+1=", "solution": "2"}
@@ -140,19 +141,21 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("soon")
 async def test_a_server_that_is_overloaded_or_slow_is_asked_again() -> None:
-    server = Server(web.Response(status=503), 1.5, completion("yes"))
-    async with judged_by(server, deadline_s=1.0) as judge:
+    deadline_s = scaled(1.0)
+    server = Server(web.Response(status=503), 1.5 * deadline_s, completion("yes"))
+    patience_s = 60.0 * deadline_s
+    async with judged_by(server, deadline_s=deadline_s, patience_s=patience_s) as judge:
         assert await judge.verdict(ROW, TURNS) == 1.0
     assert len(server.heard) == 3
 
 
 async def test_a_server_that_stays_away_fails_the_trajectory_in_time() -> None:
-    server = Server(*(web.Response(status=429, headers={"Retry-After": "7"}) for _ in range(9)))
-    async with judged_by(server, patience_s=5.0) as judge:
+    server = Server(*(web.Response(status=429, headers={"Retry-After": "7200"}) for _ in range(9)))
+    async with judged_by(server, patience_s=3600.0) as judge:
         began = time.monotonic()
-        with pytest.raises(JudgeFailed, match=r"no verdict in 5 s; at last: status 429"):
+        with pytest.raises(JudgeFailed, match=r"no verdict in 3600 s; at last: status 429"):
             await judge.verdict(ROW, TURNS)
-        assert time.monotonic() - began < 5.0, "the server has said that it is too early"
+        assert time.monotonic() - began < scaled(5.0), "the server has said that it is too early"
     config = JudgeConfig(use="http://127.0.0.1:9", template=TEMPLATE, model="x", patience_s=0.5)
     with pytest.raises(JudgeFailed, match="no verdict in"):
         gone = ServerJudge(mesh(), config, "prompt")
@@ -163,7 +166,7 @@ async def test_a_server_that_stays_away_fails_the_trajectory_in_time() -> None:
 
 
 async def test_no_more_requests_than_allowed_are_under_way() -> None:
-    server = Server(*[0.05] * 12)
+    server = Server(*[scaled(0.05)] * 12)
     async with judged_by(server, in_flight=3) as judge:
         found = await asyncio.gather(*(judge.verdict(ROW, TURNS) for _ in range(12)))
     assert found == [1.0] * 12 and server.most == 3
@@ -171,8 +174,9 @@ async def test_no_more_requests_than_allowed_are_under_way() -> None:
 
 @pytest.mark.usefixtures("soon")
 async def test_time_in_the_queue_is_not_the_servers() -> None:
-    server = Server(*[0.25] * 10, web.Response(status=503), completion("no"))
-    async with judged_by(server, in_flight=1, patience_s=2.0) as judge:
+    answer_s = scaled(0.25)
+    server = Server(*[answer_s] * 10, web.Response(status=503), completion("no"))
+    async with judged_by(server, in_flight=1, patience_s=8 * answer_s) as judge:
         found = await asyncio.gather(*(judge.verdict(ROW, TURNS) for _ in range(11)))
     assert found == [1.0] * 10 + [0.0]
 

@@ -30,6 +30,7 @@ from services.weights.store import WeightStore
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.state import simulated_state
+from tests.load import scaled
 from tests.meshes import alone, on_sockets
 from tests.unit.common.records.harms import flip
 from tests.unit.trainer.core.groups_under_test import group, job
@@ -122,7 +123,7 @@ async def test_groups_that_teach_nothing_are_replaced_until_the_step_is_full(
     silent, telling = await rollout.finish([1.0, 1.0], [1.0, 0.0])
     refill = Refill(CONFIG)
     taking = asyncio.ensure_future(rollout.taken(refill))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(scaled(20)):
         while refill.count < 1 or not (await rollout.account())["filtered"]:
             await asyncio.sleep(0.01)
         assert not taking.done()
@@ -139,7 +140,7 @@ async def test_groups_that_teach_nothing_are_replaced_until_the_step_is_full(
 async def test_without_dynamic_sampling_the_step_takes_them(rollout: Rollout) -> None:
     finished = await rollout.finish([1.0, 1.0], [1.0, 0.0])
     refill = Refill(job("grpo", groups_per_step=2, group_size=2))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(scaled(20)):
         assert [one.group for one in await rollout.taken(refill)] == finished
     assert refill.count == 0
 
@@ -148,7 +149,7 @@ async def test_a_garbled_group_goes_back_to_the_cursor_and_another_comes(rollout
     await rollout.finish([1.0, 0.0], garbled=True)
     (good,) = await rollout.finish([1.0, 0.0])
     taking = asyncio.ensure_future(rollout.taken(Refill(CONFIG)))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(scaled(20)):
         while not (await rollout.account())["host_lost"]:
             await asyncio.sleep(0.01)
         (another,) = await rollout.finish([0.0, 1.0])
@@ -166,7 +167,7 @@ async def test_a_group_whose_file_is_damaged_goes_back_and_is_told(
     path = ChunkStore(tmp_path / "store").path(leased.groups[0].digest)
     flip(path, b"")
     taking = asyncio.ensure_future(rollout.taken(Refill(CONFIG)))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(scaled(20)):
         while not (await rollout.account())["host_lost"]:
             await asyncio.sleep(0.01)
         (another,) = await rollout.finish([0.0, 1.0])
@@ -184,7 +185,7 @@ async def test_a_group_whose_arrays_do_not_fit_together_goes_back_too(rollout: R
     await rollout.hand_in(replace(made, reference=made.reference[:-1]))
     (good,) = await rollout.finish([1.0, 0.0])
     taking = asyncio.ensure_future(rollout.taken(Refill(CONFIG)))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(scaled(20)):
         while not (await rollout.account())["host_lost"]:
             assert not taking.done()
             await asyncio.sleep(0.01)
@@ -209,7 +210,7 @@ async def test_tokens_that_are_staler_than_their_row_says_go_back_as_stale(
 ) -> None:
     stale, good = await rollout.finish([1.0, 0.0], [1.0, 0.0])
     taking = asyncio.ensure_future(rollout.taken(Refill(CONFIG), stale))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(scaled(20)):
         while not (await rollout.account())["stale_requeued"]:
             await asyncio.sleep(0.01)
         (another,) = await rollout.finish([0.0, 1.0])

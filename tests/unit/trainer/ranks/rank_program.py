@@ -31,6 +31,7 @@ from common.wire.meeting import listen, place_of
 from services.trainer.ranks.rank import Rank, filler
 from services.trainer.rows.gang_saving import write
 from services.trainer.rows.saved import MASTER, SavedRows, load_state
+from tests.load import scaled
 from tests.unit.trainer.ranks.batches_under_test import (
     STEPS,
     bins_of_step,
@@ -106,7 +107,7 @@ def train_all(number: int, ranks: int, directory: Path, doors: dict[str, socket.
     torch.set_num_threads(1)
     for variant in doors:
         rank = Rank(partial(sharded_learner, variant), number, ranks, "cpu")
-        rank.form(Meeting(1, str(directory / f"{variant}-first"), 60.0))
+        rank.form(Meeting(1, str(directory / f"{variant}-first"), scaled(60.0)))
         assert_begins_whole(rank, variant, directory / f"{variant}-begun")
         take(rank, given_weights(variant))
         norms = []
@@ -116,7 +117,7 @@ def train_all(number: int, ranks: int, directory: Path, doors: dict[str, socket.
                 keep(rank, halfway)
                 rank.leave()
                 door = doors[variant]
-                second = Meeting(2, place_of(door, variant), 60.0)
+                second = Meeting(2, place_of(door, variant), scaled(60.0))
                 rank.form(second, "lo", door if number == 0 else None)
                 restore(rank, halfway)
             norms.append(train(rank, step, variant, directory))

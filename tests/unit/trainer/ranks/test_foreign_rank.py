@@ -63,7 +63,7 @@ def stranger(port, tell, user, source):
     signal.pause()
 
 def meet(name, addresses, user, source):
-    meeting = Meeting(1, f"{sys.argv[1]}/{name}", 10.0, addresses)
+    meeting = Meeting(1, f"{sys.argv[1]}/{name}", float(sys.argv[2]), addresses)
     first = forked(rank, meeting, 0)
     told, tell = os.pipe()
     other = forked(stranger, port_of(first), tell, user, source)
@@ -85,7 +85,7 @@ meet("host", HERE, 0, "127.0.0.2")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 def test_a_gang_with_a_strangers_process_in_it_is_no_gang(tmp_path: Path) -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        [sys.executable, "-c", PROGRAM, str(tmp_path), str(scaled(10.0))],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])},
         capture_output=True,
         text=True,

@@ -203,7 +203,7 @@ class Gang:
 
         self.other, self.directory = other, directory
         self.rank = FirstRank(make, 0, 2, "cpu")
-        self.compute = GangCompute(mesh, JOB, self.rank, directory, 20.0)
+        self.compute = GangCompute(mesh, JOB, self.rank, directory, scaled(20.0))
 
     @property
     def in_a_group(self) -> bool:
@@ -425,7 +425,7 @@ async def test_a_gang_over_hosts_without_a_port_to_meet_at_says_so_at_once(tmp_p
         async def prepare(ranks: Set[int]) -> None:
             far.extend(ranks)
 
-        group = Group(core, JOB, rank, tmp_path, 20.0, prepare=prepare, ended=lambda: None)
+        group = Group(core, JOB, rank, tmp_path, scaled(20.0), prepare=prepare, ended=lambda: None)
         async with asyncio.timeout(scaled(60.0)):
             with pytest.raises(NoPort, match=bind.rpartition(":")[2]):
                 await group.form()

@@ -27,12 +27,14 @@ from common.api.ranks import Meeting
 from common.errors import RankLost
 from services.trainer.ranks.rank import join_group, leave_group
 
+MEETS_S = float(sys.argv[3])
+
 def at(name, within_s):
     return Meeting(1, f"{sys.argv[1]}/{name}", within_s)
 
 def alone(chosen):
     os.environ.update(chosen)
-    join_group(at(str(chosen), 30.0), 0, 1, "cpu")
+    join_group(at(str(chosen), MEETS_S), 0, 1, "cpu")
     leave_group()
     return [os.environ[f"{name}_SOCKET_IFNAME"] for name in ("GLOO", "NCCL")]
 
@@ -43,8 +45,8 @@ def rank(number):
         except RankLost as error:
             leave_group()
     else:
-        join_group(at("its own", 30.0), 0, 1, "cpu")
-    join_group(at("late", 30.0), number, 2, "cpu")
+        join_group(at("its own", MEETS_S), 0, 1, "cpu")
+    join_group(at("late", MEETS_S), number, 2, "cpu")
     leave_group()
     return "met"
 
@@ -66,8 +68,9 @@ sys.exit(any([os.waitpid(pid, 0)[1] for pid in both]))
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """By the forks of PROGRAM."""
     inherited = {k: v for k, v in os.environ.items() if not k.endswith("_SOCKET_IFNAME")}
+    words = str(tmp_path_factory.mktemp("ranks")), json.dumps(CHOSEN), str(scaled(30.0))
     found = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path_factory.mktemp("ranks")), json.dumps(CHOSEN)],
+        [sys.executable, "-c", PROGRAM, *words],
         env={**inherited, "PYTHONPATH": str(Path(__file__).parents[4])},
         capture_output=True,
         timeout=scaled(120.0),

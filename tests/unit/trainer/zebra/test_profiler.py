@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,15 @@ WIDE: dict[str, Any] = {
 }
 
 
+class CpuClock(SystemClock):
+    """CPU time of this thread, which other processes do not lengthen."""
+
+    def monotonic(self) -> float:
+        return time.thread_time()
+
+
 def test_a_profile_is_of_one_layer_whatever_the_model_has() -> None:
-    found = profiled(ModelConfig.from_hf(WIDE), CPU, torch.float32, 1024, SystemClock(), "here")
+    found = profiled(ModelConfig.from_hf(WIDE), CPU, torch.float32, 1024, CpuClock(), "here")
     kind = found.kind
     assert kind.name == "here" and kind.memory_bytes > 1e6 and found.backward > 0
     assert kind.attention is not None and kind.head is not None
@@ -50,13 +58,13 @@ def test_a_profile_is_of_one_layer_whatever_the_model_has() -> None:
 @pytest.mark.parametrize("model", [QWEN, MIXTRAL, SHARED])
 def test_each_architecture_is_measured(model: dict[str, Any]) -> None:
     shape = ModelConfig.from_hf(model)
-    found = profiled(shape, CPU, torch.float32, 64, SystemClock())
+    found = profiled(shape, CPU, torch.float32, 64, CpuClock())
     assert found.kind.attention is not None and found.kind.attention.at == (64,)
 
 
 def test_what_takes_long_is_measured_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiler, "BUDGET_S", 0.0)
-    found = profiled(ModelConfig.from_hf(WIDE), CPU, torch.float32, 1024, SystemClock())
+    found = profiled(ModelConfig.from_hf(WIDE), CPU, torch.float32, 1024, CpuClock())
     assert found.kind.experts.at == (16,)
     assert found.kind.experts.of(32) == pytest.approx(2 * found.kind.experts.of(16))
 

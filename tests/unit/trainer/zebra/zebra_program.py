@@ -23,6 +23,7 @@ from common.model.rows import Drawn
 from services.trainer.arithmetic.packing import Bin
 from services.trainer.ranks.rank import join_group, leave_group
 from services.trainer.zebra.learner import ZebraLearner
+from tests.load import scaled
 from tests.unit.trainer.zebra.cases import ALGORITHM, CASES, OPTIMIZER, SEED, Case, bins
 
 RANKS = 4
@@ -34,7 +35,7 @@ def run_all(rank: int, directory: Path) -> None:
     torch.set_num_threads(1)
     for name, case in CASES.items():
         place = str(directory / f"{name}-meeting")
-        mesh = join_group(Meeting(1, place, DEADLINE_S), rank, RANKS, "cpu")
+        mesh = join_group(Meeting(1, place, scaled(DEADLINE_S)), rank, RANKS, "cpu")
         with torch.device("meta"):
             model = Decoder(case.config)
         learner = ZebraLearner(
@@ -45,7 +46,7 @@ def run_all(rank: int, directory: Path) -> None:
             mesh=mesh,
             beginning=Drawn(case.config, SEED),
             division=case.shape,
-            deadline_s=DEADLINE_S,
+            deadline_s=scaled(DEADLINE_S),
             again=case.again,
         )
         save_file(found(learner, case, rank), directory / f"{name}-{rank}.safetensors")
