@@ -147,7 +147,7 @@ class Project:
 
     def until(self, what: str, true: Callable[[], bool], most_s: float = UP_S) -> float:
         """Seconds until it is so; AssertionError with the containers' last words."""
-        began = time.monotonic()
+        began, most_s = time.monotonic(), scaled(most_s)
         while not true():
             if time.monotonic() - began > most_s:
                 raise AssertionError(f"not within {most_s:.0f} s: {what}\n{self.words()}")
@@ -174,7 +174,7 @@ class Project:
     ) -> subprocess.CompletedProcess[str]:
         environment = os.environ | self.environment | self.settings | (more or {})
         return subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=most_s
+            command, capture_output=True, text=True, env=environment, timeout=scaled(most_s)
         )
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from tests.deploy.compose.images.building import CODE
 from tests.deploy.compose.project import DEMO, OURS, Project
+from tests.load import scaled
 
 pytestmark = [pytest.mark.needs("compose"), pytest.mark.timeout(1800)]
 MESHRL = str(Path(sys.executable).with_name("meshrl"))
@@ -69,7 +70,7 @@ def test_a_person_with_a_token_hands_in_a_job_from_outside(
     job = str(CODE / "examples/calculator.toml")
     words = [*running.demo.split()[1:], "--set", "name=outside", "--set", "budget.steps=2"]
     assert "outside" in running.outside(MESHRL, "submit", job, *words, *named)
-    running.outside(MESHRL, "wait", "outside", "--timeout", "250", *named)
+    running.outside(MESHRL, "wait", "outside", "--timeout", str(scaled(250)), *named)
     assert "finished" in running.outside(MESHRL, "status", "outside", *named)
 
 

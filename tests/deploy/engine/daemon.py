@@ -53,7 +53,7 @@ class Engine:
         self.state.mkdir(parents=True, exist_ok=True)
         packages.install()
         packages.add_plugins(self.state / "config", self.state)
-        run("ip", "netns", "add", self.name, timeout=scaled(SHORT_S))
+        run("ip", "netns", "add", self.name, timeout=SHORT_S)
         self._enter("ip", "link", "set", "lo", "up")
         space = f"/run/netns/{self.name}"
         self._spawn("slirp", "slirp4netns", "--configure", "--disable-host-loopback",
@@ -81,7 +81,7 @@ class Engine:
         for name in ("dockerd", "slirp"):
             self._end(name)
         if Path(f"/run/netns/{self.name}").exists():
-            run("ip", "netns", "delete", self.name, timeout=scaled(SHORT_S))
+            run("ip", "netns", "delete", self.name, timeout=SHORT_S)
 
     def _settings(self) -> Path:
         path = self.state / "daemon.json"
@@ -89,7 +89,7 @@ class Engine:
         return path
 
     def _enter(self, *command: str) -> str:
-        return run("nsenter", f"--net=/run/netns/{self.name}", *command, timeout=scaled(SHORT_S))
+        return run("nsenter", f"--net=/run/netns/{self.name}", *command, timeout=SHORT_S)
 
     def _has_way(self) -> bool:
         return "default" in self._enter("ip", "route")
@@ -98,7 +98,7 @@ class Engine:
         if not self.socket.exists():
             return False
         try:
-            self.docker("info", timeout=scaled(SHORT_S))
+            self.docker("info", timeout=SHORT_S)
         except EngineError:
             return False
         return True

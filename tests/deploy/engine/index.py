@@ -46,7 +46,7 @@ def served(environment: dict[str, str]) -> Iterator[dict[str, str]]:
     told = settings()
     asked = ("docker", "network", "inspect", "bridge", "-f", "{{(index .IPAM.Config 0).Subnet}}")
     given = [f"{name}={value}" for name, value in environment.items()]
-    subnet = ipaddress.ip_network(run("env", *given, *asked, timeout=scaled(SHORT_S)).strip())
+    subnet = ipaddress.ip_network(run("env", *given, *asked, timeout=SHORT_S).strip())
     gateway = str(subnet[1])  # the bridge itself, unless it was configured otherwise
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         served_from = Path(scratch, "served")

@@ -10,6 +10,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from tests.load import scaled
+
 DAEMON = ("docker.io", "iptables", "debootstrap", "slirp4netns", "iproute2")
 PROGRAMS = ("dockerd", "docker", "iptables", "debootstrap", "slirp4netns", "ip", "nsenter")
 PLUGINS = {"docker-compose": "docker-compose", "docker-buildx": "docker-buildx"}  # program: package
@@ -27,7 +29,7 @@ class EngineError(Exception):
 def run(*command: str, timeout: float = INSTALL_S) -> str:
     """The program's output; EngineError with the end of it when the program fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(timeout))
     except FileNotFoundError as error:
         raise EngineError(f"there is no program {command[0]}: install it") from error
     except subprocess.TimeoutExpired as error:

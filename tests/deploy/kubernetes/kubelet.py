@@ -45,7 +45,7 @@ class PodFailed(RuntimeError):
 
 def run(*command: str, timeout: float = COMMAND_S) -> str:
     """Its output; RuntimeError with what it said when it fails."""
-    found = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=scaled(timeout))
     if found.returncode:
         raise RuntimeError(f"{shlex.join(command)}: {found.stderr or found.stdout}")
     return found.stdout
@@ -116,7 +116,7 @@ class Node:
         """Runs the init containers to their end, one after the other, and starts the main one."""
         for container in pod.template["spec"].get("initContainers", ()):
             self._run(pod, container)
-            code = int(run("docker", "wait", pod.container(container["name"]), timeout=scaled(600)))
+            code = int(run("docker", "wait", pod.container(container["name"]), timeout=600))
             if code:
                 raise PodFailed(
                     f"{container['name']} ended with {code}: {self.log(pod, container)}"

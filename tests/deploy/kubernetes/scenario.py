@@ -130,7 +130,7 @@ def played(node: Node, disk: Path, steps: int) -> Found:
         raise PodFailed("the head is where it was")
     node.await_ready(head)
     mesh.await_step(head, client, done + 1)
-    code = int(run("docker", "wait", client.container("wait"), timeout=scaled(OVER_S)))
+    code = int(run("docker", "wait", client.container("wait"), timeout=OVER_S))
     if code:
         raise PodFailed(f"the job's pod ended with {code}: {node.log(client)}")
     told = parsed(node.execute(head, "meshrl", "status", "--json"))

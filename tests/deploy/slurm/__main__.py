@@ -22,6 +22,7 @@ from loadtests.hosts.hosts import CODE
 from loadtests.hosts.hosts import lacking as namespaces_lack
 from tests.deploy.slurm import cluster
 from tests.deploy.slurm.cluster import Cluster
+from tests.load import scaled
 
 SCRIPTS = CODE / "compose" / "slurm"
 ROOT = f"{cluster.HOME}/mesh"
@@ -145,7 +146,7 @@ class Trial:
 
     async def until(self, what: str, holds: Callable[[], Awaitable[bool]], most_s: float) -> None:
         """Returns when it holds; TimeoutError."""
-        began = time.monotonic()
+        began, most_s = time.monotonic(), scaled(most_s)
         while not await holds():
             if time.monotonic() - began > most_s:
                 raise TimeoutError(f"{what}: not within {most_s:g} s")
