@@ -20,6 +20,7 @@ def kinds_on(mesh: HostsMesh, number: int) -> set[str]:
     return {one["kind"] for look in mesh.seen for one in look.processes if one["host"] == there}
 
 
+@pytest.mark.deep
 @pytest.mark.needs("redis-server")  # with TLS, which the wheel's has not
 @pytest.mark.timeout(RUN_S)
 async def test_a_host_joins_and_trains_and_is_missed_when_it_vanishes() -> None:

@@ -57,7 +57,7 @@ class Tiers:
             return timing and self._tier == "timing"
         deep = item.get_closest_marker("deep") is not None
         rotating = item.get_closest_marker("rotating")
-        if rotating is not None and not is_turn(item.nodeid, rotating.args[0], self.rotation):
+        if rotating is not None and not is_drawn(item, rotating.args[0], self.rotation):
             deep = True
         if not deep:
             return True
@@ -94,6 +94,13 @@ class Tiers:
             terminalreporter.write_line(
                 f"in full, as the product changed there lately: {' '.join(self._changed)}"
             )
+
+
+def is_drawn(item: pytest.Item, parts: int, rotation: int) -> bool:
+    """Return True if this rotation draws a case of a parametrized test: one in `parts`, in turn."""
+    drawn = getattr(item, "callspec", None)
+    case = sum(drawn.indices.values()) if drawn is not None else 0
+    return case % parts == rotation % parts
 
 
 def is_turn(nodeid: str, parts: int, rotation: int) -> bool:

@@ -171,7 +171,7 @@ class Workers:
             )  # fmt: skip
 
     def _bury(self, worker: Worker) -> None:
-        """Fail the test that a dead worker was running, and give the rest of its unit to another."""
+        """Fail the test that a dead worker ran, and give the rest of its unit to another."""
         _, status = os.waitpid(worker.pid, 0)
         with contextlib.suppress(EOFError, ConnectionError):
             while worker.connection.poll():  # what it sent before its end
@@ -211,7 +211,7 @@ class Workers:
 
 
 def units_of(items: list[pytest.Item]) -> Iterator[list[int]]:
-    """Yield the units of tests, by their index: groups, and neighbours in a file; long ones first."""
+    """Yield units of tests, by index: groups, and neighbours in a file; long ones first."""
     units: dict[object, list[int]] = {}
     for index, item in enumerate(items):
         group = item.get_closest_marker("xdist_group")

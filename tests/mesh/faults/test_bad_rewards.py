@@ -13,6 +13,7 @@ from tests.mesh.running import Run
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.deep
 def test_rows_that_cannot_be_scored_are_dropped_by_type_and_the_others_train(
     run: Callable[..., Run],
 ) -> None:

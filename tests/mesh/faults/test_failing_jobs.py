@@ -111,6 +111,7 @@ def of_jobs(mesh: Launcher) -> set[str]:
     return {name for name in mesh.pids.values() if name.startswith(("rollout/", "sandbox/"))}
 
 
+@pytest.mark.deep
 async def test_a_job_that_cannot_run_says_why_and_the_next_one_runs(mesh: Launcher) -> None:
     for name, (changes, modules, wanted) in CASES.items():
         await submitted(mesh, name, changes, modules)

@@ -16,6 +16,7 @@ from tests.mesh.running import Run
 pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("bwrap")]
 
 
+@pytest.mark.deep
 def test_sessions_of_a_mesh_survive_what_they_can_and_are_lost_by_type(
     run: Callable[..., Run],
 ) -> None:

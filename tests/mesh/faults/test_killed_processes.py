@@ -85,6 +85,7 @@ def command_line(pid: int) -> bytes:
         return b""
 
 
+@pytest.mark.deep
 def test_a_role_process_that_is_killed_while_it_loads_is_started_again(
     run: Callable[..., Run],
 ) -> None:

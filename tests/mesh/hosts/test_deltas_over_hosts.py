@@ -26,6 +26,7 @@ async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     await launcher.stop()
 
 
+@pytest.mark.deep
 async def test_an_engine_elsewhere_gets_what_changed(mesh: Launcher, tmp_path: Path) -> None:
     hosts = [beside(mesh, tmp_path / f"host{n}", f"h{n}w") for n in (1, 2)]
     for host in hosts:

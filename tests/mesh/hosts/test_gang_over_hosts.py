@@ -30,6 +30,7 @@ async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     await launcher.stop()
 
 
+@pytest.mark.deep
 async def test_a_gang_over_two_hosts_loses_nothing_with_a_rank_or_with_the_host_of_the_core(
     mesh: Launcher, tmp_path: Path
 ) -> None:

@@ -111,6 +111,7 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
             found.run("down", "--mesh", str(place.root))
 
 
+@pytest.mark.deep
 def test_hosts_join_compute_leave_and_are_expelled(commands: Commands) -> None:
     head, second = commands.head, commands.directory / "second"
     of_head, of_second = free_place(), free_place()

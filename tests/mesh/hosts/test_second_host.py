@@ -69,6 +69,7 @@ async def said(mesh: Launcher, *words: str) -> Any:
     return json.loads(found.output)
 
 
+@pytest.mark.deep
 async def test_a_second_host_computes_for_a_job_is_drained_and_leaves(
     mesh: Launcher, tmp_path: Path
 ) -> None:

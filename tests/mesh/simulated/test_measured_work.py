@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from common.pool.measured import Measured, Work, kind_of
 from common.pool.planned import Published, measured
 from common.state import jobs, pool, registry
@@ -22,6 +24,7 @@ async def published(world: World) -> Measured:
     return measured([p for p in about if p.stats.get("job") == JOB], kinds)
 
 
+@pytest.mark.deep
 def test_shards_core_and_engines_tell_their_parts_of_what_a_job_did(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         while (await jobs.job(world.state, JOB)).version < STEPS // 2:

@@ -43,6 +43,7 @@ def kept(run: Run) -> list[Manifest]:
     return [read_whole(chunks.read, digest) for digest in digests if chunks.has(digest)]
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(240)
 def test_adapters_are_trained_published_monitored_and_exported(run: Callable[..., Run]) -> None:
     one = run(

@@ -119,6 +119,7 @@ async def test_any_hybrids_at_any_time_leave_the_weights_of_one_process(
         elastic.kill(f"trainer/{training.job}")
 
 
+@pytest.mark.deep
 async def test_a_rank_that_dies_or_hangs_costs_the_step_it_was_in(
     elastic: ElasticMesh, expected: Mapping[str, Tensor]
 ) -> None:

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 STEPS = 8
 
 
+@pytest.mark.deep
 def test_a_job_trains_with_an_engine_of_two_workers_and_goes_on_when_one_is_killed(
     run: Callable[..., Run],
 ) -> None:

@@ -28,6 +28,7 @@ def trainer_stopped_at(mesh: Run, version: int, lineage: str) -> int:
     return pid
 
 
+@pytest.mark.deep
 def test_other_ranks_open_one_lineage_and_go_on_in_it(run: Callable[..., Run]) -> None:
     mesh = run(
         budget__steps=STEPS,

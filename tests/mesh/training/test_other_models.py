@@ -56,6 +56,7 @@ def metrics(run: Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(300)
 def test_a_job_is_held_to_its_first_weights_and_keeps_its_best_ones(
     run: Callable[..., Run], tmp_path: Path
@@ -103,6 +104,7 @@ def test_a_job_is_held_to_its_first_weights_and_keeps_its_best_ones(
     load_model(out)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(300)
 def test_a_job_learns_from_a_teacher_under_a_judge_though_they_are_killed_on_the_way(
     run: Callable[..., Run], tmp_path: Path

@@ -16,6 +16,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return one_run(JOB, tmp_path_factory.mktemp("undisturbed") / "one")
 
 
+@pytest.mark.rotating(len(DEATHS))
 @pytest.mark.parametrize("deaths", DEATHS, ids=" ".join)
 def test_steps_are_replayed_bit_by_bit_wherever_the_trainer_died(
     deaths: Sequence[str], undisturbed: dict[str, Any], tmp_path: Path

@@ -52,6 +52,7 @@ async def elastic() -> AsyncIterator[ElasticMesh]:
             await mesh.close()
 
 
+@pytest.mark.deep
 async def test_ranks_of_either_class_may_die_or_hang_and_the_weights_stay_the_same(
     elastic: ElasticMesh,
 ) -> None:

@@ -26,6 +26,7 @@ def chunks(directory: Path) -> set[Path]:
     return set(directory.glob("??/*"))
 
 
+@pytest.mark.deep
 async def test_a_bit_that_is_flipped_on_the_wire(made: Weather) -> None:
     await made.begin()
     await made.publish()

@@ -33,6 +33,7 @@ async def killed_and_started(trained: TrainedWeather, name: str, share: float) -
     await trained.arrives(trained.engine)
 
 
+@pytest.mark.deep
 async def test_a_core_that_is_killed_as_it_stages(trained: TrainedWeather) -> None:
     await trained.begin_training()
     for share in (0.01, 0.5, WHOLE_SHARE):
@@ -40,6 +41,7 @@ async def test_a_core_that_is_killed_as_it_stages(trained: TrainedWeather) -> No
     assert (await trained.row()).lineage == 0
 
 
+@pytest.mark.deep
 async def test_a_rank_that_is_killed_as_it_stages_its_rows(trained: TrainedWeather) -> None:
     await trained.begin_training(ranks=2)
     for share in (0.01, 0.25, WHOLE_SHARE):

@@ -37,6 +37,7 @@ def test_an_edit_that_fits_in_two_places_is_an_error() -> None:
             edited("a + a", (old, "b"))
 
 
+@pytest.mark.deep
 @pytest.mark.needs("bwrap")
 async def test_of_a_slice_right_solutions_alone_are_paid_and_the_judge_agrees_with_it() -> None:
     judged = judge.verdicts(SLICE, jobs=1)

@@ -10,6 +10,7 @@ from loadtests.models import SHORT, TOLERANCE, run
 pytestmark = [pytest.mark.xdist_group("transformers"), pytest.mark.needs("compiler")]
 
 
+@pytest.mark.deep
 def test_random_checkpoints_are_equal_and_changed_ones_are_not_read_silently(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -63,6 +63,7 @@ def test_as_root_everything_is_contained(family: str, canary: Path) -> None:
     ran(family, best(), canary, plain=False)
 
 
+@pytest.mark.rotating(len(FAMILIES))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_as_a_plain_user_without_control_groups_everything_is_contained(
     family: str, canary: Path
@@ -71,6 +72,7 @@ def test_as_a_plain_user_without_control_groups_everything_is_contained(
 
 
 @pytest.mark.needs("landlock")
+@pytest.mark.rotating(len(FAMILIES))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_namespaces_landlock_contains_it(family: str, canary: Path) -> None:
     ran(family, "landlock", canary, plain=True)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from common.records.checkpoints import STATE, committed
 from common.state import events, jobs
 from common.state.lifecycle import deleting
@@ -27,6 +29,7 @@ from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
 COLLECTED_S = GRACE_S + 4 * SWEEP_S
 WRITES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.utime", "os.link", "os.truncate")
+EVERY = 4  # writes; each part of a test begins at another one
 OTHER = "other"  # a job that is deleted
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -164,22 +167,26 @@ def must(store: StoreBench, needed: Needed) -> set[str]:
     return own | {f"{name}.json", f"{name}/{STATE}/rank-0.safetensors"}
 
 
-def run_all(root: Path) -> None:
-    """Kills it before each of its writes, one after the other."""
-    at, killed = 0, True
+def run_all(root: Path, first: int) -> None:
+    """Kill it before every EVERY-th of its writes from the `first`."""
+    at, killed = first - EVERY, True
     while killed:
-        at += 1
+        at += EVERY
         killed, left, there = run_killed(root / str(at), at)
         assert left == there, f"killed before write {at}"
     assert at > 20, "a collection of this much writes more often"
 
 
-def test_a_collection_that_is_killed_at_any_write_leaves_nothing_wrong(tmp_path: Path) -> None:
+@pytest.mark.rotating(EVERY)
+@pytest.mark.parametrize("first", range(1, EVERY + 1))
+def test_a_collection_that_is_killed_at_any_write_leaves_nothing_wrong(
+    tmp_path: Path, first: int
+) -> None:
     # In a process of its own: one that libraries have put threads into cannot be forked safely.
-    command = [sys.executable, "-m", __name__, str(tmp_path)]
+    command = [sys.executable, "-m", __name__, str(tmp_path), str(first)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(240))
     assert ended.returncode == 0, ended.stderr
 
 
 if __name__ == "__main__":
-    run_all(Path(sys.argv[1]))
+    run_all(Path(sys.argv[1]), int(sys.argv[2]))

@@ -27,6 +27,7 @@ from tests.unit.weights.test_killed_collections import ROOT, dies_at, ended
 from tests.unit.weights.test_versions import hugging_face
 
 OLD, NEW = 0, 1  # versions, and the seeds of their models
+EVERY = 4  # operations; each part of a test begins at another one
 
 
 @dataclass
@@ -125,16 +126,16 @@ def run_killed(case: Case, kind: str, at: int) -> bool:
     return killed
 
 
-def run_all(root: Path, kind: str) -> None:
-    """Kills it before each of its operations, one after the other, all from the same files."""
+def run_all(root: Path, kind: str, first: int) -> None:
+    """Kill it before every EVERY-th of its operations from the `first`, all from the same files."""
     os.fsync = lambda fd: None  # which is for power cuts, and would be most of the time
     here, begun = root / "here", root / "begun"
     here.mkdir()
     case = {"imports": imports, "exports": exports, "url": exports_to_a_url}[kind](here)
     here.rename(begun)
-    at, killed = 0, True
+    at, killed = first - EVERY, True
     while killed:
-        at += 1
+        at += EVERY
         shutil.copytree(begun, here)
         killed = run_killed(case, kind, at)
         shutil.rmtree(here)
@@ -142,10 +143,14 @@ def run_all(root: Path, kind: str) -> None:
 
 
 @pytest.mark.timeout(600)  # many processes, one after the other
+@pytest.mark.rotating(EVERY)
+@pytest.mark.parametrize("first", range(1, EVERY + 1))
 @pytest.mark.parametrize("kind", ["imports", "exports", "url"])
-def test_what_is_killed_at_any_operation_leaves_nothing_half(tmp_path: Path, kind: str) -> None:
+def test_what_is_killed_at_any_operation_leaves_nothing_half(
+    tmp_path: Path, kind: str, first: int
+) -> None:
     # In a process of its own: one that libraries have put threads into cannot be forked safely.
-    command = [sys.executable, "-m", __name__, str(tmp_path), kind]
+    command = [sys.executable, "-m", __name__, str(tmp_path), kind, str(first)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=scaled(600)
@@ -154,4 +159,4 @@ def test_what_is_killed_at_any_operation_leaves_nothing_half(tmp_path: Path, kin
 
 
 if __name__ == "__main__":
-    run_all(Path(sys.argv[1]), sys.argv[2])
+    run_all(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -80,8 +80,7 @@ def engines() -> dict[str, tuple[TorchEngine, Shelf]]:
     return {path: shelved(path) for path in BUILT_IN}
 
 
-@settings(max_examples=500)
-@given(
+cases = given(
     path=st.sampled_from(BUILT_IN),
     length=st.integers(WORTH + 1, 900),
     stored=st.integers(0, 900),
@@ -94,7 +93,9 @@ def engines() -> dict[str, tuple[TorchEngine, Shelf]]:
     stops=st.sampled_from(("ends", "stays silent", "is cancelled")),
     seed=st.integers(0, 10**6),
 )
-def test_the_engine_goes_on_as_if_it_had_computed_all(
+
+
+def assert_goes_on(
     engines: dict[str, tuple[TorchEngine, Shelf]],
     path: str,
     length: int,
@@ -157,6 +158,23 @@ def test_the_engine_goes_on_as_if_it_had_computed_all(
     computed = engine.tokens_computed - before
     assert computed <= length + 2 - loaded
     assert shared or computed == length + 2 - loaded
+
+
+@settings(max_examples=100)
+@cases
+def test_the_engine_goes_on_as_if_it_had_computed_all(
+    engines: dict[str, tuple[TorchEngine, Shelf]], **case: Any
+) -> None:
+    assert_goes_on(engines, **case)
+
+
+@pytest.mark.deep
+@settings(max_examples=500)
+@cases
+def test_the_engine_goes_on_as_if_it_had_computed_all_in_many_cases(
+    engines: dict[str, tuple[TorchEngine, Shelf]], **case: Any
+) -> None:
+    assert_goes_on(engines, **case)
 
 
 @pytest.mark.parametrize("path", ["native", "graphs"])

@@ -46,6 +46,7 @@ def finish(program: subprocess.Popen[str]) -> tuple[int, str]:
     return program.returncode, said
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(560)
 def test_a_run_is_stopped_resumed_without_its_redis_audited_and_extended(tmp_path: Path) -> None:
     settings = [f"--set={key}={value}" for key, value in {**SMALL, "cache": '""'}.items()]

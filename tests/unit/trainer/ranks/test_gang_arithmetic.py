@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -30,10 +29,10 @@ RANKS = 3  # which neither the bins of a step nor the rows of most parameters ar
 SHARING = 4
 
 
-async def run_ranks(directory: Path, ranks: int, variants: Iterable[str]) -> None:
+async def run_ranks(directory: Path, ranks: int, variant: str) -> None:
     log = directory / "ranks.log"
     child = SystemHost().spawn(
-        [sys.executable, str(PROGRAM), str(ranks), str(directory), *variants],
+        [sys.executable, str(PROGRAM), str(ranks), str(directory), variant],
         name="ranks",
         env={
             "OMP_NUM_THREADS": "1",
@@ -65,23 +64,27 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.rotating(len(VARIANTS))
+@pytest.mark.parametrize("variant", VARIANTS)
 async def test_ranks_that_hold_a_model_in_rows_make_the_updates_of_one_process(
-    tmp_path: Path,
+    tmp_path: Path, variant: str
 ) -> None:
     """Also from weights that they are given, after its state was moved to new ranks, with rounds
     that hybrids computed, and with rounds that have no bin for some rank; with a critic, and with
     adapters.
     """
-    await run_ranks(tmp_path, RANKS, VARIANTS)
-    for variant in VARIANTS:
-        assert_trained_as_one_process(variant, tmp_path, RANKS)
+    await run_ranks(tmp_path, RANKS, variant)
+    assert_trained_as_one_process(variant, tmp_path, RANKS)
 
 
 @pytest.mark.timeout(300)
-async def test_ranks_may_share_experts_that_others_do_not_have(tmp_path: Path) -> None:
-    await run_ranks(tmp_path, SHARING, SHARED)
-    for variant in SHARED:
-        assert_trained_as_one_process(variant, tmp_path, SHARING)
+@pytest.mark.rotating(len(SHARED))
+@pytest.mark.parametrize("variant", SHARED)
+async def test_ranks_may_share_experts_that_others_do_not_have(
+    tmp_path: Path, variant: str
+) -> None:
+    await run_ranks(tmp_path, SHARING, variant)
+    assert_trained_as_one_process(variant, tmp_path, SHARING)
 
 
 def assert_trained_as_one_process(variant: str, directory: Path, ranks: int) -> None:

@@ -23,10 +23,10 @@ RANKS, ROUNDS = 4, 2
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 0.03}  # of gradients, relative to the largest
 
 
-async def run_ranks(directory: Path) -> None:
+async def run_ranks(directory: Path, name: str) -> None:
     log = directory / "ranks.log"
     child = SystemHost().spawn(
-        [sys.executable, str(HERE / "zebra_program.py"), str(directory)],
+        [sys.executable, str(HERE / "zebra_program.py"), str(directory), name],
         name="ranks",
         env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[3])},
         log=log,
@@ -39,17 +39,18 @@ async def run_ranks(directory: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.rotating(5)
+@pytest.mark.parametrize("name", CASES)
 async def test_ranks_with_attention_or_experts_compute_what_one_process_does(
-    tmp_path: Path,
+    tmp_path: Path, name: str
 ) -> None:
     """Losses, gradients, scores and what a step makes of the weights: with experts on attention
     ranks or none elsewhere, with routing that is given, layers computed again, and dense layers in
     between. Repeated rounds are equal to the last bit.
     """
-    await run_ranks(tmp_path)
-    for name, case in CASES.items():
-        files = [load_file(tmp_path / f"{name}-{rank}.safetensors") for rank in range(RANKS)]
-        assert_as_one_process(name, case, files)
+    await run_ranks(tmp_path, name)
+    files = [load_file(tmp_path / f"{name}-{rank}.safetensors") for rank in range(RANKS)]
+    assert_as_one_process(name, CASES[name], files)
 
 
 def assert_as_one_process(name: str, case: Case, files: list[dict[str, Tensor]]) -> None:

@@ -31,26 +31,26 @@ ROUNDS = 2
 DEADLINE_S = 60.0
 
 
-def run_all(rank: int, directory: Path) -> None:
+def run_case(rank: int, directory: Path, name: str) -> None:
     torch.set_num_threads(1)
-    for name, case in CASES.items():
-        place = str(directory / f"{name}-meeting")
-        mesh = join_group(Meeting(1, place, scaled(DEADLINE_S)), rank, RANKS, "cpu")
-        with torch.device("meta"):
-            model = Decoder(case.config)
-        learner = ZebraLearner(
-            model,
-            OPTIMIZER,
-            ALGORITHM,
-            dtype=case.dtype,
-            mesh=mesh,
-            beginning=Drawn(case.config, SEED),
-            division=case.shape,
-            deadline_s=scaled(DEADLINE_S),
-            again=case.again,
-        )
-        save_file(found(learner, case, rank), directory / f"{name}-{rank}.safetensors")
-        leave_group()
+    case = CASES[name]
+    place = str(directory / f"{name}-meeting")
+    mesh = join_group(Meeting(1, place, scaled(DEADLINE_S)), rank, RANKS, "cpu")
+    with torch.device("meta"):
+        model = Decoder(case.config)
+    learner = ZebraLearner(
+        model,
+        OPTIMIZER,
+        ALGORITHM,
+        dtype=case.dtype,
+        mesh=mesh,
+        beginning=Drawn(case.config, SEED),
+        division=case.shape,
+        deadline_s=scaled(DEADLINE_S),
+        again=case.again,
+    )
+    save_file(found(learner, case, rank), directory / f"{name}-{rank}.safetensors")
+    leave_group()
 
 
 def found(learner: ZebraLearner, case: Case, rank: int) -> dict[str, torch.Tensor]:
@@ -84,22 +84,22 @@ def own_bins(case: Case, number: int, rank: int) -> list[Bin]:
     return bins(case, number)[rank * micros : (rank + 1) * micros]
 
 
-def fork(rank: int, directory: Path) -> int:
+def fork(rank: int, directory: Path, name: str) -> int:
     """The process of a rank."""
     pid = os.fork()
     if pid:
         return pid
     try:
-        run_all(rank, directory)
+        run_case(rank, directory, name)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
 
-def main(directory: Path) -> int:
+def main(directory: Path, name: str) -> int:
     """Ends the other ranks when one of them fails; its exit status."""
-    running = {fork(rank, directory) for rank in range(RANKS)}
+    running = {fork(rank, directory, name) for rank in range(RANKS)}
     failed = 0
     while running:
         pid, status = os.wait()
@@ -111,4 +111,4 @@ def main(directory: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))
