@@ -1,33 +1,56 @@
-# demo, test, lint, bench, dist, peers: each starts from a bare clone, in an environment of its own (.venv).
+# demo, check, test, lint, bench, dist, peers: each starts from a bare clone, in an environment of its own (.venv).
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 JOB ?= examples/calculator.toml
 TESTS ?= tests
+TEST_WORKERS ?= 4
+TYPED := common meshrl services sim loadtests tests
 # One thread a process: two on a busy machine are up to 30 times slower than one.
 export OMP_NUM_THREADS := 1
 # What Python compiles is kept: hundreds of processes would compile the same sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-kubernetes test-sglang verifiers lint format bench peers dist images test-compose test-slurm test-monitoring clean
+.PHONY: demo check test test-deep test-ci test-timing test-kubernetes test-sglang verifiers lint format bench peers dist images test-compose test-slurm test-monitoring clean
 
 demo: $(READY)
 	$(BIN)/meshrl run $(JOB) $(if $(SEED),--seed $(SEED)) $(if $(WORKERS),--set mesh.workers=$(WORKERS)) $(ARGS)
 
+# What finds defects daily. Which of the deep and rotating tests belong to it is drawn by the commit.
 test: $(READY)
-	$(BIN)/python -m pytest -n 4 --dist loadgroup --max-worker-restart=0 $(TESTS)
+	$(BIN)/python -m pytest --workers $(TEST_WORKERS) $(TESTS)
+
+# All tests: an hour of a virtual mesh, a hundred seeds, every tier of the sandbox, all real meshes.
+test-deep: $(READY)
+	$(BIN)/python -m pytest --workers $(TEST_WORKERS) --tier deep $(TESTS)
+
+# The daily tests, a seventh of the others, and those of what changed lately.
+test-ci: $(READY)
+	$(BIN)/python -m pytest --workers $(TEST_WORKERS) --tier ci --hold-budget $(TESTS)
+
+# The tests that are about time itself: one after the other, on a host that does nothing else.
+test-timing: $(READY)
+	$(BIN)/python -m pytest --tier timing $(TESTS)
+
+# Within a minute: style, types, and the tests of what was changed since BASE that start no process.
+BASE ?= HEAD
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(TYPED)
+	$(BIN)/python -m tests.runner.changed $(BASE)
 
 # Each alert of compose/monitoring fires on a mesh of two hosts, and clears: `prometheus` of Debian.
 test-monitoring: $(READY)
-	$(BIN)/python -m pytest -n 0 tests/deploy/monitoring
+	$(BIN)/python -m pytest tests/deploy/monitoring
 	$(BIN)/python -m loadtests.monitoring
 
 # A real SGLang server: what every engine promises, what is its own, and a job of three steps.
 test-sglang: export MESHRL_SGLANG_PYTHON := $(CURDIR)/.venvs/sglang/bin/python
 test-sglang: $(READY)
 	tests/sglang/cpu/install.sh .venvs/sglang
-	$(BIN)/python -m pytest -n 0 -k sglang tests/sglang tests/unit/common/generation tests/unit/engine tests/unit/meshrl
+	$(BIN)/python -m pytest -k sglang tests/sglang tests/unit/common/generation tests/unit/engine tests/unit/meshrl
 	$(BIN)/meshrl run $(JOB) --force --set out=runs/sglang --set rollout.engine=sglang \
 		--set rollout.sglang_python=$(MESHRL_SGLANG_PYTHON) $(SHORT)
 
@@ -61,12 +84,12 @@ comma := ,
 # Debian, where one is started for it.
 test-compose: export MESHRL_TEST_COMPOSE := 1
 test-compose: $(READY)
-	$(BIN)/python -m pytest -n 0 tests/deploy/compose
+	$(BIN)/python -m pytest tests/deploy/compose
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy common meshrl services sim loadtests tests
+	$(BIN)/mypy $(TYPED)
 	$(BIN)/lint-imports
 
 format: $(READY)
@@ -99,7 +122,7 @@ peers: $(READY)
 # Kubernetes' objects against the schemas of its versions, and every container of theirs run by Docker
 # as one mesh that trains; takes the image of $MESHRL_IMAGE, or meshrl:cpu.
 test-kubernetes: $(READY) .venvs/kubernetes/ready
-	$(BIN)/python -m pytest -n 0 tests/deploy/kubernetes
+	$(BIN)/python -m pytest tests/deploy/kubernetes
 	$(BIN)/python -m tests.deploy.kubernetes
 
 .venvs/kubernetes/ready: constraints.txt

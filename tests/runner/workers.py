@@ -71,6 +71,8 @@ class Workers:
         self._items: list[pytest.Item] = []
         config.pluginmanager.register(self, "workers")
         self._base: Path | None = None
+        self._stop_at: float | None = None
+        self._left = 0
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> object:
@@ -85,6 +87,8 @@ class Workers:
         self._base = self._config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         require_one_thread()
         gc.collect()
+        if (seconds := self._config.option.stop_after) is not None:
+            self._stop_at = time.monotonic() + seconds
         gc.freeze()  # no collection of a worker copies the pages of what was collected
         try:
             for _ in range(min(self._count, len(self._units))):
@@ -102,6 +106,11 @@ class Workers:
                 self._close(worker)
             self._costs.overhead_s += self._controller.cpu_s()
         return True
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print how many tests there was no time for."""
+        if self._left:
+            terminalreporter.write_line(f"{self._left} tests were not begun: --stop-after")
 
     def pytest_unconfigure(self) -> None:
         """Give up the controller's account."""
@@ -143,6 +152,9 @@ class Workers:
         kind, content = worker.connection.recv()
         hook = self._config.hook
         if kind == "unit":
+            if self._stop_at is not None and time.monotonic() > self._stop_at:
+                self._left = sum(map(len, self._units))
+                self._units.clear()
             unit = self._units.popleft() if self._units else []
             worker.unit.extend(unit)
             worker.connection.send(unit)
@@ -214,7 +226,7 @@ def units_of(items: list[pytest.Item]) -> Iterator[list[int]]:
     """Yield units of tests, by index: groups, and neighbours in a file; long ones first."""
     units: dict[object, list[int]] = {}
     for index, item in enumerate(items):
-        group = item.get_closest_marker("xdist_group")
+        group = item.get_closest_marker("group")
         if group is not None:
             key: object = group.args[0]
         else:
@@ -360,3 +372,6 @@ def settle(config: pytest.Config, number: int, base: Path | None) -> None:
 def add_options(parser: pytest.Parser) -> None:
     """Add the options of this plugin."""
     parser.addoption("--workers", type=int, default=0, metavar="N", help="processes for tests")
+    parser.addoption(
+        "--stop-after", type=float, metavar="SECONDS", help="begin no test later than that"
+    )

@@ -13,7 +13,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/sglang/" in item.nodeid:
             item.add_marker(pytest.mark.needs("sglang"))
-            item.add_marker(pytest.mark.xdist_group("sglang"))
+            item.add_marker(pytest.mark.group("sglang"))
             item.add_marker(pytest.mark.timeout(900))
 
 

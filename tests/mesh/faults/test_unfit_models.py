@@ -15,7 +15,7 @@ from common.state import jobs
 from meshrl.job import bundle, jobfile
 from tests.mesh.elastic import JOB_FILE, RANK_MAIN, ElasticMesh
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("elastic")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.group("elastic")]
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"model_type": "abacus"}, "unknown model architecture 'abacus'"),
     "incomplete": ({"num_attention_heads": None}, "num_attention_heads is missing"),

@@ -25,7 +25,7 @@ TOLERANCE = 1e-5  # float32 sums of a step in another order, 20 times
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(600),
-    pytest.mark.xdist_group("elastic"),  # they share a mesh, and what one process makes of the job
+    pytest.mark.group("elastic"),  # they share a mesh, and what one process makes of the job
 ]
 
 

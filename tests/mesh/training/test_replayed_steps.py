@@ -8,7 +8,7 @@ import pytest
 
 from loadtests.replay import DEATHS, JOB, one_run
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("replayed steps")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.group("replayed steps")]
 
 
 @pytest.fixture(scope="module")

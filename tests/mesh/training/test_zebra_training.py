@@ -24,7 +24,7 @@ from tests.mesh.training.test_elastic_training import settled
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(600),
-    pytest.mark.xdist_group("zebra"),
+    pytest.mark.group("zebra"),
 ]
 
 LEAVES_S = 60.0  # for a core to be left as a checkpoint

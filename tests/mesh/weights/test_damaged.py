@@ -8,7 +8,7 @@ import pytest
 
 from tests.mesh.weights.weather import Weather, until
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("weather")]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.group("weather")]
 INTO_A_CHUNK = 300_000  # bytes
 
 

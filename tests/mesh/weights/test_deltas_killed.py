@@ -11,7 +11,7 @@ import pytest
 from loadtests.weights.scene import Member, OrderFailed
 from tests.mesh.weights.weather import Weather
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("weather")]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.group("weather")]
 SIZE = 8 << 20  # chunks of 1 MiB, whose deltas lie in one blob
 SHARE = 0.05  # of the elements that change from a version to the next
 MOST = SHARE * 2.5 * SIZE  # bytes of a delta, with whatever is said around it

@@ -9,7 +9,7 @@ import pytest
 from loadtests.weights.scene import Member
 from tests.mesh.weights.weather import Weather
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("weather")]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.group("weather")]
 NO_CHUNK = 100_000  # bytes, below those of a chunk: no file of this process gets larger
 UNLIMITED = resource.RLIM_INFINITY
 

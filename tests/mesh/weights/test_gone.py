@@ -13,7 +13,7 @@ from loadtests.weights.contents import identity_of
 from loadtests.weights.scene import OrderFailed
 from tests.mesh.weights.weather import MODEL, Weather, until
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("weather")]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.group("weather")]
 SWEEPING = "tests.mesh.weights.sweeping_store"
 KEPT = 3  # checkpoints, by `training.keep_checkpoints`
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.mesh.weights.weather import ENDLESS, MODEL, WHOLE, Weather
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("weather")]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.group("weather")]
 ANYWHERE = pytest.mark.parametrize("share", [0.01, 0.5, 0.95])
 
 

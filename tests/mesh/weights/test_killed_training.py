@@ -11,7 +11,7 @@ import pytest
 from tests.mesh.weights.training import CORE, RANK, WHOLE_SHARE, TrainedWeather
 from tests.mesh.weights.weather import weather
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("weather")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.group("weather")]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from common.state import jobs
 from tests.mesh.weights.training import CORE, JOB, TrainedWeather
 from tests.mesh.weights.weather import until, weather
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("weather")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.group("weather")]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from tests.mesh.weights.weather import MODEL, Weather
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("weather")]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.group("weather")]
 OTHER = 70  # seed of what the successor publishes
 
 

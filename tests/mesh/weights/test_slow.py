@@ -11,7 +11,7 @@ from loadtests.weights.scene import Member
 from tests.load import scaled
 from tests.mesh.weights.weather import LOOK_S, WITHIN_S, Weather
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("weather")]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.group("weather")]
 OTHERS_BYTES_S = 20 << 20
 SLOW_BYTES_S = OTHERS_BYTES_S // 100
 

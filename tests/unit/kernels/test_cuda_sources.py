@@ -25,7 +25,7 @@ from tests.unit.kernels.operators_under_test import (
     check_paged_write,
 )
 
-pytestmark = pytest.mark.xdist_group("cuda sources")  # one build for all
+pytestmark = pytest.mark.group("cuda sources")  # one build for all
 LAUNCH = re.compile(r"([\w]+(?:<[\w, ]*>)?)\s*<<<([^;]*?), ([^;,]*), 0, \w+>>>\(([^;]*?)\);")
 FLAGS = ("-Og", "-std=c++20", "-Wno-unknown-pragmas", "-shared", "-fPIC")
 PROCESSORS = 132  # of an H200

@@ -7,7 +7,7 @@ import pytest
 from loadtests.checkpoints.drawn import CLASSES
 from loadtests.models import SHORT, TOLERANCE, run
 
-pytestmark = [pytest.mark.xdist_group("transformers"), pytest.mark.needs("compiler")]
+pytestmark = [pytest.mark.group("transformers"), pytest.mark.needs("compiler")]
 
 
 @pytest.mark.deep

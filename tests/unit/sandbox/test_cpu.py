@@ -28,7 +28,7 @@ from tests.unit.sandbox.seen import SOON_S, ZYGOTE, pythons
 pytestmark = [
     pytest.mark.needs("bwrap"),
     # One's guests that go before all others would put off another's keeper on the same core.
-    pytest.mark.xdist_group("one core"),
+    pytest.mark.group("one core"),
 ]
 LIMITS = JailLimits(wall_s=8.0, cpu_s=1.0, memory_bytes=128 * MIB, output_bytes=4096, processes=128)
 WATCHED_S = 0.5  # in which one that spins uses most of a core

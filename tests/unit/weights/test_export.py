@@ -266,7 +266,7 @@ def test_an_export_replaces_an_export_and_nothing_else(run: Run, tmp_path: Path)
     assert torch.equal(logits(load_model(tmp_path / "empty")[1]), logits(model(1)))
 
 
-@pytest.mark.xdist_group("transformers")  # which one worker imports for all
+@pytest.mark.group("transformers")  # which one worker imports for all
 def test_a_run_with_adapters_is_exported_merged_and_for_peft(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     import transformers

@@ -19,7 +19,7 @@ from services.weights.export import write
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.weights.test_export import Run, weights
 
-pytestmark = pytest.mark.xdist_group("transformers")  # which one worker imports for all
+pytestmark = pytest.mark.group("transformers")  # which one worker imports for all
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 

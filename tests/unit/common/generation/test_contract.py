@@ -34,7 +34,7 @@ KINDS = (
         "sglang",
         marks=[
             pytest.mark.needs("sglang"),
-            pytest.mark.xdist_group("sglang"),
+            pytest.mark.group("sglang"),
             pytest.mark.timeout(900),
         ],
     ),

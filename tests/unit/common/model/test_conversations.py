@@ -18,7 +18,7 @@ from tests.unit.common.model.chatting import qwen3_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-pytestmark = pytest.mark.xdist_group("transformers")  # which one worker imports for all
+pytestmark = pytest.mark.group("transformers")  # which one worker imports for all
 
 # ChatML with Hermes tools as a Jinja template, of what Qwen3's does with turns that do not reason.
 TEMPLATE = r"""

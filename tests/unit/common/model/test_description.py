@@ -16,7 +16,7 @@ from common.model.decoder import Decoder
 from common.model.formats.architectures import ARCHITECTURES
 from common.model.formats.checkpoint import load_config
 
-pytestmark = pytest.mark.xdist_group("transformers")  # which one worker imports for all
+pytestmark = pytest.mark.group("transformers")  # which one worker imports for all
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 64,

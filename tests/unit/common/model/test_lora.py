@@ -156,7 +156,7 @@ def test_an_engine_scores_merged_weights_as_the_trainer_does(path: str) -> None:
     assert np.abs(engine.score(TOKENS[0].numpy()) - chosen).max() < 1e-4
 
 
-@pytest.mark.xdist_group("transformers")  # which one worker imports for all
+@pytest.mark.group("transformers")  # which one worker imports for all
 @pytest.mark.parametrize("targets", TARGETS, ids="+".join)
 def test_peft_computes_the_same_from_what_was_exported(tmp_path: Path, targets: list[str]) -> None:
     peft = pytest.importorskip("peft")

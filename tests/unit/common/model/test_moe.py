@@ -156,7 +156,7 @@ def test_a_router_learns_from_tokens_whose_experts_are_given() -> None:
     assert gradient[[0, 3]].abs().min() > 1e-4 and gradient[[1, 2, 4, 5]].abs().max() < 1e-6
 
 
-@pytest.mark.xdist_group("transformers")  # which one worker imports for all
+@pytest.mark.group("transformers")  # which one worker imports for all
 @pytest.mark.parametrize("counted", [None, [True] * 30 + [False] * 20])
 def test_the_balance_is_that_of_transformers_times_the_tokens(counted: list[bool] | None) -> None:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func

@@ -87,7 +87,7 @@ def byte_tokenizer(directory: Path, single: str = "", **options: Any) -> Backend
     return backend
 
 
-@pytest.mark.xdist_group("transformers")  # which one worker imports for all
+@pytest.mark.group("transformers")  # which one worker imports for all
 @pytest.mark.parametrize("text", ["a b", "é</s>", " <s>", ""])
 @pytest.mark.parametrize(
     ("single", "options"),
@@ -132,7 +132,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
-@pytest.mark.xdist_group("transformers")  # which one worker imports for all
+@pytest.mark.group("transformers")  # which one worker imports for all
 def test_transformers_loads_it_beside_a_saved_model(tmp_path: Path) -> None:
     import torch
     import transformers

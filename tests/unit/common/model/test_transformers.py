@@ -17,7 +17,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.hf import load_model, save_model, state_from_hf, state_to_hf
 
-pytestmark = pytest.mark.xdist_group("transformers")  # which one worker imports for all
+pytestmark = pytest.mark.group("transformers")  # which one worker imports for all
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,

@@ -29,7 +29,7 @@ from common.transport.zmq import ZmqTransport
 ROOT = Path(__file__).parents[4]
 SOON_S = 30.0  # for an answer, on a busy host
 LABELS = {"service": "monitored/0", "kind": "monitored", "job": "j"}
-one_service = pytest.mark.xdist_group("monitored")
+one_service = pytest.mark.group("monitored")
 
 
 class Monitored:

@@ -30,7 +30,7 @@ MATHS = rows("maths.jsonl")
 CODING = rows("coding.jsonl")
 
 
-@pytest.mark.xdist_group("maths")  # sympy is imported by one worker
+@pytest.mark.group("maths")  # sympy is imported by one worker
 @pytest.mark.parametrize("family", sorted({row["family"] for row in MATHS}))
 def test_maths_pairs_are_graded_right(family: str) -> None:
     from services.sandbox.grading.maths import equal
@@ -41,7 +41,7 @@ def test_maths_pairs_are_graded_right(family: str) -> None:
     assert wrong == []
 
 
-@pytest.mark.xdist_group("maths")
+@pytest.mark.group("maths")
 @pytest.mark.parametrize(
     ("gold", "answer", "right"),
     [
@@ -117,7 +117,7 @@ def told() -> list[str]:
     return found
 
 
-@pytest.mark.xdist_group("endless answers")
+@pytest.mark.group("endless answers")
 @pytest.mark.parametrize("place", range(len(ENDLESS)), ids=[answer[:20] for answer in ENDLESS])
 def test_an_answer_that_would_take_for_ever_is_wrong_and_soon_told(
     told: list[str], place: int

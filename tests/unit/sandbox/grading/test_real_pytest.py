@@ -22,7 +22,7 @@ from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.pytest_packages import with_pytest
 from services.sandbox.isolation.slots import JailSlots
 
-pytestmark = [pytest.mark.needs("bwrap"), pytest.mark.xdist_group("real pytest")]
+pytestmark = [pytest.mark.needs("bwrap"), pytest.mark.group("real pytest")]
 ADD = "def add(a, b):\n    return a + b\n"
 
 

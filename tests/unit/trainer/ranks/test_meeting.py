@@ -79,7 +79,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return [json.loads(line) for line in found.stdout.splitlines()]
 
 
-@pytest.mark.xdist_group("meeting")
+@pytest.mark.group("meeting")
 @pytest.mark.parametrize(("which", "expected"), [(0, "=lo"), (1, "ib0")])
 def test_ranks_meet_on_loopback_unless_an_interface_is_chosen(
     said: list[Any], which: int, expected: str
@@ -87,7 +87,7 @@ def test_ranks_meet_on_loopback_unless_an_interface_is_chosen(
     assert said[which] == ["lo", expected]
 
 
-@pytest.mark.xdist_group("meeting")
+@pytest.mark.group("meeting")
 def test_a_rank_that_has_waited_in_vain_meets_one_that_has_just_begun(said: list[Any]) -> None:
     assert said[2:] == ["met", "met"]
 

@@ -19,7 +19,7 @@ from common.model.tokenizer import Tokenizer
 from loadtests.chat_templates import ADD, AGAIN, ANSWER, SYSTEM, USER, compared, directory_of
 from tests.unit.common.model.templates.formats import FORMATS, QWEN3
 
-pytestmark = pytest.mark.xdist_group("transformers")  # which one worker imports for all
+pytestmark = pytest.mark.group("transformers")  # which one worker imports for all
 
 NO_TOOLS = "refused: the chat template tells the model of no tools"
 OUTCOMES = {  # of the conversations that are not token by token what transformers makes of them
