@@ -26,8 +26,7 @@ from services.sandbox.isolation import cgroups
 from services.sandbox.jail import landlock
 from tests import ends
 from tests.gpus.driver import Gpus, library
-from tests.nursery import TestNursery
-from tests.runner import costs, tiers, timeouts, workers
+from tests.runner import plugins
 from tests.sglang.interpreter import python
 
 BACKENDS: dict[str, Callable[[], bool]] = {
@@ -86,9 +85,6 @@ providers._get_local_constants = lambda: NO_CONSTANTS
 ABSENT = pytest.StashKey[Counter[str]]()
 
 
-NURSERY = pytest.StashKey[TestNursery]()
-
-
 @pytest.fixture(autouse=True)
 def _umask() -> Iterator[None]:
     """The command line sets the mode of what it makes, for its process, which a test shares."""
@@ -100,28 +96,19 @@ def _umask() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of the plugins that run the tests."""
-    for plugin in (costs, tiers, workers):
-        plugin.add_options(parser)
+    plugins.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A run of several workers has a nursery, whose start a single test would not earn."""
+    """Prepare the process, and register the plugins that run the tests."""
     ends.listen()  # nothing is captured yet
     config.stash[ABSENT] = Counter()
-    config.stash[tiers.Tiers.KEY] = tiers.Tiers(config)
-    config.pluginmanager.register(config.stash[tiers.Tiers.KEY], "tiers")
-    config.pluginmanager.register(timeouts, "timeouts")
-    if config.option.workers:
-        counted = costs.Costs(config)
-        config.pluginmanager.register(counted, "costs")
-        workers.Workers(config, counted)
-        config.stash[NURSERY] = TestNursery()
-        config.stash[NURSERY].start()
+    plugins.configure(config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if NURSERY in config.stash:
-        config.stash[NURSERY].close()
+    """End what was started for the run."""
+    plugins.unconfigure(config)
 
 
 @pytest.hookimpl(trylast=True)

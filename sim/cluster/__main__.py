@@ -69,8 +69,8 @@ def _held(run: Recorded, arms: Mapping[str, Mapping[str, Figures]]) -> dict[str,
     return {"run_step_s": round(run.step_s, 4), "run_error": round(error, 4)}
 
 
-def main() -> int:
-    """The entry; the exit status."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command with these words, or with those of the process; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="meshrl simulate",
         description=__doc__,
@@ -81,7 +81,7 @@ def main() -> int:
     parser.add_argument("--what-if", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--out", type=Path, metavar="DIR", help="writes plots there")
-    a = parser.parse_args()
+    a = parser.parse_args(words)
     if not a.scenario and a.run is None:
         for path in sorted(SCENARIOS.glob("*.toml")):
             print(f"{path.stem:12} {tomllib.loads(path.read_text(encoding='utf-8'))['title']}")

@@ -42,7 +42,7 @@ class Tiers:
         self.rotation: int = find_rotation(config.rootpath) if given is None else given
         self._changed: tuple[str, ...] = ()
         if self._tier == "ci":
-            self._changed = tests_of(changed_paths(config.rootpath))
+            self._changed = affected_tests(changed_paths(config.rootpath))
         self._deep: set[str] = set()
         self._deselected: Counter[str] = Counter()
 
@@ -127,7 +127,7 @@ def changed_paths(root: Path) -> Sequence[str]:
     return sorted(set(names.split()))
 
 
-def tests_of(paths: Sequence[str]) -> tuple[str, ...]:
+def affected_tests(paths: Sequence[str]) -> tuple[str, ...]:
     """Return the beginnings of the names of tests that are run in full after such changes."""
     return tuple(
         test

@@ -174,13 +174,11 @@ class Workers:
             self._costs.add(item.nodeid, cpu_s, wall_s)
             hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         elif kind == "warning":
-            text, place, when, nodeid = content
+            text, place, nodeid = content
             message = warnings.WarningMessage(UserWarning(text), UserWarning, *place)
-            hook.pytest_warning_recorded.call_historic(
-                kwargs={
-                    "warning_message": message, "when": when, "nodeid": nodeid, "location": None,
-                }
-            )  # fmt: skip
+            terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+            if terminal is not None:  # the hook would repeat it for each worker that is to come
+                terminal.pytest_warning_recorded(warning_message=message, nodeid=nodeid)
 
     def _bury(self, worker: Worker) -> None:
         """Fail the test that a dead worker ran, and give the rest of its unit to another."""
@@ -260,6 +258,7 @@ class Reporter:
 
     def __init__(self, config: pytest.Config, connection: Connection) -> None:
         self._config, self._connection = config, connection
+        self.listens = False  # pytest repeats earlier warnings to a plugin that is registered
 
     def send(self, kind: str, content: object = None) -> None:
         """Send a message."""
@@ -277,12 +276,14 @@ class Reporter:
         self.send("report", hook.pytest_report_to_serializable(config=self._config, report=report))
 
     def pytest_warning_recorded(
-        self, warning_message: warnings.WarningMessage, when: str, nodeid: str
+        self, warning_message: warnings.WarningMessage, nodeid: str
     ) -> None:
-        """Send a warning."""
+        """Send a warning, unless it is from before the fork."""
+        if not self.listens:
+            return
         place = (warning_message.filename, warning_message.lineno)
         text = f"{warning_message.category.__name__}: {warning_message.message}"
-        self.send("warning", (text, place, when, nodeid))
+        self.send("warning", (text, place, nodeid))
 
 
 def run_worker(
@@ -302,6 +303,7 @@ def run_worker(
         settle(config, number, base)
         reporter = Reporter(config, connection)
         config.pluginmanager.register(reporter)
+        reporter.listens = True
         nursery = TestNursery()
         account.add(nursery.start_of_own())
         run_units(config, items, reporter, account)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from sim.cluster.cluster import Cluster
 from sim.cluster.figures import Figures, compared, table
 from sim.cluster.running import run
 from sim.cluster.scenario import Arm, apply, choices, read
-from tests.load import scaled
+from tests.unit.sim.cluster.command import ran
 
 MODEL = """
 seed = 3
@@ -177,8 +175,7 @@ set = ["jobs.degrees=[1]", "jobs.ranks=4"]
 """
     path = tmp_path / "scenario.toml"
     path.write_text(MODEL.replace("seed = 3", "seed = 3\nseeds = 3") + more)
-    words = [sys.executable, "-m", "sim.cluster", str(path)]
-    said = subprocess.run(words, capture_output=True, text=True, timeout=scaled(100), check=False)
+    said = ran(str(path))
     assert said.returncode == 0, said.stderr
     told = json.loads(said.stdout.splitlines()[-1])
     values = told["over_even_seeds"]

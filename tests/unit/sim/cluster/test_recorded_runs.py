@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from common.errors import NotFound
 from common.random import Random
 from sim.cluster.recorded import TRACE, recorded, written
 from sim.cluster.scenario import read
-from tests.load import scaled
+from tests.unit.sim.cluster.command import ran
 
 BASE_S, EACH_S, TOOL_S, STEP_S = 0.01, 0.002, 0.5, 20.0
 ENGINES, GROUPS, SIZE, STEPS = 2, 4, 4, 12
@@ -127,9 +125,7 @@ def test_its_trajectories_are_those_of_the_scenario(run: Path, tmp_path: Path) -
 
 def test_the_error_on_the_run_itself_is_told(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "made"
-    words = [sys.executable, "-m", "sim.cluster", f"--from={run}"]
-    words += ["--what-if=hosts.accelerators=6", f"--out={out}"]
-    said = subprocess.run(words, capture_output=True, text=True, timeout=scaled(100), check=False)
+    said = ran(f"--from={run}", "--what-if=hosts.accelerators=6", f"--out={out}")
     assert said.returncode == 0, said.stderr
     told = json.loads(said.stdout.splitlines()[-1])
     assert told["run_step_s"] == STEP_S
@@ -145,10 +141,8 @@ def test_a_run_without_traces_is_refused(run: Path) -> None:
 
 
 def test_what_it_takes_on_other_accelerators_needs_the_profiles_of_both(run: Path) -> None:
-    words = [sys.executable, "-m", "sim.cluster", f"--from={run}", "--set=hosts.kind=H100"]
-    unknown = [*words, "--set=jobs.measured.kind=GPU"]
-    said = subprocess.run(unknown, capture_output=True, text=True, timeout=scaled(100), check=False)
+    words = [f"--from={run}", "--set=hosts.kind=H100"]
+    said = ran(*words, "--set=jobs.measured.kind=GPU")
     assert said.returncode == 2 and "jobs.measured.kind=H100" in said.stderr
-    known = [*words, "--set=jobs.measured.kind=A100"]
-    said = subprocess.run(known, capture_output=True, text=True, timeout=scaled(100), check=False)
+    said = ran(*words, "--set=jobs.measured.kind=A100")
     assert said.returncode == 0, said.stderr

@@ -14,6 +14,7 @@ from sim.cluster.__main__ import SCENARIOS
 from sim.cluster.building import cluster_of
 from sim.cluster.scenario import Arm, Scenario, apply, read
 from tests.load import scaled
+from tests.unit.sim.cluster.command import ran
 
 SMALL = """
 title = "a small one"
@@ -48,11 +49,6 @@ def write(folder: Path, text: str = SMALL) -> Path:
 def only(arm: Arm) -> Scenario:
     (scenario,) = arm.tries.values()
     return scenario
-
-
-def ran(*words: str) -> subprocess.CompletedProcess[str]:
-    told = [sys.executable, "-m", "sim.cluster", *words]
-    return subprocess.run(told, capture_output=True, text=True, timeout=scaled(100), check=False)
 
 
 def test_arms_are_compared_with_the_first_one(tmp_path: Path) -> None:
