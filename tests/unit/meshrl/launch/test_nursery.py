@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common.clock import SystemClock
@@ -108,30 +109,24 @@ async def test_it_is_started_again_and_what_it_forked_lives_on(
     first = mine.supervisor.children["nursery"].pid
     (tmp_path / "sleeps.py").write_text("import time; time.sleep(60)")
     env = {**mine.environment, "PYTHONPATH": str(tmp_path)}
-    host = SystemHost()
 
-    def parent_of_a_new_child() -> tuple[int, int]:
-        child = host.spawn([sys.executable, "-m", "sleeps"], name="sleeps", env=env)
-        line = Path(f"/proc/{child.pid}/stat").read_text()
-        return child.pid, int(line[line.rindex(")") + 4 :].split()[0])
+    async def child_of(nursery: int) -> int:
+        """A process that it has forked: one that is silent for seconds is done without."""
+        async with asyncio.timeout(scaled(20.0)):
+            while True:
+                host = SystemHost()  # none that has found it silent
+                child = host.spawn([sys.executable, "-m", "sleeps"], name="sleeps", env=env)
+                if psutil.Process(child.pid).ppid() == nursery:
+                    return child.pid
+                os.kill(child.pid, signal.SIGKILL)
+                await asyncio.sleep(0.02)
 
-    pid, parent = parent_of_a_new_child()
-    assert parent == first
+    pid = await child_of(first)
     os.kill(first, signal.SIGKILL)
     await until(lambda: not start_time(first))
     assert start_time(pid)
-    host = SystemHost()
     await until(lambda: mine.supervisor.children.get("nursery") is not None)
-    second = mine.supervisor.children["nursery"].pid
-    host = SystemHost()
-    async with asyncio.timeout(scaled(20.0)):
-        while True:
-            other, parent = parent_of_a_new_child()
-            os.kill(other, signal.SIGKILL)
-            if parent == second:
-                break
-            host = SystemHost()
-            await asyncio.sleep(0.02)
+    os.kill(await child_of(mine.supervisor.children["nursery"].pid), signal.SIGKILL)
     await mine.stop(5.0)
     assert start_time(pid)
     os.kill(pid, signal.SIGKILL)
