@@ -15,6 +15,7 @@ from common.generation.builtin.paged import PagedMemory
 from common.generation.builtin.slots import Slots
 from common.generation.steps.native import NativeCompute
 from kernels.build import COMPILERS, FLAGS, SOURCES, Library
+from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import TINY, Listener, decoder, request
 from tests.unit.common.generation.test_torch_engine import holds, words
 
@@ -30,7 +31,7 @@ def test_it_computes_what_the_model_says(target: str, storage: str, tmp_path: Pa
     flags = [flag for flag in FLAGS if not flag.startswith(("-O", "-march"))]
     more = ["-Og", f"-march={target}", f"-DMESHRL_STORAGE={storage}"]
     command = [compiler, *flags, *more, str(SOURCES / "decoder.cpp"), "-o", str(path)]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, check=True, capture_output=True, timeout=scaled(100))
     slots = Slots(4, 256)
     compute = NativeCompute(Library(path), TINY, slots, 80)
     memory = PagedMemory(slots, 80, compute.copy)

@@ -36,6 +36,7 @@ from common.wire.weight_store import STORE
 from services.weights.errands import Errands
 from services.weights.store import WeightStore
 from sim.state import simulated_state
+from tests.load import scaled
 from tests.meshes import on_sockets
 
 JOB = "j"
@@ -169,7 +170,7 @@ async def test_one_who_is_cancelled_while_a_bundle_is_held_holds_it_no_longer(
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-    async with asyncio.timeout(SOON_S):
+    async with asyncio.timeout(scaled(SOON_S)):
         while used.stat().st_mtime == 0:  # the thread has it now, whom nobody waits for
             await asyncio.sleep(0.01)
         while house.fetched.exists():

@@ -13,6 +13,7 @@ from common.model.attention import causal_attention
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from kernels.varlen import VarlenAttention
+from tests.load import scaled
 
 TINY = ModelConfig(
     architecture="llama",
@@ -82,7 +83,7 @@ def test_a_training_pass_is_the_same_to_the_last_bit_in_another_process() -> Non
         "print(training_pass())\n"
     )
     command = [sys.executable, "-c", script]
-    other = subprocess.run(command, check=True, capture_output=True, timeout=100, text=True)
+    other = subprocess.run(command, check=True, capture_output=True, timeout=scaled(100), text=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.load import scaled
+
 # Every second of many blocks is freed, while the heap is kept as a role process has it.
 PROGRAM = """
 import sys
@@ -32,6 +34,8 @@ KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 
 def test_large_blocks_go_back_where_that_is_wished(how: str, freed_mib: int) -> None:
     words = [sys.executable, "-c", PROGRAM, how]
     environment = os.environ | KEPT
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120.0)
+    done = subprocess.run(
+        words, env=environment, capture_output=True, text=True, timeout=scaled(120.0)
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == pytest.approx(freed_mib, abs=8)

@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from common.errors import ConfigError
 from common.model.tokenizer import Tokenizer, character_tokenizer
+from tests.load import scaled
 
 CHARS = '_$?[]{}#=+-*()0123456789 ,;:<>abcdefghijklmnopqrstuvwxyz\n"é'
 
@@ -149,4 +150,4 @@ def test_transformers_loads_it_beside_a_saved_model(tmp_path: Path) -> None:
 
 def test_it_needs_no_torch() -> None:
     code = "import sys, common.model.tokenizer; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=scaled(60)).returncode == 0

@@ -6,9 +6,11 @@ import asyncio
 import os
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 from common.process.handle import start_time
+from tests.load import scaled
 
 
 def module(tmp_path: Path, name: str, code: str) -> dict[str, str]:
@@ -24,20 +26,21 @@ def python(name: str, *arguments: str) -> list[str]:
 
 async def ended(pid: int, within_s: float = 10.0) -> bool:
     """Whether a process ends in time."""
-    for _ in range(int(within_s / 0.01)):
-        if not start_time(pid):
-            return True
+    until = time.monotonic() + scaled(within_s)
+    while start_time(pid):
+        if time.monotonic() > until:
+            return False
         await asyncio.sleep(0.01)
-    return False
+    return True
 
 
 async def written(path: Path) -> str:
     """What a process writes into a file, once it is there."""
-    for _ in range(1000):
-        if (text := content(path)).endswith("\n"):
-            return text.strip()
+    until = time.monotonic() + scaled(10.0)
+    while not (text := content(path)).endswith("\n"):
+        assert time.monotonic() < until, f"nothing in {path}"
         await asyncio.sleep(0.01)
-    raise AssertionError(f"nothing in {path}")
+    return text.strip()
 
 
 def content(path: Path) -> str:

@@ -11,6 +11,7 @@ import pytest
 from common.process.forking.newborn import let_go
 from common.process.handle import SystemChild
 from common.process.host import SystemHost
+from tests.load import scaled
 from tests.unit.common.process.modules import module, python
 
 IMPORTED = """
@@ -33,7 +34,7 @@ async def test_a_fork_removes_at_its_end_what_it_has_made_and_nothing_of_the_nur
     host, log = SystemHost(), tmp_path / "log"
     for _ in range(2):
         child = host.spawn(python("ends"), name="ends", log=log)
-        assert await child.wait(20) == 0, log.read_text()
+        assert await child.wait(scaled(20)) == 0, log.read_text()
     kept, own, kept_again, own_again = map(Path, log.read_text().split())
     assert kept == kept_again and kept.is_dir()
     assert not own.exists() and not own_again.exists()

@@ -23,6 +23,7 @@ from common.process.ends.failure import Failure, told
 from common.process.handle import SystemChild
 from common.process.host import SystemHost
 from common.process.supervision.supervisor import ChildSpec, Supervisor
+from tests.load import scaled
 from tests.unit.common.process.modules import module, python
 from tests.unit.common.process.test_supervisor import Recorded, eventually
 
@@ -51,7 +52,7 @@ async def left(tmp_path: Path, name: str, code: str) -> Failure | None:
     log = tmp_path / f"{name}.log"
     host = SystemHost()
     child = host.spawn(python(name), name=name, env=module(tmp_path, name, code), log=log)
-    assert await child.wait(20) not in (0, None), log.read_text()
+    assert await child.wait(scaled(20)) not in (0, None), log.read_text()
     return host.failure_of(child.pid, log)
 
 

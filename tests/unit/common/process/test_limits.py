@@ -11,6 +11,7 @@ import pytest
 from common.process.ends import limits
 from common.process.ends.failure import Failure
 from common.process.host import SystemHost
+from tests.load import scaled
 from tests.unit.common.process.modules import module, python
 
 FILES = "held = []\nwhile True:\n    held.append(open('/dev/null'))\n"
@@ -45,7 +46,7 @@ async def run(tmp_path: Path, name: str, code: str, rlimits: dict[str, int]) -> 
     host, log = SystemHost(), tmp_path / f"{name}.log"
     env = module(tmp_path, name, code)
     child = host.spawn(python(name), name=name, env=env, log=log, rlimits=rlimits)
-    ended = await child.wait(60.0)
+    ended = await child.wait(scaled(60.0))
     assert ended, log.read_text()
     return host.failure_of(child.pid, log, ended)
 

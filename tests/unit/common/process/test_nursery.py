@@ -17,6 +17,8 @@ import pytest
 from common.process.forking.birth import NURSERY_ENV
 from common.process.handle import UNKNOWN_EXIT, SystemChild, start_time
 from common.process.host import SystemHost
+from tests.load import scaled
+from tests.nursery import wait_until_listening
 from tests.unit.common.process.modules import ended, module, python, written
 
 Open = Callable[..., SystemChild]
@@ -58,7 +60,7 @@ async def shown(tmp_path: Path, **options: Any) -> dict[str, Any]:
     log = tmp_path / "shown"
     log.unlink(missing_ok=True)
     child = SystemHost().spawn(python("shows", "--to", "me"), name="s", env=env, log=log, **options)
-    assert await child.wait(20) == 0, log.read_text()
+    assert await child.wait(scaled(20)) == 0, log.read_text()
     seen: dict[str, Any] = json.loads(log.read_text())
     return seen
 
@@ -113,7 +115,7 @@ async def test_threads_and_memory_are_as_the_environment_says(
     for more, said in ((kept, "3 True"), ({}, "3 False")):
         log = tmp_path / f"log-{said}"
         child = SystemHost().spawn(python("allocates"), name="a", env=env | more, log=log)
-        assert await child.wait(30) == 0
+        assert await child.wait(scaled(30)) == 0
         assert log.read_text().strip() == said
 
 
@@ -131,7 +133,7 @@ async def test_no_descriptor_that_was_the_nursery_s_is_closed_once_more(
     for number in range(2):  # the second one while the nursery knows of the first
         log = tmp_path / f"log-{number}"
         child = SystemHost().spawn(python("collects"), name="collects", env=env, log=log)
-        assert await child.wait(20) == 0
+        assert await child.wait(scaled(20)) == 0
         assert log.read_text() == "\n"
 
 
@@ -155,7 +157,7 @@ async def test_its_exit_status_reaches_the_owner(
     env = module(tmp_path, "ends", code)
     log = tmp_path / "log"
     child = SystemHost().spawn(python("ends"), name="ends", env=env, log=log)
-    assert await child.wait(20) == status == child.poll()
+    assert await child.wait(scaled(20)) == status == child.poll()
     if "reason" in code:
         assert log.read_text() == "a reason\n"
     if "ValueError" in code:
@@ -172,7 +174,7 @@ async def test_the_end_is_an_orderly_one(tmp_path: Path, open_nursery: Open) -> 
     open_nursery()
     env, log = module(tmp_path, "ends", code), tmp_path / "log"
     child = SystemHost().spawn(python("ends"), name="ends", env=env, log=log)
-    assert await child.wait(20) == 0
+    assert await child.wait(scaled(20)) == 0
     assert log.read_text().split("\n") == ["thread", "exit function", ""]
 
 
@@ -200,7 +202,7 @@ async def test_it_dies_with_its_owner_and_not_with_the_nursery(
     pid = int(await written(note))
     assert os.stat(f"/proc/{pid}")
     nursery.kill()
-    assert await nursery.wait(5) == -signal.SIGKILL
+    assert await nursery.wait(scaled(5)) == -signal.SIGKILL
     await asyncio.sleep(0.05)
     assert start_time(pid)
     if state == "is stopped":
@@ -220,26 +222,33 @@ async def test_a_worker_outlives_its_owner(tmp_path: Path, open_nursery: Open) -
     pid = int(await written(note))
     began = start_time(pid)
     owner.kill()
-    assert await owner.wait(5) is not None
+    assert await owner.wait(scaled(5)) is not None
     await asyncio.sleep(0.05)
     adopted = SystemHost().adopt(pid, began, name="child")
     assert adopted is not None and await adopted.wait(0.05) is None
     adopted.kill()
-    assert await adopted.wait(5) is not None
+    assert await adopted.wait(scaled(5)) is not None
 
 
 async def test_the_status_is_true_though_the_nursery_has_ended(
     tmp_path: Path, open_nursery: Open
 ) -> None:
     nursery = open_nursery()
-    env = module(tmp_path, "waits", "import sys, time; time.sleep(0.5); sys.exit(6)")
-    child = SystemHost().spawn(python("waits"), name="waits", env=env)
+    code = """
+        import pathlib, sys, time
+        while not pathlib.Path(sys.argv[1]).exists():
+            time.sleep(0.01)
+        sys.exit(6)
+    """
+    env, go = module(tmp_path, "waits", code), tmp_path / "go"
+    child = SystemHost().spawn(python("waits", str(go)), name="waits", env=env)
     nursery.kill()
-    assert await nursery.wait(5) == -signal.SIGKILL
-    assert await child.wait(20) == (6 if KERNEL >= (6, 15) else UNKNOWN_EXIT)
+    assert await nursery.wait(scaled(5)) == -signal.SIGKILL
+    go.touch()
+    assert await child.wait(scaled(20)) == (6 if KERNEL >= (6, 15) else UNKNOWN_EXIT)
     log = tmp_path / "log"
-    executed = SystemHost().spawn(python("waits"), name="waits", env=env, log=log)
-    assert await executed.wait(20) == 6
+    executed = SystemHost().spawn(python("waits", str(go)), name="waits", env=env, log=log)
+    assert await executed.wait(scaled(20)) == 6
 
 
 async def test_a_silent_nursery_costs_a_pause_and_starts_nothing_twice(
@@ -250,10 +259,10 @@ async def test_a_silent_nursery_costs_a_pause_and_starts_nothing_twice(
     os.kill(nursery.pid, signal.SIGSTOP)
     host = SystemHost()
     children = [host.spawn(python("notes"), name="notes", env=env) for _ in range(2)]
-    assert [await child.wait(20) for child in children] == [0, 0]
+    assert [await child.wait(scaled(20)) for child in children] == [0, 0]
     os.kill(nursery.pid, signal.SIGCONT)
     again = SystemHost().spawn(python("notes"), name="notes", env=env)
-    assert await again.wait(20) == 0
+    assert await again.wait(scaled(20)) == 0
     assert (tmp_path / "n").read_text() == "xxx"
 
 
@@ -296,10 +305,7 @@ async def test_the_path_of_a_nursery_may_be_long(
         own_session=True,
     )
     monkeypatch.setenv(NURSERY_ENV, str(place / "socket"))
-    for _ in range(1000):
-        if (place / "socket").exists():
-            break
-        await asyncio.sleep(0.01)
+    wait_until_listening(place / "socket")
     assert (await shown(tmp_path))["parent"] == nursery.pid
     assert (place / "socket").stat().st_mode & 0o077 == 0
     nursery.kill()
@@ -313,7 +319,7 @@ async def test_garbage_is_refused_and_the_next_order_served(
     nursery = open_nursery("numpy")
     for message in (b"garbage", b"[]", b'{"module": 1}', b"\xff" * 1000):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.settimeout(5)
+            connection.settimeout(scaled(5))
             connection.connect(os.environ[NURSERY_ENV])
             connection.send(message)
             assert b"refused" in connection.recv(1000)
@@ -331,7 +337,7 @@ async def test_what_a_child_leaves_in_its_session_ends_with_it(
     open_nursery()
     env, note = module(tmp_path, "leaves", code), tmp_path / "pid"
     child = SystemHost().spawn(python("leaves", str(note)), name="leaves", env=env)
-    assert await child.wait(20) == 0
+    assert await child.wait(scaled(20)) == 0
     assert await ended(int(await written(note)))
 
 
@@ -362,6 +368,6 @@ async def test_threads_of_an_import_are_refused(tmp_path: Path) -> None:
         env=env,
         log=log,
     )
-    assert await nursery.wait(20) == 1
+    assert await nursery.wait(scaled(20)) == 1
     assert "2 threads" in log.read_text()
     assert not (tmp_path / "socket").exists()

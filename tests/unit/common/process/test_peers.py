@@ -29,13 +29,16 @@ def test_a_process_knows_its_own_ports() -> None:
 def test_it_is_told_where_clients_come_from(everywhere: bool) -> None:
     family, host = (socket.AF_INET6, "::") if everywhere else (socket.AF_INET, "127.0.0.1")
     about = {"family": family, "dualstack_ipv6": everywhere}
-    with socket.create_server((host, 0), **about) as listener:  # type: ignore[arg-type]
-        end = end_of(listener)
+    with (
+        socket.create_server((host, 0), **about) as listener,  # type: ignore[arg-type]
+        socket.create_server((host, 0), **about) as other,  # type: ignore[arg-type]
+    ):
+        end, of_others = end_of(listener), end_of(other)
         assert client_hosts({end}) == set()
         source = ("127.0.0.2", 0)
         with socket.create_connection(("127.0.0.1", end.port), source_address=source):
             assert client_hosts({end}) == {"127.0.0.2"}
-            assert client_hosts({End(end.host, end.port + 1)}) == set()
+            assert client_hosts({of_others}) == set()
             assert client_hosts({End(ip_address("127.0.0.3"), end.port)}) == set()
 
 
@@ -43,8 +46,11 @@ def test_it_is_told_where_clients_come_from(everywhere: bool) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_clients_of_other_users_are_told_from_ours(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as listener:
-        end = end_of(listener)
+    with (
+        socket.create_server((host, 0), family=family) as listener,
+        socket.create_server((host, 0), family=family) as other,
+    ):
+        end, of_others = end_of(listener), end_of(other)
         with socket.create_connection((host, end.port)):
             assert foreign_clients({end}) == set()
         told, tell = os.pipe()
@@ -60,7 +66,7 @@ def test_clients_of_other_users_are_told_from_ours(host: str) -> None:
             os._exit(0)
         assert os.read(told, 1)
         assert foreign_clients({end}) == {NOBODY}
-        assert foreign_clients({End(end.host, end.port + 1)}) == set()
+        assert foreign_clients({of_others}) == set()
         os.close(leave)
         os.waitpid(stranger, 0)
         for descriptor in (told, tell, stay):

@@ -14,6 +14,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.settings import SETTINGS_ENV, MeshSettings
+from tests.load import scaled
 
 SERVICE = """
 import asyncio
@@ -37,7 +38,7 @@ def test_a_signal_ends_a_service_cleanly(number: signal.Signals) -> None:
         assert process.stdout is not None and process.stdout.readline() == "up\n"
         process.send_signal(number)
         assert process.stdout.read() == "cleaned up\n"
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=scaled(20)) == 0
 
 
 def test_settings_come_from_the_file_that_the_environment_names(

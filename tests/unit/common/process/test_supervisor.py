@@ -16,6 +16,7 @@ from common.process.handle import Child
 from common.process.host import SystemHost
 from common.process.supervision.restarts import Restarts
 from common.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
+from tests.load import scaled
 
 
 class Recorded(Hooks):
@@ -45,11 +46,9 @@ class Recorded(Hooks):
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    for _ in range(6000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("did not happen within a minute")
+    async with asyncio.timeout(scaled(60.0)):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 def sleeper(name: str, **options: object) -> ChildSpec:
@@ -145,7 +144,7 @@ async def test_stages_stop_from_the_highest_and_a_deaf_child_is_killed(
     await supervisor.start()
     assert hooks.seen == [("started", "base"), ("started", "deaf")]
     await eventually(ready.exists)
-    await supervisor.stop(0.2)
+    await supervisor.stop(scaled(0.5))
     assert hooks.seen[2:] == [("ended", "deaf"), ("ended", "base")]
     assert hooks.whys == ["stopped, after SIGKILL", "stopped"]
 
@@ -170,7 +169,7 @@ async def test_children_come_and_go_by_name(make: Make) -> None:
     child = await supervisor.add(sleeper("a"))
     with pytest.raises(Refused):
         await supervisor.add(sleeper("a"))
-    await supervisor.remove("a", 2.0)
+    await supervisor.remove("a", scaled(2.0))
     assert child.poll() == -signal.SIGTERM
     with pytest.raises(NotFound):
         await supervisor.remove("a", 2.0)
@@ -209,7 +208,7 @@ async def test_a_restart_that_fails_is_tried_again_until_it_succeeds(
     await supervisor.start()
     break_starts(log)
     supervisor.children["a"].kill()
-    await eventually(lambda: supervisor.restarts("a") == 3)
+    await eventually(lambda: supervisor.restarts("a") >= 3)
     assert supervisor.children == {}
     mend_starts(log)
     await eventually(lambda: "a" in supervisor.children)

@@ -15,6 +15,7 @@ from common.process.forking.birth import NURSERY_ENV, OFF
 from common.process.handle import start_time
 from common.process.host import SystemHost
 from common.settings import MESH_ENV
+from tests.load import scaled
 from tests.unit.common.process.modules import ended, module, python
 
 SOON_S = 30.0  # for whatever should happen, on a busy host
@@ -34,7 +35,7 @@ async def test_a_module_gets_its_arguments_and_its_output_goes_to_the_log(tmp_pa
     env = module(tmp_path, "says", "import sys; print(__name__, sys.argv[1:])")
     log = tmp_path / "logs" / "says.log"
     child = SystemHost().spawn(python("says", "--to", "me"), name="says", env=env, log=log)
-    assert await child.wait(SOON_S) == 0
+    assert await child.wait(scaled(SOON_S)) == 0
     assert log.read_text() == "__main__ ['--to', 'me']\n"
 
 
@@ -43,14 +44,14 @@ async def test_a_program_that_is_not_python_is_executed(tmp_path: Path) -> None:
     child = SystemHost().spawn(
         ["/bin/sh", "-c", "echo $0 $1; exit 3", "a", "b"], name="sh", log=log
     )
-    assert await child.wait(SOON_S) == 3
+    assert await child.wait(scaled(SOON_S)) == 3
     assert log.read_text() == "a b\n"
 
 
 async def test_wait_gives_up_at_its_deadline_and_kill_ends_the_process(tmp_path: Path) -> None:
     child = SystemHost().spawn(["sleep", "60"], name="sleep")
     assert await child.wait(0.05) is None
-    waiters = asyncio.gather(child.wait(SOON_S), child.wait(SOON_S))
+    waiters = asyncio.gather(child.wait(scaled(SOON_S)), child.wait(scaled(SOON_S)))
     await asyncio.sleep(0)
     child.kill()
     assert list(await waiters) == [-signal.SIGKILL] * 2
@@ -68,7 +69,7 @@ async def test_limits_and_niceness_hold_in_the_child(tmp_path: Path) -> None:
     child = SystemHost().spawn(
         python("shows"), name="shows", env=env, log=log, nice=3, rlimits={"NOFILE": 77}
     )
-    assert await child.wait(SOON_S) == 0
+    assert await child.wait(scaled(SOON_S)) == 0
     assert log.read_text().split() == [str(before + 3), "77"]
 
 
@@ -91,10 +92,9 @@ async def test_children_die_with_a_parent_that_is_killed(
     module(tmp_path, "sleeps", "import time; time.sleep(60)")
     note = tmp_path / "pid"
     parent = SystemHost().spawn(python("parent", str(note), *grandchild), name="parent", env=env)
-    for _ in range(3000):
-        if note.exists() and note.read_text():
-            break
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(scaled(SOON_S)):
+        while not (note.exists() and note.read_text()):
+            await asyncio.sleep(0.01)
     pid = int(note.read_text())
     assert start_time(pid)
     parent.kill()
@@ -104,20 +104,24 @@ async def test_children_die_with_a_parent_that_is_killed(
 async def test_a_process_whose_death_pipe_closes_ends_though_its_parent_lives(
     tmp_path: Path,
 ) -> None:
-    env = module(tmp_path, "sleeps", "import time; time.sleep(60)")
+    up = tmp_path / "up"
+    code = f"import pathlib, time; pathlib.Path({str(up)!r}).touch(); time.sleep(600)"
+    env = module(tmp_path, "sleeps", code)
     host = SystemHost()
     child = host.spawn(python("sleeps"), name="sleeps", env=env)
-    assert await child.wait(0.3) is None
+    async with asyncio.timeout(scaled(SOON_S)):
+        while not up.exists():
+            assert await child.wait(0.01) is None
     assert host._starter._death is not None
     os.close(host._starter._death[1])
-    assert await child.wait(SOON_S) == -signal.SIGKILL
+    assert await child.wait(scaled(SOON_S)) == -signal.SIGKILL
 
 
 async def test_a_session_leaves_nothing_behind_when_its_leader_ends(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     script = f"sleep 60 & echo $! > {note}; exit 0"
     child = SystemHost().spawn(["/bin/sh", "-c", script], name="sh", own_session=True)
-    assert await child.wait(SOON_S) == 0
+    assert await child.wait(scaled(SOON_S)) == 0
     assert await ended(int(note.read_text()))
 
 
@@ -135,12 +139,12 @@ async def test_frames_pass_both_ways_whatever_their_size(tmp_path: Path) -> None
     child = SystemHost().spawn(python("echo"), name="echo", env=env, pipe=True)
     for frame in (b"", b"abc", bytes(range(256)) * 4000):
         await child.send(frame)
-        assert await child.recv(SOON_S) == frame[::-1]
+        assert await child.recv(scaled(SOON_S)) == frame[::-1]
     with pytest.raises(DeadlineExceeded):
         await child.recv(0.02)
     child.kill()
     with pytest.raises(PeerLost):
-        await child.recv(SOON_S)
+        await child.recv(scaled(SOON_S))
 
 
 async def test_a_frame_that_cannot_be_one_is_a_typed_error(tmp_path: Path) -> None:
@@ -152,7 +156,7 @@ async def test_a_frame_that_cannot_be_one_is_a_typed_error(tmp_path: Path) -> No
     env = module(tmp_path, "garbage", garbage)
     child = SystemHost().spawn(python("garbage"), name="garbage", env=env, pipe=True)
     with pytest.raises(BadMessage):
-        await child.recv(SOON_S)
+        await child.recv(scaled(SOON_S))
     child.kill()
 
 
@@ -174,7 +178,7 @@ async def test_a_process_of_another_mesh_or_name_is_not_adopted_on_the_word_of_o
         assert host.adopt(*process, name="a", program=["lasts", "--name", "b"]) is None
         assert host.adopt(*process, name="a") is not None, "by what was noted"
         child.kill()
-        await child.wait(SOON_S)
+        await child.wait(scaled(SOON_S))
         there.unlink()
 
 
@@ -185,28 +189,26 @@ async def test_a_process_is_adopted_only_by_its_pid_and_start_time_together() ->
     adopted = adopter.adopt(child.pid, child.start_time, name="sleep")
     assert adopted is not None and adopted.poll() is None
     adopted.kill()
-    assert await adopted.wait(SOON_S) is not None
-    assert await child.wait(SOON_S) == -signal.SIGKILL
+    assert await adopted.wait(scaled(SOON_S)) is not None
+    assert await child.wait(scaled(SOON_S)) == -signal.SIGKILL
     assert adopter.adopt(child.pid, child.start_time, name="sleep") is None
 
 
 async def test_usage_counts_cpu_time_and_names_a_stopped_process(tmp_path: Path) -> None:
     env = module(tmp_path, "spins", "while True: pass")
     child = SystemHost().spawn(python("spins"), name="spins", env=env)
-    for _ in range(3000):
-        usage = child.usage()
-        assert usage is not None
-        if usage.cpu_s >= 0.1:
-            break
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(scaled(SOON_S)):
+        while (usage := child.usage()) is not None and usage.cpu_s < 0.1:
+            await asyncio.sleep(0.01)
+    assert usage is not None
     os.kill(child.pid, signal.SIGSTOP)
-    async with asyncio.timeout(SOON_S):  # it stops when it gets a core next
+    async with asyncio.timeout(scaled(SOON_S)):  # it stops when it gets a core next
         while usage is not None and usage.state != "T":
             await asyncio.sleep(0.01)
             usage = child.usage()
     assert usage is not None and usage.cpu_s >= 0.1
     child.kill()
-    assert await child.wait(SOON_S) == -signal.SIGKILL
+    assert await child.wait(scaled(SOON_S)) == -signal.SIGKILL
     assert child.usage() is None
 
 
@@ -222,10 +224,9 @@ async def test_every_goes_on_after_a_failure_and_ends_on_false(
         return len(calls) < 3
 
     SystemHost().every(0.005, tick, "tick")
-    for _ in range(3000):
-        if len(calls) == 3:
-            break
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(scaled(SOON_S)):
+        while len(calls) < 3:
+            await asyncio.sleep(0.01)
     await asyncio.sleep(0.03)
     assert calls == [0, 1, 2]
     assert "redis was away" in capsys.readouterr().err
@@ -233,9 +234,9 @@ async def test_every_goes_on_after_a_failure_and_ends_on_false(
 
 async def test_blocking_work_has_a_deadline_and_its_errors_come_through() -> None:
     host = SystemHost()
-    assert await host.run_blocking(pow, 2, 5, deadline_s=5) == 32
+    assert await host.run_blocking(pow, 2, 5, deadline_s=scaled(5)) == 32
     with pytest.raises(ZeroDivisionError):
-        await host.run_blocking(divmod, 1, 0, deadline_s=5)
+        await host.run_blocking(divmod, 1, 0, deadline_s=scaled(5))
     with pytest.raises(DeadlineExceeded, match=r"sleep took longer than 0\.02 s"):
         await host.run_blocking(time.sleep, 0.3, deadline_s=0.02)
 
@@ -262,7 +263,7 @@ async def test_a_record_that_does_not_fit_leaves_no_trace(tmp_path: Path) -> Non
     child = SystemHost().spawn(
         python("fills", str(path)), name="fills", env=env, log=log, rlimits={"FSIZE": 1000}
     )
-    assert await child.wait(SOON_S) == 0
+    assert await child.wait(scaled(SOON_S)) == 0
     assert log.read_text() == "StorageFull 600\n"
     assert path.read_bytes() == b"a" * 600 + b"c" * 300
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
-from common.errors import Refused
+from common.errors import DeadlineExceeded, Refused
 from common.runtime.actor import Actor, call, cast, stream
 from common.runtime.interface import Call, Cast, Interface, Stream
 from common.runtime.mesh import Mesh
+from common.runtime.ref import Ref
 from common.telemetry.tracing import trace_id
 from common.wire.frames import Array, message
+from tests.load import scaled
 
+Q = TypeVar("Q")
 Join = Callable[..., Coroutine[Any, Any, Mesh]]  # what the fixture `join` gives
+HANG_S = 300.0  # an answer that takes longer never comes, also on a busy machine
 
 
 @message
@@ -33,27 +37,41 @@ class Block:
 
 
 class Talk(Interface):
-    echo = Call(Text, Text)
-    block = Call(Block, Block)
-    count = Call(Number, Number)
-    count_idempotent = Call(Number, Number, idempotent=True)
-    sleep = Call(Number, Text)
-    fail = Call(Text, Text)
-    trace = Call(Text, Text)
-    relay = Call(Text, Text)
-    numbers = Stream(Number, Number, credits=8, idle_s=5.0)
-    silent = Stream(Number, Number, idle_s=0.2)
+    echo = Call(Text, Text, HANG_S)
+    block = Call(Block, Block, HANG_S)
+    count = Call(Number, Number, HANG_S)
+    count_idempotent = Call(Number, Number, HANG_S, idempotent=True)
+    sleep = Call(Number, Text, HANG_S)
+    fail = Call(Text, Text, HANG_S)
+    trace = Call(Text, Text, HANG_S)
+    relay = Call(Text, Text, HANG_S)
+    numbers = Stream(Number, Number, credits=8, idle_s=HANG_S)
+    silent = Stream(Number, Number, idle_s=1.0)
     patient = Stream(Number, Number, credits=8, idle_s=math.inf)
     tell = Cast(Text)
 
 
 async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
     """Returns when `condition()` is true."""
-    async with asyncio.timeout(within_s):
+    async with asyncio.timeout(scaled(within_s)):
         while True:
             if condition():
                 return
             await asyncio.sleep(0.005)
+
+
+async def call_until_refused(ref: Ref, method: Call[Q, object], request: Q) -> None:
+    """Repeat a call until it fails by another error than its deadline.
+
+    A deadline may cut off the last of several tries, whose error is then not known.
+    """
+    deadline_s = 0.5
+    async with asyncio.timeout(scaled(60.0)):
+        while True:
+            try:
+                await ref.call(method, request, deadline_s=deadline_s)
+            except DeadlineExceeded:
+                deadline_s = min(8.0, 2 * deadline_s)
 
 
 class Talker(Actor):

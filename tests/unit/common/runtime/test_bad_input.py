@@ -108,7 +108,7 @@ class RawPeer:
 
 def _echo(mesh: Mesh, call_id: int = 1, method: str = "echo", target: str | None = None) -> bytes:
     where = mesh.incarnation if target is None else target
-    return pack_header(CALL, call_id, mesh.name, method, "stranger", where, 1000)
+    return pack_header(CALL, call_id, mesh.name, method, "stranger", where, 60_000)
 
 
 async def test_a_thousand_malformed_messages_harm_nobody(join: Join) -> None:

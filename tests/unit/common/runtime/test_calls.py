@@ -20,6 +20,7 @@ from common.runtime.actor import call
 from common.runtime.calls.calling import CREDITS
 from common.runtime.interface import Call, Interface
 from common.state import registry
+from tests.load import scaled
 from tests.unit.common.runtime.talking import Block, Join, Number, Talk, Talker, Text, until
 
 
@@ -62,9 +63,9 @@ async def test_an_error_that_cannot_be_made_again_ends_its_call_all_the_same(joi
 
     await join("a", Odd())
     ref = (await join("b")).ref("a")
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(scaled(10.0)):
         with pytest.raises(BadMessage, match="an error of a cannot be taken in: TypeError"):
-            await ref.call(Talk.fail, Text("x"), deadline_s=2.0)
+            await ref.call(Talk.fail, Text("x"), deadline_s=scaled(2.0))
 
 
 async def test_an_unknown_method_is_named_and_those_there_are_are_not(join: Join) -> None:
@@ -94,7 +95,7 @@ async def test_a_deadline_ends_both_sides(join: Join) -> None:
     await join("a", actor)
     ref = (await join("b")).ref("a")
     with pytest.raises(DeadlineExceeded, match=r"Talk\.sleep.*at a"):
-        await ref.call(Talk.sleep, Number(30), deadline_s=1.5)
+        await ref.call(Talk.sleep, Number(30), deadline_s=scaled(1.5))
     await until(actor.cancelled.is_set)
 
 
@@ -117,7 +118,7 @@ async def test_a_nested_call_inherits_deadline_and_trace(join: Join) -> None:
     outer_trace, inner_trace = (await ref.call(Talk.relay, Text("trace"))).text.split()
     assert outer_trace == inner_trace and len(outer_trace) == 32
     with pytest.raises(DeadlineExceeded):
-        await ref.call(Talk.relay, Text("sleep"), deadline_s=1.5)
+        await ref.call(Talk.relay, Text("sleep"), deadline_s=scaled(1.5))
     await until(inner.cancelled.is_set)
 
 
@@ -125,7 +126,7 @@ async def test_more_calls_than_credits_wait_and_are_all_answered(join: Join) -> 
     actor = Talker()
     await join("a", actor)
     ref = (await join("b")).ref("a")
-    calls = [asyncio.create_task(ref.call(Talk.sleep, Number(9))) for _ in range(CREDITS + 50)]
+    calls = [asyncio.create_task(ref.call(Talk.sleep, Number(600))) for _ in range(CREDITS + 50)]
     await until(lambda: actor.sleeping == CREDITS)
     await asyncio.sleep(0.05)
     actor.awake.set()
@@ -140,12 +141,22 @@ async def test_requests_wait_while_an_actor_starts(join: Join) -> None:
 
 
 async def test_a_request_that_was_cancelled_while_an_actor_starts_never_runs(join: Join) -> None:
-    actor = Talker(start_s=1.0)
+    class Late(Talker):
+        async def start(self) -> None:
+            await may_start.wait()
+
+    may_start, actor = asyncio.Event(), Late()
     starting = asyncio.create_task(join("a", actor))
     ref = (await join("b")).ref("a")
     with pytest.raises(DeadlineExceeded):
-        await ref.call(Talk.count, Number(1), deadline_s=0.3)
-    await starting
+        await ref.call(Talk.count, Number(1), deadline_s=scaled(0.3))
+    # When what was sent behind the cancellation has arrived, the cancellation has, too.
+    behind = asyncio.create_task(ref.call(Talk.echo, Text("")))
+    assert actor.mesh is not None
+    server = actor.mesh._server
+    await until(lambda: [header[4] for _, header, *_ in server._early] == ["echo"])
+    may_start.set()
+    await asyncio.gather(starting, behind)
     assert await ref.call(Talk.count, Number(2)) == Number(1)
     assert actor.counted == [2]
 
@@ -164,7 +175,7 @@ async def test_a_cast_arrives_or_is_counted(join: Join) -> None:
 async def test_a_name_that_nobody_holds_is_a_lost_peer_at_the_deadline(join: Join) -> None:
     ref = (await join("b")).ref("nobody")
     with pytest.raises(PeerLost, match="nobody"):
-        await ref.call(Talk.echo, Text(""), deadline_s=0.1)
+        await ref.call(Talk.echo, Text(""), deadline_s=scaled(0.1))
 
 
 async def test_a_restarted_actor_is_found_again(join: Join) -> None:
@@ -184,7 +195,7 @@ async def test_waits_name_the_actor_that_is_waited_for(join: Join) -> None:
     actor = Talker()
     await join("a", actor)
     mesh = await join("b")
-    call = asyncio.create_task(mesh.ref("a").call(Talk.sleep, Number(30)))
+    call = asyncio.create_task(mesh.ref("a").call(Talk.sleep, Number(600)))
     with mesh.wait("a reply of the operator", on="operator"):
         waits: set[tuple[str, str]] = set()
         while ("a", "Talk.sleep") not in waits:

@@ -26,7 +26,9 @@ from sim.redis.client import SimulatedSyncRedis
 from sim.redis.server import RedisServer
 from sim.state import state_on
 from tests.contract.state.state_bench import HandClock
-from tests.unit.common.runtime.talking import Number, Talk, Talker, Text, until
+from tests.load import scaled
+from tests.meshes import PATIENT
+from tests.unit.common.runtime.talking import Number, Talk, Talker, Text, call_until_refused, until
 
 HEAD, JOINED = "head-000001", "gpu2-77aa01"
 SOON_S = 20.0
@@ -84,7 +86,7 @@ async def joined(state: State, server: RedisServer, clock: SystemClock) -> Async
             callers=dict.fromkeys(MAY, frozenset({"rollout"})),
             doorway=doorway,
             renew_s=0.2,
-            **about,
+            **(PATIENT | about),
         )
         meshes.append(mesh)
         await mesh.join(actor)
@@ -103,7 +105,7 @@ async def test_processes_of_two_hosts_call_each_other_by_their_roles(joined: Joi
     trainer = await joined("trainer/job")
     trainer._callers = None  # as a process that does not ask itself whether it may
     with pytest.raises(NotAllowed):
-        await trainer.ref("engine/g0.0").call(Talk.echo, HELLO, deadline_s=0.5)
+        await call_until_refused(trainer.ref("engine/g0.0"), Talk.echo, HELLO)
 
 
 async def test_who_has_left_stands_at_no_door(joined: Joined, state: State) -> None:
@@ -132,14 +134,14 @@ async def test_a_host_cannot_pass_for_a_service_that_it_has_no_key_for(
     await registry.register(state, entry, 600_000)
     rollout = await joined("rollout/job/0")
     with pytest.raises(HandshakeFailed) as refused:
-        await rollout.ref("weights").call(Talk.echo, HELLO, deadline_s=0.5)
+        await call_until_refused(rollout.ref("weights"), Talk.echo, HELLO)
     said = str(refused.value)
     assert f"one of engine@{JOINED}, not of weights@{HEAD}" in said and "meshrl keys" in said
     assert endpoint_of(engine.transport.address) in said
     entry.name, entry.host, entry.incarnation = f"node/{HEAD}", JOINED, "another"
     await registry.register(state, entry, 600_000)
     with pytest.raises(HandshakeFailed, match=f"not of node@{JOINED}"):
-        await rollout.ref(f"node/{HEAD}").call(Talk.echo, HELLO, deadline_s=0.5)
+        await call_until_refused(rollout.ref(f"node/{HEAD}"), Talk.echo, HELLO)
 
 
 async def test_an_agent_of_one_host_cannot_pass_for_that_of_another(
@@ -151,7 +153,7 @@ async def test_an_agent_of_one_host_cannot_pass_for_that_of_another(
     await registry.register(state, entry, 600_000)
     rollout = await joined("rollout/job/0")
     with pytest.raises(HandshakeFailed, match=f"is one of node@{JOINED}"):
-        await rollout.ref(f"node/{HEAD}").call(Talk.echo, HELLO, deadline_s=0.5)
+        await call_until_refused(rollout.ref(f"node/{HEAD}"), Talk.echo, HELLO)
 
 
 async def test_a_host_that_shows_the_keys_of_others_keeps_nobody_from_anybody(
@@ -174,7 +176,9 @@ async def test_a_host_that_shows_the_keys_of_others_keeps_nobody_from_anybody(
     for mesh in (engine, rollout):
         assert mesh.doorway is not None
         await doors.enter(state, mesh.doorway.row)
-    assert await rollout.ref("engine/g0.0").call(Talk.echo, HELLO, deadline_s=SOON_S) == HELLO
+    assert (
+        await rollout.ref("engine/g0.0").call(Talk.echo, HELLO, deadline_s=scaled(SOON_S)) == HELLO
+    )
 
 
 @pytest.mark.parametrize("wrong", ["a key of nobody", "no key", "the port of another"])
@@ -196,7 +200,7 @@ async def test_wrong_keys_are_said_within_seconds_by_who_asks(
     entry = registry.Entry("engine/g1.0", "engine", address, host=HEAD, incarnation="x" * 16)
     await registry.register(state, entry, 600_000)
     with pytest.raises(HandshakeFailed, match=said) as early:
-        await rollout.ref("engine/g1.0").call(Talk.echo, HELLO, deadline_s=0.5)
+        await call_until_refused(rollout.ref("engine/g1.0"), Talk.echo, HELLO)
     assert not isinstance(early.value, WrongKeys), "its lease may just not have run out"
     assert endpoint in str(early.value) and "`meshrl keys`" in str(early.value)
     assert rollout.doorway is not None
@@ -217,7 +221,7 @@ async def test_a_listener_without_the_key_that_the_registry_has_is_told_nothing(
     entry = registry.Entry("engine/g1.0", "engine", address, host=HEAD, incarnation="x" * 16)
     await registry.register(state, entry, 600_000)
     with pytest.raises(HandshakeFailed, match=f"has not proved the key {key_text(gone)[:8]}"):
-        await rollout.ref("engine/g1.0").call(Talk.echo, HELLO, deadline_s=0.5)
+        await call_until_refused(rollout.ref("engine/g1.0"), Talk.echo, HELLO)
     rollout._caller._refused_since["x" * 16] -= DIFFER_S
     with pytest.raises(WrongKeys):
         await rollout.ref("engine/g1.0").call(Talk.echo, HELLO, deadline_s=600.0)
@@ -236,15 +240,10 @@ async def test_a_revoked_key_is_refused_on_a_connection_that_is_open(
     assert mesh.doorway is not None
     await doors.revoke_key(state, mesh.doorway.row.public)
 
-    async def refused() -> None:
-        while True:
-            await mesh.ref("engine/g0.0").call(Talk.echo, HELLO, deadline_s=0.1)
-
     with pytest.raises((NotAllowed, HandshakeFailed)):
-        async with asyncio.timeout(SOON_S):
-            await refused()
+        await call_until_refused(mesh.ref("engine/g0.0"), Talk.echo, HELLO)
     with pytest.raises(HandshakeFailed, match=r"key of this process.* is let in no more"):
-        await mesh.ref("engine/g0.0").call(Talk.echo, HELLO, deadline_s=1.0)
+        await call_until_refused(mesh.ref("engine/g0.0"), Talk.echo, HELLO)
     await until(lambda: lost and "revoked" in lost[0], SOON_S)
     assert await good.ref("engine/g0.0").call(Talk.echo, HELLO) == HELLO
 
@@ -261,11 +260,11 @@ async def test_what_runs_for_a_revoked_process_ends(joined: Joined, state: State
     await until(lambda: talker.sleeping, SOON_S)
     assert mesh.doorway is not None
     await doors.revoke_key(state, mesh.doorway.row.public)
-    await asyncio.wait_for(talker.closed.wait(), SOON_S)
-    await asyncio.wait_for(talker.cancelled.wait(), SOON_S)
+    await asyncio.wait_for(talker.closed.wait(), scaled(SOON_S))
+    await asyncio.wait_for(talker.cancelled.wait(), scaled(SOON_S))
     assert not talker.sleeping
     with pytest.raises((NotAllowed, HandshakeFailed)):
-        await asyncio.wait_for(call, SOON_S)
+        await asyncio.wait_for(call, scaled(SOON_S))
     await numbers.aclose()
 
 
@@ -279,13 +278,8 @@ async def test_nobody_of_an_expelled_host_is_called_any_more(joined: Joined, sta
     await doors.revoke_host(state, JOINED)
     await until(lambda: lost and "expelled" in lost[0], SOON_S)
 
-    async def refused() -> None:
-        while True:
-            await rollout.ref("engine/g0.0").call(Talk.echo, HELLO, deadline_s=0.5)
-
     with pytest.raises(HandshakeFailed, match="nobody's who is let in"):
-        async with asyncio.timeout(SOON_S):
-            await refused()
+        await call_until_refused(rollout.ref("engine/g0.0"), Talk.echo, HELLO)
 
 
 async def test_a_process_without_a_lease_keeps_its_key_at_its_door() -> None:
@@ -319,9 +313,11 @@ async def test_while_redis_is_silent_a_stranger_waits_and_the_known_go_on(
     known, other = await joined("rollout/job/0"), await joined("rollout/job/1")
     await known.ref("engine/g0.0").call(Talk.echo, HELLO)
     assert engine.doorway is not None and other.doorway is not None
-    await other._directory.find("engine/g0.0", other.clock.monotonic() + SOON_S)
+    await other._directory.find("engine/g0.0", other.clock.monotonic() + scaled(SOON_S))
     server.faults.away = True
-    waiting = asyncio.create_task(other.ref("engine/g0.0").call(Talk.echo, HELLO, deadline_s=60.0))
+    waiting = asyncio.create_task(
+        other.ref("engine/g0.0").call(Talk.echo, HELLO, deadline_s=scaled(60.0))
+    )
     await until(lambda: engine.transport.refused.get("undecided"), SOON_S)
     assert await known.ref("engine/g0.0").call(Talk.echo, HELLO) == HELLO
     known.transport.forget(engine.transport.address)

@@ -21,7 +21,8 @@ from common.state.client import State
 from common.state.server.embedded import command
 from common.transport.zmq import ZmqTransport
 from sim.state import simulated_state
-from tests.meshes import SECRET
+from tests.load import scaled
+from tests.meshes import PATIENT, SECRET
 from tests.unit.common.runtime.talking import Number, Talk, Talker, Text, until
 
 STEPS = ["actor", "lease", "transport", "state"]
@@ -113,6 +114,7 @@ class Scene:
             clock=self.clock,
             random=Random.system(),
             host=self.host,
+            **PATIENT,
         )
         self.mesh.show_metrics("127.0.0.1:*")
         self.actor = Troubled(self.trouble)
@@ -254,17 +256,17 @@ async def test_a_process_that_cannot_open_its_mesh_closes_its_connections(tmp_pa
         with pytest.raises(ConfigError) as why:
             await Mesh.open("a", "engine", settings)
         kept.append(why)  # what the error's frames hold is not closed by being collected
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(scaled(20.0)):
         while len((await watching.command("CLIENT", "LIST")).splitlines()) > 1:
             await asyncio.sleep(0.02)
     await watching.close()
     taken.close()
     redis.kill()
-    assert await redis.wait(5.0) is not None
+    assert await redis.wait(scaled(5.0)) is not None
 
 
 async def eventually_open(url: str) -> State:
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(scaled(20.0)):
         while True:
             try:
                 return await State.open(url, connect_s=1)

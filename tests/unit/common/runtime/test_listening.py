@@ -19,6 +19,7 @@ from common.transport.address import endpoint_of, key_of
 from common.transport.keys import ProcessKeys
 from common.transport.zmq import ZmqTransport
 from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
+from tests.load import scaled
 from tests.unit.common.runtime.talking import Join
 
 SOON_S = 20.0
@@ -77,7 +78,7 @@ async def test_a_host_of_ipv6_stands_in_brackets() -> None:
     assert endpoint_of(answering.address).startswith("tcp://[::1]:")
     assert len(key_of(answering.address)) == 40
     asking.send(answering.address, [b"header", b"body"])
-    async with asyncio.timeout(SOON_S):
+    async with asyncio.timeout(scaled(SOON_S)):
         assert await heard.get() == ([b"header", b"body"], "engine")
     await asking.close()
     await answering.close()

@@ -24,8 +24,17 @@ from common.transport.keys import MeshKeys
 from common.transport.zmq import ZmqTransport
 from common.wire.frames import CALL, encode, pack_header, unpack_error
 from sim.state import simulated_state
+from tests.load import scaled
 from tests.meshes import PATIENT, begun, curve, keys_of
-from tests.unit.common.runtime.talking import Join, Number, Talk, Talker, Text, until
+from tests.unit.common.runtime.talking import (
+    Join,
+    Number,
+    Talk,
+    Talker,
+    Text,
+    call_until_refused,
+    until,
+)
 
 OTHER = "c4" * SECRET_BYTES  # the secret of another mesh
 HELLO = encode(Text("hello"))[0]
@@ -87,7 +96,7 @@ class Caller:
         self._context.destroy(0)
 
     def send(self, actor: str, method: str, target: str, call_id: int = 1) -> None:
-        header = pack_header(CALL, call_id, actor, method, "someone", target, 1000)
+        header = pack_header(CALL, call_id, actor, method, "someone", target, 60_000)
         self._socket.send(begun(header, HELLO))
 
     def send_raw(self, frame: bytes) -> None:
@@ -143,7 +152,7 @@ async def test_a_call_to_a_process_with_other_keys_says_so(
     entry = registry.Entry("a", "engine", address=other.address, incarnation="x" * 16)
     await registry.register(mesh.state, entry, 60_000)
     with pytest.raises(HandshakeFailed, match=r"other keys.*`meshrl down`"):
-        await caller.call(Talk.echo, Text("secret"), deadline_s=2.0)
+        await call_until_refused(caller, Talk.echo, Text("secret"))
     assert not heard
     await other.close()
 
@@ -156,11 +165,11 @@ async def test_after_a_while_it_is_no_restart_that_explains_other_keys(guarded: 
     entry = registry.Entry("a", "engine", address=other.address, incarnation="x" * 16)
     await registry.register(mesh.state, entry, 60_000)
     with pytest.raises(HandshakeFailed) as first:
-        await caller.call(Talk.echo, Text(""), deadline_s=1.0)
+        await call_until_refused(caller, Talk.echo, Text(""))
     assert first.value.retryable
     mesh._caller._refused_since[entry.incarnation] -= REFUSED_S
     with pytest.raises(HandshakeFailed) as later:
-        await caller.call(Talk.echo, Text(""), deadline_s=60.0)  # it does not go on until then
+        await caller.call(Talk.echo, Text(""), deadline_s=3600.0)  # it does not go on until then
     assert not later.value.retryable
     await other.close()
 
@@ -184,13 +193,13 @@ async def test_who_squats_a_port_learns_nothing(guarded: Guarded) -> None:
     """All that it is sent without knowing a key is a greeting, in which nothing is said."""
     mesh = await guarded("b", "rollout", None)
     with socket.create_server(("127.0.0.1", 0)) as squatter:
-        squatter.settimeout(SOON_S)
+        squatter.settimeout(scaled(SOON_S))
         address = f"tcp://127.0.0.1:{squatter.getsockname()[1]}"
         entry = registry.Entry("a", "engine", address=address, incarnation="the one and only")
         await registry.register(mesh.state, entry, 60_000)
         call = asyncio.create_task(mesh.ref("a").call(Talk.echo, Text("precious")))
         accepted, _ = await asyncio.to_thread(squatter.accept)
-        accepted.settimeout(SOON_S)
+        accepted.settimeout(scaled(SOON_S))
         greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00CURVE".ljust(22, b"\0") + bytes(32)
         accepted.sendall(greeting)  # as a process of a mesh begins
         got = b""
@@ -228,7 +237,7 @@ async def test_who_may_call_is_never_told_an_incarnation(guarded: Guarded) -> No
 async def test_a_request_that_comes_early_is_refused_at_once_if_it_may_not(
     guarded: Guarded,
 ) -> None:
-    starting = Talker(start_s=SOON_S)
+    starting = Talker(start_s=3600.0)
     joining = asyncio.create_task(guarded("a", "engine", starting))
     asking = await guarded("b", "trainer", None)
     entry = None

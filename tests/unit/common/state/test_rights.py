@@ -17,6 +17,7 @@ from common.state.client import SCRIPTS, State, script_file, script_source
 from common.state.hosts import rights
 from common.state.hosts.rights import ALL, REPLAYED, keys_of, rules, scripts_of
 from tests.contract.state.state_bench import binary_of, running_server
+from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]
 # What processes of these roles are made of, beside what all are.
@@ -319,5 +320,5 @@ async def test_a_role_runs_the_scripts_that_the_mesh_has_loaded_and_none_of_its_
         await owner.command("SCRIPT", "LOAD", script_source(script)[0])
     await events.append(sandbox, "hello", {})
     with pytest.raises(NotAllowed, match="key"):
-        await asyncio.wait_for(jobs.job(sandbox, "job"), 10.0)
+        await asyncio.wait_for(jobs.job(sandbox, "job"), scaled(10.0))
     await sandbox.close()

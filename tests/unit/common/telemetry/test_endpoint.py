@@ -25,6 +25,7 @@ from common.ports import ports
 from common.process.host import SystemHost
 from common.telemetry.endpoint import CLIENTS, MetricsEndpoint, health
 from common.transport.zmq import ZmqTransport
+from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]
 SOON_S = 30.0  # for an answer, on a busy host
@@ -46,13 +47,13 @@ class Monitored:
 
     def get(self, path: str) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(self.address + path, timeout=SOON_S) as answer:
+            with urllib.request.urlopen(self.address + path, timeout=scaled(SOON_S)) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
     def until(self, path: str, status: int) -> str:
-        end = time.monotonic() + SOON_S
+        end = time.monotonic() + scaled(SOON_S)
         while (answer := self.get(path))[0] != status:
             assert time.monotonic() < end, answer
             time.sleep(0.01)
@@ -79,7 +80,7 @@ def monitored() -> Iterator[Monitored]:
     service = Monitored("127.0.0.1:*")
     yield service
     service.program.terminate()
-    assert service.program.wait(SOON_S) == 0
+    assert service.program.wait(scaled(SOON_S)) == 0
 
 
 @one_service
@@ -149,7 +150,7 @@ def test_others_are_told_the_advertised_host(advertise: str) -> None:
 
 def test_pages_for_this_host_alone_are_where_they_are_whatever_is_advertised() -> None:
     one = MetricsEndpoint("127.0.0.1:*", "tcp://worker-7:*", SystemHost(), {"/": health(str)})
-    with urllib.request.urlopen(one.address + "/", timeout=5.0) as answer:
+    with urllib.request.urlopen(one.address + "/", timeout=scaled(5.0)) as answer:
         assert answer.read() == b"ok\n"
     one.close()
 
@@ -179,9 +180,9 @@ def test_clients_that_stay_cost_few_threads_and_keep_nobody_out() -> None:
     before = threading.active_count()
     staying = []
     for _ in range(4 * CLIENTS):
-        staying.append(socket.create_connection((host, int(port)), timeout=SOON_S))
+        staying.append(socket.create_connection((host, int(port)), timeout=scaled(SOON_S)))
         staying[-1].sendall(b"GET /livez HTTP/1.0\r\n")  # and no end of it
-    with urllib.request.urlopen(f"{endpoint.address}/livez", timeout=SOON_S) as answer:
+    with urllib.request.urlopen(f"{endpoint.address}/livez", timeout=scaled(SOON_S)) as answer:
         assert answer.read() == b"ok\n"
     for hung_up in staying[: 3 * CLIENTS]:
         with suppress(ConnectionResetError):

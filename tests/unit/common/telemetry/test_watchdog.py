@@ -10,10 +10,11 @@ import pytest
 from common.errors import Refused
 from common.runtime.lease import LOST
 from common.state import registry
+from tests.load import scaled
 from tests.unit.common.runtime.talking import Join, Talker
 
 HUNG = """
-import asyncio, time
+import asyncio, sys, time
 from common.clock import SystemClock
 from common.process.host import SystemHost
 from common.runtime.mesh import Mesh, run
@@ -24,24 +25,27 @@ from common.transport.zmq import ZmqTransport
 def stand_still(seconds):
     time.sleep(seconds)
 
+STALL_S = float(sys.argv[1])
+
 async def main():
     clock = SystemClock()
     mesh = Mesh(name="hung", kind="test", state=simulated_state(clock), transport=ZmqTransport(),
     clock=clock,
-                random=Random.system(), host=SystemHost(), renew_s=0.1, stall_s=2.0)
+                random=Random.system(), host=SystemHost(), renew_s=0.1, stall_s=STALL_S)
     await mesh.join(None)
     with mesh.loading():
-        stand_still(3.0)
+        stand_still(1.5 * STALL_S)
     print("loaded", flush=True)
-    stand_still(30)
+    stand_still(3600)
 
 run(main)
 """
 
 
 def test_a_hung_loop_dumps_its_stacks_and_exits() -> None:
+    command = [sys.executable, "-c", HUNG, str(min(10.0, scaled(2.0)))]
     ended = subprocess.run(
-        [sys.executable, "-c", HUNG], capture_output=True, text=True, timeout=100, check=False
+        command, capture_output=True, text=True, timeout=scaled(100), check=False
     )
     assert ended.returncode == LOST
     assert ended.stdout == "loaded\n"

@@ -16,6 +16,7 @@ from common.wire.bulk.doors import KeyDoor
 from common.wire.bulk.server import BulkServer
 from common.wire.bulk.session import Session
 from common.wire.chunks import ChunkStore
+from tests.load import scaled
 
 CONTENT = os.urandom(700_000)
 HOST = "gpu1-1f3a9c"
@@ -58,10 +59,10 @@ class Port:
     def session(self, door: KeyDoor, address: str = "", deadline_s: float = DEADLINE_S) -> Session:
         """Not entered yet."""
         proof = door.asking(address or self.address, self.place)
-        return Session(self.place, proof, deadline_s, 1 << 30)
+        return Session(self.place, proof, scaled(deadline_s), 1 << 30)
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.number), timeout=DEADLINE_S)
+        return socket.create_connection(("127.0.0.1", self.number), timeout=scaled(DEADLINE_S))
 
     def revoke(self, door: KeyDoor) -> None:
         """As Redis and the next renewal of a lease bring it about."""

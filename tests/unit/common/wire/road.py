@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from tests.load import scaled
+
 LOOK_MS = 20  # between looks whether a road that stands goes on
 
 
@@ -39,7 +41,7 @@ class Road:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(20)
+            thread.join(scaled(20))
         self._listener.close()
 
     def _start(self, target: Callable[..., None], *args: object) -> None:

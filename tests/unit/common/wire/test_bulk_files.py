@@ -20,6 +20,7 @@ from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
 from common.wire.bulk.transfer import BREAKS
 from common.wire.chunks import digest_of
 from common.wire.partial import PARKED, PARKED_S, Parked, Partial
+from tests.load import scaled
 from tests.unit.common.runtime.talking import Join
 from tests.unit.common.wire.road import Road
 
@@ -147,7 +148,7 @@ async def test_who_does_not_wait_any_more_leaves_nothing(
         with pytest.raises(asyncio.CancelledError):
             await fetching
         assert files(tmp_path / "new") == []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(scaled(20)):
             while way.standing:  # until the client's thread has closed its socket
                 await asyncio.sleep(0.01)
     assert files(tmp_path / "new") == []

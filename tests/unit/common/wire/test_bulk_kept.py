@@ -20,13 +20,15 @@ from common.wire.bulk.kept import MOST
 from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
 from common.wire.chunks import digest_of
 from common.wire.partial import Partial
+from tests.load import scaled
 from tests.unit.common.runtime.talking import Join
 from tests.unit.common.wire.road import Road
 
 SIZE = 200_000
 CONTENTS = [os.urandom(SIZE) for _ in range(4)]
 SETTINGS = MeshSettings("memory://", "", host="", secret="5e" * 32)
-STALL_S = 0.2
+STALL_S = 0.5  # of what is to stall
+HANG_S = 20.0  # of what is to arrive
 
 
 class Server:
@@ -66,9 +68,11 @@ class Target:
         self.chunks = ChunkStore(root / "target")
         self._client, self._server = client, server
 
-    async def arrive(self, digest: str, partial: Partial | None = None) -> Partial:
+    async def arrive(
+        self, digest: str, partial: Partial | None = None, stall_s: float = HANG_S
+    ) -> Partial:
         partial = partial or Partial.of_chunk(self.chunks, digest, durable=False)
-        await self._client.arrive(self._server.entry, partial, SIZE, stall_s=STALL_S)
+        await self._client.arrive(self._server.entry, partial, SIZE, stall_s=scaled(stall_s))
         assert partial.right
         partial.commit()
         partial.discard()
@@ -120,7 +124,7 @@ async def test_one_that_stalls_is_given_up(server: Server, way: Road, target: Ta
     way.stands_at = 120_000
     partial = Partial.of_chunk(target.chunks, server.digests[0], durable=False)
     with pytest.raises(DeadlineExceeded):
-        await target.arrive(partial.digest, partial)
+        await target.arrive(partial.digest, partial, STALL_S)
     assert 0 < partial.position < len(CONTENTS[0])
     way.stands_at = 1 << 40
     await target.arrive(partial.digest, partial)
@@ -137,10 +141,10 @@ async def test_what_has_another_size_elsewhere_is_not_taken(
     server.chunks.path(partial.digest).write_bytes(b"x" * size)
     entry = replace(server.entry, host="") if near else server.entry
     if near and size < SIZE:
-        await client.arrive(entry, partial, SIZE, stall_s=STALL_S)
+        await client.arrive(entry, partial, SIZE, stall_s=scaled(HANG_S))
     else:
         with pytest.raises(Damaged, match="another size"):
-            await client.arrive(entry, partial, SIZE, stall_s=STALL_S)
+            await client.arrive(entry, partial, SIZE, stall_s=scaled(HANG_S))
     assert not partial.right and partial.position <= SIZE and server.port.sent < SIZE
     partial.discard()
 
@@ -152,9 +156,9 @@ async def test_no_more_are_kept_than_are_of_use(
     for n in range(MOST + 4):  # as many processes, as far as the client knows
         entry = replace(server.entry, address=str(n))
         with Partial.of_file(tmp_path / "target", digest) as partial:
-            await client.arrive(entry, partial, SIZE, stall_s=STALL_S)
+            await client.arrive(entry, partial, SIZE, stall_s=scaled(HANG_S))
     assert way.connections == MOST + 4
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(scaled(20)):
         while server.port.connections > MOST:
             await asyncio.sleep(0.01)
         client._kept.close_idle(0.0)
@@ -173,17 +177,17 @@ async def test_a_late_thread_writes_nothing_into_what_another_source_goes_on_wit
     place.parent.mkdir(parents=True)
     os.mkfifo(place)
     entry = replace(server.entry, host="", bulk=f"#{near.directory}")
-    late = asyncio.create_task(client.arrive(entry, partial, SIZE, stall_s=STALL_S))
+    late = asyncio.create_task(client.arrive(entry, partial, SIZE, stall_s=scaled(HANG_S)))
     stands = await opened(place)
     late.cancel()
     await asyncio.wait([late])
     way.stands_at = 120_000
     with pytest.raises(DeadlineExceeded):
-        await target.arrive(digest, partial)
+        await target.arrive(digest, partial, STALL_S)
     came, way.stands_at = partial.position, 1 << 40
     os.write(stands, b"x" * 5000)
     os.close(stands)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(scaled(60)):
         while not nobody_reads(place):
             await asyncio.sleep(0.01)
     assert partial.position == came > 0
@@ -193,7 +197,7 @@ async def test_a_late_thread_writes_nothing_into_what_another_source_goes_on_wit
 
 async def opened(pipe: Path) -> int:
     """The writing end of a pipe, once somebody reads there."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(scaled(60)):
         while True:
             with suppress(OSError):
                 return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)

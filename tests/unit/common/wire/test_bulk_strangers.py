@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,6 +20,7 @@ from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
 from common.wire.bulk.server import CONNECTIONS, PROOF_S, STRANGERS
 from common.wire.bulk.session import ANSWER, GET, HAS, PUT, REQUEST
 from common.wire.handshake import CHALLENGE, HELLO, MAGIC, TAG_BYTES
+from tests.load import scaled
 from tests.unit.common.runtime.talking import Join
 
 CONTENT = os.urandom(100_000)
@@ -41,7 +41,7 @@ class Served:
         self.entry = Entry("store", "test", bulk=self.server.address, host="there")
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=PROOF_S + 20)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=scaled(PROOF_S + 20))
 
     def request(self, verb: bytes, length: int = 0) -> bytes:
         return REQUEST.pack(verb, bytes.fromhex(self.digest), 0, length, length)
@@ -98,9 +98,9 @@ async def test_a_client_of_another_start_is_refused_by_a_typed_error(
 ) -> None:
     other = BulkClient(await join("other", settings=OF_ANOTHER_START))
     with pytest.raises(HandshakeFailed, match="keys\\? A bulk port does not let"):
-        await other.get(served.entry, served.digest, deadline_s=10)
+        await other.get(served.entry, served.digest, deadline_s=scaled(10))
     with pytest.raises(HandshakeFailed, match="keys\\? A bulk port does not let"):
-        await other.put(served.entry, b"planted", deadline_s=10)
+        await other.put(served.entry, b"planted", deadline_s=scaled(10))
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def squatting(answer: bytes | None, onwards: int = 0) -> Iterator[int]:
         thread.start()
         yield listener.getsockname()[1]
         listener.shutdown(socket.SHUT_RDWR)
-        thread.join(10)
+        thread.join(scaled(10))
 
 
 async def test_a_foreign_server_cannot_pass_for_ours(served: Served, client: BulkClient) -> None:
@@ -136,7 +136,7 @@ async def test_a_foreign_server_cannot_pass_for_ours(served: Served, client: Bul
         with squatting(answer) as port:
             there = Entry("store", "test", bulk=f"tcp://127.0.0.1:{port}", host="there")
             with pytest.raises(HandshakeFailed, match="Another program"):
-                await client.put(there, b"for the store alone", deadline_s=10)
+                await client.put(there, b"for the store alone", deadline_s=scaled(10))
     place = f"tcp://127.0.0.1:{served.port}"
     assert other.answering(place).whose(SecretDoor.of(SETTINGS).asking("", place).hello()) is None
 
@@ -147,7 +147,7 @@ async def test_a_proof_is_not_passed_on_from_another_port(
     with squatting(None, onwards=served.port) as port:
         there = Entry("store", "test", bulk=f"tcp://127.0.0.1:{port}", host="there")
         with pytest.raises(PeerLost):
-            await client.get(there, served.digest, deadline_s=10)
+            await client.get(there, served.digest, deadline_s=scaled(10))
 
 
 async def test_strangers_are_bounded_and_never_keep_ours_out(
@@ -155,12 +155,10 @@ async def test_strangers_are_bounded_and_never_keep_ours_out(
 ) -> None:
     strangers = [served.connect() for _ in range(CONNECTIONS + STRANGERS)]
     strangers[-1].sendall(os.urandom(HELLO.size - 1))
-    started = time.monotonic()
     assert await client.get(served.entry, served.digest) == CONTENT
     digest = await client.put(served.entry, b"while they wait")
     assert await client.get(served.entry, digest) == b"while they wait"
     assert served.server.connections <= STRANGERS + 1
     for stranger in strangers:
-        assert all_of(stranger) == b""
+        assert all_of(stranger) == b"", "half-open ones are dropped before this end times out"
         stranger.close()
-    assert time.monotonic() - started < PROOF_S + 15, "half-open ones are dropped in seconds"

@@ -13,6 +13,7 @@ from common.weights.ways import bringing as module
 from common.weights.ways.base import Version
 from common.weights.ways.bringing import EVENT, Bringing
 from common.wire.chunks import ChunkStore
+from tests.load import scaled
 from tests.unit.common.weights.ways.bench import Bench, benched
 
 
@@ -82,7 +83,7 @@ async def test_a_faster_way_is_found_and_told_of(
     monkeypatch.setattr(module, "FAST", 1.0)
     async with benched(tmp_path) as bench:
         bringing, plain, other = brought(bench)
-        plain.s_per_chunk = 0.2  # of five chunks; the other copies them within milliseconds
+        plain.s_per_chunk = scaled(0.2)  # of five chunks; the other copies them within milliseconds
         for number in range(5):
             into = ChunkStore(tmp_path / f"into{number}")
             await bringing.bring(bench.version, into)

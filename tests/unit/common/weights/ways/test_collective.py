@@ -14,9 +14,16 @@ import pytest
 from common.api.trainer import Gather, Gathered
 from common.errors import PeerLost, StorageFull
 from common.weights.ways import broadcasting
+from tests.load import scaled
 from tests.unit.common.weights.ways.bench import MANIFEST, benched
 
 MEMBER = "tests.unit.common.weights.ways.member"
+
+
+@pytest.fixture(autouse=True)
+def window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give receivers of a busy machine longer to ask, within the deadline of their call."""
+    monkeypatch.setattr(broadcasting, "WINDOW_S", min(3.0, scaled(broadcasting.WINDOW_S)))
 
 
 async def test_all_hosts_that_ask_get_every_chunk(tmp_path: Path) -> None:
@@ -139,16 +146,15 @@ async def test_a_member_that_is_killed_ends_it_for_all_and_what_came_stays(
 async def test_a_member_that_never_comes_keeps_the_others_for_a_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(broadcasting, "WAIT_S", 1.0)
+    monkeypatch.setattr(broadcasting, "WAIT_S", min(5.0, scaled(1.0)))
     async with benched(tmp_path) as bench:
         way, into = await bench.receiver("far")
         asked = Gather(MANIFEST, dict(bench.version.lacking))
         absent = asyncio.create_task(bench.broadcasts.gather(asked))
-        began = bench.clock.monotonic()
-        with pytest.raises(PeerLost):
-            await way.receive(bench.version, into)
-        assert (await absent).members == 3
-        assert bench.clock.monotonic() - began < 20.0
+        async with asyncio.timeout(scaled(20.0)):
+            with pytest.raises(PeerLost):
+                await way.receive(bench.version, into)
+            assert (await absent).members == 3
 
 
 async def test_a_core_that_ends_ends_its_broadcast(tmp_path: Path) -> None:
