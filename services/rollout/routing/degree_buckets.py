@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from services.rollout.routing.queues import LengthBucket
 
@@ -37,7 +38,7 @@ def buckets_of(
     rates = _rates(engines, degrees)
     whole = sum(rates.values())
     bounds: list[int] = []
-    share = 0.0
+    share = Fraction()
     for number, degree in enumerate(degrees):
         share += rates[degree] / whole
         last = number == len(degrees) - 1
@@ -50,21 +51,24 @@ def buckets_of(
     ]
 
 
-def _rates(engines: Sequence[Engine], degrees: Sequence[int]) -> Mapping[int, float]:
-    """Tokens a second of all engines of each degree, as they have been measured; where a degree has
-    not been, all count by their workers.
+def _rates(engines: Sequence[Engine], degrees: Sequence[int]) -> Mapping[int, Fraction]:
+    """Return the tokens a second of all engines of each degree, as they have been measured; where a
+    degree has not been, all count by their workers.
+
+    Fractions, as the quotient of two floats may be infinite or zero, and then no share is a number.
     """
-    found: dict[int, float] = {}
+    found: dict[int, Fraction] = {}
     for degree in degrees:
         there = [engine for engine in engines if engine.degree == degree]
-        tokens, busy_s = sum(e.tokens for e in there), sum(e.busy_s for e in there)
+        tokens = sum(e.tokens for e in there)
+        busy_s = sum((Fraction(e.busy_s) for e in there), Fraction())
         if tokens < LEAST_TOKENS or busy_s <= 0:
-            return {d: float(sum(e.degree for e in engines if e.degree == d)) for d in degrees}
+            return {d: Fraction(sum(e.degree for e in engines if e.degree == d)) for d in degrees}
         found[degree] = len(there) * tokens / busy_s
     return found
 
 
-def _quantile(past: Sequence[int], share: float, longest: int) -> int:
+def _quantile(past: Sequence[int], share: Fraction, longest: int) -> int:
     """The length up to which trajectories have that share of all tokens; the same share of the
     longest length while too few are known.
     """

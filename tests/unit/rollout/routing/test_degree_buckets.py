@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +51,35 @@ def test_bounds_divide_the_tokens_as_the_measured_rates_are() -> None:
     assert buckets_of(slow, past, LONGEST, BATCH)[0].max_tokens == 1000, "ten elevenths"
     unknown = [Engine(1), Engine(4)]
     assert buckets_of(unknown, past, LONGEST, BATCH)[0].max_tokens == 100, "by workers: a fifth"
+
+
+TINY, HUGE = 5e-324, sys.float_info.max
+
+
+@pytest.mark.parametrize(
+    ("small_s", "large_s", "bound"),
+    [
+        (1.1e-308, 1.1e-308, LONGEST // 2),
+        (TINY, 1.0, LONGEST - 1),
+        (1.0, TINY, 1),
+        (HUGE, HUGE, LONGEST // 2),
+        (HUGE, 1.0, 1),
+        (TINY, HUGE, LONGEST - 1),
+    ],
+)
+def test_bounds_follow_rates_beyond_the_range_of_floats(
+    small_s: float, large_s: float, bound: int
+) -> None:
+    engines = [Engine(1, 512, small_s), Engine(2, 512, large_s)]
+    buckets = buckets_of(engines, [], LONGEST, BATCH)
+    assert [bucket.max_tokens for bucket in buckets] == [bound, LONGEST]
+    again = buckets_of([*engines, *engines], [], LONGEST, BATCH)
+    assert [bucket.max_tokens for bucket in again] == [bound, LONGEST], "sums are no trouble either"
+
+
+def test_one_engine_has_one_bucket_however_short_it_was_busy() -> None:
+    [bucket] = buckets_of([Engine(1, 512, 1.1e-308)], [], LONGEST, BATCH)
+    assert bucket.max_tokens == LONGEST
 
 
 def test_without_a_history_bounds_divide_the_longest_length() -> None:
