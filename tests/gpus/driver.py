@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.load import scaled
+
 SOURCE = Path(__file__).with_name("nvml.c")
 GIB = 1 << 30
 LOST, NO_SUPPORT = 15, "-"  # NVML_ERROR_GPU_IS_LOST; what a GPU does not tell
@@ -25,7 +27,7 @@ def library(directory: Path) -> Path:
         words = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror"]
         words += ["-Wl,-soname,libnvidia-ml.so.1", "-o", str(unfinished), str(SOURCE)]
         compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
-        subprocess.run([compiler, *words], check=True, timeout=60)
+        subprocess.run([compiler, *words], check=True, timeout=scaled(60))
         unfinished.replace(built)
     return place
 
@@ -112,7 +114,7 @@ class Gpus:
             env={**inherited, **self.environment, **environment},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=scaled(60),
             check=False,
         )
         assert ran.returncode == 0, ran.stderr

@@ -32,6 +32,7 @@ from services.engine.sglang.engine import SGLangEngine
 from services.engine.sglang.health import HealthWatch
 from services.engine.sglang.http import Http
 from services.engine.sglang.weights import FromDisk, WeightTransport
+from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import TINY, built_in, decoder, text_of
 
 WIDE = -(-TINY.ffn_size // v0_5.INNER_ROWS) * v0_5.INNER_ROWS  # SGLang's MLP on a CPU
@@ -65,7 +66,7 @@ class Counterpart:
         self.http: Http = self.run(self._serve(slots))
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(ANSWER_S)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(scaled(ANSWER_S))
 
     async def _serve(self, slots: int) -> Http:
         app = web.Application(client_max_size=1 << 30, middlewares=[self._while_it_lives])

@@ -17,6 +17,7 @@ from common.clock import SystemClock
 from common.process.host import SystemHost
 from services.engine.sglang import startup
 from services.engine.sglang.startup import SGLangEngine, SGLangServer
+from tests.load import scaled
 from tests.sglang.interpreter import python
 from tests.unit.common.generation.engines_under_test import TINY, decoder, text_of
 
@@ -31,14 +32,14 @@ def start(place: Path | None = None, **more: Any) -> SGLangServer:
     how = startup.launch(str(python()), TINY, place, SLOTS, MAX_LENGTH, **more)
     loop = asyncio.new_event_loop()
     server = loop.run_until_complete(
-        startup.start(SystemHost(), SystemClock(), how, "auto", START_S)
+        startup.start(SystemHost(), SystemClock(), how, "auto", scaled(START_S))
     )
     threading.Thread(target=loop.run_forever, name="loop", daemon=True).start()
     return server
 
 
 def stop(server: SGLangServer) -> None:
-    server.http.spawn(server.stop()).result(STOP_S)
+    server.http.spawn(server.stop()).result(scaled(STOP_S))
     shutil.rmtree(server.launch.model.parent)
 
 

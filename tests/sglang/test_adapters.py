@@ -16,6 +16,7 @@ from common.model.projections import targeted
 from services.engine.sglang import reading_back, startup, v0_5
 from services.engine.sglang.startup import Adapting, SGLangEngine, SGLangServer
 from services.engine.sglang.weights import inline
+from tests.load import scaled
 from tests.sglang import served
 from tests.unit.common.generation.engines_under_test import (
     SCALE,
@@ -56,9 +57,10 @@ def engine(server: SGLangServer) -> Iterator[SGLangEngine]:
 def there(server: SGLangServer, engine: SGLangEngine, wanted: Sequence[str]) -> None:
     """The server has these, each as name@version, or comes to that."""
     found: list[str] = []
-    for _ in range(int(LEFT_S / 0.1)):
+    until = time.monotonic() + scaled(LEFT_S)
+    while time.monotonic() < until:
         engine._sweep_adapters()
-        told = server.http.call("GET", MODELS, deadline_s=20.0)["data"]
+        told = server.http.call("GET", MODELS, deadline_s=scaled(20.0))["data"]
         found = sorted(m["id"].rpartition(".")[0] for m in told if m.get("parent"))
         if found == sorted(wanted):
             return
@@ -165,5 +167,5 @@ def test_each_tensor_that_differs_is_found_and_named(engine: SGLangEngine) -> No
 def test_the_servers_refusals_are_said(server: SGLangServer, engine: SGLangEngine) -> None:
     body = {"lora_name": "x", "config_dict": {}, "serialized_named_tensors": [inline({})]}
     with pytest.raises(RemoteFailure):
-        server.http.call("POST", v0_5.LOAD_ADAPTER, body, deadline_s=20.0)
+        server.http.call("POST", v0_5.LOAD_ADAPTER, body, deadline_s=scaled(20.0))
     assert Listener(engine).run(request(1, max_new=3))[1].versions == [0] * 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,12 +19,12 @@ from services.engine.sglang.control import RETRACT, Control
 from services.engine.sglang.health import STRIKES, HealthWatch
 from services.engine.sglang.startup import SGLangEngine
 from services.engine.sglang.weights import transport
+from tests.load import scaled
 from tests.sglang import served
 from tests.sglang.processes import scheduler_of
 from tests.unit.common.generation.engines_under_test import Listener, built_in, request
 
 LOOK_S, ANSWER_S = 0.2, 2.0
-STRUCK_S = (STRIKES + 1) * (LOOK_S + ANSWER_S)  # a server that answers nothing is lost by then
 
 
 @contextmanager
@@ -38,9 +39,8 @@ def hanging() -> Iterator[None]:
 
 def failure_of(watch: HealthWatch, within_s: float) -> Exception | None:
     waited = threading.Event()
-    for _ in range(round(within_s / 0.1)):
-        if watch.failure() is not None:
-            break
+    until = time.monotonic() + within_s
+    while watch.failure() is None and time.monotonic() < until:
         waited.wait(0.1)
     return watch.failure()
 
@@ -48,16 +48,18 @@ def failure_of(watch: HealthWatch, within_s: float) -> Exception | None:
 def test_a_server_that_stands_or_sleeps_is_not_lost_and_one_that_hangs_is() -> None:
     server = served.server()
     served.release()
-    watch = HealthWatch(server.http, server.lost, LOOK_S, ANSWER_S)
+    answer_s = scaled(ANSWER_S)
+    struck_s = (STRIKES + 1) * (LOOK_S + answer_s)  # one that answers nothing is lost by then
+    watch = HealthWatch(server.http, server.lost, LOOK_S, answer_s)
     weights = transport("auto", server.http, server.launch.model.parent / "weights", 1, "cpu")
     control = Control(server.http, watch, weights)
     try:
         control.halt(RETRACT)
-        assert failure_of(watch, STRUCK_S) is None
+        assert failure_of(watch, struck_s) is None
         control.release()
-        assert failure_of(watch, STRUCK_S) is None
+        assert failure_of(watch, struck_s) is None
         with hanging():
-            lost = failure_of(watch, 2 * STRUCK_S)
+            lost = failure_of(watch, 2 * struck_s)
             assert isinstance(lost, PeerLost) and "in a row" in str(lost)
     finally:
         control.close()
@@ -72,7 +74,7 @@ def started(engine: SGLangEngine, max_new: int) -> Listener:
 
 def works(engine: SGLangEngine) -> bool:
     """Whether the server has a request at work."""
-    loads = served.server().http.call("GET", "/v1/loads", deadline_s=20.0)["loads"]
+    loads = served.server().http.call("GET", "/v1/loads", deadline_s=scaled(20.0))["loads"]
     return any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
 
@@ -87,11 +89,10 @@ def test_a_request_that_is_ended_here_is_not_left_at_work_there() -> None:
     assert heard.finish == [Finish.ABORTED] and len(heard.tokens) >= 10
     assert stream.cancelled()
     waited = threading.Event()
-    for _ in range(50):
-        if not works(engine):
-            break
+    until = time.monotonic() + scaled(5.0)
+    while works(engine):
+        assert time.monotonic() < until, "it is left at work"
         waited.wait(0.1)
-    assert not works(engine)
 
 
 def test_what_is_aborted_while_it_stands_is_hung_up_on() -> None:

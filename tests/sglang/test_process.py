@@ -17,6 +17,7 @@ from common.errors import ConfigError, PeerLost, RemoteFailure
 from common.process.host import SystemHost
 from services.engine.sglang import startup, v0_5
 from services.engine.sglang.server import free_port
+from tests.load import scaled
 from tests.sglang import served
 from tests.sglang.interpreter import REPOSITORY, python
 from tests.sglang.processes import directory_of, environment_of, pids_of_session
@@ -27,7 +28,7 @@ GONE_S = 10.0
 
 def ended(session: int) -> bool:
     """Whether nothing of a session runs, after some patience."""
-    until = time.monotonic() + GONE_S
+    until = time.monotonic() + scaled(GONE_S)
     while pids_of_session(session) and time.monotonic() < until:
         time.sleep(0.1)
     return not pids_of_session(session)
@@ -44,7 +45,7 @@ def test_nothing_of_a_server_outlives_a_starter_that_is_killed(tmp_path: Path) -
     session = int(starter.stdout.readline())
     assert len(pids_of_session(session)) >= 3  # with its scheduler and detokenizer
     starter.kill()
-    starter.wait(5)
+    starter.wait(scaled(5))
     assert ended(session)
 
 
@@ -55,7 +56,7 @@ def test_a_server_lives_outside_our_tree_and_our_paths() -> None:
 
 
 def start(how: startup.Launch, weights: str = "auto", deadline_s: float = 200.0) -> None:
-    asyncio.run(startup.start(SystemHost(), SystemClock(), how, weights, deadline_s))
+    asyncio.run(startup.start(SystemHost(), SystemClock(), how, weights, scaled(deadline_s)))
 
 
 def test_a_server_that_does_not_start_says_why_and_is_gone(tmp_path: Path) -> None:
@@ -85,15 +86,15 @@ def test_a_server_that_took_the_port_first_is_not_taken_for_ours(
     monkeypatch.setattr("services.engine.sglang.server.free_port", lambda: port)
     with pytest.raises(PeerLost, match="another server has taken the port"):
         start(startup.launch(str(python()), TINY, tmp_path, 4, 64))
-    other.http.spawn(other._examine("disk")).result(20.0)
+    other.http.spawn(other._examine("disk")).result(scaled(20.0))
     assert other.ranks == served.engine().tensor_parallel == 1
 
 
 def test_an_answer_that_is_no_json_is_an_error_of_the_server() -> None:
     http = served.server().http
     with pytest.raises(RemoteFailure, match="/docs answered no JSON"):
-        http.call("GET", "/docs", deadline_s=20.0)
-    assert "no JSON" in http.spawn(http.probe("/docs", 20.0)).result(20.0)
+        http.call("GET", "/docs", deadline_s=scaled(20.0))
+    assert "no JSON" in http.spawn(http.probe("/docs", scaled(20.0))).result(scaled(20.0))
 
 
 def test_slots_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_slots_longer_than_the_models_positions_are_refused(tmp_path: Path) -> N
 
 
 def test_features_are_read_from_the_servers_own_description() -> None:
-    described = served.server().http.call("GET", "/openapi.json", deadline_s=20.0)
+    described = served.server().http.call("GET", "/openapi.json", deadline_s=scaled(20.0))
     for needs in (v0_5.NEEDS, *v0_5.NEEDS_OF.values()):
         assert v0_5.missing(described, needs) == []
     older = copy.deepcopy(described)

@@ -20,6 +20,7 @@ from common.state import groups, jobs, steps
 from common.state.client import State
 from common.state.registry import Entry, evict, lookup, register
 from common.state.server import embedded
+from tests.load import scaled
 
 JOB = "job"
 SHARD = f"rollout/{JOB}/0"
@@ -54,13 +55,15 @@ class Server:
         self.process = subprocess.Popen(found.argv, stdout=log, stderr=log)
         self.url = found.url
         client = redis.Redis.from_url(found.url)
-        for _ in range(500):
+        until = time.monotonic() + scaled(5.0)
+        while True:
             try:
                 client.ping()
                 return
             except redis.ConnectionError:
+                see = self.directory / "log"
+                assert time.monotonic() < until, f"no answer from {found.argv}; see {see}"
                 time.sleep(0.01)
-        raise AssertionError(f"no answer from {found.argv}; see {self.directory / 'log'}")
 
     def kill(self) -> None:
         self.process.kill()

@@ -32,6 +32,7 @@ from common.state import ended, events, jobs, leader, pool, registry
 from common.state.client import State
 from common.state.lifecycle.fitting import offers, refuse_what_never_fits
 from tests.contract.state.state_bench import JOB, Bench, document
+from tests.load import scaled
 
 WHY = Why("default", JOB, {"figure": 0.1234567890123456789})
 
@@ -298,10 +299,11 @@ async def test_a_leader_that_resumes_after_another_has_led_grants_nothing_again(
 ) -> None:
     await worker(bench)
     await pool.request(bench.state, Request("m0", "move", "w0", "rollout", JOB))
-    old = await lead(bench, "a", ttl_ms=1000)
+    ttl_ms = round(1000 * min(5.0, scaled(1.0)))
+    old = await lead(bench, "a", ttl_ms=ttl_ms)
     seen = await pool.look(bench.state, old)
     granted: list[Any] = [Form("g0", ("w0",), WHY), place(op="m0")]
-    await bench.pass_ms(1100)
+    await bench.pass_ms(ttl_ms + 100)
     new = await lead(bench, "b")
     there = await pool.look(bench.state, new)
     assert there.snapshot.requests == seen.snapshot.requests != ()

@@ -17,6 +17,7 @@ from common.transport.pump import JOIN_BYTES
 from common.transport.zmq import ZmqTransport
 from common.wire.frames import Frame
 from sim.network import MemoryNetwork, MemoryTransport
+from tests.load import scaled
 from tests.meshes import keys_of
 from tests.unit.common.runtime.talking import until
 
@@ -125,7 +126,7 @@ async def test_a_requester_that_has_gone_is_told_of(made: Made) -> None:
     await until(lambda: server.heard)
     peer = server.heard[0][0]
     await client.transport.close()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(scaled(20)):
         while not server.gone:
             server.transport.reply(peer, (b"", b"x"))
             await asyncio.sleep(0.01)

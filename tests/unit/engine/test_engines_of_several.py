@@ -10,6 +10,7 @@ from common.clock import SystemClock
 from common.errors import ConfigError
 from common.process.host import SystemHost
 from services.engine.sglang import startup
+from tests.load import scaled
 from tests.unit.engine.test_sglang_secrets import MODEL, standing_in
 
 SAYS = """
@@ -48,5 +49,5 @@ def test_a_server_is_told_how_many_gpus_share_the_model(tmp_path: Path) -> None:
 async def test_a_server_that_computes_on_fewer_is_refused(tmp_path: Path) -> None:
     how = startup.launch(standing_in(tmp_path, SAYS), MODEL, tmp_path / "e", 4, 64, degree=2)
     with pytest.raises(ConfigError, match="computes with 1 processes, not with 2") as refused:
-        await startup.start(SystemHost(), SystemClock(), how, "auto", 60.0)
+        await startup.start(SystemHost(), SystemClock(), how, "auto", scaled(60.0))
     assert refused.value.where == "rollout.tensor_parallel"

@@ -16,6 +16,7 @@ from services.engine.sglang import v0_5
 from services.engine.sglang.server import Adapting, Launch
 from services.engine.sglang.tiers import Tiers
 from services.engine.sglang.weights import inline
+from tests.load import scaled
 from tests.sglang import counterpart
 from tests.sglang.counterpart import Counterpart
 from tests.unit.common.generation.engines_under_test import (
@@ -44,7 +45,7 @@ class Bench:
 
     def there(self, versions: list[str]) -> None:
         """The server has these, each as name@version, or comes to that."""
-        until = time.monotonic() + LEFT_S
+        until = time.monotonic() + scaled(LEFT_S)
         while time.monotonic() < until:
             self.engine.step()
             found = sorted(name.partition(".")[0] for name in self.server.run(self.server.named()))

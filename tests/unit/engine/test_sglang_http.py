@@ -14,6 +14,7 @@ from aiohttp import web
 from common.errors import DeadlineExceeded, MeshError, PeerLost, RemoteFailure
 from services.engine.sglang import v0_5
 from services.engine.sglang.http import BESIDE, IDLE_S, Http
+from tests.load import scaled
 
 SLOTS = 2
 SOON_S = 5.0
@@ -28,8 +29,9 @@ class Served:
         self.url, self.http = url, http
         self.peers = peers  # the address of the connection of each request
 
-    def call(self, path: str, deadline_s: float = SOON_S) -> Awaitable[Any]:
+    def call(self, path: str, deadline_s: float = 0.0) -> Awaitable[Any]:
         """As the engine's thread asks."""
+        deadline_s = deadline_s or scaled(SOON_S)
         return asyncio.to_thread(self.http.call, "POST", path, {}, deadline_s=deadline_s)
 
 
@@ -66,7 +68,7 @@ async def refusing(request: web.Request) -> web.Response:
 
 
 async def hanging(request: web.Request) -> web.Response:
-    await asyncio.sleep(60.0)
+    await asyncio.sleep(3600.0)
     return web.Response()
 
 
@@ -100,7 +102,7 @@ async def test_what_went_wrong_has_a_type_and_says_where(
 ) -> None:
     async with serving(answer) as served:
         with pytest.raises(kind, match=said) as error:
-            await served.call("/x", 0.2 if answer is hanging else SOON_S)
+            await served.call("/x", 0.2 if answer is hanging else scaled(SOON_S))
         assert error.value.where == served.url and "sglang.log" in error.value.fix
 
 
@@ -108,10 +110,10 @@ async def test_a_server_that_has_gone_is_a_lost_peer() -> None:
     async with serving(echo) as served:
         pass
     http = Http(served.url, SLOTS)
-    assert "/ready: ConnectError" in await http.probe("/ready", SOON_S)
+    assert "/ready: ConnectError" in await http.probe("/ready", scaled(SOON_S))
     heard: asyncio.Queue[Any] = asyncio.Queue()
     http.stream("/generate", {}, heard.put_nowait)
-    async with asyncio.timeout(SOON_S):
+    async with asyncio.timeout(scaled(SOON_S)):
         assert isinstance(await heard.get(), OSError)
     await http.close()
 
@@ -151,13 +153,13 @@ async def test_streams_that_are_all_at_work_do_not_keep_a_call_waiting() -> None
         for _ in range(3 * SLOTS):
             served.http.stream("/generate", {}, lambda event: None)
         aborts = [
-            served.http.begin("POST", "/abort", {}, deadline_s=SOON_S)
+            served.http.begin("POST", "/abort", {}, deadline_s=scaled(SOON_S))
             for _ in range(SLOTS + BESIDE - 1)
         ]
-        async with asyncio.timeout(SOON_S):
+        async with asyncio.timeout(scaled(SOON_S)):
             while len(served.peers) < 2 * SLOTS + len(aborts):
                 await asyncio.sleep(0.01)
-        assert await served.call("/pause", 1.0) == {}
+        assert await served.call("/pause", scaled(1.0)) == {}
         over.set()
 
 
@@ -181,7 +183,7 @@ async def all_of(served: Served) -> list[Any]:
     heard: asyncio.Queue[Any] = asyncio.Queue()
     served.http.stream("/generate", {}, heard.put_nowait)
     events = []
-    async with asyncio.timeout(SOON_S):
+    async with asyncio.timeout(scaled(SOON_S)):
         while isinstance(event := await heard.get(), dict):
             events.append(event)
     return [*events, event]
@@ -220,12 +222,12 @@ async def test_hanging_up_is_noticed_by_the_server(how: str) -> None:
         await response.write(b'data: {"n": 1}\n\n')
         begun.set()
         try:
-            await asyncio.sleep(60.0)
+            await asyncio.sleep(3600.0)
         finally:
             gone.set()
         return response
 
-    async with serving(answer) as served, asyncio.timeout(SOON_S):
+    async with serving(answer) as served, asyncio.timeout(scaled(SOON_S)):
         stream = served.http.stream("/generate", {}, lambda event: None)
         await begun.wait()
         if how == "cancel":
@@ -245,8 +247,8 @@ async def test_every_request_has_the_key_that_the_server_wants() -> None:
         with pytest.raises(RemoteFailure, match="401"):
             await served.call("/generate")
         http = Http(served.url, SLOTS, "5e1f")
-        assert await http.get("/server_info", SOON_S) == {}
+        assert await http.get("/server_info", scaled(SOON_S)) == {}
         ended: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         http.stream("/generate", {}, ended.set_result)
-        assert await asyncio.wait_for(ended, SOON_S) is None
+        assert await asyncio.wait_for(ended, scaled(SOON_S)) is None
         await http.close()

@@ -13,6 +13,7 @@ from common.errors import ConfigError, PeerLost
 from common.model.config import ModelConfig
 from common.process.host import SystemHost
 from services.engine.sglang import startup
+from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import TINY
 
 MODEL: ModelConfig = TINY
@@ -54,7 +55,7 @@ async def test_a_server_with_another_key_is_somebody_elses(tmp_path: Path) -> No
     python = standing_in(tmp_path, OTHER)
     how = startup.launch(python, MODEL, tmp_path / "engine", 4, 64)
     with pytest.raises(PeerLost, match="another server"):
-        await startup.start(SystemHost(), SystemClock(), how, "auto", 60.0)
+        await startup.start(SystemHost(), SystemClock(), how, "auto", scaled(60.0))
 
 
 async def test_neither_name_nor_key_is_in_its_command_line(tmp_path: Path) -> None:

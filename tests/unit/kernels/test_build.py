@@ -12,6 +12,7 @@ import pytest
 from common.generation.steps.native import DTYPES
 from kernels import build as libraries
 from kernels import prebuilt
+from tests.load import scaled
 
 PROGRAM = """
 import sys
@@ -53,7 +54,7 @@ def build(
         [sys.executable, "-c", PROGRAM, str(tmp_path), *more],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=scaled(100),
         env=environment,
         check=True,
     )
@@ -102,7 +103,7 @@ def test_processes_that_want_a_library_at_once_build_it_once(tmp_path: Path) -> 
         )
         for _ in range(3)
     ]
-    answers = {process.communicate(timeout=100)[0] for process in asked}
+    answers = {process.communicate(timeout=scaled(100))[0] for process in asked}
     assert len(answers) == 1 and answers.pop().startswith("42|")
     assert len(list((tmp_path / "cache").rglob("*.so"))) == 1
 
@@ -130,7 +131,7 @@ def test_a_host_without_a_compiler_loads_what_was_made_for_such_a_processor(tmp_
     empty.mkdir()
     (tmp_path / "half.cpp").write_text(SOURCE)
     command = [sys.executable, "-c", MADE_BEFORE, str(tmp_path), str(folder)]
-    subprocess.run(command, timeout=100, check=True)
+    subprocess.run(command, timeout=scaled(100), check=True)
     assert len(list(folder.glob("half-*.so"))) == len(prebuilt.kinds())
     answer, found = build(tmp_path, SOURCE, str(empty), native=str(folder))
     if not prebuilt.kinds():

@@ -17,6 +17,7 @@ import torch
 
 from kernels.ops.cuda import CUDA_SOURCES, NVCC_FLAGS
 from kernels.ops.launch import Launchers, splits
+from tests.load import scaled
 from tests.unit.kernels.operators_under_test import (
     DTYPES,
     Attended,
@@ -52,7 +53,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Launchers:
     library = folder / "emulated.so"
     here = Path(__file__).parent / "emulated"
     command = [compiler, *FLAGS, f"-I{here}", str(rewritten), "-o", str(library)]
-    subprocess.run(command, check=True, timeout=100)
+    subprocess.run(command, check=True, timeout=scaled(100))
     return Launchers(ctypes.CDLL(str(library)), PROCESSORS, lambda: 0)
 
 
@@ -63,14 +64,16 @@ def test_a_source_compiles_for_hopper(
 ) -> None:
     target = ["-gencode=arch=compute_90,code=sm_90", "-cubin", "-Werror=all-warnings"]
     command = ["nvcc", *NVCC_FLAGS, *target, str(source)]
-    version = subprocess.run(["nvcc", "--version"], capture_output=True, check=True, timeout=60)
+    version = subprocess.run(
+        ["nvcc", "--version"], capture_output=True, check=True, timeout=scaled(60)
+    )
     same = hashlib.sha256(repr([command, version.stdout, source.read_bytes()]).encode())
     kept = pytestconfig.cache.mkdir("cuda") if pytestconfig.cache else tmp_path
     compiled = kept / f"{source.stem}-{same.hexdigest()[:20]}.cubin"
     if not compiled.exists():  # ten seconds
         draft = tmp_path / compiled.name
         run = subprocess.run(
-            [*command, "-o", str(draft)], capture_output=True, text=True, timeout=110
+            [*command, "-o", str(draft)], capture_output=True, text=True, timeout=scaled(110)
         )
         assert run.returncode == 0, run.stderr
         shutil.move(draft, compiled)

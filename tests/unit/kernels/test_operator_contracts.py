@@ -13,6 +13,7 @@ import torch
 from torch.library import opcheck
 
 from kernels import ops
+from tests.load import scaled
 from tests.unit.kernels.operators_under_test import DTYPES, Attended, paged
 
 ROOT = Path(__file__).parents[3]
@@ -129,7 +130,7 @@ def test_without_a_compiler_the_reference_runs_and_says_so_once(tmp_path: Path) 
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=scaled(100),
     )
     assert run.returncode == 0, run.stderr
     lines = [line for line in (run.stdout + run.stderr).splitlines() if "plain PyTorch" in line]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.load import scaled
+
 pytestmark = pytest.mark.needs("triton")
 ROOT = Path(__file__).parents[3]
 
@@ -89,6 +91,6 @@ def test_the_kernels(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=scaled(110),
     )
     assert run.returncode == 0, run.stderr

@@ -14,6 +14,7 @@ from common.generation.contract import Request
 from services.engine.kv.chunk_files import Found
 from services.engine.kv.host_cache import HostCache
 from services.engine.kv.shelf import Shelf
+from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import Heard, Listener, built_in
 
 LENGTH = 1024
@@ -55,7 +56,7 @@ def cached(
 
 def settled(cache: HostCache) -> None:
     """All that the engine has let go of is written."""
-    assert cache.writer.flush(20.0)
+    assert cache.writer.flush(scaled(20.0))
 
 
 def on_shelves(cache: HostCache) -> list[Found]:
@@ -65,7 +66,7 @@ def on_shelves(cache: HostCache) -> list[Found]:
 
 def arrived(engine: TorchEngine) -> None:
     """All has come that is wanted of what the engine is loading."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + scaled(20)
     while any(not load.over for load in engine.loads.under_way.values()):
         time.sleep(0.001)
         assert time.monotonic() < until, "a load does not end"
@@ -79,7 +80,7 @@ def run(engine: TorchEngine, asked: Request, *, loading: bool = False) -> Heard:
     engine.step()
     if loading:
         arrived(engine)
-    until = time.monotonic() + 20
+    until = time.monotonic() + scaled(20)
     while not listener.of(asked.id).finish:
         if not engine.step():
             time.sleep(0.001)

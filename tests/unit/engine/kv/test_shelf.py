@@ -21,6 +21,7 @@ from services.engine.kv.keys import domain_of, names_of
 from services.engine.kv.rates import FRESH, TRIED, Pace, Worth
 from services.engine.kv.retention import HALF_S, cost_of_loss, leaving
 from services.engine.kv.shelf import Shelf
+from tests.load import scaled
 
 DOMAIN, LATER = (domain_of(weights, "", "layout", "keep") for weights in ("one", "two"))
 NAMES = names_of(DOMAIN, np.arange(128 * 64))
@@ -206,7 +207,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def killed(directory: Path) -> None:
     words = [sys.executable, "-c", KILLED, str(directory)]
-    assert subprocess.run(words, check=False, timeout=60).returncode == -9
+    assert subprocess.run(words, check=False, timeout=scaled(60)).returncode == -9
 
 
 def test_what_a_killed_engine_left_is_swept(tmp_path: Path) -> None:
