@@ -22,6 +22,7 @@ from common.settings import SETTINGS_ENV
 from common.state.client import State
 from common.state.server.embedded import command
 from common.transport.zmq import ZmqTransport
+from tests.load import scaled
 from tests.meshes import PATIENT, SECRET, keys_of
 
 CALC = "def tool(x):\n    return str(eval(x))\ndef reward(row, turns):\n    return len(turns)\n"
@@ -86,4 +87,4 @@ class Place:
         await self.caller.state.close()
         for child in (*self.children, self.redis):
             child.kill()
-            await child.wait(5)
+            await child.wait(scaled(5))

@@ -8,6 +8,7 @@ import contextlib
 import psutil
 
 from services.sandbox.isolation.jail_launcher import JailLauncher
+from tests.load import scaled
 
 SOON_S = 60.0  # for a jail to begin on a busy host
 ZYGOTE = 1  # Python process of a launcher without jails
@@ -30,6 +31,6 @@ def pythons(launcher: JailLauncher) -> list[str]:
 
 async def guests_run(launcher: JailLauncher, jails: int = 1) -> None:
     """Returns once the programs of so many jails have been started."""
-    async with asyncio.timeout(SOON_S):
+    async with asyncio.timeout(scaled(SOON_S)):
         while len(pythons(launcher)) < ZYGOTE + jails * JAIL:
             await asyncio.sleep(0.005)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,7 @@ from services.sandbox.isolation.jails import Ran
 from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.jail import landlock, watch
 from services.sandbox.sessions import Sessions
+from tests.load import scaled
 from tests.unit.sandbox.seen import SOON_S, ZYGOTE, pythons
 
 pytestmark = [
@@ -32,6 +33,7 @@ pytestmark = [
 ]
 LIMITS = JailLimits(wall_s=8.0, cpu_s=1.0, memory_bytes=128 * MIB, output_bytes=4096, processes=128)
 WATCHED_S = 0.5  # in which one that spins uses most of a core
+STOPS_S = 5.0  # until one that is told to stand still does
 STILL_S = 0.15  # CPU time in it, of who stands still: ticks, and the keeper's looks
 THIS, ROOT = Path(__file__), Path(__file__).parents[3]
 TIERS = ("cgroup", "bwrap", "landlock")
@@ -67,15 +69,23 @@ def used_s(launcher: JailLauncher) -> float:
     """CPU time of the processes in its outer jail."""
     total = 0.0
     for process in psutil.Process(launcher.pid).children(recursive=True):
-        times = process.cpu_times()
-        total += times.user + times.system
+        with suppress(psutil.NoSuchProcess):  # it has ended since
+            times = process.cpu_times()
+            total += times.user + times.system
     return total
 
 
 async def used_meanwhile(launcher: JailLauncher) -> float:
     before = used_s(launcher)
-    await asyncio.sleep(WATCHED_S)
+    await asyncio.sleep(min(5.0, scaled(WATCHED_S)))
     return used_s(launcher) - before
+
+
+async def stands_still(launcher: JailLauncher) -> None:
+    """Return once its processes use no CPU time, as their keeper may need a while to stop them."""
+    async with asyncio.timeout(scaled(STOPS_S)):
+        while await used_meanwhile(launcher) >= STILL_S:
+            pass
 
 
 LEAVES_SPINNERS = """
@@ -92,11 +102,11 @@ thread.start()
 
 async def test_nobody_computes_between_two_cells(tiered: JailLauncher, sessions: Sessions) -> None:
     assert (await sessions.run("a", LEAVES_SPINNERS)).status == "ok"
-    assert await used_meanwhile(tiered) < STILL_S
+    await stands_still(tiered)
     assert (await sessions.run("a", "done.append(1); thread.join(); 'joined'")).stdout == (
         b"'joined'\n"
     )
-    assert await used_meanwhile(tiered) < STILL_S
+    await stands_still(tiered)
 
 
 # A program of a session that knows where its interpreter answers, and what it has been told.
@@ -119,7 +129,7 @@ async def test_a_cell_that_answers_early_is_stopped_there(
     await sessions.run("a", ANSWERS)
     early = await sessions.run("a", "answer()\nwhile True: pass")
     assert early.status == "ok"
-    assert await used_meanwhile(tiered) < STILL_S
+    await stands_still(tiered)
 
 
 async def test_an_answer_that_comes_before_its_cell_ends_the_session(sessions: Sessions) -> None:
@@ -187,7 +197,7 @@ async def ran(launcher: JailLauncher, source: str, limits: JailLimits = LIMITS) 
 )
 async def test_the_limit_is_of_all_processes_together(tiered: JailLauncher, source: str) -> None:
     limits = JailLimits(wall_s=120.0, cpu_s=0.5, memory_bytes=128 * MIB)
-    found = await asyncio.wait_for(ran(tiered, source, limits), 60)
+    found = await asyncio.wait_for(ran(tiered, source, limits), scaled(60))
     assert (found.status, "of CPU time" in found.error) == ("timeout", True)
     # Without groups it is counted at looks of a keeper that competes with its guest.
     late_s = 1.0 if tiered.tier != "landlock" else 2.0
@@ -257,7 +267,7 @@ async def test_a_hundred_that_spin_on_one_core_do_not_put_off_their_end(
     found = await ran(tiered, SPINNERS, limits)
     assert found.status == "timeout"
     assert found.cpu_s <= 2 * limits.cpu_s + 1
-    assert found.wall_s < 60, "it was 100 s where only the first process counted"
+    assert found.wall_s < 90, "it was 100 s where only the first process counted"
 
 
 async def test_waiting_for_its_own_processes_excuses_no_jail(
@@ -291,7 +301,7 @@ async def test_a_session_that_lets_a_timer_continue_it_is_ended(tmp_path: Path) 
     sessions = Sessions(launcher, SystemClock(), LIMITS, most=3, idle_s=600.0)
     try:
         assert (await sessions.run("a", CONTINUES_ITSELF)).status == "ok"
-        async with asyncio.timeout(SOON_S):
+        async with asyncio.timeout(scaled(SOON_S)):
             while len(pythons(launcher)) > ZYGOTE:
                 await asyncio.sleep(0.02)
         assert (await sessions.run("a", "1")).status == "timeout"
@@ -311,6 +321,8 @@ def test_it_holds_for_a_plain_user_without_namespaces() -> None:
         pytest_ = ["pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-k", "landlock"]
         command = [*plain, *pytest_, "--basetemp", f"{directory}/base", str(THIS)]
         with before_others():
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+            done = subprocess.run(
+                command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(280)
+            )
     assert done.returncode == 0, done.stdout[-3000:]
     assert "9 passed" in done.stdout and "skipped" not in done.stdout

@@ -18,6 +18,7 @@ from services.sandbox.ends import TELL_S, Ends, ToldEnds
 from services.sandbox.workers.pool import Pool, PoolLimits, Work
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
+from tests.load import scaled
 from tests.meshes import alone
 
 
@@ -68,11 +69,11 @@ async def test_a_worker_that_is_killed_is_told_and_one_that_has_served_its_time_
     )
     await pool.start()
     try:
-        seen = [(await pool.run([Work("tool:pid", [0], 20.0)]))[0] for _ in range(3)]
+        seen = [(await pool.run([Work("tool:pid", [0], scaled(20.0))]))[0] for _ in range(3)]
         assert {answer.status for answer in seen} == {OK}
         assert seen[1].value != seen[2].value and heard == [], "it has served its time"
         os.kill(seen[2].value, signal.SIGKILL)
-        (answer,) = await pool.run([Work("tool:pid", [0], 20.0)])
+        (answer,) = await pool.run([Work("tool:pid", [0], scaled(20.0))])
         assert answer.status == OK and answer.value != seen[2].value
         ((name, code, _),) = heard
         assert (name, code) == ("worker of calc", -signal.SIGKILL)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from services.sandbox.isolation import cgroups
+from tests.load import scaled
 from tests.unit.sandbox.escapes import corpus
 from tests.unit.sandbox.escapes.forgeries import FORGERIES
 from tests.unit.sandbox.escapes.graded import STYLES
@@ -47,7 +48,7 @@ def ran(family: str, tier: str, canary: Path, *, plain: bool) -> None:
     become = PLAIN if plain and os.getuid() == 0 else []
     module = "tests.unit.sandbox.escapes.runner"
     command = [*become, sys.executable, "-m", module, tier, str(canary), family]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(HANG_S))
     assert done.returncode == 0, done.stderr[-2000:]
     said = json.loads(done.stdout.splitlines()[-1])
     assert (said["user"] != 0) == bool(become) or os.getuid() != 0

@@ -29,6 +29,7 @@ from common.job.job_data import JobData
 from common.process.handle import start_time
 from common.state import registry
 from services.rollout.rewards.sandboxes import SandboxClient
+from tests.load import scaled
 from tests.unit.sandbox.isolation.test_contract import STANDIN
 from tests.unit.sandbox.place import Place
 from tests.unit.sandbox.seen import programs_below
@@ -43,13 +44,15 @@ async def place() -> AsyncIterator[Place]:
 
 
 def tools(*inputs: str) -> RunTools:
-    return RunTools([ToolCall(7 + i, "j", "calculate", x, 5.0) for i, x in enumerate(inputs)])
+    return RunTools(
+        [ToolCall(7 + i, "j", "calculate", x, scaled(5.0)) for i, x in enumerate(inputs)]
+    )
 
 
 async def test_a_job_is_loaded_once_and_its_batches_answered_in_order(place: Place) -> None:
     sandbox = await place.open()
     with pytest.raises(NotFound, match="job j is not loaded"):
-        await sandbox.call(Sandbox.run, tools("1+1"), deadline_s=20)
+        await sandbox.call(Sandbox.run, tools("1+1"), deadline_s=scaled(20))
     for _ in range(2):
         loaded = await sandbox.call(Sandbox.load, place.job())
         assert (loaded.job, loaded.workers, loaded.tier) == ("j", 2, "")
@@ -61,7 +64,9 @@ async def test_a_job_is_loaded_once_and_its_batches_answered_in_order(place: Pla
     ]
     assert ran.outcomes[1].error == "ZeroDivisionError: division by zero (calc.py:2 in tool())"
     turns = [{"role": "model"}, {"role": "tool"}]
-    scored = await sandbox.call(Sandbox.score, RewardBatch([RewardCall(1, "j", {}, turns, 5.0)]))
+    scored = await sandbox.call(
+        Sandbox.score, RewardBatch([RewardCall(1, "j", {}, turns, scaled(5.0))])
+    )
     assert [(o.status, o.value) for o in scored.outcomes] == [("ok", 2.0)]
 
 
@@ -81,12 +86,10 @@ async def test_a_killed_sandbox_leaves_no_worker_and_its_successor_asks_for_the_
     asked = tools("__import__('os').getpid()")
     worker = int((await sandbox.call(Sandbox.run, asked)).outcomes[0].value)
     os.kill(place.sandbox.pid, 9)
-    await place.sandbox.wait(5)
-    for _ in range(200):
-        if not start_time(worker):
-            break
-        await place.clock.sleep(0.02)
-    assert not start_time(worker)
+    await place.sandbox.wait(scaled(5))
+    async with asyncio.timeout(scaled(5)):
+        while start_time(worker):
+            await asyncio.sleep(0.02)
     entry = await registry.lookup(place.caller.state, "sandbox/j/0")
     assert entry is not None
     await registry.evict(
@@ -96,7 +99,7 @@ async def test_a_killed_sandbox_leaves_no_worker_and_its_successor_asks_for_the_
     with pytest.raises(NotFound, match=r"Sandbox\.load"):
         while True:
             with suppress(PeerLost):  # a call may still be on its way to the one that is gone
-                await sandbox.call(Sandbox.run, tools("1+1"), deadline_s=30)
+                await sandbox.call(Sandbox.run, tools("1+1"), deadline_s=scaled(30))
                 break
     await sandbox.call(Sandbox.load, place.job())
     assert (await sandbox.call(Sandbox.run, tools("1+1"))).outcomes[0].value == "2"
@@ -118,9 +121,11 @@ async def test_a_job_with_a_runner_has_a_container_for_each_call(place: Place) -
     loaded = await sandbox.call(Sandbox.load, jailed(place, **standin))
     assert loaded.tier == "a container for each call (standin)"
     calls = [
-        ToolCall(0, "j", "python", "import socket\nprint(socket.gethostname(), 6 * 7)", 5.0),
-        ToolCall(1, "j", "notebook", "x = 6", 5.0, "t"),
-        ToolCall(2, "j", "notebook", "x * 7", 5.0, "t"),
+        ToolCall(
+            0, "j", "python", "import socket\nprint(socket.gethostname(), 6 * 7)", scaled(5.0)
+        ),
+        ToolCall(1, "j", "notebook", "x = 6", scaled(5.0), "t"),
+        ToolCall(2, "j", "notebook", "x * 7", scaled(5.0), "t"),
     ]
     answers = [(await sandbox.call(Sandbox.run, RunTools([c]))).outcomes[0] for c in calls]
     assert [answer.status for answer in answers] == ["ok", "ok", "ok"]
@@ -134,7 +139,7 @@ async def test_a_job_with_a_runner_has_a_container_for_each_call(place: Place) -
 
 async def published(place: Place, rests: bool) -> None:
     """Until the sandbox says whether its end would lose anything."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(scaled(20)):
         while True:
             entry = await registry.lookup(place.caller.state, "sandbox/j/0")
             if entry is not None and entry.stats["rests"] == rests:
@@ -145,40 +150,41 @@ async def published(place: Place, rests: bool) -> None:
 @pytest.mark.needs("bwrap")
 async def test_what_the_model_wrote_runs_in_jails_and_is_told_to_it(place: Place) -> None:
     sandbox = await place.open()
-    loaded = await sandbox.call(Sandbox.load, jailed(place, output_bytes=2000, wall_s=1.0))
+    wall_s = round(scaled(1.0), 1)
+    loaded = await sandbox.call(Sandbox.load, jailed(place, output_bytes=2000, wall_s=wall_s))
     assert loaded.tier.startswith("bwrap + seccomp")
-    lost = ToolCall(0, "j", "notebook", "x", 5.0, "gone", begun=True)
+    lost = ToolCall(0, "j", "notebook", "x", scaled(5.0), "gone", begun=True)
     told = (await sandbox.call(Sandbox.run, RunTools([lost]))).outcomes[0]
     assert told.status == "crashed" and "its process was lost" in told.value["output"]
     anew = (await sandbox.call(Sandbox.run, RunTools([lost]))).outcomes[0]
     assert anew.status == "ok" and "NameError" in anew.value["output"]
     calls = [
-        ToolCall(0, "j", "python", "print(6 * 7)", 5.0),
-        ToolCall(1, "j", "sh", "echo hi; exit 3", 5.0),
-        ToolCall(2, "j", "notebook", "x = 8\nx", 5.0, "one"),
-        ToolCall(3, "j", "sum", "2 + 2", 5.0),
-        ToolCall(4, "j", "python", "while True: pass", 5.0),
-        ToolCall(5, "j", "python", 17, 5.0),
-        ToolCall(6, "j", "python", "1 / 0", 5.0),
+        ToolCall(0, "j", "python", "print(6 * 7)", scaled(5.0)),
+        ToolCall(1, "j", "sh", "echo hi; exit 3", scaled(5.0)),
+        ToolCall(2, "j", "notebook", "x = 8\nx", scaled(5.0), "one"),
+        ToolCall(3, "j", "sum", "2 + 2", scaled(5.0)),
+        ToolCall(4, "j", "python", "while True: pass", scaled(5.0)),
+        ToolCall(5, "j", "python", 17, scaled(5.0)),
+        ToolCall(6, "j", "python", "1 / 0", scaled(5.0)),
     ]
-    found = (await sandbox.call(Sandbox.run, RunTools(calls), deadline_s=60)).outcomes
+    found = (await sandbox.call(Sandbox.run, RunTools(calls), deadline_s=scaled(60))).outcomes
     assert [outcome.status for outcome in found] == [*["ok"] * 4, "timeout", "refused", "ok"]
     assert found[0].value == {"status": "ok", "output": "42\n"}
     assert found[1].value == {"status": "ok", "output": "hi\n", "exit": 3}
     assert found[2].value == {"status": "ok", "output": "8\n"}
     assert found[3].value == "4"
-    late = "over 1 s of wall clock time"
+    late = f"over {wall_s:g} s of wall clock time"
     assert found[4].value == {"status": "timeout", "output": f"[timeout: {late}]"}
     assert found[5].value["status"] == "refused"
     assert "takes code as a text" in found[5].value["output"]
     assert found[6].value["exit"] == 1 and "ZeroDivisionError" in found[6].value["output"]
-    kept = ToolCall(0, "j", "notebook", "x", 5.0, "one")
+    kept = ToolCall(0, "j", "notebook", "x", scaled(5.0), "one")
     assert (await sandbox.call(Sandbox.run, RunTools([kept]))).outcomes[0].value["output"] == "8\n"
     await published(place, False)
     ended = EndSessions("j", ["one", "gone"])
     await sandbox.cast(Sandbox.end_sessions, ended)
     await published(place, True)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(scaled(20)):
         while True:
             again = (await sandbox.call(Sandbox.run, RunTools([kept]))).outcomes[0].value
             if "NameError" in again["output"]:
@@ -193,12 +199,12 @@ async def test_a_reward_is_the_weighted_sum_of_its_parts(place: Place) -> None:
     right = "def f(x):\n    return x + 1"
     row = {"answer": right, "tests": CASES}
     calls = [
-        RewardCall(0, "j", row, [{"role": "model", "text": right + "$"}], 5.0),
-        RewardCall(1, "j", row, [{"role": "model", "text": right}], 5.0),
-        RewardCall(2, "j", row, [{"role": "model", "text": "def f(x): return 3"}], 5.0),
-        RewardCall(3, "j", {"tests": CASES}, [{"role": "model", "text": "x"}], 5.0),
+        RewardCall(0, "j", row, [{"role": "model", "text": right + "$"}], scaled(5.0)),
+        RewardCall(1, "j", row, [{"role": "model", "text": right}], scaled(5.0)),
+        RewardCall(2, "j", row, [{"role": "model", "text": "def f(x): return 3"}], scaled(5.0)),
+        RewardCall(3, "j", {"tests": CASES}, [{"role": "model", "text": "x"}], scaled(5.0)),
     ]
-    found = (await sandbox.call(Sandbox.score, RewardBatch(calls), deadline_s=60)).outcomes
+    found = (await sandbox.call(Sandbox.score, RewardBatch(calls), deadline_s=scaled(60))).outcomes
     assert [o.status for o in found] == ["ok", "ok", "ok", "raised"]
     # "$" is stripped by `exact` alone: to `code_tests` it is a syntax error.
     assert [o.value for o in found[:3]] == [1.0, 1.5, 0.125]
@@ -211,7 +217,7 @@ async def test_a_host_that_contains_too_little_refuses_the_job_with_the_fix(plac
         place.spawned("sandbox/j/1", path=empty)  # no bwrap there
         other = place.caller.ref("sandbox/j/1")
         with pytest.raises(Refused, match=r"takes bwrap \+ seccomp.*this host has .*bubblewrap"):
-            await other.call(Sandbox.load, jailed(place), deadline_s=60)
+            await other.call(Sandbox.load, jailed(place), deadline_s=scaled(60))
         trusted = LoadJob("j", str(place.directory), {"calculate": "calc:tool"})
         assert (await other.call(Sandbox.load, trusted)).tier == ""
 
@@ -240,14 +246,14 @@ SLEEPS = "import subprocess; subprocess.run(['sleep', '9'])"
 
 async def sleeping(sandbox: int) -> None:
     """Waits until a cell of `SLEEPS` runs in the sandbox with that pid."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(scaled(60)):
         while "sleep" not in programs_below(sandbox):
             await asyncio.sleep(0.01)
 
 
 async def begun(place: Place, sandbox: int) -> None:
     """Waits until a call of `slow` runs in the sandbox with that pid."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(scaled(60)):
         while not list(place.directory.glob(f"begun-{sandbox}-*")):
             await asyncio.sleep(0.01)
 
@@ -267,7 +273,7 @@ def data(place: Place, job: str = "j", **environment: Any) -> JobData:
 
 
 async def alive(place: Place, *names: str) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(scaled(60)):
         while {e.name for e in await registry.entries(place.caller.state) if e.alive} < set(names):
             await asyncio.sleep(0.05)
 
@@ -289,7 +295,7 @@ async def test_calls_are_spread_over_sandboxes_and_a_dead_ones_are_asked_of_anot
     entry = await registry.lookup(place.caller.state, "sandbox/j/1")
     assert entry is not None
     second.kill()
-    await second.wait(5)
+    await second.wait(scaled(5))
     await registry.evict(
         place.caller.state, "sandbox/j/1", entry.incarnation
     )  # its supervisor does
@@ -312,7 +318,7 @@ async def test_a_job_that_eats_its_sandbox_does_not_delay_another(place: Place) 
     await other.load()
     hanging = [asyncio.create_task(eats.tool("slow", str(place.directory))) for _ in range(40)]
     await begun(place, place.sandbox.pid)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(scaled(5)):
         assert await other.tool("calculate", "6*7") == "42"
         assert await other.reward({}, [{}]) == 1.0
     assert not any(task.done() for task in hanging)
@@ -333,7 +339,7 @@ async def test_what_must_not_run_twice_comes_back_as_crashed(place: Place) -> No
     await begun(place, place.sandbox.pid)
     await sleeping(place.sandbox.pid)
     place.sandbox.kill()
-    await place.sandbox.wait(5)
+    await place.sandbox.wait(scaled(5))
     entry = await registry.lookup(place.caller.state, "sandbox/j/0")
     assert entry is not None
     await registry.evict(place.caller.state, "sandbox/j/0", entry.incarnation)

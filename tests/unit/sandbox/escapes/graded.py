@@ -10,6 +10,7 @@ from services.sandbox.grading.real_pytest import Suites
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.slots import JailSlots
+from tests.load import scaled
 from tests.unit.sandbox.escapes import forged_cases, forged_tests, forgeries
 from tests.unit.sandbox.escapes.forging import Forgery, Suite
 
@@ -64,7 +65,7 @@ class Grader:
     def all_styles(self) -> Work:
         """Answers that are wrong in whatever style they are tested."""
         for name, source in forgeries.FORGERIES.items():
-            case_s = HANGING_CASE_S if name in forgeries.HANGING else CASE_S
+            case_s = HANGING_CASE_S if name in forgeries.HANGING else scaled(CASE_S)
             for style, tests in (
                 ("stdin", forgeries.STDIN),
                 ("calls", forgeries.CALLS),
@@ -80,7 +81,9 @@ class Grader:
         """Answers that are made for tests of one style, and the right ones to the same tests."""
         suites, wrong = STYLES[style]
         for name, suite in suites.items():
-            yield self.graded(f"right: {name} ({style})", suite.right, suite.tests, CASE_S, 1.0)
+            yield self.graded(
+                f"right: {name} ({style})", suite.right, suite.tests, scaled(CASE_S), 1.0
+            )
         for forgery in wrong:
             tests = suites[forgery.suite].tests
             yield self.graded(

@@ -68,7 +68,8 @@ def down(n):
     return [down(n + 1)]
 down(0)
 """,
-        SPENT,
+        # After a second of CPU time the interpreter is out of memory and ends by a SystemError.
+        (*SPENT, "ok"),
     ),
     Escape("large number", "print(len(str(10 ** 10 ** 9)))", (*SPENT, "ok")),
     Escape(

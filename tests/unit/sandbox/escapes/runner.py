@@ -32,6 +32,7 @@ from services.sandbox.isolation.jails import Jail
 from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.isolation.slots import JailSlots
 from services.sandbox.sessions import Sessions
+from tests.load import scaled
 from tests.unit.sandbox.escapes import poison, program
 from tests.unit.sandbox.escapes.corpus import FAMILIES, is_open
 from tests.unit.sandbox.escapes.graded import Grader
@@ -78,6 +79,9 @@ class Runner:
         self.at_once = asyncio.Semaphore(1 if tier == "landlock" else self.slots.count)
         self.clock = clock
         self.canary, self.own = canary, own
+        self.limits = replace(LIMITS, wall_s=min(20.0, scaled(LIMITS.wall_s)))
+        self.patient = replace(PATIENT, wall_s=scaled(PATIENT.wall_s))
+        self.unhurried = replace(UNHURRIED, wall_s=scaled(UNHURRIED.wall_s))
         self.before, self.littered = self._outside(), set(_scratch())
 
     def _outside(self) -> tuple[object, ...]:
@@ -95,7 +99,7 @@ class Runner:
         return source
 
     async def escape(self, escape: Escape) -> dict[str, Any]:
-        limits = BRIEFLY if escape.ends == ("timeout",) else LIMITS
+        limits = BRIEFLY if escape.ends == ("timeout",) else self.limits
         asked = {"mode": escape.mode, "source": self._placed(escape.source)}
         async with self.slots.one():
             ran = await self.launcher.run(asked, limits)
@@ -116,11 +120,11 @@ class Runner:
             for source in (pair.sender, pair.receiver)
         ]
         async with self.at_once, self.slots.one():
-            jail = await self.launcher.open({"mode": "program", "source": sources[0]}, PATIENT)
+            jail = await self.launcher.open({"mode": "program", "source": sources[0]}, self.patient)
             try:
                 sending = await self._sends(jail)
                 asked = {"mode": "program", "source": sources[1]}
-                ran = await self.launcher.run(asked, LIMITS) if sending else None
+                ran = await self.launcher.run(asked, self.limits) if sending else None
                 failed = jail.stderr
             finally:
                 jail.close()
@@ -138,7 +142,7 @@ class Runner:
         """Whether it says that it does, before it ends."""
         said, stream = b"", jail.output.streams[0]
         try:
-            async with self.clock.timeout(PATIENT.wall_s, "a sender"):
+            async with self.clock.timeout(self.patient.wall_s, "a sender"):
                 while program.SENT.encode() not in (said := said + jail.stdout):
                     if stream.ended:
                         return False
@@ -150,7 +154,7 @@ class Runner:
     async def left(self, left: Left) -> dict[str, Any]:
         """One at a time, as all that runs below the launcher is looked at."""
         # What is left running takes of the time of the cell that is to answer.
-        limits = PATIENT if left.said else UNHURRIED
+        limits = self.patient if left.said else self.unhurried
         sessions = Sessions(self.launcher, self.clock, limits, 8, 600.0)
         said, running = [], []
         try:
@@ -170,14 +174,17 @@ class Runner:
         }
 
     async def _restless(self) -> list[str]:
-        """What still runs when nothing should, as a process at rest is not even ready to run."""
+        """What still runs when nothing should, as a process at rest is not even ready to run. The
+        zygote and the keepers, which are its children, are ours, and look at their jails meanwhile.
+        """
         quiet = 0
         busy: list[str] = []
-        until = self.clock.monotonic() + QUIET_S
+        until = self.clock.monotonic() + scaled(QUIET_S)
         while quiet < QUIET_LOOKS:
             busy = []
             for process in psutil.Process().children(recursive=True):
-                busy += [f"{process.pid}" for state in _threads(process.pid) if state == "R"]
+                if self.launcher.zygote not in (process.pid, _parent(process)):
+                    busy += [f"{process.pid}" for state in _threads(process.pid) if state == "R"]
             quiet = 0 if busy else quiet + 1
             if self.clock.monotonic() > until and busy:
                 return busy
@@ -187,7 +194,7 @@ class Runner:
     async def poison(self, case: poison.Poison) -> dict[str, Any]:
         said = []
         async with self.at_once:
-            sessions = Sessions(self.launcher, self.clock, UNHURRIED, 8, 600.0)
+            sessions = Sessions(self.launcher, self.clock, self.unhurried, 8, 600.0)
             try:
                 for session, source in case.cells:
                     ran = await sessions.run(session, source)
@@ -204,7 +211,7 @@ class Runner:
 
     async def family(self, family: str) -> list[dict[str, Any]]:
         if family in FORGING:
-            grader = Grader(self.launcher, self.slots, LIMITS)
+            grader = Grader(self.launcher, self.slots, self.limits)
             work = grader.all_styles() if family == FORGING[0] else grader.styles()
             return list(await asyncio.gather(*work))
         if family == POISONING:
@@ -224,7 +231,7 @@ class Runner:
     async def unharmed(self) -> list[str]:
         """What is not as it was outside."""
         wrong = []
-        ran = await self.launcher.run(GOOD, LIMITS)
+        ran = await self.launcher.run(GOOD, self.limits)
         if (ran.status, ran.stdout) != ("ok", b"42\n"):
             wrong.append(f"the next call: {ran}")
         if (now := self._outside()) != self.before:
@@ -234,9 +241,9 @@ class Runner:
     async def close(self) -> list[str]:
         """Processes and directories that are left when all is over."""
         await self.launcher.stop()
-        for _ in range(1000):
-            left = psutil.Process().children(recursive=True)
-            if not left:
+        until = self.clock.monotonic() + scaled(10.0)
+        while left := psutil.Process().children(recursive=True):
+            if self.clock.monotonic() > until:
                 break
             await self.clock.sleep(0.01)
         return [f"left behind: {thing}" for thing in (*left, *set(_scratch()) - self.littered)]
@@ -251,6 +258,13 @@ def _scratch() -> list[str]:
             if place.stat().st_uid == mine != 0:
                 found.append(place.name)
     return found
+
+
+def _parent(process: psutil.Process) -> int:
+    """Return the number of its parent; 0 if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.ppid()
+    return 0
 
 
 def _threads(pid: int) -> list[str]:

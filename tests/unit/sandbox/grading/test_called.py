@@ -125,9 +125,9 @@ def test_shapes_that_mean_nothing_certain_are_refused_by_name() -> None:
 
 def test_large_numbers_of_a_row_are_read_soon() -> None:
     text = '{"inputs": [[1]], "outputs": [' + "-" + "7" * (DIGITS - 1) + '], "fn_name": "f"}'
-    begun = time.process_time()
+    begun = time.thread_time()
     found = read(text)
-    assert isinstance(found, CalledTests) and time.process_time() - begun < 2.0
+    assert isinstance(found, CalledTests) and time.thread_time() - begun < 2.0
     assert found.cases[0].accepted == [-(10 ** (DIGITS - 1) - 1) // 9 * 7 - 7 + 7]
 
 

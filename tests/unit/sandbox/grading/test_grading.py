@@ -18,6 +18,7 @@ from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.slots import JailSlots
 from services.sandbox.jobs import summed
+from tests.load import scaled
 
 
 def said(text: str) -> list[dict[str, Any]]:
@@ -124,7 +125,9 @@ def test_a_sum_is_a_score_only_if_every_part_is() -> None:
 @pytest.mark.needs("bwrap")
 async def test_broken_tests_are_an_error_and_no_score(launcher: JailLauncher) -> None:
     async def graded(tests: Any, text: str = "def f(x):\n    return x") -> Answer:
-        grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": 2.0})
+        grading = Grading(
+            launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": scaled(2.0)}
+        )
         return await grading.reward({"tests": tests}, said(text))
 
     for tests in (
@@ -150,7 +153,9 @@ async def test_broken_tests_are_an_error_and_no_score(launcher: JailLauncher) ->
 async def test_a_case_that_hangs_or_crashes_costs_only_itself(launcher: JailLauncher) -> None:
     source = "def f(x):\n    if x == 2:\n        while True: pass\n    if x == 3:\n"
     source += "        import os; os._exit(0)\n    return x"
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": 0.5})
+    grading = Grading(
+        launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": min(2.0, scaled(0.5))}
+    )
     cases = [{"args": [x], "output": x} for x in range(5)]
     answer = await grading.reward({"tests": {"function": "f", "cases": cases}}, said(source))
     assert answer == Answer("ok", 0.6, "")
@@ -163,7 +168,9 @@ async def test_a_case_that_hangs_or_crashes_costs_only_itself(launcher: JailLaun
 async def test_limits_are_of_each_case(launcher: JailLauncher) -> None:
     source = "import time\ndef f(x):\n    end = time.process_time() + 0.2\n"
     source += "    while time.process_time() < end: pass\n    return x"
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": 0.35})
+    grading = Grading(
+        launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": min(0.8, scaled(0.35))}
+    )
     cases = [{"args": [x], "output": x} for x in range(5)]
     tests = {"function": "f", "cases": cases}
     assert await grading.reward({"tests": tests}, said(source)) == Answer("ok", 1.0, "")
@@ -236,7 +243,7 @@ GCD = Vector = Yes
 
 @pytest.mark.needs("bwrap")
 async def test_only_a_class_under_test_has_a_say_in_its_verdicts(launcher: JailLauncher) -> None:
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": 2.0})
+    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": scaled(2.0)})
     assert (await grading.reward({"tests": FORGED}, said(VECTORS))).value == 1.0
     assert (await grading.reward({"tests": FORGED}, said(YES))).value == 0.0
 
@@ -284,7 +291,7 @@ async def test_a_wrong_answer_never_becomes_an_error_that_spares_it_the_zero(
 
 @pytest.mark.needs("bwrap")
 async def test_methods_sets_and_fast_input_are_as_people_write_them(launcher: JailLauncher) -> None:
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": 2.0})
+    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": scaled(2.0)})
     source = "class Solution:\n    def __init__(self): self.seen = set()\n"
     source += "    def f(self, x):\n        self.seen |= {x, 10}\n        return self.seen"
     cases = [{"args": [2], "output": [2, 10]}, {"args": [3], "output": [3, 10]}]

@@ -13,14 +13,15 @@ from services.sandbox.grading.attempt import Attempt
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.slots import JailSlots
+from tests.load import scaled
 from tests.unit.sandbox.grading.rows import ROWS, Row
 
 pytestmark = pytest.mark.needs("bwrap")
 CASE_S = 4.0  # nothing of these takes time, but the host may
 
 
-async def passed(launcher: JailLauncher, solution: str, tests: str, case_s: float = CASE_S) -> str:
-    slots, options = JailSlots(SystemClock(), 2), {"case_s": case_s}
+async def passed(launcher: JailLauncher, solution: str, tests: str, case_s: float = 0.0) -> str:
+    slots, options = JailSlots(SystemClock(), 2), {"case_s": case_s or scaled(CASE_S)}
     attempt = Attempt(launcher, slots, JailLimits(), options)
     return "".join("01"[one] for one in await isolated.passed(attempt, solution, tests))
 
@@ -123,16 +124,17 @@ async def test_a_case_that_hangs_costs_its_limit(
 ) -> None:
     source = "from solution import f\n"
     source += "".join(f"def test_{x}():\n    assert f({x}) == {x}\n" for x in range(tests))
-    begun = time.monotonic()
-    found = await passed(launcher, solution, source, 0.3)
+    begun, case_s = time.monotonic(), min(1.5, scaled(0.3))
+    found = await passed(launcher, solution, source, case_s)
     assert found == ("101" if tests == 3 else "0")
-    assert time.monotonic() - begun < 9.0  # by ten times the limit and ten seconds it was 13
+    # By ten times the limit and ten seconds it was 13.
+    assert time.monotonic() - begun < scaled(9.0)
 
 
 async def test_time_in_which_the_tests_work_is_not_the_solutions(launcher: JailLauncher) -> None:
     source = "import time\nfrom solution import f\ndef test_f():\n    for _ in range(3):\n"
     source += "        time.sleep(0.3)\n        assert f() == 1"
-    assert await passed(launcher, "def f(): return 1", source, 0.6) == "1"
+    assert await passed(launcher, "def f(): return 1", source, min(0.85, scaled(0.6))) == "1"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from services.sandbox.grading.equality import Tolerance, same
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.slots import JailSlots
+from tests.load import scaled
 
 KNOWN = Path(__file__).parents[3] / "known"
 
@@ -110,7 +111,7 @@ def told() -> list[str]:
         cwd=Path(__file__).parents[4],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=scaled(100),
     )
     found = done.stdout.splitlines()
     assert len(found) == len(ENDLESS), done.stderr

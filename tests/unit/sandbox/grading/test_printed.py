@@ -13,6 +13,7 @@ from services.sandbox.grading.code import Grading
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.slots import JailSlots
+from tests.load import scaled
 
 pytestmark = pytest.mark.needs("bwrap")
 
@@ -106,7 +107,7 @@ def said(text: str) -> list[dict[str, Any]]:
 class Judge:
     def __init__(self, launcher: JailLauncher, **options: Any) -> None:
         slots = JailSlots(SystemClock(), 4)
-        self.grading = Grading(launcher, slots, JailLimits(), {"case_s": 5.0} | options)
+        self.grading = Grading(launcher, slots, JailLimits(), {"case_s": scaled(5.0)} | options)
 
     async def answer(self, tests: Any, source: str) -> Answer:
         return await self.grading.reward({"tests": tests}, said(f"```python\n{source}\n```"))

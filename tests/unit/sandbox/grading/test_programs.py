@@ -195,6 +195,6 @@ def test_any_text_has_a_program_or_none(text: str) -> None:
     ids=range(11),
 )
 def test_a_hostile_text_is_soon_read(text: str) -> None:
-    begun = time.process_time()
+    begun = time.thread_time()
     program_of(text, prints=True)
-    assert time.process_time() - begun < 3.0
+    assert time.thread_time() - begun < 3.0

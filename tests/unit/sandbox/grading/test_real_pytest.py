@@ -21,6 +21,7 @@ from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.pytest_packages import with_pytest
 from services.sandbox.isolation.slots import JailSlots
+from tests.load import scaled
 
 pytestmark = [pytest.mark.needs("bwrap"), pytest.mark.group("real pytest")]
 ADD = "def add(a, b):\n    return a + b\n"
@@ -39,7 +40,7 @@ async def suites(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suit
 
 
 async def graded(suites: Suites, tests: str, source: str, **options: Any) -> Answer:
-    options = {"case_s": 2.0, "runner": "pytest", **options}
+    options = {"case_s": scaled(2.0), "runner": "pytest", **options}
     slots = JailSlots(SystemClock(), 2)
     grading = Grading(suites.launcher, slots, JailLimits(), options, suites)
     return await grading.reward({"tests": tests}, [{"role": "model", "text": source}])
@@ -110,7 +111,9 @@ async def test_a_test_that_hangs_or_ends_its_process_costs_only_itself(suites: S
     tests += "@pytest.mark.parametrize('x', range(6))\ndef test_f(x): assert f(x) == x\n"
     source = "import os\ndef f(x):\n    while x == 2: pass\n    if x == 3: os._exit(0)\n"
     source += "    if x == 4: raise KeyboardInterrupt\n    return x"
-    assert await graded(suites, tests, source, case_s=0.5) == Answer("ok", 0.5, "")
+    assert await graded(suites, tests, source, case_s=min(2.0, scaled(0.5))) == Answer(
+        "ok", 0.5, ""
+    )
 
 
 FORGERIES = {
@@ -309,7 +312,7 @@ async def test_tests_that_cannot_be_run_are_no_score(suites: Suites) -> None:
         ("def test_f(): yield", "bad_value", "yield"),
         ("while True: pass\ndef test_f(): pass", "bad_value", "does not collect them"),
     ):
-        answer = await graded(suites, tests, ADD, case_s=1.0)
+        answer = await graded(suites, tests, ADD, case_s=min(4.0, scaled(1.0)))
         assert answer.status == status and text in answer.error, answer
 
 

@@ -26,9 +26,11 @@ from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.isolation.runners import leftovers
 from services.sandbox.isolation.slots import JailSlots
 from services.sandbox.sessions import Sessions
+from tests.descriptors import closed_again, open_descriptors
+from tests.load import scaled
 
 STANDIN = str(Path(__file__).with_name("standin"))
-LIMITS = JailLimits(wall_s=6.0, cpu_s=3.0, memory_bytes=128 * MIB, output_bytes=4096)
+LIMITS = JailLimits(wall_s=60.0, cpu_s=10.0, memory_bytes=128 * MIB, output_bytes=4096)
 QUICK = JailLimits(wall_s=1.0, cpu_s=0.5, memory_bytes=128 * MIB, output_bytes=4096)
 
 
@@ -62,12 +64,19 @@ async def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     await made.start()
     yield made
     await made.stop()
-    assert not containers()
+    await no_containers()
 
 
 def containers() -> list[int]:
     """Processes that a runner of ours has left."""
     return marked(f"{leftovers.PREFIX}{os.getpid()}-")
+
+
+async def no_containers() -> None:
+    """Return once the last process that a runner of ours has left is gone."""
+    async with asyncio.timeout(scaled(10.0)):
+        while containers():
+            await asyncio.sleep(0.01)
 
 
 def marked(place: str) -> list[int]:
@@ -91,7 +100,7 @@ async def test_programs_end_by_type(launcher: JailLauncher) -> None:
         (read, LIMITS, "ok", {3}),
         ("import time\ntime.sleep(60)", QUICK, "timeout", {-9}),
         ("while True: pass", QUICK, "timeout", {-9, -24}),  # by the keeper, or by its own limit
-        ("print('x' * 10_000)", QUICK, "output_limit", None),
+        ("print('x' * 10_000)", LIMITS, "output_limit", None),
         ("bytearray(1 << 30)", LIMITS, "out_of_memory", {72}),
         ("open('/usr/x', 'w')", LIMITS, "refused", {77}),
         ("import socket\nsocket.socket()", LIMITS, "refused", {77}),
@@ -159,7 +168,7 @@ def test_b():
 
 
 async def test_a_call_that_is_given_up_leaves_nothing(launcher: JailLauncher) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     for turns in range(8):  # at each await of its beginning
         call = asyncio.create_task(ran(launcher, "import time\ntime.sleep(60)"))
         for _ in range(turns * turns):
@@ -173,10 +182,10 @@ async def test_a_call_that_is_given_up_leaves_nothing(launcher: JailLauncher) ->
     with pytest.raises(asyncio.CancelledError):
         await call
     await launcher.stop()
-    assert not containers()
+    await no_containers()
     own = f"{leftovers.PREFIX}{os.getpid()}-"
     assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(own)]
-    assert len(os.listdir("/proc/self/fd")) <= before
+    await closed_again(before)
 
 
 async def test_what_a_cell_printed_is_there_when_it_has_ended(launcher: JailLauncher) -> None:

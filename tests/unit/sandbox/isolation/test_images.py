@@ -25,7 +25,7 @@ from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import JailLimits
 from tests.unit.sandbox.image import image
 
-LIMITS = JailLimits(wall_s=10.0, cpu_s=5.0)
+LIMITS = JailLimits(wall_s=60.0, cpu_s=20.0)
 SEES = """
 import os, only_here
 print(only_here.WORD, open("/etc/secret-name").read().strip(), os.path.exists("/etc/passwd"))

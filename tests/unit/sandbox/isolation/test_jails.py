@@ -27,11 +27,13 @@ from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import JailFailed, Ran
 from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.isolation.slots import JailSlots
+from tests.descriptors import closed_again, open_descriptors
+from tests.load import scaled
 from tests.unit.sandbox.seen import SOON_S, ZYGOTE, guests_run, pythons
 
 pytestmark = pytest.mark.needs("bwrap")
 MANY = 3000  # descriptors
-LIMITS = JailLimits(wall_s=4.0, cpu_s=2.0, memory_bytes=128 * MIB, output_bytes=4096)
+LIMITS = JailLimits(wall_s=60.0, cpu_s=10.0, memory_bytes=128 * MIB, output_bytes=4096)
 
 
 async def ran(
@@ -129,10 +131,10 @@ print(random.random())
 async def test_nothing_stays_open_after_many_calls(launcher: JailLauncher) -> None:
     bad = "import os\nif os.fork() == 0:\n    os.setsid()\nwhile True: print(1)"
     await asyncio.gather(*(ran(launcher, bad) for _ in range(4)))
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     for _ in range(5):
         await asyncio.gather(*(ran(launcher, "print(1)") for _ in range(3)), ran(launcher, bad))
-    assert len(os.listdir("/proc/self/fd")) <= before
+    await closed_again(before)
 
 
 def groups_of(launcher: JailLauncher) -> int:
@@ -166,7 +168,7 @@ async def test_a_start_for_which_descriptors_lack_keeps_none_and_no_group(
     launcher: JailLauncher,
 ) -> None:
     assert (await ran(launcher, "print(1)")).stdout == b"1\n"
-    before, groups, failed = len(os.listdir("/proc/self/fd")), groups_of(launcher), 0
+    before, groups, failed = open_descriptors(), groups_of(launcher), 0
     users = len(launcher._users)
     for count in range(12):
         with descriptors_left(count):
@@ -177,7 +179,7 @@ async def test_a_start_for_which_descriptors_lack_keeps_none_and_no_group(
                 failed += 1
     assert failed >= 5, "a start takes more"
     assert (await ran(launcher, "print(2)")).stdout == b"2\n"
-    assert len(os.listdir("/proc/self/fd")) == before
+    await closed_again(before)
     assert (groups_of(launcher), len(launcher._users)) == (groups, users)
 
 
@@ -210,7 +212,7 @@ async def test_when_the_zygote_is_killed_another_takes_its_place(launcher: JailL
     assert (await ran(launcher, "print(1)")).status == "ok"
     before = launcher.pid
     os.kill(before, signal.SIGKILL)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(scaled(60)):
         while True:
             with contextlib.suppress(JailFailed):  # of a call that the dying one still took
                 found = await ran(launcher, "print(2)")
@@ -225,7 +227,7 @@ async def test_a_call_that_is_given_up_leaves_no_process(launcher: JailLauncher)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    async with asyncio.timeout(SOON_S):
+    async with asyncio.timeout(scaled(SOON_S)):
         while len(pythons(launcher)) > ZYGOTE:
             await asyncio.sleep(0.005)
 
@@ -240,7 +242,7 @@ async def test_a_report_with_another_nonce_is_no_report(launcher: JailLauncher) 
     jail = await launcher.open({"mode": "program", "source": "print(1)"}, LIMITS)
     jail.nonce = "0" * 32
     with pytest.raises(BadMessage, match="nonce"):
-        await jail.report(10)
+        await jail.report(scaled(10))
     jail.close()
 
 
@@ -343,7 +345,7 @@ async def test_a_stopped_zygote_is_replaced_and_its_calls_are_answered(tmp_path:
         os.kill(stopped, signal.SIGSTOP)
         calls = [asyncio.create_task(ran(launcher, f"print({n})")) for n in range(3)]
         named = f"the zygote (pid {stopped})"
-        async with asyncio.timeout(SOON_S):
+        async with asyncio.timeout(scaled(SOON_S)):
             while named not in {wait["on"] for wait in waits.published([])}:
                 await asyncio.sleep(0.01)
             found = await asyncio.gather(*calls)
@@ -351,7 +353,7 @@ async def test_a_stopped_zygote_is_replaced_and_its_calls_are_answered(tmp_path:
         assert launcher.zygote not in (0, stopped)
         assert heard == [f"zygote: it was killed: somebody has stopped it (pid {stopped})"]
         assert (await before.finish()).status == "ok", "what it had begun ends as it would have"
-        async with asyncio.timeout(SOON_S):
+        async with asyncio.timeout(scaled(SOON_S)):
             while start_time(stopped):
                 await asyncio.sleep(0.01)
     finally:
@@ -370,15 +372,15 @@ async def test_a_stopped_zygote_is_replaced_and_its_calls_are_answered(tmp_path:
 async def test_a_killed_zygote_makes_no_right_answer_wrong(
     launcher: JailLauncher, tests: object
 ) -> None:
-    limits = JailLimits(wall_s=20.0, cpu_s=20.0, memory_bytes=128 * MIB)
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), limits, {"case_s": 20.0})
+    limits = JailLimits(wall_s=900.0, cpu_s=20.0, memory_bytes=128 * MIB)
+    grading = Grading(launcher, JailSlots(SystemClock(), 2), limits, {"case_s": 900.0})
     source = "import time\ntime.sleep({})\nprint(1)\ndef f(x): return x"
     row = {"tests": tests}
 
     def answered(after_s: int) -> list[dict[str, str]]:
         return [{"role": "model", "text": source.format(after_s)}]
 
-    graded = asyncio.create_task(grading.reward(row, answered(15)))
+    graded = asyncio.create_task(grading.reward(row, answered(600)))
     await guests_run(launcher)
     os.kill(launcher.pid, signal.SIGKILL)
     answer = await graded

@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import JailFailed
 from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.isolation.runners import leftovers
+from tests.load import scaled
 from tests.unit.sandbox.isolation.test_contract import STANDIN, Kind, containers, marked, ran
 
 
@@ -94,7 +96,7 @@ async def main():
     launcher = JailLauncher(SystemHost(), SystemClock(), "runner", interpreter, None, None)
     source = "print('up', flush=True)\nimport time\ntime.sleep(600)"
     jail = await launcher.open({"mode": "program", "source": source}, LIMITS)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(3600):
         while not jail.stdout:
             await asyncio.sleep(0.01)
     print("up", flush=True)
@@ -119,7 +121,7 @@ async def test_a_killed_sandbox_leaves_no_container(runner: str, killed: str) ->
     )
     try:
         assert sandbox.stdout is not None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(scaled(60)):
             assert await sandbox.stdout.readline() == b"up\n"
         spawners = bridges(sandbox.pid) if killed == "all of ours" else []
         for pid in spawners:
@@ -131,7 +133,7 @@ async def test_a_killed_sandbox_leaves_no_container(runner: str, killed: str) ->
         sandbox.kill()
         await sandbox.wait()
     assert places
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(scaled(60)):
         while marked(places[0]) or (killed == "the sandbox" and contents(places[0]) - {"root"}):
             await asyncio.sleep(0.02)
     leftovers.sweep()
@@ -146,8 +148,12 @@ def named(sandbox: int) -> list[str]:
 
 def bridges(sandbox: int) -> list[int]:
     """The processes of ours below a sandbox, from the spawner down."""
-    found = psutil.Process(sandbox).children(recursive=True)
-    return [each.pid for each in found if any("spawner" in word for word in each.cmdline())]
+    found = []
+    for each in psutil.Process(sandbox).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended since
+            if any("spawner" in word for word in each.cmdline()):
+                found.append(each.pid)
+    return found
 
 
 def contents(place: str) -> set[str]:

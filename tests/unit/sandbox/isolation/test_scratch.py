@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.sandbox.isolation import scratch
+from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]
 LEFT = """
@@ -45,7 +46,7 @@ def test_a_plain_user_removes_closed_and_deep_directories_and_follows_no_link() 
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=scaled(100),
     )
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -10,6 +10,7 @@ from common.clock import SystemClock
 from common.errors import Overloaded
 from services.sandbox.isolation import slots as module
 from services.sandbox.isolation.slots import JailSlots
+from tests.load import scaled
 
 
 async def test_who_comes_first_is_served_first_and_no_more_run_than_there_are() -> None:
@@ -37,7 +38,7 @@ async def test_a_caller_that_leaves_gives_its_slot_back(when: str) -> None:
     await asyncio.gather(leaving, return_exceptions=True)
     if when == "waiting":
         slots.release()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(scaled(5)):
         await slots.take()
     assert (slots.busy, slots.waiting) == (1, 0)
 

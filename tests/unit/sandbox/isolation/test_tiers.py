@@ -18,6 +18,7 @@ from services.sandbox.isolation import cgroups, tiers
 from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import MIB, JailLimits
+from tests.load import scaled
 from tests.unit.sandbox.isolation.test_contract import STANDIN
 
 
@@ -124,7 +125,7 @@ for answers in (4, 8):
     os.write(going, b"gogo")
 print("all four")
 """
-        limits = JailLimits(wall_s=3.0, cpu_s=3.0, memory_bytes=128 * MIB)
+        limits = JailLimits(wall_s=min(20.0, scaled(3.0)), cpu_s=3.0, memory_bytes=128 * MIB)
         try:
             ran = await launcher.run({"mode": "program", "source": source}, limits)
         finally:

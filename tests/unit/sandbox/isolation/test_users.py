@@ -17,9 +17,10 @@ from services.sandbox.isolation import users
 from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import MIB, JailLimits
+from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]
-LIMITS = JailLimits(wall_s=20.0, cpu_s=10.0, memory_bytes=256 * MIB, processes=8)
+LIMITS = JailLimits(wall_s=60.0, cpu_s=10.0, memory_bytes=256 * MIB, processes=8)
 WHO = """
 import json, os
 def capabilities():
@@ -77,7 +78,7 @@ def test_without_namespaces_too() -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=scaled(100),
     )
     assert done.returncode == 0, done.stderr[-2000:]
     check(json.loads(done.stdout))
@@ -119,7 +120,7 @@ def test_without_users_of_their_own_programs_have_no_capabilities_either() -> No
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=scaled(100),
     )
     assert done.stdout.strip() == "(0, 0, 0, 0, 0, 0)", done.stdout + done.stderr[-2000:]
 

@@ -20,9 +20,10 @@ from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import Ran
 from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.jail import calls
+from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]
-LIMITS = JailLimits(wall_s=10.0, cpu_s=5.0, memory_bytes=256 * MIB, open_files=128)
+LIMITS = JailLimits(wall_s=60.0, cpu_s=5.0, memory_bytes=256 * MIB, open_files=128)
 PROGRAM = """
 import ctypes, fcntl, json, os, signal, socket, struct, time
 NUMBERS = json.loads({numbers!r})
@@ -168,7 +169,7 @@ def test_without_namespaces_too() -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=scaled(100),
     )
     assert done.returncode == 0, done.stderr[-2000:]
     status, opened, refused = json.loads(done.stdout)

@@ -16,9 +16,10 @@ from common.process.host import SystemHost
 from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import MIB, JailLimits
+from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]
-LIMITS = JailLimits(wall_s=20.0, cpu_s=20.0, memory_bytes=160 * MIB, processes=16)
+LIMITS = JailLimits(wall_s=120.0, cpu_s=20.0, memory_bytes=160 * MIB, processes=16)
 EACH = """
 import mmap, os, time
 def filled(size, flags):
@@ -100,7 +101,7 @@ def test_without_namespaces_too() -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=scaled(100),
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout) == ["out_of_memory", "ok"]

@@ -8,7 +8,7 @@ from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import MIB, JailLimits
 
 pytestmark = pytest.mark.needs("bwrap")
-LIMITS = JailLimits(wall_s=8.0, cpu_s=4.0, memory_bytes=256 * MIB, output_bytes=8192)
+LIMITS = JailLimits(wall_s=60.0, cpu_s=20.0, memory_bytes=256 * MIB, output_bytes=8192)
 
 
 async def test_nothing_in_proc_can_be_opened_for_writing(launcher: JailLauncher) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from services.sandbox.jail import allowed, calls, seccomp
 from services.sandbox.jail.allowed import Policy
+from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]
 MACHINES = calls.ARCHITECTURES
@@ -196,7 +197,7 @@ def test_the_kernel_refuses_them_call_by_call() -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
     )
     assert done.returncode == 0, done.stderr
     answers = dict(policy.answered)

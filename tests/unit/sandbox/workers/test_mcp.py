@@ -17,6 +17,7 @@ from services.environment.environments import offered
 from services.environment.tools import BadCall
 from services.sandbox.workers.pool import Pool, PoolLimits, Work
 from services.sandbox.workers.worker import TOOL
+from tests.load import scaled
 
 SERVER = Path(__file__).parents[1] / "servers" / "weather.py"
 COMMAND = [sys.executable, "weather.py"]
@@ -58,7 +59,7 @@ async def test_its_tools_are_called_and_their_errors_are_for_the_model(folder: s
     pool = await made(folder, {name: f"mcp:weather/{name}" for name in names})
 
     async def called(name: str, arguments: Any) -> Any:
-        return (await pool.run([Work(TOOL + name, [arguments], 20.0)]))[0]
+        return (await pool.run([Work(TOOL + name, [arguments], scaled(20.0))]))[0]
 
     try:
         assert (await called("forecast", {"city": "Ulm", "days": 3})).value == "Ulm: sun for 3 days"
