@@ -52,10 +52,10 @@ def buckets_of(
 
 
 def _rates(engines: Sequence[Engine], degrees: Sequence[int]) -> Mapping[int, Fraction]:
-    """Return the tokens a second of all engines of each degree, as they have been measured; where a
-    degree has not been, all count by their workers.
+    """Return the measured tokens per second of all engines of each degree.
 
-    Fractions, as the quotient of two floats may be infinite or zero, and then no share is a number.
+    Where a degree has not been measured, all count by their workers. Rates are fractions: the
+    quotient of two floats may be infinite or zero, and then no share is a number.
     """
     found: dict[int, Fraction] = {}
     for degree in degrees:
