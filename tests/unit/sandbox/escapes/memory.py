@@ -66,10 +66,13 @@ import sys
 sys.setrecursionlimit(10**9)
 def down(n):
     return [down(n + 1)]
-down(0)
+while True:  # an interpreter that is out of memory first ends the recursion by a SystemError
+    try:
+        down(0)
+    except BaseException:
+        pass
 """,
-        # After a second of CPU time the interpreter is out of memory and ends by a SystemError.
-        (*SPENT, "ok"),
+        SPENT,
     ),
     Escape("large number", "print(len(str(10 ** 10 ** 9)))", (*SPENT, "ok")),
     Escape(
