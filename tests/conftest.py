@@ -139,7 +139,8 @@ def pytest_terminal_summary(
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    missing = set(session.config.stash[ABSENT]) - HARDWARE
+    absent: Counter[str] = session.config.stash[ABSENT]
+    missing = set(absent) - HARDWARE
     if missing and os.environ.get("MESHRL_REQUIRE_ALL") == "1":
         session.exitstatus = pytest.ExitCode.USAGE_ERROR
 

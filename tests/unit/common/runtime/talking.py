@@ -60,7 +60,7 @@ async def until(condition: Callable[[], object], within_s: float = 20.0) -> None
             await asyncio.sleep(0.005)
 
 
-async def call_until_refused(ref: Ref, method: Call[Q, object], request: Q) -> None:
+async def call_until_refused(ref: Ref, method: Call[Q, Any], request: Q) -> None:
     """Repeat a call until it fails by another error than its deadline.
 
     A deadline may cut off the last of several tries, whose error is then not known.

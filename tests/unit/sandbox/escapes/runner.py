@@ -263,7 +263,7 @@ def _scratch() -> list[str]:
 def _parent(process: psutil.Process) -> int:
     """Return the number of its parent; 0 if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return process.ppid()
+        return int(process.ppid())
     return 0
 
 
