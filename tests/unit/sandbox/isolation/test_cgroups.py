@@ -40,7 +40,11 @@ V1_MEMORY = {
 }
 V1_CPU = {"cpu.shares": "1024\n"}
 V1_ACCOUNT = {"cpuacct.usage": "2500000000\n"}
-PROBE = f"{cgroups.PREFIX}probe-{os.getpid()}"
+
+
+def probe() -> str:
+    """Return the name of the group by which this process tries what it may do."""
+    return f"{cgroups.PREFIX}probe-{os.getpid()}"
 
 
 def group(place: Path, *files: dict[str, str]) -> None:
@@ -54,7 +58,7 @@ def v2(root: Path, handed: str, *files: dict[str, str]) -> dict[str, str]:
     """A hierarchy whose root hands on these controllers; its own paths are returned."""
     group(root, {"cgroup.controllers": "cpu memory pids", "cgroup.subtree_control": handed})
     group(root / "app", {"cgroup.procs": "1\n", "cgroup.subtree_control": ""})
-    for name in (PROBE, "jail"):
+    for name in (probe(), "jail"):
         group(root / name, V2, V2_MEMORY, PIDS, *files)
     return {"": "/app"}
 
@@ -62,7 +66,7 @@ def v2(root: Path, handed: str, *files: dict[str, str]) -> dict[str, str]:
 def v1(root: Path, **controllers: tuple[dict[str, str], ...]) -> dict[str, str]:
     for name, files in controllers.items():
         group(root / name, V1)
-        for jail in (PROBE, "jail"):
+        for jail in (probe(), "jail"):
             group(root / name / jail, V1, *files)
     return dict.fromkeys(controllers, "/")
 
@@ -91,7 +95,7 @@ def test_on_v2_without_the_cpu_controller_the_rest_is_used(tmp_path: Path) -> No
 
 def test_on_v2_without_a_freezer_memory_and_processes_are_bounded(tmp_path: Path) -> None:
     own = v2(tmp_path, "cpu memory pids", V2_CPU)
-    for name in (PROBE, "jail"):
+    for name in (probe(), "jail"):
         (tmp_path / name / "cgroup.freeze").unlink()
     homes = cgroups.find(tmp_path, own)
     assert homes == Homes(tmp_path, tmp_path, tmp_path)
@@ -108,7 +112,7 @@ def test_v2_that_hands_on_no_memory_is_none(tmp_path: Path) -> None:
 def test_v1_is_weighed_by_itself_and_counted_and_frozen_by_v2_beside_it(tmp_path: Path) -> None:
     own = v1(tmp_path, memory=(V1_MEMORY,), pids=(PIDS,), cpu=(V1_CPU,), cpuacct=(V1_ACCOUNT,))
     group(tmp_path / "unified", V2)
-    for name in (PROBE, "jail"):
+    for name in (probe(), "jail"):
         group(tmp_path / "unified" / name, V2)
     homes = cgroups.find(tmp_path, {**own, "": "/"})
     assert homes is not None and homes.missing == ()
@@ -123,7 +127,7 @@ def test_v1_is_weighed_by_itself_and_counted_and_frozen_by_v2_beside_it(tmp_path
 def test_v1_alone_counts_and_does_not_freeze(tmp_path: Path) -> None:
     both = tmp_path / "cpu,cpuacct"  # as most hosts mount them, with links
     group(both, V1)
-    for name in (PROBE, "jail"):
+    for name in (probe(), "jail"):
         group(both / name, V1, V1_CPU, V1_ACCOUNT)
     for link in ("cpu", "cpuacct"):
         (tmp_path / link).symlink_to(both)
