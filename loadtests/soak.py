@@ -49,7 +49,7 @@ SETTINGS = {
     "budget.steps": 1_000_000,
 }
 LOOK_S = 5.0
-LEAST_LOOKS = 16  # however short it takes
+LEAST_LOOKS = 8  # however short it is to take
 UP_S = 180.0
 END_S = 120.0
 FLAT = 0.02  # of its median, by which a process's memory may rise over the second half
@@ -71,7 +71,7 @@ class Soak:
         await self._until_training(launcher)
         begun = time.monotonic()
         every_s = min(LOOK_S, seconds / LEAST_LOOKS)
-        while (at := time.monotonic() - begun) < seconds:
+        while (at := time.monotonic() - begun) < seconds or len(self.steps) < LEAST_LOOKS:
             if launcher.returncode is not None:
                 raise RuntimeError(f"the run ended with {launcher.returncode}")
             await self._look(at, launcher.pid)

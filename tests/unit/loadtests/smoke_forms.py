@@ -28,6 +28,7 @@ class Smoke:
 MESH = "a whole mesh starts: some ten processes, a few of which load torch"
 MESHES = "several whole meshes start, one after the other"
 HOSTS = "a whole mesh starts on hosts that are namespaces"
+CONTESTANTS = "each contestant and the maker of their model load torch, some with transformers"
 TORCH = "several processes load torch, at two CPU-seconds each"
 COMPILER = "FSDP loads torch's compiler, which takes three CPU-seconds"
 LIMITS = "jails use up the limits that end them"
@@ -47,13 +48,13 @@ SMOKES: tuple[Smoke, ...] = (
     Smoke(
         "loadtests.engine",
         "loadtests.engine --rounds 1 --new 2 --long 32 --at-once 2",
-        reason=TORCH,
+        reason=CONTESTANTS,
     ),
     Smoke(
         "loadtests.longtail",
         "loadtests.longtail --rounds 1 --requests 8 --mean 4 --context 64 --table-steps 2 "
         "--contexts 16 32",
-        reason=TORCH,
+        reason=CONTESTANTS,
     ),
     Smoke(
         "loadtests.bulk",
@@ -145,7 +146,11 @@ SMOKES: tuple[Smoke, ...] = (
         TORCH,
     ),
     Smoke("loadtests.packing", "loadtests.packing --rounds 1 --sequences 64 --trained 16"),
-    Smoke("loadtests.models --configs 150 --seed 0", "loadtests.models --configs 1 --paths native"),
+    Smoke(
+        "loadtests.models --configs 150 --seed 0",
+        "loadtests.models --configs 1 --paths native",
+        reason="torch and transformers are loaded",
+    ),
     Smoke(
         "loadtests.ranks --ranks 4",
         "loadtests.ranks --ranks 2 --layers 1 --vocabulary 512 --hidden 64 --ffn 128",
@@ -155,11 +160,18 @@ SMOKES: tuple[Smoke, ...] = (
         "loadtests.trainer",
         "loadtests.trainer packing --passes 1 --sequences 64 --trained 16",
         ("packed_speedup", "padding_bound", "lockstep_ratio_best_peer", "plan_ms_*"),
+        COMPILER,
     ),
     Smoke(
         "loadtests.trainer",
         "loadtests.trainer checkpoint --steps 2",
         ("checkpoint_pause_s",),
+        MESH,
+    ),
+    Smoke(
+        "loadtests.trainer",
+        "loadtests.trainer recovery --repeats 1",
+        ("recovery_s", "recovery_cpu_s", "recovery_steps_s"),
         MESH,
     ),
     Smoke(
@@ -282,7 +294,7 @@ SMOKES: tuple[Smoke, ...] = (
     Smoke("loadtests.doors.matrix .meshrl", "loadtests.doors.matrix {mesh}", reason=MESH),
     Smoke(
         "loadtests.hosts",
-        "loadtests.hosts --arms doors",
+        f"loadtests.hosts {DIGITS} --arms doors",
         (
             "host_cores",
             "router_cores",
@@ -300,7 +312,7 @@ SMOKES: tuple[Smoke, ...] = (
         "loadtests.hosts.flood --frames 200 --waves 2 --settle-s 0.5 --calm-s 0.5",
         reason=MESH,
     ),
-    Smoke("loadtests.mistakes", "loadtests.mistakes --only unknown"),
+    Smoke("loadtests.mistakes", "loadtests.mistakes --only UTF-8"),
     Smoke(
         "loadtests.chaos JOB --faults kill,stop,damage,full --count 10 --seed 1",
         f"loadtests.chaos {DIGITS} --faults kill --count 1",
@@ -329,11 +341,13 @@ SMOKES: tuple[Smoke, ...] = (
             "regret_p50",
             "regret_p90",
         ),
+        COMPILER,
     ),
     Smoke(
         "loadtests.simulator",
         "loadtests.simulator --arms virtual,broad --seeds 16:17 --processes 1 --steps 1 --gangs 4",
         ("step_time_error", "broad_step_time_error", "speed_up"),
+        COMPILER,
     ),
     Smoke(
         "loadtests.elastic",
@@ -396,9 +410,6 @@ LACKING: Mapping[str, Mapping[str, str]] = {
         "speedup_2_ranks": STEPS,
         "speedup_hybrid": STEPS,
         "join_pause_share": STEPS,
-        "recovery_s": STEPS,
-        "recovery_cpu_s": STEPS,
-        "recovery_steps_s": STEPS,
     },
     "loadtests.jobs": {
         "accuracy_gap_pair": SEVERAL,

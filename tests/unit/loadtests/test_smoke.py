@@ -112,8 +112,12 @@ def is_plain(value: Any) -> bool:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """Yield an empty directory whose path is short, as those of sockets have to be."""
+    """Yield an empty directory whose path is short, as those of sockets have to be.
+
+    Every user may look into it: `loadtests.doors` acts as another one.
+    """
     with tempfile.TemporaryDirectory(prefix="smoke-", ignore_cleanup_errors=True) as made:
+        Path(made).chmod(0o755)
         yield Path(made)
 
 
