@@ -29,7 +29,7 @@ from meshrl.preflight.together import raise_all
 
 IMPORT_S = 30.0  # as long as a sandbox lets a worker import
 QUIET_S = 5.0  # after which somebody who waits is told what for
-DUMP_S = 5.0  # for a killed import to say where it was: milliseconds, on a quiet machine
+DUMP_S = 2.0  # for a killed import to say where it was: milliseconds, on a quiet machine
 SAID_LINES = 3
 OURS = ("meshrl", "common", "services", "kernels")
 MEND = "Mend it; --dry-run tries it again"

@@ -37,6 +37,7 @@ class Talk:
         return value
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(240)
 async def test_ranks_that_the_network_parts_are_lost_and_go_on_bit_by_bit_when_it_is_back() -> None:
     deadline_s = scaled(DEADLINE_S)

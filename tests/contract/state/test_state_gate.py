@@ -274,6 +274,7 @@ def test_the_gate_reopens_and_nothing_is_lost_in_process() -> None:
     hold(connect, examples=15)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(
     "backend",
     [

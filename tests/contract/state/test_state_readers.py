@@ -98,6 +98,7 @@ async def test_beyond_a_number_of_events_nobody_holds_them_back(bench: Bench) ->
         await events.read(state, ids[0])
 
 
+@pytest.mark.rotating(3)
 async def test_a_job_is_recorded_from_its_submission_however_late_its_recorder_comes(
     bench: Bench,
 ) -> None:
@@ -155,6 +156,7 @@ async def test_a_recorder_whose_file_is_gone_is_told_and_goes_on_from_what_rows_
     assert (account["lost"], account["trained_twice"]) == (0, 0)
 
 
+@pytest.mark.rotating(3)
 async def test_a_job_that_is_resumed_on_its_mesh_misses_nothing_of_its_own(bench: Bench) -> None:
     """While it had ended, the mesh did other things, which are gone."""
     seats, state = await bench.training_job(), bench.state

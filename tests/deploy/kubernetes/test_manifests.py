@@ -42,6 +42,7 @@ def hosts(objects: list[Object]) -> list[tuple[str, Object, Object]]:
     return [(name, pod, all_of[0]) for name, pod, all_of in found if len(all_of) == 1]
 
 
+@pytest.mark.rotating(3)
 def test_all_that_a_mesh_takes_is_there(overlay: list[Object]) -> None:
     kinds = {
         pod["metadata"]["labels"]["app.kubernetes.io/component"] for _, pod, _ in hosts(overlay)
@@ -55,6 +56,7 @@ def test_all_that_a_mesh_takes_is_there(overlay: list[Object]) -> None:
             assert found["metadata"]["namespace"] == space["metadata"]["name"], found["metadata"]
 
 
+@pytest.mark.rotating(3)
 def test_commands_are_those_of_this_version(overlay: list[Object]) -> None:
     """Each container's arguments, as the kubelet gives them, are read by the product's parser."""
     commands = cast(TyperGroup, typer.main.get_command(app)).commands
@@ -92,6 +94,7 @@ def test_services_lead_to_pods_and_to_ports_that_these_have(overlay: list[Object
     assert told["advertise"] == named["metadata"]["name"]
 
 
+@pytest.mark.rotating(3)
 def test_every_mount_has_its_volume_and_every_file_its_secret(overlay: list[Object]) -> None:
     made = {found["metadata"]["name"]: set(found["data"]) for found in of_kind(overlay, "Secret")}
     maps = {found["metadata"]["name"] for found in of_kind(overlay, "ConfigMap")}

@@ -17,6 +17,7 @@ from tests.mesh.running import Run
 STEPS = 40  # they take seconds: Redis ends on the way
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(400)
 def test_a_run_whose_redis_goes_back_goes_on_from_its_checkpoint_in_a_new_lineage(
     run: Callable[..., Run],

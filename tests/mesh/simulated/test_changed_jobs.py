@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from common.job.changing import changed
 from common.state import jobs
 from sim.mesh.job import JOB
@@ -13,6 +15,7 @@ from tests.mesh.simulated.worlds import on_world, until_over
 STEPS, EVERY = 12, 3  # a checkpoint every third step
 
 
+@pytest.mark.deep
 def test_steps_from_before_a_change_are_repeated_with_what_was_in_force(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         while (row := await jobs.job(world.state, JOB)).version < 2 * EVERY - 1:

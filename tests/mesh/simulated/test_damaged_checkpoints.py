@@ -79,6 +79,7 @@ def flip_state(checkpoint: Path) -> None:
     flip(state_of(checkpoint))
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("break_it", [delete, flip_state])
 def test_an_older_checkpoint_takes_the_place_of_a_damaged_one(
     tmp_path: Path, break_it: Callable[[Path], None]

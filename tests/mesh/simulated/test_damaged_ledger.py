@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from common.records import ledger
 from common.records.damage import EVENT, QUARANTINE
 from common.state import events, groups
@@ -26,6 +28,7 @@ def damage_last_segment(root: Path) -> Path:
     return segment
 
 
+@pytest.mark.deep
 def test_a_flipped_byte_in_a_header_costs_what_was_under_way_and_no_trajectory(
     tmp_path: Path,
 ) -> None:

@@ -26,6 +26,7 @@ def test_nothing_is_lost_whatever_fails(seed: int) -> None:
     assert not outcome.violations, f"{outcome.violations}; again: {plan.command}"
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("workers", "shards", "ranks"), [(4, 2, 1), (3, 1, 2)])
 def test_nothing_is_lost_in_larger_meshes(workers: int, shards: int, ranks: int) -> None:

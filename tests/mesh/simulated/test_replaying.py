@@ -7,12 +7,13 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sim.mesh import __main__ as command_line
-from sim.mesh.running import Outcome, Plan
+from sim.mesh.running import Outcome, Plan, play
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,6 +31,12 @@ def digest_of(hash_seed: str, log: Path) -> str:
     return found
 
 
+def test_a_seed_gives_one_run_again() -> None:
+    plan = Plan(11, "all", 0.002)
+    assert play(plan).digest == play(plan).digest != play(replace(plan, seed=12)).digest
+
+
+@pytest.mark.deep
 @pytest.mark.timeout(120)
 def test_a_seed_gives_one_run_in_every_process(tmp_path: Path) -> None:
     one, two = tmp_path / "one.log", tmp_path / "elsewhere" / "two.log"

@@ -34,6 +34,7 @@ def run(root: Path, shards: int) -> tuple[dict[str, int], Counter[str], list[int
     return account(seen["events"], seen["in_flight"], JOB), by_shard, prompts
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(300)
 def test_two_shards_give_the_same_accounting_as_one(tmp_path: Path) -> None:
     one, _, prompts_of_one = run(tmp_path / "one", 1)

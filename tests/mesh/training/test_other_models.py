@@ -139,6 +139,7 @@ def test_a_job_learns_from_a_teacher_under_a_judge_though_they_are_killed_on_the
     assert one.audit()["lost"] == 0
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(300)
 def test_a_job_whose_teacher_has_weights_that_are_no_numbers_fails_by_their_tensor(
     run: Callable[..., Run], tmp_path: Path

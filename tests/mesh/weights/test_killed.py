@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.group("weather")]
 ANYWHERE = pytest.mark.parametrize("share", [0.01, 0.5, 0.95])
 
 
+@pytest.mark.rotating(3)
 @ANYWHERE
 async def test_a_store_that_is_killed_as_it_sends(made: Weather, share: float) -> None:
     await made.begin()
@@ -26,6 +27,7 @@ async def test_a_store_that_is_killed_as_it_sends(made: Weather, share: float) -
     await made.arrives(made.engine)
 
 
+@pytest.mark.rotating(3)
 @ANYWHERE
 async def test_an_engine_that_is_killed_as_it_receives(made: Weather, share: float) -> None:
     await made.begin()
@@ -37,6 +39,7 @@ async def test_an_engine_that_is_killed_as_it_receives(made: Weather, share: flo
     await made.arrives(await made.new_engine())
 
 
+@pytest.mark.rotating(3)
 @ANYWHERE
 async def test_a_trainer_that_is_killed_as_it_stages(made: Weather, share: float) -> None:
     await made.begin(far=True)

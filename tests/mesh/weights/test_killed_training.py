@@ -49,6 +49,7 @@ async def test_a_rank_that_is_killed_as_it_stages_its_rows(trained: TrainedWeath
     assert (await trained.row()).lineage == 0
 
 
+@pytest.mark.deep
 async def test_the_core_of_a_gang_that_is_killed_as_a_rank_stages(trained: TrainedWeather) -> None:
     await trained.begin_training(ranks=2)
     await killed_and_started(trained, CORE, 0.25)

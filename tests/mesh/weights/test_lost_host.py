@@ -64,6 +64,7 @@ async def test_without_a_copy_the_job_fails_and_says_what_can_be_done(
     assert await trained.serves(trained.engine) == 1
 
 
+@pytest.mark.deep
 async def test_with_a_durable_copy_it_goes_on_on_another_host(
     trained: TrainedWeather, tmp_path: Path
 ) -> None:

@@ -152,6 +152,7 @@ def test_the_calls_of_a_turn_are_made_one_after_another_and_answered_together(
     assert t.step("3<|im_end|>") == ["done", None]
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     ("body", "says"),
     [

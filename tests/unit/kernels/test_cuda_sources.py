@@ -80,6 +80,7 @@ def test_a_source_compiles_for_hopper(
     assert compiled.stat().st_size > 0
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("compiler")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(

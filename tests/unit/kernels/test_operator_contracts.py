@@ -37,6 +37,7 @@ def samples(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     }
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", samples(torch.float32))
 def test_torch_finds_nothing_wrong_with_an_operator(name: str, dtype: torch.dtype) -> None:

@@ -90,6 +90,7 @@ def check(
         torch.testing.assert_close(value, reference, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("width", [16, 32, 64, 96, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (4, 2), (2, 2)])
 def test_the_native_path_in_float32(width: int, heads: int, kv_heads: int) -> None:
@@ -101,6 +102,7 @@ def test_widths_that_are_not_compiled_for(width: int) -> None:
     check(LENGTHS, 4, 2, width, torch.float32, 2e-5, padding=3)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 100, 200, 299, 4000])
 def test_a_window_hides_what_lies_further_back(window: int) -> None:
     check(LENGTHS, 4, 2, 32, torch.float32, 2e-5, padding=3, window=window)

@@ -59,6 +59,7 @@ async def until_up(mesh: Mesh) -> Entry:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.deep
 async def test_malformed_frames_at_every_port_change_nothing(settings: MeshSettings) -> None:
     mesh = await Mesh.open("trainer/test", "trainer", settings)
     mesh.start()

@@ -63,6 +63,7 @@ async def test_processes_see_their_worker_s_device_and_one_that_others_fill_is_n
     await mesh.until_settled("g0.0")  # it is tried again
 
 
+@pytest.mark.deep
 async def test_an_engine_of_two_sees_both_devices_and_waits_until_nobody_fills_the_second(
     mesh: SmallMesh, gpus: Gpus
 ) -> None:

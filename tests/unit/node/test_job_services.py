@@ -7,6 +7,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from common.errors import ConfigError
 from common.job.config import EnvironmentConfig, JobConfig
 from common.job.job_data import JobData
@@ -28,6 +30,7 @@ from tests.unit.node.smallmesh import WHY, SmallMesh, gone
 from tests.unit.node.test_failing_roles import DOCUMENT
 
 
+@pytest.mark.deep
 async def test_services_on_record_run_are_adopted_and_end_when_they_are_no_longer(
     mesh: SmallMesh,
 ) -> None:

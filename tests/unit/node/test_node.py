@@ -152,6 +152,7 @@ async def test_workers_outlive_the_agent_and_the_next_one_adopts_them(mesh: Smal
     await mesh.pid_of("worker/w1", other_than=before[1])
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("redis_too", [False, True])
 async def test_without_an_agent_nothing_is_left_after_a_while(
     mesh: SmallMesh, redis_too: bool

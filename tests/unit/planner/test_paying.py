@@ -127,8 +127,7 @@ def test_what_is_remembered_of_a_trial_survives_its_record() -> None:
     assert looks.memory.watches["job"].verdicts
 
 
-@settings(max_examples=12, deadline=None)
-@given(
+jobs = given(
     workers=st.integers(3, 8),
     plant=st.builds(
         Plant,
@@ -142,7 +141,9 @@ def test_what_is_remembered_of_a_trial_survives_its_record() -> None:
         drag=st.sampled_from([1.0, 1.0, 1.3]),
     ),
 )
-def test_no_job_ends_up_slower_than_where_it_began(workers: int, plant: Plant) -> None:
+
+
+def assert_ends_up_no_slower(workers: int, plant: Plant) -> None:
     looks = mesh(workers)
     began_s = plant.step_s(*split(looks))
     verdicts = told(looks, plant, 120)
@@ -150,6 +151,19 @@ def test_no_job_ends_up_slower_than_where_it_began(workers: int, plant: Plant) -
     assert ends_s <= began_s * 1.001
     best_s = min(plant.step_s(workers - n, n) for n in range(1, workers))
     assert plant.drag > 1 or ends_s <= 1.3 * best_s, (ends_s, best_s, verdicts)
+
+
+@settings(max_examples=4, deadline=None)
+@jobs
+def test_no_job_ends_up_slower_than_where_it_began(workers: int, plant: Plant) -> None:
+    assert_ends_up_no_slower(workers, plant)
+
+
+@pytest.mark.deep
+@settings(max_examples=12, deadline=None)
+@jobs
+def test_no_job_of_many_ends_up_slower_than_where_it_began(workers: int, plant: Plant) -> None:
+    assert_ends_up_no_slower(workers, plant)
 
 
 def test_a_verdict_tells_its_regret_and_its_error() -> None:

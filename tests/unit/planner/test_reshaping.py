@@ -56,6 +56,7 @@ def test_a_long_tail_leads_to_a_mixture_that_pays_and_stays() -> None:
     assert takes_s(looks, plant) < 0.5 * plant.rollout_s(ONES)
 
 
+@pytest.mark.deep
 def test_gangs_that_are_slower_than_predicted_are_split_again_and_stay_so() -> None:
     looks, plant = mesh(), replace(LONG, drag=4.0)
     [verdict] = told(looks, plant, 80)
@@ -64,6 +65,7 @@ def test_gangs_that_are_slower_than_predicted_are_split_again_and_stay_so() -> N
     assert looks.memory.watches["job"].failures == {"degrees": 1}
 
 
+@pytest.mark.deep
 def test_short_trajectories_are_left_to_engines_of_one_worker() -> None:
     looks, plant = mesh(), Tall(SHORT, sequence_s=0.01, waits=0.5)
     assert told(looks, plant, 60) == [] and degrees_of(looks) == ONES
@@ -104,6 +106,7 @@ def test_a_wish_is_remembered_and_pursued_over_looks_until_all_is_there() -> Non
     assert max(degrees_of(looks)) > 1
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("lost", ["w1", "w3", "w7"])
 def test_a_worker_that_is_lost_meanwhile_ends_in_engines_of_the_others(lost: str) -> None:
     looks, plant = mesh(), replace(LONG)

@@ -33,6 +33,7 @@ def test_decisions_apply_whatever_comes_and_goes(seed: int) -> None:
     looks.settle(within=40)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("seed", range(200, 240))
 def test_decisions_apply_where_engines_are_gangs(seed: int) -> None:
     """The same with jobs of many degrees; what runs has an engine in the end, if it could have one

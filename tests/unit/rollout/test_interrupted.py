@@ -108,6 +108,7 @@ def test_a_group_that_is_cancelled_at_any_await_leaves_nothing(tmp_path: Path) -
     on_shard(tmp_path, story)
 
 
+@pytest.mark.deep
 def test_an_evaluation_that_is_cancelled_at_any_await_leaves_nothing(tmp_path: Path) -> None:
     async def story(bench: ShardBench) -> None:
         at = 0
@@ -146,6 +147,7 @@ async def at_full_width(bench: ShardBench) -> None:
 ERRORS = [PeerLost, DeadlineExceeded, Overloaded]
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("error", ERRORS)
 def test_each_call_of_a_group_and_an_evaluation_may_fail(
     error: type[MeshError], tmp_path: Path

@@ -30,7 +30,7 @@ def test_what_a_process_and_its_children_use_is_counted(account: Account) -> Non
         child.communicate(b"\n")
     if isinstance(account, Tree):
         return  # of a process that has ended, its parent has the time
-    assert 0.3 <= account.cpu_s() - before < 2.0
+    assert 0.2 <= account.cpu_s() - before < 2.0  # what it used before it was added is not counted
     subprocess.run([sys.executable, "-c", BURN], check=True)  # which is no child of it
     assert account.cpu_s() - before < 2.0
 

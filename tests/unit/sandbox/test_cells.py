@@ -142,6 +142,7 @@ async def test_a_session_that_was_ended_is_forgotten(sessions: Sessions) -> None
     assert (await sessions.run("a", "'x' in globals()")).stdout == b"False\n"
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("exit", ["[]", "10**30", "'0'", "None"])
 async def test_an_end_of_a_cell_that_the_model_wrote_itself_harms_nobody(
     sessions: Sessions, exit: str

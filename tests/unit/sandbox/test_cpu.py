@@ -190,6 +190,7 @@ async def ran(launcher: JailLauncher, source: str, limits: JailLimits = LIMITS) 
     return await launcher.run({"mode": "program", "source": source}, limits)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     "source",
     [IN_CHILDREN, IN_THEIR_CHILDREN, IN_SHORT_PAIRS],
@@ -260,6 +261,7 @@ while True: pass
 """
 
 
+@pytest.mark.rotating(3)
 async def test_a_hundred_that_spin_on_one_core_do_not_put_off_their_end(
     on_one_core: None, tiered: JailLauncher
 ) -> None:
@@ -270,6 +272,7 @@ async def test_a_hundred_that_spin_on_one_core_do_not_put_off_their_end(
     assert found.wall_s < 90, "it was 100 s where only the first process counted"
 
 
+@pytest.mark.rotating(3)
 async def test_waiting_for_its_own_processes_excuses_no_jail(
     on_one_core: None, tiered: JailLauncher
 ) -> None:
@@ -310,6 +313,7 @@ async def test_a_session_that_lets_a_timer_continue_it_is_ended(tmp_path: Path) 
         await launcher.stop()
 
 
+@pytest.mark.deep
 @pytest.mark.needs("root")
 @pytest.mark.needs("landlock")
 @pytest.mark.timeout(300)

@@ -121,7 +121,7 @@ def test_a_partition_is_a_deadline_and_heals() -> None:
         world.network.partition(a.transport.address, b.transport.address)
         start = world.clock.monotonic()
         with pytest.raises(DeadlineExceeded):
-            await b.ref("a").call(Talk.echo, Text("anyone?"))
+            await b.ref("a").call(Talk.echo, Text("anyone?"), deadline_s=10.0)
         assert 10.0 <= world.clock.monotonic() - start < 10.1
         world.network.heal(a.transport.address, b.transport.address)
         assert await b.ref("a").call(Talk.echo, Text("again")) == Text("again")

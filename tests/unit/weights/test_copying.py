@@ -449,6 +449,7 @@ def test_what_a_copy_names_leads_nowhere_else(tmp_path: Path, job: str, file: st
     assert not place.root.exists() or not list(place.root.rglob("*.py"))
 
 
+@pytest.mark.deep
 def test_a_url_that_hangs_is_told_once(tmp_path: Path) -> None:
     async def story(bench: Copied) -> None:
         await bench.checkpoint(0)

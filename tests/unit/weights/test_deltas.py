@@ -317,6 +317,7 @@ async def test_a_file_that_was_there_is_not_taken_for_right(hosts: Hosts) -> Non
     await engine.receive(newest)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("harm", ["old chunk", "blob", "no blob"])
 async def test_what_a_delta_does_not_make_is_pulled(hosts: Hosts, harm: str) -> None:
     engine = await hosts.engine()

@@ -81,6 +81,7 @@ class Copied:
                 await asyncio.sleep(0.05)
 
 
+@pytest.mark.deep
 async def test_versions_that_stay_for_good_are_copied_as_models(
     tmp_path: Path,
 ) -> None:

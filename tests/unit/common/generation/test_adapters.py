@@ -215,6 +215,7 @@ ODD = {
 }
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("why", ODD)
 def test_what_does_not_fit_is_refused_and_changes_nothing(why: str, engine: TorchEngine) -> None:
     with pytest.raises(Refused, match=why):

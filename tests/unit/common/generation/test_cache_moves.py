@@ -96,6 +96,7 @@ def computed_by(engine: TorchEngine, turn: Request) -> tuple[int, Heard]:
     return engine.tokens_computed - before, heard
 
 
+@pytest.mark.rotating(4)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("length", [4, 9, 16, 70, 400])
 @pytest.mark.parametrize("down", [True, False])
@@ -319,6 +320,7 @@ def test_a_session_too_long_for_the_target_is_refused(make: Make) -> None:
     assert moved(source, target) == 0
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("chunks", [[], [256], [384, 256], [128], [0, 384]])
 def test_a_move_that_breaks_off_leaves_what_came(make: Make, chunks: list[int]) -> None:
     source, target = make(max_length=512), make(max_length=512)
@@ -493,6 +495,7 @@ def test_a_group_that_moves_shares_its_prompt_again(path: str) -> None:
     )
 
 
+@pytest.mark.rotating(3)
 @NATIVE
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_moves_and_gives_way_every_token_is_right(seed: int) -> None:

@@ -252,6 +252,7 @@ actions = st.lists(
 )
 
 
+@pytest.mark.rotating(3)
 @settings(
     max_examples=25,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # a name does not wear out

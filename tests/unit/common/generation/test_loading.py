@@ -205,6 +205,7 @@ def test_those_without_room_do_not_keep_those_that_load_from_going_on(path: str)
         holds(listener.of(10 + i), decoder(), context)
 
 
+@pytest.mark.rotating(4)
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_comes_while_others_press_every_token_is_right(seed: int) -> None:
     """Conversations that share a prompt, in a cache for a few; chunks come and fail at random."""

@@ -33,6 +33,7 @@ def cuts(state: dict[str, torch.Tensor], most: int) -> list[list[Cut]]:
     return chunks
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("config", [TINY, MOE], ids=["dense", "mixture"])
 @pytest.mark.parametrize("path", ["native", "eager"])

@@ -73,6 +73,7 @@ def holds(heard: Heard, model: Decoder, context: list[int]) -> None:
     assert np.array_equal(np.sort(told), np.sort(went.numpy()))
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("length", [1, 7, 33, 100])
 def test_a_context_of_any_length_gives_the_models_logprobs_and_experts(
     make: Make, length: int
@@ -81,6 +82,7 @@ def test_a_context_of_any_length_gives_the_models_logprobs_and_experts(
     holds(Listener(make()).run(request(1, context))[1], decoder(0, MOE), context)
 
 
+@pytest.mark.rotating(3)
 def test_many_lengths_at_once_are_right_in_every_slot(make: Make) -> None:
     contexts = {i: words(i, 1 + 7 * i % 90) for i in range(20)}
     heard = Listener(make(slots=6)).run(
@@ -90,6 +92,7 @@ def test_many_lengths_at_once_are_right_in_every_slot(make: Make) -> None:
         holds(heard[i], decoder(0, MOE), context)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     "change",
     [
@@ -144,6 +147,7 @@ def test_a_request_that_goes_on_elsewhere_gets_the_same_experts(make: Make) -> N
     assert rest.tokens == whole.tokens[11:] and rest.experts == whole.experts[11:]
 
 
+@pytest.mark.rotating(3)
 def test_a_slot_that_is_used_again_tells_no_old_experts(make: Make) -> None:
     listener = Listener(make(slots=1))
     listener.run(request(1, words(6, 40), max_new=60))
@@ -163,6 +167,7 @@ actions = st.lists(
 )
 
 
+@pytest.mark.rotating(3)
 @settings(
     max_examples=12,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # a path does not wear out

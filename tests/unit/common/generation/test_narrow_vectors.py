@@ -22,6 +22,7 @@ from tests.unit.common.generation.test_torch_engine import holds, words
 TARGETS = {"x86_64": ("haswell", "x86-64-v2"), "aarch64": ("armv8-a",)}.get(platform.machine(), ())
 
 
+@pytest.mark.rotating(4)
 @pytest.mark.needs("compiler")
 @pytest.mark.parametrize("storage", ["float", "bf16"])
 @pytest.mark.parametrize("target", TARGETS)

@@ -46,6 +46,7 @@ def test_under_pressure_the_oldest_request_ends_first() -> None:
     assert order == [0, 1, 2, 3]
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("compiler")
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_shares_and_gives_way_every_token_is_right(seed: int) -> None:

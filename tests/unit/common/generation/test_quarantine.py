@@ -134,6 +134,7 @@ def assert_serves_nobody(bench: Bench) -> None:
     assert engine.cached(3) is None
 
 
+@pytest.mark.rotating(4)
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
 def test_half_a_version_serves_nobody_and_a_whole_one_goes_on(bench: Bench, share: float) -> None:
     engine, listener = bench.engine, bench.listener
@@ -161,6 +162,7 @@ def test_half_a_version_serves_nobody_and_a_whole_one_goes_on(bench: Bench, shar
         assert heard[3].tokens == fresh.tokens
 
 
+@pytest.mark.rotating(3)
 def test_it_breaks_off_at_every_tensor_alike(bench: Bench) -> None:
     """None of them is the one after which it takes itself for whole."""
     bench.engine.submit([request(1, max_new=5, temperature=0.0)])
@@ -184,6 +186,7 @@ def test_a_version_that_does_not_fit_is_refused_and_the_old_one_serves(bench: Be
     assert heard.versions == [0] * 9
 
 
+@pytest.mark.rotating(3)
 def test_an_engine_in_quarantine_may_sleep_and_wakes_whole(bench: Bench) -> None:
     engine = bench.engine
     engine.submit([request(1, max_new=NEW, temperature=0.0)])

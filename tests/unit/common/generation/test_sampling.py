@@ -51,6 +51,7 @@ def kept_by(how: dict[str, float], probability: np.ndarray) -> set[int]:
     return {w for w in kept if probability[w] >= how.get("min_p", 0.0) * probability[kept[0]]}
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     "how",
     [
@@ -83,6 +84,7 @@ def test_sampling_keeps_what_the_filters_keep_and_nothing_else(
         assert h.unmodified[0] == pytest.approx(plain[token], abs=2e-4)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("compiler")
 @pytest.mark.parametrize("how", [{}, {"top_p": 0.7}, {"top_k": 4}, {"min_p": 0.1}])
 def test_all_paths_sample_the_same_tokens(how: dict[str, Any]) -> None:

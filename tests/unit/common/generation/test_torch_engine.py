@@ -87,6 +87,7 @@ def test_greedy_takes_the_most_likely_token(make: Make) -> None:
     holds(heard, model, [4, 5])
 
 
+@pytest.mark.rotating(3)
 def test_tokens_are_sampled_as_often_as_they_are_likely(make: Make) -> None:
     engine = make(slots=64)
     heard = Listener(engine).run(*(request(i, [3, 8], max_new=1) for i in range(4000)))
@@ -207,6 +208,7 @@ def test_a_released_session_frees_its_slot_first(make: Make) -> None:
     assert engine.tokens_computed - computed == 1
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("after", [1, 9, 20])
 def test_a_request_goes_on_elsewhere_as_it_would_have_here(

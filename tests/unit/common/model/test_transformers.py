@@ -112,6 +112,7 @@ def some_tokens() -> torch.Tensor:
     return torch.randint(99, (2, 80), generator=torch.Generator().manual_seed(3))
 
 
+@pytest.mark.rotating(3)
 @families
 @both_ways
 def test_we_read_what_transformers_wrote(family: str, tied: bool, tmp_path: Path) -> None:
@@ -123,6 +124,7 @@ def test_we_read_what_transformers_wrote(family: str, tied: bool, tmp_path: Path
     )
 
 
+@pytest.mark.rotating(3)
 @families
 @both_ways
 def test_transformers_reads_what_we_wrote(family: str, tied: bool, tmp_path: Path) -> None:

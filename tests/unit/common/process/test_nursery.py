@@ -137,6 +137,7 @@ async def test_no_descriptor_that_was_the_nursery_s_is_closed_once_more(
         assert log.read_text() == "\n"
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     ("code", "status"),
     [
@@ -189,6 +190,7 @@ OWNER = """
 WITH_THE_GIL = "import ctypes; ctypes.PyDLL(None).sleep(60)"
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("state", ["runs", "is stopped", "holds the interpreter's lock"])
 @pytest.mark.parametrize("owner_stopped", [False, True])
 async def test_it_dies_with_its_owner_and_not_with_the_nursery(
@@ -266,6 +268,7 @@ async def test_a_silent_nursery_costs_a_pause_and_starts_nothing_twice(
     assert (tmp_path / "n").read_text() == "xxx"
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", ["PYTHONHASHSEED", "LD_LIBRARY_PATH", "OMP_PROC_BIND"])
 async def test_what_only_a_fresh_interpreter_can_be_is_executed(
     tmp_path: Path, open_nursery: Open, name: str

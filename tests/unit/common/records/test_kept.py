@@ -100,6 +100,7 @@ def test_it_moves_between_memory_and_disk(tmp_path: Path) -> None:
     assert back.equals(content)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("piece", range(4))
 def test_a_death_at_any_piece_leaves_nothing_that_is_taken_for_whole(
     piece: int, tmp_path: Path

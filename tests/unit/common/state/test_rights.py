@@ -167,6 +167,7 @@ def test_every_script_and_every_role_is_in_the_table() -> None:
     assert rights.ROLES == callers.ROLES
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_service_runs_no_script_that_its_roles_have_no_right_to(
     package: str, scripts_by_symbol: Callable[[set[Symbol]], set[str]]

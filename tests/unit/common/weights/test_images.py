@@ -194,6 +194,7 @@ VIEWS: dict[str, Callable[[Image], object]] = {
 }
 
 
+@pytest.mark.rotating(7)
 @pytest.mark.parametrize("kind", VIEWS)
 def test_whatever_looks_at_it_keeps_it_and_nothing_longer(tmp_path: Path, kind: str) -> None:
     files = Files(tmp_path, {"a": LARGE})

@@ -166,6 +166,7 @@ def test_chunks_that_are_damaged_are_computed(tmp_path: Path, harm: Callable[[Pa
 # -- versions ------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("path", BUILT_IN)
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_cache_of_older_weights_is_as_if_it_had_stayed(

@@ -189,6 +189,7 @@ async def test_a_state_that_is_whole_goes_on_under_tokens_that_nobody_had(mesh: 
     assert not (mesh.place.root / damage.QUARANTINE).exists()
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("what", DAMAGE)
 async def test_one_that_is_not_what_was_written_is_set_aside_at_the_next_start(
     mesh: Mesh, what: str
@@ -215,6 +216,7 @@ async def test_one_that_is_not_what_was_written_is_set_aside_at_the_next_start(
             assert told.fields["aside"] == str(mesh.place.root / damage.QUARANTINE / "mesh/redis")
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("what", DAMAGE)
 async def test_in_mid_run_nobody_is_served_by_what_has_come_back(mesh: Mesh, what: str) -> None:
     async with mesh.up() as bench:

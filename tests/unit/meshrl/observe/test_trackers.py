@@ -283,6 +283,7 @@ async def test_tensorboard_forgets_an_abandoned_lineage(run: Path) -> None:
     assert values == [(1, 0.125), (2, 0.25), (3, 7.0)]
 
 
+@pytest.mark.deep
 async def test_wandb_keeps_an_offline_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

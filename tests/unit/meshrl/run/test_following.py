@@ -46,6 +46,7 @@ def beside(act: Callable[[], None]) -> threading.Thread:
     return thread
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     ("phases", "status", "said"),
     [

@@ -122,6 +122,7 @@ def test_a_refusal_does_not_count_from_a_failure_of_an_earlier_turn() -> None:
     scripted(fails, ends, refuses, ends, turns=2, pause_s=2 * PATIENCE_S)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("tenths", range(0, 24))
 def test_an_engine_may_die_at_any_time_and_turns_go_on_at_another(tenths: int) -> None:
     """Some turns are queued then, others come, run, or sit between two turns."""

@@ -248,6 +248,7 @@ async def test_only_a_class_under_test_has_a_say_in_its_verdicts(launcher: JailL
     assert (await grading.reward({"tests": FORGED}, said(YES))).value == 0.0
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize(
     ("tests", "source"),

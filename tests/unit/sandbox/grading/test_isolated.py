@@ -26,6 +26,7 @@ async def passed(launcher: JailLauncher, solution: str, tests: str, case_s: floa
     return "".join("01"[one] for one in await isolated.passed(attempt, solution, tests))
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
 async def test_tests_as_people_write_them(launcher: JailLauncher, row: Row) -> None:
     if row.passed == "unsupported":
@@ -110,6 +111,7 @@ async def test_what_derives_from_data_is_compared_by_what_it_holds(launcher: Jai
     assert await passed(launcher, ALIASED, tests) == "00001"
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     ("solution", "tests"),
     [

@@ -31,6 +31,7 @@ MATHS = rows("maths.jsonl")
 CODING = rows("coding.jsonl")
 
 
+@pytest.mark.rotating(4)
 @pytest.mark.group("maths")  # sympy is imported by one worker
 @pytest.mark.parametrize("family", sorted({row["family"] for row in MATHS}))
 def test_maths_pairs_are_graded_right(family: str) -> None:
@@ -118,6 +119,7 @@ def told() -> list[str]:
     return found
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.group("endless answers")
 @pytest.mark.parametrize("place", range(len(ENDLESS)), ids=[answer[:20] for answer in ENDLESS])
 def test_an_answer_that_would_take_for_ever_is_wrong_and_soon_told(
@@ -126,6 +128,7 @@ def test_an_answer_that_would_take_for_ever_is_wrong_and_soon_told(
     assert told[place] == "False"
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("style", ["stdin", "calls", "pytest"])
 async def test_programs_are_graded_right(launcher: JailLauncher, style: str) -> None:

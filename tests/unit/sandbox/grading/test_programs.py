@@ -177,6 +177,7 @@ def test_any_text_has_a_program_or_none(text: str) -> None:
     assert isinstance(program_of(text, names={"f"}), str)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     "text",
     [

@@ -240,6 +240,7 @@ class Case(unittest.TestCase):
 """
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", FORGERIES)
 async def test_a_forgery_is_not_paid(suites: Suites, name: str) -> None:
@@ -301,6 +302,7 @@ async def test_tests_that_a_program_adds_or_takes_away_change_nothing(suites: Su
     assert (await graded(suites, tests, fewer)).value == 0.0
 
 
+@pytest.mark.deep
 @pytest.mark.asyncio(loop_scope="module")
 async def test_tests_that_cannot_be_run_are_no_score(suites: Suites) -> None:
     for tests, status, text in (

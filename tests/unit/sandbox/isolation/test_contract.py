@@ -94,6 +94,7 @@ async def ran(launcher: JailLauncher, source: str, limits: JailLimits = LIMITS) 
     return await launcher.run({"mode": "program", "source": source}, limits, b"hello")
 
 
+@pytest.mark.rotating(3)
 async def test_programs_end_by_type(launcher: JailLauncher) -> None:
     read = "import sys\nprint(sys.stdin.read().upper())\nprint('oh', file=sys.stderr)\nsys.exit(3)"
     cases = [
@@ -114,6 +115,7 @@ async def test_programs_end_by_type(launcher: JailLauncher) -> None:
     assert len(found[3].stdout) <= 4096
 
 
+@pytest.mark.rotating(3)
 async def test_what_was_printed_before_the_end_comes_back_whole(launcher: JailLauncher) -> None:
     limits = JailLimits(wall_s=30.0, cpu_s=10.0, output_bytes=4 * MIB)
     found = await ran(launcher, "for i in range(3000): print(str(i % 10) * 999)", limits)
@@ -121,6 +123,7 @@ async def test_what_was_printed_before_the_end_comes_back_whole(launcher: JailLa
     assert found.stdout.endswith(b"9\n")
 
 
+@pytest.mark.rotating(3)
 async def test_a_session_keeps_its_state_and_ends_with_its_interpreter(
     launcher: JailLauncher,
 ) -> None:
@@ -136,6 +139,7 @@ async def test_a_session_keeps_its_state_and_ends_with_its_interpreter(
         sessions.close()
 
 
+@pytest.mark.rotating(3)
 async def test_answers_are_graded_by_calls_and_by_tests_in_a_jail_of_their_own(
     launcher: JailLauncher,
 ) -> None:
@@ -167,6 +171,7 @@ def test_b():
     assert list(scores) == [1.0, 1.0, 0.5, 0.5]
 
 
+@pytest.mark.rotating(3)
 async def test_a_call_that_is_given_up_leaves_nothing(launcher: JailLauncher) -> None:
     before = open_descriptors()
     for turns in range(8):  # at each await of its beginning
@@ -188,6 +193,7 @@ async def test_a_call_that_is_given_up_leaves_nothing(launcher: JailLauncher) ->
     await closed_again(before)
 
 
+@pytest.mark.rotating(3)
 async def test_what_a_cell_printed_is_there_when_it_has_ended(launcher: JailLauncher) -> None:
     """However much it is, and though it comes by another way than the cell's answer."""
     limits = JailLimits(wall_s=30.0, cpu_s=10.0, output_bytes=4 * MIB)

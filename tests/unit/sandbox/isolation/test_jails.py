@@ -51,6 +51,7 @@ async def test_a_program_reads_its_input_and_what_it_prints_comes_back(
     assert 0 <= found.cpu_s < 2 and found.wall_s > 0
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     ("source", "status", "exit"),
     [
@@ -246,6 +247,7 @@ async def test_a_report_with_another_nonce_is_no_report(launcher: JailLauncher) 
     jail.close()
 
 
+@pytest.mark.deep
 async def test_a_busy_host_makes_no_program_late(launcher: JailLauncher) -> None:
     """Eight at once on few cores take far longer than their limit by the clock."""
     limits = JailLimits(wall_s=0.6, cpu_s=5.0, memory_bytes=128 * MIB)
@@ -360,6 +362,7 @@ async def test_a_stopped_zygote_is_replaced_and_its_calls_are_answered(tmp_path:
         await launcher.stop()
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     "tests",
     [

@@ -58,6 +58,7 @@ os.read(os.pipe()[0], 1)
     assert (found.status, found.error) == ("timeout", "over 0.2 s of CPU time")
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     ("script", "says"),
     [
@@ -106,6 +107,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(
     "runner",
     [

@@ -68,6 +68,7 @@ async def ungrouped(tmp_path: Path) -> AsyncIterator[JailLauncher]:
     await made.stop()
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("source", OVER.values(), ids=OVER)
 async def test_processes_that_together_are_over_it_end(

@@ -62,6 +62,7 @@ def verdict(
             at += then if truth else otherwise
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_each_call_gets_what_its_policy_says(policy: Policy, machine: str) -> None:

@@ -202,6 +202,7 @@ async def with_neighbours(pool: Pool, do: str, **row: Any) -> Answer:
     return odd
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     ("do", "status", "error"),
     [

@@ -48,6 +48,7 @@ def prepare(name: AlgorithmName, made: list[Sequence], config: AlgorithmConfig) 
     hook(made, config)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", COMPARED)
 @given(rewards=rewards_of_a_group)
 def test_advantages_are_those_of_the_formula(name: AlgorithmName, rewards: list[float]) -> None:
@@ -55,6 +56,7 @@ def test_advantages_are_those_of_the_formula(name: AlgorithmName, rewards: list[
     assert advantages(name, rewards).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", COMPARED)
 @given(rewards=rewards_of_a_group, constant=st.floats(-5, 5))
 def test_a_constant_added_to_all_rewards_changes_nothing(
@@ -64,6 +66,7 @@ def test_a_constant_added_to_all_rewards_changes_nothing(
     assert moved.tolist() == pytest.approx(advantages(name, rewards).tolist(), abs=1e-7)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", COMPARED)
 @given(rewards=rewards_of_a_group, order=st.randoms())
 def test_the_order_of_members_does_not_matter(

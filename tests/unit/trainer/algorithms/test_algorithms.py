@@ -92,6 +92,7 @@ def test_on_policy_distillation_has_the_gradient_of_the_reverse_divergence() -> 
     assert torch.allclose(expected, exact, rtol=1e-12)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 @pytest.mark.parametrize("correction", ["none", "tis", "mis"])

@@ -83,6 +83,7 @@ def gap(model: Decoder, bins: list[Bin]) -> float:
     return worst
 
 
+@pytest.mark.rotating(3)
 @paths
 def test_log_probabilities_are_the_engines_though_the_router_has_changed(path: str) -> None:
     group = sampled(path, paired(1e-6, seed=1), [[first] for first in range(5)])

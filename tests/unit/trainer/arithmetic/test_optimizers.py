@@ -92,6 +92,7 @@ def test_matrices_of_one_shape_do_not_mix() -> None:
     assert torch.allclose(orthogonal(matrices), alone, atol=1e-5)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("at_once", [1, 30, 100])
 def test_an_update_is_the_same_however_much_of_it_is_computed_at_once(
     at_once: int, monkeypatch: pytest.MonkeyPatch

@@ -145,6 +145,7 @@ def trained(
     on_store(root, on)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
 @pytest.mark.parametrize("which", ["manifest", "state"])
 def test_the_checkpoint_before_takes_the_place_of_a_damaged_one(

@@ -74,6 +74,7 @@ async def as_they_come(**which: Any) -> AsyncIterator[Group]:
         yield one
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("keys", [{}, {"correction": "mis", "updates": 2, "kl_coefficient": 0.1}])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 async def test_a_step_of_every_algorithm_is_repeated_bit_by_bit_from_its_record(

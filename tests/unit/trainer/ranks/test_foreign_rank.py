@@ -82,6 +82,7 @@ meet("host", HERE, 0, "127.0.0.2")
 """
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 def test_a_gang_with_a_strangers_process_in_it_is_no_gang(tmp_path: Path) -> None:
     ran = subprocess.run(

@@ -77,8 +77,8 @@ async def test_ranks_that_hold_a_model_in_rows_make_the_updates_of_one_process(
     assert_trained_as_one_process(variant, tmp_path, RANKS)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(300)
-@pytest.mark.rotating(len(SHARED))
 @pytest.mark.parametrize("variant", SHARED)
 async def test_ranks_may_share_experts_that_others_do_not_have(
     tmp_path: Path, variant: str

@@ -39,7 +39,7 @@ async def run_ranks(directory: Path, name: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.rotating(5)
+@pytest.mark.rotating(len(CASES))
 @pytest.mark.parametrize("name", CASES)
 async def test_ranks_with_attention_or_experts_compute_what_one_process_does(
     tmp_path: Path, name: str

@@ -39,6 +39,7 @@ def chat_of(template: str, place: Path, **options: Any) -> Chat:
     return Chat.load("template", {}, Tokenizer.load(place), **options)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", FORMATS)
 def test_conversations_are_what_transformers_makes_of_them(name: str, tmp_path: Path) -> None:
     found = compared(directory_of(FORMATS[name], tmp_path))
@@ -92,6 +93,7 @@ def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return chat_of(FORMATS[request.param], tmp_path_factory.mktemp("chat"))
 
 
+@pytest.mark.rotating(3)
 @settings(max_examples=25)
 @given(opening=words, rounds=st.lists(st.tuples(turns, words), min_size=1, max_size=4))
 def test_whatever_the_model_samples_earlier_ids_stay_as_they_were(

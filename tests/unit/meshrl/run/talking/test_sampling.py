@@ -38,6 +38,7 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
         sample(tmp_path / "nothing", "x", Choice(), False)
 
 
+@pytest.mark.deep
 def test_a_run_without_a_version_says_so(tmp_path: Path) -> None:
     run = written_run(tmp_path / "run", [{"phase": "training", "error": ""}], [])
     with pytest.raises(NotFound, match=r"no model of .* yet: .* has no version\.") as refused:
