@@ -74,7 +74,11 @@ def test_modules_that_work_are_accepted(place: Path) -> None:
 
 
 def test_an_import_that_does_not_end_is_killed_and_says_where_it_was(place: Path) -> None:
-    write(place, "rewards.py", "def score(row, turns): ...\n\nn = 0\nwhile True:\n    n += 1\n")
+    write(
+        place,
+        "rewards.py",
+        "import time\n\ndef score(row, turns): ...\n\nwhile True:\n    time.sleep(0.01)\n",
+    )
     import_s = round(scaled(1.5), 1)  # in which its process starts
     found = refusal(partial(modules.imported, import_s=import_s), place)
     assert f"importing rewards:score did not end within {import_s:g} s" in found
