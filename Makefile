@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/ready
 JOB ?= examples/calculator.toml
 TESTS ?= tests
-TEST_WORKERS ?= 4
+TEST_WORKERS ?= 6
 TYPED := common meshrl services sim loadtests tests
 # One thread a process: two on a busy machine are up to 30 times slower than one.
 export OMP_NUM_THREADS := 1

@@ -57,6 +57,7 @@ async def test_a_host_sees_nothing_of_another_but_its_address(tmp_path: Path) ->
     abstract.close()
 
 
+@pytest.mark.deep
 async def test_a_link_has_the_rate_it_was_given() -> None:
     async with Hosts(2, rate="100mbit") as hosts, serving(hosts[0]):
         (rate,) = await probed(hosts[1], "send", hosts[0], 3 << 20)
@@ -74,6 +75,7 @@ async def test_a_round_trip_takes_twice_the_delay() -> None:
         assert hosts.router_cpu_s() > 0
 
 
+@pytest.mark.deep
 async def test_a_share_of_packets_is_lost_and_connections_bear_it() -> None:
     async with Hosts(2, delay_s=0.0005) as hosts, serving(hosts[0]):
         assert await probed(hosts[1], "datagrams", hosts[0], 300) == [300]
@@ -87,6 +89,7 @@ async def test_a_share_of_packets_is_lost_and_connections_bear_it() -> None:
         assert await probed(hosts[1], "datagrams", hosts[0], 300) == [300]
 
 
+@pytest.mark.deep
 async def test_a_partition_cuts_one_host_off_and_an_open_connection_outlives_it() -> None:
     async with Hosts(3) as hosts, serving(hosts[0]):
         words = ("loadtests.hosts.probe", "ask", hosts[0].address, str(PORT))
@@ -101,6 +104,7 @@ async def test_a_partition_cuts_one_host_off_and_an_open_connection_outlives_it(
         assert rest.count(b"\n") == 799
 
 
+@pytest.mark.deep
 async def test_a_killed_host_is_silent_and_comes_back_with_its_disk() -> None:
     async with Hosts(2) as hosts, serving(hosts[0]):
         await hosts[1].run("sh", "-c", "echo kept >/host/kept; echo lost >/dev/shm/lost")
@@ -132,6 +136,7 @@ async def test_a_command_ends_with_its_block_and_is_in_the_groups_of_its_host() 
             assert hosts[0].groups[0].name in (await hosts[0].run("cat", "/proc/self/cgroup")).out
 
 
+@pytest.mark.deep
 async def test_nothing_is_left_when_a_test_is_cancelled() -> None:
     async def endless(made: asyncio.Future[Hosts]) -> None:
         async with Hosts(2) as hosts, hosts[1].started("sleep", "603"):

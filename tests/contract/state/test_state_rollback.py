@@ -36,6 +36,7 @@ async def test_what_redis_holds_is_as_far_as_itself_and_as_what_was_known_before
     assert rollback.older(now, before) == rollback.older(again, now) == ""
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("what", ["event", "token", "version", "lineage", "group", "job"])
 async def test_each_thing_that_only_rises_tells_an_older_state(bench: Bench, what: str) -> None:
     await trained(bench, 2)

@@ -95,6 +95,7 @@ def test_an_older_checkpoint_takes_the_place_of_a_damaged_one(
     assert list((tmp_path / "quarantine/checkpoints").glob("step-000-000006-*"))
 
 
+@pytest.mark.deep
 def test_weights_that_the_store_lacks_are_made_again_from_the_checkpoint(tmp_path: Path) -> None:
     def break_it(checkpoint: Path) -> None:
         for path in chunks_of(checkpoint):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from common.records import ledger
 from common.state import events, groups, jobs, registry
 from common.state.lifecycle.accounting import account
@@ -18,6 +20,7 @@ FULL_AT_S = 60.0
 FULL_S = 60.0
 
 
+@pytest.mark.deep
 def test_trajectories_wait_for_room_and_none_is_lost(tmp_path: Path) -> None:
     async def story(world: World) -> dict[str, Any]:
         clock = world.clock

@@ -45,6 +45,7 @@ def test_training_takes_its_tokens_over_its_pace_and_an_update() -> None:
     assert step_s(job(training="22/500")) == pytest.approx(8.0 + 0.5, rel=0.1)
 
 
+@pytest.mark.deep
 def test_a_helper_takes_half_of_the_bins() -> None:
     workload = job(training="22/500", workers=3, helping=1)
     assert step_s(workload) == pytest.approx(4.0 + 0.5, rel=0.1)
@@ -57,12 +58,14 @@ def test_rollout_takes_its_tokens_a_step_each_beyond_the_plateau() -> None:
     assert step_s(job(decode="100/4/100000")) == pytest.approx(12.0 / 3, rel=0.1)
 
 
+@pytest.mark.deep
 def test_turns_and_tools_are_a_trajectory_s_own_time() -> None:
     """Two turns of 2 s, and tools of 4 s after each: 12 s for the three steps that are let in."""
     workload = job(turns=2, tool_s=Drift(4.0, 4.0), bin_tokens=256)
     assert step_s(workload) == pytest.approx(12.0 / 3, rel=0.1)
 
 
+@pytest.mark.deep
 def test_lengths_and_tools_drift_along_the_run() -> None:
     workload = job(median=Drift(5, 40), tool_s=Drift(0.0, 6.0), bin_tokens=256)
     found = run(workload)

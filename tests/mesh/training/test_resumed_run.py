@@ -19,6 +19,7 @@ from tests.mesh.running import Run
 STEPS, STALENESS = 10, 1
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(400)
 def test_a_run_that_is_cut_off_accounts_for_all_and_keeps_its_staleness(
     run: Callable[..., Run],

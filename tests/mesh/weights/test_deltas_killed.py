@@ -91,6 +91,7 @@ async def test_who_receives_is_killed(versions: Versions) -> None:
     assert await versions.carried(receiver, digest) < MOST
 
 
+@pytest.mark.deep
 async def test_the_store_is_killed(versions: Versions) -> None:
     digest = await versions.staged(versions.publisher)
     order = await versions.in_the_middle(digest)

@@ -63,6 +63,7 @@ class Swept:
         await until(lambda: not any(map(self._store.has, self._chunks)), "it is gone")
 
 
+@pytest.mark.deep
 async def test_a_version_that_is_swept_as_an_engine_pulls_it(made: Weather) -> None:
     await made.begin(store=SWEEPING)
     swept = Swept(made)
@@ -96,6 +97,7 @@ async def test_who_pulls_a_version_that_is_swept_hears_that_it_is_gone(made: Wea
     await made.arrives(made.engine)
 
 
+@pytest.mark.deep
 async def test_a_store_whose_host_is_lost(made: Weather) -> None:
     await made.begin()
     await made.publish()

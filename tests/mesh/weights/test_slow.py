@@ -16,6 +16,7 @@ OTHERS_BYTES_S = 20 << 20
 SLOW_BYTES_S = OTHERS_BYTES_S // 100
 
 
+@pytest.mark.deep
 async def test_a_host_that_stalls_as_it_serves_is_left_for_another(made: Weather) -> None:
     await made.begin()
     agent = await made.scene.agent(1)

@@ -92,6 +92,7 @@ async def test_a_whole_bundle_becomes_a_run_and_asking_again_gives_the_same(
     assert sorted(path.name for path in house.runs.iterdir()) == ["game"]
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     "name",
     [

@@ -123,6 +123,7 @@ assert "kernels.ops.cuda" not in sys.modules and "kernels.ops.triton_kernels" no
 """
 
 
+@pytest.mark.deep
 def test_without_a_compiler_the_reference_runs_and_says_so_once(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     run = subprocess.run(

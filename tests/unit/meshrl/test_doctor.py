@@ -47,6 +47,7 @@ def test_with_a_compiler_they_take_the_native_ones(tmp_path: Path) -> None:
         assert line.startswith("ok") and "native, compiled at the first start" in line
 
 
+@pytest.mark.deep
 @pytest.mark.needs("compiler")
 @pytest.mark.skipif(devices.built_for_cuda(), reason="this torch has CUDA")
 def test_gpus_are_listed_and_the_path_that_decoding_takes_on_them(

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[3]
 KEYS = [key for key, kind in JOB.kinds.items() if not is_dataclass(kind)]
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_of_a_job_file_is_documented_with_its_default(key: str) -> None:
     text = (ROOT / "docs/job-file.md").read_text()

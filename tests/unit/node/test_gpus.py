@@ -31,6 +31,7 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
+@pytest.mark.deep
 async def test_processes_see_their_worker_s_device_and_one_that_others_fill_is_not_taken(
     mesh: SmallMesh, gpus: Gpus
 ) -> None:

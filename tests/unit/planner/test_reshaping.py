@@ -44,6 +44,7 @@ def takes_s(looks: Looks, plant: Tall) -> float:
     return sum(plant.stages(degrees_of(looks), helpers_of(looks)))
 
 
+@pytest.mark.deep
 def test_a_long_tail_leads_to_a_mixture_that_pays_and_stays() -> None:
     looks, plant = mesh(), replace(LONG)
     assert degrees_of(looks) == ONES
@@ -74,6 +75,7 @@ def test_short_trajectories_are_left_to_engines_of_one_worker() -> None:
     )
 
 
+@pytest.mark.deep
 def test_helpers_come_with_degrees_where_training_takes_longer() -> None:
     looks, plant = mesh(), replace(LONG, work_s=60.0)
     verdicts = told(looks, plant, 60)

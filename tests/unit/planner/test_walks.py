@@ -20,6 +20,7 @@ STEPS = 30
 KINDS = ["comes", "comes", "ends", "dies", "back", "idle", "later", "saved", "saved"]
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("seed", range(100, 124))
 def test_decisions_apply_whatever_comes_and_goes(seed: int) -> None:
     """Walks that are drawn from a seed; `Looks` applies each decision as Redis would have it."""
@@ -57,6 +58,7 @@ def of_allowed_degrees(looks: Looks) -> None:
         assert {len(engine.ranks) for engine in engines} <= set(planned.need.degrees)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("seed", range(300, 330))
 def test_a_job_alone_has_an_engine_whatever_has_come_and_gone(seed: int) -> None:
     drawn = random.Random(seed)

@@ -54,6 +54,7 @@ def test_evaluation_counts_into_nothing(tmp_path: Path) -> None:
     on_shard(tmp_path, story)
 
 
+@pytest.mark.deep
 def test_a_pause_counts_into_nothing(tmp_path: Path) -> None:
     async def story(bench: ShardBench) -> None:
         task = await bench.group()

@@ -111,6 +111,7 @@ async def test_versions_that_stay_for_good_are_copied_as_models(
         assert copies.copied == 0
 
 
+@pytest.mark.deep
 async def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "there").write_text("a file")
     bench = Copied(tmp_path, str(tmp_path / "there"))

@@ -152,6 +152,7 @@ def test_the_target_computes_beside_what_came(make: Make) -> None:
         holds(heard[i], decoder(), tokens)
 
 
+@pytest.mark.rotating(3)
 @NATIVE
 @pytest.mark.parametrize("source", BUILT_IN)
 @pytest.mark.parametrize("target", BUILT_IN)
@@ -181,6 +182,7 @@ def test_what_runs_is_not_given_and_what_is_unknown_is_not_there(make: Make) -> 
 # -- versions ------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
 def test_a_cache_of_older_weights_is_taken_only_where_a_token_shows_it(
     make: Make, mode: str

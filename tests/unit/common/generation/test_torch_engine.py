@@ -63,6 +63,7 @@ def words(seed: int, count: int) -> list[int]:
     return made
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
 def test_logprobs_are_those_of_the_sampling_distribution(make: Make, temperature: float) -> None:
     model = decoder()
@@ -99,6 +100,7 @@ def test_tokens_are_sampled_as_often_as_they_are_likely(make: Make) -> None:
     assert chi2 < 2.5 * likely.sum()
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("length", [2, 7, 33, 70, 100])
 def test_a_context_of_any_length_gives_the_models_logprobs(make: Make, length: int) -> None:
     context = words(length, length)
@@ -245,6 +247,7 @@ def test_after_a_swap_new_requests_see_only_the_new_weights(make: Make) -> None:
     holds(heard[4], decoder(1), words(2, 5))
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("length", [6, 600])
 @pytest.mark.parametrize("steps", [1, 3, 6])
 def test_tokens_all_of_one_version_follow_a_prefix_of_that_version(

@@ -20,6 +20,7 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(dtype)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @settings(max_examples=20, deadline=None)

@@ -71,6 +71,7 @@ held.append(files.image())
 """
 
 
+@pytest.mark.deep
 def test_who_runs_until_the_process_ends_may_look_at_it_until_then(tmp_path: Path) -> None:
     root = Path(__file__).parents[4]
     ended = subprocess.run(
@@ -238,6 +239,7 @@ assert not mapped(digest)
 """
 
 
+@pytest.mark.deep
 def test_who_is_collected_with_it_in_a_circle_may_look_at_it_last(tmp_path: Path) -> None:
     """What ends an object of a circle is called before the others of it are gone."""
     root = Path(__file__).parents[4]

@@ -47,6 +47,7 @@ def test_the_page_of_a_run_that_goes_on_is_left_to_who_records_it(tmp_path: Path
     assert not (tmp_path / "report.html").exists()
 
 
+@pytest.mark.deep
 def test_each_figure_of_the_page_that_shows_something_is_a_file_also_while_it_goes_on(
     tmp_path: Path,
 ) -> None:

@@ -328,6 +328,7 @@ def leveldb_log(content: bytes) -> Iterator[bytes]:
             whole = b""
 
 
+@pytest.mark.deep
 async def test_trackio_keeps_a_local_run(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

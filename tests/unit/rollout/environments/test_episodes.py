@@ -91,7 +91,7 @@ async def test_answers_come_in_any_order(process: EpisodeProcess) -> None:
 
 
 async def test_what_is_late_fails_alone(make: Make) -> None:
-    deadline_s = round(scaled(2.0), 1)
+    deadline_s = float(round(scaled(2.0)))  # messages name whole seconds
     process = make(deadline_s)
     await process.put((1, "text", ""))
     pid = process.pid

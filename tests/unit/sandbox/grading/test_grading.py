@@ -164,6 +164,7 @@ async def test_a_case_that_hangs_or_crashes_costs_only_itself(launcher: JailLaun
     assert await grading.reward({"tests": python}, said(source)) == Answer("ok", 0.6, "")
 
 
+@pytest.mark.deep
 @pytest.mark.needs("bwrap")
 async def test_limits_are_of_each_case(launcher: JailLauncher) -> None:
     source = "import time\ndef f(x):\n    end = time.process_time() + 0.2\n"

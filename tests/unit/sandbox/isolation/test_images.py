@@ -157,6 +157,7 @@ def elf(machine: int, loader: str) -> bytes:
     return head + struct.pack("<IIQQQQQQ", 3, 4, 120, 0, 0, len(word), len(word), 1) + word
 
 
+@pytest.mark.deep
 @pytest.mark.needs("bwrap")
 def test_a_python_that_is_too_old_and_a_module_that_is_missing_are_named(
     bundle: tuple[Path, str],

@@ -72,6 +72,7 @@ async def test_its_tools_are_called_and_their_errors_are_for_the_model(folder: s
         await pool.stop()
 
 
+@pytest.mark.deep
 async def test_a_server_without_the_tool_fails_the_load(folder: str) -> None:
     with pytest.raises(ToolFailed, match="has no tool 'sunset'; it has forecast, measured"):
         await made(folder, {"x": "mcp:weather/sunset"})

@@ -229,6 +229,7 @@ async def test_what_a_reward_does_is_an_outcome_of_its_own_call_only(
     assert (answer.value is None) == (status != "ok")
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("what", ["nan", "inf", "str", "none", "huge", "complex", "list"])
 async def test_a_reward_that_is_no_finite_number_is_a_bad_value(make: Make, what: str) -> None:
     answer = await with_neighbours(await make(warm=1, most=1), "returns", what=what)
@@ -236,6 +237,7 @@ async def test_a_reward_that_is_no_finite_number_is_a_bad_value(make: Make, what
     assert answer.error.startswith("reward returned ") and "finite number" in answer.error
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     "what", ["object", "int keys", "big int", "surrogate", "loop", "set", "long"]
 )
@@ -476,6 +478,7 @@ def _loop() -> Any:
     return loop
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     "given",
     [2**70, "\ud800", object(), {1: 2}, {(1,): 2}, _loop(), _deep(3000), "x" * FRAME_LIMIT],

@@ -70,6 +70,7 @@ def test_two_jobs_share_a_cluster() -> None:
     assert all(job.training.over for job in cluster.jobs.values())
 
 
+@pytest.mark.deep
 def test_engines_of_several_degrees_have_buckets_by_length() -> None:
     """Where the tail is what a step waits for, some engines get more accelerators each."""
     tailed = Workload(workers=8, steps=40, sigma=Drift(1.3, 1.3), training="4000/20")
@@ -141,6 +142,7 @@ def test_weights_that_arrive_later_are_generated_with_later() -> None:
     assert {engine.version for engine in runs[1].engines} != {late.steps}, "the last ones are due"
 
 
+@pytest.mark.deep
 def test_a_job_of_many_engines_has_several_shards() -> None:
     spec = replace(spec_of(TRAINED.held(0), 1), groups_per_step=48, steps=3)
     job = ran(spec, workers=150).jobs["job"]

@@ -188,6 +188,7 @@ async def test_the_gap_to_the_engine_is_that_of_the_weights_which_it_had() -> No
     assert 0 < done.stats.fresh_tokens == first < done.stats.tokens
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"ppo", "reinforce_pp"}))
 def test_a_gradient_does_not_depend_on_how_sequences_are_packed(name: AlgorithmName) -> None:
     config = job(name, correction="tis", correction_level="sequence", kl_coefficient=0.05)

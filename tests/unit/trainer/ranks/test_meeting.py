@@ -79,7 +79,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return [json.loads(line) for line in found.stdout.splitlines()]
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.deep
 @pytest.mark.group("meeting")
 @pytest.mark.parametrize(("which", "expected"), [(0, "=lo"), (1, "ib0")])
 def test_ranks_meet_on_loopback_unless_an_interface_is_chosen(

@@ -113,6 +113,7 @@ async def test_a_chunk_that_is_damaged_at_the_core_is_not_kept(tmp_path: Path) -
         assert not into.has(wrong) and all(into.has(d) for d in right)
 
 
+@pytest.mark.deep
 async def test_a_member_that_is_killed_ends_it_for_all_and_what_came_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
