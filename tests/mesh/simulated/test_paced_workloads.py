@@ -40,6 +40,7 @@ def step_s(workload: Workload) -> float:
     return fmean(found.steps_s[-6:])
 
 
+@pytest.mark.deep
 def test_training_takes_its_tokens_over_its_pace_and_an_update() -> None:
     """Eight bins of 22 tokens at 22 a second, one after the other, then half a second."""
     assert step_s(job(training="22/500")) == pytest.approx(8.0 + 0.5, rel=0.1)

@@ -23,6 +23,7 @@ async def story(world: World) -> list[Event]:
     return await events.read_all(world.state)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(300)
 def test_a_run_of_two_shards_is_traced_from_its_prompts_to_its_weights(tmp_path: Path) -> None:
     seen = on_world(tmp_path, Size(workers=3, shards=2, steps=STEPS), story, seed=2)

@@ -168,6 +168,7 @@ async def more_than(elastic: ElasticMesh, count: int) -> bool:
     return len(await elastic.events("rank_lost")) > count
 
 
+@pytest.mark.deep
 async def test_a_hybrid_on_another_host_lends_its_gradients_over_its_bulk_port(
     elastic: ElasticMesh, expected: Mapping[str, Tensor]
 ) -> None:

@@ -42,6 +42,7 @@ async def test_a_store_that_stalls_in_the_middle_is_left_for_a_host_that_has_it(
     await made.arrives(engine)
 
 
+@pytest.mark.deep
 async def test_a_receiver_at_a_hundredth_of_the_others_pace_holds_nobody_up(made: Weather) -> None:
     await made.begin()
     made.scene.settings(3, rate_down=int(SLOW_BYTES_S / scaled(1.0)))  # of what others do here

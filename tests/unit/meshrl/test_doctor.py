@@ -39,6 +39,7 @@ def test_without_a_compiler_engine_and_training_take_torch_and_say_why(tmp_path:
         assert line.startswith("note") and f"{otherwise}: no C++ compiler" in line
 
 
+@pytest.mark.deep
 @pytest.mark.needs("compiler")
 def test_with_a_compiler_they_take_the_native_ones(tmp_path: Path) -> None:
     output = doctor(tmp_path, os.environ["PATH"])

@@ -48,6 +48,7 @@ def test_the_right_version_is_found_and_nothing_is_done(tmp_path: Path) -> None:
     assert engines.installed(tmp_path, "sglang") == ""
 
 
+@pytest.mark.deep
 def test_it_is_looked_for_below_a_folder_of_the_users_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import tempfile
@@ -28,6 +29,7 @@ async def mesh(directory: Path) -> AsyncIterator[SmallMesh]:
     yield small
     await small.state.close()
     for pid in small.processes():
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended since it was listed
+            os.kill(pid, signal.SIGKILL)
     small.redis.kill()
     await small.redis.wait(scaled(5))

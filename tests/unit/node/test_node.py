@@ -59,6 +59,7 @@ async def test_residents_of_two_jobs_share_a_worker_and_none_hears_of_anothers_c
     assert mesh.processes() == []
 
 
+@pytest.mark.deep
 async def test_a_slow_or_failing_resident_does_not_hold_up_another(mesh: SmallMesh) -> None:
     mesh.start_agent()
     await mesh.form("w0")

@@ -48,6 +48,7 @@ async def test_an_address_that_is_not_of_this_host_is_named(mesh: SmallMesh, mod
     assert failure.where == "mesh.bind" and failure.fix
 
 
+@pytest.mark.deep
 @pytest.mark.needs("compiler")
 async def test_a_host_without_gpus_or_with_too_few_says_so(mesh: SmallMesh, gpus: Gpus) -> None:
     words = ["services.node", "--device", "cuda", "--workers", "2"]

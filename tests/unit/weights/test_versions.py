@@ -330,7 +330,7 @@ def test_a_link_to_an_export_stays_a_link(run: Run, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "disk", "out", "run"]
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.deep
 @pytest.mark.parametrize("act", ["export", "import"])
 def test_without_room_it_is_said_and_nothing_is_left(run: Run, tmp_path: Path, act: str) -> None:
     source, out = hugging_face(tmp_path / "base"), tmp_path / "below" / "out"

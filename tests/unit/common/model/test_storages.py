@@ -30,7 +30,7 @@ print((before - resident()) >> 20)
 KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.deep
 @pytest.mark.parametrize(("how", "freed_mib"), [("kept", 0), ("returned", 64)])
 def test_large_blocks_go_back_where_that_is_wished(how: str, freed_mib: int) -> None:
     words = [sys.executable, "-c", PROGRAM, how]

@@ -98,7 +98,7 @@ def test_frames_that_nobody_sealed_end_their_connection(
     goes_on(port, capfd)
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.deep
 def test_a_flood_leaves_nothing(port: Port, capfd: pytest.CaptureFixture[str]) -> None:
     """Neither what served it nor scratch files."""
     hello = port.door("", sealed=True).asking(port.address, port.place).hello()

@@ -69,6 +69,7 @@ def test_a_plan_serves_every_group_with_the_accelerators_there_are(seed: int) ->
         assert plan.iteration_s == max(plan.train_s, *(gang.seconds for gang in plan.gangs))
 
 
+@pytest.mark.deep
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6))
 def test_a_coarse_search_finds_a_plan_that_is_no_shorter(seed: int) -> None:

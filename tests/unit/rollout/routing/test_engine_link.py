@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from services.rollout.routing.engine_link import TURN_S
 from services.rollout.trajectory import Trajectory
 from tests.unit.rollout.routing.test_router import LOOK_S, Bench, on_bench
@@ -28,6 +30,7 @@ def undisturbed(members: int) -> list[list[int]]:
     return found
 
 
+@pytest.mark.deep
 def test_a_turn_that_takes_too_long_goes_on_elsewhere_after_its_last_token() -> None:
     (expected,) = undisturbed(1)
 

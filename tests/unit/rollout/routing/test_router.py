@@ -379,6 +379,7 @@ def test_a_version_that_no_engine_has_is_waited_for_by_name_until_one_has_it() -
     on_bench(story)
 
 
+@pytest.mark.deep
 def test_to_wait_for_room_is_no_news() -> None:
     async def story(bench: Bench) -> None:
         everything = asyncio.gather(*(bench.generate(m, new=10 * LONG) for m in range(3 * SLOTS)))
@@ -389,6 +390,7 @@ def test_to_wait_for_room_is_no_news() -> None:
     on_bench(story)
 
 
+@pytest.mark.deep
 def test_two_shards_divide_what_moves_and_it_comes_to_rest() -> None:
     async def story(bench: Bench) -> None:
         other = bench.shard("rollout/1")

@@ -119,7 +119,7 @@ def told() -> list[str]:
     return found
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.deep
 @pytest.mark.group("endless answers")
 @pytest.mark.parametrize("place", range(len(ENDLESS)), ids=[answer[:20] for answer in ENDLESS])
 def test_an_answer_that_would_take_for_ever_is_wrong_and_soon_told(

@@ -105,6 +105,7 @@ async def test_the_share_of_what_pytest_passes(suites: Suites) -> None:
     assert await graded(suites, OUTCOMES, ADD) == Answer("ok", 1 / 6, "")
 
 
+@pytest.mark.deep
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_test_that_hangs_or_ends_its_process_costs_only_itself(suites: Suites) -> None:
     tests = "from solution import f\nimport pytest\n"

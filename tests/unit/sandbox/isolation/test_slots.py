@@ -43,6 +43,7 @@ async def test_a_caller_that_leaves_gives_its_slot_back(when: str) -> None:
     assert (slots.busy, slots.waiting) == (1, 0)
 
 
+@pytest.mark.deep
 async def test_more_than_can_be_served_in_time_are_refused() -> None:
     slots = JailSlots(SystemClock(), 0)
     waiting = [asyncio.create_task(slots.take()) for _ in range(module.WAITING_MOST)]

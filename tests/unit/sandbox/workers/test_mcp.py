@@ -54,6 +54,7 @@ async def made(folder: str, uses: dict[str, str]) -> Pool:
     return pool
 
 
+@pytest.mark.deep
 async def test_its_tools_are_called_and_their_errors_are_for_the_model(folder: str) -> None:
     names = ("forecast", "measured", "broken")
     pool = await made(folder, {name: f"mcp:weather/{name}" for name in names})

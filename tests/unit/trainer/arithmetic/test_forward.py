@@ -185,6 +185,7 @@ def test_bfloat16_passes_are_near_float64_and_their_sums_are_float32() -> None:
     assert all(p.grad is None for p in copy.model.parameters())
 
 
+@pytest.mark.deep
 def test_many_small_gradients_do_not_vanish_in_their_sum() -> None:
     """In bfloat16 a sum stands still once it is 256 times what is added."""
     bin = fill(sequences([20]))

@@ -88,6 +88,7 @@ def test_ranks_meet_on_loopback_unless_an_interface_is_chosen(
     assert said[which] == ["lo", expected]
 
 
+@pytest.mark.deep
 @pytest.mark.group("meeting")
 def test_a_rank_that_has_waited_in_vain_meets_one_that_has_just_begun(said: list[Any]) -> None:
     assert said[2:] == ["met", "met"]

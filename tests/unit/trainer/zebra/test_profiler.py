@@ -43,6 +43,7 @@ class CpuClock(SystemClock):
         return time.thread_time()
 
 
+@pytest.mark.deep
 def test_a_profile_is_of_one_layer_whatever_the_model_has() -> None:
     found = profiled(ModelConfig.from_hf(WIDE), CPU, torch.float32, 1024, CpuClock(), "here")
     kind = found.kind
