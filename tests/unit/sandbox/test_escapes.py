@@ -65,7 +65,8 @@ def ran(family: str, tier: str, canary: Path, *, plain: bool) -> None:
         done = subprocess.run(
             [*become, *command], cwd=ROOT, capture_output=True, text=True, timeout=scaled(HANG_S)
         )
-        status, told = done.returncode, done.stdout + done.stderr
+        status: int | None = done.returncode
+        told = done.stdout + done.stderr
     else:
         status, told = forked(command)
     assert status == 0, told[-2000:]
