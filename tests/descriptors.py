@@ -16,7 +16,7 @@ def descriptors_of(descriptor: int) -> set[int]:
     """Return all descriptors of this process that show the file, pipe or socket of this one."""
     file, found = os.fstat(descriptor), set()
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed meanwhile
+        with suppress(OSError):  # closed by then
             other = os.fstat(int(name))
             if (other.st_dev, other.st_ino) == (file.st_dev, file.st_ino):
                 found.add(int(name))
@@ -27,7 +27,7 @@ def open_descriptors() -> dict[int, str]:
     """Return what each descriptor of this process shows: a path, or a pipe or socket by number."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed meanwhile, as the listing's own is
+        with suppress(OSError):  # closed by then, as the listing's own is
             found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
     return found
 

@@ -1,5 +1,7 @@
-"""How tests are run: which ones (`tiers.py`), in which processes (`workers.py`), how long they may
-take (`timeouts.py`) and what they cost (`costs.py`). `conftest.py` registers these plugins.
+"""Plugins that run the tests; `plugins.py` registers them.
+
+`tiers.py` chooses tests, `workers.py` runs them in processes, `timeouts.py` limits how long they
+take, and `costs.py` counts their CPU time.
 """
 
 WORKER_ENV = "MESHRL_TEST_WORKER"  # number of the worker that a test runs in

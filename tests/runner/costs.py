@@ -1,7 +1,7 @@
 """CPU seconds of every test, held to a limit per test and to a budget for all of them.
 
 What a test costs is charged by the kernel to its worker and to everything started from there. It is
-divided by how much slower the machine was meanwhile than the reference of `tests/load.py`, since
+divided by how much slower the machine was than the reference of `tests/load.py`, since
 the same work costs up to twice the CPU time beside busy neighbours.
 """
 

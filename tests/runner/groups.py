@@ -73,7 +73,7 @@ class Tree:
                     children = Path(f"/proc/{pid}/task/{task}/children").read_text()
                     pending += map(int, children.split())
             except (OSError, ValueError):
-                continue  # it has ended meanwhile; its parent has its time
+                continue  # it has ended; its parent has its time
         return total / TICKS_PER_S
 
     def add(self, pid: int) -> None:

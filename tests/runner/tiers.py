@@ -1,4 +1,4 @@
-"""Tiers of tests: the daily ones, the deep ones, the timing ones; and which part runs when.
+"""Tiers of tests: daily, deep and timing.
 
     --tier daily   what `make test` runs: all but `deep` and `timing`; of `rotating` cases a part
     --tier deep    everything but `timing`: `make test-deep`

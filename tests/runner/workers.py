@@ -245,8 +245,9 @@ def timeout_of(item: pytest.Item) -> float:
 
 
 def require_one_thread() -> None:
-    """Raise UsageError if a module that was collected has started a thread: a fork would not have
-    it, but would have the locks that it holds.
+    """Raise UsageError if a module that was collected has started a thread.
+
+    A fork would not have the thread, but would have the locks that it holds.
     """
     if len(os.listdir("/proc/self/task")) > 1:
         names = [thread.name for thread in threading.enumerate()]
@@ -320,8 +321,10 @@ def run_worker(
 def run_units(
     config: pytest.Config, items: list[pytest.Item], reporter: Reporter, account: Account
 ) -> None:
-    """Run one unit after the other; the next is asked for before the last test of one, since what
-    is torn down after a test depends on the one that follows.
+    """Run one unit after the other.
+
+    The next unit is requested before the last test of one: what is torn down after a test depends
+    on the test that follows.
     """
     unit = reporter.request_unit()
     counted_s = account.cpu_s()
@@ -342,8 +345,9 @@ def run_units(
 
 
 def settle(config: pytest.Config, number: int, base: Path | None) -> None:
-    """Set anew what a fork must not share with the controller: output, directory for files, random
-    numbers, and what is done at exit.
+    """Replace what a fork must not share with the controller.
+
+    That is its output, directory for files, random numbers, and what is done at exit.
     """
     os.environ[WORKER_ENV] = str(number)
     plugins = config.pluginmanager

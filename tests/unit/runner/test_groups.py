@@ -23,7 +23,7 @@ def account(request: pytest.FixtureRequest) -> Iterator[Account]:
     found.close()
 
 
-def test_what_a_process_and_its_children_use_is_counted(account: Account) -> None:
+def test_the_time_of_a_process_and_its_children_is_counted(account: Account) -> None:
     before = account.cpu_s()
     with subprocess.Popen([sys.executable, "-c", WAITS], stdin=subprocess.PIPE) as child:
         account.add(child.pid)

@@ -12,7 +12,7 @@ from sim.cluster.__main__ import main
 
 @dataclass
 class Ran:
-    """What became of a command."""
+    """Exit status and output of a command."""
 
     returncode: int
     stdout: str
