@@ -28,7 +28,9 @@ TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-UNSET = ("MESHRL_REDIS_URL", NURSERY_ENV)  # of tests; a load test has its own
+UNSET = ("MESHRL_REDIS_URL",)  # of tests; a load test has its own
+# Load tests about the nursery, or about all processes of a mesh, have one of their own.
+OWN_NURSERY = ("loadtests.start", "loadtests.chaos", "loadtests.damage", "loadtests.doors")
 
 
 def test_every_documented_command_has_a_smoke_form_or_a_reason() -> None:
@@ -85,7 +87,8 @@ def printed(words: list[str], folder: Path) -> dict[str, Any]:
 
     A load test may end with 1, as its figures are worth nothing at these sizes.
     """
-    environment = {k: v for k, v in os.environ.items() if k not in UNSET}
+    unset = (*UNSET, NURSERY_ENV) if words[0].startswith(OWN_NURSERY) else UNSET
+    environment = {k: v for k, v in os.environ.items() if k not in unset}
     environment |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     run = subprocess.run(
         [sys.executable, "-m", *words],
