@@ -33,24 +33,24 @@ test-ci: $(READY)
 test-timing: $(READY)
 	$(BIN)/python -m pytest --tier timing $(TESTS)
 
-# Within a minute: style, types, and the tests of what was changed since BASE that start no process.
-BASE ?= HEAD
+# Within a minute: style, types, and the tests of what was changed since the commit SINCE that start no process.
+SINCE ?= HEAD
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(TYPED)
-	$(BIN)/python -m tests.runner.changed $(BASE)
+	$(BIN)/python -m tests.runner.changed $(SINCE)
 
 # Each alert of compose/monitoring fires on a mesh of two hosts, and clears: `prometheus` of Debian.
 test-monitoring: $(READY)
-	$(BIN)/python -m pytest tests/deploy/monitoring
+	$(BIN)/python -m pytest --tier deep tests/deploy/monitoring
 	$(BIN)/python -m loadtests.monitoring
 
 # A real SGLang server: what every engine promises, what is its own, and a job of three steps.
 test-sglang: export MESHRL_SGLANG_PYTHON := $(CURDIR)/.venvs/sglang/bin/python
 test-sglang: $(READY)
 	tests/sglang/cpu/install.sh .venvs/sglang
-	$(BIN)/python -m pytest -k sglang tests/sglang tests/unit/common/generation tests/unit/engine tests/unit/meshrl
+	$(BIN)/python -m pytest --tier deep -k sglang tests/sglang tests/unit/common/generation tests/unit/engine tests/unit/meshrl
 	$(BIN)/meshrl run $(JOB) --force --set out=runs/sglang --set rollout.engine=sglang \
 		--set rollout.sglang_python=$(MESHRL_SGLANG_PYTHON) $(SHORT)
 
@@ -84,7 +84,7 @@ comma := ,
 # Debian, where one is started for it.
 test-compose: export MESHRL_TEST_COMPOSE := 1
 test-compose: $(READY)
-	$(BIN)/python -m pytest tests/deploy/compose
+	$(BIN)/python -m pytest --tier deep tests/deploy/compose
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -122,7 +122,7 @@ peers: $(READY)
 # Kubernetes' objects against the schemas of its versions, and every container of theirs run by Docker
 # as one mesh that trains; takes the image of $MESHRL_IMAGE, or meshrl:cpu.
 test-kubernetes: $(READY) .venvs/kubernetes/ready
-	$(BIN)/python -m pytest tests/deploy/kubernetes
+	$(BIN)/python -m pytest --tier deep tests/deploy/kubernetes
 	$(BIN)/python -m tests.deploy.kubernetes
 
 .venvs/kubernetes/ready: constraints.txt

@@ -57,7 +57,7 @@ async def test_a_host_sees_nothing_of_another_but_its_address(tmp_path: Path) ->
     abstract.close()
 
 
-@pytest.mark.deep
+@pytest.mark.timing
 async def test_a_link_has_the_rate_it_was_given() -> None:
     async with Hosts(2, rate="100mbit") as hosts, serving(hosts[0]):
         (rate,) = await probed(hosts[1], "send", hosts[0], 3 << 20)
@@ -68,6 +68,7 @@ async def test_a_link_has_the_rate_it_was_given() -> None:
                 pass
 
 
+@pytest.mark.timing
 async def test_a_round_trip_takes_twice_the_delay() -> None:
     async with Hosts(2, delay_s=0.02) as hosts, serving(hosts[0]):
         took = await probed(hosts[1], "ask", hosts[0], 20)
