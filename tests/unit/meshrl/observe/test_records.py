@@ -227,3 +227,14 @@ async def test_a_recorder_that_is_left_copies_nothing_more_and_who_waits_is_told
     recorder = Recorder(launcher, "one", run_dir)
     await recorder.abandon()
     assert "its copying has ended" in await recorder.delivered(stop)
+
+
+async def test_a_model_that_cannot_be_exported_is_named_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher, run_dir = Launcher(MeshPlace(tmp_path), Shape()), tmp_path / "one"
+    run_dir.mkdir()
+    assert not await report.export_model(launcher, run_dir)
+    said = capsys.readouterr().err
+    assert said.startswith("the model was not exported: ") and str(run_dir) in said
+    assert not (run_dir / "model").exists()
