@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 import time
 from asyncio.subprocess import PIPE
 from collections.abc import Sequence
@@ -37,9 +38,13 @@ def asked(*words: str | Path) -> dict[str, Any]:
     """The answer to a command; its own error."""
     with TemporaryDirectory(prefix="meshrl-versions-") as scratch:
         said = Path(scratch) / "said"
-        child = SystemHost().spawn(command(words), name="versions", log=said)
-        while child.poll() is None:
-            time.sleep(POLL_S)
+        tied = threading.current_thread() is threading.main_thread()  # no other thread can tie it
+        child = SystemHost().spawn(command(words), name="versions", log=said, die_with_parent=tied)
+        try:
+            while child.poll() is None:
+                time.sleep(POLL_S)
+        finally:
+            child.kill()
         text = said.read_text(errors="replace")
     return answer(text, text)
 

@@ -168,10 +168,10 @@ async def export_model(launcher: Launcher, run_dir: Path) -> bool:
     log = launcher.place.log(EXPORT)
     try:
         exporting = launcher.start_program(command(run_dir, run_dir / "model"), EXPORT)
-        status = await exporting.wait(EXPORT_S)
-        if status is None:
+        try:
+            status = await exporting.wait(EXPORT_S)
+        finally:
             exporting.kill()
-            await exporting.wait(EXPORT_S)
         said = "it took too long" if status is None else _last_line(log)
     except OSError as error:
         status, said = 1, f"{log}: {error}"

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from common.records.checkpoints import checkpoint_name
 from common.records.sealed import sealed
 from meshrl.cli import app
 from meshrl.run.resuming import resume
-from meshrl.weights.asking import answer, command
+from meshrl.weights.asking import answer, asked, command
 from services.weights.committed import versions
 from services.weights.keeping.pins import PINS, Pin, pin
 from services.weights.making import making
@@ -457,3 +458,9 @@ def test_without_a_command_its_help_is_shown() -> None:
     assert "Commands" in CliRunner().invoke(app, ["weights"], catch_exceptions=False).output
     wrong = CliRunner().invoke(app, ["weights", "--explain", "list"])
     assert wrong.exit_code == 2 and "stands alone" in wrong.output
+
+
+def test_versions_are_listed_from_any_thread(run: Run) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(asked, "list", run.directory).result()
+    assert [one["version"] for one in found["versions"]] == [0, 1, 2, 3]
