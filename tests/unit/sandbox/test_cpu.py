@@ -323,6 +323,7 @@ def test_it_holds_for_a_plain_user_without_namespaces() -> None:
         Path(directory).chmod(0o777)
         plain = [sys.executable, "-m", "tests.unit.sandbox.plain_user", sys.executable, "-m"]
         pytest_ = ["pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-k", "landlock"]
+        pytest_ += ["--tier", "deep"]
         command = [*plain, *pytest_, "--basetemp", f"{directory}/base", str(THIS)]
         with before_others():
             done = subprocess.run(
