@@ -46,7 +46,8 @@ def asked(*words: str | Path) -> dict[str, Any]:
         finally:
             child.kill()
         text = said.read_text(errors="replace")
-    return answer(text, text)
+    said_last = "\n".join(line for line in text.splitlines() if line.startswith("{"))
+    return answer(said_last, text)  # whatever else it wrote stands in the same file
 
 
 async def copied(run: Path, stop: asyncio.Event) -> str:

@@ -47,7 +47,7 @@ def imported_names(path: Path) -> set[str]:
     return names
 
 
-def affected_tests(changed: Iterable[Path]) -> list[Path]:
+def in_process_tests(changed: Iterable[Path]) -> list[Path]:
     """Return the files of tests that are changed or import what is, and start no process."""
     changed = set(changed)
     modules = {module_name(path) for path in changed}
@@ -63,7 +63,7 @@ def affected_tests(changed: Iterable[Path]) -> list[Path]:
 
 def main() -> int:
     """Run them; the exit status is pytest's."""
-    tests = affected_tests(changed_files(sys.argv[1]))
+    tests = in_process_tests(changed_files(sys.argv[1]))
     if not tests:
         print("no test in process is of what was changed")
         return 0

@@ -78,7 +78,8 @@ class Tiers:
         for item in items:
             (selected if self._wanted(item) else dropped).append(item)
         for item in dropped:
-            self._deselected["deep" if item.nodeid in self._deep else "timing"] += 1
+            timing = item.get_closest_marker("timing") is not None
+            self._deselected["timing" if timing else "deep"] += 1
         if dropped:
             config.hook.pytest_deselected(items=dropped)
             items[:] = selected

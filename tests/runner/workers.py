@@ -34,12 +34,14 @@ from _pytest.reports import TestReport
 
 from common.process.child import tie_to_parent
 from tests import ends
+from tests.load import scaled
 from tests.nursery import TestNursery
 from tests.runner import WORKER_ENV
 from tests.runner.costs import Costs
 from tests.runner.groups import Account, open_account
 
 UNIT = 8  # most tests of a file that a worker takes at once, unless they are a group
+END_S = 60.0  # for threads and functions at exit of a worker that has run its last test
 LONG_S = 180.0  # tests that declare such a time-out are begun first
 
 
@@ -313,6 +315,8 @@ def run_worker(
     except BaseException:
         ends.report(traceback.format_exc())
     finally:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(int(scaled(END_S)))  # what does not end would keep the controller for ever
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
         atexit._run_exitfuncs()
         os._exit(code)
