@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/ready
 JOB ?= examples/calculator.toml
 TESTS ?= tests
-TEST_WORKERS ?= 6
+TEST_WORKERS ?= 8
 TYPED := common meshrl services sim loadtests tests
 # One thread a process: two on a busy machine are up to 30 times slower than one.
 export OMP_NUM_THREADS := 1
@@ -134,11 +134,12 @@ test-kubernetes: $(READY) .venvs/kubernetes/ready
 verifiers: $(READY)
 	PYTHON=$(PYTHON) tests/verifiers/install.sh .venvs/verifiers
 
-# torch goes first and exactly: an open range would pull gigabytes of CUDA packages.
+# torch goes first and exactly: an open range would pull gigabytes of CUDA packages. Editable by a
+# path: a finder of setuptools would take longer to import, in every process, than Python to start.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]" --config-settings editable_mode=compat
 	touch $(READY)
 
 clean:

@@ -2,24 +2,27 @@
 closes its files to other users, then runs the program in its place.
 
 `python -m common.process.child parent=PID death=FD nice=N rlimit=AS:BYTES -- module:NAME
-ARGS...` runs a Python module in this same interpreter; `-- exec:PROGRAM ARGS...` replaces it. This
-costs no second interpreter, and the parent forks without running Python code in the child (a
-`preexec_fn` would, next to ZeroMQ's and our own threads). A program dies with the spawning thread
-of its parent, a module also when the parent's death pipe closes. Only the standard library, and
-little of it: it is in the start-up time of every process.
+ARGS...` runs a Python module in this same interpreter, which costs no second one; `-- exec:PROGRAM
+ARGS...` replaces it, and needs no more of Python than this file. The parent forks without running
+Python code in the child (a `preexec_fn` would, next to ZeroMQ's and our own threads). A program
+dies with the spawning thread of its parent, a module also when the parent's death pipe closes. Only
+the standard library, and little of it: it is in the start-up time of every process.
 """
 
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import sys
-from collections.abc import Callable
+
+TYPE_CHECKING = False  # `typing` and `signal` would take longer to import than all the rest
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
 
 CHANNEL_FD = "MESHRL_CHANNEL_FD"
 FRAME_LIMIT = 64 << 20  # bytes; a longer length prefix means that the stream is garbage
 PR_SET_PDEATHSIG = 1
+SIGKILL = 9
 PRIVATE = 0o077  # umask of every process of a mesh: what it writes is for its user's eyes only
 RESERVE_BYTES = 64 << 20  # of address space: for the modules that tell of an error
 ORPHANED = 71  # exit status of a child whose parent was gone before it could be tied to it
@@ -32,7 +35,7 @@ def tie_to_parent(parent: int) -> None:
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os._exit(ORPHANED)
@@ -52,7 +55,7 @@ def end_with(death_fd: int) -> int:
     own = os.open(f"/proc/self/fd/{death_fd}", os.O_RDONLY | os.O_NONBLOCK)
     os.close(death_fd)
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(own, fcntl.F_SETSIG, SIGKILL)
     fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
     poll = select.poll()
     poll.register(own, 0)  # only its end
@@ -105,6 +108,8 @@ class Channel:
     @classmethod
     def from_env(cls) -> Channel:
         """The channel that `Host.spawn` opened with `pipe`; KeyError if it opened none."""
+        import socket
+
         return cls(socket.socket(fileno=int(os.environ.pop(CHANNEL_FD))))
 
     def send(self, frame: bytes) -> None:
@@ -127,6 +132,7 @@ class Channel:
         mistake.
         """
         import fcntl
+        import socket
 
         moved = fcntl.fcntl(self._stream.fileno(), fcntl.F_DUPFD_CLOEXEC, lowest_fd)
         self._stream.close()

@@ -8,7 +8,6 @@ the same work costs up to twice the CPU time beside busy neighbours.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
 import tomllib
@@ -36,7 +35,7 @@ class Costs:
     _began: float = field(default_factory=time.monotonic)
     _slowness: list[float] = field(default_factory=list)
     _calibrate_at: float = 0.0
-    _host_s: float = field(default_factory=lambda: read_host_cpu_s())
+    _host_s: float = field(default_factory=load.read_host_cpu_s)
 
     def add(self, nodeid: str, cpu_s: float, wall_s: float) -> None:
         """Record a test that has ended."""
@@ -58,7 +57,7 @@ class Costs:
     @property
     def others_share(self) -> float:
         """Share of the host's CPU time during the run that was not the run's own."""
-        host_s = read_host_cpu_s() - self._host_s
+        host_s = load.read_host_cpu_s() - self._host_s
         return max(0.0, 1.0 - self.total_s / host_s) if host_s else 0.0
 
     def problems(self) -> Iterable[str]:
@@ -109,13 +108,6 @@ class Costs:
         if self.config.option.hold_budget:
             for problem in self.problems():
                 terminalreporter.write_line(f"too dear: {problem}", red=True)
-
-
-def read_host_cpu_s() -> float:
-    """Return the CPU seconds that the host's processes have used, and what was stolen from it."""
-    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    user, nice, system, _, _, irq, softirq, steal, *_ = map(int, fields)
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def read_budget(root: Path) -> float:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
+import logging
 import multiprocessing.connection
 import os
 import random
@@ -40,8 +42,10 @@ from tests.runner import WORKER_ENV
 from tests.runner.costs import Costs
 from tests.runner.groups import Account, open_account
 
-UNIT = 8  # most tests of a file that a worker takes at once, unless they are a group
+UNIT = 8  # most tests of a file that a worker takes at once, unless they share a fixture or a group
 END_S = 60.0  # for threads and functions at exit of a worker that has run its last test
+PRELOADED = ("renderers",)  # modules that tests of many files load as they run
+MANY = 1000  # tests of a run that is worth loading these before
 LONG_S = 180.0  # tests that declare such a time-out are begun first
 
 
@@ -87,6 +91,9 @@ class Workers:
         self._items = session.items
         self._units = deque(units_of(self._items))
         self._base = self._config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        if len(self._items) > MANY:
+            for name in PRELOADED:
+                importlib.import_module(name)
         require_one_thread()
         gc.collect()
         if (seconds := self._config.option.stop_after) is not None:
@@ -225,17 +232,25 @@ class Workers:
 def units_of(items: list[pytest.Item]) -> Iterator[list[int]]:
     """Yield units of tests, by index: groups, and neighbours in a file; long ones first."""
     units: dict[object, list[int]] = {}
+    sharing = {item.path for item in items if shares_fixture(item)}
     for index, item in enumerate(items):
         group = item.get_closest_marker("group")
         if group is not None:
             key: object = group.args[0]
         else:
-            key = (item.path, index // UNIT)
+            key = (item.path, 0 if item.path in sharing else index // UNIT)
         units.setdefault(key, []).append(index)
     long = {key: max(timeout_of(items[index]) for index in unit) for key, unit in units.items()}
     ordered = sorted(units, key=lambda key: (-max(long[key], LONG_S - 1), isinstance(key, tuple)))
     for key in ordered:
         yield units[key]
+
+
+def shares_fixture(item: pytest.Item) -> bool:
+    """Return True if a test has a fixture of its module, which each worker would make again."""
+    information = getattr(item, "_fixtureinfo", None)
+    definitions = information.name2fixturedefs.values() if information is not None else ()
+    return any(found[-1].scope == "module" for found in definitions)
 
 
 def timeout_of(item: pytest.Item) -> float:
@@ -363,6 +378,9 @@ def settle(config: pytest.Config, number: int, base: Path | None) -> None:
     if capture is not None and capture.is_globally_capturing():  # a file shared with others
         capture.stop_global_capturing()
         capture.start_global_capturing()
+    for logger in logging.Logger.manager.loggerDict.values():  # else pytest attaches to each of
+        if isinstance(logger, logging.Logger):  # torch's fifty loggers, at three phases of a test
+            logger.propagate = True
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     assert base is not None
     own = base / f"worker{number}"

@@ -267,6 +267,7 @@ def hold(connect: Callable[[], Coroutine[Any, Any, State]], examples: int) -> No
     )
 
 
+@pytest.mark.rotating(2)
 def test_the_gate_reopens_and_nothing_is_lost_in_process() -> None:
     async def connect() -> State:
         return simulated_state(HandClock())

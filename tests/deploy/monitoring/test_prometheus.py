@@ -41,6 +41,7 @@ def test_prometheus_takes_the_configuration_and_the_rules() -> None:
     promtool("check", "rules", "--lint=all", "--lint-fatal", "alerts.yaml")
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.needs("promtool")
 def test_each_alert_fires_when_it_should_and_not_when_it_should_not() -> None:
     promtool("test", "rules", "alerts_test.yaml")

@@ -41,6 +41,7 @@ def test_rows_that_cannot_be_scored_are_dropped_by_type_and_the_others_train(
     assert all(sample["turns"][0]["role"] == "model" for sample in kept)
 
 
+@pytest.mark.rotating(2)
 def test_a_job_whose_reward_always_raises_fails_and_says_what_it_raised(
     run: Callable[..., Run],
 ) -> None:

@@ -63,6 +63,7 @@ def shown(place: MeshPlace) -> Iterator[tuple[str, bytes]]:
             yield str(path), path.read_bytes()
 
 
+@pytest.mark.rotating(2)
 async def test_a_job_runs_by_roles_that_are_denied_nothing_and_show_no_secret(
     mesh: Launcher,
 ) -> None:

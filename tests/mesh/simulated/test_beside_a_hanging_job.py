@@ -57,6 +57,7 @@ async def beside(world: World) -> dict[str, Any]:
     }
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.timeout(300)
 def test_a_job_beside_one_that_hangs_is_not_delayed(tmp_path: Path) -> None:
     seen = on_world(tmp_path, Size(WORKERS, steps=STEPS, jobs=2), beside)

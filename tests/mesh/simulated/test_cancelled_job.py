@@ -14,6 +14,7 @@ from tests.mesh.simulated.worlds import on_world, until_over
 STEPS = 3
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.timeout(200)
 def test_a_cancelled_job_frees_its_workers_and_goes_on_where_it_was(tmp_path: Path) -> None:
     async def story(world: World) -> dict[str, Any]:

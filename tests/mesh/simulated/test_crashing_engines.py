@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from common.state import events, jobs, registry
 from sim.mesh.job import JOB
 from sim.mesh.world import Size, World
@@ -14,6 +16,7 @@ SEES_S = 300.0  # by then the job has failed
 AGAIN = "again"
 
 
+@pytest.mark.rotating(2)
 def test_a_signal_at_each_start_fails_the_job_and_leaves_the_mesh_up(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         began = world.clock.monotonic()

@@ -108,6 +108,7 @@ def test_weights_that_the_store_lacks_are_made_again_from_the_checkpoint(tmp_pat
     assert (seen["account"]["lost"], seen["account"]["trained_twice"]) == (0, 0)
 
 
+@pytest.mark.rotating(2)
 def test_weights_that_an_engine_cannot_load_are_written_again_by_the_trainer(
     tmp_path: Path,
 ) -> None:

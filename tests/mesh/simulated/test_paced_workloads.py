@@ -52,6 +52,7 @@ def test_a_helper_takes_half_of_the_bins() -> None:
     assert step_s(workload) == pytest.approx(4.0 + 0.5, rel=0.1)
 
 
+@pytest.mark.rotating(2)
 def test_rollout_takes_its_tokens_a_step_each_beyond_the_plateau() -> None:
     """The gate lets 24 trajectories through at a time, three steps' worth, which advance a token in
     24 / 4 decode steps of a tenth of a second: 20 tokens take 12 s, for three steps.
@@ -74,6 +75,7 @@ def test_lengths_and_tools_drift_along_the_run() -> None:
     assert fmean(found.steps_s[-2:]) > 3 * fmean(found.steps_s[:2])
 
 
+@pytest.mark.rotating(2)
 def test_the_planner_moves_a_gang_where_training_takes_long() -> None:
     found = run(job(workers=3, training="22/500", moves=True, steps=12))
     assert [(move["from"], move["to"]) for move in found.moves] == [("rollout", "training")]

@@ -196,6 +196,7 @@ def test_a_lost_worker_is_waited_for_until_it_counts_as_gone(tmp_path: Path) -> 
     tell(story, tmp_path)
 
 
+@pytest.mark.rotating(2)
 def test_stage_times_are_looked_at_once_in_an_interval(tmp_path: Path) -> None:
     """The trainer needs a second for a step, its engines are nearly idle: rollout has a gang too
     many, as soon as there is a window that tells.

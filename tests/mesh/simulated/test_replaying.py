@@ -31,6 +31,7 @@ def digest_of(hash_seed: str, log: Path) -> str:
     return found
 
 
+@pytest.mark.rotating(2)
 def test_a_seed_gives_one_run_again() -> None:
     plan = Plan(11, "all", 0.002)
     assert play(plan).digest == play(plan).digest != play(replace(plan, seed=12)).digest

@@ -108,6 +108,7 @@ async def settled(elastic: ElasticMesh, name: str, wish: Settle) -> Settled:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.rotating(3)
 async def test_any_hybrids_at_any_time_leave_the_weights_of_one_process(
     elastic: ElasticMesh, expected: Mapping[str, Tensor]
 ) -> None:
@@ -148,6 +149,7 @@ async def test_a_rank_that_dies_or_hangs_costs_the_step_it_was_in(
     assert_alike(await training.weights(), expected)
 
 
+@pytest.mark.rotating(3)
 async def test_a_core_gives_up_when_ranks_are_lost_at_one_step_again_and_again(
     elastic: ElasticMesh,
 ) -> None:

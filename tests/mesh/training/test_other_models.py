@@ -161,6 +161,7 @@ def test_a_job_whose_teacher_has_weights_that_are_no_numbers_fails_by_their_tens
     assert "the frozen models cannot be served: tensor model.norm.weight has 1 of" in one.said
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.timeout(300)
 def test_a_job_learns_given_answers_without_an_engine(
     run: Callable[..., Run], tmp_path: Path

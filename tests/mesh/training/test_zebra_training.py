@@ -97,6 +97,7 @@ async def test_ranks_of_either_class_may_die_or_hang_and_the_weights_stay_the_sa
     assert not different
 
 
+@pytest.mark.rotating(3)
 async def test_a_core_left_as_a_checkpoint_goes_on_as_ranks_that_divide_otherwise(
     elastic: ElasticMesh,
 ) -> None:

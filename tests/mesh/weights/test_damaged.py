@@ -38,6 +38,7 @@ async def test_a_bit_that_is_flipped_on_the_wire(made: Weather) -> None:
     await made.arrives(engine)
 
 
+@pytest.mark.rotating(3)
 async def test_a_bit_that_is_flipped_in_what_a_host_has_kept(made: Weather) -> None:
     await made.begin()
     await made.engine.kill()
@@ -47,6 +48,7 @@ async def test_a_bit_that_is_flipped_in_what_a_host_has_kept(made: Weather) -> N
     assert path.read_bytes() != spoiled
 
 
+@pytest.mark.rotating(3)
 async def test_a_bit_that_is_flipped_in_the_store(made: Weather) -> None:
     await made.begin()
     store = made.scene.root(0) / "store"

@@ -68,6 +68,7 @@ async def versions(made: Weather) -> Versions:
     return found
 
 
+@pytest.mark.rotating(3)
 async def test_who_makes_deltas_is_killed(versions: Versions) -> None:
     digest = await versions.staged(versions.publisher)
     await versions.publisher.kill()
@@ -79,6 +80,7 @@ async def test_who_makes_deltas_is_killed(versions: Versions) -> None:
     assert await versions.carried(versions.receiver, await versions.staged(again)) < MOST
 
 
+@pytest.mark.rotating(3)
 async def test_who_receives_is_killed(versions: Versions) -> None:
     digest = await versions.staged(versions.publisher)
     order = await versions.in_the_middle(digest)

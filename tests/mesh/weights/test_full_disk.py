@@ -19,6 +19,7 @@ def full(member: Member, size: int) -> None:
     resource.prlimit(member.pid, resource.RLIMIT_FSIZE, (size, UNLIMITED))
 
 
+@pytest.mark.rotating(3)
 async def test_a_trainer_whose_disk_is_full_waits_and_nobody_sees_what_it_began(
     made: Weather,
 ) -> None:
@@ -34,6 +35,7 @@ async def test_a_trainer_whose_disk_is_full_waits_and_nobody_sees_what_it_began(
     await made.arrives(made.engine)
 
 
+@pytest.mark.rotating(3)
 async def test_an_engine_whose_disk_is_full_has_the_version_in_memory(made: Weather) -> None:
     await made.begin()
     full(made.engine, NO_CHUNK)

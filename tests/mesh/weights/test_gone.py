@@ -24,6 +24,7 @@ def digests(store: ChunkStore) -> set[str]:
     return {name for name in names if not name.startswith(".")}
 
 
+@pytest.mark.rotating(3)
 async def test_a_version_that_is_collected_as_it_is_pulled(made: Weather) -> None:
     await made.begin()
     store = ChunkStore(made.scene.root(0) / "store")
@@ -76,6 +77,7 @@ async def test_a_version_that_is_swept_as_an_engine_pulls_it(made: Weather) -> N
     await made.arrives(made.engine)
 
 
+@pytest.mark.rotating(3)
 async def test_who_pulls_a_version_that_is_swept_hears_that_it_is_gone(made: Weather) -> None:
     await made.begin(store=SWEEPING)
     receiver = await made.scene.receiver(9, host=3)

@@ -57,6 +57,7 @@ async def test_a_trainer_that_is_killed_as_it_stages(made: Weather, share: float
     await made.arrives(made.engine)
 
 
+@pytest.mark.rotating(3)
 async def test_a_host_that_is_killed_as_it_serves_is_left_for_another(made: Weather) -> None:
     await made.begin()
     first, road = await made.agent_on_a_road(1)

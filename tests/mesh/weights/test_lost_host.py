@@ -34,6 +34,7 @@ async def lose_host(trained: TrainedWeather) -> None:
         shutil.rmtree(trained.scene.root(0) / directory, ignore_errors=True)
 
 
+@pytest.mark.rotating(3)
 async def test_who_trains_goes_on_from_memory(trained: TrainedWeather) -> None:
     await trained.begin_training()
     await trained.release()
@@ -48,6 +49,7 @@ async def test_who_trains_goes_on_from_memory(trained: TrainedWeather) -> None:
         await trained.arrives(engine)
 
 
+@pytest.mark.rotating(3)
 async def test_without_a_copy_the_job_fails_and_says_what_can_be_done(
     trained: TrainedWeather,
 ) -> None:

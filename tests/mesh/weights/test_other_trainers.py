@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.group("weather")]
 OTHER = 70  # seed of what the successor publishes
 
 
+@pytest.mark.rotating(3)
 async def test_a_trainer_that_was_replaced_commits_nothing(made: Weather) -> None:
     await made.begin()
     first = made.publisher

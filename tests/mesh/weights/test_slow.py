@@ -30,6 +30,7 @@ async def test_a_host_that_stalls_as_it_serves_is_left_for_another(made: Weather
         agent.signal(signal.SIGCONT)
 
 
+@pytest.mark.rotating(3)
 async def test_a_store_that_stalls_in_the_middle_is_left_for_a_host_that_has_it(
     made: Weather,
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_paced_engine_below_its_plateau_is_found_to_keep_its_pace(batches: lis
     assert service.measured()["curve"][:6] == found.told()
 
 
+@pytest.mark.rotating(2)
 def test_a_paced_engine_beyond_its_plateau_is_found_to_take_longer_for_each_sequence() -> None:
     clock, pace = StandingClock(), Pace(0.01, 1, 1000.0)
     service = serving(PacedEngine(built_in("eager", 8, 256, clock=clock), pace, clock), clock)

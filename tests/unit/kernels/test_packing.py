@@ -58,6 +58,7 @@ def test_the_same_lengths_always_pack_the_same_way(
     assert pack_rounds(lengths, 640, ranks, cost) == pack_rounds(tuple(lengths), 640, ranks, cost)
 
 
+@pytest.mark.rotating(2)
 @settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=6),

@@ -32,6 +32,7 @@ def line_of(output: str, what: str) -> str:
     return next(line for line in output.splitlines() if line.split()[1:2] == [what])
 
 
+@pytest.mark.rotating(2)
 def test_without_a_compiler_engine_and_training_take_torch_and_say_why(tmp_path: Path) -> None:
     output = doctor(tmp_path, str(tmp_path))
     for what, otherwise in (("engine", "torch eager"), ("training", "torch's operators")):

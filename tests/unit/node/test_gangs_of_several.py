@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from common.pool.rows import Doing, Role
 from tests.unit.node.smallmesh import SmallMesh, gone
 
 
+@pytest.mark.rotating(2)
 async def test_a_resident_is_ready_when_all_its_ranks_are(mesh: SmallMesh) -> None:
     mesh.start_agent(workers=3)
     await mesh.form("w2", "w0")

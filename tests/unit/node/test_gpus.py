@@ -92,6 +92,7 @@ async def test_an_engine_of_two_sees_both_devices_and_waits_until_nobody_fills_t
     await mesh.until("kept", "g0.0", lambda r: r.settled and r.reports[1].token != token)
 
 
+@pytest.mark.rotating(2)
 async def test_figures_are_published_and_what_breaks_is_an_event(
     mesh: SmallMesh, gpus: Gpus
 ) -> None:

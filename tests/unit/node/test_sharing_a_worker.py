@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from common.api.node import Worker
 from common.clock import SystemClock
 from common.pool.rows import Gang, Resident, Role
@@ -57,6 +59,7 @@ def overlap(directory: Path) -> bool:
     return any(end > begin for (_, end), (begin, _) in itertools.pairwise(pieces))
 
 
+@pytest.mark.rotating(2)
 async def test_engine_and_trainer_share_a_worker_and_one_that_is_stopped_in_its_turn_is_killed(
     mesh: SmallMesh,
 ) -> None:

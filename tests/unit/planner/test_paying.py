@@ -153,6 +153,7 @@ def assert_ends_up_no_slower(workers: int, plant: Plant) -> None:
     assert plant.drag > 1 or ends_s <= 1.3 * best_s, (ends_s, best_s, verdicts)
 
 
+@pytest.mark.rotating(2)
 @settings(max_examples=4, deadline=None)
 @jobs
 def test_no_job_ends_up_slower_than_where_it_began(workers: int, plant: Plant) -> None:

@@ -91,12 +91,14 @@ def test_nothing_is_reshaped_without_lengths_or_where_the_split_is_held() -> Non
     assert degrees_of(mesh(allowed=(1, 2))) == ONES
 
 
+@pytest.mark.rotating(2)
 def test_one_degree_alone_leaves_engines_as_they_are() -> None:
     looks = mesh(9, allowed=(2,))
     run(looks, replace(LONG), 40)
     assert set(degrees_of(looks)) == {2}
 
 
+@pytest.mark.rotating(2)
 def test_a_wish_is_remembered_and_pursued_over_looks_until_all_is_there() -> None:
     looks, plant = mesh(), replace(LONG)
     for _ in range(40):

@@ -89,6 +89,7 @@ def test_a_turn_that_is_cancelled_at_any_await_leaves_nothing(crowd: int, awaits
 # -- groups and evaluations ----------------------------------------------------------------------
 
 
+@pytest.mark.rotating(2)
 def test_a_group_that_is_cancelled_at_any_await_leaves_nothing(tmp_path: Path) -> None:
     async def story(bench: ShardBench) -> None:
         at = 0

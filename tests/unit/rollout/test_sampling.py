@@ -78,6 +78,7 @@ async def test_a_prompt_without_room_behind_it_is_refused(game: Partner) -> None
         await sampled(game, Asked(long, True), "--json")
 
 
+@pytest.mark.rotating(2)
 async def test_a_reward_that_needs_more_than_the_prompt_is_missing_and_no_error(
     tmp_path: Path,
 ) -> None:

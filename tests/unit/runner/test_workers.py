@@ -23,8 +23,8 @@ def pytest_configure(config):
 def pytest_unconfigure(config):
     plugins.unconfigure(config)
 """
-TESTS = """
-import os, time, warnings
+SHARING = """
+import os
 import pytest
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,19 @@ def shared(tmp_path_factory):
     print("torn down")
 
 @pytest.mark.parametrize("number", range(20))
-def test_passes(number, shared):
+def test_shares(number, shared):
     (shared / str(number)).write_text(os.environ["MESHRL_TEST_WORKER"])
+
+def test_one_worker_made_what_they_share(shared):
+    assert len(list(shared.iterdir())) == 20
+"""
+TESTS = """
+import os, time, warnings
+import pytest
+
+@pytest.mark.parametrize("number", range(20))
+def test_passes(number):
+    pass
 
 @pytest.mark.parametrize("number", range(3))
 def test_dies(number):
@@ -73,6 +84,7 @@ cpu_budget_s = 0.1
 def test_every_outcome_reaches_the_report(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_them.py").write_text(TESTS)
+    (tmp_path / "test_sharing.py").write_text(SHARING)
     (tmp_path / "pyproject.toml").write_text(SETTINGS)
     words = ["--workers", "2", "--rotation", "1", "--costs", "costs.json", "--hold-budget"]
     ran = subprocess.run(
@@ -84,10 +96,10 @@ def test_every_outcome_reaches_the_report(tmp_path: Path) -> None:
     )
     said = ran.stdout
     assert ran.returncode == 1, said + ran.stderr
-    assert "2 failed, 26 passed, 7 deselected, 1 warning" in said, said
+    assert "2 failed, 47 passed, 7 deselected, 1 warning" in said, said
     assert "ended with exit status 7 while it ran test_them.py::test_dies[1]" in said
     assert "what it printed" in said and "assert 1 == 2" in said and "mind this" in said
     assert "deselected 7 deep tests: --tier deep" in said and "--rotation 1" in said
     assert "too dear: the daily tests cost" in said or "no limit is held" in said
     costs = json.loads((tmp_path / "costs.json").read_text())
-    assert len(costs) == 27 and costs["test_them.py::test_uses_the_cpu"][0] > 0.01
+    assert len(costs) == 48 and costs["test_them.py::test_uses_the_cpu"][0] > 0.01

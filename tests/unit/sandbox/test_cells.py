@@ -59,6 +59,7 @@ async def test_a_forked_process_that_falls_out_of_its_cell_answers_nothing_for_i
     assert (await sessions.run("a", "child > 0")).stdout == b"True\n"
 
 
+@pytest.mark.rotating(3)
 async def test_a_cell_that_takes_too_long_ends_its_session_and_says_so(sessions: Sessions) -> None:
     await sessions.run("a", "x = 5")
     late = await sessions.run("a", "print('begun')\nwhile True: pass")
@@ -76,6 +77,7 @@ async def test_time_between_cells_does_not_count(launcher: JailLauncher) -> None
     sessions.close()
 
 
+@pytest.mark.rotating(3)
 async def test_limits_are_of_each_cell(launcher: JailLauncher) -> None:
     limits = replace(LIMITS, cpu_s=0.4)
     sessions = Sessions(launcher, SystemClock(), limits, most=3, idle_s=600.0)

@@ -99,6 +99,7 @@ def test_without_namespaces_landlock_contains_it(family: str, canary: Path) -> N
     ran(family, "landlock", canary, plain=True)
 
 
+@pytest.mark.rotating(3)
 def test_nothing_is_paid_by_tests_of_any_style_without_being_right(canary: Path) -> None:
     ran("tests forging", best(), canary, plain=False)
 

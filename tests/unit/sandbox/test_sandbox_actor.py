@@ -114,6 +114,7 @@ def jailed(place: Place, **values: Any) -> LoadJob:
     return LoadJob("j", str(place.directory), JAILED, rewards, jail=JailSettings(**values))
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap", "python3")
 async def test_a_job_with_a_runner_has_a_container_for_each_call(place: Place) -> None:
     sandbox = await place.open()
@@ -147,6 +148,7 @@ async def published(place: Place, rests: bool) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 async def test_what_the_model_wrote_runs_in_jails_and_is_told_to_it(place: Place) -> None:
     sandbox = await place.open()
@@ -192,6 +194,7 @@ async def test_what_the_model_wrote_runs_in_jails_and_is_told_to_it(place: Place
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 async def test_a_reward_is_the_weighted_sum_of_its_parts(place: Place) -> None:
     sandbox = await place.open()
@@ -278,6 +281,7 @@ async def alive(place: Place, *names: str) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.rotating(3)
 async def test_calls_are_spread_over_sandboxes_and_a_dead_ones_are_asked_of_another(
     place: Place,
 ) -> None:
@@ -307,6 +311,7 @@ async def test_calls_are_spread_over_sandboxes_and_a_dead_ones_are_asked_of_anot
     await client.close()
 
 
+@pytest.mark.rotating(3)
 async def test_a_job_that_eats_its_sandbox_does_not_delay_another(place: Place) -> None:
     sandbox = await place.open()
     place.spawned("sandbox/k/0")
@@ -328,6 +333,7 @@ async def test_a_job_that_eats_its_sandbox_does_not_delay_another(place: Place) 
         await client.close()
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 async def test_what_must_not_run_twice_comes_back_as_crashed(place: Place) -> None:
     await place.open()

@@ -95,6 +95,7 @@ def test_a_host_that_has_only_some_of_the_chunks_wants_the_deltas_of_the_others(
     on_store(tmp_path, story)
 
 
+@pytest.mark.rotating(3)
 def test_an_anchor_stays_while_a_host_holds_it(tmp_path: Path) -> None:
     async def story(store: StoreBench) -> None:
         await store.submit()

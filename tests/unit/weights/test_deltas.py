@@ -144,6 +144,7 @@ async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
     await state.close()
 
 
+@pytest.mark.rotating(3)
 async def test_the_next_version_comes_as_what_changed(hosts: Hosts) -> None:
     engine = await hosts.engine()
     async with hosts.deltas() as deltas:
@@ -174,6 +175,7 @@ async def test_a_base_moves_on_with_what_was_acknowledged_alone(hosts: Hosts) ->
     assert engine.count("deltas_applied") == CHUNKS
 
 
+@pytest.mark.rotating(3)
 async def test_a_new_host_pulls_in_full_and_does_not_wait(hosts: Hosts) -> None:
     first, second = await hosts.engine(), await hosts.engine("engine/g1", "third")
     async with hosts.deltas() as deltas:
@@ -186,6 +188,7 @@ async def test_a_new_host_pulls_in_full_and_does_not_wait(hosts: Hosts) -> None:
             assert await engine.receive(newest) < SIZE * SHARE * 3
 
 
+@pytest.mark.rotating(3)
 async def test_one_who_fell_behind_catches_up_from_an_anchor(hosts: Hosts) -> None:
     engines = [await hosts.engine(f"engine/g{n}", f"host{n}") for n in range(3)]
     async with hosts.deltas(anchors=2) as deltas:

@@ -118,6 +118,7 @@ async def test_a_version_is_hashed_once_for_all_processes_of_a_host(
     assert right(await late.receive(hosts.digest, fresh=True)) and hashed(mesh) == SIZE
 
 
+@pytest.mark.rotating(3)
 async def test_what_was_hashed_before_is_hashed_again_by_who_comes_later(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +142,7 @@ async def test_what_was_hashed_before_is_hashed_again_by_who_comes_later(
             await one.receive(hosts.digest)
 
 
+@pytest.mark.rotating(3)
 async def test_a_file_that_was_written_to_is_hashed_again(hosts: Hosts) -> None:
     _, receiver = await hosts.receiver("engine/g0")
     image = await receiver.receive(hosts.digest)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 import torch
 import xxhash
 
@@ -76,6 +77,7 @@ def test_one_sequences_gradient_does_not_depend_on_its_neighbours() -> None:
     torch.testing.assert_close(*gradients, atol=1e-6, rtol=0)
 
 
+@pytest.mark.rotating(2)
 def test_a_training_pass_is_the_same_to_the_last_bit_in_another_process() -> None:
     script = (
         "import torch; torch.set_num_threads(1)\n"

@@ -98,6 +98,7 @@ async def test_it_is_what_a_fresh_interpreter_would_be(
     assert not set(seen["drawn"]) & set(again["drawn"])
 
 
+@pytest.mark.rotating(3)
 async def test_threads_and_memory_are_as_the_environment_says(
     tmp_path: Path, open_nursery: Open
 ) -> None:

@@ -87,6 +87,7 @@ def equal(a: TokenRows, b: TokenRows) -> bool:
     return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)
 
 
+@pytest.mark.rotating(2)
 @settings(max_examples=40)
 @given(written=records, garbage=st.binary(max_size=40))
 def test_wherever_a_segment_is_cut_its_whole_records_are_read_and_nothing_else(

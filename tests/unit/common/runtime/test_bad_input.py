@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgpack
+import pytest
 import zmq
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -111,6 +112,7 @@ def _echo(mesh: Mesh, call_id: int = 1, method: str = "echo", target: str | None
     return pack_header(CALL, call_id, mesh.name, method, "stranger", where, 60_000)
 
 
+@pytest.mark.rotating(2)
 async def test_a_thousand_malformed_messages_harm_nobody(join: Join) -> None:
     mesh = await join("a", Talker())
     friend = (await join("b")).ref("a")

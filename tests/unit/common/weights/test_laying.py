@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,6 +68,7 @@ def read(version: Version, chunks: dict[str, bytes]) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.rotating(2)
 @settings(max_examples=40, deadline=None)
 @given(
     ranks=st.integers(1, 5),

@@ -108,6 +108,7 @@ def test_a_job_that_does_is_refused_with_the_fix_where_there_is_too_little(
     assert "apt-get install bubblewrap" in str(caught.value)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.needs("bwrap")
 def test_the_isolation_that_is_found_is_one_that_a_program_ran_in() -> None:
     found = containment.found()

@@ -85,6 +85,7 @@ async def all_back(mesh: Launcher, names: set[str]) -> bool:
     return names == set(await alive(mesh))
 
 
+@pytest.mark.rotating(2)
 async def test_services_that_die_or_stop_come_back(mesh: Launcher) -> None:
     before = await alive(mesh)
     assert {"planner/0", "planner/1", "weights"} <= set(before)

@@ -63,6 +63,7 @@ def descriptors(pid: int) -> list[str]:
     return sorted(found)
 
 
+@pytest.mark.rotating(2)
 async def test_it_forks_what_every_process_needs_and_has_begun_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ def test_a_pointer_of_another_user_leads_nowhere(
         find_mesh(None)
 
 
+@pytest.mark.rotating(2)
 def test_what_a_command_writes_is_for_its_user_alone(tmp_path: Path) -> None:
     shown = "import os; print(oct(os.umask(0)))"
     program = f"import sys, atexit; atexit.register(lambda: exec({shown!r}))\n"

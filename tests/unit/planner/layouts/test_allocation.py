@@ -23,6 +23,7 @@ from services.planner.layouts.serving import Ranges, Served
 from services.planner.layouts.training import Trainable, Trains
 
 
+@pytest.mark.rotating(2)
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6))
 def test_a_plan_is_as_short_as_the_shortest_of_all(seed: int) -> None:
@@ -59,6 +60,7 @@ def checked(plan: Plan, ranges: Ranges, nodes: Sequence[Node]) -> None:
     assert all(used[node.place] <= node.free for node in nodes)
 
 
+@pytest.mark.rotating(2)
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6))
 def test_a_plan_serves_every_group_with_the_accelerators_there_are(seed: int) -> None:

@@ -62,6 +62,7 @@ RETURNS: dict[str, tuple[Any, str, float]] = {  # (what is wanted, the body of f
 }  # fmt: skip
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 async def test_results_are_compared_as_python_has_them(launcher: JailLauncher) -> None:
     graded = {}

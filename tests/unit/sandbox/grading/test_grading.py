@@ -149,6 +149,7 @@ async def test_broken_tests_are_an_error_and_no_score(launcher: JailLauncher) ->
     ).value == 1.0
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 async def test_a_case_that_hangs_or_crashes_costs_only_itself(launcher: JailLauncher) -> None:
     source = "def f(x):\n    if x == 2:\n        while True: pass\n    if x == 3:\n"
@@ -306,6 +307,7 @@ async def test_methods_sets_and_fast_input_are_as_people_write_them(launcher: Ja
     assert (await grading.reward(row, said(source))).value == 1.0
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 async def test_an_answer_that_hangs_in_every_case_is_given_up(launcher: JailLauncher) -> None:
     grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": 0.2})

@@ -96,6 +96,7 @@ def test_torn(torn): pass
 """
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_share_of_what_pytest_passes(suites: Suites) -> None:
     assert await graded(suites, USUAL, ADD) == Answer("ok", 5 / 6, "")

@@ -161,6 +161,7 @@ def test_a_group_that_still_holds_memory_is_not_empty(tmp_path: Path) -> None:
         made.remove()
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 @pytest.mark.needs("cgroups")
 async def test_files_of_a_jail_that_has_ended_are_no_memory_of_the_next(tmp_path: Path) -> None:
@@ -189,6 +190,7 @@ def test_v1_without_a_cpu_controller_that_may_be_used_bounds_the_rest(
     assert homes.missing == ("weigh", "count", "freeze")
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 @pytest.mark.needs("cgroups")
 async def test_a_limit_is_enforced_with_whatever_groups_can_do(tmp_path: Path) -> None:

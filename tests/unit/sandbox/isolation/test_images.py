@@ -58,6 +58,7 @@ async def launcher(tmp_path: Path, bundle: tuple[Path, str]) -> AsyncIterator[Ja
     await made.stop()
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 async def test_the_image_is_all_that_a_program_sees_and_it_cannot_change_it(
     launcher: JailLauncher, bundle: tuple[Path, str]

@@ -33,6 +33,7 @@ async def standin(tmp_path: Path) -> AsyncIterator[JailLauncher]:
     await made.stop()
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap", "python3")
 async def test_memory_and_time_are_bounded_from_outside_too(
     standin: JailLauncher, tmp_path: Path

@@ -83,6 +83,7 @@ async def test_a_tier_that_does_not_work_says_why(
     assert "ended at its start" in problem
 
 
+@pytest.mark.rotating(3)
 def test_of_a_bubblewrap_that_fails_for_no_setting_nobody_is_sure(
     failing_bwrap: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +148,7 @@ print("all four")
             (home / here).rmdir()
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap", "python3")
 def test_a_runner_is_a_tier_of_its_own_if_it_runs_a_program() -> None:
     works = SandboxConfig(runner=[STANDIN], python="/usr/bin/python3")

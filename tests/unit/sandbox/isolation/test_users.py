@@ -67,6 +67,7 @@ async def test_jails_at_once_are_users_of_their_own() -> None:
     check(await of_three("bwrap"))
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("landlock")
 def test_without_namespaces_too() -> None:
     """Through `plain_user`, which shows this checkout to users that cannot reach it."""
@@ -107,6 +108,7 @@ async def without_own_users() -> str:
     return ran.stdout.decode() + ran.error
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("landlock")
 def test_without_users_of_their_own_programs_have_no_capabilities_either() -> None:
     command = [sys.executable, "-m", "tests.unit.sandbox.plain_user", "--still-root"]

@@ -161,6 +161,7 @@ async def test_a_device_can_be_written_and_its_node_not_changed(launcher: JailLa
     assert (found.status, set(found.stdout.split())) == ("ok", {b"30"}), found
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("landlock", "root")
 def test_without_namespaces_too() -> None:
     done = subprocess.run(

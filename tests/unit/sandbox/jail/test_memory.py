@@ -92,6 +92,7 @@ async def test_memory_that_nobody_maps_is_refused_by_name(ungrouped: JailLaunche
     assert (found.status, found.refused) == ("refused", ("memfd_create",))
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.needs("landlock", "root")
 def test_without_namespaces_too() -> None:
     command = [sys.executable, "-m", "tests.unit.sandbox.plain_user"]

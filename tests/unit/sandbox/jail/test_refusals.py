@@ -68,6 +68,7 @@ async def test_nothing_is_named_of_a_program_that_asked_for_nothing(launcher: Ja
     assert "refused" not in told(found)
 
 
+@pytest.mark.rotating(3)
 async def test_a_flood_of_refused_calls_ends_in_its_time_and_is_never_let_through(
     launcher: JailLauncher,
 ) -> None:

@@ -30,6 +30,7 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.rotating(3)
 def test_the_model_is_told_of_its_tools(folder: str) -> None:
     uses = {"ahead": "mcp:weather/forecast", "run": "python", "count": "calculator"}
     tools = offered(uses, {"weather": COMMAND}, folder)

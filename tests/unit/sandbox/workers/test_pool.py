@@ -275,6 +275,7 @@ async def test_a_tool_that_eats_all_memory_crashes_and_its_process_is_replaced(m
     assert pool.replaced == 2
 
 
+@pytest.mark.rotating(3)
 async def test_a_leak_of_earlier_calls_does_not_fail_the_one_that_meets_the_limit(
     make: Make,
 ) -> None:
@@ -493,6 +494,7 @@ async def test_arguments_that_no_wire_carries_fail_their_call_alone(make: Make, 
     assert pool.replaced == 0
 
 
+@pytest.mark.rotating(3)
 async def test_calls_that_no_frame_holds_together_are_all_answered(make: Make) -> None:
     pool = await make(warm=1, most=1)
     long = "x" * (FRAME_LIMIT // 3)

@@ -71,6 +71,7 @@ def test_what_if_compares_a_scenario_with_itself(tmp_path: Path) -> None:
     assert faster > 1.0 and faster > told["planner_faster"]
 
 
+@pytest.mark.rotating(2)
 def test_shipped_scenarios_can_be_built() -> None:
     shipped = sorted(SCENARIOS.glob("*.toml"))
     assert shipped
@@ -129,6 +130,7 @@ def test_a_trace_is_played_and_its_mistakes_have_lines(tmp_path: Path) -> None:
         cluster_of(only(read(write(tmp_path, text), [])["held"]), tmp_path)
 
 
+@pytest.mark.rotating(2)
 def test_the_command_passes_everything_on_and_draws(tmp_path: Path) -> None:
     words = [str(write(tmp_path)), "--set", "jobs.steps=4", "--out", str(tmp_path / "plots")]
     told = [sys.executable, "-m", "meshrl", "simulate", *words]

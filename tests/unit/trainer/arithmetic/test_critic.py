@@ -257,6 +257,7 @@ def sampled(
     ]
 
 
+@pytest.mark.rotating(3)
 def test_ppo_learns_what_is_rewarded_and_what_to_expect() -> None:
     """Token 5 is worth 1, from 1 in 32 to most tokens; what a prompt is worth, the critic tells."""
     one, job, draw = learner(), JobConfig(algorithm=PPO), np.random.default_rng(0)

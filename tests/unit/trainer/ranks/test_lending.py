@@ -31,6 +31,7 @@ def files_below(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if path.is_file()]
 
 
+@pytest.mark.rotating(3)
 async def test_each_rank_gets_its_rows_and_nothing_stays(tmp_path: Path) -> None:
     clock = SystemClock()
     state = simulated_state(clock)

@@ -66,6 +66,7 @@ def test_any_sequence_of_tiers_leaves_the_same_bits(variant: str, tmp_path: Path
     assert found == expected
 
 
+@pytest.mark.rotating(3)
 def test_a_step_waits_where_it_is_while_the_core_sleeps(tmp_path: Path) -> None:
     expected = undisturbed(tmp_path, "plain")
 

@@ -32,6 +32,7 @@ def test_a_host_on_a_slow_link_delays_nobody(slow: frozenset[int]) -> None:
     assert sum(world.sent.values()) <= COPIES * world.chunks
 
 
+@pytest.mark.rotating(3)
 def test_a_host_that_comes_late_delays_nobody_and_takes_nothing_from_the_source() -> None:
     alone = World(16).run()
     world = World(17, starts={16: 1.5}).run()
