@@ -186,18 +186,22 @@ def keep_at_exit() -> None:
 
 
 def listening(path: Path) -> socket.socket:
-    """A socket at `path`, for this user only, in place of what an earlier nursery left."""
+    """A socket at `path`, for this user only, in place of what an earlier nursery left. It is there
+    once it listens: nobody who finds it is refused.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.unlink(missing_ok=True)
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     before = os.umask(0o177)
     try:
-        listener.bind(short(path, directory))
+        listener.bind(short(new, directory))
     finally:
         os.umask(before)
         os.close(directory)
     listener.listen(BACKLOG)
+    new.replace(path)
     return listener
 
 

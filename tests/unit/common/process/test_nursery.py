@@ -7,6 +7,8 @@ import json
 import os
 import resource
 import signal
+import socket
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from common.process.forking.birth import NURSERY_ENV
+from common.process.forking.nursery import listening
 from common.process.handle import UNKNOWN_EXIT, SystemChild, start_time
 from common.process.host import SystemHost
 from tests.load import scaled
@@ -315,11 +318,25 @@ async def test_the_path_of_a_nursery_may_be_long(
     nursery.kill()
 
 
+def test_a_socket_that_is_found_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "nursery"
+    path.touch()  # of an earlier one
+
+    class Listener(socket.socket):
+        def listen(self, backlog: int = 0, /) -> None:
+            assert path.is_file(), "it is in its place before it listens"
+            super().listen(backlog)
+
+    monkeypatch.setattr(socket, "socket", Listener)
+    with listening(path), Listener(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(str(path))
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert list(tmp_path.iterdir()) == [path]
+
+
 async def test_garbage_is_refused_and_the_next_order_served(
     tmp_path: Path, open_nursery: Open
 ) -> None:
-    import socket
-
     nursery = open_nursery("numpy")
     for message in (b"garbage", b"[]", b'{"module": 1}', b"\xff" * 1000):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
