@@ -12,15 +12,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
-
-ARCHITECTURES: dict[str, tuple[Any, Any]] = {
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-}
+ARCHITECTURES = {"qwen2": "Qwen2", "llama": "Llama"}  # in names of transformers
 
 
 @dataclass(frozen=True)
@@ -42,7 +35,12 @@ DEMO = Shape("llama", hidden=96, layers=3, heads=3, kv_heads=1, ffn=256, vocabul
 
 def write_model(folder: Path, shape: Shape, seed: int = 0) -> int:
     """Writes `config.json` and `model.safetensors` (float32) and returns the parameter count."""
-    config_class, model_class = ARCHITECTURES[shape.architecture]
+    import torch
+    import transformers  # with torch's compiler it takes three CPU-seconds to import
+
+    name = ARCHITECTURES[shape.architecture]
+    config_class = getattr(transformers, f"{name}Config")
+    model_class = getattr(transformers, f"{name}ForCausalLM")
     torch.manual_seed(seed)
     model = model_class(
         config_class(
