@@ -30,6 +30,13 @@ LOOK_S = 0.03  # between two looks at what a run has done: each asks its Redis
 T = TypeVar("T")
 
 
+def slow_pace(decode_ms: float, plateau: int, prefill_tokens_per_s: int) -> str:
+    """Return `rollout.pace` for a job that is still under way when the test acts, as it is slower
+    where the test is.
+    """
+    return f"{scaled(decode_ms):g}/{plateau}/{prefill_tokens_per_s}"
+
+
 class Run:
     """One run; its keys are read with a plain Redis client, as an operator would."""
 

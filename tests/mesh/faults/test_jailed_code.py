@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from common.records.ledger import Kind
-from tests.mesh.running import Run
+from tests.mesh.running import Run, slow_pace
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("bwrap")]
 
@@ -26,7 +26,8 @@ def test_sessions_of_a_mesh_survive_what_they_can_and_are_lost_by_type(
         reward__use="",
         reward__parts="[{use='digits:kept'}, {use='regex', weight=0.5, options={pattern='[0-9]'}}]",
         rollout__stop="['1', '2', '3', '4', '5', '6', '7', '8', '9']",
-        rollout__pace="20/64/100000",  # some 25 tokens of 20 ms: far from over when they are killed
+        # some 25 tokens of 20 ms: far from over when they are killed
+        rollout__pace=slow_pace(20, 64, 100000),
         sandbox__processes=2,
         budget__steps=8,
     )

@@ -17,7 +17,7 @@ from common.records.ledger import Kind, trajectory_id
 from common.wire.blob import unpack
 from meshrl.launch.directory.leftovers import belonging_to
 from services.rollout.trajectory import Restored, Trajectory
-from tests.mesh.running import Run
+from tests.mesh.running import Run, slow_pace
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -57,7 +57,7 @@ def test_a_new_shard_continues_each_trajectory_after_its_last_written_token(
     run: Callable[..., Run], tmp_path: Path
 ) -> None:
     # At 5 ms a step, trajectories of 600 tokens are far from over when the shard is killed.
-    pace = "5/64/100000"
+    pace = slow_pace(5, 64, 100000)
     mesh = run(rollout__max_tokens=600, rollout__stop="[]", rollout__pace=pace)
 
     def many_tokens() -> bool:

@@ -22,7 +22,7 @@ from common.weights.manifest import read_whole
 from common.wire.bulk.port import ChunkStore
 from meshrl.exporting import export
 from tests.load import scaled
-from tests.mesh.running import Run
+from tests.mesh.running import Run, slow_pace
 
 STEPS = 16
 
@@ -51,7 +51,8 @@ def test_adapters_are_trained_published_monitored_and_exported(run: Callable[...
         **{"algorithm__filter_zero_variance": "false", "algorithm__max_staleness": 0},
         **{"mesh__workers": 3, "planner__training": 2, "training__checkpoint_every": 3},
         lora__engines="beside",
-        rollout__pace="25/32/6000",  # a second or more for a step: there is time to look at it
+        # a second or more for a step: there is time to look at it
+        rollout__pace=slow_pace(25, 32, 6000),
         tracking__tensorboard="true",
     )
     one.until("a few steps", lambda: one.version >= 4, 90.0)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.mesh.running import Run
+from tests.mesh.running import Run, slow_pace
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -23,7 +23,7 @@ def test_a_job_trains_with_an_engine_of_two_workers_and_goes_on_when_one_is_kill
     mesh = run(
         mesh__workers=3,
         rollout__tensor_parallel="[2]",
-        rollout__pace="12/16/20000",
+        rollout__pace=slow_pace(12, 16, 20000),
         budget__steps=STEPS,
     )
 

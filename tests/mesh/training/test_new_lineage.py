@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from common.records.sealed import read_sealed, sealed
-from tests.mesh.running import Run
+from tests.mesh.running import Run, slow_pace
 
 pytestmark = pytest.mark.timeout(300)
 STEPS, EVERY, STALENESS = 8, 4, 1
@@ -34,7 +34,8 @@ def test_other_ranks_open_one_lineage_and_go_on_in_it(run: Callable[..., Run]) -
         budget__steps=STEPS,
         algorithm__max_staleness=STALENESS,
         training__checkpoint_every=EVERY,
-        rollout__pace="10/64/100000",  # trajectories are under way when the trainer is killed
+        # trajectories are under way when the trainer is killed
+        rollout__pace=slow_pace(10, 64, 100000),
     )
     mesh.until("a first step", lambda: mesh.version >= 1)
     trainer = trainer_stopped_at(mesh, EVERY + 1, lineage="0")

@@ -14,7 +14,7 @@ import pytest
 
 from meshrl.launch.directory import leftovers
 from tests.load import scaled
-from tests.mesh.running import Run
+from tests.mesh.running import Run, slow_pace
 
 STEPS, STALENESS = 10, 1
 
@@ -29,7 +29,7 @@ def test_a_run_that_is_cut_off_accounts_for_all_and_keeps_its_staleness(
         algorithm__max_staleness=STALENESS,
         algorithm__filter_zero_variance="false",
         training__checkpoint_every=2,
-        rollout__pace="5/64/100000",
+        rollout__pace=slow_pace(10, 64, 100000),
     )
     mesh.until("three steps and groups under way in the record", lambda: under_way(mesh, 3))
     first = mesh.pid("trainer/digits")
