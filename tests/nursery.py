@@ -15,8 +15,9 @@ from common.process.forking.birth import NURSERY_ENV, OFF
 from common.process.handle import SystemChild
 from common.process.host import SystemHost
 from meshrl.launch import plan
+from tests.load import scaled
 
-LISTENS_S = 120.0
+LISTENS_S = 60.0
 
 
 class TestNursery:
@@ -49,7 +50,7 @@ class TestNursery:
         """
         socket = Path(self._scratch.name) / "nursery"
         self._child = SystemHost().spawn(plan.nursery(socket), name="nursery", own_session=True)
-        wait_until_listening(socket)
+        wait_until_listening(self._child, socket)
         os.environ[NURSERY_ENV] = str(socket)
         return self._child.pid
 
@@ -63,9 +64,10 @@ class TestNursery:
         self._scratch.cleanup()
 
 
-def wait_until_listening(socket: Path) -> None:
-    """AssertionError when it does not."""
-    until = time.monotonic() + LISTENS_S
+def wait_until_listening(child: SystemChild, socket: Path) -> None:
+    """Return once a nursery listens; AssertionError if it has ended, or does not in LISTENS_S."""
+    until = time.monotonic() + scaled(LISTENS_S)
     while not socket.exists():
+        assert child.poll() is None, f"the nursery that was to listen at {socket} has ended"
         assert time.monotonic() < until, f"no nursery listens at {socket}"
         time.sleep(0.02)

@@ -31,7 +31,7 @@ def open_nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Op
             own_session=True,
         )
         children.append(child)
-        wait_until_listening(socket)
+        wait_until_listening(child, socket)
         monkeypatch.setenv(NURSERY_ENV, str(socket))
         return child
 

@@ -312,7 +312,7 @@ async def test_the_path_of_a_nursery_may_be_long(
         own_session=True,
     )
     monkeypatch.setenv(NURSERY_ENV, str(place / "socket"))
-    wait_until_listening(place / "socket")
+    wait_until_listening(nursery, place / "socket")
     assert (await shown(tmp_path))["parent"] == nursery.pid
     assert (place / "socket").stat().st_mode & 0o077 == 0
     nursery.kill()
