@@ -14,9 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from loadtests import packing
 from loadtests.training import agreement, beside_trl, elastic
 
 Figures = dict[str, Any]
@@ -26,8 +23,13 @@ PASSES = 9  # of each side
 
 def packed(folder: Path, chosen: argparse.Namespace) -> Figures:
     """See `loadtests.packing`."""
-    plans = packing.plans(0, chosen.sequences)
-    return plans | packing.passes(chosen.passes, 0, chosen.trained)
+    import torch  # which the other parts leave to processes of their own
+
+    from loadtests import packing
+
+    torch.set_num_threads(1)
+    plans = packing.plans(0, chosen.sequences or packing.SEQUENCES)
+    return plans | packing.passes(chosen.passes, 0, chosen.trained or packing.TRAINED)
 
 
 PARTS: dict[str, Part] = {
@@ -54,12 +56,11 @@ def main() -> None:
     parser.add_argument("--demo-steps", type=int, default=48)
     parser.add_argument("--demo-set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--passes", type=int, default=PASSES, help="of `packing`, of each side")
-    parser.add_argument("--sequences", type=int, default=packing.SEQUENCES, help="of `packing`")
-    parser.add_argument("--trained", type=int, default=packing.TRAINED, help="of `packing`")
+    parser.add_argument("--sequences", type=int, help="of `packing`; none: as many as there")
+    parser.add_argument("--trained", type=int, help="of `packing`; none: as many as there")
     chosen = parser.parse_args()
     if unknown := set(chosen.parts) - PARTS.keys():
         parser.error(f"no part is called {unknown.pop()}")
-    torch.set_num_threads(1)
     figures: Figures = {}
     with tempfile.TemporaryDirectory(prefix="meshrl-trainer-") as scratch:
         for name in chosen.parts or PARTS:

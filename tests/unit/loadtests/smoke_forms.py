@@ -160,7 +160,6 @@ SMOKES: tuple[Smoke, ...] = (
         "loadtests.trainer",
         "loadtests.trainer packing --passes 1 --sequences 64 --trained 16",
         ("packed_speedup", "padding_bound", "lockstep_ratio_best_peer", "plan_ms_*"),
-        COMPILER,
     ),
     Smoke(
         "loadtests.trainer",
