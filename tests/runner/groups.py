@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from pathlib import Path
 from typing import Protocol
 
@@ -35,22 +36,22 @@ class Group:
     """Account that is a control group of v1's cpuacct or of v2."""
 
     def __init__(self, place: Path, counter: str) -> None:
-        self._place, self._counter = place, counter
+        self.place, self._counter = place, counter
 
     def cpu_s(self) -> float:
         """Return the CPU seconds that the kernel has charged to the group."""
-        text = (self._place / self._counter).read_text()
+        text = (self.place / self._counter).read_text()
         if self._counter == "cpuacct.usage":
             return int(text) / 1e9
         return int(text.split()[1]) / 1e6  # `usage_usec N` is the first line of cpu.stat
 
     def add(self, pid: int) -> None:
         """Move a process into the group; its later children are born there."""
-        (self._place / "cgroup.procs").write_text(str(pid))
+        (self.place / "cgroup.procs").write_text(str(pid))
 
     def close(self) -> None:
         """Remove the group, and those that jails made below it, unless processes are left."""
-        for place, _, _ in os.walk(self._place, topdown=False):
+        for place, _, _ in os.walk(self.place, topdown=False):
             with contextlib.suppress(OSError):
                 os.rmdir(place)
 
@@ -89,7 +90,9 @@ def open_account(name: str) -> Account:
     """Return a new account: a control group where one can be made, otherwise a process tree."""
     for controller, counter in (("cpuacct", "cpuacct.usage"), ("", "cpu.stat")):
         try:
-            place = own_group(controller) / f"{PREFIX}{os.getpid()}-{name}"
+            above = own_group(controller)
+            sweep(above)
+            place = above / f"{PREFIX}{os.getpid()}-{name}-{secrets.token_hex(4)}"
             place.mkdir()
         except (OSError, LookupError):
             continue
@@ -110,6 +113,14 @@ def open_account(name: str) -> Account:
             pass
         group.close()
     return Tree()
+
+
+def sweep(above: Path) -> None:
+    """Remove the groups of processes that have ended: none can remove the one that it is in."""
+    for place in above.glob(f"{PREFIX}*"):
+        pid = int(place.name.removeprefix(PREFIX).partition("-")[0])
+        if not Path(f"/proc/{pid}").exists():
+            Group(place, "").close()
 
 
 def own_group(controller: str) -> Path:

@@ -40,7 +40,7 @@ from tests.load import scaled
 from tests.nursery import TestNursery
 from tests.runner import WORKER_ENV
 from tests.runner.costs import Costs
-from tests.runner.groups import Account, open_account
+from tests.runner.groups import Account, Tree, open_account
 
 UNIT = 8  # most tests of a file that a worker takes at once, unless they share a fixture or a group
 END_S = 60.0  # for threads and functions at exit of a worker that has run its last test
@@ -113,7 +113,9 @@ class Workers:
                 os.kill(worker.pid, signal.SIGKILL)
                 os.waitpid(worker.pid, 0)
                 self._close(worker)
-            self._costs.overhead_s += self._controller.cpu_s()
+            # The controller's tree has its workers, too.
+            tree = isinstance(self._controller, Tree)
+            self._costs.overhead_s += time.process_time() if tree else self._controller.cpu_s()
         return True
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.runner.groups import Account, Group, Tree, open_account
+from tests.runner.groups import PREFIX, Account, Group, Tree, open_account
 
 BURN = "import time\nwhile time.process_time() < 0.3: pass\n"
 WAITS = f"input()\n{BURN}"
@@ -45,3 +45,16 @@ def test_a_tree_has_the_time_of_children_that_ended(tmp_path: object) -> None:
         assert parent.stdout.readline() == b"done\n"
         assert tree.cpu_s() >= 0.3
         parent.communicate(b"\n")
+
+
+def test_groups_of_processes_that_have_ended_are_removed() -> None:
+    code = "import os; from tests.runner.groups import open_account as o; o('x').add(os.getpid())"
+    code += "; print(os.getpid())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    account = open_account("test")
+    if not isinstance(account, Group):
+        pytest.skip("this host lets us make no control group that counts")
+    left = [path.name for path in account.place.parent.iterdir()]
+    account.close()
+    assert not any(name.startswith(f"{PREFIX}{ran.stdout.strip()}-") for name in left)
+    assert account.place.name in left and not account.place.exists()
