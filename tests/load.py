@@ -56,15 +56,6 @@ def read_host_cpu_s() -> float:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def quiet_s(wall_s: float, own_cpu_s: float, host_cpu_s: float) -> float:
-    """Return how long work would have taken on a quiet machine as fast as the reference.
-
-    What other processes used of the host's CPU time is taken away, spread over its cores.
-    """
-    others_s = max(0.0, host_cpu_s - own_cpu_s) / cores()
-    return max(0.0, wall_s - others_s) / slowness()
-
-
 def cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0))
