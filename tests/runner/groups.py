@@ -36,12 +36,12 @@ class Group:
     """Account that is a control group of v1's cpuacct or of v2."""
 
     def __init__(self, place: Path, counter: str) -> None:
-        self.place, self._counter = place, counter
+        self.place, self.counter = place, counter
 
     def cpu_s(self) -> float:
         """Return the CPU seconds that the kernel has charged to the group."""
-        text = (self.place / self._counter).read_text()
-        if self._counter == "cpuacct.usage":
+        text = (self.place / self.counter).read_text()
+        if self.counter == "cpuacct.usage":
             return int(text) / 1e9
         return int(text.split()[1]) / 1e6  # `usage_usec N` is the first line of cpu.stat
 
@@ -88,15 +88,19 @@ class Tree:
 
 def open_account(name: str) -> Account:
     """Return a new account: a control group where one can be made, otherwise a process tree."""
+    return open_group(f"{PREFIX}{os.getpid()}-{name}-{secrets.token_hex(4)}") or Tree()
+
+
+def open_group(name: str) -> Group | None:
+    """Return a new control group that counts; None where none can be made."""
     for controller, counter in (("cpuacct", "cpuacct.usage"), ("", "cpu.stat")):
         try:
             above = own_group(controller)
             sweep(above)
-            place = above / f"{PREFIX}{os.getpid()}-{name}-{secrets.token_hex(4)}"
-            place.mkdir()
+            (above / name).mkdir()
         except (OSError, LookupError):
             continue
-        group = Group(place, counter)
+        group = Group(above / name, counter)
         try:
             group.cpu_s()
             # Whether a process may be moved is known only when one has been.
@@ -112,7 +116,7 @@ def open_account(name: str) -> Account:
         except (OSError, ValueError):
             pass
         group.close()
-    return Tree()
+    return None
 
 
 def sweep(above: Path) -> None:
