@@ -232,8 +232,8 @@ def move(size: int, directory: Path) -> dict[str, float]:
     certificate(directory)
     found: dict[str, float] = {"file_gib": size / (1 << 30)}
     own = psutil.Process()
-    with serving(directory, "0" * 32) as (server, places, key):
-        asking = Asking(places, key, "0" * 32, directory)
+    with serving(directory, "0" * 64) as (server, places, key):
+        asking = Asking(places, key, "0" * 64, directory)
         digest = ""
         for name in ("put", "fetch"):
             transfer = Transfer(lambda: asking.session("aes"))

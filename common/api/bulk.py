@@ -1,15 +1,29 @@
 """Which roles may get chunks from a process's bulk port, and put chunks there. What is not here
 nobody may; `callers.py` says the same of calls.
+
+The store keeps apart who has put a chunk: each space is a directory of its own, which no other role
+fills. Whoever asks for a chunk says in which space it is.
 """
 
 from __future__ import annotations
 
 GET, PUT = "get", "put"
+WEIGHTS = ""  # weights and checkpoints, by trainers and their ranks
+GROUPS = "groups"  # finished groups, by rollout shards
+PUBLISHED = "published"  # files of bundles and checkpoints at the run's home, by the store itself
+SPACES = (WEIGHTS, GROUPS, PUBLISHED)  # travel by their numbers
+
+
+def putting(space: str) -> str:
+    """Return the right to put chunks into a space, as the table names it."""
+    return f"{PUT} {space}".rstrip()
+
 
 _TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     # who loads weights, reads groups and checkpoints, or files of a bundle
     ("weights", GET): ("engine", "hybrid", "node", "rank", "rollout", "scoring", "trainer"),
-    ("weights", PUT): ("rank", "rollout", "trainer"),  # weights and checkpoints; finished groups
+    ("weights", putting(WEIGHTS)): ("rank", "trainer"),
+    ("weights", putting(GROUPS)): ("rollout",),
     # who fetches a version that another host has got: its agent serves what lies there
     ("node", GET): ("engine", "hybrid", "rank", "scoring", "trainer"),
     ("hybrid", GET): ("trainer",),  # its gradient

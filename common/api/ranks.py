@@ -184,12 +184,12 @@ class RowsStaged:
 @message
 class StagedRows:
     """The answer to RowsStaged; with `whole` where the rows lie, and what they add to the
-    identities of the image and of the masters, by tensor: 32 hexadecimal digits.
+    identities of the image and of the masters, by tensor (`common.weights.identity.Tree.packed`).
     """
 
     pieces: list[Tensor] = field(default_factory=list)
-    image: dict[str, str] = field(default_factory=dict)
-    masters: dict[str, str] = field(default_factory=dict)
+    image: dict[str, bytes] = field(default_factory=dict)
+    masters: dict[str, bytes] = field(default_factory=dict)
     goes_on: bool = False  # it is not done, and to be asked for again
 
 

@@ -97,6 +97,7 @@ class Examine:
     digest: str
     kind: str
     job: str
+    space: str = ""  # of `common.api.bulk.SPACES`
 
 
 @message

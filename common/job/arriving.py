@@ -13,6 +13,7 @@ from dataclasses import is_dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args, get_type_hints
 
+from common.digest import DIGITS
 from common.errors import Damaged, Refused
 from common.job import bundle_files
 from common.job.config import INITIAL, JobConfig
@@ -49,7 +50,7 @@ def _file(name: Any, about: Any) -> tuple[int, str]:
     if not isinstance(about, list | tuple) or len(about) != 2:
         raise Refused(f"of {name!r} a size and a digest are to be said")
     size, digest = about
-    if type(size) is not int or size < 0 or type(digest) is not str or len(digest) != 32:
+    if type(size) is not int or size < 0 or type(digest) is not str or len(digest) != DIGITS:
         raise Refused(f"{about!r:.100} are no size and digest of {name!r}")
     return size, digest
 

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from common.digest import check_digest, digest_of_file
+from common.digest import digest_of as digest_of_bytes
 from common.errors import Damaged
 
-BLOCK = 1 << 20
 LARGE = 64 << 20  # bytes; of larger ones, which are weights, only the size is looked at in passing
 START_OVER = "Put it back from a copy of the run. To start over: meshrl run JOB"
 
@@ -21,39 +20,31 @@ def listed(directory: Path) -> dict[str, list[Any]]:
     """Bytes and digest of each file of a bundle, by its name in it."""
     found = sorted(path for path in directory.rglob("*") if path.is_file())
     return {
-        path.relative_to(directory).as_posix(): [path.stat().st_size, digest(path)]
+        path.relative_to(directory).as_posix(): [path.stat().st_size, digest_of_file(path)]
         for path in found
     }
 
 
-def digest(path: Path) -> str:
-    """xxh3_128 of a file's bytes."""
-    hasher = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            hasher.update(block)
-    return hasher.hexdigest()
-
-
 def digest_of(files: Files) -> str:
-    """xxh3_128 over names, sizes and digests of all files, in name order: the bundle's own."""
+    """Return the bundle's digest: of the names, sizes and digests of its files, in name order."""
     told = "".join(f"{len(name)}:{name}:{size}:{of};" for name, (size, of) in sorted(files.items()))
-    return xxhash.xxh3_128_hexdigest(told.encode())
+    return digest_of_bytes(told.encode())
 
 
 def check(directory: Path, files: Files, below: str = "", *, large: bool = False) -> None:
     """Damaged, which names the first file that is not what was packed: of one file or folder, or of
     all. Weights are read for it only if `large`; extra files, such as what Python has compiled, are
-    not looked at.
+    not looked at. Refused for a bundle that an earlier version packed.
     """
     chosen = {n: f for n, f in files.items() if not below or _lies(n, below)}
     for name, (size, packed) in chosen.items():
+        check_digest(packed, str(directory))
         path = directory / name
         if not path.is_file():
             raise Damaged(f"{path} is missing", fix=START_OVER)
         if (found := path.stat().st_size) != size:
             raise Damaged(f"{path} has {found} bytes instead of {size}", fix=START_OVER)
-        if (large or size <= LARGE) and digest(path) != packed:
+        if (large or size <= LARGE) and digest_of_file(path) != packed:
             raise Damaged(f"{path} is not what was packed: its digest differs", fix=START_OVER)
 
 

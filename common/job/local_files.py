@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from common.api.bulk import PUBLISHED
 from common.api.weights import Publish
 from common.job import bundle_files
 from common.job.job_data import MODULES, JobData
@@ -157,7 +158,8 @@ async def _fetch(mesh: Mesh, row: JobRow, directory: Path, folder: str) -> None:
                 files, since = await published(mesh, asked), mesh.clock.monotonic()
             said = f"{name} of the bundle of {row.id}"
             path = scratch / name
-            await fetch_file(mesh, bulk, digest, path, said, job=row.id, kind="bundle")
+            about = mesh, bulk, digest, path, said
+            await fetch_file(*about, job=row.id, kind="bundle", space=PUBLISHED)
         await run(_appear, scratch, directory, folder, deadline_s=IO_S)
     finally:
         await run(_remove, scratch, deadline_s=IO_S)

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import xxhash
 from torch import Tensor
 
+from common.digest import Hasher
 from common.model.source import nbytes
 
 DTYPES = {
@@ -55,7 +55,7 @@ class Unfinished:
         head = len(raw).to_bytes(8, "little") + raw
         self._file.write(head)
         # Of the bytes as they are given, while they come in the order in which they lie.
-        self._hashed: xxhash.xxh3_128 | None = xxhash.xxh3_128(head)
+        self._hashed: Hasher | None = Hasher(head)
         self._hashed_to = len(head)
         self._places = {name: 8 + len(raw) + place for name, place in places.items()}
 
@@ -66,7 +66,7 @@ class Unfinished:
 
     @property
     def digest(self) -> str:
-        """The xxh3_128 of all that was put, whatever a disk has made of it; empty unless it was put
+        """The digest of all that was put, whatever a disk has made of it; empty unless it was put
         in `order`.
         """
         return "" if self._hashed is None else self._hashed.hexdigest()

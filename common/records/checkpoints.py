@@ -12,11 +12,12 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
+from common.digest import digest_of_file, uncounted
 from common.errors import BadMessage, Damaged, MeshError
 from common.records import damage
 from common.records.durable import sync, sync_tree
 from common.records.lines import row_of
-from common.records.sealed import digest_of_file, read_sealed, unwatched
+from common.records.sealed import read_sealed
 
 NAME = re.compile(r"step-\d{3,}-\d{6,}-[0-9a-f]{8}")
 STATE = "state"  # below a checkpoint's directory: all that training depends on beside the weights
@@ -98,7 +99,7 @@ def files_below(directory: Path) -> list[str]:
     return [path.relative_to(directory).as_posix() for path in files]
 
 
-def digests_below(directory: Path, moved: Callable[[int], None] = unwatched) -> dict[str, str]:
+def digests_below(directory: Path, moved: Callable[[int], None] = uncounted) -> dict[str, str]:
     """The digest of every file below a directory, by its path there; `moved` hears of bytes as they
     are read.
     """
@@ -146,7 +147,7 @@ def appear(
     scratch: Path,
     directory: Path,
     written: Mapping[str, str] = MappingProxyType({}),
-    moved: Callable[[int], None] = unwatched,
+    moved: Callable[[int], None] = uncounted,
 ) -> dict[str, str]:
     """Makes `scratch` the directory of a checkpoint, whole or not at all, whenever the power goes;
     the digests of its files. What is there already stays if it is the same. `moved` hears of bytes

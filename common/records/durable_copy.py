@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+from common.digest import DIGITS, digest_of_file
 from common.errors import Damaged, MeshError, NotFound
 from common.records import documents
 from common.records.at_url import AtUrl
-from common.records.sealed import digest_of_file, sealed, unsealed
+from common.records.sealed import sealed, unsealed
 
 FILE = "durable.json"  # in the mesh's directory: which copy is its own
 OWNER = "owner.json"
-DIGEST = 32  # digits
 ASKED_EACH = 10  # files that are removed between two looks whether the copy is still ours
 
 
@@ -124,7 +124,7 @@ class DurableCopy(AtUrl):
 
     def files(self, job: str) -> set[str]:
         """Digests of a job's files."""
-        return {name for name in self.names(f"{of_job(job)}/files") if len(name) == DIGEST}
+        return {name for name in self.names(f"{of_job(job)}/files") if len(name) == DIGITS}
 
     def put(self, job: str, digest: str, path: Path) -> None:
         """Copies a file there."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
+from common.digest import digest_of
 from common.records import documents
 
 PROBE = "mesh/probe"  # below the root
@@ -36,7 +35,7 @@ class Home:
         if not path.is_relative_to(root):
             return False
         try:
-            return _digest((root / PROBE).read_bytes()) == self.digest
+            return digest_of((root / PROBE).read_bytes()) == self.digest
         except OSError:
             return False
 
@@ -45,8 +44,4 @@ def make(host: str, root: Path, content: bytes) -> Home:
     """Writes the probe, for this user's eyes; what Redis is to tell of it."""
     root = root.absolute()
     documents.put(root / PROBE, content)
-    return Home(host, str(root), _digest(content))
-
-
-def _digest(content: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(content)
+    return Home(host, str(root), digest_of(content))

@@ -1,7 +1,7 @@
 """Tensors that lie in a segment of memory or in a file while who computes with them sleeps.
 
-A head names them, with a digest of each; the mark, a digest of the head, is written last. So what a
-death has left half written is never taken for whole, and what has changed since is found.
+A head names them, with a checksum of each; the mark, a checksum of the head, is written last. So
+what a death has left half written is never taken for whole, and what has changed since is found.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
+from common.checksum import BYTES, Checksum, Checksummer, checksum_of
 from common.errors import Damaged, Refused, StorageFull
 from common.records.append_file import FULL
 from common.records.durable import flush, sync
@@ -26,10 +26,9 @@ Octets = NDArray[np.uint8]
 MAGIC = b"MeshKept"
 MARK = slice(16, 32)
 HEAD_BYTES = 32  # magic, length of the description, mark
-DIGEST_BYTES = 16
 ALIGN = 64  # a cache line, and the widest vector
 AHEAD_BYTES = 16 << 20  # of a file that are read before they are asked for
-PIECE_BYTES = 1 << 20  # copied and digested at a time, while a core's cache holds it
+PIECE_BYTES = 1 << 20  # copied and summed at a time, while a core's cache holds it
 
 
 class Content(Protocol):
@@ -81,7 +80,7 @@ class Head:
     about: dict[str, Any]  # in the words of who sleeps
     sizes: Mapping[str, int]
     offsets: Mapping[str, int]
-    digests: Mapping[str, bytes]
+    checksums: Mapping[str, Checksum]
 
 
 def _described(about: Mapping[str, Any], sizes: Mapping[str, int]) -> bytes:
@@ -90,7 +89,7 @@ def _described(about: Mapping[str, Any], sizes: Mapping[str, int]) -> bytes:
 
 def _offsets(description: int, sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
     """Where each begins, and where the last ends."""
-    found, at = {}, HEAD_BYTES + description + DIGEST_BYTES * len(sizes)
+    found, at = {}, HEAD_BYTES + description + BYTES * len(sizes)
     for name, size in sizes.items():
         at += -at % ALIGN
         found[name] = at
@@ -109,18 +108,18 @@ def keep(medium: Medium, about: Mapping[str, Any], content: Content) -> None:
     """
     description = _described(about, content.sizes)
     offsets, _ = _offsets(len(description), content.sizes)
-    digests = b""
+    checksums = b""
     for name in content.sizes:
-        hashed = xxhash.xxh3_128()
+        summed = Checksummer()
         for start, end in _pieces(content.sizes[name]):
             piece = content.read(name, start, end)
-            hashed.update(piece.data)
+            summed.update(piece.data)
             medium.put(offsets[name] + start, piece)
-        digests += hashed.digest()
+        checksums += summed.checksum
     length = len(description).to_bytes(8, "little")
-    medium.put(0, _octets(MAGIC + length + bytes(DIGEST_BYTES) + description + digests))
+    medium.put(0, _octets(MAGIC + length + bytes(BYTES) + description + checksums))
     medium.flush()
-    medium.put(MARK.start, _octets(xxhash.xxh3_128_digest(description + digests)))
+    medium.put(MARK.start, _octets(checksum_of(description + checksums)))
     medium.flush()
 
 
@@ -136,13 +135,13 @@ def head_of(medium: Medium) -> Head:
         sizes = {str(name): int(size) for name, size in told["sizes"]}
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged("its head is garbled", where=medium.where) from error
-    table = medium.get(HEAD_BYTES + length, DIGEST_BYTES * len(sizes)).tobytes()
-    if xxhash.xxh3_128_digest(description + table) != first[MARK]:
+    table = medium.get(HEAD_BYTES + length, BYTES * len(sizes)).tobytes()
+    if checksum_of(description + table) != first[MARK]:
         raise Damaged("it was not written to its end", where=medium.where)
     offsets, end = _offsets(length, sizes)
     if end > medium.size:
         raise Damaged(f"it has {medium.size} of {end} bytes", where=medium.where)
-    cut = [table[i : i + DIGEST_BYTES] for i in range(0, len(table), DIGEST_BYTES)]
+    cut = [Checksum(table[i : i + BYTES]) for i in range(0, len(table), BYTES)]
     return Head(told["about"], sizes, offsets, dict(zip(sizes, cut, strict=True)))
 
 
@@ -153,13 +152,13 @@ def take(medium: Medium, head: Head, content: Resumable) -> None:
     for name, size in content.sizes.items():
         if head.sizes.get(name) != size:
             raise Damaged(f"{name} of {size} bytes is not there", where=medium.where)
-        hashed = xxhash.xxh3_128()
+        summed = Checksummer()
         for start, end in _pieces(size):
             piece = medium.get(head.offsets[name] + start, end - start)
-            hashed.update(piece.data)
+            summed.update(piece.data)
             content.write(name, start, piece)
-        if hashed.digest() != head.digests[name]:
-            raise Damaged(f"{name} is not what its digest says", where=medium.where)
+        if summed.checksum != head.checksums[name]:
+            raise Damaged(f"{name} is not what its checksum says", where=medium.where)
 
 
 class Lying:
@@ -185,9 +184,9 @@ def moved(source: Medium, target: Medium) -> Head:
     head = head_of(source)
     keep(target, head.about, Lying(source, head))
     copy = head_of(target)
-    if copy.digests != head.digests:
-        target.put(MARK.start, _octets(bytes(DIGEST_BYTES)))
-        raise Damaged("it is not what its digests say", where=source.where)
+    if copy.checksums != head.checksums:
+        target.put(MARK.start, _octets(bytes(BYTES)))
+        raise Damaged("it is not what its checksums say", where=source.where)
     return copy
 
 

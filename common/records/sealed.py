@@ -1,27 +1,25 @@
-"""JSON files that begin with a digest of the rest: whatever byte of one has changed, it shows when
-the file is read.
+"""JSON files that begin with a checksum of the rest: a byte that has changed is found when the file
+is read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from common.checksum import BYTES, checksum_of
 from common.errors import Damaged, NotFound
 
 _HEAD = '{"digest": "%s",'
-_HEAD_BYTES = len(_HEAD % ("0" * 32))
-_BLOCK_BYTES = 1 << 20  # of a file that are in memory at a time while it is read
+_HEAD_BYTES = len(_HEAD % ("0" * 2 * BYTES))
 
 
 def sealed(document: Mapping[str, Any]) -> bytes:
-    """The JSON of a document that is not empty, with the xxh3_128 of its bytes before it."""
+    """The JSON of a document that is not empty, with the checksum of its bytes before it."""
     rest = json.dumps(document, indent=1).encode()[1:]
-    return (_HEAD % xxhash.xxh3_128_hexdigest(rest)).encode() + rest
+    return (_HEAD % checksum_of(rest).hex()).encode() + rest
 
 
 def unsealed(content: bytes, path: Path) -> dict[str, Any]:
@@ -29,7 +27,7 @@ def unsealed(content: bytes, path: Path) -> dict[str, Any]:
     rest = content[_HEAD_BYTES:]
     if not content:
         raise Damaged("it is empty", where=str(path))
-    if content[:_HEAD_BYTES] != (_HEAD % xxhash.xxh3_128_hexdigest(rest)).encode():
+    if content[:_HEAD_BYTES] != (_HEAD % checksum_of(rest).hex()).encode():
         raise Damaged("it is not what its digest says", where=str(path))
     document: dict[str, Any] = json.loads(b"{" + rest)
     return document
@@ -41,19 +39,3 @@ def read_sealed(path: Path) -> dict[str, Any]:
         return unsealed(path.read_bytes(), path)
     except FileNotFoundError:
         raise NotFound("it is missing", where=str(path)) from None
-
-
-def unwatched(_: int) -> None:
-    """Nobody counts the bytes that are read or written."""
-
-
-def digest_of_file(path: Path, moved: Callable[[int], None] = unwatched) -> str:
-    """The xxh3_128 of a file, as 32 hexadecimal digits; `moved` hears of its bytes as they are
-    read.
-    """
-    hashed = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            hashed.update(block)
-            moved(len(block))
-    return hashed.hexdigest()

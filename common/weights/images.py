@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 from common.api import weights as api
+from common.digest import digest_of
 from common.errors import Damaged, MeshError, NotFound
 from common.model.safetensors_file import DTYPES
 from common.weights.layout import PAGE, laid_out
 from common.weights.manifest import Rows, by_tensor, overlapping, read_whole
-from common.wire.chunks import ChunkStore, digest_of
+from common.wire.chunks import ChunkStore
 
 _FIXED, _NO_RESERVE = 0x10, 0x4000  # of Linux's mman.h, which the mmap module does not name
 _POPULATE_READ = 22  # since Linux 5.14; EINVAL before

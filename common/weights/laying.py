@@ -17,7 +17,7 @@ from common.model.lora import is_adapter
 from common.model.safetensors_file import DTYPES
 from common.model.source import nbytes
 from common.model.storages import lent
-from common.weights.identity import MODULUS, of_rows
+from common.weights.identity import Tree, Trees
 from common.weights.manifest import chunk_bytes
 
 BLOCK_BYTES = 8 << 20  # of masters that are cast, hashed and copied at a time: about a core's cache
@@ -51,13 +51,13 @@ class How:
 
 @dataclass(frozen=True)
 class Laid:
-    """What somebody has staged: where its rows lie, and what they add to the identities of the
-    published image and of the masters, by tensor.
+    """Rows that a process has staged: where they lie, and their parts of the identities of the
+    published image and of the masters, packed, by tensor.
     """
 
     pieces: list[Tensor] = field(default_factory=list)
-    image: dict[str, int] = field(default_factory=dict)
-    masters: dict[str, int] = field(default_factory=dict)
+    image: dict[str, bytes] = field(default_factory=dict)
+    masters: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass
@@ -73,8 +73,8 @@ class Laying:
 
     def __init__(self, how: How) -> None:
         self._how, self._dtype = how, DTYPES[how.dtype]
-        self.image: dict[str, int] = {}
-        self.masters: dict[str, int] = {}
+        self._image: Trees = {}
+        self._masters: Trees = {}
         self._adapters = False  # whether the chunk that is being filled has adapters
         self._begin()
 
@@ -109,18 +109,19 @@ class Laying:
             first, there = part.first + low, rows[low : low + most].cpu().contiguous()
             block = lent(there)  # who trains them gives their memory back to others
             image = block.to(self._dtype).contiguous()
-            found = of_rows(image, first)
-            self._count(self.image, name, found)
-            # Masters that are published as they are have their identity, by tensor, from there.
-            same = image.dtype == block.dtype
-            self._count(self.masters, name, found if same else of_rows(block, first))
+            self._image.setdefault(name, Tree()).add_rows(image, first)
+            if image.dtype != block.dtype:
+                self._masters.setdefault(name, Tree()).add_rows(block, first)
             content = image.reshape(-1).view(torch.uint8).numpy()
             full += self._lay(name, part.shape, first * width, content)
         return full
 
-    @staticmethod
-    def _count(sums: dict[str, int], name: str, found: int) -> None:
-        sums[name] = (sums.get(name, 0) + found) % MODULUS
+    def laid(self, pieces: list[Tensor]) -> Laid:
+        """All rows that were added, which lie in these pieces."""
+        image = {name: tree.packed for name, tree in self._image.items()}
+        # Masters that are published as they are have their identity, by tensor, from there.
+        masters = {name: tree.packed for name, tree in self._masters.items()}
+        return Laid(pieces, image, image | masters)
 
     def _lay(
         self, name: str, shape: tuple[int, ...], begin: int, content: NDArray[np.uint8]

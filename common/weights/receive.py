@@ -1,14 +1,14 @@
 """Receives versions of weights: brings what a host lacks of one, and opens its image there.
 
 On the store's own host the chunk files are the store's; elsewhere those of the host's cache. A file
-is hashed once for all processes of the host that receive a version together (`verified.py`): the
-one that comes first has it, while the others see to the next ones. Who comes later hashes again.
+is hashed once for all processes of a host (`common.wire.verified`), by the one that stores it. A
+file of which that is not on record, or not any more, is hashed by the first that maps it, while the
+others see to the next ones.
 """
 
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +24,6 @@ from common.runtime.patience import patiently
 from common.weights.delta.receiving import acknowledge
 from common.weights.images import Image
 from common.weights.manifest import Rows, understood
-from common.weights.verified import Verified
 from common.weights.ways.base import Version
 from common.weights.ways.bringing import Bringing
 from common.weights.ways.peer import Pulled
@@ -36,7 +35,6 @@ BATCH_BYTES = 256 << 20  # of chunks that are hashed in one go off the loop
 HASH_S = 120.0  # for these, from a disk that is slow
 COPY_S = 600.0  # to put tensors together, from a disk that is slow
 LOOK_S = 0.005  # how often one looks whether others are done with what they hash
-TOGETHER_S = 2.0  # before one begins to receive: what others have found right since then is right
 STANDS_S = 2.0  # without any progress of theirs: who hashes is stopped, or has no end
 
 
@@ -57,7 +55,6 @@ class Receiver:
         """
         self._mesh, self._bulk, self._follows = mesh, bulk, follows
         self._bringing = bringing or Bringing(mesh, [Pulled(mesh, bulk)])
-        self._verified = Verified.of_host(mesh)
         self._full = False  # this host has no room for the version that came last
         self._said = False  # so
 
@@ -70,8 +67,7 @@ class Receiver:
         this host has found right is hashed again, and is not in this process's memory after that.
         """
         image = Image(await self.manifest(digest), digest, wanted)
-        since = math.inf if fresh else self._mesh.clock.monotonic() - TOGETHER_S
-        await self._fill(image, since)
+        await self._fill(image, fresh)
         return image
 
     async def source(self, digest: str) -> Source:
@@ -91,7 +87,7 @@ class Receiver:
         found = await patiently(self._mesh.clock, lambda: ref.call(Weights.manifest, asked))
         return understood(found)
 
-    async def _fill(self, image: Image, since: float) -> None:
+    async def _fill(self, image: Image, fresh: bool) -> None:
         mesh = self._mesh
 
         async def files() -> ChunkStore | None:
@@ -100,12 +96,12 @@ class Receiver:
         with mesh.wait("weights", on=STORE):
             stored = await patiently(mesh.clock, files)
         if stored is not None:
-            lacking = await self._mapped(image, stored, image.chunks, since)
+            lacking = await self._mapped(image, stored, image.chunks, fresh)
             for digest, error in lacking.items():
                 if isinstance(error, Damaged):
                     await self._blame(digest, image.manifest.job)
         else:
-            lacking = await self._brought(image, since)
+            lacking = await self._brought(image, fresh)
         if lacking:
             raise next(iter(lacking.values()))
 
@@ -114,14 +110,14 @@ class Receiver:
         ref, asked = self._mesh.ref(STORE), Examine(digest, "weights", job)
         await patiently(self._mesh.clock, lambda: ref.call(Weights.examine, asked))
 
-    async def _brought(self, image: Image, since: float) -> dict[str, MeshError]:
+    async def _brought(self, image: Image, fresh: bool) -> dict[str, MeshError]:
         """Maps what this host has, and brings the rest; what the store does not have."""
         cache, lacking = host_chunks.cache(self._mesh), list(image.chunks)
         if cache is not None:  # others that make room meanwhile begin elsewhere
             await self._mesh.host.run_blocking(_used, cache, lacking, deadline_s=HASH_S)
-            lacking = await self._kept(image, cache, lacking, since)
+            lacking = await self._kept(image, cache, lacking, fresh)
             if lacking:
-                lacking = await self._came(image, cache, lacking, since)
+                lacking = await self._came(image, cache, lacking, fresh)
         failed: dict[str, MeshError] = {}
         for digest in lacking:
             try:
@@ -132,7 +128,7 @@ class Receiver:
                 continue
             # What does not fit is not mapped: files that are removed take room while they are.
             keeps = None if self._full else cache
-            if keeps is None or await self._mapped(image, keeps, [digest], since):
+            if keeps is None or await self._mapped(image, keeps, [digest], fresh):
                 run = self._mesh.host.run_blocking
                 await run(image.hold, digest, content, deadline_s=HASH_S)
         if cache is not None and not failed:
@@ -149,10 +145,10 @@ class Receiver:
             await acknowledge(self._mesh, image.manifest, image.digest)
 
     async def _kept(
-        self, image: Image, cache: ChunkStore, digests: list[str], since: float
+        self, image: Image, cache: ChunkStore, digests: list[str], fresh: bool
     ) -> list[str]:
         """Maps what the host's cache has of these chunks; the others. What is damaged goes."""
-        wrong = await self._mapped(image, cache, digests, since)
+        wrong = await self._mapped(image, cache, digests, fresh)
         count = self._mesh.telemetry.count
         for digest, error in wrong.items():
             if isinstance(error, Damaged):
@@ -165,7 +161,7 @@ class Receiver:
         return list(wrong)
 
     async def _came(
-        self, image: Image, cache: ChunkStore, digests: list[str], since: float
+        self, image: Image, cache: ChunkStore, digests: list[str], fresh: bool
     ) -> list[str]:
         """Maps what comes by the way that is chosen; the others."""
         sizes = {digest: image.chunks[digest] for digest in digests}
@@ -182,14 +178,14 @@ class Receiver:
         except MeshError as error:  # each chunk that lacks says by itself what is the matter
             self._full = False
             self._mesh.telemetry.log.info("weights are not kept", error=str(error))
-        return list(await self._mapped(image, cache, digests, since))
+        return list(await self._mapped(image, cache, digests, fresh))
 
     async def _mapped(
-        self, image: Image, chunks: ChunkStore, digests: Iterable[str], since: float
+        self, image: Image, chunks: ChunkStore, digests: Iterable[str], fresh: bool
     ) -> dict[str, MeshError]:
         """Maps chunks that are files here, once they are right; why the others are not."""
         clock, run = self._mesh.clock, self._mesh.host.run_blocking
-        look = _Look(image, chunks, self._verified, since)
+        look = _Look(image, chunks, fresh)
         todo = list(digests)
         self._mesh.random.shuffle(todo)  # processes of a host begin at different ones
         moved_at = clock.monotonic()
@@ -233,8 +229,7 @@ class _Look:
 
     image: Image
     chunks: ChunkStore
-    verified: Verified
-    since: float  # what was found right before is hashed again; all of it: infinity
+    fresh: bool  # what was found right before is hashed again
     wrong: dict[str, MeshError] = field(default_factory=dict)
     hashed_bytes: int = 0
 
@@ -250,7 +245,7 @@ class _Look:
         return busy
 
     def _taken(self, digest: str, alone: bool) -> bool:
-        path, fresh = self.chunks.path(digest), self.since == math.inf
+        path, fresh = self.chunks.path(digest), self.fresh
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
@@ -260,21 +255,24 @@ class _Look:
         try:
             stat = os.fstat(descriptor)
             self.image.map(digest, descriptor, str(path))
-            if self.verified.knows(digest, stat, self.since):
+            if self._known(digest, stat):
                 return True
             if not (alone or fresh) and not _locked(descriptor):
                 return False
-            if self.verified.knows(digest, stat, self.since):
+            if self._known(digest, stat):
                 return True
             self.hashed_bytes += stat.st_size
             if not self.image.right(digest):
                 raise Damaged("a chunk is not what its name says", where=str(path))
-            self.verified.note(digest, stat)
+            self.chunks.verified(digest, stat)
             if fresh:
                 self.image.give_back(digest)
             return True
         finally:
             os.close(descriptor)  # and with it the lock
+
+    def _known(self, digest: str, stat: os.stat_result) -> bool:
+        return not self.fresh and self.chunks.is_verified(digest, stat)
 
 
 def _locked(descriptor: int) -> bool:

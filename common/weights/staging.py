@@ -12,18 +12,18 @@ from functools import partial
 import torch
 
 from common.api.weights import Base, Manifest, Stage, Tensor, Weights
+from common.digest import digest_of
 from common.errors import BadMessage
 from common.model.safetensors_file import NAMES
 from common.model.source import nbytes
 from common.process.serial_executor import looked_at
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
-from common.weights.identity import Described, added, identity
+from common.weights.identity import Described, identity, merged
 from common.weights.laying import Chunk, How, Laid, Laying, Part, whole
 from common.weights.manifest import check, chunk_bytes, packed
 from common.wire import host_chunks
 from common.wire.bulk.port import BulkClient
-from common.wire.chunks import digest_of
 from common.wire.weight_store import STORE, put, store_entry
 
 WRITTEN_AT_ONCE = 2  # chunks: one is hashed while another waits for the disk
@@ -109,7 +109,7 @@ class Stager:
         self.write(self._laying.rest())
         await self.settled(0)
         pieces = [piece for task in self._tasks for piece in task.result()]
-        return Laid(pieces, self._laying.image, self._laying.masters)
+        return self._laying.laid(pieces)
 
     async def close(self) -> None:
         """Nothing is written any more."""
@@ -144,10 +144,10 @@ def assembled(
     check(pieces)
     published = {piece.name: Described(piece.dtype, tuple(piece.shape)) for piece in pieces}
     masters = {name: Described.of(tensor) for name, tensor in outline.items()}
-    image = identity(published, added(one.image for one in laid))
+    image = identity(published, merged(one.image for one in laid))
     manifest = Manifest(job, lineage, version, pieces, base, image=image, scale=scale)
     digest = digest_of(packed(manifest))
-    return Version(manifest, digest, identity(masters, added(one.masters for one in laid)))
+    return Version(manifest, digest, identity(masters, merged(one.masters for one in laid)))
 
 
 async def keep(mesh: Mesh, version: Version) -> None:

@@ -1,8 +1,9 @@
-"""The chunk store, content-addressed files: a chunk lies at <directory>/<d[:2]>/<d>, where d is the
-xxh3_128 of its bytes.
+"""The chunk store, content-addressed files: a chunk lies at <directory>/<d[:2]>/<d>, where d is its
+digest (`common.digest`), or below a directory of the space that it was put into.
 
-Any process of the host may write: a chunk appears whole, durable and under its own digest, or not
-at all.
+Any process of the host may write: a chunk appears whole, durable, read-only and under its own
+digest, or not at all. Who stores a chunk hashes it on the way and says so (`verified.py`), so that
+those who map it need not hash it again.
 """
 
 from __future__ import annotations
@@ -15,36 +16,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
-import xxhash
-
+from common.api.bulk import SPACES
+from common.digest import Hasher, check_digest, digest_of, digest_of_stream, uncounted
 from common.errors import BadMessage, Damaged, MeshError, NotFound, StorageFull
 from common.records import damage
 from common.records.durable import flush, flush_content, sync
-from common.records.sealed import unwatched
+from common.wire.verified import NAME, Verified
 
-DIGEST_DIGITS = 32
-BLOCK_BYTES = 1 << 20  # of a chunk that are in memory at a time while it is checked
+BLOCK_BYTES = 1 << 20  # of a chunk that are in memory at a time
+READ_ONLY = 0o400  # once it is there; who may change a mode may do anything
 COPY_BYTES = 8 << 20  # of a file that is copied to another file system
 SYNC_BYTES = 256 << 20  # of a copy that may be in memory only
 STALE_SCRATCH_S = 3600.0  # a scratch file this old was left by a process that ended
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LINK = (errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 _serial = itertools.count()
-
-
-def digest_of(content: bytes | memoryview) -> str:
-    """The xxh3_128 of the content, as 32 hexadecimal digits."""
-    return xxhash.xxh3_128_hexdigest(content)
-
-
-def digest_of_file(file: BinaryIO) -> str:
-    """The same of what is left to read in a file, of which one block is in memory at a time."""
-    hashed = xxhash.xxh3_128()
-    while block := file.read(BLOCK_BYTES):
-        hashed.update(block)
-    return hashed.hexdigest()
 
 
 def failure(error: OSError, path: Path) -> MeshError:
@@ -62,9 +49,15 @@ class Scratch:
     """
 
     def __init__(
-        self, target: Path, stamp: Callable[[Path], None], *, durable: bool = True
+        self,
+        target: Path,
+        stamp: Callable[[Path], None],
+        *,
+        durable: bool = True,
+        mode: int = 0o600,
     ) -> None:
-        self._target, self._stamp, self._durable = target, stamp, durable
+        """`mode`: of the file once it is whole."""
+        self._target, self._stamp, self._durable, self._mode = target, stamp, durable, mode
         self._path = _beside(target)
         try:
             if not target.parent.is_dir():
@@ -91,6 +84,8 @@ class Scratch:
         try:
             if self._durable:
                 flush(self._fd)
+            if self._mode != 0o600:
+                os.fchmod(self._fd, self._mode)
             self._stamp(self._path)
             os.rename(self._path, self._target)
             if self._durable:
@@ -109,11 +104,25 @@ class ChunkStore:
     the disk's clock.
     """
 
-    def __init__(self, directory: Path, wall: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        wall: Callable[[], float] | None = None,
+        untold: deque[tuple[Path, Path]] | None = None,
+    ) -> None:
         self.directory = directory.resolve()
         self._wall = wall
         # Chunks that a writer found damaged, and where they lie now, until somebody tells of them.
-        self.untold: deque[tuple[Path, Path]] = deque()
+        self.untold: deque[tuple[Path, Path]] = deque() if untold is None else untold
+        self._verified = Verified(self.directory / NAME, lambda: self._now_ns() / 1e9)
+        self._spaces: dict[str, ChunkStore] = {"": self}
+
+    def space(self, name: str) -> ChunkStore:
+        """The chunks of one of `common.api.bulk.SPACES`; `untold` is common to all."""
+        assert name in SPACES, name
+        if name not in self._spaces:
+            self._spaces[name] = ChunkStore(self.directory / name, self._wall, self.untold)
+        return self._spaces[name]
 
     @property
     def local_address(self) -> str:
@@ -121,9 +130,10 @@ class ChunkStore:
         return f"#{self.directory}"
 
     def path(self, digest: str) -> Path:
-        """Where a chunk lies or would lie; BadMessage for what is not a digest."""
-        if len(digest) != DIGEST_DIGITS or not set(digest) <= set("0123456789abcdef"):
-            raise BadMessage(f"{digest!r:.60} is not a digest")
+        """Where a chunk lies or would lie; BadMessage for what is no digest, Refused for the name
+        that an earlier version gave.
+        """
+        check_digest(digest, str(self.directory))
         return self.directory / digest[:2] / digest
 
     def has(self, digest: str) -> bool:
@@ -135,21 +145,31 @@ class ChunkStore:
         delete it.
         """
         try:
-            self._stamp(self.path(digest))
+            self._dated(digest, self._stamp)
         except FileNotFoundError:
             return False
         return True
 
     def use(self, digest: str) -> bool:
         """Whether the chunk is there; if so it counts as read now, and is the file that it was."""
-        path = self.path(digest)
         try:
-            os.utime(path, ns=(self._now_ns(), path.stat().st_mtime_ns))
+            self._dated(digest, self._stamp_use)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
-            raise failure(error, path) from error
+            raise failure(error, self.path(digest)) from error
         return True
+
+    def _dated(self, digest: str, stamp: Callable[[Path], None]) -> None:
+        """Changes a time of a chunk, which is as right afterwards as it was before."""
+        path = self.path(digest)
+        known = self.is_verified(digest)
+        stamp(path)
+        if known:
+            self.verified(digest)
+
+    def _stamp_use(self, path: Path) -> None:
+        os.utime(path, ns=(self._now_ns(), path.stat().st_mtime_ns))
 
     def _stamp(self, path: Path) -> None:
         """Dates a file now; when it was read last is another matter."""
@@ -160,7 +180,22 @@ class ChunkStore:
 
     def scratch(self, digest: str, *, durable: bool = True) -> Scratch:
         """Room for a chunk whose bytes are still to come."""
-        return Scratch(self.path(digest), self._stamp, durable=durable)
+        return Scratch(self.path(digest), self._stamp, durable=durable, mode=READ_ONLY)
+
+    def verified(self, digest: str, stat: os.stat_result | None = None) -> None:
+        """Record that the chunk's file has this digest: the file of these figures, which were taken
+        before it was hashed, or the one that was just made of what was hashed.
+        """
+        self._verified.note(digest, stat or self.path(digest))
+
+    def is_verified(self, digest: str, stat: os.stat_result | None = None) -> bool:
+        """True if the chunk's file, or that of these figures, was hashed on this host a short time
+        ago and has not been changed since.
+        """
+        try:
+            return self._verified.knows(digest, stat or self.path(digest).stat())
+        except OSError:
+            return False
 
     def read(self, digest: str) -> bytes:
         """The chunk's bytes, checked; NotFound, or Damaged when the disk has changed them: whoever
@@ -197,7 +232,9 @@ class ChunkStore:
         except FileNotFoundError:
             return False, None
         with opened:
-            if digest_of_file(opened) == digest:
+            stat = os.fstat(opened.fileno())
+            if digest_of_stream(opened) == digest:
+                self.verified(digest, stat)
                 return True, None
             # Nobody else has the number of an open file: what was written again since goes back.
             damaged = os.fstat(opened.fileno()).st_ino
@@ -211,11 +248,27 @@ class ChunkStore:
         return True, None
 
     def whole(self, digest: str) -> bool:
-        """What `examine` says, for one who writes the chunk if it is not."""
+        """What `examine` says, for one who writes the chunk if it is not; it is read only if it has
+        not been hashed a short time ago.
+        """
+        if self.is_verified(digest):
+            return True
         whole, aside = self.examine(digest)
         if aside is not None:
             self.untold.append((self.path(digest), aside))
         return whole
+
+    def keep(self, digest: str, content: bytes | memoryview) -> None:
+        """Store bytes that were just found to have this digest, as a cache does: not durably.
+        StorageFull leaves nothing behind.
+        """
+        scratch = self.scratch(digest, durable=False)
+        try:
+            scratch.write(content)
+            scratch.commit()
+            self.verified(digest)
+        finally:
+            scratch.discard()
 
     def write(self, content: bytes | memoryview) -> str:
         """Makes `content` durable and returns its digest. StorageFull leaves nothing behind.
@@ -230,6 +283,7 @@ class ChunkStore:
         try:
             scratch.write(content)
             scratch.commit()
+            self.verified(digest)
         finally:
             scratch.discard()
         return digest
@@ -239,11 +293,11 @@ class ChunkStore:
         BadMessage when the file changes meanwhile.
         """
         with path.open("rb") as file:
-            digest = digest_of_file(file)
+            digest = digest_of_stream(file)
             if self.has(digest) and self.whole(digest) and self.touch(digest):
                 return digest
             file.seek(0)
-            scratch, hashed = self.scratch(digest), xxhash.xxh3_128()
+            scratch, hashed = self.scratch(digest), Hasher()
             try:
                 while block := file.read(BLOCK_BYTES):
                     hashed.update(block)
@@ -251,11 +305,12 @@ class ChunkStore:
                 if hashed.hexdigest() != digest:
                     raise BadMessage("a file was changed as it was read", where=str(path))
                 scratch.commit()
+                self.verified(digest)
             finally:
                 scratch.discard()
         return digest
 
-    def take_in(self, path: Path, digest: str, moved: Callable[[int], None] = unwatched) -> None:
+    def take_in(self, path: Path, digest: str, moved: Callable[[int], None] = uncounted) -> None:
         """Makes a file of this host the chunk of a digest, unless there is one: the same bytes on
         the disk where that can be, a copy elsewhere, of whose bytes `moved` hears. They are not
         checked: who gets them does so. NotFound without the file, StorageFull.
@@ -280,7 +335,7 @@ class ChunkStore:
         self,
         files: Mapping[str, str],
         directory: Path,
-        moved: Callable[[int], None] = unwatched,
+        moved: Callable[[int], None] = uncounted,
     ) -> None:
         """Makes files below a directory, which is new, of chunks, by their digests; NotFound names
         one that is not there, StorageFull. `moved` hears of bytes as they are copied.

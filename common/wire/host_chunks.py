@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from common.errors import Damaged, DeadlineExceeded, NotFound, StorageFull
+from common.errors import Damaged, DeadlineExceeded, MeshError, NotFound, StorageFull
 from common.runtime.mesh import Mesh
 from common.wire.bulk.port import BulkServer, serve
 from common.wire.chunks import ChunkStore, failure
@@ -144,13 +144,10 @@ async def _keep(
     content: bytes | memoryview,
     needed: Collection[str] = (),
 ) -> None:
-    target, most_bytes = chunks.path(digest), mesh.settings.chunks_bytes
-    scratch = target.with_name(f".{digest}.{mesh.random.token(4)}")
-    run = mesh.host.run_blocking
+    run, most_bytes = mesh.host.run_blocking, mesh.settings.chunks_bytes
     try:
-        about = chunks, target, scratch, content, most_bytes, needed
-        kept = await run(_write, *about, deadline_s=IO_S)
-    except (OSError, DeadlineExceeded) as error:
+        kept = await run(_write, chunks, digest, content, most_bytes, needed, deadline_s=IO_S)
+    except (MeshError, OSError) as error:
         kept = False
         mesh.telemetry.log.warning("a chunk is not kept", chunk=digest, error=str(error))
     if not kept:
@@ -159,8 +156,7 @@ async def _keep(
 
 def _write(
     chunks: ChunkStore,
-    target: Path,
-    scratch: Path,
+    digest: str,
     content: bytes | memoryview,
     most_bytes: int,
     needed: Collection[str],
@@ -168,14 +164,9 @@ def _write(
     """Whether there is room for the chunk; then it is there whole. Not durably: after a power cut
     it may not be what its name says, as whoever reads it finds.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     if not _room(chunks.directory, memoryview(content).nbytes, most_bytes, needed):
         return False
-    try:
-        scratch.write_bytes(content)
-        scratch.rename(target)
-    finally:
-        scratch.unlink(missing_ok=True)
+    chunks.keep(digest, content)
     return True
 
 

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-import xxhash
-
+from common.digest import Hasher
 from common.errors import Damaged, Refused
 from common.wire.chunks import ChunkStore, Scratch
 
@@ -24,13 +23,17 @@ class Partial:
     after that is refused (`writer`).
     """
 
-    def __init__(self, digest: str, scratch: Callable[[], Scratch]) -> None:
-        """`scratch`: makes room, when the first bytes are there."""
+    def __init__(
+        self, digest: str, scratch: Callable[[], Scratch], chunks: ChunkStore | None = None
+    ) -> None:
+        """`scratch`: makes room, when the first bytes are there. `chunks`: the store whose chunk it
+        is.
+        """
         self.digest = digest
         self.position = 0  # bytes so far
-        self._make = scratch
+        self._make, self._chunks = scratch, chunks
         self._scratch: Scratch | None = None
-        self._hashed = xxhash.xxh3_128()
+        self._hashed = Hasher()
         self._over = self._committed = False
         self._writer: Writer | None = None
         self._lock = threading.Lock()
@@ -43,7 +46,7 @@ class Partial:
     @classmethod
     def of_chunk(cls, chunks: ChunkStore, digest: str, *, durable: bool = True) -> Partial:
         """For a chunk of a store; of a cache it need not be durable."""
-        return cls(digest, lambda: chunks.scratch(digest, durable=durable))
+        return cls(digest, lambda: chunks.scratch(digest, durable=durable), chunks)
 
     @property
     def right(self) -> bool:
@@ -73,6 +76,8 @@ class Partial:
     def _commit(self) -> None:
         if not self._committed:
             self._room().commit()
+            if self._chunks is not None and self.right:
+                self._chunks.verified(self.digest)
         self._committed = True
 
     def begin_again(self) -> None:
@@ -89,7 +94,7 @@ class Partial:
     def _clear(self) -> None:
         if self._scratch is not None:
             self._scratch.discard()
-        self._scratch, self._hashed, self.position = None, xxhash.xxh3_128(), 0
+        self._scratch, self._hashed, self.position = None, Hasher(), 0
 
     def _room(self) -> Scratch:
         if self._over:

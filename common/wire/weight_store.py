@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
+from common.api.bulk import PUBLISHED, WEIGHTS
 from common.api.weights import Examine, LayOut, Publish, Weights
 from common.errors import Damaged, PeerLost
 from common.records import damage
@@ -33,10 +34,17 @@ async def store_entry(mesh: Mesh) -> registry.Entry:
     return entry
 
 
-async def put(mesh: Mesh, bulk: BulkClient, content: bytes | memoryview, what: str) -> str:
+async def put(
+    mesh: Mesh,
+    bulk: BulkClient,
+    content: bytes | memoryview,
+    what: str,
+    *,
+    space: str = WEIGHTS,
+) -> str:
     """Writes bytes durably, waiting for the store if need be; their digest."""
 
-    return await _written(mesh, bulk, what, lambda entry: bulk.put(entry, content))
+    return await _written(mesh, bulk, what, lambda entry: bulk.put(entry, content, space=space))
 
 
 async def tell(mesh: Mesh, untold: deque[tuple[Path, Path]]) -> None:
@@ -56,6 +64,7 @@ async def get(
     *,
     job: str = "",
     kind: str = "weights",
+    space: str = WEIGHTS,
     shared: bool = False,
     needed: Collection[str] = (),
     within_s: float | None = None,
@@ -74,14 +83,14 @@ async def get(
         entry = await store_entry(mesh)
 
         def fetch() -> Awaitable[bytes]:
-            return bulk.get(entry, digest, **bounds)
+            return bulk.get(entry, digest, space=space, **bounds)
 
         try:
             if shared and entry.host != mesh.settings.host:
                 return await host_chunks.through(mesh, digest, fetch, needed)
             return await fetch()
         except Damaged:
-            await _blame(mesh, digest, kind, job)
+            await _blame(mesh, digest, kind, job, space)
             raise
 
     with mesh.wait(what, on=STORE):
@@ -118,6 +127,7 @@ async def fetch_file(
     *,
     job: str = "",
     kind: str = "weights",
+    space: str = WEIGHTS,
 ) -> None:
     """Puts the bytes of a digest into a file, as `get`: whole, durable and with mode 0600, or not
     at all. What has arrived when the store goes away is kept until it is back.
@@ -125,9 +135,9 @@ async def fetch_file(
 
     async def once() -> None:
         try:
-            await bulk.receive(await store_entry(mesh), arriving)
+            await bulk.receive(await store_entry(mesh), arriving, space=space)
         except Damaged:
-            await _blame(mesh, digest, kind, job)
+            await _blame(mesh, digest, kind, job, space)
             raise
 
     with mesh.wait(what, on=STORE), Partial.of_file(path, digest) as arriving:
@@ -154,9 +164,9 @@ async def lay_out(mesh: Mesh, asked: LayOut) -> None:
             pass
 
 
-async def _blame(mesh: Mesh, digest: str, kind: str, job: str) -> None:
+async def _blame(mesh: Mesh, digest: str, kind: str, job: str, space: str) -> None:
     """PeerLost when it was not the store that changed the bytes, but the way."""
-    examined = await mesh.ref(STORE).call(Weights.examine, Examine(digest, kind, job))
+    examined = await mesh.ref(STORE).call(Weights.examine, Examine(digest, kind, job, space))
     if examined.whole:
         raise PeerLost(f"chunk {digest} arrived changed", where=STORE) from None
 
@@ -171,4 +181,5 @@ async def fetch_checkpoint(
     check_paths(files)
     for path, digest in files.items():
         place, said = directory / path, f"{path} of checkpoint {name}"
-        await fetch_file(mesh, bulk, digest, place, said, job=job, kind="checkpoint")
+        about = mesh, bulk, digest, place, said
+        await fetch_file(*about, job=job, kind="checkpoint", space=PUBLISHED)

@@ -28,8 +28,8 @@ from common.api.gateway import (
     Submitted,
     Want,
 )
+from common.digest import digest_of_file
 from common.errors import Damaged, NotAllowed, Refused
-from common.job import bundle_files
 from common.state.events import Event
 from meshrl.job import bundle
 from meshrl.job.jobfile import JobFile
@@ -119,7 +119,7 @@ class RemoteDoor:
                 place = scratch / _inside(file)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 await self._fetch(Read(name, model.name, file, 0), place, size)
-                if await asyncio.to_thread(bundle_files.digest, place) != digest:
+                if await asyncio.to_thread(digest_of_file, place) != digest:
                     raise Damaged(f"{file} is not what the mesh has", fix="Fetch it again")
         return out
 

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from common.api.bulk import PUBLISHED
 from common.errors import NotFound, Refused
 from common.job import bundle_files
 from common.process.host import Host
@@ -66,8 +67,9 @@ def publish(
         for name, digest in files.items()
         if not below or any(Path(name).is_relative_to(part) for part in below)
     }
+    published = chunks.space(PUBLISHED)
     for name, digest in chosen.items():
-        chunks.take_in(directory / name, digest, moved)
+        published.take_in(directory / name, digest, moved)
     return chosen
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from common.api.bulk import SPACES
 from common.api.weights import (
     Aside,
     Checkpoint,
@@ -34,6 +35,7 @@ from common.api.weights import (
     Staged,
     Weights,
 )
+from common.digest import digest_of
 from common.errors import (
     AlreadyCommitted,
     BadMessage,
@@ -58,7 +60,7 @@ from common.runtime.mesh import Mesh
 from common.state import jobs
 from common.weights.manifest import joined, packed, unpacked
 from common.wire.bulk.port import ChunkStore
-from common.wire.chunks import digest_of, failure
+from common.wire.chunks import failure
 from common.wire.weight_store import WHY
 from services.weights import home
 from services.weights.deltas import DeltaSets, WithDeltas
@@ -196,7 +198,7 @@ class WeightStore(WithDeltas):
             try:
                 content = await self.mesh.host.run_blocking(read, digest, deadline_s=IO_S)
             except Damaged:
-                await self._examined(digest, "weights", "")
+                await self._examined(self.chunks, digest, "weights", "")
                 raise
             self._manifests[digest] = unpacked(content, str(self.chunks.path(digest)))
         return self._manifests[digest]
@@ -211,13 +213,16 @@ class WeightStore(WithDeltas):
         """A chunk that is not what was written is set aside, and whoever has its bytes writes it
         again.
         """
-        return Examined(await self._examined(request.digest, request.kind, request.job))
+        if request.space not in SPACES or request.kind not in FATES:
+            raise BadMessage(f"no chunks of {request.kind!r:.40} in {request.space!r:.40}")
+        chunks = self.chunks.space(request.space)
+        return Examined(await self._examined(chunks, request.digest, request.kind, request.job))
 
-    async def _examined(self, digest: str, kind: str, job: str) -> bool:
+    async def _examined(self, chunks: ChunkStore, digest: str, kind: str, job: str) -> bool:
         def look() -> bool:
-            whole, aside = self.chunks.examine(digest)
+            whole, aside = chunks.examine(digest)
             if aside is not None:
-                path, then = self.chunks.path(digest), FATES[kind].then
+                path, then = chunks.path(digest), FATES[kind].then
                 self._untold.add(damage.fields(kind, path, WHY, then, job=job, aside=aside))
             return whole
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.digest import digest_of
 from common.random import Random
 from common.records.damage import QUARANTINE
 from common.records.durable import sync
-from common.wire.chunks import digest_of
 
 UNREAD_NS = 1  # access time of a damaged file until somebody reads it
 # Kinds of durable files (`common.records.damage.FATES`) of a virtual mesh, by where they lie. Its

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
+from common.digest import digest_of
 from common.records.damage import EVENT, QUARANTINE
 from sim.mesh.damage import APPENDED, named_in, unnoticed
 from sim.mesh.witness import Facts
@@ -198,11 +197,7 @@ def store(facts: Facts, terms: Terms) -> Violations:
     """Each chunk is what its name says, and checkpoints are few."""
     damaged = {Path(damage.path).name for damage in facts.damages}
     for name, content in facts.chunks.items():
-        if (
-            not name.startswith(".")
-            and name not in damaged
-            and xxhash.xxh3_128_hexdigest(content) != name
-        ):
+        if not name.startswith(".") and name not in damaged and digest_of(content) != name:
             yield f"chunk {name} is not what its name says"
     written = [name for name in facts.checkpoints if name.endswith(".json")]
     if len(written) > terms.keep_checkpoints + 1:  # the last one expires at the next sweep

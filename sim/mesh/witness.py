@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from common.api.weights import Group
+from common.digest import digest_of
 from common.state.keys import EVENTS
 from common.wire.blob import unpack
-from common.wire.chunks import digest_of
 from sim.mesh.damage import Damage, unnoticed
 from sim.mesh.redis import VirtualRedis, script_of
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from math import gcd
 
 import numpy as np
-import xxhash
 import zstandard
 from numpy.typing import NDArray
 
 from common.api.weights import Tensor
+from common.digest import Hasher
 from common.errors import BadMessage, Damaged
 from common.weights.manifest import itemsize
 from kernels import delta
@@ -147,7 +147,7 @@ def applied(
     of such a chunk, and Damaged, once all is written, when the result is not that of the digest:
     the old chunk was another one.
     """
-    hashed, was = xxhash.xxh3_128(), _array(old)
+    hashed, was = Hasher(), _array(old)
     for block in decoded(blob, len(was)).blocks(was):
         hashed.update(block.data)
         write(block.data)

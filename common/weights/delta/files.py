@@ -7,10 +7,11 @@ import mmap
 import os
 from collections.abc import Sequence
 
+from common.digest import digest_of
 from common.errors import NotFound
 from common.weights.delta.codec import applied, encoded
 from common.weights.delta.pairs import Pair
-from common.wire.chunks import ChunkStore, digest_of
+from common.wire.chunks import ChunkStore
 
 LOCKS = ".locks"  # below a cache
 POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # one fault for all pages, where Linux has it
@@ -80,6 +81,7 @@ def _make(chunks: ChunkStore, was: memoryview, blob: bytes | memoryview, new: st
     try:
         applied(was, blob, new, scratch.write)
         scratch.commit()
+        chunks.verified(new)
     finally:
         scratch.discard()
 
@@ -101,10 +103,5 @@ def keep(chunks: ChunkStore, blob: bytes) -> str:
     """
     digest = digest_of(blob)
     if not (chunks.has(digest) and chunks.whole(digest) and chunks.touch(digest)):
-        scratch = chunks.scratch(digest, durable=False)
-        try:
-            scratch.write(blob)
-            scratch.commit()
-        finally:
-            scratch.discard()
+        chunks.keep(digest, blob)
     return digest

@@ -17,7 +17,6 @@ from common.errors import BadMessage, Damaged, DeadlineExceeded, MeshError
 from common.runtime.mesh import Mesh
 from common.weights.delta.choosing import delta_first, worth_waiting
 from common.weights.delta.files import make
-from common.weights.verified import Verified
 from common.wire import host_chunks
 from common.wire.bulk.port import BulkClient
 from common.wire.chunks import ChunkStore
@@ -90,7 +89,6 @@ class _Making:
         self._needed, self._job, self._rate = {*needed, *missing}, job, rate
         self._missing, self._sizes = dict(missing), missing
         self.made: set[str] = set()
-        self._verified = Verified.of_host(mesh)
         self._fetching = asyncio.Semaphore(FETCHED_AT_ONCE)
         self._applying = asyncio.Semaphore(AT_ONCE)
         self._stalls = False  # the way of the deltas: no more of them are fetched
@@ -168,26 +166,24 @@ class _Making:
         try:
             async with self._applying:
                 part = blob[delta.offset : delta.offset + delta.size]
-                made = await self._put_together(delta, part)
+                await self._put_together(delta, part)
         except (BadMessage, Damaged) as error:
             mesh.telemetry.count("deltas_refused")
             mesh.telemetry.log.warning("a delta is refused", chunk=delta.new, error=str(error))
         except MeshError as error:
             mesh.telemetry.log.warning("a delta is left out", chunk=delta.new, error=str(error))
         else:
-            if made:
-                self._verified.note(delta.new, self._into.path(delta.new))
             self.made.add(delta.new)
             mesh.telemetry.count("deltas_applied")
             mesh.telemetry.count("deltas_applied_bytes", delta.size)
 
-    async def _put_together(self, delta: ChunkDelta, blob: memoryview) -> bool:
-        """Whether this process made the chunk; else there is a file, of which that is not known."""
+    async def _put_together(self, delta: ChunkDelta, blob: memoryview) -> None:
+        """Make the chunk, unless there is a file of its name."""
         clock, run = self._mesh.clock, self._mesh.host.run_blocking
         until = clock.monotonic() + STANDS_S
         while True:
             alone = clock.monotonic() >= until
             about = self._into, delta.old, blob, delta.new, alone
-            if (made := await run(make, *about, deadline_s=ONE_S)) is not None:
-                return made
+            if await run(make, *about, deadline_s=ONE_S) is not None:
+                return
             await clock.sleep(LOOK_S)

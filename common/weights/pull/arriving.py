@@ -8,8 +8,6 @@ from common.api.weights import Examine, Weights
 from common.errors import Damaged, PeerLost
 from common.runtime.mesh import Mesh
 from common.state import registry
-from common.weights.verified import Verified
-from common.wire import host_chunks
 from common.wire.bulk.port import BulkClient
 from common.wire.chunks import ChunkStore
 from common.wire.partial import Partial
@@ -25,9 +23,6 @@ class Arriving:
 
     def __init__(self, mesh: Mesh, bulk: BulkClient, into: ChunkStore, job: str) -> None:
         self._mesh, self._bulk, self._into, self._job = mesh, bulk, into, job
-        own = host_chunks.cache(mesh)
-        shared = own is not None and own.directory == into.directory
-        self._verified = Verified.of_host(mesh) if shared else None
         self._partial: dict[str, Partial] = {}
         self._from: dict[str, set[str]] = {}  # sources by chunk, while it is not whole
         self._entries: dict[str, tuple[float, registry.Entry]] = {}
@@ -62,14 +57,9 @@ class Arriving:
             partial.begin_again()
             self._from[chunk] = set()
             await self._blame(chunk, source, alone=sources == {source})
-        await self._mesh.host.run_blocking(self._commit, partial, deadline_s=COMMIT_S)
+        await self._mesh.host.run_blocking(partial.commit, deadline_s=COMMIT_S)
         self.forget(chunk)
         return True
-
-    def _commit(self, partial: Partial) -> None:
-        partial.commit()
-        if self._verified is not None:
-            self._verified.note(partial.digest, self._into.path(partial.digest))
 
     def forget(self, chunk: str) -> None:
         """Nobody waits for a chunk any more."""

@@ -10,21 +10,20 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 from torch._C._distributed_c10d import Store
 
 from common.api.trainer import Gather, Gathered, Sender, Trainer
+from common.digest import digest_of
 from common.errors import PeerLost
 from common.runtime.mesh import Mesh
-from common.weights.verified import Verified
 from common.weights.ways.base import Version
 from common.weights.ways.broadcasting import Broadcasts
 from common.weights.ways.group import Group, place
 from common.wire import host_chunks
-from common.wire.chunks import ChunkStore, digest_of, failure
+from common.wire.chunks import ChunkStore
 from common.wire.meeting import store_at
 
 LOCK = "broadcast"
@@ -64,8 +63,7 @@ class Collective:
     async def _received(self, told: Gathered, lacking: dict[str, int], into: ChunkStore) -> None:
         mesh, run = self._mesh, self._mesh.host.run_blocking
         where = place(mesh.settings)
-        keeping = _Keeping(lacking, into, Verified.of_host(mesh), mesh.random.token(4))
-        parts = [_Receiving(told, sender, keeping, where) for sender in told.senders]
+        parts = [_Receiving(told, sender, lacking, into, where) for sender in told.senders]
         wait = timedelta(seconds=told.wait_s)
         try:
             store = await run(_met, told, wait, deadline_s=2 * told.wait_s)
@@ -79,30 +77,6 @@ class Collective:
                 mesh.telemetry.count("chunks_damaged", part.damaged)
 
 
-@dataclass
-class _Keeping:
-    """Where chunks that lack are kept, each right before it has its name."""
-
-    lacking: dict[str, int]
-    into: ChunkStore
-    verified: Verified
-    token: str
-
-    def keep(self, digest: str, content: memoryview) -> None:
-        """StorageFull."""
-        target = self.into.path(digest)
-        scratch = target.with_name(f".{digest}.{self.token}")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            scratch.write_bytes(content)
-            scratch.rename(target)
-        except OSError as error:
-            raise failure(error, target) from error
-        finally:
-            scratch.unlink(missing_ok=True)
-        self.verified.note(digest, target)
-
-
 class _Receiving:
     """What comes of one sender, on a thread."""
 
@@ -110,12 +84,13 @@ class _Receiving:
         self,
         told: Gathered,
         sender: Sender,
-        keeping: _Keeping,
+        lacking: dict[str, int],
+        into: ChunkStore,
         where: dict[str, str],
     ) -> None:
         self.chunks = self.bytes = self.damaged = 0
         self._told, self._sender = told, sender
-        self._keeping, self._where = keeping, where
+        self._lacking, self._into, self._where = lacking, into, where
         self._group: Group | None = None
         self._stopped = False
 
@@ -129,12 +104,12 @@ class _Receiving:
         for digest, content in zip(sender.chunks, contents, strict=True):
             if self._stopped:
                 raise PeerLost("the broadcast was ended")
-            if digest not in self._keeping.lacking:
+            if digest not in self._lacking:
                 continue
             if digest_of(content) != digest:
                 self.damaged += 1
                 continue
-            self._keeping.keep(digest, content)
+            self._into.keep(digest, content)
             self.chunks += 1
             self.bytes += len(content)
 

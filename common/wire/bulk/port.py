@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from common.api.bulk import WEIGHTS
+from common.digest import digest_of
 from common.errors import (
     Damaged,
     HandshakeFailed,
@@ -33,7 +35,7 @@ from common.wire.bulk.rates import Rates
 from common.wire.bulk.server import LARGEST_BYTES, BulkServer
 from common.wire.bulk.session import HAS, NO_CHUNK, PUT, WHERE, Session
 from common.wire.bulk.transfer import PART_BYTES, Transfer
-from common.wire.chunks import ChunkStore, digest_of
+from common.wire.chunks import ChunkStore
 from common.wire.partial import Partial
 
 if TYPE_CHECKING:
@@ -86,6 +88,7 @@ class BulkClient:
         self._mesh, self._largest_bytes, self._part_bytes = mesh, largest_bytes, part_bytes
         self._door, self._rates, self._kept = door_of(mesh), Rates.of(mesh.settings), Kept()
         self._directories: dict[str, bytes] = {}  # that are served, by address, with key
+        self._stores: dict[Path, ChunkStore] = {}  # of this host, by directory
         self._refused_since: dict[str, float] = {}  # handshakes one after the other; by incarnation
         self.untold: deque[tuple[Path, Path]] = deque()  # see ChunkStore
 
@@ -94,6 +97,7 @@ class BulkClient:
         entry: Entry,
         digest: str,
         *,
+        space: str = WEIGHTS,
         deadline_s: float = DEADLINE_S,
         stall_s: float = math.inf,
     ) -> bytes:
@@ -102,11 +106,11 @@ class BulkClient:
         """
         chunks = await self.local(entry)
         if chunks is not None:
-            return await self._off_loop(lambda: chunks.read(digest), deadline_s)
+            return await self._off_loop(lambda: chunks.space(space).read(digest), deadline_s)
 
         def fetch() -> bytes:
             with self._session(entry, deadline_s, stall_s) as session:
-                content = session.chunk(digest)
+                content = session.chunk(digest, space)
             if digest_of(content) != digest:
                 raise Damaged(f"chunk {digest} arrived changed", where=entry.bulk)
             return content
@@ -142,7 +146,12 @@ class BulkClient:
         return await self._ask(entry, fetch, deadline_s)
 
     async def put(
-        self, entry: Entry, content: bytes | memoryview, *, deadline_s: float = DEADLINE_S
+        self,
+        entry: Entry,
+        content: bytes | memoryview,
+        *,
+        space: str = WEIGHTS,
+        deadline_s: float = DEADLINE_S,
     ) -> str:
         """The digest of `content`, which is durable then. StorageFull, PeerLost; Refused when it is
         too large, also by a file: who is on another host could not get it.
@@ -156,13 +165,13 @@ class BulkClient:
             )
         chunks = await self.local(entry)
         if chunks is not None:
-            return await self._off_loop(lambda: chunks.write(content), deadline_s)
+            return await self._off_loop(lambda: chunks.space(space).write(content), deadline_s)
 
         def send() -> str:
             digest = digest_of(content)
             with self._session(entry, deadline_s) as session:
-                if session.ask(HAS, digest) != b"\x01":
-                    session.ask(PUT, digest, content)
+                if session.ask(HAS, digest, space=space) != b"\x01":
+                    session.ask(PUT, digest, content, space=space)
             return digest
 
         return await self._ask(entry, send, deadline_s)
@@ -177,7 +186,14 @@ class BulkClient:
         with Partial.of_file(path, digest) as partial:
             await self.receive(entry, partial, deadline_s=deadline_s)
 
-    async def receive(self, entry: Entry, partial: Partial, *, deadline_s: float = FILE_S) -> None:
+    async def receive(
+        self,
+        entry: Entry,
+        partial: Partial,
+        *,
+        space: str = WEIGHTS,
+        deadline_s: float = FILE_S,
+    ) -> None:
         """What `fetch` does, from where `partial` is: it may have begun at another server. PeerLost
         leaves it as far as it has come.
         """
@@ -187,10 +203,11 @@ class BulkClient:
 
             def receive() -> None:
                 if chunks is not None:
-                    for block in chunks.blocks(writer.digest, writer.position):
+                    stored = chunks.space(space)
+                    for block in stored.blocks(writer.digest, writer.position):
                         writer.write(block)
                 else:
-                    transfer.fetch(writer)
+                    transfer.fetch(writer, space)
                 writer.finish(entry.bulk)
 
             try:
@@ -258,9 +275,9 @@ class BulkClient:
         directory = Path(entry.bulk.partition("#")[2])
         near = entry.host == self._mesh.settings.host and directory.is_absolute()
         if near and os.access(directory, os.W_OK) and await self._lends(entry, directory):
-            chunks = ChunkStore(directory, self._mesh.clock.wall)
-            chunks.untold = self.untold
-            return chunks
+            if directory not in self._stores:
+                self._stores[directory] = ChunkStore(directory, self._mesh.clock.wall, self.untold)
+            return self._stores[directory]
         return None
 
     async def _lends(self, entry: Entry, directory: Path) -> bool:

@@ -7,9 +7,8 @@ import selectors
 import socket
 from contextlib import suppress
 
-import xxhash
-
 from common.api import bulk
+from common.digest import Hasher
 from common.errors import BadMessage, MeshError, NotAllowed, NotFound, Refused, to_wire
 from common.wire.bulk.channel import PIECE_BYTES, Channel, SealedChannel, Steps
 from common.wire.bulk.doors import Door
@@ -32,7 +31,8 @@ from common.wire.frames import pack_error
 from common.wire.partial import Parked, Partial
 
 _MOST_BYTES = 1 << 62  # of a file: what is beyond is no offset
-_NEEDS = {GET: bulk.GET, PUT: bulk.PUT, HAS: bulk.PUT, REST: bulk.PUT, WHERE: bulk.GET}
+_PUTS = (PUT, HAS, REST)  # what who puts a chunk asks
+_VERBS = (GET, WHERE, *_PUTS)
 KEYS, DISK = 0, -1  # in place of an event of the socket: an errand, and who is to run it
 
 
@@ -114,15 +114,17 @@ class Serving:
     def _request(self) -> Steps[bool]:
         """Serves one; False: it makes no sense, or what follows it cannot be told apart."""
         request = REQUEST.unpack((yield from self._channel.whole(REQUEST.size)))
-        verb, digest, offset, length, size = request
-        if verb not in _NEEDS or offset + length > _MOST_BYTES:
+        verb, number, digest, offset, length, size = request
+        if verb not in _VERBS or offset + length > _MOST_BYTES or number >= len(bulk.SPACES):
             return False
+        space = bulk.SPACES[number]
         if verb == PUT and length > self._largest_bytes:
             return False
         try:
-            self._door.check(self.user, _NEEDS[verb])
-            if _NEEDS[verb] == bulk.PUT and not self._shelf.takes:
+            self._door.check(self.user, bulk.putting(space) if verb in _PUTS else bulk.GET)
+            if (verb in _PUTS or space) and not self._shelf.takes:
                 raise NotAllowed("it gives chunks and takes none", fix="Ask the weight store")
+            self._chunks = self._shelf.chunks.space(space) if space else self._shelf.chunks
             if verb == GET:
                 yield from self._get(digest.hex(), offset, length)
             elif verb == PUT:
@@ -132,7 +134,7 @@ class Serving:
             elif verb == REST:
                 yield from self._rest(digest.hex())
             else:
-                yield from self._answer(os.fsencode(self._chunks.directory))
+                yield from self._answer(os.fsencode(self._shelf.chunks.directory))
         except MeshError as error:
             self._forget()
             text = pack_error(*to_wire(error))
@@ -158,18 +160,20 @@ class Serving:
                 self._shelf.sent += self._channel.sent - before
 
     def _has(self, digest: str) -> Steps[None]:
-        """Whether the chunk is there as it was written, for a client that has its bytes. It is
+        """Answer 1 if the chunk is there as it was written, for a client that has its bytes. It is
         read in pieces, so that the others have their turns.
         """
-        hashed, there = xxhash.xxh3_128(), False
-        with suppress(FileNotFoundError), self._chunks.path(digest).open("rb") as file:
-            there = True
-            while piece := file.read(PIECE_BYTES):
-                hashed.update(piece)
-                yield selectors.EVENT_WRITE
-        whole = hashed.hexdigest() == digest
-        if there and not whole:
-            self._chunks.whole(digest)
+        whole = self._chunks.is_verified(digest)
+        if not whole:
+            hashed, there = Hasher(), False
+            with suppress(FileNotFoundError), self._chunks.path(digest).open("rb") as file:
+                there = True
+                while piece := file.read(PIECE_BYTES):
+                    hashed.update(piece)
+                    yield selectors.EVENT_WRITE
+            whole = hashed.hexdigest() == digest
+            if there and not whole:
+                self._chunks.whole(digest)
         yield from self._answer(bytes([whole and self._chunks.touch(digest)]))
 
     def _rest(self, digest: str) -> Steps[None]:

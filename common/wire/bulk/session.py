@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO, TypeVar, cast
 
+from common.api.bulk import SPACES, WEIGHTS
 from common.errors import BadMessage, Damaged, DeadlineExceeded, HandshakeFailed, PeerLost
 from common.errors import from_wire as error_from_wire
 from common.wire.bulk.channel import (
@@ -33,8 +34,9 @@ T = TypeVar("T")
 # chunk is there as it was written; how much is there of one whose connection broke; in which
 # directory all of them are.
 GET, PUT, HAS, REST, WHERE = b"G", b"P", b"H", b"R", b"W"
-NO_CHUNK = "00" * 16  # the digest in a question that is about none
-REQUEST = struct.Struct("<c16sQQQ")  # verb, digest, offset, length, size of the whole chunk
+NO_CHUNK = "00" * 32  # the digest in a question that is about none
+# Verb, number of the space, digest, offset, length, size of the whole chunk.
+REQUEST = struct.Struct("<cB32sQQQ")
 ANSWER = struct.Struct("<BQQ")  # OK or FAILED, size of the whole chunk, length of what follows
 POSITION = struct.Struct("<Q")
 OK, FAILED = 0, 1
@@ -129,18 +131,25 @@ class Session:
         with self._closing, suppress(OSError):  # it is not connected any more
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def ask(self, verb: bytes, digest: str, content: bytes | bytearray | memoryview = b"") -> bytes:
+    def ask(
+        self,
+        verb: bytes,
+        digest: str,
+        content: bytes | bytearray | memoryview = b"",
+        *,
+        space: str = WEIGHTS,
+    ) -> bytes:
         """What the server answers about a whole chunk."""
         size = memoryview(content).nbytes
         with self._request():
-            self._send(_request(verb, digest, 0, size, size))
+            self._send(_request(verb, space, digest, 0, size, size))
             self._send(content)
             return self._whole(self._answer()[1])
 
-    def chunk(self, digest: str) -> bytes:
+    def chunk(self, digest: str, space: str = WEIGHTS) -> bytes:
         """The bytes of a whole chunk."""
         with self._request():
-            self._send(_request(GET, digest, 0, self._largest_bytes, 0))
+            self._send(_request(GET, space, digest, 0, self._largest_bytes, 0))
             size, length = self._answer()
             if size > self._largest_bytes:
                 raise BadMessage(f"an answer of {size} bytes", where=self._place)
@@ -153,12 +162,13 @@ class Session:
         length: int,
         take: Callable[[memoryview], None],
         whole: int | None = None,
+        space: str = WEIGHTS,
     ) -> int:
         """Hands on up to `length` bytes from `offset`, as they come; the size of the chunk.
         `whole`: what that must be, else Damaged, before anything is handed on.
         """
         with self._request():
-            self._send(_request(GET, digest, offset, length, 0))
+            self._send(_request(GET, space, digest, offset, length, 0))
             size, left = self._answer()
             if left > length:
                 raise BadMessage(f"{left} bytes for {length}", where=self._place)
@@ -175,7 +185,7 @@ class Session:
     def put(self, digest: str, file: BinaryIO, offset: int, length: int, size: int) -> None:
         """Sends the part of a file of `size` bytes. BadMessage: the file became shorter."""
         with self._request():
-            self._send(_request(PUT, digest, offset, length, size))
+            self._send(_request(PUT, WEIGHTS, digest, offset, length, size))
             try:
                 self._run(self._channel.send_file(file.fileno(), offset, length))
             except FileShorter as error:
@@ -229,5 +239,5 @@ class Session:
         return left
 
 
-def _request(verb: bytes, digest: str, offset: int, length: int, size: int) -> bytes:
-    return REQUEST.pack(verb, bytes.fromhex(digest), offset, length, size)
+def _request(verb: bytes, space: str, digest: str, offset: int, length: int, size: int) -> bytes:
+    return REQUEST.pack(verb, SPACES.index(space), bytes.fromhex(digest), offset, length, size)

@@ -8,9 +8,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from common.api.bulk import WEIGHTS
+from common.digest import digest_of_stream
 from common.errors import BadMessage, DeadlineExceeded, PeerLost
 from common.wire.bulk.session import HAS, POSITION, REST, Session
-from common.wire.chunks import digest_of_file
 from common.wire.partial import Writer
 
 PART_BYTES = 64 << 20  # in one request
@@ -33,13 +34,14 @@ class Transfer:
         if self._session is not None:
             self._session.break_off()
 
-    def fetch(self, writer: Writer) -> None:
+    def fetch(self, writer: Writer, space: str = WEIGHTS) -> None:
         """Adds what is lacking of a chunk. NotFound, PeerLost, StorageFull."""
 
         def go_on(session: Session) -> None:
             size = -1
             while size < 0 or writer.position < size:  # the next server may have less of it
-                size = session.get(writer.digest, writer.position, self._part_bytes, writer.write)
+                part = writer.position, self._part_bytes, writer.write
+                size = session.get(writer.digest, *part, space=space)
                 self._position = writer.position
 
         self._over_breaks(go_on)
@@ -47,7 +49,7 @@ class Transfer:
     def send(self, path: Path) -> str:
         """Puts a file, and returns its digest. StorageFull, PeerLost, BadMessage if it changes."""
         with path.open("rb") as file:
-            digest = digest_of_file(file)
+            digest = digest_of_stream(file)
             size = file.tell()
 
             def go_on(session: Session) -> None:

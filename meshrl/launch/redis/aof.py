@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
+from common.checksum import Checksummer
 
 FOLDER = "appendonlydir"
 MANIFEST = "appendonly.aof.manifest"
@@ -20,10 +20,10 @@ BLOCK = 1 << 20  # bytes that are read at a time
 
 @dataclass(frozen=True)
 class Extent:
-    """The beginning of a file: its length in bytes, and the XXH3 of it."""
+    """The beginning of a file: its length in bytes, and the checksum of it."""
 
     length: int
-    digest: str
+    checksum: str  # hexadecimal
 
 
 class Follower:
@@ -31,7 +31,7 @@ class Follower:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._read: dict[str, tuple[int, xxhash.xxh3_128]] = {}
+        self._read: dict[str, tuple[int, Checksummer]] = {}
         self._looking = threading.Lock()  # one that was given up goes on in its thread
 
     def look(self) -> dict[str, Extent]:
@@ -46,11 +46,13 @@ class Follower:
         self._read = {name: read for name, read in self._read.items() if name in parts}
         for name in parts:
             path = self._directory / FOLDER / name
-            length, digest = self._read.get(name, (0, xxhash.xxh3_128()))
+            length, summed = self._read.get(name, (0, Checksummer()))
             if path.stat().st_size < length:  # it takes back what a full disk has cut short
-                length, digest = 0, xxhash.xxh3_128()
-            self._read[name] = _extended(path, length, digest)
-        return {name: Extent(at, digest.hexdigest()) for name, (at, digest) in self._read.items()}
+                length, summed = 0, Checksummer()
+            self._read[name] = _extended(path, length, summed)
+        return {
+            name: Extent(at, summed.checksum.hex()) for name, (at, summed) in self._read.items()
+        }
 
 
 def holds(directory: Path, extents: Mapping[str, Extent]) -> bool:
@@ -75,8 +77,8 @@ def differs(directory: Path, extents: Mapping[str, Extent]) -> str:
         size = path.stat().st_size if path.is_file() else 0
         if size < extent.length:
             return f"{name} has {size} bytes, and had {extent.length}"
-        read, digest = _extended(path, 0, xxhash.xxh3_128(), extent.length)
-        if read != extent.length or digest.hexdigest() != extent.digest:
+        read, summed = _extended(path, 0, Checksummer(), extent.length)
+        if read != extent.length or summed.checksum.hex() != extent.checksum:
             return f"{name} does not hold what was written"
     return ""
 
@@ -99,15 +101,15 @@ def _number(name: str) -> int:
 
 
 def _extended(
-    path: Path, start: int, digest: xxhash.xxh3_128, end: int | None = None
-) -> tuple[int, xxhash.xxh3_128]:
-    """`digest` of the first `start` bytes, carried on to `end` or to the end of the file."""
+    path: Path, start: int, summed: Checksummer, end: int | None = None
+) -> tuple[int, Checksummer]:
+    """`summed` of the first `start` bytes, carried on to `end` or to the end of the file."""
     with path.open("rb") as file:
         file.seek(start)
         while end is None or start < end:
             block = file.read(BLOCK if end is None else min(BLOCK, end - start))
             if not block:
                 break
-            digest.update(block)
+            summed.update(block)
             start += len(block)
-    return start, digest
+    return start, summed

@@ -62,7 +62,10 @@ def _read(path: Path) -> Note:
         raise Damaged("it is of an earlier version", where=str(path))
     mark, files = told["mark"], told["files"]
     jobs = {job: JobMark(**row) for job, row in mark["jobs"].items()}
-    extents = {name: Extent(**row) for name, row in files.items()}
+    extents = {
+        name: Extent(row["length"], row.get("checksum") or row["digest"])  # as earlier versions say
+        for name, row in files.items()
+    }
     noted = Mark(mark["event"], mark["token"], jobs)
     return Note(noted, extents, told["floor"], tuple(told["gone"]), told["returning"])
 

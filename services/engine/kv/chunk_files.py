@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
+from common.checksum import Checksum, Checksummer
 from common.generation.builtin.loading import Content
 
 MAGIC = b"MRLKV\x00\x00\x01"
-_HEAD = struct.Struct("<8sIIQdQ16s")  # before the sum of it and of the content, which is last
+_HEAD = struct.Struct("<8sIIQdQ32s")  # before the sum of it and of the content, which is last
 _SUM_BYTES = 16
 HEAD_BYTES = _HEAD.size + _SUM_BYTES
 LARGEST_BYTES = 1 << 32  # of one chunk
@@ -185,10 +185,10 @@ def _packed(name: str, head: Head, content: Content) -> bytes:
     return packed + _sum(packed, content)
 
 
-def _sum(head: bytes, content: Content) -> bytes:
-    hashed = xxhash.xxh3_128(head)
-    hashed.update(content.data)
-    return hashed.digest()
+def _sum(head: bytes, content: Content) -> Checksum:
+    summed = Checksummer(head)
+    summed.update(content.data)
+    return summed.checksum
 
 
 def unpacked(name: str, head: bytes, content: Content) -> Head | None:

@@ -11,11 +11,11 @@ import numpy as np
 from common.generation.builtin.loading import CHUNK
 from common.generation.contract import Ints
 
-NAME_BYTES = 16  # as many as the bulk port's digests have
+NAME_BYTES = 32  # as many as the bulk port's digests have
 
 
 def domain_of(weights: str, adapter: str, layout: str, policy: str) -> str:
-    """The name of what one set of weights computes in one layout, 32 hexadecimal digits: chunks of
+    """The name of what one set of weights computes in one layout, 64 hexadecimal digits: chunks of
     different domains never serve each other. `weights` is the digest of a version's manifest,
     `policy` says what becomes of a cache when other weights come.
     """
@@ -30,7 +30,7 @@ def is_domain(text: str) -> bool:
 
 
 def names_of(domain: str, tokens: Ints, *, tail: bool = False) -> list[str]:
-    """The names of the chunks of `tokens` [n], first to last, each 32 hexadecimal digits; with
+    """The names of the chunks of `tokens` [n], first to last, each 64 hexadecimal digits; with
     `tail` of the last one too if it is not whole.
     """
     row = np.ascontiguousarray(tokens, np.int32).tobytes()

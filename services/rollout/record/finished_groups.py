@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from common.api.bulk import GROUPS
 from common.api.weights import Group
 from common.records.experts import laid_out
 from common.records.lineages import NATIVE
@@ -53,7 +54,7 @@ def finished_group(
 async def hand_in(mesh: Mesh, bulk: BulkClient, job: str, message: Group) -> None:
     """The bytes into the store, then the row to `ready`."""
     content = pack(message)
-    digest = await put(mesh, bulk, content, "storing a finished group")
+    digest = await put(mesh, bulk, content, "storing a finished group", space=GROUPS)
     sampled = message.sampled_versions
     if not len(sampled):  # nothing to train, which the trainer filters
         sampled = message.versions[message.versions >= 0]

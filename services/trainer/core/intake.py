@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
+from common.api.bulk import GROUPS
 from common.api.weights import Group
 from common.errors import BadMessage, Damaged, NotFound
 from common.pool.names import shard
@@ -135,9 +136,8 @@ class Intake:
     async def _content(self, row: GroupRow) -> Group | None:
         try:
             what = f"group {row.group}"
-            content = await get(
-                self._mesh, self._bulk, row.digest, what, job=self._job, kind="group"
-            )
+            about = self._mesh, self._bulk, row.digest, what
+            content = await get(*about, job=self._job, kind="group", space=GROUPS)
             return replace(whole(unpack(Group, content)), foreign_above=row.foreign_above)
         except (NotFound, Damaged, BadMessage) as error:
             self._mesh.telemetry.log.error("group", group=row.group, error=str(error))

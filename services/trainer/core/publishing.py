@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.api.versions import Base
 from common.api.weights import Fetch, Manifest, Weights
+from common.digest import digest_of
 from common.errors import Damaged, NotFound, Refused
 from common.job.job_data import JobData
 from common.model.lora import is_adapter
@@ -24,7 +25,6 @@ from common.weights.laying import Laid, laying, slices
 from common.weights.manifest import packed
 from common.weights.staging import Version, assembled, keep
 from common.wire.bulk.port import BulkClient
-from common.wire.chunks import digest_of
 from common.wire.weight_store import STORE, get, put
 from services.trainer.ranks.compute import Compute
 from services.trainer.rows.recutting import Recutting

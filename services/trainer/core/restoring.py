@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from common.api.weights import Checkpoint, Examine, Load, Older, SetAside, Weights
+from common.digest import digest_of
 from common.errors import BadMessage, ConfigError, Damaged, MeshError, NotFound
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
@@ -23,7 +24,6 @@ from common.state import events
 from common.weights.manifest import joined, unpacked
 from common.weights.receive import Receiver
 from common.wire.bulk.port import BulkClient
-from common.wire.chunks import digest_of
 from common.wire.weight_store import STORE, get, put
 from services.trainer.core.step import Enter
 from services.trainer.ranks.compute import SAVE_S, Compute

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from common.digest import Hasher
 from common.errors import ConfigError, Damaged
 from common.job.config import AlgorithmConfig, OptimizerConfig, WarmStartConfig
 from common.model.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ Demonstrate = Callable[[Random, float], Segments]  # a generator, progress from 
 Progress = Callable[[int, float], None]  # steps done, loss per token
 
 FORMAT = 3  # part of the cache's key: raise it when the same job would learn something else
-DIGEST = "xxh3_128"  # of the tensors, among the metadata of the cache's file
+DIGEST = "blake3"  # of the tensors, among the metadata of the cache's file
 MAX_REFUSED = 10_000  # demonstrations in a row that cannot be used, before giving up
 
 
@@ -126,9 +126,7 @@ def cache_path(directory: str, document: Mapping[str, Any], sources: Iterable[by
     `document` holds the parts of the job that matter (model, warm start, seed, limits), `sources`
     the content of the files that its demonstrations come from.
     """
-    key = xxhash.xxh3_128(
-        json.dumps([FORMAT, torch.__version__, document], sort_keys=True).encode()
-    )
+    key = Hasher(json.dumps([FORMAT, torch.__version__, document], sort_keys=True).encode())
     for source in sources:
         key.update(len(source).to_bytes(8, "little") + source)
     return Path(directory).expanduser() / f"warm-start-{key.hexdigest()}.safetensors"
@@ -159,8 +157,8 @@ def load(path: Path) -> dict[str, Tensor] | None:
 
 
 def _digest_of(weights: Mapping[str, Tensor]) -> str:
-    """The xxh3_128 of tensors with their names, types and shapes."""
-    hashed = xxhash.xxh3_128()
+    """The digest of tensors with their names, types and shapes."""
+    hashed = Hasher()
     for name, tensor in sorted(weights.items()):
         hashed.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         hashed.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)

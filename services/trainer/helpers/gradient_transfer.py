@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.api.ranks import LentGradient
+from common.digest import digest_of
 from common.errors import BadMessage, PeerLost
 from common.runtime.mesh import Mesh
 from common.state import registry
 from common.wire.bulk.port import BulkClient, serve
-from common.wire.chunks import ChunkStore, digest_of, failure
+from common.wire.chunks import ChunkStore, failure
 
 PIECE_BYTES = 64 << 20
 PIECE_S = 30.0  # deadline of moving one
@@ -43,7 +44,7 @@ class Outbox:
         shutil.rmtree(directory, ignore_errors=True)  # left by an earlier process of it
         self._run = mesh.host.run_blocking
         self._chunks = ChunkStore(directory, mesh.clock.wall)
-        self._server = serve(mesh, self._chunks)
+        self._server = serve(mesh, self._chunks, takes=False)
         self._pieces: list[str] = []
 
     @property

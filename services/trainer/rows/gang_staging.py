@@ -121,18 +121,10 @@ class RankStaging:
 
 
 def staged_rows(laid: Laid) -> StagedRows:
-    """As it travels: numbers of 128 bits in hexadecimal digits."""
-    image, masters = (
-        {name: f"{found:032x}" for name, found in sums.items()}
-        for sums in (laid.image, laid.masters)
-    )
-    return StagedRows(laid.pieces, image, masters)
+    """Return the rows as they travel."""
+    return StagedRows(laid.pieces, laid.image, laid.masters)
 
 
 def laid_of(told: StagedRows) -> Laid:
-    """The inverse of `staged_rows`."""
-    image, masters = (
-        {name: int(found, 16) for name, found in sums.items()}
-        for sums in (told.image, told.masters)
-    )
-    return Laid(told.pieces, image, masters)
+    """Return the inverse of `staged_rows`."""
+    return Laid(told.pieces, told.image, told.masters)

@@ -44,7 +44,7 @@ def save_state(path: Path, state: Mapping[str, Tensor]) -> None:
 
 def save_rows(path: Path, name: str, parts: Mapping[str, Part]) -> str:
     """Writes rows below `path`, as the file of that name; durable once `sync_all` has returned. The
-    xxh3_128 of what was written. StorageFull without room for it.
+    digest of what was written. StorageFull without room for it.
     """
     offsets = {n: {_OFFSETS: [p.first, 0, 0, 0, 0][: p.rows.dim()]} for n, p in parts.items()}
     try:

@@ -17,11 +17,12 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from common.api.weights import Manifest
+from common.digest import DIGITS
 from common.errors import Damaged, NotFound
 from common.records import documents
 from common.records.durable import sync
 from common.weights.manifest import read_whole
-from common.wire.chunks import DIGEST_DIGITS, ChunkStore
+from common.wire.chunks import ChunkStore
 
 PINS = "pins"  # in the store's directory
 
@@ -47,7 +48,7 @@ def all_pins(store: Path) -> dict[str, dict[str, Pin]]:
 def pins(store: Path, job: str) -> dict[str, Pin]:
     """Those of a job, by manifest. A file that is damaged pins by its name."""
     found = _directory(store, job).glob("*.json")
-    return {path.stem: _read(path) for path in found if len(path.stem) == DIGEST_DIGITS}
+    return {path.stem: _read(path) for path in found if len(path.stem) == DIGITS}
 
 
 def pin(chunks: ChunkStore, job: str, manifest: str, made: Pin) -> None:

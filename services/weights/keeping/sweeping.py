@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from common.api.bulk import GROUPS, PUBLISHED, WEIGHTS
 from common.api.weights import Manifest
 from common.errors import BadMessage, Damaged, MeshError, NotFound
 from common.records import damage
@@ -75,7 +76,8 @@ class Sweeper:
         self._untold, self._manifest, self._forget = untold, manifest, forget
         self._deltas = deltas
         self._named: set[str] = set()  # by a version or a group, at the last sweep
-        self._dead: dict[str, tuple[float, int]] = {}  # found so when, and last written when
+        # Found so when, and last written when, by space.
+        self._dead: dict[str, dict[str, tuple[float, int]]] = {WEIGHTS: {}, GROUPS: {}}
         self._known: set[str] = set()  # jobs of which Redis has told
         self._unreadable: dict[str, float] = {}  # what was complained of, and when
         self._orphans_at = 0.0
@@ -254,22 +256,45 @@ class Sweeper:
     async def _delete(self, ended: set[str], live: set[str]) -> None:
         """`ended` are named no longer; what is written again in its grace becomes an orphan."""
         now = self._mesh.clock.monotonic()
-        new = await self._run(self._chunks.written, ended - self._dead.keys())
-        self._dead |= {digest: (now, written) for digest, written in new.items()}
-        self._dead = {digest: dead for digest, dead in self._dead.items() if digest not in live}
-        grace_s = self._pace.grace_s
-        due = {d: written for d, (since, written) in self._dead.items() if now - since >= grace_s}
-        if now >= self._orphans_at and not self._holds(now):
+        orphans = now >= self._orphans_at and not self._holds(now)
+        if orphans:
             self._orphans_at = now + ORPHANS_S
-            wall = self._mesh.clock.wall()
-            old = await self._run(self._chunks.older_than, ORPHAN_S, wall)
-            known = live | self._dead.keys()
+            await self._delete_published()
+        for space, dead in self._dead.items():
+            chunks = self._chunks.space(space)
+            for digest in await self._delete_in(chunks, dead, ended, live, orphans):
+                if digest not in live:
+                    self._forget(digest)
+
+    async def _delete_in(
+        self,
+        chunks: ChunkStore,
+        dead: dict[str, tuple[float, int]],
+        ended: set[str],
+        live: set[str],
+        orphans: bool,
+    ) -> Iterable[str]:
+        """Delete what is due of one space, and return its digests."""
+        now, grace_s = self._mesh.clock.monotonic(), self._pace.grace_s
+        new = await self._run(chunks.written, ended - dead.keys())
+        dead |= {digest: (now, written) for digest, written in new.items()}
+        for digest in live & dead.keys():
+            del dead[digest]
+        due = {d: written for d, (since, written) in dead.items() if now - since >= grace_s}
+        if orphans:
+            old = await self._run(chunks.older_than, ORPHAN_S, self._mesh.clock.wall())
+            known = live | dead.keys()
             due |= {d: written for d, written in old.items() if d not in known}
-        await self._run(self._chunks.delete, due)
+        await self._run(chunks.delete, due)
         for digest in due:
-            self._dead.pop(digest, None)
-            if digest not in live:
-                self._forget(digest)
+            dead.pop(digest, None)
+        return due.keys()
+
+    async def _delete_published(self) -> None:
+        """Delete what was published long ago: it is published again where it is wanted."""
+        published = self._chunks.space(PUBLISHED)
+        old = await self._run(published.older_than, ORPHAN_S, self._mesh.clock.wall())
+        await self._run(published.delete, old)
 
     async def _record(
         self, job: str, versions: dict[str, Number], needed: set[str], anchored: set[str]

@@ -29,7 +29,7 @@ from common.model.tokenizer import companions
 from common.records import documents
 from common.records.durable import sync, sync_tree
 from common.records.lines import line
-from common.weights.laying import Chunk, Laid, Laying, Part, laying
+from common.weights.laying import Chunk, Laying, Part, laying
 from common.weights.manifest import packed
 from common.weights.staging import Version, assembled
 from common.wire.chunks import ChunkStore
@@ -96,7 +96,7 @@ def _stage(
             part = Part(tuple(like.shape), first, rows)
             pieces += _written(chunks, lay.add({name: part}))
     pieces += _written(chunks, lay.rest())
-    version = assembled(job, 0, 0, outline, [Laid(pieces, lay.image, lay.masters)])
+    version = assembled(job, 0, 0, outline, [lay.laid(pieces)])
     chunks.write(packed(version.manifest))
     return version
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from common.api.weights import Manifest
+from common.digest import digest_of_file
 from common.records.checkpoints import STATE, manifest_of
-from common.records.sealed import digest_of_file
 from common.state import events, groups, jobs
 from common.state.lifecycle.accounting import account
 from common.wire.blob import unpack

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from common.digest import digest_of
 from common.errors import ConfigError
 from common.job.config import ModelConfigSection
 from common.job.job_data import JobData
 from common.pool.seat import Seat
-from common.wire.chunks import digest_of
 from services.engine.lacking import PATIENCE_S, Versions
 from services.trainer.core.beginning import fresh_learner
 from services.trainer.core.core import TrainerCore

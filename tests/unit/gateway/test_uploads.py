@@ -113,7 +113,7 @@ async def test_a_whole_bundle_becomes_a_run_and_asking_again_gives_the_same(
 async def test_no_name_leads_out_of_a_bundle(
     house: House, line: Line, packed: Packed, name: str
 ) -> None:
-    begin = packed.listing(packed.files | {name: [1, "0" * 32]})
+    begin = packed.listing(packed.files | {name: [1, "0" * 64]})
     with pytest.raises(Refused, match="is no name of a file in a bundle"):
         async with opened(line, begin):
             pass
@@ -123,12 +123,12 @@ async def test_no_name_leads_out_of_a_bundle(
 async def test_lists_that_contradict_themselves_are_refused(
     house: House, line: Line, packed: Packed
 ) -> None:
-    twice = packed.files | {"modules/a": [1, "0" * 32], "modules/a/b": [1, "0" * 32]}
+    twice = packed.files | {"modules/a": [1, "0" * 64], "modules/a/b": [1, "0" * 64]}
     for begin, says in (
         (packed.listing(twice), "both a file and a folder"),
-        (Begin(packed.document, "0" * 32, packed.files, 1), "digest is not that of its list"),
-        (packed.listing(packed.files | {"data/x": [1 << 50, "0" * 32]}), "the most is"),
-        (packed.listing(packed.files | {"data/x": [-1, "0" * 32]}), "no size and digest"),
+        (Begin(packed.document, "0" * 64, packed.files, 1), "digest is not that of its list"),
+        (packed.listing(packed.files | {"data/x": [1 << 50, "0" * 64]}), "the most is"),
+        (packed.listing(packed.files | {"data/x": [-1, "0" * 64]}), "no size and digest"),
         (Begin(packed.document, packed.digest, {}, 1), "1 to 10000 files"),
         (Begin(packed.document, packed.digest, [], 1), "1 to 10000 files"),
         (Begin([], packed.digest, packed.files, 1), "a job is a table"),

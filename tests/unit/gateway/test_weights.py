@@ -13,6 +13,7 @@ import pytest
 from common.access import ticket
 from common.access.line import Line
 from common.api.gateway import Gateway, Read, Want
+from common.digest import digest_of_file
 from common.errors import NotFound, Refused
 from common.job import bundle_files
 from common.state import jobs
@@ -65,7 +66,7 @@ async def test_the_files_that_arrive_are_those_of_an_export_whatever_is_asked_me
             assert fetched.name.startswith(step)
             found = await line.call(Gateway.read, Read("j", fetched.name, name, 0))
             (tmp_path / "read").write_bytes(found.content)
-            assert bundle_files.digest(tmp_path / "read") == fetched.files[name][1]
+            assert digest_of_file(tmp_path / "read") == fetched.files[name][1]
     finally:
         await line.close()
 

@@ -7,15 +7,15 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-import xxhash
 
+from common.digest import digest_of
 from common.records.ledger import HEADER, Kind, frame
 from sim.mesh.invariants import Terms, check
 from sim.mesh.witness import Facts, Seen
 
 TERMS = Terms(steps=2, max_staleness=2, keep_checkpoints=2)
 CONTENT = b"weights"
-NAME = xxhash.xxh3_128_hexdigest(CONTENT)
+NAME = digest_of(CONTENT)
 
 
 def step(number: int, group: int, filtered: bool = False) -> tuple[str, dict[str, Any]]:

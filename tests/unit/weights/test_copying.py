@@ -17,6 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from common.api.weights import Checkpoint, LayOut, Weights
 from common.clock import SystemClock
+from common.digest import digest_of
 from common.errors import BadMessage, Damaged, MeshError, NotFound, Refused
 from common.job import bundle_files
 from common.records.checkpoints import (
@@ -30,7 +31,6 @@ from common.records.durable_copy import Durable, DurableCopy, TakenOver
 from common.records.sealed import sealed
 from common.state import events, jobs, registry, steps
 from common.state.lifecycle import deleting
-from common.wire.chunks import digest_of
 from common.wire.weight_store import STORE
 from meshrl.launch.directory.places import MeshPlace, read_json
 from meshrl.launch.head import from_copy
@@ -320,7 +320,7 @@ def test_one_job_whose_files_are_damaged_keeps_no_other_from_its_copy(tmp_path: 
         state = bench.store.state
         broken = (await jobs.job(state, JOB)).document | {
             "name": "broken",
-            "bundle": {"dir": "/gone", "digest": "0", "files": {"modules/a.py": [1, "0" * 32]}},
+            "bundle": {"dir": "/gone", "digest": "0", "files": {"modules/a.py": [1, "0" * 64]}},
         }
         await jobs.submit(state, "a-broken", broken, "/gone", "submit it")
         name = await bench.checkpoint(0)
@@ -352,7 +352,7 @@ def test_a_checkpoint_that_is_damaged_there_gives_its_place_to_the_one_before(
 def test_what_breaks_off_in_the_middle_is_no_file_of_the_copy(tmp_path: Path) -> None:
     copy, source = DurableCopy(url_of(tmp_path)), tmp_path / "source"
     source.write_bytes(b"whole")
-    digest = "0" * 32
+    digest = "0" * 64
     (tmp_path / f"copy/jobs/{JOB}/files").mkdir(parents=True)
     (tmp_path / f"copy/jobs/{JOB}/files/{digest}.part").write_bytes(b"wh")
     assert not copy.files(JOB)

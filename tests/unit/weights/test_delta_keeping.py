@@ -168,7 +168,7 @@ def test_of_a_job_that_nobody_knows_nothing_is_remembered(tmp_path: Path) -> Non
         await store.submit()
         await received(store, 0, await store.begin())
         for number in range(3):
-            asked = BeginDelta(f"another {number}", Base(0, 1, "0" * 32), ANCHORS)
+            asked = BeginDelta(f"another {number}", Base(0, 1, "0" * 64), ANCHORS)
             assert not (await store.trainer.ref(STORE).call(Weights.begin_delta, asked)).bases
         assert not store.store.deltas._anchors
         assert await begun(store, 1, await store.stage(1))
@@ -199,7 +199,7 @@ def test_what_a_host_tells_of_that_is_not_on_record_keeps_nothing(tmp_path: Path
         await begun(store, 0, await store.begin())
         manifest = await store.stage(1)
         await received(store, 2, manifest)  # by a number that is not its own
-        await received(store, 2, "0" * 32)
+        await received(store, 2, "0" * 64)
         assert await begun(store, 4, "f" * 32) == []
         await received(store, 1, manifest)
         assert await begun(store, 4, "f" * 32) == [Base(0, 1, manifest)]

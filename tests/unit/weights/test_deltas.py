@@ -18,6 +18,7 @@ from common.api.deltas import AskDeltas, BeginDelta, ChunkDelta, DeltaSet, Stage
 from common.api.versions import Base
 from common.api.weights import Fetch, Weights
 from common.clock import SystemClock
+from common.digest import digest_of
 from common.job.config import TrainingConfig
 from common.process.host import SystemHost
 from common.runtime.mesh import Mesh, MeshSettings
@@ -30,9 +31,7 @@ from common.weights.delta.sending import Deltas
 from common.weights.images import Image
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
-from common.weights.verified import Verified
 from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
-from common.wire.chunks import digest_of
 from common.wire.weight_store import STORE
 from services.weights.store import WeightStore
 from sim.state import simulated_state
@@ -315,9 +314,7 @@ async def test_a_file_that_was_there_is_not_taken_for_right(hosts: Hosts) -> Non
     wrong.parent.mkdir(exist_ok=True)
     wrong.write_bytes(bytes(CHUNK))
     await from_deltas(engine.mesh, engine.bulk, newest.digest, lacking, engine.cache)
-    verified = Verified.of_host(engine.mesh)
-    assert verified.knows(right.name, right.stat(), 0.0)
-    assert not verified.knows(wrong.name, wrong.stat(), 0.0)
+    assert engine.cache.is_verified(right.name) and not engine.cache.is_verified(wrong.name)
     await engine.receive(newest)
 
 

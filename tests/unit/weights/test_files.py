@@ -19,7 +19,7 @@ async def test_a_file_crosses_hosts_by_its_digest(store: Store, tmp_path: Path) 
     await fetch_file(store.mesh, store.bulk, digest, target, "a file")
     assert target.read_bytes() == content
     with pytest.raises(NotFound):
-        await fetch_file(store.mesh, store.bulk, "0" * 32, target, "a file")
+        await fetch_file(store.mesh, store.bulk, "0" * 64, target, "a file")
     assert target.read_bytes() == content
 
 

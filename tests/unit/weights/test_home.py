@@ -182,10 +182,10 @@ def test_a_thread_that_nobody_waits_for_ends_at_its_next_block(tmp_path: Path) -
     chunks = ChunkStore(shared / f"meshrl-test-{os.getpid()}")
     try:
         with pytest.raises(MeshError, match="given up"):
-            chunks.take_in(source, "0" * 32, given_up)
-        assert not chunks.has("0" * 32) and not list(chunks.directory.glob("*/.*"))
-        chunks.take_in(source, "0" * 32, progress := Progress())
-        assert chunks.path("0" * 32).read_bytes() == b"x" * 100 and progress.bytes == 100
+            chunks.take_in(source, "0" * 64, given_up)
+        assert not chunks.has("0" * 64) and not list(chunks.directory.glob("*/.*"))
+        chunks.take_in(source, "0" * 64, progress := Progress())
+        assert chunks.path("0" * 64).read_bytes() == b"x" * 100 and progress.bytes == 100
     finally:
         for path in sorted(chunks.directory.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()

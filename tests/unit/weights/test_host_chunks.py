@@ -17,6 +17,7 @@ import torch
 from structlog.testing import capture_logs
 
 from common.clock import SystemClock
+from common.digest import digest_of
 from common.errors import NotFound
 from common.process.host import SystemHost
 from common.runtime.mesh import Mesh, MeshSettings
@@ -25,7 +26,6 @@ from common.weights.images import Image
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
 from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
-from common.wire.chunks import digest_of
 from common.wire.host_chunks import UNUSED_S, sweep, through
 from common.wire.weight_store import STORE
 from services.weights.store import WeightStore

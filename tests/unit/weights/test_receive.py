@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,16 +21,16 @@ from common.errors import Damaged, NotFound, PeerLost
 from common.process.host import SystemHost
 from common.runtime.mesh import Mesh, MeshSettings
 from common.state.client import State
-from common.weights import receive, verified
 from common.weights.images import Image
 from common.weights.manifest import Rows
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
-from common.weights.verified import NAME, Verified
 from common.weights.ways.base import Version
 from common.weights.ways.bringing import Bringing
+from common.wire import verified
 from common.wire.blob import pack
 from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
+from common.wire.verified import NAME, TRUSTED_S, Verified
 from common.wire.weight_store import STORE
 from services.weights.store import WeightStore
 from sim.state import simulated_state
@@ -106,40 +105,22 @@ def hashed(*meshes: Mesh) -> float:
 
 
 @pytest.mark.parametrize("host", ["head", "second"])
-async def test_a_version_is_hashed_once_for_all_processes_of_a_host(
+async def test_a_version_is_hashed_by_who_stores_it_and_mapped_by_all_others(
     hosts: Hosts, host: str
 ) -> None:
     made = [await hosts.receiver(f"engine/g{n}", host) for n in range(3)]
     images = await asyncio.gather(*(one.receive(hosts.digest) for _, one in made))
     assert all(map(right, images)) and all(image.joined_bytes == 0 for image in images)
-    # What comes over the network is verified as it comes.
-    assert hashed(*(mesh for mesh, _ in made)) == (SIZE if host == "head" else 0)
+    assert hashed(*(mesh for mesh, _ in made)) == 0
     mesh, late = await hosts.receiver("engine/g3", host)
     assert right(await late.receive(hosts.digest, fresh=True)) and hashed(mesh) == SIZE
 
 
-@pytest.mark.rotating(3)
-async def test_what_was_hashed_before_is_hashed_again_by_who_comes_later(
-    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A disk may have changed it since, and leaves size and times as they were."""
-    mesh, receiver = await hosts.receiver("engine/g0")
-    image = await receiver.receive(hosts.digest)
-    monkeypatch.setattr(receive, "TOGETHER_S", 3600.0)
-    again, early = await hosts.receiver("engine/g1")
-    assert right(await early.receive(hosts.digest)) and hashed(mesh, again) == SIZE
-    monkeypatch.setattr(receive, "TOGETHER_S", 0.0)
-    path = hosts.store.path(next(iter(image.chunks)))
-    stat = path.stat()
-    with path.open("r+b") as file:
-        byte = file.read(1)[0]
-        file.seek(0)
-        file.write(bytes([byte ^ 1]))
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    _, late = await hosts.receiver("engine/g2")
-    for one in (late, receiver):
-        with pytest.raises((Damaged, NotFound)):
-            await one.receive(hosts.digest)
+async def test_a_version_without_a_record_is_hashed_once_for_all_processes(hosts: Hosts) -> None:
+    (hosts.store.directory / NAME).unlink()
+    made = [await hosts.receiver(f"engine/g{n}") for n in range(3)]
+    assert all(map(right, await asyncio.gather(*(one.receive(hosts.digest) for _, one in made))))
+    assert hashed(*(mesh for mesh, _ in made)) == SIZE
 
 
 @pytest.mark.rotating(3)
@@ -267,26 +248,27 @@ def resident(directory: Path) -> int:
     return found
 
 
-def test_what_is_known_of_a_file_is_of_that_file(
+def test_a_record_is_of_one_file_as_it_was_and_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = Verified(tmp_path / NAME, SystemClock()), Verified(tmp_path / NAME, SystemClock())
+    now = [1000.0]
+    one, other = (Verified(tmp_path / NAME, lambda: now[0]) for _ in range(2))
     path = tmp_path / "chunk"
     path.write_bytes(b"content")
     one.note("digest", path)
-    assert one.knows("digest", path.stat(), 0.0) and other.knows("digest", path.stat(), 0.0)
-    assert not one.knows("another", path.stat(), 0.0)
-    now = time.monotonic()
-    assert not one.knows("digest", path.stat(), now) and other.knows("digest", path.stat(), 0.0)
+    assert one.knows("digest", path.stat()) and other.knows("digest", path.stat())
+    assert not one.knows("another", path.stat())
+    for later, trusted in ((TRUSTED_S, True), (TRUSTED_S + 1, False), (-1.0, False)):
+        now[0] = 1000.0 + later
+        assert one.knows("digest", path.stat()) == other.knows("digest", path.stat()) == trusted
+    now[0] = 1000.0
     monkeypatch.setattr(verified, "BOOT", tmp_path / "boot")
     (tmp_path / "boot").write_text("another one\n")
-    later = Verified(tmp_path / NAME, SystemClock())
-    assert not later.knows("digest", path.stat(), 0.0)
-    beside = tmp_path / "beside"
-    beside.write_bytes(b"content")
-    os.utime(beside, ns=(0, path.stat().st_mtime_ns))
-    beside.rename(path)
-    assert not one.knows("digest", path.stat(), 0.0) and not other.knows("digest", path.stat(), 0.0)
+    assert not Verified(tmp_path / NAME, lambda: 1000.0).knows("digest", path.stat())
+    stat = path.stat()
+    path.write_bytes(b"CONTENT")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert not one.knows("digest", path.stat()) and not other.knows("digest", path.stat())
 
 
 @pytest.mark.parametrize("harm", [b"", b"half a li", b"\xff\xfe\n\n \n", b"digest 1 2 3 4 5 6\n"])
@@ -294,8 +276,8 @@ def test_lines_that_nobody_wrote_are_nothing_known(tmp_path: Path, harm: bytes) 
     (tmp_path / NAME).write_bytes(harm)
     path = tmp_path / "chunk"
     path.write_bytes(b"content")
-    known = Verified(tmp_path / NAME, SystemClock())
-    assert not known.knows("digest", path.stat(), 0.0)
+    known = Verified(tmp_path / NAME, lambda: 1000.0)
+    assert not known.knows("digest", path.stat())
     known.note("digest", path)
     known.note("digest", path)  # the first one goes on in a line that was torn
-    assert Verified(tmp_path / NAME, SystemClock()).knows("digest", path.stat(), 0.0)
+    assert Verified(tmp_path / NAME, lambda: 1000.0).knows("digest", path.stat())

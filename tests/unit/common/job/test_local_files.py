@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from common.api.bulk import PUBLISHED
 from common.clock import SystemClock
+from common.digest import digest_of_file
 from common.errors import Damaged, NotFound
 from common.job import bundle_files
 from common.job.config import JobConfig
@@ -128,8 +130,8 @@ async def test_a_bundle_is_fetched_by_its_digests_and_once_for_all_processes(hou
     assert not one.at_home and one.run_dir == house.run and one.bundle_at_home == house.packed
     assert one.here == house.second / "runs" / JOB / str(row.since_ms) and one.here.is_dir()
     # chunks of the store are further names of the same bytes, and go as chunks do
-    digest = bundle_files.digest(house.packed / "modules/mine.py")
-    assert house.chunks.path(digest).samefile(house.packed / "modules/mine.py")
+    digest = digest_of_file(house.packed / "modules/mine.py")
+    assert house.chunks.space(PUBLISHED).path(digest).samefile(house.packed / "modules/mine.py")
     shutil.rmtree(house.packed)
     assert (await local_job(meshes[0], row)).bundle == house.fetched  # nobody is asked again
 

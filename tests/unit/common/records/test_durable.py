@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from common.digest import digest_of_file
 from common.errors import Damaged
 from common.process.host import replace_file
 from common.records.checkpoints import appear
-from common.records.sealed import digest_of_file
 from common.wire.bulk.port import ChunkStore
 
 Calls = list[tuple[str, Path]]

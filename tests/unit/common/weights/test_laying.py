@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.api.weights import Tensor
+from common.digest import digest_of
 from common.model.safetensors_file import DTYPES
-from common.weights.laying import Chunk, How, Laid, Laying, Part, slices, whole
+from common.weights.laying import Chunk, How, Laying, Part, slices, whole
 from common.weights.staging import Version, assembled
-from common.wire.chunks import digest_of
 
 TENSORS = {
     "embedding": torch.randn(37, 40, generator=torch.Generator().manual_seed(1)),
@@ -53,7 +53,7 @@ def staged(how: How, ranks: int, most: int) -> tuple[Version, dict[str, bytes]]:
         for names, part, parts in slices(TENSORS, most):
             pieces += written(laying.add(rows_of(rank, ranks, names, part, parts)))
         pieces += written(laying.rest())
-        laid.append(Laid(pieces, laying.image, laying.masters))
+        laid.append(laying.laid(pieces))
     return assembled("job", 0, 1, TENSORS, laid), chunks
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from common.digest import digest_of
 from common.errors import (
     BadMessage,
     Damaged,
@@ -26,7 +27,6 @@ from common.records import damage
 from common.settings import MeshSettings
 from common.state.registry import Entry
 from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
-from common.wire.chunks import digest_of
 from tests.unit.common.runtime.talking import Join
 
 CONTENT = os.urandom(3_000_000)
@@ -85,7 +85,7 @@ async def test_what_is_not_there_or_was_changed_is_an_error(
     server: BulkServer, client: BulkClient, host: str, tmp_path: Path
 ) -> None:
     with pytest.raises(NotFound, match="no chunk"):
-        await client.get(entry(server, host), "0" * 32)
+        await client.get(entry(server, host), "0" * 64)
     digest = await client.put(entry(server, host), CONTENT)
     path = ChunkStore(tmp_path / "chunks").path(digest)
     path.write_bytes(CONTENT[:-1] + b"?")
@@ -132,10 +132,10 @@ async def test_no_server_is_a_lost_peer_and_silence_a_deadline(client: BulkClien
         port = silent.getsockname()[1]
         with pytest.raises(DeadlineExceeded):
             there = Entry("s", "test", bulk=f"tcp://127.0.0.1:{port}", host="far")
-            await client.get(there, "0" * 32, deadline_s=0.2)
+            await client.get(there, "0" * 64, deadline_s=0.2)
     for bulk in (f"tcp://127.0.0.1:{port}", "#/nowhere"):
         with pytest.raises(PeerLost):
-            await client.get(Entry("s", "test", bulk=bulk, host="far"), "0" * 32)
+            await client.get(Entry("s", "test", bulk=bulk, host="far"), "0" * 64)
 
 
 def test_a_chunk_that_is_written_again_is_not_deleted(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_chunk_that_is_written_again_is_not_deleted(tmp_path: Path) -> None:
     for digest in (old, again):
         os.utime(chunks.path(digest), (1000, 1000))
     found = chunks.older_than(60, 5000)
-    assert found == chunks.written([old, again, "0" * 32]) and len(found) == 2
+    assert found == chunks.written([old, again, "0" * 64]) and len(found) == 2
     assert chunks.older_than(60, 1050) == {}
     chunks.write(b"again")
     chunks.delete(found)

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from common.digest import digest_of
 from common.errors import ConfigError, Damaged, NotFound, PeerLost, StorageFull
 from common.process.host import SystemHost
 from common.settings import MeshSettings
 from common.state.registry import Entry
 from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
 from common.wire.bulk.transfer import BREAKS
-from common.wire.chunks import digest_of
 from common.wire.partial import PARKED, PARKED_S, Parked, Partial
+from common.wire.verified import NAME
 from tests.load import scaled
 from tests.unit.common.runtime.talking import Join
 from tests.unit.common.wire.road import Road
@@ -47,7 +48,8 @@ def entry(server: BulkServer, host: str = "another host") -> Entry:
 
 
 def files(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.rglob("*") if path.is_file())
+    found = (path for path in directory.rglob("*") if path.is_file())
+    return sorted(path.name for path in found if path.name != NAME)
 
 
 @pytest.mark.parametrize("host", ["", "another host"])
@@ -72,7 +74,7 @@ async def test_what_is_not_there_or_damaged_or_has_no_room_leaves_no_file(
 ) -> None:
     target = tmp_path / "new" / "target"
     with pytest.raises(NotFound):
-        await client.fetch(entry(server, host), "0" * 32, target)
+        await client.fetch(entry(server, host), "0" * 64, target)
     digest = await client.put(entry(server, host), CONTENT)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
@@ -170,15 +172,15 @@ def test_what_nobody_goes_on_with_is_forgotten(tmp_path: Path) -> None:
     parked = Parked(lambda: now)
     chunks = ChunkStore(tmp_path)
     for position in range(1, PARKED + 3):
-        partial = Partial.of_chunk(chunks, f"{position % 2:032x}")
+        partial = Partial.of_chunk(chunks, f"{position % 2:064x}")
         partial.write(bytes(position))
         parked.keep("", partial)
     assert len(files(tmp_path)) == PARKED
-    longest = parked.take("", f"{0:032x}")
+    longest = parked.take("", f"{0:064x}")
     assert longest is not None and longest.position == PARKED + 2
     now = PARKED_S + 1
     parked.age()
-    assert len(files(tmp_path)) == 1 and parked.take("", f"{1:032x}") is None
+    assert len(files(tmp_path)) == 1 and parked.take("", f"{1:064x}") is None
     longest.discard()
     assert files(tmp_path) == []
 

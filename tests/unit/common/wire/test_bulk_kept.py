@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from common.digest import digest_of
 from common.errors import Damaged, DeadlineExceeded, NotFound, PeerLost, Refused
 from common.process.host import SystemHost
 from common.settings import MeshSettings
 from common.state.registry import Entry
 from common.wire.bulk.kept import MOST
 from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
-from common.wire.chunks import digest_of
 from common.wire.partial import Partial
 from tests.load import scaled
 from tests.unit.common.runtime.talking import Join
@@ -90,7 +90,7 @@ async def test_chunks_one_after_the_other_come_over_one_connection(
     for digest in server.digests:
         await target.arrive(digest)
     with pytest.raises(NotFound):
-        await target.arrive("0" * 32)
+        await target.arrive("0" * 64)
     await target.arrive(server.digests[0])
     assert way.connections == 1
     assert [target.chunks.read(digest) for digest in server.digests] == CONTENTS

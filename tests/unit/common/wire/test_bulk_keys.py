@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from common.api.bulk import BULK
+from common.api.bulk import BULK, PUBLISHED, SPACES, putting
 from common.api.bulk import GET as MAY_GET
-from common.api.bulk import PUT as MAY_PUT
 from common.api.callers import ROLES
 from common.clock import SystemClock
+from common.digest import digest_of
 from common.errors import HandshakeFailed, NotAllowed, NotFound, PeerLost, StateUnavailable
 from common.process.host import SystemHost
 from common.random import Random
@@ -32,8 +32,7 @@ from common.state.registry import Entry
 from common.transport.zmq import ZmqTransport
 from common.wire.bulk.port import BulkClient, ChunkStore, SecretDoor, serve
 from common.wire.bulk.server import PAUSE_S, STRANGERS, USER_CONNECTIONS
-from common.wire.bulk.session import GET, HAS, PUT, REQUEST, REST, WHERE, Session
-from common.wire.chunks import digest_of
+from common.wire.bulk.session import GET, HAS, PUT, REQUEST, REST, Session
 from common.wire.key_handshake import SUITES, AskingByKey
 from sim.redis.client import SimulatedSyncRedis
 from sim.redis.server import RedisServer
@@ -145,25 +144,32 @@ async def test_processes_of_two_hosts_move_chunks_and_files(
 
 @pytest.mark.parametrize("role", sorted(ROLES))
 def test_each_role_may_what_the_table_says_and_nothing_else(port: Port, role: str) -> None:
-    asked = {GET: MAY_GET, WHERE: MAY_GET, HAS: MAY_PUT, REST: MAY_PUT}
     door = port.door(role)
-    for verb, what in asked.items():
-        with port.session(door) as session:
-            if role in BULK["weights", what]:
-                assert session.ask(verb, port.digest) is not None
-                continue
-            with pytest.raises(NotAllowed, match=f"role {role} may not {what} chunks of weights"):
-                session.ask(verb, port.digest)
-            with pytest.raises(PeerLost):
-                session.ask(verb, port.digest)
-    digest = digest_of(b"planted")
-    try:
-        with port.session(door) as session:
-            session.ask(PUT, digest, b"planted")
-        assert role in BULK["weights", MAY_PUT]
-    except (NotAllowed, PeerLost):
-        assert role not in BULK["weights", MAY_PUT]
-    assert port.chunks.has(digest) == (role in BULK["weights", MAY_PUT])
+    for space in SPACES:
+        may_put = role in BULK.get(("weights", putting(space)), ())
+        for verb, may in {GET: role in BULK["weights", MAY_GET], HAS: may_put}.items():
+            with port.session(door) as session:
+                if may:
+                    with suppress(NotFound):
+                        assert session.ask(verb, port.digest, space=space) is not None
+                    continue
+                with pytest.raises(NotAllowed, match=f"role {role} may not .*chunks of weights"):
+                    session.ask(verb, port.digest, space=space)
+                with pytest.raises(PeerLost):
+                    session.ask(verb, port.digest, space=space)
+        digest = digest_of(f"planted in {space}".encode())
+        try:
+            with port.session(door) as session:
+                session.ask(PUT, digest, f"planted in {space}".encode(), space=space)
+            assert may_put
+        except (NotAllowed, PeerLost):
+            assert not may_put
+        there = {name: port.chunks.space(name).has(digest) for name in SPACES}
+        assert there == {name: may_put and name == space for name in SPACES}
+
+
+def test_no_role_puts_what_the_store_publishes() -> None:
+    assert ("weights", putting(PUBLISHED)) not in BULK
 
 
 def test_the_table_names_roles_that_there_are() -> None:
@@ -203,7 +209,7 @@ def test_a_stranger_gets_no_byte(port: Port) -> None:
         SecretDoor(bytes(32)).asking(address, place).hello() + bytes(101),
         known.asking(address, place).hello()[:-1] + b"?",
     ]
-    request = REQUEST.pack(GET, bytes.fromhex(port.digest), 0, 1 << 20, 0)
+    request = REQUEST.pack(GET, 0, bytes.fromhex(port.digest), 0, 1 << 20, 0)
     for hello in hellos:
         with port.connect() as connection:
             connection.sendall(hello + bytes(16) + request)
@@ -304,7 +310,7 @@ def test_both_suites_carry_all_there_is_to_ask(tmp_path: Path, magic: bytes, sea
         session.ask(PUT, digest_of(content), content)
         assert session.chunk(digest_of(content)) == content
         with pytest.raises(NotFound):
-            session.chunk("0" * 32)
+            session.chunk("0" * 64)
         assert session.ask(HAS, port.digest) == b"\x01"
     port.server.close()
 
@@ -413,7 +419,7 @@ def test_without_descriptors_the_thread_rests_and_then_goes_on(port: Port) -> No
                 time.sleep(0.01)
             refused = port.server.refused["bulk_descriptors"]
             assert refused <= (time.monotonic() - started) / PAUSE_S + 2
-            assert session.ask(REST, "0" * 32) == bytes(8), "who is in is served"
+            assert session.ask(REST, "0" * 64) == bytes(8), "who is in is served"
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         with port.session(door) as another:

@@ -63,7 +63,8 @@ def test_bytes_without_a_proof_are_not_answered(
 @SLOW
 @given(
     verb=st.sampled_from([GET, PUT, HAS, REST, WHERE]) | st.binary(min_size=1, max_size=1),
-    digest=st.just(b"") | st.binary(min_size=16, max_size=16),
+    digest=st.just(b"") | st.binary(min_size=32, max_size=32),
+    space=st.integers(0, 255),
     numbers=st.tuples(NUMBERS, NUMBERS, NUMBERS),
     behind=st.binary(max_size=2000),
 )
@@ -72,11 +73,12 @@ def test_requests_that_make_no_sense_end_their_connection_at_most(
     capfd: pytest.CaptureFixture[str],
     verb: bytes,
     digest: bytes,
+    space: int,
     numbers: tuple[int, int, int],
     behind: bytes,
 ) -> None:
     with port.session(port.door("trainer", sealed=False)) as session:
-        head = REQUEST.pack(verb, digest or bytes.fromhex(port.digest), *numbers)
+        head = REQUEST.pack(verb, space, digest or bytes.fromhex(port.digest), *numbers)
         with suppress(OSError, MeshError):
             session._send(head)
             session._send(behind)

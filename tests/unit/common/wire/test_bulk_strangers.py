@@ -44,7 +44,7 @@ class Served:
         return socket.create_connection(("127.0.0.1", self.port), timeout=scaled(PROOF_S + 20))
 
     def request(self, verb: bytes, length: int = 0) -> bytes:
-        return REQUEST.pack(verb, bytes.fromhex(self.digest), 0, length, length)
+        return REQUEST.pack(verb, 0, bytes.fromhex(self.digest), 0, length, length)
 
 
 @pytest.fixture

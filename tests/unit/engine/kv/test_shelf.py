@@ -196,9 +196,9 @@ import os, signal, sys
 from pathlib import Path
 from services.engine.kv.shelf import Shelf
 on = Shelf("disk", Path(sys.argv[1]), 1 << 20, lambda: 2e9)
-on.hold("0" * 32)
+on.hold("0" * 64)
 on.wait_for(3)
-path = on.files.directory / ("0" * 32) / "ab" / ".half"
+path = on.files.directory / ("0" * 64) / "ab" / ".half"
 path.parent.mkdir()
 path.write_bytes(b"x")
 os.kill(os.getpid(), signal.SIGKILL)

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageWriter,
 )
 
+from common.digest import digest_of_file
 from common.errors import Damaged, MeshError
-from common.records.sealed import digest_of_file
 from common.weights.laying import Part
 from services.trainer.rows.saved import SavedRows, files_for, load_state, save_rows, save_state
 

@@ -383,7 +383,7 @@ async def test_a_rank_decides_on_no_file_but_its_own(gang: Gang, tmp_path: Path,
     saving = gang.compute.saving(tmp_path / "scratch/state", masters=False)
     await saving.copy(list(saving.outline), 0)
     before = files_of(tmp_path)
-    gang.other.saved_files = SavedFiles({name: "0" * 32})
+    gang.other.saved_files = SavedFiles({name: "0" * 64})
     with pytest.raises(BadMessage, match="no file of rank 1's rows"):
         await saving.end()
     assert files_of(tmp_path) == before and gang.in_a_group

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from common.clock import SystemClock
+from common.digest import digest_of
 from common.runtime.mesh import Mesh, MeshSettings
 from common.state.client import State
 from common.weights.pull.pull import Pulled, Wanted, pull
 from common.wire import host_chunks
 from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, serve
-from common.wire.chunks import digest_of
 from common.wire.weight_store import STORE
 from services.weights.store import WeightStore
 from tests.meshes import on_sockets

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from common.digest import digest_of
 from common.errors import Damaged, NotAllowed, NotFound, Refused, StorageFull
 from common.state import registry
 from common.weights.pull.pull import Wanted, _Pull, pull
@@ -16,7 +17,7 @@ from common.wire import host_chunks
 from common.wire.bulk.channel import Steps
 from common.wire.bulk.serving import Serving
 from common.wire.bulk.session import ANSWER, OK
-from common.wire.chunks import ChunkStore, digest_of
+from common.wire.chunks import ChunkStore
 from common.wire.weight_store import STORE
 from tests.load import scaled
 from tests.unit.common.wire.road import Road

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from common.api.weights import Tensor
+from common.digest import digest_of
 from common.errors import BadMessage, Damaged
 from common.weights.delta.codec import (
     BLOCK_BYTES,
@@ -26,7 +27,6 @@ from common.weights.delta.codec import (
     most_changed,
     width_of,
 )
-from common.wire.chunks import digest_of
 from kernels import delta
 
 Run = NDArray[np.uint8]

@@ -10,6 +10,7 @@ from typing import Any
 
 from common.api.trainer import Gather, Gathered, Trainer
 from common.clock import SystemClock
+from common.digest import digest_of
 from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh
 from common.settings import MeshSettings
@@ -18,7 +19,7 @@ from common.weights.ways.base import Version
 from common.weights.ways.broadcasting import Broadcasts
 from common.weights.ways.collective import Collective
 from common.wire import host_chunks
-from common.wire.chunks import ChunkStore, digest_of
+from common.wire.chunks import ChunkStore
 from sim.state import simulated_state
 from tests.answering import answering
 from tests.meshes import on_sockets
