@@ -78,7 +78,7 @@ def serve(directory: Path, digest: str) -> None:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_cert_chain(directory / CERTIFICATE)
     places["chacha"], places["tls"] = places["aes"], f"127.0.0.1:{listener.getsockname()[1]}"
-    print(json.dumps({"places": places, "key": keys.public}), flush=True)
+    print(json.dumps({"places": places, "key": keys.bulk_public.hex()}), flush=True)
     path = ChunkStore(directory).path(digest)
     while True:
         accepted, _ = listener.accept()
@@ -139,7 +139,7 @@ class Asking:
 
     def __init__(self, places: dict[str, str], server: str, digest: str, directory: Path) -> None:
         self._places, self._server, self._digest = places, bytes.fromhex(server), digest
-        self._own = KeyDoor(ProcessKeys(whose, time.monotonic), "trainer", True)._asks
+        self._own = KeyDoor(ProcessKeys(whose, time.monotonic), "trainer", True)._keys.bulk
         self._context = ssl.create_default_context(cafile=str(directory / CERTIFICATE))
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
 

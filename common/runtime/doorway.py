@@ -15,7 +15,14 @@ from common.settings import redis_user
 from common.state.client import State, SyncClient
 from common.state.hosts import doors
 from common.state.hosts.doors import Row
-from common.transport.address import endpoint_of, key_of, key_text
+from common.transport.address import (
+    BULK,
+    bulk_key_of,
+    bulk_key_text,
+    endpoint_of,
+    key_of,
+    key_text,
+)
 from common.transport.keys import Holders, ProcessKeys
 
 if TYPE_CHECKING:
@@ -58,7 +65,7 @@ class Doorway:
         and is closed with the doorway. Refused: its host is let in no more.
         """
         keys = ProcessKeys(lambda publics: doors.who(client, publics), clock.monotonic)
-        row = Row(role, host, keys.public, name)
+        row = Row(role, host, keys.public, name, bulk_key_text(keys.bulk_public))
         try:
             await doors.enter(state, row)
         except Refused as error:
@@ -91,13 +98,14 @@ class Doorway:
         """The process at `address` and this one do not get on: whose both keys are is asked again
         before the next call.
         """
-        self._doubted.add(_key_in(address))
+        self._doubted |= {_key_in(address), _bulk_key_in(address)}
 
-    async def check(self, entry: Entry, host: Host) -> None:
-        """Returns when the key in an entry's address is that of who the entry says it is.
-        StateUnavailable; HandshakeFailed, after a while WrongKeys.
+    async def check(self, entry: Entry, host: Host, *, bulk: bool = False) -> None:
+        """Returns when the key in an entry's address, or that of its bulk port, is that of who the
+        entry says it is. StateUnavailable; HandshakeFailed, after a while WrongKeys.
         """
-        key, holders = _key_in(entry.address), self.keys.holders_now(_key_in(entry.address))
+        key = _bulk_key_in(entry.address) if bulk else _key_in(entry.address)
+        holders = self.keys.holders_now(key)
         expected = redis_user(entry.name.partition("/")[0], entry.host)
         if key and (expected not in holders or not self._let_in or key in self._doubted):
             holders = await host.run_blocking(self._look, key, deadline_s=LOOKS * LOOK_S)
@@ -134,11 +142,21 @@ class Doorway:
                 f"revoked, or the host {self.row.host} was expelled"
             )
         if not holders:
-            return f"the key of {entry.name}, {key[:SHOWN]}, is nobody's who is let in"
+            return f"the key of {entry.name}, {_shown(key)}, is nobody's who is let in"
         if expected not in holders or (role == NODE and rest != entry.host):
             found = ", ".join(holders[:MOST_SAID])
-            return f"the key of {entry.name}, {key[:SHOWN]}, is one of {found}, not of {expected}"
+            return f"the key of {entry.name}, {_shown(key)}, is one of {found}, not of {expected}"
         return ""
+
+
+def _shown(key: str) -> str:
+    return key[: SHOWN + (len(BULK) if key.startswith(BULK) else 0)]
+
+
+def _bulk_key_in(address: str) -> str:
+    """The key of the bulk port in an address, as doors have it; empty when there is none."""
+    public = bulk_key_of(address)
+    return bulk_key_text(public) if public else ""
 
 
 def _key_in(address: str) -> str:

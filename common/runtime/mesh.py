@@ -379,12 +379,13 @@ class Mesh:
             self.doorway.doubt(route.address)
             self._directory.forget(route)
 
-    async def check(self, entry: registry.Entry) -> None:
+    async def check(self, entry: registry.Entry, *, bulk: bool = False) -> None:
         """Returns when the process that an entry names has proved to be that, or where processes
-        of one mesh prove no more than their roles. StateUnavailable; HandshakeFailed.
+        of one mesh prove no more than their roles; with `bulk` by the key of its bulk port.
+        StateUnavailable; HandshakeFailed.
         """
         if self.doorway is not None:
-            await self.doorway.check(entry, self.host)
+            await self.doorway.check(entry, self.host, bulk=bulk)
 
     def _lost(self, address: str, reached: bool, refused: bool = False) -> None:
         if refused and self.doorway is not None:

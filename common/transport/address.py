@@ -1,5 +1,6 @@
-"""Addresses of processes: a ZeroMQ endpoint, and behind `#` the public key that its process answers
-with, in hexadecimal digits, where each process has a key of its own.
+"""Addresses of processes: a ZeroMQ endpoint, and behind `#` the identity of its process where each
+has keys of its own: the public key that it answers calls with, and that of its bulk port, in
+hexadecimal digits with a point between them.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ import re
 
 from zmq.utils import z85
 
-MARK = "#"
+MARK, BETWEEN = "#", "."
+BULK = "bulk:"  # begins the text of a bulk port's key, which is taken for no other
 
 
-def keyed(endpoint: str, public: bytes) -> str:
-    """The address of who answers at `endpoint` with the key `public` (Z85)."""
-    return f"{endpoint}{MARK}{key_text(public)}"
+def keyed(endpoint: str, public: bytes, bulk: bytes = b"") -> str:
+    """The address of who answers at `endpoint` with the key `public` (Z85), and at its bulk port
+    with the key `bulk` (32 bytes), if it has one.
+    """
+    return f"{endpoint}{MARK}{key_text(public)}" + (f"{BETWEEN}{bulk.hex()}" if bulk else "")
 
 
 def key_text(public: bytes) -> str:
@@ -29,8 +33,21 @@ def endpoint_of(address: str) -> str:
 
 def key_of(address: str) -> bytes:
     """The public key (Z85) of who answers there; empty when the address names none."""
-    text = address.partition(MARK)[2]
+    text = address.partition(MARK)[2].partition(BETWEEN)[0]
     if not re.fullmatch(r"[0-9a-f]{64}", text):
         return b""
     key: bytes = z85.encode(bytes.fromhex(text))
     return key
+
+
+def bulk_key_of(address: str) -> bytes:
+    """The public key (32 bytes) of the bulk port of who answers there; empty when the address names
+    none.
+    """
+    text = address.partition(MARK)[2].partition(BETWEEN)[2]
+    return bytes.fromhex(text) if re.fullmatch(r"[0-9a-f]{64}", text) else b""
+
+
+def bulk_key_text(public: bytes) -> str:
+    """The key of a bulk port as doors and errors have it: no key of calls reads like that."""
+    return f"{BULK}{public.hex()}"

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import zmq
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from zmq.utils import z85
 
 from common.errors import ConfigError, StateUnavailable, WrongKeys
 from common.secret import derived
-from common.transport.address import key_of, key_text, keyed
+from common.transport.address import bulk_key_of, key_of, key_text, keyed
 
 _MESH = "curve/mesh"  # purpose of the key pair that everybody answers with
 KEY_CHARACTERS = 40  # of a key in Z85
@@ -156,6 +157,7 @@ class ProcessKeys:
         StateUnavailable.
         """
         self.own = self.answering = self.asking = KeyPair.new()
+        self.bulk = X25519PrivateKey.generate()  # of bulk ports: one pair serves one protocol
         self._whose, self._monotonic = whose, monotonic
         self._known: dict[str, Holders] = {}  # by key; replaced as a whole: read unlocked
         self._number: int | None = None  # of revocations when all that is known was true
@@ -169,20 +171,26 @@ class ProcessKeys:
         """Its own public key, in hexadecimal digits."""
         return key_text(self.own.public)
 
+    @property
+    def bulk_public(self) -> bytes:
+        """The public key of its bulk port, and of who asks at those of others: 32 bytes."""
+        return self.bulk.public_key().public_bytes_raw()
+
     def published(self, endpoint: str) -> str:
-        """The endpoint with this process's key behind it."""
-        return keyed(endpoint, self.own.public)
+        """The endpoint with this process's keys behind it."""
+        return keyed(endpoint, self.own.public, self.bulk_public)
 
     def asked(self, address: str) -> bytes:
         """The key in the address; WrongKeys when it names none."""
         public = key_of(address)
         if len(public) != KEY_CHARACTERS:
-            raise WrongKeys(
-                "this address names no key, and each process of this mesh has one",
-                where=address,
-                fix="What answers there was not started with the settings of this mesh: "
-                "`meshrl down` stops what is left",
-            )
+            raise _without_key(address)
+        return public
+
+    def bulk_asked(self, address: str) -> bytes:
+        """The key of the bulk port of who answers at `address`; WrongKeys when it names none."""
+        if not (public := bulk_key_of(address)):
+            raise _without_key(address)
         return public
 
     def role_of(self, public: bytes) -> str | None:
@@ -252,6 +260,15 @@ class ProcessKeys:
     def heed(self, changed: Callable[[], None]) -> None:
         """`changed` runs after each `refresh` and `ask_again` that asked."""
         self._heeding.append(changed)
+
+
+def _without_key(address: str) -> WrongKeys:
+    return WrongKeys(
+        "this address names no key, and each process of this mesh has one",
+        where=address,
+        fix="What answers there was not started with the settings of this mesh: "
+        "`meshrl down` stops what is left",
+    )
 
 
 class GatewayKeys(_Lasting):

@@ -1,5 +1,5 @@
-"""The proof of both ends of a connection where each process has a key of its own: Noise's IK, with
-the pairs that the processes have for CURVE, whose keys are X25519's.
+"""The proof of both ends of a connection where each process has keys of its own: Noise's IK, with
+pairs that the processes have for it alone, registered beside those for CURVE.
 
     client -> server   magic, e, es, s, ss, whether the client wants what follows sealed
     server -> client   e, ee, se, whether it is

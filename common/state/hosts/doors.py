@@ -20,12 +20,13 @@ _ROLES = sorted(ROLES)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A key that is let in, and the name of its process: what stands at a door."""
+    """The identity of a process that is let in: what stands at a door."""
 
     role: str
     host: str
-    public: str
+    public: str  # the key of its calls
     name: str
+    bulk: str = ""  # the key of its bulk port (`common.transport.address.bulk_key_text`)
 
 
 async def admit_host(state: State, host: str) -> bool:

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-from zmq.utils import z85
-
 from common.api.bulk import BULK
 from common.errors import NotAllowed
 from common.secret import derived
 from common.settings import MeshSettings
-from common.transport.keys import KeyPair, Keys
+from common.transport.address import bulk_key_text
+from common.transport.keys import ProcessKeys
 from common.wire.handshake import Answering, AnsweringProof, Asking, AskingProof
 from common.wire.key_handshake import AnsweringByKey, AskingByKey
 
@@ -70,25 +68,23 @@ class SecretDoor:
 class KeyDoor:
     """Lets in by the keys of processes, to what the table allows their roles."""
 
-    def __init__(self, keys: Keys, kind: str, sealed: bool) -> None:
+    def __init__(self, keys: ProcessKeys, kind: str, sealed: bool) -> None:
         """`kind`: the role of who serves. `sealed`: whether what follows a proof has to be."""
         self._keys, self._kind, self._sealed = keys, kind, sealed
-        self._asks, self._answers = _private(keys.asking), _private(keys.answering)
 
     def asking(self, address: str, place: str) -> AskingByKey:
         """For who has the key in the address."""
-        server = z85.decode(self._keys.asked(address))
-        return AskingByKey(self._asks, server, place, self._sealed)
+        server = self._keys.bulk_asked(address)
+        return AskingByKey(self._keys.bulk, server, place, self._sealed)
 
     def answering(self, place: str) -> AnsweringByKey:
         """With this process's own key."""
-        return AnsweringByKey(self._answers, place, self._sealed)
+        return AnsweringByKey(self._keys.bulk, place, self._sealed)
 
     def user_of(self, public: bytes) -> str | None:
-        """As the process's other door has it."""
-        key = z85.encode(public)
-        role = self._keys.role_of(key)
-        return None if role is None else self._keys.user_of(key, role)
+        """The key, if a process that is let in has registered it with its other one."""
+        key = bulk_key_text(public)
+        return key if self._keys.holders_of(key) else None
 
     def check(self, user: str, what: str) -> None:
         """Revocations count at once."""
@@ -101,8 +97,3 @@ class KeyDoor:
                 where=self._kind,
                 fix="common/api/bulk.py says who may, `meshrl keys` whose keys are let in",
             )
-
-
-def _private(pair: KeyPair) -> X25519PrivateKey:
-    """CURVE's keys are X25519's."""
-    return X25519PrivateKey.from_private_bytes(z85.decode(pair.secret))

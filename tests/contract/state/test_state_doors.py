@@ -89,6 +89,25 @@ async def test_a_revoked_key_is_let_in_no_more_even_by_its_own_host(
         await doors.enter(state, Row("engine", HOST, KEY, "engine/g0.0"))
 
 
+async def test_the_key_of_a_bulk_port_counts_while_its_processs_other_key_does(
+    state: State, asked: SyncClient
+) -> None:
+    await doors.admit_host(state, OTHER)
+    bulk, other = (f"bulk:{digit * 64}" for digit in "de")
+    engine = Row("engine", HOST, KEY, "engine/g0.0", bulk)
+    await doors.enter(state, engine)
+    assert doors.who(asked, [bulk, KEY, "d" * 64]) == [(f"engine@{HOST}",)] * 2 + [()]
+    assert [row.public for row in await doors.rows(state)] == [KEY], "one process, one row"
+    # a host that shows another's key beside one of its own takes nothing from it by being revoked
+    await doors.enter(state, Row("worker", OTHER, ANOTHER, "worker/w0", bulk))
+    assert await doors.revoke_key(state, ANOTHER)
+    assert doors.who(asked, [bulk, ANOTHER]) == [(f"engine@{HOST}",), ()]
+    await state.command("HSET", f"{MESH}:door:worker:{OTHER}", other, f"1 {ANOTHER}")
+    assert doors.who(asked, [other]) == [()]
+    await doors.leave(state, engine)
+    assert doors.who(asked, [bulk, KEY]) == [(), ()]
+
+
 async def test_all_keys_are_listed_with_the_names_of_their_processes(
     state: State, asked: SyncClient
 ) -> None:

@@ -8,5 +8,5 @@ for public, shown in pairs(hash(own)) do
   local shown_ms = tonumber(string.match(shown, '^%d+')) or 0
   if shown_ms < NOW - GONE_MS then redis.call('HDEL', own, public) end
 end
-show_key(a.role, a.host, a.public, a.name)
+show_key(a)
 return cjson.encode({doors = doors_number()})

@@ -8,7 +8,14 @@ if a.host then
 else
   n = redis.call('SADD', REVOKED, a.public)
   for _, host in ipairs(redis.call('SMEMBERS', ADMITTED)) do
-    for _, role in ipairs(a.roles) do redis.call('HDEL', door(role, host), a.public) end
+    for _, role in ipairs(a.roles) do
+      local own = door(role, host)
+      if redis.call('HDEL', own, a.public) == 1 then
+        for _, bulk in ipairs(bulk_keys(own, a.public)) do
+          redis.call('HDEL', own, bulk)
+        end
+      end
+    end
   end
 end
 redis.call('INCR', DOORS)

@@ -1,6 +1,12 @@
 -- uses: doors
 -- All of role@host at whose doors each of these keys stands: none who entered another's key takes
--- the other's place by that.
+-- the other's place by that. The key of a bulk port counts while its process's other key does.
+local function has_owner(own, public, shown)
+  if not is_bulk(public) then return true end
+  local owner = string.match(shown, ' (.*)$') or ''
+  return redis.call('HEXISTS', own, owner) == 1 and redis.call('SISMEMBER', REVOKED, owner) == 0
+end
+
 local at = {}
 for place, public in ipairs(a.keys) do
   at[place] = {revoked = redis.call('SISMEMBER', REVOKED, public) == 1}
@@ -9,7 +15,9 @@ for _, host in ipairs(redis.call('SMEMBERS', ADMITTED)) do
   for _, role in ipairs(a.roles) do
     local found = redis.call('HMGET', door(role, host), unpack(a.keys))
     for place, shown in ipairs(found) do
-      if shown and not at[place].revoked then table.insert(at[place], role .. '@' .. host) end
+      if shown and not at[place].revoked and has_owner(door(role, host), a.keys[place], shown) then
+        table.insert(at[place], role .. '@' .. host)
+      end
     end
   end
 end

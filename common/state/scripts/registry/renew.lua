@@ -19,7 +19,7 @@ if a.door then
     local why = barred(d.host, d.public)
     if why then return cjson.encode({held = false, why = why}) end
   end
-  show_key(d.role, d.host, d.public, d.name)
+  show_key(d)
 end
 redis.call('HSET', key, 'expires_ms', NOW + a.ttl_ms, 'renewed_ms', NOW, 'stats', a.stats,
   'waits', a.waits, 'epoch', epoch)

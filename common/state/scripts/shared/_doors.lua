@@ -1,7 +1,8 @@
 -- Whose keys are whose: a hash for each role of each host, which only that host's user of that role
 -- may write, so that who stands there has proved both. It may enter a key that is another's, too:
 -- that takes nothing from the other, who stands at a door of its own. Beside each key stand when it
--- was shown last, in ms, and the name of its process.
+-- was shown last, in ms, and the name of its process. The key of its bulk port, which begins with
+-- 'bulk:', stands there too, and beside it the other key of the same process.
 local ADMITTED, REVOKED, DOORS = MESH .. ':admitted', MESH .. ':revoked', MESH .. ':doors'
 local GONE_MS = 600000 -- who has not shown its key for so long has left without a word
 
@@ -17,8 +18,22 @@ local function barred(host, public)
   end
 end
 
-local function show_key(role, host, public, name)
-  redis.call('HSET', door(role, host), public, NOW .. ' ' .. name)
+local function is_bulk(public) return string.sub(public, 1, 5) == 'bulk:' end
+
+local function show_key(d)
+  redis.call('HSET', door(d.role, d.host), d.public, NOW .. ' ' .. d.name)
+  if d.bulk ~= '' then
+    redis.call('HSET', door(d.role, d.host), d.bulk, NOW .. ' ' .. d.public)
+  end
+end
+
+-- The keys of the bulk ports of the processes at a door that have this other key.
+local function bulk_keys(own, public)
+  local found = {}
+  for key, shown in pairs(hash(own)) do
+    if is_bulk(key) and string.match(shown, ' (.*)$') == public then found[#found + 1] = key end
+  end
+  return found
 end
 
 local function doors_number() return tonumber(redis.call('GET', DOORS) or 0) end

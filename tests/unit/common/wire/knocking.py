@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from common.process.host import SystemHost
-from common.transport.address import key_text
+from common.transport.address import bulk_key_text
 from common.transport.keys import ProcessKeys
 from common.wire.bulk.doors import KeyDoor
 from common.wire.bulk.server import BulkServer
@@ -44,7 +44,7 @@ class Port:
     def _made(self, role: str) -> ProcessKeys:
         keys = ProcessKeys(self._whose, time.monotonic)
         if role:
-            self.roles[keys.public] = f"{role}@{HOST}"
+            self.roles[bulk_key_text(keys.bulk_public)] = f"{role}@{HOST}"
         return keys
 
     def _whose(self, keys: Sequence[str]) -> list[tuple[str, ...]]:
@@ -66,7 +66,7 @@ class Port:
 
     def revoke(self, door: KeyDoor) -> None:
         """As Redis and the next renewal of a lease bring it about."""
-        del self.roles[key_text(door._keys.asking.public)]
+        del self.roles[bulk_key_text(door._keys.bulk_public)]
         self.keys.refresh(len(self.roles) + 1000)
 
 
