@@ -20,9 +20,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import zmq
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from common.access import identity
 from common.access.owner import PERSON, person_settings
@@ -36,19 +38,22 @@ from common.api.scoring import Scoring
 from common.api.trainer import Trainer
 from common.api.weights import Weights
 from common.errors import NotAllowed, StaleIncarnation
+from common.job import bundle_files
 from common.runtime.interface import Interface, Method
 from common.settings import MeshSettings
-from common.state import registry
+from common.state import jobs, registry
 from common.state.client import State
 from common.state.hosts import doors
 from common.state.hosts.doors import Row
 from common.state.registry import Entry
-from common.transport.address import endpoint_of, key_of, key_text
+from common.transport.address import bulk_key_text, endpoint_of, key_of, key_text
 from common.transport.keys import KeyPair
 from common.transport.pump import LENGTH_BYTES
 from common.wire.frames import CALL, encode, pack_header, unpack_error, unpack_header
+from common.wire.weight_store import STORE
 from loadtests.doors.calls import blank, call_all, methods
 from loadtests.doors.plan import GREETED, REFUSED, Plan, Port, Process, Tried
+from loadtests.doors.planting import LARGEST_BYTES, Planting, plant
 from loadtests.doors.stranger import SAID, THREADS, at_port
 from meshrl.launch.directory.places import MeshPlace
 
@@ -75,23 +80,33 @@ class Matrix:
 
     tried: int = 0
     errors: list[str] = field(default_factory=list)
+    planting: Planting = field(default_factory=Planting)
 
 
 async def role_matrix(
-    states: Mapping[str, State], host: str, processes: Sequence[Process]
+    states: Mapping[str, State],
+    host: str,
+    processes: Sequence[Process],
+    store: Entry | None = None,
+    files: Mapping[str, int] = MappingProxyType({}),
 ) -> Matrix:
     """Tries every (role, process, method). `states`: for each role, as whom a process of it on
-    `host` asks Redis; the keys stand at the doors there meanwhile.
+    `host` asks Redis; the keys stand at the doors there meanwhile. `store`, `files`: see
+    `planting.plant`.
     """
     pairs = {role: KeyPair.new() for role in sorted(ROLES)}
+    bulk = {role: X25519PrivateKey.generate() for role in pairs}
     rows = {
-        role: Row(role, host, key_text(pair.public), f"{role}/{ASIDE}")
+        role: Row(role, host, key_text(pair.public), f"{role}/{ASIDE}", _text_of(bulk[role]))
         for role, pair in pairs.items()
     }
     for role, row in rows.items():
         await doors.enter(states[role], row)
     try:
-        return await asyncio.to_thread(_ask_all, pairs, processes)
+        matrix = await asyncio.to_thread(_ask_all, pairs, processes)
+        if store is not None:
+            matrix.planting = await asyncio.to_thread(plant, bulk, store, files)
+        return matrix
     finally:
         for role, row in rows.items():
             await doors.leave(states[role], row)
@@ -210,23 +225,39 @@ async def tried(root: Path) -> dict[str, Any]:
             opened.push_async_callback(states[role].close)
         entries = [entry for entry in await registry.entries(states[PERSON]) if entry.alive]
         processes = [Process(e.name, e.address, e.incarnation) for e in entries]
-        matrix = await role_matrix(states, settings.host, processes)
+        [store] = [entry for entry in entries if entry.name == STORE]
+        files = _code(await jobs.jobs(states[PERSON]))
+        matrix = await role_matrix(states, settings.host, processes, store, files)
     asked, answered = await asyncio.to_thread(without_key, processes)
     ports = [*_ports(entries), *_redis_ports(place), *_gateway_ports(place)]
     for one in await asyncio.to_thread(_knocked, ports):
         asked += 1
         if one.outcome not in (REFUSED, GREETED):
             answered.append(one.what)
-    for error in [*matrix.errors, *(f"{what}: answered without a key" for what in answered)]:
+    planted = [f"{what}: planted" for what in matrix.planting.planted]
+    without = [f"{what}: answered without a key" for what in answered]
+    for error in [*matrix.errors, *planted, *without]:
         print(error, file=sys.stderr)
     return {
         "processes": len(processes),
         "ports": len(ports),
         "role_matrix_tried": matrix.tried,
         "role_matrix_errors": len(matrix.errors),
+        "planting_tried": matrix.planting.tried,
+        "planted": len(planted),
         "without_key_tried": asked,
         "refused_without_key": round(1 - len(answered) / asked, 6) if asked else 0.0,
     }
+
+
+def _code(rows: Sequence[jobs.JobRow]) -> dict[str, int]:
+    """Bytes of each file of the jobs' bundles, by digest; not of large ones."""
+    listed = [about for row in rows for about in bundle_files.of(row.document).values()]
+    return {digest: size for size, digest in listed if 0 < size <= LARGEST_BYTES}
+
+
+def _text_of(key: X25519PrivateKey) -> str:
+    return bulk_key_text(key.public_key().public_bytes_raw())
 
 
 def _ports(entries: Sequence[Entry]) -> Iterator[Port]:
@@ -271,7 +302,8 @@ def main() -> None:
     options.add_argument("root", type=Path, help="of a mesh that was started with `--listen`")
     figures = asyncio.run(tried(options.parse_args().root))
     print(json.dumps(figures))
-    sys.exit(0 if figures["role_matrix_errors"] == 0 == 1 - figures["refused_without_key"] else 1)
+    wrong = figures["role_matrix_errors"] + figures["planted"]
+    sys.exit(0 if wrong == 0 == 1 - figures["refused_without_key"] else 1)
 
 
 if __name__ == "__main__":

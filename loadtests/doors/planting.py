@@ -1,0 +1,71 @@
+"""Tries to have others run bytes of its own: all that a process of any role can put at the weight
+store's bulk port in place of a job's code.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from common.api.bulk import PUBLISHED, SPACES
+from common.digest import digest_of
+from common.errors import MeshError, NotFound
+from common.state.registry import Entry
+from common.transport.address import bulk_key_of
+from common.wire.bulk.session import PUT, Session
+from common.wire.key_handshake import AskingByKey
+
+DEADLINE_S = 30.0
+LARGEST_BYTES = 1 << 20  # of a file that is tried
+READER = "trainer"  # a role that may read what it likes
+
+
+@dataclass
+class Planting:
+    """Attempts, and those that left bytes where code is fetched from."""
+
+    tried: int = 0
+    planted: list[str] = field(default_factory=list)
+
+
+def plant(keys: Mapping[str, X25519PrivateKey], store: Entry, files: Mapping[str, int]) -> Planting:
+    """Try it as each role with its key. `files`: bytes of each file of a job's code, by digest.
+    What comes of it is read back by a role that may.
+    """
+    found = Planting()
+    for role, key in keys.items():
+        for what, space, digest, content in _attempts(role, files):
+            found.tried += 1
+            with suppress(MeshError), _session(key, store) as session:
+                session.ask(PUT, digest, content, space=space)
+            if _is_planted(keys[READER], store, digest, content):
+                found.planted.append(f"{role}: {what} in space {space!r}")
+    return found
+
+
+def _attempts(role: str, files: Mapping[str, int]) -> Iterator[tuple[str, str, str, bytes]]:
+    """What is tried, the space, the digest and the bytes."""
+    for space in SPACES:
+        for digest, size in files.items():
+            yield f"other bytes as {digest[:8]}", space, digest, os.urandom(size)
+    own = f"raise SystemExit('planted by {role}')".encode()
+    yield "bytes of its own among what is published", PUBLISHED, digest_of(own), own
+
+
+def _is_planted(key: X25519PrivateKey, store: Entry, digest: str, content: bytes) -> bool:
+    """True if a file that is fetched as the job's would have these bytes."""
+    try:
+        with _session(key, store) as session:
+            return session.chunk(digest, PUBLISHED) == content
+    except NotFound:
+        return False
+
+
+def _session(key: X25519PrivateKey, store: Entry) -> Session:
+    place = store.bulk.partition("#")[0]
+    proof = AskingByKey(key, bulk_key_of(store.address), place, sealed=False)
+    return Session(place, proof, DEADLINE_S, LARGEST_BYTES)

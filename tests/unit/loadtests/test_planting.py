@@ -1,0 +1,43 @@
+"""No role can put other bytes where the code of jobs is fetched from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.api.bulk import PUBLISHED, SPACES, putting
+from common.api.callers import ROLES
+from common.digest import digest_of
+from common.state.registry import Entry
+from common.wire.bulk import doors
+from loadtests.doors.planting import Planting, plant
+from tests.unit.common.wire.knocking import Port
+
+CODE = b"def reward(row, turns):\n    return 1.0\n"
+
+
+def planting(port: Port) -> Planting:
+    entry = Entry("weights", "test", bulk=port.server.address, address=port.address)
+    keys = {role: port.door(role)._keys.bulk for role in ROLES}
+    return plant(keys, entry, {digest_of(CODE): len(CODE)})
+
+
+def test_no_role_plants_code(tmp_path: Path) -> None:
+    port = Port(tmp_path / "store")
+    (published := tmp_path / "mine.py").write_bytes(CODE)
+    port.chunks.space(PUBLISHED).take_in(published, digest_of(CODE))
+    found = planting(port)
+    assert found.tried == len(ROLES) * (len(SPACES) + 1) and not found.planted
+    assert port.chunks.space(PUBLISHED).read(digest_of(CODE)) == CODE
+    port.server.close()
+
+
+def test_a_role_that_may_publish_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = "weights", putting(PUBLISHED)
+    monkeypatch.setitem(doors.BULK, right, frozenset({"worker"}))
+    port = Port(tmp_path / "store")
+    assert [what.partition(":")[0] for what in planting(port).planted] == ["worker"]
+    port.server.close()
