@@ -7,6 +7,7 @@ python -m loadtests.weights.member receiver engine/g0 JOB
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import sys
 import time
@@ -14,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
+from common.digest import digest_of
 from common.runtime.mesh import Mesh, MeshSettings
 from common.wire.host_chunks import serve_cache
 from loadtests.weights import contents, models
@@ -129,14 +130,17 @@ class Receiver:
         return download(port, name, self.tensors)
 
     def parts(self, files: list[str]) -> dict[str, Any]:
-        """CPU-seconds of hashing chunk files as they are mapped, and then of copying them into its
-        own tensors.
+        """CPU-seconds of hashing chunk files as they are mapped, by the mesh's digest and by
+        SHA-256, and then of copying them into its own tensors.
         """
         mapped = [np.memmap(path, np.uint8, "r") for path in files]
         began, used = time.monotonic(), time.process_time()
         for content in mapped:
-            xxhash.xxh3_128_digest(content.data)
+            digest_of(content.data)
         hashed = time.process_time()
+        for content in mapped:
+            hashlib.sha256(content.data).digest()
+        sha256 = time.process_time()
         room = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in self.tensors.values()]
         pieces = (
             (c[at : at + PIECE_BYTES]) for c in mapped for at in range(0, len(c), PIECE_BYTES)
@@ -147,7 +151,8 @@ class Receiver:
         copied = time.process_time()
         return {
             "hash_s": hashed - used,
-            "copy_s": copied - hashed,
+            "sha256_s": sha256 - hashed,
+            "copy_s": copied - sha256,
             "cpu_s": copied - used,
             "took_s": time.monotonic() - began,
         }

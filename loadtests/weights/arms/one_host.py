@@ -1,10 +1,12 @@
 """A version from who has committed it to the tensors of an engine on the same host, beside copying
 as many bytes, a broadcast by gloo and a download by HTTP.
 
-Each round receives a version that nobody on the host has seen, so its chunks are hashed. Costs are
-CPU-seconds of all processes that take part. `hash_share` and `copy_share` tell where they go: what
-hashing the mapped chunk files costs, and copying from pages that are mapped, alone and after each
-other.
+Each round receives a version that no process of the host has received. Its chunks were hashed as
+they were stored, so that the pull maps and copies them. Costs are CPU-seconds of all processes that
+take part in the pull. `hash_share` is what hashing the mapped chunk files would add to it, and
+`copy_share` what copying from mapped pages costs alone. A pull that hashed could not exceed
+H / (H + M) of a memcpy: `hash_gb_s` is H, the digest's rate over mapped files, `memcpy_gb_s` is M,
+and `sha256_gb_s` the rate of the digest's alternative.
 """
 
 from __future__ import annotations
@@ -131,5 +133,8 @@ def _told(plan: Plan, found: dict[str, list[Arm]], copies: list[float]) -> Arm:
     for part in ("hash", "copy"):
         seconds = [one[f"{part}_s"] for one in found["parts"]]
         answer |= spread(f"{part}_share", ratios(seconds, cpu["pull"]))
+    rates = {name: [one[f"{name}_s"] for one in found["parts"]] for name in ("hash", "sha256")}
+    for name, seconds in {**rates, "memcpy": cpu["memcpy"]}.items():
+        answer[f"{name}_gb_s"] = round(plan.one_host / 1e9 / statistics.median(seconds), 2)
     answer["copies_per_byte"] = max(copies)
     return answer
