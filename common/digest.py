@@ -88,10 +88,10 @@ def check_digest(digest: str, where: str = "") -> None:
         return
     if plain and len(digest) == _EARLIER_DIGITS:
         raise Refused(
-            f"{digest} was stored by an earlier version of MeshRL, by a checksum (xxh3_128) that "
-            "other bytes can be made to have",
+            f"{digest} was stored by an earlier version of MeshRL, under a checksum (xxh3_128) "
+            "that anybody can give other bytes, too",
             where=where,
-            fix="Finish or export that run with the version that made it, then begin anew from "
-            "the exported model: meshrl export RUN --out DIRECTORY",
+            fix="Export that run with the version that made it (meshrl export RUN --out DIR), and "
+            "begin a new run from there (model.path)",
         )
     raise BadMessage(f"{digest!r:.80} is not a digest", where=where)

@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from common.api.bulk import SPACES
-from common.digest import Hasher, check_digest, digest_of, digest_of_stream, uncounted
-from common.errors import BadMessage, Damaged, MeshError, NotFound, StorageFull
+from common.digest import DIGITS, Hasher, check_digest, digest_of, digest_of_stream, uncounted
+from common.errors import BadMessage, Damaged, MeshError, NotFound, Refused, StorageFull
 from common.records import damage
 from common.records.durable import flush, flush_content, sync
 from common.wire.verified import NAME, Verified
@@ -109,8 +109,11 @@ class ChunkStore:
         directory: Path,
         wall: Callable[[], float] | None = None,
         untold: deque[tuple[Path, Path]] | None = None,
+        root: Path | None = None,
     ) -> None:
+        """`root`: the directory of the store that this is a space of."""
         self.directory = directory.resolve()
+        self._root = root or self.directory
         self._wall = wall
         # Chunks that a writer found damaged, and where they lie now, until somebody tells of them.
         self.untold: deque[tuple[Path, Path]] = deque() if untold is None else untold
@@ -121,7 +124,9 @@ class ChunkStore:
         """The chunks of one of `common.api.bulk.SPACES`; `untold` is common to all."""
         assert name in SPACES, name
         if name not in self._spaces:
-            self._spaces[name] = ChunkStore(self.directory / name, self._wall, self.untold)
+            self._spaces[name] = ChunkStore(
+                self.directory / name, self._wall, self.untold, self._root
+            )
         return self._spaces[name]
 
     @property
@@ -239,7 +244,7 @@ class ChunkStore:
             # Nobody else has the number of an open file: what was written again since goes back.
             damaged = os.fstat(opened.fileno()).st_ino
             try:
-                aside = damage.set_aside(path, self.directory)
+                aside = damage.set_aside(path, self._root)
             except FileNotFoundError:
                 return False, None
             if aside.stat().st_ino == damaged:
@@ -357,7 +362,7 @@ class ChunkStore:
         """When each of them that is stored was last written, in nanoseconds of the disk's clock."""
         found = {}
         for digest in digests:
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, Refused):  # what an earlier version has stored stays
                 found[digest] = self.path(digest).stat().st_mtime_ns
         return found
 
@@ -374,7 +379,7 @@ class ChunkStore:
             if path.name.startswith("."):
                 if stat.st_mtime < now - STALE_SCRATCH_S:
                     path.unlink(missing_ok=True)
-            elif stat.st_mtime <= now - age_s:
+            elif len(path.name) == DIGITS and stat.st_mtime <= now - age_s:
                 old[path.name] = stat.st_mtime_ns
         return old
 

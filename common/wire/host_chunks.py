@@ -164,6 +164,7 @@ def _write(
     """Whether there is room for the chunk; then it is there whole. Not durably: after a power cut
     it may not be what its name says, as whoever reads it finds.
     """
+    chunks.directory.mkdir(parents=True, exist_ok=True)
     if not _room(chunks.directory, memoryview(content).nbytes, most_bytes, needed):
         return False
     chunks.keep(digest, content)

@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.api.bulk import GROUPS
 from loadtests.damage.harms import HARMS
 
-DIGEST = re.compile(rb"[0-9a-f]{32}")
+DIGEST = re.compile(rb"[0-9a-f]{64}")
 LAUNCHER = "launcher"  # reads what only a resume reads
 
 
@@ -73,6 +74,10 @@ def _chunk(run: Path, digest: str) -> Path:
     return run / "store" / digest[:2] / digest
 
 
+def _group(run: Path, digest: str) -> Path:
+    return run / "store" / GROUPS / digest[:2] / digest
+
+
 def _manifests(run: Path) -> list[Path]:
     return [path for path in (_chunk(run, d) for d in _manifest_digests(run)) if path.is_file()]
 
@@ -95,7 +100,7 @@ def _groups(run: Path) -> list[Path]:
             trained |= {row["group"] for row in fields["groups"]}
     waiting = [digest for group, digest in sorted(ready.items()) if group not in trained]
     again = [digest for group, digest in sorted(ready.items(), reverse=True) if group in trained]
-    return [path for path in map(partial(_chunk, run), waiting + again) if path.is_file()]
+    return [path for path in map(partial(_group, run), waiting + again) if path.is_file()]
 
 
 def _ledgers(run: Path) -> list[Path]:

@@ -19,7 +19,7 @@ PLACES: dict[str, str] = {
     "checkpoint": "checkpoints/*.json",
     "state": "checkpoints/*/state/*",
     "exported": "checkpoints/*/*.safetensors",
-    "chunk": "store/??/*",
+    "chunk": "store/??/* store/groups/??/*",
     "versions": "store/jobs/*.json",
     "ledger": "**/*.ledger",
 }
@@ -92,7 +92,8 @@ class Spoiler:
         order.
         """
         known = {damage.link.stat().st_ino for damage in self.done}
-        found = (path for path in self._root.glob(place) if not path.name.startswith("."))
+        each = (path for pattern in place.split() for path in self._root.glob(pattern))
+        found = (path for path in each if not path.name.startswith("."))
         files = sorted(path for path in found if path.is_file())
         return [p for p in files if (at := p.stat()).st_size and at.st_ino not in known]
 

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.api.bulk import GROUPS, WEIGHTS
 from common.api.weights import Group
 from common.digest import digest_of
 from common.state.keys import EVENTS
 from common.wire.blob import unpack
+from common.wire.chunks import ChunkStore
 from sim.mesh.damage import Damage, unnoticed
 from sim.mesh.redis import VirtualRedis, script_of
 
@@ -116,7 +118,7 @@ class Witness:
     def _seen(self, row: dict[str, str]) -> Seen | None:
         """None: the group's file is gone or damaged."""
         digest = row["digest"]
-        path = self._root / "store" / digest[:2] / digest
+        path = ChunkStore(self._root / "store").space(GROUPS).path(digest)
         content = unnoticed(path) if path.is_file() else b""
         if digest_of(content) != digest:
             return None
@@ -146,8 +148,9 @@ class Witness:
             entry = self._hash(f"{{mesh}}:entry:{name}")
             if entry.get("gone") != "1" and float(entry.get("expires_ms", 0)) > now_ms:
                 found.leases.append(name)
-        for path in sorted((self._root / "store").glob("??/*")):
-            found.chunks[path.name] = unnoticed(path)
+        for space in (WEIGHTS, GROUPS):
+            for path in sorted((self._root / "store" / space).glob("??/*")):
+                found.chunks[path.name] = unnoticed(path)
         for path in sorted(self._root.rglob("*.ledger")):
             found.ledgers[str(path.relative_to(self._root))] = unnoticed(path)
         checkpoints = self._root / "checkpoints"

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
+from common.api import bulk as bulk_api
 from common.api.weights import Group
 from common.errors import StateUnavailable
 from common.pool.rows import Apart
@@ -253,7 +254,9 @@ class Training:
         start, self._released = self._released, self._released + steps * GROUPS
         for admitted in self._admitted[start : self._released]:
             content = pack(group(admitted.group))
-            digest = await put(elastic.mesh, elastic.bulk, content, "a group")
+            digest = await put(
+                elastic.mesh, elastic.bulk, content, "a group", space=bulk_api.GROUPS
+            )
             await groups.group_ready(
                 elastic.state,
                 self.job,

@@ -121,7 +121,7 @@ class BulkClient:
         """The bytes that lie under a name which is no digest of them, so that whoever asks checks
         them, over a connection that is kept for the next. NotFound, PeerLost, DeadlineExceeded.
         """
-        await self._mesh.check(entry)
+        await self._mesh.check(entry, bulk=True)
         key = f"{entry.address} {entry.bulk}"
 
         def over(session: Session) -> bytes:
@@ -271,7 +271,7 @@ class BulkClient:
         """The files themselves, for who is on their host. HandshakeFailed, after a while WrongKeys:
         the entry is not of the process that it names.
         """
-        await self._mesh.check(entry)
+        await self._mesh.check(entry, bulk=True)
         directory = Path(entry.bulk.partition("#")[2])
         near = entry.host == self._mesh.settings.host and directory.is_absolute()
         if near and os.access(directory, os.W_OK) and await self._lends(entry, directory):

@@ -12,6 +12,7 @@ from common.generation.builtin.loading import CHUNK
 from common.generation.contract import Ints
 
 NAME_BYTES = 32  # as many as the bulk port's digests have
+DIGITS = 2 * NAME_BYTES
 
 
 def domain_of(weights: str, adapter: str, layout: str, policy: str) -> str:
@@ -26,7 +27,7 @@ def domain_of(weights: str, adapter: str, layout: str, policy: str) -> str:
 
 def is_domain(text: str) -> bool:
     """Whether a text from elsewhere can be the name of a domain, and so of a directory."""
-    return len(text) == 2 * NAME_BYTES and set(text) <= set("0123456789abcdef")
+    return len(text) == DIGITS and set(text) <= set("0123456789abcdef")
 
 
 def names_of(domain: str, tokens: Ints, *, tail: bool = False) -> list[str]:

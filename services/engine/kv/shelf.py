@@ -20,6 +20,7 @@ from common.generation.builtin.loading import Content
 from common.generation.kv_directories import enter, entered, leave
 from common.process.file_locks import lies_at, unheld
 from services.engine.kv.chunk_files import HEAD_BYTES, ChunkFiles, Found, Head
+from services.engine.kv.keys import DIGITS
 from services.engine.kv.retention import leaving
 
 USED, LOADED, SESSIONS = ".used", ".loaded", ".sessions"
@@ -209,7 +210,9 @@ class Shelf:
         may go on. The bytes that are free for it.
         """
         waiting = self.waiting()
-        freed = sum(self._emptied(path, waiting) for path in self.files.directory.glob("?" * 32))
+        freed = sum(
+            self._emptied(path, waiting) for path in self.files.directory.glob("?" * DIGITS)
+        )
         with self._locked():
             self._add(-freed)
         return freed

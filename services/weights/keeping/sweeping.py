@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from common.api.bulk import GROUPS, PUBLISHED, WEIGHTS
 from common.api.weights import Manifest
-from common.errors import BadMessage, Damaged, MeshError, NotFound
+from common.errors import BadMessage, Damaged, MeshError, NotFound, Refused
 from common.records import damage
 from common.records.checkpoints import manifest_of, newest_due, set_aside
 from common.runtime.mesh import Mesh
@@ -216,7 +216,7 @@ class Sweeper:
             found.add(digest)
             try:
                 found |= {tensor.chunk for tensor in (await self._manifest(digest)).tensors}
-            except (NotFound, Damaged, BadMessage) as error:
+            except (NotFound, Damaged, BadMessage, Refused) as error:  # of an earlier version
                 if self._complain(digest, error) and needed and isinstance(error, NotFound):
                     await self._tell_missing(digest)
             else:
@@ -227,7 +227,7 @@ class Sweeper:
         """The versions that adapters among these are added to."""
         found = set[str]()
         for digest in manifests:
-            with suppress(NotFound, Damaged, BadMessage):  # `_contents` complains of it
+            with suppress(NotFound, Damaged, BadMessage, Refused):  # `_contents` complains of it
                 if (base := (await self._manifest(digest)).base) is not None:
                     found.add(base.digest)
         return found

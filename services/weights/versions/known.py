@@ -240,7 +240,8 @@ def _base(manifest: Manifest) -> list[str]:
 
 
 def _manifest(chunks: ChunkStore, digest: str) -> Manifest | None:
+    path = chunks.path(digest)  # Refused for a run of an earlier version
     try:
-        return unpacked(chunks.read(digest), str(chunks.path(digest)))
+        return unpacked(chunks.read(digest), str(path))
     except MeshError:  # it has gone, or is damaged: it is no version to speak of
         return None

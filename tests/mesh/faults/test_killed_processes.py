@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.api.bulk import GROUPS
 from common.api.weights import Group
 from common.records import ledger
 from common.records.ledger import Kind, trajectory_id
 from common.wire.blob import unpack
+from common.wire.chunks import ChunkStore
 from meshrl.launch.directory.leftovers import belonging_to
 from services.rollout.trajectory import Restored, Trajectory
 from tests.mesh.running import Run, slow_pace
@@ -33,11 +35,12 @@ def written(directory: Path) -> dict[int, Trajectory]:
 def trained(run: Run) -> dict[int, np.ndarray]:
     """Trajectory -> tokens, of all groups that a step took, from the bytes that it was given."""
     digests = {fields["group"]: fields["digest"] for fields in run.events("ready")}
+    groups = ChunkStore(run.directory / "store").space(GROUPS)
     taken = [row["group"] for fields in run.events("step") for row in fields["groups"]]
     found: dict[int, np.ndarray] = {}
     for number in taken:
         digest = digests[number]
-        content = unpack(Group, (run.directory / "store" / digest[:2] / digest).read_bytes())
+        content = unpack(Group, groups.read(digest))
         ends = np.cumsum(content.lengths)
         for member, tokens in enumerate(np.split(content.tokens, ends[:-1])):
             found[trajectory_id(number, member)] = tokens

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
+from common.api import bulk
 from common.pool.seat import Seat
 from common.records.home import Home
 from common.runtime.mesh import Mesh, MeshSettings
@@ -191,7 +192,7 @@ class TrainedWeather(Weather):
         start, self._released = self._released * GROUPS, self._released + 1
         for admitted in self._admitted[start : start + GROUPS]:
             content = pack(group(admitted.group))
-            digest = await put(self._here, self._bulk, content, "a group")
+            digest = await put(self._here, self._bulk, content, "a group", space=bulk.GROUPS)
             about = admitted.group, digest, len(content), 0, MEMBERS, uuid.uuid4().hex
             await groups.group_ready(state, JOB, OWNER, self._token, *about)
 

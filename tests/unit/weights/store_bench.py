@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from common.api.bulk import GROUPS
 from common.api.weights import Checkpoint, Weights
 from common.errors import NotFound
 from common.job.config import BudgetConfig, JobConfig, TrainingConfig
@@ -94,7 +95,8 @@ class StoreBench:
 
     def age(self, seconds: float) -> None:
         """As if all that is stored had been written so much earlier."""
-        for path in self.chunks.directory.glob("??/*"):
+        directory = self.chunks.directory
+        for path in [*directory.glob("??/*"), *directory.glob(f"{GROUPS}/??/*")]:
             then = path.stat().st_mtime - seconds
             os.utime(path, (then, then))
 
@@ -168,7 +170,8 @@ class StoreBench:
 
     async def group(self) -> str:
         """The bytes of a group that is finished but not on record yet."""
-        return await put(self.shard, BulkClient(self.shard), self.random.token(64).encode(), "it")
+        content = self.random.token(64).encode()
+        return await put(self.shard, BulkClient(self.shard), content, "it", space=GROUPS)
 
     async def ready(self, digest: str) -> None:
         token = self.shard.token

@@ -21,7 +21,7 @@ from common.records.checkpoints import STATE, committed
 from common.state import events, jobs
 from common.state.lifecycle import deleting
 from common.weights.manifest import unpacked
-from common.wire import verified
+from common.wire.verified import NAME
 from services.weights.keeping.pins import Pin, pin
 from services.weights.keeping.sweeping import GRACE_S, ORPHAN_S, ORPHANS_S, SWEEP_S
 from tests.load import scaled
@@ -106,8 +106,7 @@ async def settled(store: StoreBench) -> set[str]:
     await store.clock.sleep(COLLECTED_S)
     store.age(ORPHAN_S)
     await store.clock.sleep(ORPHANS_S + COLLECTED_S)
-    kept = store.root / verified.NAME  # by those who have read versions
-    found = (path for path in store.root.rglob("*") if path.is_file() and path != kept)
+    found = (path for path in store.root.rglob("*") if path.is_file() and path.name != NAME)
     names = {str(path.relative_to(store.root)) for path in found}
     return {name for name in names if not name.startswith(f"{OTHER}/")}  # its run's directory stays
 
@@ -173,7 +172,7 @@ def run_all(root: Path, first: int) -> None:
     while killed:
         at += EVERY
         killed, left, there = run_killed(root / str(at), at)
-        assert left == there, f"killed before write {at}"
+        assert left == there, f"killed before write {at}: {sorted(left ^ there)}"
     assert at > 20, "a collection of this much writes more often"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from common.api.bulk import GROUPS
 from common.api.weights import Examine, Fetch, Load, Weights
 from common.errors import Damaged, DeadlineExceeded, NotFound, StorageFull
 from common.records.checkpoints import committed
@@ -146,7 +147,7 @@ def test_bytes_that_were_put_before_redis_went_are_there_for_what_names_them(
         await store.ready(group)
         store.age(24 * HOUR_S)
         await store.clock.sleep(LONG_S)
-        assert store.chunks.has(group), "a step will ask for it"
+        assert store.chunks.space(GROUPS).has(group), "a step will ask for it"
         assert not store.chunks.has(early), "nobody has named it for a day"
 
     on_store(tmp_path, story)
@@ -160,7 +161,7 @@ def test_a_group_goes_once_a_step_has_ended_it(tmp_path: Path) -> None:
         await store.clock.sleep(SOON_S)
         await store.end_groups(1)
         await store.clock.sleep(SOON_S + 60.0)
-        assert not store.chunks.has(group)
+        assert not store.chunks.space(GROUPS).has(group)
 
     on_store(tmp_path, story)
 

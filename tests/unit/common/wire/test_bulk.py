@@ -151,6 +151,18 @@ def test_a_chunk_that_is_written_again_is_not_deleted(tmp_path: Path) -> None:
     assert not chunks.has(old) and chunks.read(again) == b"again"
 
 
+def test_chunks_of_an_earlier_version_are_refused_and_never_deleted(tmp_path: Path) -> None:
+    chunks, earlier = ChunkStore(tmp_path), "ab" * 16
+    place = tmp_path / earlier[:2] / earlier
+    place.parent.mkdir()
+    place.write_bytes(b"content")
+    os.utime(place, (1000, 1000))
+    with pytest.raises(Refused, match=r"earlier version of MeshRL.*meshrl export"):
+        chunks.read(earlier)
+    assert chunks.older_than(60, 5000) == chunks.written([earlier]) == {}
+    assert place.read_bytes() == b"content"
+
+
 def test_a_chunk_that_is_written_again_while_it_is_deleted_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,7 +198,9 @@ def test_a_stranger_gets_no_byte(port: Port) -> None:
     """Nobody's key, that of another port, and what is no hello at all."""
     address, place = port.address, port.place
     stranger, known = port.door(""), port.door("trainer")
-    wrong_server = port.keys.published("tcp://x:1").partition("#")[0] + "#" + "ab" * 32
+    wrong_server = (
+        port.keys.published("tcp://x:1").partition("#")[0] + "#" + ".".join(2 * ["ab" * 32])
+    )
     hellos = [
         b"",
         os.urandom(101),
@@ -223,7 +225,7 @@ def test_a_stranger_gets_no_byte(port: Port) -> None:
 def test_a_wrong_key_is_said_at_once_by_who_asks(port: Port, who: str) -> None:
     address = ""
     if who == "a server with another key":
-        address = f"tcp://127.0.0.1:1#{'ab' * 32}"
+        address = f"tcp://127.0.0.1:1#{'ab' * 32}.{'ab' * 32}"
     started = time.monotonic()
     door = port.door("trainer" if address else "")
     with pytest.raises(HandshakeFailed, match=r"keys\?"), port.session(door, address, 3600.0):
@@ -302,7 +304,7 @@ def test_both_suites_carry_all_there_is_to_ask(tmp_path: Path, magic: bytes, sea
     port = Port(tmp_path / "chunks", sealed=sealed)
     door = port.door("trainer", sealed=sealed)
     proof = door.asking(port.address, port.place)
-    own, server = door._asks, bytes.fromhex(port.keys.public)
+    own, server = door._keys.bulk, port.keys.bulk_public
     proof = AskingByKey(own, server, port.place, sealed, magic)
     with Session(port.place, proof, scaled(DEADLINE_S), 1 << 30) as session:
         assert (proof.ciphers is not None) == sealed

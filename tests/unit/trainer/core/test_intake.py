@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.api.bulk import GROUPS
 from common.api.weights import Group
 from common.clock import SystemClock
 from common.job.config import JobConfig
@@ -60,7 +61,8 @@ class Rollout:
         assert len(opened) == len(rewards)
         for one, worth in zip(opened, rewards, strict=True):
             content = pack(group(worth, number=one.group, version=0))
-            digest = await put(self.mesh, self.bulk, content[::-1] if garbled else content, "group")
+            content = content[::-1] if garbled else content
+            digest = await put(self.mesh, self.bulk, content, "group", space=GROUPS)
             await groups.group_ready(
                 state, JOB, SHARD, self.shard, one.group, digest, 1, 0, 2, _operation()
             )
@@ -164,7 +166,7 @@ async def test_a_group_whose_file_is_damaged_goes_back_and_is_told(
     leased = await groups.lease_groups(
         rollout.mesh.state, JOB, rollout.mesh.name, rollout.mesh.token, 1
     )
-    path = ChunkStore(tmp_path / "store").path(leased.groups[0].digest)
+    path = ChunkStore(tmp_path / "store").space(GROUPS).path(leased.groups[0].digest)
     flip(path, b"")
     taking = asyncio.ensure_future(rollout.taken(Refill(CONFIG)))
     async with asyncio.timeout(scaled(20)):
@@ -176,7 +178,7 @@ async def test_a_group_whose_file_is_damaged_goes_back_and_is_told(
     found = await events.read_all(rollout.mesh.state)
     [told] = [event.fields for event in found if event.kind == "damaged"]
     assert (told["what"], told["job"], told["path"]) == ("group", JOB, str(path))
-    kept = ChunkStore(tmp_path / "store").directory / "quarantine" / path.parent.name / path.name
+    kept = tmp_path / "store" / "quarantine" / GROUPS / path.parent.name / path.name
     assert told["aside"] == str(kept)
 
 
