@@ -39,6 +39,7 @@ from common.model.decoder import Decoder
 from common.model.hf import save_model
 from common.model.source import BATCH_BYTES, batches
 from common.model.storages import trim
+from common.model.tokenizer import character_tokenizer
 from common.pool.seat import Seat
 from common.weights.laying import Laying, slices
 from common.weights.laying import laying as how
@@ -91,6 +92,7 @@ def resident(what: str) -> int:
 
 def job(bundle: Path, path: str, ranks: int, shape: dict[str, object]) -> JobData:
     """A job with a new model, or with that of a directory of its bundle."""
+    character_tokenizer("abc", bundle / "tokenizer.json")
     document = {
         "name": "ranks",
         "model": {"path": path} if path else {"config": shape},

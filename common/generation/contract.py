@@ -350,14 +350,24 @@ def _unmodified(piece: Piece) -> NDArray[np.float32]:
     return piece.unmodified.astype(np.float32)
 
 
-def check(request: Request, vocab_size: int, adapters: Container[str] = ()) -> None:
-    """Refused, with the reason, when no engine that has these adapters could serve this request."""
+def check(
+    request: Request,
+    vocab_size: int,
+    adapters: Container[str] = (),
+    absent: Sequence[tuple[int, int]] = (),
+) -> None:
+    """Refused, with the reason, when no engine that has these adapters could serve this request.
+
+    `absent`: ranges of ids that the tokenizer lacks, as in `ModelConfig`.
+    """
     tokens = request.tokens
     reason = ""
     if tokens.ndim != 1 or len(tokens) == 0:
         reason = f"it needs at least one token in one dimension, not shape {tokens.shape}"
     elif int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
         reason = f"its tokens are not all in [0, {vocab_size})"
+    elif any(((first <= tokens) & (tokens < end)).any() for first, end in absent):
+        reason = "it has a token id that the tokenizer lacks"
     elif not request.temperature >= 0:
         reason = f"temperature {request.temperature} is not a number >= 0"
     elif not 0 < request.top_p <= 1:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+from torch import Tensor
+
 from common.errors import ConfigError
+from common.model.checkpoint_files import EMBEDDING, UNEMBEDDING
 from common.model.config import ModelConfig
 
 _OTHERWISE = "set rollout.engine to the built-in one"
+OF_VOCABULARY = (EMBEDDING, UNEMBEDDING)  # matrices with a row for each id
 _YARN = ("attention_factor", "mscale", "mscale_all_dim")  # which its YaRN passes over
 
 
 def served_by_sglang(config: ModelConfig, max_length: int) -> ModelConfig:
     """What SGLang is to serve for sequences of up to `max_length` tokens: without windows that are
-    wider and without scaling that begins later. ConfigError for a model that it computes otherwise.
+    wider, without scaling that begins later, and with a vocabulary that ends with the tokenizer's.
+    ConfigError for a model that it computes otherwise.
     """
     if config.architecture == "smollm3":
         raise ConfigError(
@@ -36,5 +42,22 @@ def served_by_sglang(config: ModelConfig, max_length: int) -> ModelConfig:
             where="rollout.engine",
             fix=_OTHERWISE,
         )
+    if any(end < config.vocab_size for _, end in config.absent_ids):
+        first, end = config.absent_ids[0]
+        raise ConfigError(
+            f"the tokenizer lacks ids {first} to {end - 1} and has higher ones: SGLang would "
+            "sample ids without a token",
+            where="rollout.engine",
+            fix=_OTHERWISE,
+        )
     kept = None if scaling.get("rope_type") == "dynamic" else config.rope_scaling
-    return replace(config, sliding_window=0, sliding_layers=(), rope_scaling=kept)
+    served = replace(config, sliding_window=0, sliding_layers=(), rope_scaling=kept)
+    return replace(served, vocab_size=config.ids_end, absent_ids=())
+
+
+def known_rows(config: ModelConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors by Hugging Face's names for a server of `served_by_sglang`, as views: the
+    vocabulary's matrices without the rows behind the tokenizer's last id.
+    """
+    cut = {name: theirs[name][: config.ids_end] for name in OF_VOCABULARY if name in theirs}
+    return {**theirs, **cut}

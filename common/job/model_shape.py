@@ -8,13 +8,17 @@ from pathlib import Path
 from common.job.job_data import JobData
 from common.model.config import ModelConfig
 from common.model.formats.checkpoint import load_config
+from common.model.vocabulary import with_tokenizer
 
 
 def model_config(data: JobData) -> ModelConfig:
-    """The shape of the model that the job trains, from its bundle or from its job file."""
+    """The shape of the model that the job trains, from its bundle or from its job file, without
+    the ids that the job's tokenizer lacks."""
     if (origin := data.origin) is not None:
-        return _of_bundle(origin)
-    return ModelConfig.from_hf(data.config.model.config)
+        shape = _of_bundle(origin)
+    else:
+        shape = ModelConfig.from_hf(data.config.model.config)
+    return with_tokenizer(shape, data.tokenizer)
 
 
 @cache

@@ -43,6 +43,9 @@ class ModelConfig:
     balance_coefficient: float = 0.0  # weight of the load-balancing loss
     dense_layers: tuple[int, ...] = ()  # indices of a mixture's dense layers, ascending
     shared_ffn_size: int = 0  # of the expert that every token goes to as well, behind a gate
+    # Ids that the tokenizer lacks, as ascending half-open ranges: `Decoder` gives each of them the
+    # logit minus infinity. config.json knows nothing of it; see `vocabulary.absent_ids`.
+    absent_ids: tuple[tuple[int, int], ...] = ()
     # What the checkpoint's config.json says, for `exported`; without a checkpoint, nothing.
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -97,6 +100,12 @@ class ModelConfig:
         layers = self.layers * attention + mixtures * sparse
         layers += (self.layers - mixtures) * 3 * d * self.ffn_size
         return layers + d + self.vocab_size * d * (1 if self.tie_embeddings else 2)
+
+    @property
+    def ids_end(self) -> int:
+        """One more than the highest id that the tokenizer has."""
+        last = self.absent_ids[-1] if self.absent_ids else None
+        return last[0] if last and last[1] == self.vocab_size else self.vocab_size
 
     @property
     def output_bias(self) -> bool:

@@ -22,6 +22,7 @@ from common.model.config import ModelConfig
 from common.model.moe import Experts, Routed, Routing
 from common.model.pointwise import PLAIN, Pointwise
 from common.model.rope import rope_table
+from kernels.absent import hide
 
 
 class Added(Protocol):
@@ -111,9 +112,11 @@ class Decoder(nn.Module):
         return lambda layer: still if layer in unrotated else (cos, sin)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[.., vocab_size] of hidden states [.., hidden_size]."""
+        """[.., vocab_size] of hidden states [.., hidden_size]; minus infinity for ids without a
+        token."""
         tied = self.config.tie_embeddings
-        return linear(hidden, self.embedding if tied else self.unembedding)
+        found = linear(hidden, self.embedding if tied else self.unembedding)
+        return hide(found, self.config.absent_ids)
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:

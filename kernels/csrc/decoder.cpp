@@ -93,8 +93,9 @@ struct Row {
 template <class T>
 class Decoder {
  public:
-  // `kinds` [layers].
-  Decoder(const Shape& shape, const float* rope, const LayerKind* kinds)
+  // `kinds` [layers], `absent` [absent_count].
+  Decoder(const Shape& shape, const float* rope, const LayerKind* kinds, const Absent* absent,
+          int64_t absent_count)
       : shape_(shape),
         queries_(shape.heads * shape.head_width),
         keys_(shape.kv_heads * shape.head_width),
@@ -102,6 +103,7 @@ class Decoder {
         block_(kBlock * keys_),
         layers_(shape.layers),
         rope_(rope, rope + shape.positions * 2 * shape.rotary_width),
+        sampler_(std::vector<Absent>(absent, absent + absent_count)),
         routes_(shape.experts, shape.experts_per_token, shape.normalise_routing != 0) {
     for (int64_t i = 0; i < shape.layers; i++) {
       Layer& layer = layers_[i];
@@ -300,7 +302,7 @@ class Decoder {
     if (!forward(slots)) return false;
     project(last_);
     for (int64_t i = 0; i < count; i++)
-      out[i] = Sampler::unmodified(logits(i), shape_.vocab, tokens[first + i + 1]);
+      out[i] = sampler_.unmodified(logits(i), shape_.vocab, tokens[first + i + 1]);
     slots.computed[slot] += count;
     return true;
   }
@@ -634,7 +636,7 @@ class Decoder {
     s.tokens[place] = sampled.token;
     s.logprobs[place] = sampled.logprob;
     if (s.wants_unmodified[slot])
-      s.unmodified[place] = Sampler::unmodified(copy_.data(), shape_.vocab, sampled.token);
+      s.unmodified[place] = sampler_.unmodified(copy_.data(), shape_.vocab, sampled.token);
     s.versions[place] = s.loaded[s.adapter[slot]];
     if (s.experts != nullptr)
       std::copy_n(went_.begin() + r * sent_, sent_, s.experts + place * sent_);
@@ -701,8 +703,10 @@ using Model = Decoder<MESHRL_STORAGE>;
 extern "C" {
 
 // nullptr: no memory.
-void* decoder_new(const Shape* shape, const float* rope, const LayerKind* kinds) {
-  return guarded<void*>(nullptr, [&] { return new Model(*shape, rope, kinds); });
+void* decoder_new(const Shape* shape, const float* rope, const LayerKind* kinds,
+                  const Absent* absent, int64_t absent_count) {
+  return guarded<void*>(nullptr,
+                        [&] { return new Model(*shape, rope, kinds, absent, absent_count); });
 }
 void decoder_delete(void* d) { delete static_cast<Model*>(d); }
 

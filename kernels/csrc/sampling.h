@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "simd.h"
@@ -30,10 +31,18 @@ struct Sampled {
   float logprob;  // of the distribution that was sampled from; NaN if a logit is no finite number
 };
 
+// Ids [first, end) that the tokenizer lacks.
+struct Absent {
+  int64_t first, end;
+};
+
 constexpr int kRun = 256;  // logits whose sum is kept, so that a draw need not scan them all
 
 class Sampler {
  public:
+  // Ids in `absent` are never sampled and have no probability.
+  explicit Sampler(std::vector<Absent> absent) : absent_(std::move(absent)) {}
+
   // `logits` [vocab], with room up to a multiple of kLanes behind it; its contents are lost.
   Sampled sample(float* logits, int64_t vocab, const Sampling& how, double uniform) {
     const float most = cover(logits, vocab);
@@ -49,14 +58,15 @@ class Sampler {
   }
 
   // Log-probability of `token` at temperature 1, nothing left out.
-  static float unmodified(float* logits, int64_t vocab, int64_t token) {
+  float unmodified(float* logits, int64_t vocab, int64_t token) const {
     const float most = cover(logits, vocab);
     return logits[token] - most - static_cast<float>(std::log(total(logits, vocab, most, 1.0f)));
   }
 
  private:
-  // The largest logit, or NaN if any is; what lies behind the vocabulary is hidden.
-  static float cover(float* logits, int64_t vocab) {
+  // The largest logit, or NaN if any is; absent ids and what lies behind the vocabulary are hidden.
+  float cover(float* logits, int64_t vocab) const {
+    fill_absent(logits, -INFINITY);
     for (int64_t i = vocab; i % kLanes; i++) logits[i] = -INFINITY;
     Vec most = load(logits);
     IntVec broken = most != most;
@@ -68,6 +78,10 @@ class Sampler {
     for (int i = 0; i < kLanes; i++)
       if (broken[i]) return NAN;
     return largest(most);
+  }
+
+  void fill_absent(float* row, float value) const {
+    for (const Absent& ids : absent_) std::fill(row + ids.first, row + ids.end, value);
   }
 
   static double total(const float* logits, int64_t vocab, float most, float scale) {
@@ -95,6 +109,7 @@ class Sampler {
       sums_.push_back(sum(part));
       all += sums_.back();
     }
+    fill_absent(logits, 0);  // `exponential` gives them nearly 0, which a draw could still find
     return all;
   }
 
@@ -149,6 +164,7 @@ class Sampler {
     return 0;
   }
 
+  const std::vector<Absent> absent_;
   std::vector<double> sums_;
   std::vector<int64_t> order_;
 };

@@ -14,19 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.absent import Ranges, hide
+
 # Logits that exist at once: those of a CPU fit its cache, those of a GPU keep it busy.
 AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 27}
 NARROWEST = 512  # smallest chunk of the vocabulary: products of fewer rows are slow
 
 
 def linear_logprob(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, at_once: int = 0
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    at_once: int = 0,
+    absent: Ranges = (),
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden weight^T / temperature) at each target, and the entropies -> [t], [t].
 
     hidden [t, d] and weight [vocab, d] of one type, targets [t] int64; results are float32
     (float64 of float64). Only the log-probabilities have a gradient. `at_once` logits exist at a
-    time, 0: as many as suit the device. IndexError on a CPU if a target is out of range.
+    time, 0: as many as suit the device. Ids in `absent` have no probability; their rows of `weight`
+    get no gradient. IndexError on a CPU if a target is out of range.
     """
     at_once = at_once or AT_ONCE.get(hidden.device.type, AT_ONCE["cuda"])
     if targets.device.type == "cpu" and len(targets):
@@ -36,11 +44,11 @@ def linear_logprob(
     chunk = max(NARROWEST, at_once // max(1, len(targets)))
     if weight.shape[0] <= chunk:
         logprobs, entropy = _Whole.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, targets, temperature
+            hidden, weight, targets, temperature, absent
         )
     else:
         logprobs, entropy = _Chunked.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, targets, temperature, chunk
+            hidden, weight, targets, temperature, chunk, absent
         )
     return logprobs, entropy
 
@@ -50,9 +58,15 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        absent: Ranges,
     ) -> tuple[Tensor, Tensor]:
-        normal = _product(hidden, weight.t()).div_(temperature).log_softmax(-1)
+        logits = hide(_product(hidden, weight.t()).div_(temperature), absent)
+        normal = logits.log_softmax(-1)
         logprobs = normal.gather(1, targets.unsqueeze(1)).squeeze(1)
         likely = normal.exp()
         # 0 log 0 = 0, where a logit is minus infinity
@@ -70,7 +84,7 @@ class _Whole(torch.autograd.Function):
         rising = rising.to(hidden.dtype)
         of_hidden = rising @ weight if ctx.needs_input_grad[0] else None
         of_weight = rising.t() @ hidden if ctx.needs_input_grad[1] else None
-        return of_hidden, of_weight, None, None
+        return of_hidden, of_weight, None, None, None
 
 
 class _Chunked(torch.autograd.Function):
@@ -78,15 +92,23 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        absent: Ranges,
     ) -> tuple[Tensor, Tensor]:
         kind = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        peak = torch.full(targets.shape, -torch.inf, dtype=kind, device=hidden.device)
+        # Finite, since the first chunks may have absent ids only.
+        lowest = torch.finfo(kind).min
+        peak = torch.full(targets.shape, lowest, dtype=kind, device=hidden.device)
         total, weighted, chosen = (torch.zeros_like(peak) for _ in range(3))
         for first, part in _chunks(weight, chunk):
-            logits = _product(hidden, part.t()).div_(temperature)
+            logits = hide(_product(hidden, part.t()).div_(temperature), absent, first)
             here, at = _inside(targets, first, len(part))
-            chosen += logits.gather(1, at).squeeze(1).mul_(here)
+            chosen += torch.where(here, logits.gather(1, at).squeeze(1), 0)
             now = torch.maximum(peak, logits.amax(1))
             shrink = (peak - now).exp_()
             logits -= now.unsqueeze(1)
@@ -100,7 +122,7 @@ class _Chunked(torch.autograd.Function):
             peak = now
         log_sum = peak + total.log()
         ctx.save_for_backward(hidden, weight, targets, log_sum)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.absent = temperature, chunk, absent
         entropy = total.log() - weighted / total
         ctx.mark_non_differentiable(entropy)
         return chosen - log_sum, entropy
@@ -112,7 +134,7 @@ class _Chunked(torch.autograd.Function):
         of_hidden = torch.zeros_like(hidden, dtype=log_sum.dtype)
         of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for first, part in _chunks(weight, ctx.chunk):
-            logits = _product(hidden, part.t()).div_(ctx.temperature)
+            logits = hide(_product(hidden, part.t()).div_(ctx.temperature), ctx.absent, first)
             rising = logits.sub_(log_sum.unsqueeze(1)).exp_().mul_(-arriving)
             here, at = _inside(targets, first, len(part))
             rising.scatter_add_(1, at, arriving * here.unsqueeze(1))
@@ -120,7 +142,7 @@ class _Chunked(torch.autograd.Function):
             _add_product(of_hidden, rising, part)
             if of_weight is not None:
                 torch.mm(rising.t(), hidden, out=of_weight[first : first + len(part)])
-        return of_hidden.to(hidden.dtype), of_weight, None, None, None
+        return of_hidden.to(hidden.dtype), of_weight, None, None, None, None
 
 
 def _chunks(weight: Tensor, chunk: int) -> list[tuple[int, Tensor]]:

@@ -13,7 +13,7 @@ from common.generation.served_by_sglang import served_by_sglang
 from common.process import containment
 from common.process.interpreters import home, interpreter
 from meshrl.job.jobfile import JobFile
-from meshrl.preflight.tokens import model_at
+from meshrl.preflight.tokens import known_model, model_at
 
 ANSWER_S = 20.0  # for an interpreter that looks for a package, on a slow disk
 IMPORT_S = 60.0  # for the imports of a jail's interpreter
@@ -32,7 +32,7 @@ def sglang(job: JobFile) -> None:
     if rollout.engine != "sglang":
         return
     try:
-        served_by_sglang(model_at(job, job.config.model.path), rollout.max_tokens)
+        served_by_sglang(known_model(job), rollout.max_tokens)
     except ConfigError as error:
         raise job.fail(
             error.where, f"rollout.engine = 'sglang': {error.message}", error.fix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from common.errors import ConfigError
 from common.job.config import INITIAL, RolloutConfig
 from common.model.config import ModelConfig
 from common.model.tokenizer import Tokenizer
+from common.model.vocabulary import absent_ids
 from meshrl.job.jobfile import JobFile
 from meshrl.job.models import loaded, shape
 
@@ -19,6 +21,13 @@ MODELS = 8  # of one job, which several checks ask for
 def model_at(job: JobFile, path: str) -> ModelConfig:
     """The shape of the model in a directory; without one, of the model that begins from scratch."""
     return shape(path, job.config.model.config)
+
+
+def known_model(job: JobFile) -> ModelConfig:
+    """Return the job's model without the ids that its tokenizer lacks."""
+    own = model_at(job, job.config.model.path)
+    ids = tokenizer_of(job).vocabulary.values()
+    return replace(own, absent_ids=absent_ids(ids, own.vocab_size))
 
 
 @lru_cache(MODELS)
@@ -66,16 +75,26 @@ def _in(path: str) -> str:
 
 
 def vocabulary(job: JobFile) -> None:
-    """Every id of the tokenizer, those of added tokens too, has a row of the embedding."""
-    rows = model_at(job, job.config.model.path).vocab_size
+    """Every id of the tokenizer, those of added tokens too, has a row of the embedding, in each
+    model that scores the job's tokens.
+    """
+    config = job.config
+    rows = {"model": model_at(job, config.model.path).vocab_size}
+    for role, frozen in config.models.declared.items():
+        if role != "reward" and frozen.path != INITIAL:
+            rows[f"models.{role}"] = model_at(job, frozen.path).vocab_size
     token, last = max(tokenizer_of(job).vocabulary.items(), key=lambda entry: entry[1])
-    if last >= rows:
+    for which, has in rows.items():
+        if last < has:
+            continue
+        scratch = which == "model" and not config.model.path
         raise job.fail(
-            "model.tokenizer",
-            f"the tokenizer has ids up to {last} ({token!r}), and the model {rows} rows of its "
-            "embedding (vocab_size)",
+            "model.tokenizer" if which == "model" else f"{which}.path",
+            f"the tokenizer has ids up to {last} ({token!r}), and "
+            f"{'the model' if which == 'model' else which} {has} rows of its embedding "
+            "(vocab_size)",
             "Take the tokenizer that belongs to the model"
-            + ("" if job.config.model.path else f", or set vocab_size to {last + 1} or more"),
+            + (f", or set vocab_size to {last + 1} or more" if scratch else ""),
         )
 
 

@@ -20,6 +20,7 @@ from common.model.formats.checkpoint import load_config
 from common.model.hf import load_model
 from common.model.lora import merged
 from common.model.tokenizer import Tokenizer
+from common.model.vocabulary import with_tokenizer
 from common.pool.seat import Seat
 from common.runtime.mesh import Mesh, MeshSettings
 from common.runtime.patience import patiently
@@ -120,13 +121,16 @@ def _load(data: JobData, role: str) -> FrozenModel:
     config: FrozenModelConfig = getattr(data.config.models, role)
     place = data.frozen(role)
     hf = load_config(place)
-    if role != "reward" and hf.vocab_size < model_config(data).vocab_size:
-        raise ConfigError(
-            f"models.{role} knows {hf.vocab_size} tokens, the model "
-            f"{model_config(data).vocab_size}",
-            where=str(place),
-            fix="take one of the same tokenizer",
-        )
+    if role == "reward":
+        hf = with_tokenizer(hf, place / "tokenizer.json")
+    else:
+        hf = with_tokenizer(hf, data.tokenizer)
+        if hf.vocab_size < (wanted := model_config(data).ids_end):
+            raise ConfigError(
+                f"models.{role} has rows for {hf.vocab_size} ids, and the job's tokenizer {wanted}",
+                where=str(place),
+                fix="take one of the same tokenizer",
+            )
     engine = _engine(hf, data, config)
     _, model = load_model(place)
     weights = model.state_dict()

@@ -25,6 +25,7 @@ from common.api.engine import Finish
 from common.clock import Clock
 from common.errors import MeshError, PeerLost, Refused
 from common.generation.contract import Piece, Request
+from common.model.config import ModelConfig
 from common.model.hf import state_from_hf, state_to_hf
 from services.engine.sglang import reading_back, v0_5
 from services.engine.sglang.control import Control
@@ -292,12 +293,13 @@ def engine(
     read_back: bool = False,
     clock: Clock | None = None,
     transport: WeightTransport | None = None,
+    config: ModelConfig = TINY,
 ) -> SGLangEngine:
     """The adapter, with the weights of `decoder()` in place as version 0."""
     watch = HealthWatch(server.http, server.lost)
     way = transport or FromDisk(server.http, directory)
     control = Control(server.http, watch, way, clock=clock)
-    about = server.http, control, TINY, slots, max_length
+    about = server.http, control, config, slots, max_length
     made = SGLangEngine(*about, decode=text_of, adapters=adapters, read_back=read_back)
-    made.wake(decoder().state_dict(), 0)
+    made.wake(decoder(config=config).state_dict(), 0)
     return made

@@ -159,7 +159,7 @@ class TorchEngine:
         alone.
         """
         for request in requests:
-            check(request, self._compute.vocab_size, self._places)
+            check(request, self._compute.vocab_size, self._places, self._config.absent_ids)
             self._stop_text.check(request)
         for request in requests:
             if request.id in self._queue or request.id in self._slots:
@@ -592,7 +592,7 @@ class TorchEngine:
         """
         row = np.asarray(tokens, np.int32)
         asked = Request(-1, row, 0, 1.0, (), 0, -1, adapter=adapter)
-        check(asked, self._compute.vocab_size, self._places)
+        check(asked, self._compute.vocab_size, self._places, self._config.absent_ids)
         if not self._able:
             raise Refused("the engine has no weights", where="engine", fix="wake it first")
         if len(tokens) > self._slots.max_length:

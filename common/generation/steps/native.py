@@ -162,9 +162,9 @@ class NativeCompute:
         kinds[:, 1] = 1
         kinds[list(config.unrotated_layers), 1] = 0
         kinds[:, 2] = [config.window(layer) for layer in range(config.layers)]
-        self._decoder = self._lib.decoder_new(
-            ctypes.byref(described), rope.data_ptr(), kinds.ctypes.data
-        )
+        absent = np.array(config.absent_ids, np.int64).reshape(-1, 2)  # Absent in sampling.h
+        about = rope.data_ptr(), kinds.ctypes.data, absent.ctypes.data, len(absent)
+        self._decoder = self._lib.decoder_new(ctypes.byref(described), *about)
         if not self._decoder:
             raise _out_of_memory()
 
@@ -369,7 +369,7 @@ def _described(slots: Slots, table: NDArray[np.int32]) -> _Slots:
 def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     address, number = ctypes.c_void_p, ctypes.c_int64
     lib.decoder_new.restype = address
-    lib.decoder_new.argtypes = (address, address, address)
+    lib.decoder_new.argtypes = (address, address, address, address, number)
     lib.decoder_delete.argtypes = (address,)
     lib.decoder_wake.argtypes = (address,)
     lib.decoder_sleep.argtypes = (address,)

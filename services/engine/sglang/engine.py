@@ -36,6 +36,7 @@ from common.generation.contract import (
     flush_of,
     replacing,
 )
+from common.generation.served_by_sglang import known_rows
 from common.model.config import ModelConfig
 from common.model.hf import state_to_hf
 from services.engine.sglang import v0_5
@@ -120,9 +121,9 @@ class SGLangEngine(Unshared):
     def submit(self, requests: Sequence[Request]) -> None:
         self._control.check_alive()
         for request in requests:
-            check(request, self._config.vocab_size, self._adapters.loaded)
+            check(request, self._config.ids_end, self._adapters.loaded)
             self._stop_text.check(request)
-            v0_5.check_sampling(request, self._config.vocab_size, self._seeded)
+            v0_5.check_sampling(request, self._config.ids_end, self._seeded)
         for request in requests:
             if request.id in self._queue or request.id in self._rids:
                 continue
@@ -165,7 +166,7 @@ class SGLangEngine(Unshared):
             # By update too: a new lineage gives the same numbers to other weights.
             cache = f"w:{self.version}.{self._control.updates}"
             adapter = sent.adapter.there if sent.adapter is not None else ""
-            about = request, most, sent.rid, cache + adapter, self._config.vocab_size
+            about = request, most, sent.rid, cache + adapter, self._config.ids_end
             body = v0_5.generate(*about, adapter)
             sent.stream = self._http.stream(v0_5.GENERATE, body, partial(self._put, sent.rid))
 
@@ -352,7 +353,7 @@ class SGLangEngine(Unshared):
 
     def _load(self, state: Mapping[str, Tensor], version: int) -> None:
         self._take_back()
-        theirs = state_to_hf(self._config, state)
+        theirs = known_rows(self._config, state_to_hf(self._config, state))
         with replacing(version, self.quarantine):
             left_s, config = self._control.put(theirs, version), self._config
             if self._read_back and (odd := self._control.differing(config, theirs, left_s)):
@@ -391,7 +392,7 @@ class SGLangEngine(Unshared):
     def score(self, tokens: Ints, adapter: str = "") -> NDArray[np.float32]:
         row = np.asarray(tokens, np.int32)
         asked = Request(-1, row, 0, 1.0, (), 0, -1, adapter=adapter)
-        check(asked, self._config.vocab_size, self._adapters.loaded)
+        check(asked, self._config.ids_end, self._adapters.loaded)
         self._control.check_alive()
         if self._halted:
             raise Refused("the engine rests", where="engine", fix="resume or wake it first")

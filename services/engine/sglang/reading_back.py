@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from common.errors import RemoteFailure
+from common.generation.served_by_sglang import OF_VOCABULARY
 from common.model.config import ModelConfig
 from common.model.hf import fused_parts
 from services.engine.sglang import v0_5
@@ -22,7 +23,6 @@ THEIRS = {  # our fused matrices by SGLang's names
     "qkv_bias": "self_attn.qkv_proj.bias",
     "gate_up": "mlp.gate_up_proj.weight",
 }
-OF_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def differing(

@@ -31,6 +31,7 @@ from common.job.builtin import PERSON
 from common.job.job_data import JobData
 from common.model.hf import load_model
 from common.model.tokenizer import Tokenizer
+from common.model.vocabulary import with_tokenizer
 from common.process.handle import Child
 from common.process.host import Host
 from common.wire.messages import decode, encode
@@ -83,7 +84,7 @@ class Partner:
         self.transcript = Transcript(self.tokenizer.decode, self.stop, rollout.stop_text)
         torch.set_num_threads(1)
         self._engine: TorchEngine = build(
-            shape,
+            with_tokenizer(shape, job.tokenizer),
             1,
             self.most,
             path=rollout.path,

@@ -93,7 +93,9 @@ def outputs(
     """What follows from hidden states [n, hidden_size], normalised."""
     hidden = hidden.index_select(0, given.places)
     unembedding = model.embedding if model.config.tie_embeddings else model.unembedding
-    logprobs, entropy = linear_logprob(hidden, unembedding, given.targets, temperature)
+    logprobs, entropy = linear_logprob(
+        hidden, unembedding, given.targets, temperature, absent=model.config.absent_ids
+    )
     return Outputs(given.places, given.sequence, hidden, logprobs, entropy, aux_loss)
 
 

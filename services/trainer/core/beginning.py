@@ -21,7 +21,6 @@ from common.job.job_data import JobData
 from common.job.model_shape import model_config
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
-from common.model.formats.checkpoint import load_config
 from common.model.rows import Beginning, Drawn, Stored, begin
 from common.model.tokenizer import Tokenizer
 from common.random import Random
@@ -64,14 +63,11 @@ def outlined(data: JobData) -> tuple[Decoder, Beginning]:
     """The model that `fresh_learner` begins with, on the `meta` device, and where the values of its
     parameters come from, row by row.
     """
-    config = data.config
+    config, shape = data.config, model_config(data)
     beginning: Beginning
     if config.model.path:
-        directory = data.bundle / config.model.path
-        shape = load_config(directory)
-        beginning = Stored(directory, shape)
+        beginning = Stored(data.bundle / config.model.path, shape)
     else:
-        shape = ModelConfig.from_hf(config.model.config)
         beginning = Drawn(shape, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)

@@ -17,6 +17,7 @@ from services.engine.lacking import PATIENCE_S, Versions
 from services.trainer.core.beginning import fresh_learner
 from services.trainer.core.core import TrainerCore
 from services.trainer.core.publishing import Identity
+from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.core.groups_under_test import job
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
@@ -34,6 +35,7 @@ async def looks(bench: StoreBench, versions: Versions, seconds: float) -> None:
 def test_a_trainer_that_replays_or_holds_its_next_version_is_waited_for(tmp_path: Path) -> None:
     described = tomllib.loads((JOBS / "digits.toml").read_text())["model"]["config"]
     config = replace(job("grpo"), model=ModelConfigSection(config=described))
+    make_tokenizer(tmp_path)
     data = JobData("other", config, tmp_path, tmp_path)
 
     async def story(bench: StoreBench) -> None:

@@ -92,6 +92,31 @@ def test_whatever_the_sizes_the_temperature_and_the_certainty(
     check(t, vocab, 8, torch.float64, 1e-9, temperature, at_once=1, scale=scale)
 
 
+@pytest.mark.parametrize("at_once", [0, 1])
+def test_absent_ids_have_no_probability_and_no_gradient(at_once: int) -> None:
+    """The first range fills a whole chunk; the last ends the vocabulary."""
+    vocab, absent = 3 * NARROWEST + 7, ((0, NARROWEST), (NARROWEST + 3, NARROWEST + 5), (-9, 0))
+    ranges = [(a % vocab, b % vocab or vocab) for a, b in absent]
+    lost = torch.zeros(vocab, dtype=torch.bool)
+    for first, end in ranges:
+        lost[first:end] = True
+    hidden, weight, targets, slope = problem(17, vocab, 24)
+    targets = (~lost).nonzero()[targets % int((~lost).sum()), 0]
+
+    def masked(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        normal = (hidden @ weight.t()).masked_fill(lost, -torch.inf).log_softmax(-1)
+        entropy = -torch.where(lost, 0, normal.exp() * normal.masked_fill(lost, 0)).sum(-1)
+        return normal.gather(1, targets[:, None])[:, 0], entropy.detach()
+
+    def found(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return linear_logprob(hidden, weight, targets, 1.0, at_once, ranges)
+
+    about = hidden, weight, targets, slope, torch.float64
+    for value, reference in zip(run(found, *about), run(masked, *about), strict=True):
+        torch.testing.assert_close(value, reference, atol=1e-11, rtol=1e-11)
+    assert not run(found, *about)[3][lost].any()
+
+
 def test_large_logits_do_not_overflow() -> None:
     check(5, 2 * NARROWEST, 8, torch.float32, 1e-2, at_once=1, scale=100.0)
 

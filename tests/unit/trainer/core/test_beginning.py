@@ -13,6 +13,7 @@ from common.job.config import LoraConfig, ModelConfigSection, WarmStartConfig
 from common.job.job_data import JobData
 from common.random import Random
 from services.trainer.core.beginning import demonstrations, first_weights, fresh_learner, outline
+from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.core.groups_under_test import job
 
 JOBS = Path(__file__).parents[3] / "mesh/jobs"
@@ -22,6 +23,7 @@ JOBS = Path(__file__).parents[3] / "mesh/jobs"
 def data(tmp_path: Path) -> JobData:
     described = tomllib.loads((JOBS / "digits.toml").read_text())["model"]["config"]
     config = replace(job("grpo"), model=ModelConfigSection(config=described))
+    make_tokenizer(tmp_path)
     return JobData("j", config, tmp_path, tmp_path)
 
 

@@ -18,6 +18,7 @@ from common.random import Random
 from services.trainer.core.beginning import fresh_learner
 from services.trainer.core.core import TrainerCore
 from tests.meshes import alone
+from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.core.groups_under_test import group, job
 
 DIGITS = Path(__file__).parents[3] / "mesh/jobs/digits.toml"
@@ -28,6 +29,7 @@ def core(tmp_path: Path) -> TrainerCore:
     config = replace(job("grpo"), model=ModelConfigSection(config=described))
     clock = SystemClock()
     mesh = alone("trainer/j", clock, Random(0), SystemHost())
+    make_tokenizer(tmp_path)
     data = JobData("j", config, tmp_path, tmp_path)
     return TrainerCore(mesh, data, Seat("g0", "g0", data.id, 1, core=True), fresh_learner(data))
 

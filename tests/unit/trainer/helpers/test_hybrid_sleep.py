@@ -19,6 +19,7 @@ from services.trainer.helpers.hybrid import Hybrid
 from sim.host import SimulatedHost
 from sim.loop import run_virtual
 from tests.meshes import alone
+from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.tiers.bench import configured
 
 
@@ -45,6 +46,7 @@ def test_a_hybrid_whose_memory_cannot_be_given_back_is_awake_and_can_sleep_later
         return Settle(tier, epoch, turns=False, segments="", files="")
 
     async def main(clock: Clock, random: Random) -> None:
+        make_tokenizer(tmp_path)
         data = JobData("j", configured("plain"), tmp_path, tmp_path)
         mesh = alone("hybrid/g0.0", clock, random, SimulatedHost(clock, random.child("host")))
         learner = Stubborn(fresh_learner(data), fails=1)

@@ -30,6 +30,7 @@ from services.trainer.core.core import TrainerCore
 from sim.host import SimulatedHost
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.state import simulated_state
+from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.core.groups_under_test import group, job
 
 DIGITS = Path(__file__).parents[3] / "mesh/jobs/digits.toml"
@@ -77,6 +78,7 @@ class Bench:
     ) -> None:
         self.clock, self.random, self.directory = clock, random, directory
         self.config = configured(variant)
+        make_tokenizer(directory)
         self.network = MemoryNetwork(clock, random.child("network"))
         self.state: State = simulated_state(clock)
         self.segments = Segments(lambda: 1 << 40, budget, WORKER)

@@ -19,6 +19,7 @@ from common.zebra.together import expert_parallel_s, reduced_s
 from services.trainer.zebra.alike import PacedBins
 from services.trainer.zebra.pace import ZebraPace, pace_of
 from sim.zebra.setups import MODELS
+from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.zebra.cases import CASES, QWEN, bins
 
 PROFILE = declared_profile(MODELS["D1"].shape, "A40", "V100", link_bytes_per_s=1e9)
@@ -102,6 +103,7 @@ def test_a_rank_keeps_the_pace_of_the_accelerator_that_its_slot_stands_for(tmp_p
 
 
 def job(directory: Path, pace: str) -> JobData:
+    make_tokenizer(directory)
     document: dict[str, Any] = {
         "name": "it",
         "model": {"config": QWEN},

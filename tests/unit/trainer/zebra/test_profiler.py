@@ -17,6 +17,7 @@ from common.model.config import ModelConfig
 from common.zebra.profile import kind_of_table
 from services.trainer.zebra import profiler, profiling
 from services.trainer.zebra.profiler import profiled
+from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.zebra.cases import MIXTRAL, QWEN, SHARED
 
 CPU = torch.device("cpu")
@@ -70,14 +71,16 @@ def test_what_takes_long_is_measured_no_further(monkeypatch: pytest.MonkeyPatch)
     assert found.kind.experts.of(32) == pytest.approx(2 * found.kind.experts.of(16))
 
 
-def test_another_model_length_or_kind_is_another_profile() -> None:
+def test_another_model_length_or_kind_is_another_profile(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+
     def of(name: str = "A40", bins: int = 512, **shape: Any) -> dict[str, Any]:
         document = {
             "name": "mixture",
             "model": {"config": WIDE | shape},
             "training": {"ranks": 2, "bin_tokens": bins, "zebra": {"auto": True}},
         }
-        data = JobData("j", JobConfig.from_document(document), Path("."), Path("."))
+        data = JobData("j", JobConfig.from_document(document), tmp_path, tmp_path)
         return profiling._about(data, name)
 
     assert of() == of()

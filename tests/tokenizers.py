@@ -1,0 +1,14 @@
+"""A tokenizer for tests that need a job's model and none of its texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.model.tokenizer import character_tokenizer
+
+FIRST = 0x4E00  # characters without case or composition
+
+
+def make_tokenizer(directory: Path, ids: int = 64) -> None:
+    """Write a tokenizer.json with a token for each id below `ids`."""
+    character_tokenizer("".join(chr(FIRST + i) for i in range(ids)), directory / "tokenizer.json")
