@@ -6,7 +6,7 @@ Step n turns version n - 1 into version n; steps count from 1, and `steps_done` 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,19 +134,25 @@ async def cover(
 
 async def step_rows(state: State, job: str, since: int = 0) -> list[dict[str, Any]]:
     """A row for each step after `since` that is still there (see `readers.trim`), in order: its
-    metrics, and step, lineage, manifest, checkpoint, committed_ms, the trajectories trained and
-    filtered, and `failed_share`: of those that have ended since the step before, the share without
-    a reward.
+    metrics, and step, lineage, manifest, checkpoint, committed_ms, the trajectories that its groups
+    count for in the account (`trained` and `filtered_trajectories`; the metrics' own `filtered`
+    counts groups), and `failed_share`: of those that have ended since the step before, the share
+    without a reward.
     """
     rows = (await state.run("step_rows", [job_prefix(job)], {"since": since}))["rows"]
-    return [
+    return [step_row(row) for row in rows or []]
+
+
+def step_row(row: Mapping[str, str]) -> dict[str, Any]:
+    """Return a step's row of `metrics.jsonl` from its hash in Redis."""
+    return (
         json.loads(row["metrics"])
-        | {key: int(row[key]) for key in ("step", "lineage", "committed_ms", "trained", "filtered")}
+        | {key: int(row[key]) for key in ("step", "lineage", "committed_ms", "trained")}
+        | {"filtered_trajectories": int(row["filtered"])}
         | {key: row[key] for key in ("manifest", "checkpoint")}
         | {key: row[key] for key in ("image", "masters") if row.get(key)}
         | {"failed_share": int(row.get("failed", 0)) / max(1, int(row.get("ended", 0)))}
-        for row in rows or []
-    ]
+    )
 
 
 async def step_records(state: State, job: str, since: int = 0) -> list[StepRecord]:

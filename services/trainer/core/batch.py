@@ -43,7 +43,7 @@ class Batch:
     lags: Counter[int] = field(default_factory=Counter)  # trained tokens, by their own staleness
     mixed: int = 0  # trajectories sampled by more than one version
     truncated: int = 0  # trajectories that were cut off at the longest length
-    masked: int = 0  # those among them that carry no loss for it
+    masked: int = 0  # those among them that `mask_truncated` leaves out, of filtered groups too
 
     def add(self, group: Group) -> list[Sequence]:
         """The sequences of a group that train, in its order; none if it is filtered."""
@@ -56,6 +56,8 @@ class Batch:
         rewards = scored_rewards(group)
         self.rewards += rewards.tolist()
         self.spreads.append(float(rewards.std()) if len(rewards) else 0.0)
+        left_out = [masked(sequence, self.config) for sequence in members]
+        self.masked += sum(left_out)
         advantages = advantages_of(members, rewards, self.config)
         if advantages is None:
             self.filtered.append(group.group)
@@ -63,8 +65,6 @@ class Batch:
         for sequence, advantage in zip(members, advantages, strict=True):
             sequence.advantages = np.array(advantage, np.float32)
             sequence.weight = token_weight(sequence.trained, self.config)
-        left_out = [masked(sequence, self.config) for sequence in members]
-        self.masked += sum(left_out)
         learned = zip(members, left_out, strict=True)
         trained = [sequence for sequence, out in learned if sequence.trained and not out]
         for sequence in trained:

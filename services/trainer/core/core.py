@@ -5,6 +5,7 @@ commits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -64,7 +65,7 @@ from services.trainer.core.recovery import Recovery
 from services.trainer.core.restoring import Restoring
 from services.trainer.core.sleeping import CoreSleeper
 from services.trainer.core.step import Step, Stepped
-from services.trainer.core.step_parts import StepParts
+from services.trainer.core.step_parts import PAUSE, StepParts, StepTook
 from services.trainer.core.timing import StepTimes
 from services.trainer.helpers.gradients import Gradients
 from services.trainer.ranks.by_turns import ByTurns
@@ -476,14 +477,8 @@ class TrainerCore(Actor):
         metrics = done.batch.metrics() | update_metrics(
             done.bins, done.norm, done.stats, done.counted
         )
-        metrics |= {
-            "step": step,
-            "wait_s": waited,
-            "train_s": busy,
-            "turn_wait_s": self.turns.waited_s - turned_before,
-            "wall": clock.wall(),
-            "workers": dict(self.gradients.busy_s),
-        }
+        turned, workers = self.turns.waited_s - turned_before, dict(self.gradients.busy_s)
+        metrics |= asdict(StepTook(step, waited, busy, turned, clock.wall(), workers))
         await self._commit(step, done, metrics)
         asleep = self.nap.total_s - asleep_before
         self.busy_s += clock.monotonic() - started - waited - asleep
@@ -512,7 +507,7 @@ class TrainerCore(Actor):
             account = await self._account(done.batch)
             with self.parts.of("checkpoint"):
                 await self.checkpoints.begin(self.lineage, step, staged, account)
-            metrics["checkpoint_pause_s"] = self.checkpoints.pause_s
+            metrics[PAUSE] = self.checkpoints.pause_s
         if step == self.data.config.budget.steps:
             await self.checkpoints.settled(required=True)
         self.enter("committing", step)

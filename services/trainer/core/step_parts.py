@@ -1,9 +1,24 @@
-"""How long the parts of a step take."""
+"""How long a step and its parts take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+PAUSE = "checkpoint_pause_s"  # among a step's metrics, where it wrote a checkpoint
+
+
+@dataclass(frozen=True)
+class StepTook:
+    """A step's times, as its metrics name them; seconds."""
+
+    step: int
+    wait_s: float
+    train_s: float
+    turn_wait_s: float
+    wall: float  # since 1970
+    workers: dict[str, float]
 
 
 class StepParts:

@@ -9,6 +9,7 @@ import pytest
 from common.records import lines
 from meshrl.observe.report import samples
 from tests.mesh.running import Run
+from tests.unit.docs.test_metric_tables import units
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -34,6 +35,8 @@ def test_rows_that_cannot_be_scored_are_dropped_by_type_and_the_others_train(
     assert "reward timed out at digits.py:" in mesh.said
     rows = lines.whole(mesh.directory / "metrics.jsonl")
     assert summary["failed_share"] > 0 and any(row["failed_share"] for row in rows)
+    documented = units("algorithms.md", "## Health of a step")
+    assert {key for row in rows for key in row} <= documented.keys()
     kinds = {failure["kind"]: failure["count"] for failure in summary["failures"]}
     assert min(kinds["reward raised"], kinds["reward timed out"]) > 0
     kept = samples.read(mesh.directory)

@@ -130,6 +130,7 @@ def test_a_group_of_which_all_was_cut_off_is_left_out_and_replaced_in_dynamic_sa
     given_ = cut([1.0, np.nan, 0.0], [0, 2])
     batch = Batch(3, job(mask_truncated=True))
     assert batch.add(given_) == [] and batch.filtered == [7]
+    assert (batch.metrics()["truncated"], batch.metrics()["masked"]) == (2, 2)
     assert teaches_nothing(given_, job("dapo", mask_truncated=True))
     assert not teaches_nothing(given_, job("dapo"))
 
