@@ -25,10 +25,16 @@ from services.trainer.arithmetic.packing import Bin
 from services.trainer.losses.terms import Terms
 
 CRITIC = "critic."  # what names of its parameters start with
+BIAS = CRITIC + "bias"
 
 
 class Critic(nn.Module):
-    """Values of places: what a trajectory will still earn after what has been read there."""
+    """Values of places: what a trajectory will still earn after what has been read there.
+
+    The bias takes up the mean of the returns by Newton steps. At AdamW's rate the head would reach
+    that mean first, by features that all places share, and its values would differ between places
+    by what says nothing of the returns.
+    """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, max_positions: int) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ class Learner:
 
     def _begin(self) -> None:
         """The optimizer, and where gradients go, of the parameters that learn."""
-        self._optimizer = Optimizer(self.model, self._rates)
+        self._optimizer = Optimizer(self.model, self._rates, {critic.BIAS})
         self._parameters = list(lora.trained(self.model).values())
         self.size = sum(parameter.numel() for parameter in self._parameters)
         narrow = self._dtype != torch.float32
@@ -144,9 +144,11 @@ class Learner:
                 where="trainer",
                 fix="lower optimizer.muon_lr and optimizer.adamw_lr, or look at the rewards",
             )
+        scale = 1.0
         if norm > self._rates.clip_norm:
-            gradient *= self._rates.clip_norm / (norm + 1e-6)
-        self._optimizer.step(gradient, lr_factor)
+            scale = self._rates.clip_norm / (norm + 1e-6)
+            gradient *= scale
+        self._optimizer.step(gradient, lr_factor, self._config.value_coefficient * scale)
         self.refresh()
         self.steps += 1
         return norm

@@ -12,7 +12,7 @@ iteration, each rank's share of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ NEWTON_SCHULZ_STEPS = 5
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # quintic, steepest at zero
 BETAS = 0.9, 0.95
 EPSILON = 1e-8
+NEWTON_RATE = 0.2  # of a Newton step after the first five, so that their noise averages out
 AT_ONCE = 1 << 24  # numbers of a parameter or more that a step computes with beside them
 # Rows there are looked up, or decide alone.
 NOT_FOR_MUON = ("embedding", "unembedding", "router", "shared_gate")
@@ -41,18 +42,25 @@ def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
 class Optimizer:
     """Updates the parameters of a model from the flat gradient of all of them, in their order."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+    def __init__(
+        self, model: nn.Module, config: OptimizerConfig, parabolic: Collection[str] = ()
+    ) -> None:
+        """`parabolic`: names of parameters, in each of which the loss is a parabola."""
         matrices: list[Part] = []
+        self._parabolic: list[Part] = []
         rest: list[Part] = []
         offset = 0
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
             part = Part(name, parameter, offset)
+            offset += part.numel
+            if name in parabolic:
+                self._parabolic.append(part)
+                continue
             muon = config.muon_lr > 0 and parameter.dim() >= 2
             chosen = muon and not is_adapter(name) and last_part(name) not in NOT_FOR_MUON
             (matrices if chosen else rest).append(part)
-            offset += part.numel
         self._adamw = AdamW(rest, config.adamw_lr, config.weight_decay)
         self._muons = [
             Muon(alike, config.muon_lr, config.weight_decay) for alike in by_shape(matrices)
@@ -67,10 +75,16 @@ class Optimizer:
             muon.lr, muon.weight_decay = config.muon_lr, config.weight_decay
 
     @torch.no_grad()
-    def step(self, gradient: Tensor, lr_factor: float) -> None:
+    def step(self, gradient: Tensor, lr_factor: float, curvature: float = 1.0) -> None:
+        """One update; `curvature`: the second derivative of the loss in parabolic parameters, times
+        what the gradient was scaled by. They take Newton steps, which need no learning rate.
+        """
         self._adamw.step(gradient, lr_factor)
         for muon in self._muons:
             muon.step(gradient, lr_factor)
+        rate = max(1 / self.updates, NEWTON_RATE) / curvature if curvature else 0.0
+        for part in self._parabolic:
+            part.values.sub_(gradient[part.span].view(part.shape), alpha=rate)
 
     def state(self) -> dict[str, Tensor]:
         """Flat and by parameter name, so that it does not depend on how parameters are grouped. No

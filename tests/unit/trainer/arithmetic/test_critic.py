@@ -1,6 +1,7 @@
 """PPO's critic: its values and their loss, what is published without it, and what it learns."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -233,6 +234,39 @@ def test_a_critic_goes_on_where_its_state_was_taken(tmp_path: Path) -> None:
         step(one, 2)
     own = dict(second.model.named_parameters())
     assert all(torch.equal(p, own[name]) for name, p in first.model.named_parameters())
+
+
+def own(made: list[Sequence], name: str) -> np.ndarray:
+    """An extra of all tokens that carry loss, sequence by sequence."""
+    return np.concatenate([s.extras[name][s.mask & (np.arange(len(s.mask)) > 0)] for s in made])
+
+
+@pytest.mark.parametrize("clip_norm", [1e-3, 1e3])
+def test_the_bias_of_a_critic_takes_up_the_mean_of_the_returns(clip_norm: float) -> None:
+    """After one update, however far the gradient is clipped; then it follows by fifths."""
+    one, job = learner(), JobConfig(algorithm=PPO)
+    one._rates = replace(RATES, clip_norm=clip_norm)
+    bias = critic.critic_of(one.model).bias.detach()
+    for update in range(7):
+        made = valued(one, sequences(seed=update))
+        residual = (own(made, "returns") - own(made, "values")).mean()
+        expected = float(bias) + residual * max(1 / (update + 1), 0.2)
+        gradient, _ = add(one.gradient(bin) for bin in make_bins(made, 64))
+        one.apply(gradient, denominator(made, job), 1.0)
+        assert float(bias) == pytest.approx(expected, abs=1e-4)
+
+
+def test_explained_variance_is_that_of_the_tokens_that_carry_loss() -> None:
+    one = moved(learner())
+    made = valued(one, sequences(20))
+    for s in made:
+        s.extras["values"][~s.mask], s.extras["returns"][~s.mask] = 1e3, -1e3
+    _, stats = add(one.gradient(bin) for bin in make_bins(made, 40))
+    returns, values = own(made, "returns").astype(float), own(made, "values").astype(float)
+    found = update_metrics(1, 0.0, stats, 1.0)
+    expected = 1 - np.var(returns - values) / np.var(returns)
+    assert found["explained_variance"] == pytest.approx(expected, abs=1e-5)
+    assert found["value_loss"] == pytest.approx(np.mean((returns - values) ** 2) / 2, rel=1e-4)
 
 
 def sampled(
