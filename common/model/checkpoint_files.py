@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,10 @@ EXPONENTS: dict[
     "F16": np.uint16(0x7C00),
     "BF16": np.uint16(0x7F80),
 }
+# Tensors beside the weights: constants and counts that a model makes by itself.
+NO_WEIGHT = re.compile(
+    r"(position_ids|num_batches_tracked|masked_bias|attention\.bias|rotary_emb\.inv_freq)$"
+)
 PIECE = 1 << 22  # numbers that are looked at together
 HEADER_BYTES = 100_000_000  # longest header that safetensors itself reads
 POINTER = b"version https://git-lfs.github.com/spec/"  # how a pointer of Git LFS begins
@@ -66,7 +71,7 @@ class Stored:
 
 def check(directory: Path, config: ModelConfig) -> None:
     """ConfigError, which names the file, unless every tensor of the model lies there whole, in its
-    shape and in a floating-point type.
+    shape and in a floating-point type, and no tensor that the model does not compute with.
     """
     found: dict[str, Stored] = {}
     for file in files(directory):
@@ -94,6 +99,22 @@ def check(directory: Path, config: ModelConfig) -> None:
                 where=str(stored.file),
                 fix="Check that config.json and the weights are of the same model",
             )
+    _refuse_unused(found, config)
+
+
+def _refuse_unused(found: Mapping[str, Stored], config: ModelConfig) -> None:
+    """ConfigError for a tensor that no part of the model uses: there would be another model."""
+    used = {name for name, _ in expected(config)} | {UNEMBEDDING}
+    unused = [name for name in found if name not in used and not NO_WEIGHT.search(name)]
+    if unused:
+        more = f" and {len(unused) - 1} more belong" if len(unused) > 1 else " belongs"
+        raise ConfigError(
+            f"tensor {unused[0]}{more} to no part of the {config.architecture} that config.json "
+            "describes",
+            where=str(found[unused[0]].file),
+            fix="Check that config.json and the weights are of the same model; a tensor that "
+            "nothing needs can be removed from the file",
+        )
 
 
 def check_finite(directory: Path) -> None:

@@ -145,8 +145,9 @@ async def step_rows(state: State, job: str, since: int = 0) -> list[dict[str, An
 
 def step_row(row: Mapping[str, str]) -> dict[str, Any]:
     """Return a step's row of `metrics.jsonl` from its hash in Redis."""
+    metrics: dict[str, Any] = json.loads(row["metrics"])
     return (
-        json.loads(row["metrics"])
+        metrics
         | {key: int(row[key]) for key in ("step", "lineage", "committed_ms", "trained")}
         | {"filtered_trajectories": int(row["filtered"])}
         | {key: row[key] for key in ("manifest", "checkpoint")}

@@ -118,6 +118,7 @@ ARCHITECTURES = {
             "attention_bias": False,
         },
         layer_types=True,
+        ignored=frozenset({"use_qk_norm"}),  # it always has them
     ),
     "qwen3_moe": Architecture(
         "Qwen3MoeForCausalLM",
@@ -132,7 +133,8 @@ ARCHITECTURES = {
             "moe_intermediate_size": 768,
         },
         experts="mlp",
-        ignored=frozenset({"max_window_layers"}),  # its windows are in all layers, or in none
+        # Its windows are in all layers, or in none; it always has norms of queries and keys.
+        ignored=frozenset({"max_window_layers", "use_qk_norm"}),
     ),
     "smollm3": Architecture(
         "SmolLM3ForCausalLM",
@@ -169,19 +171,19 @@ HARMLESS = frozenset(
         "transformers.js_config",
         "attn_implementation",
         "model_max_length",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "unk_token_id",
-        "sep_token_id",
-        "cls_token_id",
-        "mask_token_id",
-        "decoder_start_token_id",
+        "max_sequence_length",
+        "max_seq_length",
+        "keys_to_ignore_at_inference",
+        "neftune_noise_alpha",
+        "bos_token",
+        "eos_token",
+        "pad_token",
+        "unk_token",
         "additional_special_tokens_ids",
         "vocab_file",
         "use_cache",
         "initializer_range",
-        "attention_dropout",
+        "initializer_factor",
         "pretraining_tp",
         "output_router_logits",
         "gradient_checkpointing",
@@ -226,15 +228,12 @@ HARMLESS = frozenset(
         "num_return_sequences",
         "output_scores",
         "return_dict_in_generate",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
         "remove_invalid_values",
         "exponential_decay_length_penalty",
         "suppress_tokens",
         "begin_suppress_tokens",
     }
 )
-HARMLESS_PREFIXES = ("_", "unsloth")  # of what tools note for themselves
 SIZES = (  # without which a description is none
     "vocab_size",
     "hidden_size",

@@ -6,7 +6,6 @@ Beside config.json that is whether its weights are quantized, and whether its em
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from common.model.checkpoint_files import (
     EMBEDDING,
     FLOATING,
     INDEX,
+    NO_WEIGHT,
     SINGLE,
     UNEMBEDDING,
     Stored,
@@ -26,7 +26,6 @@ from common.model.checkpoint_files import (
 from common.model.config import ModelConfig
 
 UNQUANTIZED = "take the model's unquantized weights (bfloat16, float16 or float32)"
-_NO_WEIGHT = re.compile(r"(position_ids|num_batches_tracked|masked_bias|attention\.bias)$")
 _CHUNK = 1 << 22  # bytes that are compared at once
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError)
 _QUANTIZERS = ("quantize_config.json", "quant_config.json")  # AutoGPTQ's, AutoAWQ's
@@ -78,7 +77,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
             )
     found = {name: tensor for file in files(directory) for name, tensor in header(file).items()}
     for name, tensor in found.items():
-        if tensor.dtype not in FLOATING and not _NO_WEIGHT.search(name):
+        if tensor.dtype not in FLOATING and not NO_WEIGHT.search(name):
             raise ConfigError(
                 f"the weights are quantized: tensor {name} is of type {tensor.dtype}, not of "
                 f"{', '.join(FLOATING)}",

@@ -14,10 +14,10 @@ from common.errors import ConfigError
 from common.model.formats.architectures import (
     ARCHITECTURES,
     HARMLESS,
-    HARMLESS_PREFIXES,
     SIZES,
     Architecture,
 )
+from common.model.formats.neutral import is_neutral
 from common.model.formats.rotary import KEYS as ROTARY_KEYS
 from common.model.formats.rotary import rotary
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _QUANTIZED = ("quantization_config", "compression_config")
 _SILU = ("silu", "swish")  # two names of one function
-_MEANT = frozenset({"is_causal", "use_rope"})  # keys of which False changes what is computed
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
@@ -142,10 +141,9 @@ def _refuse_unknown(raw: Mapping[str, Any], architecture: Architecture) -> None:
     if architecture.experts:
         known.add("num_local_experts")
     for key, value in raw.items():
-        if key in known or key in HARMLESS or key.startswith(HARMLESS_PREFIXES):
+        if key in known or key in HARMLESS:
             continue
-        empty = value is None or (isinstance(value, str | list | dict) and not value)
-        off = empty or (value is False and key not in _MEANT)
+        off = is_neutral(key, value)
         if key in ("sliding_window", "max_window_layers") and not raw.get("use_sliding_window"):
             off = off or "use_sliding_window" in raw
         if key == "layer_types" and raw["model_type"] != "mistral" and set(value) == {_FULL}:
@@ -320,7 +318,8 @@ def _mixture(name: str, architecture: Architecture, value: _Reader, layers: int)
 
 def _mixture_described(config: ModelConfig) -> dict[str, Any]:
     if not config.experts:
-        return {}
+        known = ARCHITECTURES[config.architecture].defaults
+        return {key: 0 for key in ("num_experts", "num_local_experts") if key in known}
     chosen = {
         "num_experts_per_tok": config.experts_per_token,
         "router_aux_loss_coef": config.balance_coefficient,

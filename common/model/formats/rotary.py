@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.errors import ConfigError
+from common.model.formats.neutral import is_neutral
 
 _ORIGINAL = "original_max_position_embeddings"
 # Kind of scaling -> what it must have, and what it may have beside.
@@ -49,7 +50,11 @@ def rotary(raw: Mapping[str, Any], theta: float, positions: int) -> tuple[float,
             where=where,
             fix=f"use a model with one of {', '.join(KINDS)}, the same in all layers",
         )
-    unknown = [name for name in found if name not in _KNOWN | _NAMES and found[name] is not None]
+    unknown = [
+        name
+        for name, value in found.items()
+        if name not in _KNOWN | _NAMES and not is_neutral(name, value)
+    ]
     if unknown:
         raise ConfigError(
             f"{unknown[0]} of rotary embeddings is not implemented",

@@ -1,4 +1,4 @@
-"""The optimizer: Muon on matrices, AdamW on everything else, over one flat gradient.
+"""The optimizer: Muon on matrices, AdamW on all else but a critic's bias, over one flat gradient.
 
 Muon (Jordan 2024, kellerjordan.github.io/posts/muon) differs from `torch.optim.Muon` in two ways:
 the Newton-Schulz iteration runs in the parameter's own precision instead of bfloat16, and several

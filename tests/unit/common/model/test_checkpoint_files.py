@@ -160,6 +160,29 @@ def test_tensors_are_there_in_their_shape_and_in_a_type_that_is_trained(model: P
     assert f"tensor {NAME} is missing" in refusal(model)
 
 
+def add(model: Path, name: str) -> None:
+    """Puts a further tensor into the first file."""
+    file = shards(model)[0]
+    save_file(load_file(file) | {name: torch.ones(4)}, file)
+
+
+def test_a_tensor_that_no_part_of_the_model_uses_is_refused(model: Path) -> None:
+    add(model, "model.layers.0.self_attn.rotary_emb.inv_freq")
+    add(model, "model.embeddings.position_ids")
+    checkpoint_files.check(model, CONFIG)
+    whole = shards(model)[0].read_bytes()
+    for name in (
+        f"model.layers.{CONFIG.layers}.input_layernorm.weight",
+        "model.layers.0.self_attn.q_proj.bias",
+        "mtp.fc.weight",
+    ):
+        add(model, name)
+        assert f"tensor {name} belongs to no part of the {CONFIG.architecture}" in refusal(model)
+        add(model, "score.weight")
+        assert "and 1 more belong to no part" in refusal(model)
+        shards(model)[0].write_bytes(whole)
+
+
 def test_a_directory_of_another_format_is_named_as_such(tmp_path: Path) -> None:
     assert "neither model.safetensors nor" in refusal(tmp_path)
     (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"")

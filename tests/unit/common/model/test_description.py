@@ -113,6 +113,61 @@ def test_what_might_change_the_arithmetic_and_is_not_known_is_refused(
         of(architecture, **keys)
 
 
+# What switches nothing on, in keys that no architecture here has.
+NEUTRAL: dict[str, Any] = {
+    "anything": 0,
+    "shared_expert_intermediate_size": 0,
+    "attn_logit_softcapping": 0.0,
+    "use_something": False,
+    "pruned": [],
+    "vision_config": {},
+    "extra": "",
+    "n_shared_experts": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "video_token_id": 151656,
+    "extra_token_ids": [1, 2],
+    "embd_pdrop": 0.1,
+    "hidden_dropout_prob": 0.1,
+    "layerdrop": 0.05,
+    "classifier_dropout": 0.3,
+    "is_causal": True,
+    "use_rope": True,
+}
+# Beside them, what might be meant.
+MEANT: dict[str, Any] = {
+    "embedding_multiplier": 1.5,
+    "logit_scale": 0.0625,
+    "n_shared_experts": 1,
+    "num_nextn_predict_layers": 1.0,
+    "use_something": True,
+    "is_causal": False,
+    "use_rope": 0,
+    "final_logit_softcapping": 1.0,
+    "vision_config": {"depth": 2},
+    "extra": "gelu",
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_key_that_changes_nothing_is_never_refused(architecture: str) -> None:
+    known = ARCHITECTURES[architecture].defaults
+    plain = of(architecture)
+    for key, value in NEUTRAL.items():
+        if key not in known:
+            assert of(architecture, **{key: value}) == plain, key
+    for key, value in MEANT.items():
+        with pytest.raises(ConfigError, match=f"{key} = "):
+            of(architecture, **{key: value})
+    scaling = {"rope_type": "default", "mrope_section": [], "apply_scaling": False, "scale": 1.0}
+    assert of(architecture, rope_scaling=scaling) == plain
+    if architecture.endswith("_moe"):
+        dense = of(architecture, num_experts=0)
+        assert dense.sparse_layers == () and ModelConfig.from_hf(dense.to_hf()) == dense
+
+
 def test_a_description_without_an_architecture_is_refused() -> None:
     with pytest.raises(ConfigError, match="model_type is missing") as caught:
         ModelConfig.from_hf(SIZES)
@@ -167,6 +222,30 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "sliding_window": None,
         "use_sliding_window": False,
     },
+    "Qwen3-Coder-30B-A3B": {
+        "model_type": "qwen3_moe",
+        "attention_dropout": 0.0,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "max_window_layers": 28,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "output_router_logits": False,
+        "qkv_bias": False,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "router_aux_loss_coef": 0.0,
+        "shared_expert_intermediate_size": 0,
+        "sliding_window": None,
+        "use_qk_norm": True,
+        "use_sliding_window": False,
+    },
+    "OpenLLaMA": {"model_type": "llama", "max_sequence_length": 2048, "pad_token_id": 0},
     "SmolLM2": {
         "model_type": "llama",
         "is_llama_config": True,
