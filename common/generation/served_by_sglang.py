@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from common.errors import ConfigError
 from common.model.checkpoint_files import EMBEDDING, UNEMBEDDING
 from common.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor  # the command line reads this module, and imports no torch
 
 _OTHERWISE = "set rollout.engine to the built-in one"
 OF_VOCABULARY = (EMBEDDING, UNEMBEDDING)  # matrices with a row for each id

@@ -19,13 +19,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from loadtests.mistakes import commands, datasets, functions, hosts, jobfiles, models, trajectories
+from loadtests.mistakes import (
+    commands,
+    datasets,
+    functions,
+    hosts,
+    jobfiles,
+    models,
+    numbers,
+    trajectories,
+)
 from loadtests.mistakes.mistake import Mistake
 from loadtests.mistakes.trying import Verdict, attempt
 
 ALL: tuple[Mistake, ...] = (
     *jobfiles.MISTAKES,
     *models.MISTAKES,
+    *numbers.MISTAKES,
     *datasets.MISTAKES,
     *functions.MISTAKES,
     *trajectories.MISTAKES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from common.errors import ConfigError
 from meshrl.preflight import devices, programs
 from tests.gpus.driver import DRIVER_NOT_LOADED, Gpus
+from tests.load import scaled
 from tests.unit.meshrl.preflight.conftest import read, refusal
 
 SGLANG = "rollout.engine=sglang"
@@ -174,3 +176,9 @@ def test_a_torch_without_cuda_is_said(gpus: Gpus, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.needs("cuda")
 def test_a_gpu_that_is_there_is_usable() -> None:
     devices.usable("cuda")
+
+
+def test_checks_of_programs_import_no_torch() -> None:
+    """It would take longer than a mistake may take to be named."""
+    code = "import sys, meshrl.preflight.programs; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(60))
