@@ -110,6 +110,9 @@ class EnvironmentConfig(Table):
     chat_date: str = ""  # the day that it is to a template, as 2026-11-22; empty: the submission's
     # how tool calls are read where a template is used; auto: by what its text teaches
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"
+    # whose texts special tokens are made of: the chat template's alone, so that none in a prompt, a
+    # tool's value or an answer begins or ends a turn, or all texts
+    special_tokens: Literal["template", "anywhere"] = "template"
     verifiers: str = ""  # id of a taskset of the `verifiers` package, which is the environment
     verifiers_options: Options = field(default_factory=dict)  # its `[env]` table
     python: File = ""  # the interpreter that has `verifiers`

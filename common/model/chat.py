@@ -17,10 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, MeshError
-from common.model.tokenizer import Tokenizer
+from common.model.tokenizer import WORDS, Tokenizer
 
 TEMPLATE = "template"  # the name of the format that a checkpoint's own chat template writes
+ANYWHERE = "anywhere"  # special tokens are made of messages' texts, too
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as everywhere
+ASKED: Message = {"role": "user", "content": "hello"}
+ANSWERED: Message = {"role": "assistant", "content": "hello"}
+OWN = ("role", "type")  # keys whose values templates compare, and write as parts of special tokens
 # What parsers raise over turns that nobody would write, such as ten thousand brackets.
 UNREADABLE = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
@@ -59,6 +63,31 @@ class Chat(ABC):
     def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.stop_ids: list[int] = list(stop_ids)
+        self.quotes = True  # special tokens in messages are text
+
+    def guard(self) -> Tokenizer:
+        """The tokenizer that quotes all tokens by which the format tells turns apart: special ones,
+        those that end a turn, and what it writes around plain messages.
+        """
+        words = {i: t for i, t in self.tokenizer.added_words.items() if t not in WORDS}
+        try:
+            written = self._rendered([ASKED, ANSWERED, ASKED], ())
+        except (MeshError, *UNREADABLE):
+            written = []
+        return self.tokenizer.guarding(words[i] for i in {*written, *self.stop_ids} & words.keys())
+
+    def quoted(self, said: Any) -> Any:
+        """Messages or tools with the special tokens of all their texts marked as quotations."""
+        if not self.quotes:
+            return said
+        if isinstance(said, str):
+            return self.tokenizer.quote(said)
+        if isinstance(said, dict):
+            return {
+                self.quoted(key): value if key in OWN and _is_word(value) else self.quoted(value)
+                for key, value in said.items()
+            }
+        return [self.quoted(part) for part in said] if isinstance(said, list | tuple) else said
 
     @classmethod
     def load(
@@ -71,21 +100,26 @@ class Chat(ABC):
         parser: str = "auto",
         ends: Sequence[str] = (),
         date: str = "",
+        special_tokens: str = TEMPLATE,
     ) -> Chat:
         """The format that `renderers` calls `name`, or with the name `template` the one in the
         tokenizer's directory, with options such as `enable_thinking`.
 
-        Of a template, `history`, `parser`, `ends` and `date` say what `TemplateChat` says.
+        Of a template, `history`, `parser`, `ends` and `date` say what `TemplateChat` says. With
+        `special_tokens = "anywhere"` texts of messages become special tokens, as templates' do.
         ConfigError for a name or option that is not known, and for a tokenizer that lacks the
         template or the format's special tokens.
         """
         if name == TEMPLATE:
             from common.model.templates.conversation import TemplateChat
 
-            return TemplateChat(
+            chat: Chat = TemplateChat(
                 tokenizer, options, history=history, parser=parser, ends=ends, date=date
             )
-        return _KnownChat.of(name, options, tokenizer)
+        else:
+            chat = _KnownChat.of(name, options, tokenizer)
+        chat.quotes = special_tokens != ANYWHERE
+        return chat
 
     @property
     def stop_tokens(self) -> list[str]:
@@ -102,21 +136,29 @@ class Chat(ABC):
         """Why the model cannot be offered tools; empty: it can."""
         return ""
 
-    @abstractmethod
     def begin(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Conversation:
         """The conversation that begins with `messages`, the model's turn next."""
-
-    @abstractmethod
-    def rendered(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
-        """The ids of a whole conversation, whoever has the last word."""
+        return self._begin(self.quoted(list(messages)), self.quoted(list(tools)))
 
     def answer(
         self, messages: Sequence[Message], answer: Message, tools: Sequence[Message] = ()
     ) -> list[int]:
         """The ids of a given turn after `messages`, with the token that ends it; ChatBroken when
         the format would not write it after the prompt that `begin` renders."""
-        prompt = self.begin(messages, tools).ids
-        ids = self.rendered([*messages, answer], tools)
+        said = self.quoted(list(messages)), self.quoted(answer), self.quoted(list(tools))
+        return self._answer(*said)
+
+    @abstractmethod
+    def _begin(self, messages: list[Message], tools: list[Message]) -> Conversation:
+        """`begin`, of quoted messages and tools."""
+
+    @abstractmethod
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
+        """The ids of a whole conversation of quoted messages, whoever has the last word."""
+
+    def _answer(self, messages: list[Message], answer: Message, tools: list[Message]) -> list[int]:
+        prompt = self._begin(messages, tools).ids
+        ids = self._rendered([*messages, answer], tools)
         ends = [n for n in range(len(prompt), len(ids)) if ids[n] in self.stop_ids]
         if ids[: len(prompt)] != prompt or not ends:
             raise ChatBroken("the chat format does not write this answer after its prompt")
@@ -126,19 +168,24 @@ class Chat(ABC):
 class Conversation(ABC):
     """Token ids of a trajectory: rendered messages and sampled turns, in turn."""
 
-    def __init__(self, ids: list[int]) -> None:
+    def __init__(self, chat: Chat, ids: list[int]) -> None:
+        self._format = chat
         self.ids = ids
 
     @abstractmethod
     def sampled(self, ids: Sequence[int]) -> Reply:
         """Takes in a turn of the model, whole or cut short, and says what it means."""
 
-    @abstractmethod
     def extend(self, messages: Sequence[Message]) -> list[int]:
         """Appends messages after the model's turn, and opens its next; returns the new ids.
 
         A turn that was cut short is closed first. ChatBroken when the format cannot do it.
         """
+        return self._extend(self._format.quoted(list(messages)))
+
+    @abstractmethod
+    def _extend(self, messages: list[Message]) -> list[int]:
+        """`extend`, by quoted messages."""
 
 
 class _KnownChat(Chat):
@@ -162,21 +209,22 @@ class _KnownChat(Chat):
         try:
             # Earlier turns stay as they were sampled: reasoning is not cut out of them afterwards.
             config = kind.model_validate({"name": name, "thinking_retention": "all", **options})
-            renderer = renderers.create_renderer(_Spelling(tokenizer), config)
+            spelling = _Spelling(tokenizer)
+            renderer = renderers.create_renderer(spelling, config)
         except Exception as error:  # each format checks the tokenizer in its own way
             raise ConfigError(
                 f"chat format {name!r}: {error}",
                 fix="use the format of the model that the tokenizer belongs to",
             ) from error
-        return cls(renderer, tokenizer)
+        chat = cls(renderer, tokenizer)
+        chat.tokenizer = spelling.tokenizer = chat.guard()
+        return chat
 
-    def begin(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Conversation:
-        ids = self.renderer.render_ids(
-            list(messages), tools=list(tools) or None, add_generation_prompt=True
-        )
-        return _KnownConversation(self, [int(i) for i in ids], list(tools))
+    def _begin(self, messages: list[Message], tools: list[Message]) -> Conversation:
+        ids = self.renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True)
+        return _KnownConversation(self, [int(i) for i in ids], tools)
 
-    def rendered(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
         ids = self.renderer.render_ids(
             list(messages), tools=list(tools) or None, add_generation_prompt=False
         )
@@ -185,7 +233,7 @@ class _KnownChat(Chat):
 
 class _KnownConversation(Conversation):
     def __init__(self, chat: _KnownChat, ids: list[int], tools: list[Message]) -> None:
-        super().__init__(ids)
+        super().__init__(chat, ids)
         self._chat = chat
         self._tools = tools
         self._prompt_length = len(ids)
@@ -204,7 +252,7 @@ class _KnownConversation(Conversation):
         calls = [_call(c, f"call_{len(before)}_{i}") for i, c in enumerate(parsed.tool_calls)]
         return Reply(parsed.content or "", parsed.reasoning_content or "", calls)
 
-    def extend(self, messages: Sequence[Message]) -> list[int]:
+    def _extend(self, messages: list[Message]) -> list[int]:
         added = self._bridge(self.ids[: self._turn], self.ids[self._turn :], messages)
         # The turn itself may be in the way: the format would cut it where it first looks closed, or
         # will not close it. What follows a closed turn does not depend on what was said before.
@@ -239,18 +287,23 @@ class _Spelling:
     name_or_path = ""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
-        return self._tokenizer.encode(text)
+        return self.tokenizer.encode(text)
 
     def decode(self, token_ids: Any, *_: Any, **__: Any) -> str:
-        return self._tokenizer.decode([token_ids] if isinstance(token_ids, int) else token_ids)
+        return self.tokenizer.decode([token_ids] if isinstance(token_ids, int) else token_ids)
 
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
         if isinstance(tokens, str):
-            return self._tokenizer.token_to_id(tokens)
-        return [self._tokenizer.token_to_id(t) for t in tokens]
+            return self.tokenizer.token_to_id(tokens)
+        return [self.tokenizer.token_to_id(t) for t in tokens]
+
+
+def _is_word(value: Any) -> bool:
+    """True for a name that no special token can be written in."""
+    return isinstance(value, str) and value.isidentifier()
 
 
 def _call(parsed: Any, identity: str) -> ParsedCall:

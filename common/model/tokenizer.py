@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from common.errors import ConfigError
+from common.model.quoting import Quoting, is_marked
 
+# Special tokens of some tokenizers that are words of a model's turn, and begin or end none.
+WORDS = ("<think>", "</think>", "[THINK]", "[/THINK]")
 BESIDE = (  # what may lie beside a tokenizer.json and belongs to it, as transformers writes it
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -40,10 +43,15 @@ class Tokenizer:
     else a caller wants in the text, it writes there.
     """
 
-    def __init__(self, backend: Backend, file: Path | None = None) -> None:
+    def __init__(
+        self, backend: Backend, file: Path | None = None, structure: Iterable[str] = ()
+    ) -> None:
+        """`structure`: tokens that a chat format writes around messages, beside special ones."""
         backend.no_truncation()  # a file may ask for either, as it was last used
         backend.no_padding()
         self._backend = backend
+        special = {t for t in self.special_tokens if t not in WORDS}
+        self._quoting = Quoting(backend, special.union(structure))
         self.file = file  # the tokenizer.json
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
 
@@ -82,9 +90,31 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         return {token.content: i for i, token in added.items() if token.special}
 
+    @property
+    def added_words(self) -> dict[int, str]:
+        """By id, the texts that are one token wherever they stand, and are not special."""
+        added = self._backend.get_added_tokens_decoder()
+        return {i: token.content for i, token in added.items() if not token.special}
+
+    def guarding(self, structure: Iterable[str]) -> Tokenizer:
+        """The same tokenizer, which quotes these tokens as it does special ones."""
+        return Tokenizer(self._backend, self.file, structure)
+
+    def quote(self, text: str) -> str:
+        """Untrusted text, marked so that `encode` makes no special token of it (`quoting`)."""
+        return self._quoting.mark(text)
+
+    def quoted_tokens(self, text: str) -> list[str]:
+        """The special tokens that a text holds as text."""
+        return self._quoting.found(text)
+
     def encode(self, text: str) -> list[int]:
-        """Raises ConfigError when the vocabulary cannot express the text."""
+        """The ids of a text, of its special tokens too, but for those in parts that `quote` has
+        marked. Raises ConfigError when the vocabulary cannot express the text.
+        """
         try:
+            if is_marked(text):
+                return self._quoting.encode(text)
             encoding = self._backend.encode(text, add_special_tokens=False)
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(
@@ -95,14 +125,19 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def begin(self, text: str) -> list[int]:
+    def begin(self, text: str, *, quote: bool = False) -> list[int]:
         """The ids of a text that a sequence begins with: as `encode`, after the tokens that the
         tokenizer's own post-processor puts first, such as `<s>`, unless the text begins with them.
 
-        What it would put last is left out, since the sequence goes on.
+        What it would put last is left out, since the sequence goes on. With `quote`, the text is
+        untrusted, and no other special token is made of it.
         """
-        ids = self.encode(text)
         head = self._head(text)
+        if quote:
+            written = "".join(self.id_to_token(i) or "" for i in head)
+            written = written if text.startswith(written) else ""
+            text = written + self.quote(text[len(written) :])
+        ids = self.encode(text)
         return ids if ids[: len(head)] == head else head + ids
 
     def _head(self, text: str) -> list[int]:

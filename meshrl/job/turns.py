@@ -73,6 +73,7 @@ def _chat(config: JobConfig, fail: Fail) -> JobConfig:
             parser=environment.tool_call_parser,
             ends=config.rollout.stop,
             date=_date(environment.chat_date, fail),
+            special_tokens=environment.special_tokens,
         )
     except ConfigError as error:
         raise fail("environment.chat", f"environment.chat: {error}") from error

@@ -13,7 +13,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -23,7 +23,7 @@ from common.environment.framing import checked, encodable
 from common.environment.making import making
 from common.job import builtin
 from common.job.authored import place_of, placed
-from common.model.chat import Chat
+from common.model.chat import ANYWHERE, TEMPLATE, Chat
 from common.model.tokenizer import Tokenizer
 from common.process.child import Channel
 from services.environment import threaded
@@ -44,8 +44,12 @@ class Environments:
         chat: Chat | None = None,
         tools: dict[str, BuiltIn] | None = None,
         modules: str = "",
+        special_tokens: str = TEMPLATE,
+        ends: Sequence[str] = (),
     ) -> None:
+        """`special_tokens` and `ends`, the tokens of `rollout.stop`, are for texts without chat."""
         self._modules = modules  # where the author's code is
+        self._quotes, self._ends = special_tokens != ANYWHERE, ends
         self._factory = factory or SingleTurn.factory(prompt)
         self._tokenizer = tokenizer
         self._chat, self._tools = chat, tools or {}
@@ -73,7 +77,7 @@ class Environments:
         session: Session = (
             ChatSession(self._factory(), self._chat, self._tools, self._tokenizer)
             if self._chat
-            else TextSession(self._factory(), self._tokenizer)
+            else TextSession(self._factory(), self._tokenizer, quotes=self._quotes, ends=self._ends)
         )
         ids = session.begin(row)
         self._open[key] = session
@@ -183,9 +187,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--prompt", default="prompt", help="the row's key that holds the prompt")
     found.add_argument("--chat", default="", help="chat format; empty: text as it is")
     found.add_argument("--chat-options", type=json.loads, default={})
-    found.add_argument(
-        "--chat-template", type=json.loads, default={}, help="history, parser, ends and date of it"
-    )
+    found.add_argument("--chat-template", type=json.loads, default={}, help="options of Chat.load")
+    found.add_argument("--special-tokens", default=TEMPLATE, help="or anywhere: in all texts")
+    found.add_argument("--ends", type=json.loads, default=[], help="tokens that end an answer")
     found.add_argument("--tools", type=json.loads, default={}, help="name: module:function")
     found.add_argument("--mcp", type=json.loads, default={}, help="MCP server: its command")
     found.add_argument("--threads", type=int, default=1, help="operations at a time")
@@ -215,7 +219,14 @@ def made(arguments: argparse.Namespace) -> Environments:
         tools = offered(arguments.tools, arguments.mcp, arguments.modules)
     factory = resolve(arguments.use, arguments.modules) if arguments.use else None
     return Environments(
-        factory, tokenizer, arguments.prompt, chat, tools, os.path.realpath(arguments.modules)
+        factory,
+        tokenizer,
+        arguments.prompt,
+        chat,
+        tools,
+        os.path.realpath(arguments.modules),
+        arguments.special_tokens,
+        arguments.ends,
     )
 
 

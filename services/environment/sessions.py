@@ -46,10 +46,21 @@ class Session(Protocol):
 
 
 class TextSession:
-    """An environment that speaks text: turns are decoded, only what it appends is encoded."""
+    """An environment that speaks text: turns are decoded, only what it appends is encoded.
 
-    def __init__(self, environment: Any, tokenizer: Tokenizer) -> None:
+    `quotes`: special tokens in its texts are text. `ends`: tokens that may end an answer.
+    """
+
+    def __init__(
+        self,
+        environment: Any,
+        tokenizer: Tokenizer,
+        *,
+        quotes: bool = True,
+        ends: Sequence[str] = (),
+    ) -> None:
         self._environment, self._tokenizer = environment, tokenizer
+        self._quotes, self._ends = quotes, ends
 
     def begin(self, row: dict[str, Any]) -> list[int]:
         text = self._environment.open(row)
@@ -58,12 +69,13 @@ class TextSession:
                 f"open() returned {type(text).__name__}, not the prompt as str; messages take "
                 "environment.chat"
             )
-        return self._tokenizer.begin(text)
+        return self._tokenizer.begin(text, quote=self._quotes)
 
     def answer(self, value: Any) -> list[int]:
         if not isinstance(value, str):
             raise TypeError(f"an answer is str, not {type(value).__name__}")
-        return self._tokenizer.encode(value)
+        end = max((end for end in self._ends if value.endswith(end)), key=len, default="")
+        return self._encode(value.removesuffix(end), end)
 
     def step(self, ids: list[int]) -> Action:
         text = self._tokenizer.decode(ids)
@@ -81,9 +93,14 @@ class TextSession:
     def close(self) -> None:
         self._environment.close()
 
+    def _encode(self, text: str, end: str = "") -> list[int]:
+        """The ids of the author's text, and of the token that ends it."""
+        quoted = self._tokenizer.quote(text) if self._quotes else text
+        return self._tokenizer.encode(quoted + end)
+
     def _action(self, action: Any) -> Action:
         if isinstance(action, dict) and isinstance(action.get("append"), str):
-            return ["append", self._tokenizer.encode(action["append"])]
+            return ["append", self._encode(action["append"])]
         return plain(action, "str")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.model.chat import (
+    ASKED,
     UNREADABLE,
     Chat,
     ChatBroken,
@@ -32,7 +33,6 @@ KEEP, REFUSE = "keep", "refuse"
 MARK = "MeshRLmarksthisturn"
 THINK, THOUGHT = "<think>", "</think>"
 IDENTITY = re.compile("[a-zA-Z0-9]{9}")  # ids of calls that Mistral's templates take
-ASKED: Message = {"role": "user", "content": "hello"}
 TOOL: Message = {
     "type": "function",
     "function": {
@@ -89,6 +89,7 @@ class TemplateChat(Chat):
                 fix="name one in rollout.stop",
             )
         super().__init__(tokenizer, found)
+        self.tokenizer = self.guard()
 
     @property
     def dated(self) -> bool:
@@ -110,7 +111,7 @@ class TemplateChat(Chat):
             return "nobody knows how the chat template has tools called"
         return ""
 
-    def begin(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Conversation:
+    def _begin(self, messages: list[Message], tools: list[Message]) -> Conversation:
         """The template's rendering of `messages`; ChatBroken when it does not take them, or would
         not tell the model of `tools`.
         """
@@ -119,13 +120,10 @@ class TemplateChat(Chat):
         text = self.rendering.text(messages, tools, generate=True)
         return _TemplateConversation(self, self.tokenizer.encode(text), text, messages, tools)
 
-    def rendered(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
-        """The ids of a whole conversation, whoever has the last word."""
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
         return self.tokenizer.encode(self.rendering.text(messages, tools, generate=False))
 
-    def answer(
-        self, messages: Sequence[Message], answer: Message, tools: Sequence[Message] = ()
-    ) -> list[int]:
+    def _answer(self, messages: list[Message], answer: Message, tools: list[Message]) -> list[int]:
         """The ids of a given turn after `messages`, up to the first token that ends it; ChatBroken
         when the template would not write it after the prompt that `begin` renders.
         """
@@ -160,7 +158,7 @@ class _TemplateConversation(Conversation):
         messages: Sequence[Message],
         tools: Sequence[Message],
     ) -> None:
-        super().__init__(ids)
+        super().__init__(chat, ids)
         self._chat = chat
         self._tools = list(tools)
         self._messages = list(messages)  # all up to the model's open turn
@@ -185,10 +183,10 @@ class _TemplateConversation(Conversation):
                 written = Written("", [ParsedCall("", {}, "", f"{error}"[:200], text)])
         calls = [self._numbered(call) for call in written.calls]
         reply = Reply(written.content.strip(), reasoning, calls)
-        self._reply = _message(reply)
+        self._reply = self._chat.quoted(_message(reply))
         return reply
 
-    def extend(self, messages: Sequence[Message]) -> list[int]:
+    def _extend(self, messages: list[Message]) -> list[int]:
         if self._reply is None:
             raise ChatBroken("the model has not had its turn")
         chat, reply = self._chat, self._reply

@@ -35,6 +35,8 @@ def command(job: JobData) -> list[str]:
     argv = [sys.executable, "-m", "services.environment", "--use", config.use]
     argv += ["--modules", str(job.modules), "--tokenizer", str(job.tokenizer)]
     argv += ["--prompt", job.config.dataset.prompt, "--threads", str(config.threads)]
+    argv += ["--special-tokens", config.special_tokens]
+    argv += ["--ends", json.dumps(job.config.rollout.stop)]
     if config.chat:
         argv += chat_arguments(job)
         argv += ["--tools", json.dumps(config.tools), "--mcp", json.dumps(config.mcp)]
@@ -57,6 +59,7 @@ def chat_arguments(job: JobData) -> list[str]:
         "parser": config.tool_call_parser,
         "ends": job.config.rollout.stop,
         "date": config.chat_date,
+        "special_tokens": config.special_tokens,
     }
     argv = ["--chat", config.chat, "--chat-options", json.dumps(config.chat_options)]
     return [*argv, "--chat-template", json.dumps(template)]

@@ -26,7 +26,7 @@ class Pool:
     """The operations of an environment process, in this one."""
 
     def __init__(self, tokenizer: Tokenizer, chat: Chat | None = None) -> None:
-        self.served = Environments(None, tokenizer, "prompt", chat)
+        self.served = Environments(None, tokenizer, "prompt", chat, ends=["$"])
 
     async def answer(self, key: int, row: dict[str, Any], value: Any) -> tuple[Any, Any]:
         status, found = self.served.perform(key, "answer", [row, value])
