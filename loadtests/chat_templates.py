@@ -30,7 +30,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from common.errors import ConfigError
-from common.model.chat import Chat, ChatBroken, Message
+from common.model.chat import Chat, ChatBroken
+from common.model.messages import Message
 from common.model.tokenizer import Tokenizer
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}  # where the template writes none of its own

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, MeshError
+from common.model.messages import Message
 from common.model.tokenizer import WORDS, Tokenizer
 
 TEMPLATE = "template"  # the name of the format that a checkpoint's own chat template writes
 ANYWHERE = "anywhere"  # special tokens are made of messages' texts, too
-Message = dict[str, Any]  # {"role": ..., "content": ...}, as everywhere
 ASKED: Message = {"role": "user", "content": "hello"}
 ANSWERED: Message = {"role": "assistant", "content": "hello"}
 OWN = ("role", "type")  # keys whose values templates compare, and write as parts of special tokens

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from common.job.config import JobConfig
-from common.model.chat import TEMPLATE, Chat, ChatBroken, Message, format_of
+from common.model.chat import TEMPLATE, Chat, ChatBroken, format_of
 from common.model.end_tokens import end_tokens
+from common.model.messages import conversation_of
 from common.model.tokenizer import Tokenizer
 from meshrl.job import rows
 
@@ -133,10 +134,6 @@ def _taken(config: JobConfig, chat: Chat, fail: Fail) -> None:
         if name := getattr(config.dataset, key):
             row = next(iter(rows.read(Path(name))))
             try:
-                chat.begin(_messages(row.value[config.dataset.prompt]))
+                chat.begin(conversation_of(row.value[config.dataset.prompt]))
             except ChatBroken as error:
                 raise fail(f"dataset.{key}", f"{row.place}: {error.message}", error.fix) from error
-
-
-def _messages(prompt: str | list[Message]) -> list[Message]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

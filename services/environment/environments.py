@@ -22,11 +22,12 @@ from common.environment import mcp_client
 from common.environment.framing import checked, encodable
 from common.environment.making import making
 from common.job import builtin
-from common.job.authored import place_of, placed
+from common.job.authored import beginning_of, place_of, placed
 from common.model.chat import ANYWHERE, TEMPLATE, Chat
 from common.model.tokenizer import Tokenizer
 from common.process.child import Channel
 from services.environment import threaded
+from services.environment.actions import BadAnswer
 from services.environment.sessions import ChatSession, Session, TextSession
 from services.environment.tools import BuiltIn, JobTool
 
@@ -70,6 +71,8 @@ class Environments:
 
     def _described(self, error: Exception) -> str:
         """Type, text and the line of the author's code."""
+        if isinstance(error, BadAnswer):
+            return placed(encodable(str(error)), beginning_of(error.function, self._modules))
         text = f"{type(error).__name__}: {error}"
         return placed(encodable(text), place_of(error, self._modules))
 

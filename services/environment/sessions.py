@@ -1,21 +1,23 @@
 """One trajectory's environment inside an environment process: token ids in, actions out.
 
-What a session answers is what the shard acts on: `["tool", [name, input]]`, `["append", ids]` or
-`["done", score]`, the score None when it is left to the job's reward.
+What a session answers is what the shard acts on: `["tool", [name, input]]`, `["append", ids]`,
+`["done", score]`, or `["last", [ids, score]]` for an end with a last observation. The score is None
+when it is left to the job's reward.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from common.environment.framing import encodable, packed
 from common.errors import BadMessage
-from common.model.chat import Chat, Conversation, Message, ParsedCall
+from common.model.chat import Chat, Conversation, ParsedCall
+from common.model.messages import Message, conversation_of, message_of
 from common.model.tokenizer import Tokenizer
+from services.environment.actions import Answer, BadAnswer, asked, score
 from services.environment.tools import BadCall, BuiltIn
 
 Action = list[Any]
@@ -65,9 +67,10 @@ class TextSession:
     def begin(self, row: dict[str, Any]) -> list[int]:
         text = self._environment.open(row)
         if not isinstance(text, str):
-            raise TypeError(
+            raise BadAnswer(
                 f"open() returned {type(text).__name__}, not the prompt as str; messages take "
-                "environment.chat"
+                "environment.chat",
+                self._environment.open,
             )
         return self._tokenizer.begin(text, quote=self._quotes)
 
@@ -79,10 +82,10 @@ class TextSession:
 
     def step(self, ids: list[int]) -> Action:
         text = self._tokenizer.decode(ids)
-        return [text, *self._action(self._environment.step(text))]
+        return [text, *self._action(self._environment.step, text)]
 
     def result(self, value: Any) -> Action:
-        return self._action(self._environment.result(value))
+        return self._action(self._environment.result, value)
 
     def cut(self, ids: list[int]) -> float | None:
         return scored(self._environment, self._tokenizer.decode(ids))
@@ -98,10 +101,15 @@ class TextSession:
         quoted = self._tokenizer.quote(text) if self._quotes else text
         return self._tokenizer.encode(quoted + end)
 
-    def _action(self, action: Any) -> Action:
-        if isinstance(action, dict) and isinstance(action.get("append"), str):
-            return ["append", self._encode(action["append"])]
-        return plain(action, "str")
+    def _action(self, function: Callable[..., Any], argument: Any) -> Action:
+        answer = asked(function, argument)
+        if not isinstance(answer.append, str | None):
+            raise BadAnswer(
+                f"{function.__name__}() appends {answer.append!r:.80}, not a str; messages take "
+                "environment.chat",
+                function,
+            )
+        return acted(answer, None if answer.append is None else self._encode(answer.append))
 
 
 class ChatSession:
@@ -133,28 +141,36 @@ class ChatSession:
     def begin(self, row: dict[str, Any]) -> list[int]:
         opened: Any = self._environment.open(row)
         specs: Any = [tool.spec for tool in self._tools.values()]
-        if isinstance(opened, dict):
-            opened, specs = opened.get("messages"), opened.get("tools", specs)
-        self._opening = as_messages(opened), specs
+        try:
+            if isinstance(opened, dict):
+                opened, specs = parts_of(opened, specs)
+            self._opening = conversation_of(opened), specs
+        except ValueError as error:
+            raise BadAnswer(
+                f"the prompt is none that a chat takes: {error}", self._environment.open
+            ) from None
         self._conversation = self._chat.begin(*self._opening)
         return self._conversation.ids
 
     def answer(self, value: Any) -> list[int]:
-        message = {"content": value} if isinstance(value, str) else dict(value)
+        message = {"content": value} if isinstance(value, str) else value
+        if isinstance(message, dict):
+            message = {"role": "assistant"} | message
         messages, specs = self._opening
-        return self._chat.answer(messages, {"role": "assistant"} | message, specs)
+        said = message_of(message, "the answer", ("assistant",))
+        return self._chat.answer(messages, said, specs)
 
     def step(self, ids: list[int]) -> Action:
         reply = self.conversation.sampled(ids)
         text = self._tokenizer.decode(ids)
         if not reply.calls:
-            return [text, *self._action(self._environment.step(reply.content))]
+            return [text, *self._action(self._environment.step, reply.content)]
         self._waiting, self._answers = deque(reply.calls), []
         return [text, *self._next_call()]
 
     def result(self, value: Any) -> Action:
         if self._calling is None:
-            return self._action(self._environment.result(value))
+            return self._action(self._environment.result, value)
         content = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         self._answer(self._calling, content)
         return self._next_call()
@@ -200,47 +216,39 @@ class ChatSession:
         message = {"role": "tool", "tool_call_id": call.id, "content": encodable(content)}
         self._answers.append(message | ({"name": encodable(call.name)} if call.name else {}))
 
-    def _action(self, action: Any) -> Action:
-        if isinstance(action, dict) and action.get("append"):
-            return ["append", self.conversation.extend(as_messages(action["append"]))]
-        return plain(action, "str or messages")
+    def _action(self, function: Callable[..., Any], argument: Any) -> Action:
+        answer = asked(function, argument)
+        if answer.append is None:
+            return acted(answer, None)
+        try:
+            messages = conversation_of(answer.append)
+        except ValueError as error:
+            raise BadAnswer(
+                f"{function.__name__}() appends no messages: {error}", function
+            ) from None
+        return acted(answer, self.conversation.extend(messages))
 
 
-def as_messages(value: Any) -> list[Message]:
-    """Messages as they are; a text is what the user says."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, Sequence) or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) for m in value
-    ):
-        raise TypeError(f"messages are a list of {{'role', 'content'}}, not {value!r:.80}")
-    return list(value)
+def parts_of(opened: dict[str, Any], specs: list[Message]) -> tuple[Any, list[Message]]:
+    """Messages and tools of an `open` that returns both, or its messages and the job's tools."""
+    if unknown := [key for key in opened if key not in ("messages", "tools")]:
+        raise ValueError(f"there is no key {unknown[0]!r}; there are 'messages' and 'tools'")
+    tools = specs if opened.get("tools") is None else opened["tools"]
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"tools are a list of JSON schemas of functions, not {tools!r:.80}")
+    return opened.get("messages"), list(tools)
 
 
-def plain(action: Any, appended: str) -> Action:
-    """An action that needs no encoding."""
-    if isinstance(action, dict):
-        if isinstance(action.get("tool"), str):
-            return ["tool", [action["tool"], action.get("input")]]
-        if action.get("done") is True:
-            return ["done", score(action.get("reward"))]
-    raise TypeError(
-        "an environment answers {'tool': name, 'input': x}, "
-        f"{{'append': {appended}}} or {{'done': True}}"
-    )
+def acted(answer: Answer, ids: list[int] | None) -> Action:
+    """What the shard is to do, with the ids of what is appended; None: nothing is."""
+    if answer.tool:
+        return ["tool", [answer.tool, answer.input]]
+    if not answer.done:
+        return ["append", ids]
+    return ["done", answer.reward] if ids is None else ["last", [ids, answer.reward]]
 
 
 def scored(environment: Any, text: str) -> float | None:
     """What an environment of the author's gives a trajectory that is cut; most leave it open."""
     cut = getattr(environment, "cut", None)
-    return None if cut is None else score(cut(text))
-
-
-def score(value: Any) -> float | None:
-    """A finite number as the reward of a trajectory; None stays None."""
-    if value is None:
-        return None
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"a reward must be finite, not {value!r}")
-    return number
+    return None if cut is None else score(cut, text)

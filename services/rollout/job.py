@@ -388,6 +388,8 @@ class ShardJob:
             self.sandbox.ended(str(t.id))
             self.hungry.set()
         if t.recorded:
+            if t.last:  # with the end, so that a trajectory is never taken up between both
+                self.ledger.defer(Kind.APPEND, [t.id, t.last], t.group)
             end = [t.id, ending.reason, ending.reward, ending.error]
             self.ledger.defer(Kind.END, end, t.group)
         t.ending = ending
@@ -487,6 +489,11 @@ class ShardJob:
                 action, value = await self._told(t, replay)
             if action == "done":
                 return "done", value
+            if action == "last":
+                ids, score = value
+                if t.length + len(ids) <= config.max_tokens:
+                    t.ended_with(ids)
+                return "done", score
             spent = len(t.past_turns) + 1 >= config.max_turns
             if spent or t.length + len(value) >= config.max_tokens:
                 _, score = await self.environments.cut(t.id, [], lambda: replay(answered=True))

@@ -59,6 +59,7 @@ class Trajectory:
         self.past_turns: list[Turn] = []
         self.open_turn: Turn | None = None  # the environment has seen the turn, and not answered
         self.ending: Ending | None = None
+        self.last: list[int] = []  # a last observation, which no turn follows
         self.recorded = True  # training trajectories are in the ledger, evaluation is not
         self.temperature = 1.0
         self.watch: Untimed = UNTIMED  # says where its time goes
@@ -102,9 +103,15 @@ class Trajectory:
             self.past_turns.append(self.open_turn)
             self.open_turn = None
 
+    def ended_with(self, ids: list[int]) -> None:
+        """Takes the last observation of an environment that has ended the trajectory."""
+        self.last = ids
+        self.appended(ids)
+
     def begin(self, prompt: list[int]) -> None:
         """(Re)starts at the prompt."""
         self.buffer.clear()
+        self.last = []
         self.past_turns, self.open_turn, self.ending = [], None, None
         self.appended(prompt)
         self.prompt_length = len(prompt)

@@ -20,10 +20,10 @@ from common.model.chat import (
     Chat,
     ChatBroken,
     Conversation,
-    Message,
     ParsedCall,
     Reply,
 )
+from common.model.messages import Message
 from common.model.templates.calls import AUTO, NONE, PARSERS, Written, parser_of
 from common.model.templates.files import chat_files
 from common.model.templates.rendering import Rendering

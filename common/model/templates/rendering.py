@@ -15,7 +15,8 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import ConfigError
-from common.model.chat import UNREADABLE, ChatBroken, Message
+from common.model.chat import UNREADABLE, ChatBroken
+from common.model.messages import Message
 from common.model.templates.files import ChatFiles
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")  # never a job's options

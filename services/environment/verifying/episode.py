@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from typing import Any
 
 from verifiers.v1 import (
@@ -30,6 +29,7 @@ from verifiers.v1.dialects import ChatDialect, Dialect
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.graph import PendingTurn
 
+from common.environment.numbers import finite_number
 from common.errors import MeshError
 from common.model.chat import Chat, Conversation, Reply
 
@@ -134,10 +134,10 @@ class Episode:
                 fix="make it finish, or raise the timeout of the task or the agent",
             )
         ours = [t for t in episode.traces if t.agent.trainable and t.num_turns] or episode.traces
-        reward = float(sum(t.reward for t in ours))
-        if not math.isfinite(reward):
-            raise RolloutFailed(f"a reward must be finite, not {reward}")
-        return reward
+        try:
+            return finite_number(sum(t.reward for t in ours), "a reward")
+        except (TypeError, ValueError) as error:
+            raise RolloutFailed(str(error)) from error
 
     # -- the side of the environment's client ----------------------------------------------------
 

@@ -157,6 +157,12 @@ class Partner:
                 action, value = await self._called(t, value, show, hear)
             if action == "done":
                 return "done", value
+            if action == "last":
+                ids, score = value
+                if t.length + len(ids) <= self.most:
+                    t.ended_with(ids)
+                    show({"role": "environment", "text": self.tokenizer.decode(ids)})
+                return "done", score
             # A person says when a conversation ends; other trajectories are as in training.
             turns = len(t.past_turns) + 1
             spent = hear is None and turns >= self.job.config.rollout.max_turns

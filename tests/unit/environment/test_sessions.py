@@ -315,7 +315,7 @@ def test_an_environment_that_answers_nonsense_is_told_what_it_may_answer(
 
     served = Environments(Odd, tokenizer, "", Chat.load("qwen3", {}, tokenizer))
     served.perform(1, "begin", {"secret": 1})
-    for text, says in (("nan", "must be finite"), ("x", "messages are a list")):
+    for text, says in (("nan", "must be finite"), ("x", "messages are a text or a list")):
         status, why = served.perform(1, "step", tokenizer.encode(text + "<|im_end|>"))
         assert status == "raised" and says in why
     plain = Environments(Guess, tokenizer, "")

@@ -257,3 +257,28 @@ def test_a_chats_cut_is_told_what_was_said_as_its_step_is(tmp_path: Any) -> None
     ids = tokenizer.encode("<think>\nhm\n</think>\n\nit is")
     assert served.perform(0, "cut", ids) == ("ok", ["<think>\nhm\n</think>\n\nit is", 0.0])
     assert told == ["it is"]
+
+
+class Ending:
+    """Shows what came of a turn, and ends."""
+
+    def open(self, row: dict[str, Any]) -> str:
+        return str(row["prompt"])
+
+    def step(self, text: str) -> dict[str, Any]:
+        return {"append": " over!", "done": True, "reward": 0.25}
+
+    def close(self) -> None:
+        return None
+
+
+def test_a_last_observation_is_shown_to_the_reward_and_counted(tokenizer: Tokenizer) -> None:
+    t = fresh()
+    job = job_of(Environments(Ending, tokenizer, ""), tokenizer, STOP, max_tokens=40)
+    assert to_end(job, t, tokenizer, ["2;"]) == "done"
+    assert [turn["text"] for turn in SEEN["turns"]] == ["2;", " over!"]
+    assert tokenizer.decode(t.tokens.tolist()) == "1+1=2; over!" and t.last
+    full = fresh()
+    job = job_of(Environments(Ending, tokenizer, ""), tokenizer, STOP, max_tokens=10)
+    assert to_end(job, full, tokenizer, ["2;"]) == "done"
+    assert [turn["text"] for turn in SEEN["turns"]] == ["2;"] and not full.last

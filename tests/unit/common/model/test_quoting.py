@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from common.model.chat import Chat, Message
+from common.model.chat import Chat
+from common.model.messages import Message
 from common.model.quoting import ALIAS, MARK
 from common.model.tokenizer import Tokenizer
 from loadtests.chat_templates import ADD, CALL, SYSTEM, USER, VALUE, directory_of

@@ -1,0 +1,84 @@
+"""The answers of an environment of the author's, each validated as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from common.environment.numbers import finite_number
+
+KEYS = ("tool", "input", "append", "done", "reward")
+FORMS = (
+    "an environment answers {'tool': name, 'input': x}, {'append': observation}, {'done': True} or "
+    "{'done': True, 'reward': number}, the last two perhaps with a last 'append'"
+)
+
+
+class BadAnswer(Exception):
+    """The author's function returned what it must not; `function` is it."""
+
+    def __init__(self, message: str, function: Any) -> None:
+        super().__init__(message)
+        self.function = function
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A call of a tool, an observation, or the end with a last one or none."""
+
+    tool: str = ""
+    input: Any = None
+    append: Any = None  # None: nothing
+    done: bool = False
+    reward: float | None = None  # None: left to the job's reward
+
+
+def asked(function: Callable[..., Any], *arguments: Any) -> Answer:
+    """Calls `step` or `result` of an environment; BadAnswer names it when it answers nonsense."""
+    value = function(*arguments)
+    try:
+        return _answer(value)
+    except (TypeError, ValueError) as error:
+        raise BadAnswer(
+            f"{function.__name__}() returned {value!r:.80}: {error}", function
+        ) from None
+
+
+def score(function: Callable[..., Any], *arguments: Any) -> float | None:
+    """Calls a function that returns a reward, or None to leave it to the job's."""
+    value = function(*arguments)
+    try:
+        return None if value is None else finite_number(value, "a reward")
+    except (TypeError, ValueError) as error:
+        raise BadAnswer(
+            f"{function.__name__}() returned {value!r:.80}: {error}", function
+        ) from None
+
+
+def _answer(value: Any) -> Answer:
+    if not isinstance(value, dict):
+        raise TypeError(FORMS)
+    if unknown := [key for key in value if key not in KEYS]:
+        raise ValueError(f"there is no key {unknown[0]!r}; {FORMS}")
+    given = {key: item for key, item in value.items() if item is not None or key == "input"}
+    done = given.pop("done", False)
+    if type(done).__name__ not in ("bool", "bool_"):
+        raise TypeError(f"'done' is True or False, not {done!r:.80}")
+    if "tool" in given:
+        if done or not given.keys() <= {"tool", "input"}:
+            others = [key for key in value if key not in ("tool", "input")]
+            raise ValueError(f"'tool' goes with 'input' alone, not with {others[0]!r}")
+        if not isinstance(given["tool"], str) or not given["tool"]:
+            raise TypeError(f"'tool' is the name of a tool, not {given['tool']!r:.80}")
+        return Answer(tool=given["tool"], input=given.get("input"))
+    if "input" in given:
+        raise ValueError("'input' goes with 'tool'")
+    if "reward" in given and not done:
+        raise ValueError("'reward' goes with 'done': True; only an end has a reward")
+    if done and given.get("append") in ("", []):
+        del given["append"]
+    if not done and "append" not in given:
+        raise ValueError(f"it neither ends nor goes on; {FORMS}")
+    reward = finite_number(given["reward"], "'reward'") if "reward" in given else None
+    return Answer(append=given.get("append"), done=bool(done), reward=reward)
