@@ -18,6 +18,7 @@ from common.job.evaluation_plan import HELD_OUT, figures
 from common.model.checkpoint_files import refuse_pointer
 from common.model.config import ModelConfig
 from common.model.formats.checkpoint import load_config
+from common.model.messages import message_of
 from common.model.tokenizer import Tokenizer
 from meshrl.job import algorithm, rows
 
@@ -188,14 +189,29 @@ def evaluation_of(config: JobConfig, fail: Fail) -> None:
 
 
 def answered(config: JobConfig, row: rows.Row, fail: Fail) -> None:
-    answer = row.value.get(config.dataset.response)
-    message = isinstance(answer, dict) and bool(config.environment.chat)
-    if not (message or isinstance(answer, str)) or not answer:
+    key = config.dataset.response
+    answer = row.value.get(key)
+    if isinstance(answer, dict) and not config.environment.chat:
         raise fail(
             "dataset.response",
-            f"{row.place}: the row has no text {config.dataset.response!r} to learn",
+            f"{row.place}: {key!r} is a message, and the job has no chat format",
+            'Set environment.chat, such as "auto", or write the answer as a text',
+        )
+    if not isinstance(answer, dict | str) or not answer:
+        raise fail(
+            "dataset.response",
+            f"{row.place}: the row has no text {key!r} to learn",
             "Set dataset.response to the row's key that holds the answer",
         )
+    try:
+        if isinstance(answer, dict):
+            message_of({"role": "assistant"} | answer, "the answer", ("assistant",))
+    except ValueError as error:
+        raise fail(
+            "dataset.response",
+            f"{row.place}: {key!r} is no message of the assistant: {error}",
+            "Write it as a text, or as {'role': 'assistant', 'content': text}",
+        ) from error
 
 
 def filled(judge: JudgeConfig, base: Path, fail: Fail) -> str:

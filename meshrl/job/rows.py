@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,7 @@ from typing import Any
 import msgpack
 
 from common.errors import ConfigError
-
-ROLES = ("system", "user", "assistant", "tool")
+from common.model.messages import ROLES, conversation_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +46,38 @@ def read(path: Path, prompt: str = "", *, chat: bool = False) -> Iterator[Row]:
     """
     for row in _rows(path):
         travels(row.place, row.value)
-        if prompt and not (
-            isinstance(row.value.get(prompt), str) or (chat and is_messages(row.value.get(prompt)))
-        ):
-            kinds = "string, or list of messages," if chat else "string"
-            raise ConfigError(
-                f"{row.place}: the row has no {kinds} {prompt!r}",
-                fix="set dataset.prompt to the row's key that holds the prompt; it has "
-                f"{', '.join(map(repr, row.value)) or 'nothing'}",
-            )
+        if prompt:
+            _prompted(row, prompt, chat)
         yield row
+
+
+def _prompted(row: Row, prompt: str, chat: bool) -> None:
+    """ConfigError unless the row's prompt is a text or, with `chat`, messages."""
+    value = row.value.get(prompt)
+    if isinstance(value, str):
+        return
+    if not isinstance(value, list):
+        kinds = "string, or list of messages," if chat else "string"
+        raise ConfigError(
+            f"{row.place}: the row has no {kinds} {prompt!r}"
+            + (f", but {value!r:.60}" if value is not None else ""),
+            fix="set dataset.prompt to the row's key that holds the prompt; it has "
+            f"{', '.join(map(repr, row.value)) or 'nothing'}",
+        )
+    if not chat:
+        raise ConfigError(
+            f"{row.place}: {prompt!r} is a list, of messages perhaps, and the job has no chat "
+            "format",
+            fix='set environment.chat, such as "auto", or write the prompt as a text',
+        )
+    try:
+        conversation_of(value, ROLES)
+    except ValueError as error:
+        raise ConfigError(
+            f"{row.place}: {prompt!r} is no conversation: {error}",
+            fix="write each message as {'role', 'content'}, the content a text or parts of type "
+            "'text'",
+        ) from error
 
 
 def travels(place: str, value: dict[str, Any]) -> None:
@@ -78,18 +100,6 @@ def _unsendable(value: dict[str, Any]) -> str:
     return ""
 
 
-def is_messages(value: Any) -> bool:
-    """Whether it is a conversation: messages of text, by the system, the user or others."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str)
-            for m in value
-        )
-    )
-
-
 def _rows(path: Path) -> Iterator[Row]:
     if path.is_dir():
         return _directory(path)
@@ -108,7 +118,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
             place = f"{path}, line {number}"
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                value = json.loads(line) if line else None
+                value = _loaded(line) if line else None
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{place}: not UTF-8 ({error.reason})") from error
             except json.JSONDecodeError as error:
@@ -118,6 +128,13 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 ) from error
             except RecursionError as error:
                 raise ConfigError(f"{place}: lists or tables are nested too deeply") from error
+            except NotFinite as error:
+                held = json.loads(line)
+                said = _culprit(held) if isinstance(held, dict) else "a number is not finite"
+                raise ConfigError(
+                    f"{place}: {said}: {error}",
+                    fix="write null or a finite number, or leave the row out",
+                ) from error
             except ValueError as error:  # more digits than Python reads
                 raise ConfigError(
                     f"{place}: a number that cannot be read ({error})",
@@ -128,6 +145,25 @@ def _jsonl(path: Path) -> Iterator[Row]:
             if not isinstance(value, dict):
                 raise ConfigError(f"{place}: a row is a JSON object, not {type(value).__name__}")
             yield Row(place, value, line)
+
+
+class NotFinite(ValueError):
+    """A number in JSON that is not finite, as written."""
+
+
+def _loaded(line: str) -> Any:
+    return json.loads(line, parse_constant=_refused, parse_float=_finite)
+
+
+def _refused(written: str) -> Any:
+    raise NotFinite(written)
+
+
+def _finite(written: str) -> float:
+    number = float(written)
+    if not math.isfinite(number):
+        raise NotFinite(written)
+    return number
 
 
 def _directory(path: Path) -> Iterator[Row]:

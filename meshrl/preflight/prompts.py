@@ -95,6 +95,6 @@ def said(value: Any) -> str:
     """The text of a prompt, of messages all that they say."""
     if isinstance(value, list):
         return "".join(said(message) for message in value)
-    if isinstance(value, dict):
-        return said(value.get("content"))
+    if isinstance(value, dict):  # a message, or a part of one
+        return said(value.get("content", value.get("text")))
     return value if isinstance(value, str) else ""

@@ -65,7 +65,7 @@ def test_rows_of_a_chat_may_hold_messages(chat_job: Path) -> None:
     line = '{"prompt": [{"role": "user", "content": "1+1="}]}\n'
     (chat_job.parent / "train.jsonl").write_text(line)
     assert load(chat_job, ["environment.chat=qwen3"])
-    with pytest.raises(ConfigError, match="no string 'prompt'"):
+    with pytest.raises(ConfigError, match="'prompt' is a list"):
         load(chat_job, [])
 
 

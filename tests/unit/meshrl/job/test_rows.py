@@ -11,6 +11,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.job.config import EnvironmentConfig, JobConfig
+from common.model.messages import conversation_of
 from meshrl.job import rows, tasksets
 from meshrl.job.bundle import pack
 from meshrl.job.jobfile import load
@@ -148,12 +149,39 @@ def test_a_prompt_may_be_messages_only_in_a_chat(tmp_path: Path) -> None:
     message = {"role": "user", "content": "hello"}
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": [message]}, {"prompt": "hello"}])
     assert len(list(rows.read(path, "prompt", chat=True))) == 2
-    with pytest.raises(ConfigError, match="line 1: the row has no string 'prompt'"):
+    with pytest.raises(ConfigError, match=r"line 1: 'prompt' is a list.* the job has no chat"):
         values(path)
-    for bad in ([], [{"role": "user"}], [{"role": "nobody", "content": ""}], {"role": "user"}):
+    for bad, says in (
+        ([], "line 1: 'prompt' is no conversation: the list of messages is empty"),
+        ([message, {"role": "user"}], "line 1: .*: message 2 .user. has no content"),
+        ([{"role": "nobody", "content": ""}], "message 1 has the role 'nobody'"),
+        ({"role": "user"}, "no string, or list of messages, 'prompt', but {'role'"),
+    ):
         path = jsonl(tmp_path / "rows.jsonl", [{"prompt": bad}])
-        with pytest.raises(ConfigError, match="no string, or list of messages, 'prompt'"):
+        with pytest.raises(ConfigError, match=says):
             list(rows.read(path, "prompt", chat=True))
+
+
+def test_a_mixed_conversation_of_parquet_is_taken(tmp_path: Path) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "a"},
+    ]
+    path = parquet_file(tmp_path / "rows.parquet", [{"prompt": messages}, {"prompt": messages[:1]}])
+    read = [row.value["prompt"] for row in rows.read(path, "prompt", chat=True)]
+    assert read[0][0] == messages[0] | {"tool_calls": None, "tool_call_id": None}
+    assert conversation_of(read[0]) == conversation_of(messages)
+
+
+def test_a_number_of_jsonl_that_is_not_finite_names_line_and_column(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for written in ("NaN", "-Infinity", "1e999", '[0, {"a": -1e400}]'):
+        path.write_text('{"prompt": "a", "n": 1e300}\n{"prompt": "b", "n": ' + written + "}\n")
+        says = r"rows\.jsonl, line 2: column 'n' holds a number that is not finite: "
+        with pytest.raises(ConfigError, match=says):
+            values(path)
 
 
 def test_a_job_takes_parquet_and_a_saved_dataset_and_bundles_them(
