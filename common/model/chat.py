@@ -12,11 +12,12 @@ import importlib.util
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, MeshError
+from common.finite_json import is_finite
 from common.model.messages import Message
 from common.model.tokenizer import WORDS, Tokenizer
 
@@ -250,7 +251,8 @@ class _KnownConversation(Conversation):
         except UNREADABLE as error:
             return Reply("", calls=[ParsedCall("", {}, f"call_{len(before)}", f"{error}"[:200])])
         calls = [_call(c, f"call_{len(before)}_{i}") for i, c in enumerate(parsed.tool_calls)]
-        return Reply(parsed.content or "", parsed.reasoning_content or "", calls)
+        reply = Reply(parsed.content or "", parsed.reasoning_content or "", calls)
+        return _reread(reply, self._chat.tokenizer.decode(list(ids)))
 
     def _extend(self, messages: list[Message]) -> list[int]:
         added = self._bridge(self.ids[: self._turn], self.ids[self._turn :], messages)
@@ -306,6 +308,23 @@ def _is_word(value: Any) -> bool:
     return isinstance(value, str) and value.isidentifier()
 
 
+def _reread(reply: Reply, text: str) -> Reply:
+    """The reply with its calls read from the text, where `renderers` could not read one by its ids:
+    a tag inside a string of a call's JSON is a token like the tag that ends the call.
+    """
+    from common.model.templates.calls import hermes
+
+    if not any(call.problem for call in reply.calls):
+        return reply
+    said = text.partition("</think>")[2] if reply.reasoning else text
+    written = hermes(said)
+    if not written.calls or any(call.problem for call in written.calls):
+        return reply
+    first = reply.calls[0].id.rpartition("_")[0]
+    calls = [replace(c, id=c.id or f"{first}_{i}") for i, c in enumerate(written.calls)]
+    return Reply(written.content.strip(), reply.reasoning, calls)
+
+
 def _call(parsed: Any, identity: str) -> ParsedCall:
     """One attempt at a call; what `renderers` could not parse is told to the model as a problem."""
     name, arguments = parsed.name, parsed.arguments
@@ -313,8 +332,11 @@ def _call(parsed: Any, identity: str) -> ParsedCall:
     if not problem and isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             problem = "invalid json"
+    arguments = {} if arguments is None else arguments
+    if not problem and not is_finite(arguments):
+        problem = "a number of its arguments is not finite"
     if not problem and not (isinstance(name, str) and isinstance(arguments, dict)):
         problem = "a call is a name and an object of arguments"
     return ParsedCall(

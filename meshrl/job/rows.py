@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import msgpack
 
 from common.errors import ConfigError
+from common.finite_json import DECODER, NotFinite
 from common.model.messages import ROLES, conversation_of
 
 
@@ -118,7 +118,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
             place = f"{path}, line {number}"
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                value = _loaded(line) if line else None
+                value = DECODER.decode(line) if line else None
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{place}: not UTF-8 ({error.reason})") from error
             except json.JSONDecodeError as error:
@@ -145,25 +145,6 @@ def _jsonl(path: Path) -> Iterator[Row]:
             if not isinstance(value, dict):
                 raise ConfigError(f"{place}: a row is a JSON object, not {type(value).__name__}")
             yield Row(place, value, line)
-
-
-class NotFinite(ValueError):
-    """A number in JSON that is not finite, as written."""
-
-
-def _loaded(line: str) -> Any:
-    return json.loads(line, parse_constant=_refused, parse_float=_finite)
-
-
-def _refused(written: str) -> Any:
-    raise NotFinite(written)
-
-
-def _finite(written: str) -> float:
-    number = float(written)
-    if not math.isfinite(number):
-        raise NotFinite(written)
-    return number
 
 
 def _directory(path: Path) -> Iterator[Row]:

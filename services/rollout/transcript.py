@@ -66,7 +66,8 @@ class Transcript:
         """The end of a turn's text that ended it."""
         if ids and ids[-1] in self._stop and text.endswith(end := self._decode(ids[-1:])):
             return end
-        places = [place for stop in self._stop_text if (place := text.rfind(stop)) >= 0]
+        # A turn ends with the token that first completes a stop text, so the first is the one.
+        places = [place for stop in self._stop_text if (place := text.find(stop)) >= 0]
         return text[min(places) :] if places else ""
 
 

@@ -79,8 +79,9 @@ class TemplateChat(Chat):
                 fix="use a template for text; those for images take lists of parts",
             )
         special = tokenizer.special_tokens
-        own = _end(self.rendering, special) or files.special_tokens.get("eos_token", "")
-        texts = dict.fromkeys([own, *ends])
+        own = _end(self.rendering, special)
+        self.end = tokenizer.token_to_id(own)  # by which the template closes a turn; None: by none
+        texts = dict.fromkeys([own or files.special_tokens.get("eos_token", ""), *ends])
         found = [i for text in texts if text and (i := tokenizer.token_to_id(text)) is not None]
         if not found:
             raise ConfigError(
@@ -165,15 +166,13 @@ class _TemplateConversation(Conversation):
         self._reply: Message | None = None  # that turn, once it is sampled
         self._thinking = text.rstrip().endswith(THINK)  # the prompt has begun it
         self._calls = 0
-        self._closed = False
+        self._closed_by = -1  # the token that ended that turn; -1: it was cut short
 
     def sampled(self, ids: Sequence[int]) -> Reply:
         stops = self._chat.stop_ids
         self.ids = [*self.ids, *ids]
         said = list(ids)
-        self._closed = bool(said) and said[-1] in stops
-        if self._closed:
-            said.pop()
+        self._closed_by = said.pop() if said and said[-1] in stops else -1
         reasoning, text = self._thought(self._chat.tokenizer.decode(said))
         written = Written(text)
         if self._tools or self._chat.parser != "llama3_json":  # whose calls may be plain JSON
@@ -202,8 +201,10 @@ class _TemplateConversation(Conversation):
         return added
 
     def _follows(self, text: str, mark: str, calls: bool) -> list[int]:
-        """The ids of what `text` has after the marked turn: from the token that ends it on, which
-        a turn that is closed has already.
+        """The ids of what `text` has after the marked turn: from the token that ends it on.
+
+        A closed turn has that token already, or another one in its place. Where the template closes
+        no turn, the token is the mark of the next role, and stays unless the model sampled it.
         """
         tokenizer, stops = self._chat.tokenizer, self._chat.stop_ids
         _, marked, rest = text.rpartition(mark)
@@ -217,7 +218,8 @@ class _TemplateConversation(Conversation):
         added = tokenizer.encode(rest[min(places)[0] :])
         if added[0] not in stops:
             raise ChatBroken("the tokenizer does not encode the token that ends a turn by itself")
-        return added[1:] if self._closed else added
+        has_end = self._closed_by in (added[0], *([] if self._chat.end != added[0] else stops))
+        return added[1:] if has_end else added
 
     def _after(self, before: list[Message], messages: Sequence[Message]) -> str:
         """The conversation, its earlier turns with one call each where the template takes no more

@@ -282,3 +282,9 @@ def test_a_last_observation_is_shown_to_the_reward_and_counted(tokenizer: Tokeni
     job = job_of(Environments(Ending, tokenizer, ""), tokenizer, STOP, max_tokens=10)
     assert to_end(job, full, tokenizer, ["2;"]) == "done"
     assert [turn["text"] for turn in SEEN["turns"]] == ["2;"] and not full.last
+
+
+def test_a_stop_text_that_its_token_holds_twice_is_stripped_whole(tokenizer: Tokenizer) -> None:
+    transcript = Transcript(tokenizer.decode, (), ["!!", "\n", "no"])
+    for text, stop in (("so!!!!", "!!!!"), ("is\n\n", "\n\n"), ("is no\nno", "no\nno"), ("is", "")):
+        assert transcript._ended(text, []) == stop

@@ -216,3 +216,23 @@ def test_the_format_of_a_published_model_is_known_by_its_name(tmp_path: Path) ->
     assert format_of(tmp_path) == "qwen3.5"
     with pytest.raises(ConfigError, match=r"name it in environment\.chat"):
         format_of(tmp_path / "mine")
+
+
+def test_calls_with_tags_in_strings_no_arguments_or_numbers_that_are_none(chat: Chat) -> None:
+    tagged = json.dumps({"name": "add", "arguments": {"a": "</tool_call> and <tool_call>"}})
+    for body, arguments, problem in (
+        (tagged, {"a": "</tool_call> and <tool_call>"}, ""),
+        ('{"name": "add", "arguments": null}', {}, ""),
+        ('{"name": "add", "arguments": {"a": NaN}}', {"a": ...}, "not finite"),
+        ('{"name": "add", "arguments": {"a": 1e999}}', {"a": ...}, "not finite"),
+    ):
+        conversation = chat.begin([{"role": "user", "content": "hi"}], [TOOL])
+        text = f"So.\n<tool_call>\n{body}\n</tool_call><|im_end|>"
+        reply = conversation.sampled(chat.tokenizer.encode(text))
+        assert reply.content == "So." and len(reply.calls) == 1
+        (call,) = reply.calls
+        assert (
+            call.name == "add" and problem in call.problem and bool(problem) == bool(call.problem)
+        )
+        if not problem:
+            assert call.arguments == arguments

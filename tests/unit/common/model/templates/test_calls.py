@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from common.model.templates.calls import PARSERS, parser_of
 from tests.unit.common.model.templates.formats import FORMATS
 
 ADD: tuple[str, Any, str] = ("add", {"a": 1}, "")
+BROKEN = "invalid json"
 BAD = "a call is a name and an object of arguments"
 
 CASES: list[tuple[str, str, str, list[tuple[str, Any, str]]]] = [
@@ -50,6 +52,44 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any, str]]]] = [
     ("mistral", "[TOOL_CALLS]add{nonsense", "", [("add", {}, "invalid json")]),
     ("none", "<tool_call>{}</tool_call>", "<tool_call>{}</tool_call>", []),
 ]
+TAGS = "use <tool_call>, </tool_call>, [TOOL_CALLS] and [ARGS] or <|python_end|>; {"
+SAYS: tuple[str, Any, str] = ("say", {"a": TAGS}, "")
+SAID = json.dumps({"name": "say", "arguments": {"a": TAGS}})
+HERMES = f"<tool_call>{SAID}</tool_call>"
+ARGUMENTS = json.dumps({"a": TAGS})
+LOST: tuple[str, Any, str] = ("", {}, BROKEN)
+NOW: tuple[str, Any, str] = ("now", {}, "")
+MORE: list[tuple[str, str, str, list[tuple[str, Any, str]]]] = [
+    ("hermes", f"so {HERMES}\n{HERMES}", "so ", [SAYS, SAYS]),
+    ("hermes", f"<tool_call>{{</tool_call>{HERMES}", "", [LOST, SAYS]),
+    ("hermes", f"<tool_call>{{{HERMES}", "", [LOST, SAYS]),
+    ("hermes", f"<tool_call>{SAID} and more</tool_call>", "", [LOST]),
+    ("hermes", f"<tool_call>{SAID}", "", [("say", {"a": TAGS}, "unclosed")]),
+    ("hermes", f"<tool_call>{SAID}{HERMES}", "", [("say", {"a": TAGS}, "unclosed"), SAYS]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [NOW]),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [NOW]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "null"}</tool_call>', "", [NOW]),
+    ("llama3_json", SAID, "", [SAYS]),
+    ("llama3_json", f"<|python_start|>{SAID}<|python_end|>; {SAID}", "", [SAYS, SAYS]),
+    ("llama3_json", '{"name": "now", "parameters": null}', "", [NOW]),
+    ("mistral", f"so [TOOL_CALLS][{SAID}, {SAID}]", "so ", [SAYS, SAYS]),
+    ("mistral", f"[TOOL_CALLS]say[ARGS]{ARGUMENTS}[TOOL_CALLS][{SAID}]", "", [SAYS, SAYS]),
+    ("mistral", '[TOOL_CALLS]add[TOOL_CALLS]add{"a": 1}', "", [("add", {}, BROKEN), ADD]),
+    ("mistral", '[TOOL_CALLS]add{"a": 1} so[TOOL_CALLS][]', "", [("add", {}, BROKEN)]),
+    ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": null}]', "", [NOW]),
+]
+NUMBERS: list[tuple[str, str, str]] = [  # parser, text, the call's name
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": [N]}}</tool_call>', ""),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": N}"}</tool_call>', "add"),
+    ("llama3_json", '{"name": "add", "parameters": {"a": N}}', ""),
+    ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": N}}]', ""),
+    ("mistral", '[TOOL_CALLS]add{"a": N}', "add"),
+]
+MORE += [
+    (parser, text.replace("N", number), "", [(name, {}, f"{number} is not a finite number")])
+    for number in ("NaN", "-Infinity", "1e999")
+    for parser, text, name in NUMBERS
+]
 
 
 @pytest.mark.parametrize(("parser", "text", "content", "calls"), CASES)
@@ -59,6 +99,13 @@ def test_calls_are_read(
     written = PARSERS[parser](text)
     assert written.content == content
     assert [(c.name, c.arguments, c.problem) for c in written.calls] == calls
+
+
+def test_tags_in_strings_no_arguments_and_numbers_that_are_none_are_read_or_told() -> None:
+    for parser, text, content, calls in MORE:
+        written = PARSERS[parser](text)
+        assert written.content == content, text
+        assert [(c.name, c.arguments, c.problem) for c in written.calls] == calls, text
 
 
 def test_the_parser_is_what_the_template_teaches() -> None:

@@ -132,6 +132,30 @@ def test_a_turn_is_followed_by_what_the_template_writes_after_its_end(
     assert added == f"{closing}\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
 
 
+# The mark of the next role closes the turn, as in GLM-4.
+OPEN_TURNS = r"""{# <|user|> <|assistant|> <|observation|> <|endoftext|> #}
+{%- for m in messages -%}
+{{ '<|observation|>' if m.role == 'tool' else '<|' ~ m.role ~ '|>' }}{{ '\n' ~ m.content }}
+{%- endfor -%}
+{{ '<|assistant|>' if add_generation_prompt }}
+"""
+
+
+def test_a_template_that_closes_no_turn_keeps_the_mark_of_the_next_role(tmp_path: Path) -> None:
+    ends = ["<|endoftext|>", "<|user|>", "<|observation|>"]
+    chat = chat_of(OPEN_TURNS, tmp_path, ends=ends)
+    for end, mark in (
+        ("<|endoftext|>", "<|user|>"),
+        ("<|observation|>", "<|user|>"),
+        ("<|user|>", ""),  # the model sampled the mark itself
+        ("", "<|user|>"),
+    ):
+        conversation = chat.begin([USER])
+        conversation.sampled(sampled(chat, "\nIt is 3." + end))
+        added = chat.tokenizer.decode(conversation.extend([{"role": "user", "content": "So?"}]))
+        assert added == f"{mark}\nSo?<|assistant|>", end
+
+
 def test_what_is_said_cannot_pass_for_the_turn(tmp_path: Path) -> None:
     chat = chat_of(FORMATS["qwen2.5"], tmp_path)
     conversation = chat.begin([USER])
