@@ -5,6 +5,7 @@ official `mcp` package (https://github.com/modelcontextprotocol/python-sdk).
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from typing import Any
@@ -29,25 +30,40 @@ class McpServer:
         self._session = self._wait(self._ready, START_S)
 
     def tools(self) -> Listed:
-        """The server's tools by name: description, and JSON schema of the arguments. TimeoutError
-        after `START_S`.
+        """The server's tools by name, of all pages: description, and JSON schema of the arguments.
+        TimeoutError after `START_S`.
         """
-        found = self._wait(self._session.list_tools(), START_S).tools
+        found = self._wait(self._pages(), START_S)
         return {tool.name: (tool.description or "", _schema(tool)) for tool in found}
 
     def call(self, tool: str, arguments: Any) -> Any:
-        """What the tool answers: its text, or the structure that it gives; {"error": text} if it
-        failed. TypeError if the arguments are no table, TimeoutError after `CALL_S`.
+        """What the tool answers: its text, in which a line stands for each part that is none, or
+        the structure that it gives alone; {"error": text} if it failed. TypeError if the arguments
+        are no table, TimeoutError after `CALL_S`.
         """
         if not isinstance(arguments, dict):
             raise TypeError(f"an MCP tool takes a table of arguments, not {arguments!r:.80}")
         result = self._wait(self._session.call_tool(tool, arguments), CALL_S)
-        parts = [getattr(part, "text", None) for part in result.content]
-        text = "\n".join(part for part in parts if part is not None)
+        text = "\n".join(map(_shown, result.content))
         if _field(result, "is_error", "isError"):
             return {"error": text}
         structure = _field(result, "structured_content", "structuredContent")
-        return text if parts and None not in parts else structure if structure else text
+        if structure and any(part.type != "text" for part in result.content):
+            return f"{text}\n{json.dumps(structure, ensure_ascii=False)}"
+        return structure if structure and not result.content else text
+
+    async def _pages(self) -> list[Any]:
+        from mcp.types import PaginatedRequestParams
+
+        page = await self._session.list_tools()
+        found, seen = list(page.tools), set()
+        while cursor := _field(page, "next_cursor", "nextCursor"):
+            if cursor in seen:
+                raise RuntimeError(f"tools/list goes on with the page {cursor!r} again")
+            seen.add(cursor)
+            page = await self._session.list_tools(params=PaginatedRequestParams(cursor=cursor))
+            found += page.tools
+        return found
 
     def close(self) -> None:
         """Ends the server's process; TimeoutError if it has not gone after `START_S`."""
@@ -96,6 +112,20 @@ def listed(command: list[str], directory: str) -> Listed:
 def _schema(tool: Any) -> dict[str, Any]:
     schema: dict[str, Any] = _field(tool, "input_schema", "inputSchema")
     return schema
+
+
+def _shown(part: Any) -> str:
+    """A part of an answer as text: what it says, or a line in place of what cannot be shown."""
+    resource = getattr(part, "resource", None)
+    if (text := getattr(resource or part, "text", None)) is not None:
+        return str(text)
+    if part.type == "resource_link":
+        described = f": {part.description}" if part.description else ""
+        return f"[link to {part.name}, {part.uri}{described}]"
+    kind = _field(resource or part, "mime_type", "mimeType") or "unknown type"
+    data = str(getattr(part, "data", None) or getattr(resource, "blob", ""))
+    of = f" {resource.uri}" if resource is not None else ""
+    return f"[{part.type}{of} of {kind}, {len(data) * 3 // 4} bytes: it cannot be shown as text]"
 
 
 def _field(thing: Any, *names: str) -> Any:

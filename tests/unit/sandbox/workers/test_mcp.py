@@ -74,6 +74,25 @@ async def test_its_tools_are_called_and_their_errors_are_for_the_model(folder: s
         await pool.stop()
 
 
+@pytest.mark.rotating(3)
+def test_all_pages_of_tools_are_read_and_no_part_of_an_answer_is_lost(tmp_path: Path) -> None:
+    shutil.copy(SERVER.with_name("gallery.py"), tmp_path)
+    server = mcp_client.McpServer([sys.executable, "gallery.py"], str(tmp_path))
+    try:
+        assert list(server.tools()) == ["picture", "file", "bytes", "link", "chart", "numbers"]
+        shown = {tool: server.call(tool, {}) for tool in server.tools()}
+    finally:
+        server.close()
+    assert shown == {
+        "picture": "a cat\n[image of image/png, 3 bytes: it cannot be shown as text]",
+        "file": "the text of it",
+        "bytes": "[resource file:///b of unknown type, 3 bytes: it cannot be shown as text]",
+        "link": "[link to c, file:///c: all of it]",
+        "chart": '[audio of audio/wav, 3 bytes: it cannot be shown as text]\n{"n": 1}',
+        "numbers": {"n": 1},
+    }
+
+
 @pytest.mark.deep
 async def test_a_server_without_the_tool_fails_the_load(folder: str) -> None:
     with pytest.raises(ToolFailed, match="has no tool 'sunset'; it has forecast, measured"):
