@@ -111,8 +111,9 @@ class EnvironmentConfig(Table):
     # how tool calls are read where a template is used; auto: by what its text teaches
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"
     # whose texts special tokens are made of: the chat template's alone, so that none in a prompt, a
-    # tool's value or an answer begins or ends a turn, or all texts
-    special_tokens: Literal["template", "anywhere"] = "template"
+    # tool's value or an answer begins or ends a turn, or all texts; empty: as template, but without
+    # a chat prompts that hold some are refused
+    special_tokens: Literal["", "template", "anywhere"] = ""
     verifiers: str = ""  # id of a taskset of the `verifiers` package, which is the environment
     verifiers_options: Options = field(default_factory=dict)  # its `[env]` table
     python: File = ""  # the interpreter that has `verifiers`

@@ -9,6 +9,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from common.errors import ConfigError
+from common.model.coverage import Coverage
 from common.model.quoting import Quoting, is_marked
 
 # Special tokens of some tokenizers that are words of a model's turn, and begin or end none.
@@ -51,6 +52,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         special = {t for t in self.special_tokens if t not in WORDS}
+        self._coverage = Coverage(backend)
         self._quoting = Quoting(backend, special.union(structure))
         self.file = file  # the tokenizer.json
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
@@ -107,6 +109,10 @@ class Tokenizer:
     def quoted_tokens(self, text: str) -> list[str]:
         """The special tokens that a text holds as text."""
         return self._quoting.found(text)
+
+    def lost(self, text: str) -> list[str]:
+        """The pieces of a text that the tokenizer drops, or replaces by its unknown token."""
+        return self._coverage.lost(text)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, of its special tokens too, but for those in parts that `quote` has

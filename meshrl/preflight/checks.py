@@ -20,6 +20,7 @@ from meshrl.preflight import (
     programs,
     prompts,
     redis_server,
+    texts,
     tokens,
     weights,
 )
@@ -35,6 +36,7 @@ OF_THE_JOB: tuple[Check, ...] = (
     weights.whole,
     weights.quota,
     prompts.lengths,
+    texts.written,
     graded.graded,
     outputs.writable,
     programs.packages,

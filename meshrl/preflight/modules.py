@@ -1,5 +1,5 @@
 """Imports the job's modules as the mesh will, in a process of their own with a deadline, and opens
-an environment on the first rows.
+an environment on a sample of the rows.
 
 They are copied first, as into a bundle: what lies beside the job file and is not bundled is not
 there on the mesh either.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import re
 import select
 import signal
@@ -22,12 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, MeshError
+from common.model.messages import conversation_of
 from meshrl.job import bundle, rows
-from meshrl.job.jobfile import JobFile, all_references, at
-from meshrl.preflight import prompts, tokens
+from meshrl.job.jobfile import JobFile, all_references
+from meshrl.preflight import prompts, texts, tokens
 from meshrl.preflight.together import raise_all
 
 IMPORT_S = 30.0  # as long as a sandbox lets a worker import
+SAMPLED = 64  # rows of a dataset that an environment opens beside its first one
+SAMPLE_S = 0.4  # for reading them, and for opening them
 QUIET_S = 5.0  # after which somebody who waits is told what for
 DUMP_S = 2.0  # for a killed import to say where it was: milliseconds, on a quiet machine
 SAID_LINES = 3
@@ -51,8 +55,9 @@ def imported(job: JobFile, import_s: float = IMPORT_S, quiet_s: float = QUIET_S)
         asked = {
             "modules": str(modules),
             "references": references,
-            "rows": list(_first_rows(job)) if job.config.environment.use else [],
+            "rows": _sample(job) if job.config.environment.use else [],
             "chat": bool(job.config.environment.chat),
+            "more_s": SAMPLE_S,
         }
         _Trial(job, modules, import_s, quiet_s).run(asked)
 
@@ -76,14 +81,22 @@ def _kind(key: str) -> str:
     return KINDS.get(key, "tool" if key.startswith("environment.tools") else "reward")
 
 
-def _first_rows(job: JobFile) -> Iterator[dict[str, Any]]:
-    """The first row of each dataset."""
-    named = {key: at(job.config, key) for key in ("dataset.train", "dataset.held_out")}
-    for i, dataset in enumerate(job.config.evaluation.datasets):
-        named[f"evaluation.datasets[{i}].path"] = dataset.path
-    for key, path in named.items():
-        for row in itertools.islice(rows.read(Path(path)) if path else (), 1):
-            yield {"key": key, "place": row.place, "value": row.value}
+def _sample(job: JobFile) -> list[dict[str, Any]]:
+    """The first row of each dataset, and then more of them, as far as there is time."""
+    first, more = [], []
+    until = time.monotonic()
+    named = list(prompts.datasets(job))
+    for key, path in named:
+        until += SAMPLE_S / len(named)
+        read = []
+        for row in rows.read(path):
+            read.append({"key": key, "place": row.place, "value": row.value})
+            if time.monotonic() > until:
+                break
+        first += read[:1]
+        more.append(random.Random(0).sample(read[1:], min(SAMPLED, len(read[1:]))))
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*more))
+    return first + [row | {"more": True} for row in turns if row is not None]
 
 
 class _Trial:
@@ -93,6 +106,7 @@ class _Trial:
         self.job, self.modules = job, modules
         self.import_s, self.quiet_s = import_s, quiet_s
         self.trying, self.key = "", ""
+        self.texts = texts.Texts(job)
 
     def run(self, asked: dict[str, Any]) -> None:
         read, write = os.pipe()
@@ -135,6 +149,8 @@ class _Trial:
                     yield self._wrong(**line["wrong"])
                 seen.add(same)
             else:
+                yield from self.texts.errors()
+                self.texts.tell()
                 return
         code = _ended_with(process.pid)
         yield self._hangs(process, log) if code is None else self._ended(code, log)
@@ -184,9 +200,19 @@ class _Trial:
 
     def _opened(self, key: str, place: str, prompt: Any) -> Iterator[MeshError]:
         """A prompt that open() returned: it can be written, and leaves room."""
+        said = prompt.get("messages") if isinstance(prompt, dict) else prompt
+        try:
+            if self.job.config.environment.chat:
+                conversation_of(said)
+        except ValueError as error:
+            wrong = f"open() returned no prompt that a chat takes: {error}, of {place}"
+            yield self.job.fail("environment.use", f"environment.use: {wrong}", MEND)
+            return
+        prompt = said
         try:
             tokenizer = tokens.tokenizer_of(self.job)
             counted = prompts.count_tokens(self.job, key, place, prompts.said(prompt), tokenizer)
+            self.texts.look(key, place, [prompts.said(prompt)])
             if counted + 1 > self.job.config.rollout.max_tokens:
                 prompts.refuse_long(self.job, key, [(place, counted)], "the prompt has")
         except ConfigError as error:

@@ -27,9 +27,9 @@ def lengths(job: JobFile) -> None:
         return
     tokenizer, room = tokenizer_of(job), config.rollout.max_tokens
     until = time.monotonic() + LOOK_S
-    for key, path in _datasets(job):
+    for key, path in datasets(job):
         answer = config.dataset.response if config.supervised and key == "dataset.train" else ""
-        read = list(_texts(path, config.dataset.prompt, answer, until))
+        read = list(texts_of(path, config.dataset.prompt, answer, until))
         read.sort(key=lambda entry: -sum(map(len, entry[1])))
         long: list[tuple[str, int]] = []
         for place, texts in read:
@@ -74,7 +74,8 @@ def count_tokens(
         raise job.fail(key, f"{place}: {error.message}", error.fix) from error
 
 
-def _datasets(job: JobFile) -> Iterator[tuple[str, Path]]:
+def datasets(job: JobFile) -> Iterator[tuple[str, Path]]:
+    """The key and path of each dataset."""
     for key in ("dataset.train", "dataset.held_out"):
         if name := at(job.config, key):
             yield key, Path(name)
@@ -82,7 +83,7 @@ def _datasets(job: JobFile) -> Iterator[tuple[str, Path]]:
         yield f"evaluation.datasets[{i}].path", Path(dataset.path)
 
 
-def _texts(path: Path, prompt: str, answer: str, until: float) -> Iterator[tuple[str, list[str]]]:
+def texts_of(path: Path, prompt: str, answer: str, until: float) -> Iterator[tuple[str, list[str]]]:
     """(place, what is to be encoded) of the rows that are read in time."""
     keys = [prompt, answer] if answer else [prompt]
     for row in rows.read(path):

@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -59,9 +60,9 @@ def main() -> None:
 class Unfit(Exception):
     """What a reference names cannot be what the job file says it is; `fix` says what could."""
 
-    def __init__(self, wrong: str, fix: str = "", place: str = "") -> None:
+    def __init__(self, wrong: str, fix: str = "", place: str = "", absent: str = "") -> None:
         super().__init__(wrong)
-        self.fix, self.place = fix, place
+        self.fix, self.place, self.absent = fix, place, absent
 
 
 def imported(use: str) -> Any:
@@ -98,8 +99,15 @@ def place_of(found: Any) -> str:
 
 
 def opened(factory: Any, use: str, asked: dict[str, Any], say: Say) -> None:
-    """Opens the first row of each dataset, as the mesh will open all of them."""
+    """Opens the first row of each dataset, as the mesh will open all of them, and as many of the
+    others as there is time for.
+    """
+    until = float("inf")
     for row in asked["rows"]:
+        if row.get("more"):
+            until = min(until, time.monotonic() + asked["more_s"])
+            if time.monotonic() > until:
+                return
         say(trying=f"environment.use: open() of {row['place']}")
         environment = factory()
         absent = [m for m in ("open", "step") if not callable(getattr(environment, m, None))]
@@ -111,13 +119,16 @@ def opened(factory: Any, use: str, asked: dict[str, Any], say: Say) -> None:
             )
         try:
             prompt = environment.open(row["value"])
-        except KeyError as error:
+        except Exception as error:
             wrong = f"{type(error).__name__}: {error}, of {row['place']}"
-            raise Unfit(wrong, place=place(error, asked["modules"])) from None
+            missing = error.filename if isinstance(error, FileNotFoundError) else None
+            where = place(error, asked["modules"])
+            raise Unfit(wrong, place=where, absent=str(missing or "")) from None
         wanted = (str, list, dict) if asked["chat"] else (str,)
         if not isinstance(prompt, wanted):
             raise Unfit(
-                f"open() returned {type(prompt).__name__}, not the prompt as str",
+                f"open() returned {type(prompt).__name__}, not the prompt as str, of "
+                f"{row['place']}",
                 "Messages take environment.chat"
                 if isinstance(prompt, list | dict)
                 else "Return text",
@@ -126,7 +137,8 @@ def opened(factory: Any, use: str, asked: dict[str, Any], say: Say) -> None:
         try:
             json.dumps(prompt)
         except (TypeError, ValueError) as error:
-            raise Unfit(f"open() returned what is no plain data: {error}") from None
+            wrong = f"open() returned what is no plain data: {error}, of {row['place']}"
+            raise Unfit(wrong) from None
         say(opened={"place": row["place"], "key": row["key"], "prompt": prompt})
         if callable(close := getattr(environment, "close", None)):
             close()
@@ -135,7 +147,8 @@ def opened(factory: Any, use: str, asked: dict[str, Any], say: Say) -> None:
 def described(error: BaseException, modules: str) -> dict[str, str]:
     """What an exception says, where, and what to do."""
     if isinstance(error, Unfit):
-        return {"said": str(error), "place": error.place, "fix": error.fix}
+        said = str(error)[:2000]
+        return {"said": said, "place": error.place, "fix": error.fix, "absent": error.absent}
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     absent = ""
     if isinstance(error, FileNotFoundError) and error.filename:

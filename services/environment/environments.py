@@ -72,7 +72,9 @@ class Environments:
     def _described(self, error: Exception) -> str:
         """Type, text and the line of the author's code."""
         if isinstance(error, BadAnswer):
-            return placed(encodable(str(error)), beginning_of(error.function, self._modules))
+            own = isinstance(getattr(error.function, "__self__", None), SingleTurn)
+            place = "" if own else beginning_of(error.function, self._modules)
+            return placed(encodable(str(error)), place)
         text = f"{type(error).__name__}: {error}"
         return placed(encodable(text), place_of(error, self._modules))
 

@@ -21,6 +21,7 @@ from services.environment.actions import Answer, BadAnswer, asked, score
 from services.environment.tools import BadCall, BuiltIn
 
 Action = list[Any]
+SHOWN = 5  # pieces of a text that an error names
 
 
 class Session(Protocol):
@@ -72,6 +73,7 @@ class TextSession:
                 "environment.chat",
                 self._environment.open,
             )
+        expressed(self._tokenizer, text, self._environment.open)
         return self._tokenizer.begin(text, quote=self._quotes)
 
     def answer(self, value: Any) -> list[int]:
@@ -149,6 +151,8 @@ class ChatSession:
             raise BadAnswer(
                 f"the prompt is none that a chat takes: {error}", self._environment.open
             ) from None
+        for message in self._opening[0]:
+            expressed(self._tokenizer, message["content"], self._environment.open)
         self._conversation = self._chat.begin(*self._opening)
         return self._conversation.ids
 
@@ -227,6 +231,16 @@ class ChatSession:
                 f"{function.__name__}() appends no messages: {error}", function
             ) from None
         return acted(answer, self.conversation.extend(messages))
+
+
+def expressed(tokenizer: Tokenizer, prompt: str, function: Any) -> None:
+    """BadAnswer when a prompt would be trained without some of its characters."""
+    if lost := tokenizer.lost(prompt):
+        raise BadAnswer(
+            f"the tokenizer drops or replaces {', '.join(map(repr, lost[:SHOWN]))} of the prompt "
+            f"{prompt!r:.80}",
+            function,
+        )
 
 
 def parts_of(opened: dict[str, Any], specs: list[Message]) -> tuple[Any, list[Message]]:
