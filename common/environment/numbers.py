@@ -12,8 +12,6 @@ def finite_number(value: Any, name: str) -> float:
 
     TypeError for another type, such as the text of a number; ValueError for what is not finite.
     """
-    if type(value).__name__ == "bool_":  # numpy's
-        return float(bool(value))
     if not isinstance(value, Real):
         raise TypeError(f"{name} is a finite number, not {value!r:.80}, a {type(value).__name__}")
     try:

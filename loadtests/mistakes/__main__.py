@@ -21,6 +21,7 @@ from pathlib import Path
 
 from loadtests.mistakes import (
     commands,
+    conversations,
     datasets,
     functions,
     hosts,
@@ -41,6 +42,7 @@ ALL: tuple[Mistake, ...] = (
     *trajectories.MISTAKES,
     *hosts.MISTAKES,
     *commands.MISTAKES,
+    *conversations.MISTAKES,
 )
 
 

@@ -79,7 +79,7 @@ def test_answers_that_mix_what_does_not_go_together_are_refused_by_name() -> Non
 def test_one_rule_holds_for_numbers() -> None:
     for value in (1, True, 0.5, np.int64(2), np.float16(1), Fraction(1, 2), 1e300):
         assert finite_number(value, "it") == float(value)
-    others: list[Any] = ["1", None, [], Decimal(1), 1j, np.zeros(1)]
+    others: list[Any] = ["1", None, np.True_, [], Decimal(1), 1j, np.zeros(1)]
     for other in others:
         with pytest.raises(TypeError, match="it is a finite number"):
             finite_number(other, "it")
