@@ -21,11 +21,13 @@ from services.sandbox.answer import Answer
 from services.sandbox.grading import called, isolated, printed, real_pytest
 from services.sandbox.grading.answers import answer_of
 from services.sandbox.grading.attempt import Attempt
+from services.sandbox.grading.prelude import prelude_of
 from services.sandbox.grading.programs import prefixed, program_of
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import JailFailed
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.slots import JailSlots
+from services.sandbox.jail import judged
 
 
 class Grading:
@@ -52,7 +54,10 @@ class Grading:
             program = program_of(answer, prefix, cases.names(tests), style == shapes.STDIN)
             passed = [False]
             if program.strip():
-                passed = await self._passed(prefixed(prefix, program), tests)
+                source = prefixed(prefix, program)
+                if isinstance(tests, CalledTests) or judged.CLASS in cases.names(tests):
+                    source = prefixed(prelude_of(source), source)
+                passed = await self._passed(source, tests)
         except Unsupported as error:
             return Answer(UNSUPPORTED, None, str(error))
         except (BadTests, LookupError, TypeError, ValueError, AttributeError) as error:
