@@ -126,7 +126,7 @@ class Sessions:
         return ran
 
     async def _begin(self, name: str, session: _Session) -> None:
-        jail = await self._launcher.open({"mode": "cells"}, self._limits, cells=True)
+        jail = await self._launcher.open({"mode": "cells"}, self._limits, cells=True, stands=True)
         session.jail = jail
         if session.ended:
             jail.close()

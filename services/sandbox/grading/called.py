@@ -11,7 +11,7 @@ from typing import Any
 from common.errors import BadMessage, PeerLost
 from common.grading.cases import Called
 from common.grading.support import Unsupported
-from services.sandbox.grading.attempt import RETRIES, SEND_S, Attempt, answering, ended
+from services.sandbox.grading.attempt import SEND_S, Attempt, answering
 from services.sandbox.grading.equality import same
 from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail
 from services.sandbox.isolation.pipes import FRAME_BYTES
@@ -29,17 +29,16 @@ async def passed(attempt: Attempt, source: str, function: str, cases: list[Calle
         _sendable(case)
     program = {"mode": "calls", "source": source, "function": function, "graded": True}
     async with attempt.slots.one():
-        early = 0  # jails that ended before they were asked
         while len(found) < len(cases) and not attempt.over(found):
-            jail = await attempt.launcher.open(program, attempt.limits, cells=True)
+            jail = await attempt.launcher.open(program, attempt.limits, cells=True, stands=True)
             try:
-                if await _answer(attempt, jail, None) is None:  # it does not even load
-                    await ended(jail)
-                    break
+                if await _answer(attempt, jail, None) is None:
+                    if await attempt.blames(jail):  # it does not even load
+                        break
+                    continue
                 while len(found) < len(cases) and not attempt.over(found):
                     answer = await _answer(attempt, jail, cases[len(found)])
-                    if answer is None and not await ended(jail) and early < RETRIES:
-                        early += 1
+                    if answer is None and not await attempt.blames(jail):
                         break  # another jail is asked
                     found.append(_right(attempt, answer, cases[len(found)]))
                     if answer is None:
@@ -51,7 +50,10 @@ async def passed(attempt: Attempt, source: str, function: str, cases: list[Calle
 
 
 async def _answer(attempt: Attempt, jail: Jail, case: Called | None) -> dict[str, Any] | None:
-    """What the guest says to a call, or to nothing at its start; None if it has ended."""
+    """What the guest says to a call, or to nothing at its start; None if it has ended.
+
+    The clock of a start stands, until it has taken as long as a case may.
+    """
     assert jail.cells is not None
     token = secrets.token_hex(8)
     with contextlib.suppress(PeerLost, BadMessage), answering():
@@ -63,8 +65,15 @@ async def _answer(attempt: Attempt, jail: Jail, case: Called | None) -> dict[str
             await jail.cells.send(attempt.clock, asked, SEND_S)
         patience = SLOWEST * attempt.limits.wall_s + GRACE_S
         waited = asyncio.ensure_future(jail.cells.receive(attempt.clock, patience))
+        ends = {waited, jail.output.over}
         try:
-            await asyncio.wait({waited, jail.output.over}, return_when="FIRST_COMPLETED")
+            if not case:
+                limit_s = attempt.limits.wall_s
+                await asyncio.wait(ends, timeout=limit_s, return_when="FIRST_COMPLETED")
+                jail.turn(not waited.done())
+            await asyncio.wait(ends, return_when="FIRST_COMPLETED")
+            if not case:
+                jail.turn(False)
             if waited.done():
                 found: dict[str, Any] = waited.result()
                 return found if not case or found.get("call") == token else None

@@ -17,11 +17,9 @@ from common.errors import BadMessage, PeerLost
 from common.grading.cases import BadTests
 from common.grading.support import Unsupported
 from services.sandbox.grading.attempt import (
-    RETRIES,
     SEND_S,
     Attempt,
     answering,
-    ended,
 )
 from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail
 from services.sandbox.isolation.limits import MIB
@@ -36,19 +34,19 @@ async def passed(attempt: Attempt, source: str, tests: str) -> list[bool]:
     found: list[bool] = []
     count = 1
     async with attempt.slots.one():
-        early = 0
         while len(found) < count and not attempt.over(found):
             pair = await _pair(attempt, source, tests)
             try:
                 count = await _collected(attempt, pair)
-                if not count:  # the solution does not load
-                    await _both_ended(pair)
-                    break
+                if not count:
+                    if await _blamed(attempt, pair):  # the solution does not load
+                        break
+                    count = 1
+                    continue
                 while len(found) < count and not attempt.over(found):
                     verdict = await _test(attempt, pair, len(found))
                     over = verdict is None or verdict.get("lost") is True
-                    if over and not await _both_ended(pair) and early < RETRIES:
-                        early += 1
+                    if over and not await _blamed(attempt, pair):
                         break
                     found.append(verdict is not None and verdict.get("passed") is True)
                     if over:
@@ -68,7 +66,7 @@ async def _pair(attempt: Attempt, source: str, tests: str) -> tuple[Jail, Jail]:
     try:
         program: dict[str, Any] = {"mode": "objects", "source": source}
         limits = attempt.limits
-        solution = await attempt.launcher.open(program, limits, peer=one.fileno())
+        solution = await attempt.launcher.open(program, limits, peer=one.fileno(), stands=True)
         program = {"mode": "tests", "source": tests, "patience_s": UNTOLD * limits.wall_s}
         program["files"] = attempt.launcher.tier != "landlock"  # there, /tmp is that of the host
         # By the clock the tests also wait for the solution; CPU time counts as ever.
@@ -135,7 +133,7 @@ async def _said(attempt: Attempt, pair: tuple[Jail, Jail]) -> dict[str, Any] | N
         solution.turn(frame["turn"] is True)
 
 
-async def _both_ended(pair: tuple[Jail, Jail]) -> bool:
-    """Both had begun; see `ended`."""
-    begun = [await ended(jail) for jail in pair]
-    return all(begun)
+async def _blamed(attempt: Attempt, pair: tuple[Jail, Jail]) -> bool:
+    """True if neither jail is to be replaced; see `Attempt.blames`."""
+    blamed = [await attempt.blames(jail) for jail in pair]
+    return all(blamed)

@@ -24,9 +24,10 @@ async def _printed(attempt: Attempt, source: str, case: Printed) -> bool:
     wanted = max(len(text.encode()) for text in case.accepted)
     limits = attempt.limits
     limits = replace(limits, output_bytes=limits.output_bytes + SPACES * wanted)
+    program = {"mode": "program", "source": source, "graded": True}
     async with attempt.slots.one():
-        program = {"mode": "program", "source": source, "graded": True}
-        ran = await attempt.launcher.run(program, limits, case.stdin.encode())
+        while (ran := await attempt.launcher.run(program, limits, case.stdin.encode())).starved:
+            attempt.starved(ran)
     attempt.late += ran.status == TIMEOUT
     said = ran.stdout.decode("utf-8", "replace")
     return (

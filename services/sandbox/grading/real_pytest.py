@@ -8,12 +8,13 @@ asked for, and another one goes on behind it. What a program can forge is in doc
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common.errors import BadMessage, PeerLost
+from common.errors import BadMessage, DeadlineExceeded, PeerLost
 from common.grading import shapes, suites
 from common.grading.cases import BadTests
 from common.grading.support import Unsupported
@@ -22,7 +23,6 @@ from services.sandbox.grading.attempt import (
     SEND_S,
     Attempt,
     answering,
-    ended,
 )
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail
@@ -46,14 +46,12 @@ async def passed(attempt: Attempt, suite: Suites, source: str, tests: str) -> li
     found: list[bool] = []
     async with attempt.slots.one():
         known = await _known(attempt, suite, tests)
-        early = 0
         while len(found) < len(known) and not attempt.over(found):
             program = {"source": source, "tests": tests}
             jail = await _jail(attempt, suite, program)
             try:
-                said = await _word(attempt, jail)
-                if said is None and not await ended(jail) and early < RETRIES:
-                    early += 1
+                said = await _first_word(attempt, jail)
+                if said is None and not await attempt.blames(jail):
                     continue
                 collected = _names(said)
                 if not collected:  # the solution does not load
@@ -66,8 +64,7 @@ async def passed(attempt: Attempt, suite: Suites, source: str, tests: str) -> li
                         found.append(False)
                         continue
                     outcome = await _outcome(attempt, jail, len(found))
-                    if outcome is None and not await ended(jail) and early < RETRIES:
-                        early += 1
+                    if outcome is None and not await attempt.blames(jail):
                         break
                     found.append(outcome == PASSED)
                     if outcome is None:
@@ -80,7 +77,7 @@ async def passed(attempt: Attempt, suite: Suites, source: str, tests: str) -> li
 
 async def _jail(attempt: Attempt, suite: Suites, program: dict[str, Any]) -> Jail:
     limits = replace(attempt.limits, memory_bytes=attempt.limits.memory_bytes + PYTEST_BYTES)
-    return await suite.launcher.open({"mode": "suite", **program}, limits, cells=True)
+    return await suite.launcher.open({"mode": "suite", **program}, limits, cells=True, stands=True)
 
 
 async def _known(attempt: Attempt, suite: Suites, tests: str) -> list[str]:
@@ -105,10 +102,10 @@ async def _looked(attempt: Attempt, suite: Suites, tests: str) -> dict[str, Any]
     for _ in range(RETRIES):
         jail = await _jail(attempt, suite, {"tests": tests})
         try:
-            said = await _word(attempt, jail)
+            said = await _first_word(attempt, jail)
             if said is not None:
                 return said
-            if await ended(jail):
+            if await attempt.blames(jail):
                 break
         finally:
             jail.close()
@@ -178,6 +175,18 @@ async def _outcome(attempt: Attempt, jail: Jail, number: int) -> str | None:
     if said is None or said.get("token") != token or said.get("test") != number:
         return None
     return str(said.get("outcome"))
+
+
+async def _first_word(attempt: Attempt, jail: Jail) -> dict[str, Any] | None:
+    """The first word, as `_word`; the jail's clock stands until it has taken as long as a test."""
+    assert jail.cells is not None
+    with contextlib.suppress(DeadlineExceeded):
+        async with attempt.clock.timeout(attempt.limits.wall_s, "a collection of tests"):
+            return await _word(attempt, jail)
+    jail.turn(True)
+    said = await _word(attempt, jail)
+    jail.turn(False)
+    return said
 
 
 async def _word(attempt: Attempt, jail: Jail) -> dict[str, Any] | None:

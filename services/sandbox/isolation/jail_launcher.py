@@ -191,17 +191,19 @@ class JailLauncher:
         *,
         cells: bool = False,
         peer: int = -1,
+        stands: bool = False,
     ) -> Jail:
         """A jail in which `program` begins to run; the caller finishes or closes it.
 
         With `cells` it has a pipe to the guest beside the keeper's. `peer` is a descriptor of the
-        guest's, which stays the caller's.
+        guest's, which stays the caller's. With `stands` its wall clock stands until its first lap,
+        or until it is its turn (`Jail.turn`).
         """
         attempt = 0
         while True:
             attempt += 1
             try:
-                return await self._begun(program, limits, stdin, cells, peer)
+                return await self._begun(program, limits, stdin, cells, peer, stands)
             except (BrokenPipeError, ConnectionResetError, ZygoteSilent) as error:
                 if attempt == TRIES:
                     raise JailFailed(f"no jail: {error}", where="sandbox") from error
@@ -210,10 +212,16 @@ class JailLauncher:
                 raise JailFailed(f"no jail: {error}", where="sandbox", fix=fix) from error
 
     async def _begun(
-        self, program: dict[str, Any], limits: JailLimits, stdin: bytes, cells: bool, peer: int
+        self,
+        program: dict[str, Any],
+        limits: JailLimits,
+        stdin: bytes,
+        cells: bool,
+        peer: int,
+        stands: bool,
     ) -> Jail:
         """One that its zygote says it has forked, and that has what it is to run."""
-        jail, zygote, answer = await self._asked(limits, stdin, cells, peer)
+        jail, zygote, answer = await self._asked(limits, stdin, cells, peer, stands)
         telling: asyncio.Task[None] | None = None
         try:
             if len(program.get("source", "")) < AT_ONCE:
@@ -242,7 +250,7 @@ class JailLauncher:
             await jail.keeper.send(self.clock, {"nonce": jail.nonce}, SEND_S)
 
     async def _asked(
-        self, limits: JailLimits, stdin: bytes, cells: bool, peer: int
+        self, limits: JailLimits, stdin: bytes, cells: bool, peer: int, stands: bool
     ) -> tuple[Jail, Zygote, asyncio.Future[None]]:
         """A jail that a zygote has been asked for, and what will be its answer."""
         await self.start()
@@ -282,6 +290,7 @@ class JailLauncher:
             request: dict[str, Any] = {"limits": limits.document(), "descriptors": list(fds)}
             request["nice"] = 0 if self._homes and self._homes.cpu else GUEST_NICE
             request["counted"] = group is not None
+            request["stands"] = stands
             request["user"] = users.block(zygote.child.pid) + slot if slot >= 0 else 0
             if self.tier == "landlock":
                 place = scratch.make(request["user"])

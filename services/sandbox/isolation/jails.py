@@ -40,6 +40,8 @@ class Ran:
     error: str = ""
     laps: int = 0  # laps that had begun before it ended
     refused: tuple[str, ...] = ()  # system calls that it asked for and did not get, each once
+    by_clock: bool = False  # it was ended by the wall clock
+    starved: bool = False  # by the clock, though it had waited for the host and not by itself
 
 
 def wanted(refused: tuple[str, ...]) -> str:
@@ -180,6 +182,8 @@ class Jail:
             error,
             int(report.get("laps", 0)),
             refused,
+            report.get("timeout") in ("wall", "starved"),
+            report.get("timeout") == "starved",
         )
 
     def _status(self, report: dict[str, Any], over: bool) -> tuple[str, str]:
@@ -188,6 +192,8 @@ class Jail:
             return OUTPUT_LIMIT, f"over {limits.output_bytes} bytes of output"
         if report.get("timeout") == "wall":
             return TIMEOUT, f"over {limits.wall_s:g} s of wall clock time"
+        if report.get("timeout") == "starved":
+            return TIMEOUT, "the host gave it no core, disk or question for too long"
         if report.get("timeout"):
             return TIMEOUT, f"over {limits.cpu_s:g} s of CPU time"
         memory = f"over {limits.memory_bytes >> 20} MiB of memory"

@@ -78,7 +78,16 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> 
         settings = request["limits"]
         together = None if request["counted"] else _memory(settings["memory_bytes"], cpu, tier)
         watching = watch.Watch(
-            child, channel, wake, ready, settings, cpu, signal_all, refused, together
+            child,
+            channel,
+            wake,
+            ready,
+            settings,
+            cpu,
+            signal_all,
+            refused,
+            together,
+            request.get("stands", False),
         )
         report = {**watching.until_ended(), "refused": refused.numbers}
         if not watching.set_up():

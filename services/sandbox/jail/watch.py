@@ -18,6 +18,7 @@ BLIND_LOOK_S = 0.03  # most between two looks once processes have come and gone 
 LOOK_SHARE = 20  # times the CPU time of a look: the keeper of a large jail does not only look
 SLOWEST, SLOWEST_S = 10, 20.0  # times its wall clock limit, and more: waiting for cores included
 SETTING_UP_S = 0.1  # between two looks whether a guest has been set up that takes long
+DISK_LOOK_S = 0.05  # between two looks at a guest that waits for the disk
 FROZEN_S = 3600.0  # between two looks at who cannot run
 STOPPED_LOOK_S, STOPPED_S = 0.05, 2.0  # between looks at who was stopped by a signal: ever longer
 CORES = os.cpu_count() or 1  # that are online
@@ -61,7 +62,9 @@ class Watch:
         signal_all: Callable[[int], None],
         refusals: Refusals,
         together: memory.Watched | None,
+        stands: bool = False,
     ) -> None:
+        """`stands`: the wall clock stands until the first lap, or until a turn begins."""
         self._child, self._channel, self._wake = child, channel, wake
         self._limits, self._cpu, self._signal_all = limits, cpu, signal_all
         self._refusals, self._memory = refusals, together
@@ -77,6 +80,9 @@ class Watch:
         self._next_look = self._lap + FIRST_LOOK_S  # when the clocks are read again
         self._stood_s = 0.0  # of this lap, in which the wall clock stood
         self._stands: tuple[float, float, float] | None = None  # since when it does
+        if stands:
+            self._lap_stolen = stolen()
+            self._stands = (self._lap, 0.0, self._lap_stolen)
         self._over: dict[str, Any] | None = None  # the report, once the guest has ended
         self._poller = select.poll()
         self._poller.register(channel, select.POLLIN)
@@ -186,12 +192,14 @@ class Watch:
         ready = self.set_up()
         elapsed = time.monotonic() - self._lap
         if elapsed > SLOWEST * self._limits["wall_s"] + SLOWEST_S:
-            return -1.0, "wall"
+            return -1.0, "starved"
         cpu, wall = self._limits["cpu_s"] - used, self._limits["wall_s"] - elapsed + self._stood_s
         if self._stands is not None:
             wall = self._limits["wall_s"]
         if wall <= 0:
             wall = wall + self._excused(used) if ready else SETTING_UP_S
+            if wall <= 0 and self._waits_for_disk():
+                wall = DISK_LOOK_S
         return (cpu / self._parallel, "cpu") if cpu < wall else (wall, "wall")
 
     def _excused(self, used: float) -> float:
@@ -204,6 +212,19 @@ class Watch:
         ran, queued = self._of_interpreter()
         others = max(0.0, used - (ran - self._lap_ran))
         return lost + max(0.0, queued - self._lap_queued - others)
+
+    def _waits_for_disk(self) -> bool:
+        """True if the first thread is in an uninterruptible wait that is none for a child.
+
+        A sleeping program is interruptible; the parent of a `vfork` is not, and has a child.
+        """
+        try:
+            with open(f"/proc/{self._child}/stat", "rb") as file:
+                state = file.read().rpartition(b")")[2].split()[0]
+            with open(f"/proc/{self._child}/task/{self._child}/children", "rb") as file:
+                return state == b"D" and not file.read()
+        except OSError:
+            return False
 
     def _of_interpreter(self) -> tuple[float, float]:
         """Seconds that its first thread has run, and has waited for a core."""

@@ -33,6 +33,7 @@ SLACK_BYTES = 64 << 20  # memory beside the guest's and its files
 LEAVING_S = 2.0  # for a container to end by itself when its jail has
 SAID_BYTES = 4096  # kept of what the runner says on its standard error
 REPORT_BYTES = 1 << 16
+TIMEOUTS = ("cpu", "wall", "starved")  # that a report may name
 TEXT, CALLS = 2000, 512  # characters, and system calls by name, that a report may have
 
 
@@ -69,6 +70,7 @@ class Bridge:
         self._asked, self._reported, self._hello = bytearray(), bytearray(), bytearray()
         self._nonce = ""
         self._laps = 0
+        self._stands = bool(request.get("stands", False))
         self._report: dict[str, Any] | None = None
 
     def run(self) -> NoReturn:
@@ -176,7 +178,7 @@ class Bridge:
             if not self._hello and time.monotonic() - started > START_S:
                 raise Failed(f"the container has not started after {START_S:g} s")
             if clock is None and self._hello and self._nonce:
-                clock = Clock(self._limits)
+                clock = Clock(self._limits, stands=self._stands)
             if clock is not None and (end := clock.look()):
                 return self._stopped(end, clock)
 
@@ -200,6 +202,10 @@ class Bridge:
                 self._laps += 1
                 if clock is not None:
                     clock.lap(bool(frame.get("pause")))
+            if "turn" in frame:
+                self._stands = not frame["turn"]
+                if clock is not None:
+                    clock.turn(bool(frame["turn"]))
         return clock
 
     def _finished(self) -> bool:
@@ -280,7 +286,8 @@ class Bridge:
 class Clock:
     """The time of a container, seen from outside; each lap begins it anew."""
 
-    def __init__(self, limits: dict[str, Any]) -> None:
+    def __init__(self, limits: dict[str, Any], stands: bool = False) -> None:
+        """`stands`: until the first lap, or until a turn begins."""
         self._limits = limits
         self._memory_most = limits["memory_bytes"] + limits["scratch_bytes"] + SLACK_BYTES
         use = self._use(memory=True)
@@ -289,6 +296,7 @@ class Clock:
         self._paused = False
         self.cpu_s = self.wall_s = 0.0
         self._lap(use)
+        self.turn(not stands)
 
     def lap(self, pause: bool) -> None:
         self._paused = pause
@@ -298,6 +306,16 @@ class Clock:
         self._at, self._before, self._stolen = time.monotonic(), use, watch.stolen()
         self._last: tuple[float, usage.Use] = (self._at, use)
         self._unseen_s = 0.0
+        self._stood_s, self._stands_since = 0.0, 0.0
+
+    def turn(self, ours: bool) -> None:
+        """Lets the clock run, or stand."""
+        now = time.monotonic()
+        if not ours:
+            self._stands_since = self._stands_since or now
+        elif self._stands_since:
+            self._stood_s += now - self._stands_since
+            self._stands_since = 0.0
 
     def _use(self, memory: bool) -> usage.Use:
         return usage.of(usage.tree(os.getpid()), memory)
@@ -323,8 +341,10 @@ class Clock:
             return ""
         if cpu > limits["cpu_s"] + CPU_MORE_S:
             return "cpu"
-        most = watch.SLOWEST * limits["wall_s"] + watch.SLOWEST_S
-        return "wall" if elapsed - waited > limits["wall_s"] or elapsed > most else ""
+        if elapsed > watch.SLOWEST * limits["wall_s"] + watch.SLOWEST_S:
+            return "starved"
+        ran_s = elapsed - waited - self._stood_s
+        return "wall" if not self._stands_since and ran_s > limits["wall_s"] else ""
 
     def _waited(self, use: usage.Use, now: float) -> float:
         """Seconds of this lap without a core. The kernel counts a wait when it ends: one that goes
@@ -347,7 +367,7 @@ def plain(report: dict[str, Any]) -> dict[str, Any]:
         return {
             "nonce": str(report["nonce"]),
             "exit": int(report["exit"]),
-            "timeout": {"cpu": "cpu", "wall": "wall"}.get(str(report.get("timeout")), ""),
+            "timeout": said if (said := str(report.get("timeout"))) in TIMEOUTS else "",
             "cpu_s": float(report.get("cpu_s", 0.0)),
             "wall_s": float(report.get("wall_s", 0.0)),
             "laps": int(report.get("laps", 0)),

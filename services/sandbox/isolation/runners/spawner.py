@@ -90,6 +90,7 @@ class Containers:
             "user": request["user"] or PLAIN_ID,
             "nice": 0,
             "counted": request["counted"],
+            "stands": request.get("stands", False),
         }
         flags = ["-I", "-S"] if spawner.isolated else ["-I"]
         code = SHOWN.format(INSIDE) if runner.bundled else CARRIED

@@ -201,7 +201,7 @@ class Side:
         asked = self._asked
         self._send({"do": operation, "to": number, "with": sent, "asked": asked, **context})
         while True:
-            frame = self._received()
+            frame = self.received()
             try:
                 if not isinstance(frame, dict):
                     raise ValueError("a frame that is no object")
@@ -306,7 +306,8 @@ class Side:
             self._environment = now
         return context
 
-    def _received(self) -> Any:
+    def received(self) -> Any:
+        """The next frame; frames.Closed. `turn` is called at the begin and end of a long wait."""
         try:
             return frames.receive(self._fd, self._wait if self.turn is not None else None)
         except frames.Closed:

@@ -39,15 +39,14 @@ def run(program: dict[str, Any], channel: int, peer: int) -> None:
         frames.send(channel, {"nonce": nonce, **said})
 
     side = Side(peer, trusted=True)
+    patience_s = float(program.get("patience_s", 0.0))
+    side.turn = lambda theirs: report(turn=theirs)
+    side.patience_s = patience_s  # of the solution's import, too
     try:
-        ready = frames.receive(peer).get("ready") is True
+        ready = side.received().get("ready") is True
     except (frames.Closed, AttributeError):
         ready = False
-    patience_s = float(program.get("patience_s", 0.0))
-    if ready:
-        side.turn = lambda theirs: report(turn=theirs)
-        side.patience_s = patience_s
-        report(turn=False)
+    side.patience_s = patience_s
     tests = Tests(side)
     try:
         items = tests.collected(program["source"], program.get("files") is True) if ready else []
