@@ -160,6 +160,7 @@ class SimulatedHost:
         rlimits: Mapping[str, int] = {},
         pipe: bool = False,
         pass_fds: Sequence[int] = (),
+        guarded: bool = False,
     ) -> SimulatedChild:
         module, arguments = (argv[2], argv[3:]) if argv[1:2] == ["-m"] else (argv[0], argv[1:])
         program = self._programs.get(module)

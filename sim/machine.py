@@ -194,6 +194,7 @@ class ProcessHost:
         rlimits: Mapping[str, int] = {},
         pipe: bool = False,
         pass_fds: Sequence[int] = (),
+        guarded: bool = False,
     ) -> VirtualChild:
         self._alive()
         module, arguments = (argv[2], argv[3:]) if argv[1:2] == ["-m"] else (argv[0], argv[1:])

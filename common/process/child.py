@@ -5,8 +5,9 @@ closes its files to other users, then runs the program in its place.
 ARGS...` runs a Python module in this same interpreter, which costs no second one; `-- exec:PROGRAM
 ARGS...` replaces it, and needs no more of Python than this file. The parent forks without running
 Python code in the child (a `preexec_fn` would, next to ZeroMQ's and our own threads). A program
-dies with the spawning thread of its parent, a module also when the parent's death pipe closes. Only
-the standard library, and little of it: it is in the start-up time of every process.
+dies with the spawning thread of its parent, a module also when the parent's death pipe closes.
+`guard=FD` comes first, in place of `parent`: FD is the death pipe (`guard.py`). Only the standard
+library, and little of it: it is in the start-up time of every process.
 """
 
 from __future__ import annotations
@@ -62,6 +63,21 @@ def end_with(death_fd: int) -> int:
     if poll.poll(0):
         os._exit(ORPHANED)
     return own
+
+
+def guarded(owner: int) -> None:
+    """Puts a guard between the parent and this process, which goes on in a fork; see `guard`."""
+    own = os.path.realpath(__file__)
+    for _ in range(3):
+        own = os.path.dirname(own)
+    sys.path.append(own)  # where no module of ours can be imported, as for a program
+    from common.process import guard
+
+    sys.path.remove(own)
+    writing = guard.enter(owner, 1)
+    for number in (1, 2):
+        os.dup2(writing, number)
+    os.close(writing)
 
 
 def limit(spec: str) -> None:
@@ -162,7 +178,9 @@ def main(argv: list[str]) -> None:
     program, arguments = argv[split + 1], argv[split + 2 :]
     for option in argv[:split]:
         key, value = option.split("=", 1)
-        if key == "parent":
+        if key == "guard":
+            guarded(int(value))
+        elif key == "parent":
             tie_to_parent(int(value))
         elif key == "death":
             end_with(int(value))

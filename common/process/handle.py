@@ -25,7 +25,9 @@ POLL_S = 0.05  # where the kernel has no pidfd_open (before 5.3)
 
 
 class Child(Protocol):
-    """A spawned process. Its session's leftovers are killed with it if it leads its own session."""
+    """A spawned process. Its session's leftovers are killed with it if it leads its own session;
+    all that it has started, if it is guarded.
+    """
 
     name: str
     pid: int
@@ -81,6 +83,12 @@ def start_time(pid: int) -> int:
     """Clock ticks from boot to the start of `pid`; 0 if there is no such process, or a zombie."""
     fields = _stat(pid)
     return int(fields[19]) if fields and fields[0] not in "ZX" else 0
+
+
+def parent_of(pid: int) -> int:
+    """The pid of a process's parent; 0 if there is no such process."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
 
 
 def usage_of(pid: int) -> Usage | None:
@@ -143,8 +151,11 @@ class SystemChild:
         birth: Birth | None = None,
         channel: socket.socket | None = None,
         leads_session: bool = False,
+        guard: int = 0,
     ) -> None:
+        """`guard`: the pid of its guard, which may be `pid` while the process's own is unknown."""
         self.name, self.pid = name, pid
+        self._guard = guard
         self.start_time = start_time(pid)
         self._popen, self._birth = popen, birth
         self._ended_at = 0.0  # when one that somebody else reaps was first seen to have ended
@@ -220,10 +231,36 @@ class SystemChild:
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Sends SIGKILL, to its whole session if it leads one."""
+        """Sends SIGKILL, to its whole session if it leads one; to all that it has started if it has
+        a guard.
+        """
+        if self._guard:
+            self._end_guarded()
+            return
         if self._leads_session and self.poll() is None:
             self._kill_session()
         self._signal(signal.SIGKILL)
+
+    def _end_guarded(self) -> None:
+        if self.poll() is not None:
+            return
+        self._find_guarded()
+        ends = [(self._guard, signal.SIGTERM), (self._guard, signal.SIGCONT)]
+        if self.pid != self._guard and self._runs():
+            ends.insert(0, (self.pid, signal.SIGKILL))
+        for pid, number in ends:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _find_guarded(self) -> None:
+        """Learns the pid of a guarded process: the first child of its guard."""
+        if self.pid != self._guard:
+            return
+        with contextlib.suppress(OSError, IndexError):
+            children = Path(f"/proc/{self._guard}/task/{self._guard}/children").read_text()
+            pid = int(children.split()[0])
+            self.start_time = start_time(pid)
+            self.pid = pid
 
     def _signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
@@ -243,6 +280,8 @@ class SystemChild:
 
     def usage(self) -> Usage | None:
         """CPU seconds, seconds of waiting for a core, and state; None: it has ended."""
+        if self._guard:
+            self._find_guarded()
         return usage_of(self.pid)
 
     async def send(self, frame: bytes, deadline_s: float = 10.0) -> None:
@@ -292,6 +331,8 @@ class SystemChild:
                     frame = self._taken()
         if frame is None and (frame := self._taken()) is None:
             raise DeadlineExceeded(f"no frame in {deadline_s:g} s", where=self.name)
+        if self._guard:
+            self._find_guarded()
         return frame
 
     def _taken(self) -> bytes | None:

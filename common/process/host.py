@@ -58,6 +58,7 @@ class Host(Protocol):
         rlimits: Mapping[str, int] = {},
         pipe: bool = False,
         pass_fds: Sequence[int] = (),
+        guarded: bool = False,
     ) -> Child:
         """Starts a process, from the main thread.
 
@@ -67,6 +68,8 @@ class Host(Protocol):
         `log` takes stdout and stderr (None: ours); `rlimits` by name without RLIMIT_ ("AS");
         `pipe` opens a channel of frames, whose other end is
         `common.process.child.Channel.from_env()`; `pass_fds` stay open in it under their numbers.
+        `guarded`: it runs a job author's code. All that it starts ends with it, and with this
+        process, and its output is bounded (`common.process.guard`).
         """
 
     def adopt(
@@ -231,6 +234,7 @@ class SystemHost:
         rlimits: Mapping[str, int] = {},
         pipe: bool = False,
         pass_fds: Sequence[int] = (),
+        guarded: bool = False,
     ) -> SystemChild:
         """Starts a process; see `Host.spawn`. Refused from any thread but the main one where it
         dies with its parent.
@@ -251,6 +255,7 @@ class SystemHost:
             rlimits,
             pipe,
             pass_fds,
+            guarded,
         )
         return self._starter.start(start)
 

@@ -10,20 +10,22 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.process.handle import start_time
+from common.process.handle import parent_of, start_time
 from common.settings import MESH_ENV
 
 AS_MODULE = "module:"  # before the name of one that was executed: see `child.py`
 
 
 def belonging_to(mark: str) -> list[int]:
-    """Pids of running processes, other than this one, that bear this mark (`mark_of`)."""
-    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
-    return [
-        pid
-        for pid in pids
-        if pid != os.getpid() and mark_of_process(pid) == mark and start_time(pid)
-    ]
+    """Pids of running processes, other than this one, that bear this mark (`mark_of`), and of their
+    descendants, which may have cleared their environment.
+    """
+    pids = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
+    found = {pid for pid in pids if mark_of_process(pid) == mark}
+    parents = {pid: parent_of(pid) for pid in pids - found} if found else {}
+    while below := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= below
+    return sorted(pid for pid in found if start_time(pid))
 
 
 def mark_of_process(pid: int) -> str:

@@ -36,6 +36,7 @@ class Start:
     rlimits: Mapping[str, int] = field(default_factory=dict)
     pipe: bool = False
     pass_fds: Sequence[int] = ()
+    guarded: bool = False
 
     @property
     def module(self) -> str | None:
@@ -58,6 +59,7 @@ class Start:
             passed=passed,
             executable=sys.executable,
             niceness=os.getpriority(os.PRIO_PROCESS, 0) + self.nice,
+            guarded=self.guarded,
         )
 
 
@@ -79,6 +81,8 @@ class Starter:
             raise Refused(
                 "a child that dies with us is spawned by the main thread", where=start.name
             )
+        if start.guarded and not start.die_with_parent:
+            raise ValueError(f"{start.name}: a guarded process ends with its owner")
         ours: socket.socket | None = None
         with contextlib.ExitStack() as theirs:
             descriptors = {"stdout": 1, "stderr": 2}
@@ -97,12 +101,21 @@ class Starter:
             birth = self._asked(start, descriptors)
             if birth is None:
                 popen = executed(start, descriptors)
-                leads = start.own_session
                 return SystemChild(
-                    start.name, popen.pid, popen=popen, channel=ours, leads_session=leads
+                    start.name,
+                    popen.pid,
+                    popen=popen,
+                    channel=ours,
+                    leads_session=start.own_session and not start.guarded,
+                    guard=popen.pid if start.guarded else 0,
                 )
             child = SystemChild(
-                start.name, birth.pid, birth=birth, channel=ours, leads_session=True
+                start.name,
+                birth.pid,
+                birth=birth,
+                channel=ours,
+                leads_session=not start.guarded,
+                guard=birth.guard,
             )
             birth.go()
             return child
@@ -136,7 +149,8 @@ def executed(start: Start, descriptors: Mapping[str, int]) -> subprocess.Popen[b
     options: list[str] = []
     environment = dict(start.environment)
     if "death" in descriptors:
-        options += [f"parent={os.getpid()}", f"death={descriptors['death']}"]
+        tie = f"guard={descriptors['death']}" if start.guarded else f"parent={os.getpid()}"
+        options += [tie, f"death={descriptors['death']}"]
         passed.append(descriptors["death"])
     if "channel" in descriptors:
         environment[CHANNEL_FD] = str(descriptors["channel"])

@@ -41,6 +41,7 @@ class Order:
     passed: list[str]
     executable: str
     niceness: int
+    guarded: bool = False  # see `guard`
 
     @classmethod
     def decode(cls, message: bytes) -> Order:
@@ -105,8 +106,9 @@ def answers(nursery: Path) -> bool:
 class Birth:
     """The owner's end of a forked process's connection."""
 
-    def __init__(self, connection: socket.socket, pid: int) -> None:
-        self.pid = pid
+    def __init__(self, connection: socket.socket, pid: int, guard: int = 0) -> None:
+        """`guard`: the pid of the process's guard, whose end is told as its end."""
+        self.pid, self.guard = pid, guard
         self._connection: socket.socket | None = connection
         self._status: int | None = None
 
@@ -128,7 +130,7 @@ class Birth:
                 raise NoBirth(f"{nursery}: {answer.get('refused', 'it has ended')}")
             connection.setblocking(False)
             on_failure.pop_all()
-        return cls(connection, answer["pid"])
+        return cls(connection, answer["pid"], answer.get("guard", 0))
 
     def go(self) -> None:
         """Lets the process begin; nothing happens if it has ended."""

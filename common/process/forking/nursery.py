@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from common.process import guard
 from common.process.forking import newborn
 from common.process.forking.birth import DESCRIPTORS, ORDER_LIMIT, Order, same_user, short
 
@@ -90,8 +91,12 @@ class Nursery:
             return None
         if pid == 0:
             os.setsid()  # before its owner hears of it: who ends the nursery ends its group
-            say(connection, {"pid": os.getpid()})
             passed = dict(zip(order.passed, descriptors, strict=True))
+            about: dict[str, object] = {}
+            if order.guarded:
+                about = {"guard": os.getpid()}
+                passed |= guarded(order, passed)
+            say(connection, {"pid": os.getpid(), **about})
             return Newborn(order, passed, connection)
         close_all(descriptors)
         self._owners[pid] = connection
@@ -129,6 +134,16 @@ class Nursery:
             owner = self._owners.pop(ended)
             say(owner, {"status": os.waitstatus_to_exitcode(status)})
             owner.close()
+
+
+def guarded(order: Order, passed: Mapping[str, int]) -> dict[str, int]:
+    """Puts a guard in front of this process; its standard streams from now on."""
+    signal.set_wakeup_fd(-1)  # the guard, which keeps the pid, has signals of its own
+    title = [order.executable, "-m", guard.__name__, order.module]
+    writing = guard.enter(
+        passed["death"], passed["stdout"], lambda: newborn.show(title, order.environment)
+    )
+    return {"stdout": writing, "stderr": writing}
 
 
 def next_ended() -> int | None:

@@ -116,7 +116,12 @@ class EpisodeProcess:
     def _begin(self) -> Child:
         self._fresh, self._probed = True, None
         child = self._child = self._mesh.host.spawn(
-            self._argv, name=self.name, env=WITHOUT_SETTINGS, log=self._log, pipe=True
+            self._argv,
+            name=self.name,
+            env=WITHOUT_SETTINGS,
+            log=self._log,
+            pipe=True,
+            guarded=True,
         )
         self._start(self._follow(child), "follow")
         return child

@@ -59,7 +59,12 @@ class EnvironmentProcess:
             if self._child is None:
                 self._fresh = True
                 self._child = self._mesh.host.spawn(
-                    self._argv, name=self.name, env=WITHOUT_SETTINGS, log=self._log, pipe=True
+                    self._argv,
+                    name=self.name,
+                    env=WITHOUT_SETTINGS,
+                    log=self._log,
+                    pipe=True,
+                    guarded=True,
                 )
             return self._child
 

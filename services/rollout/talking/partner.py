@@ -225,7 +225,9 @@ class Partner:
         if self._environment is None:
             log = self.scratch / "environment.log"
             argv = command(self.job)
-            self._environment = self.host.spawn(argv, name="environment", log=log, pipe=True)
+            self._environment = self.host.spawn(
+                argv, name="environment", log=log, pipe=True, guarded=True
+            )
             deadline_s += START_S
         message = message_of((key, operation, argument), operation, "environment")
         if not isinstance(message, bytes):

@@ -282,6 +282,7 @@ class Pool:
             nice=self._limits.nice,
             rlimits=self._limits.rlimits,
             pipe=True,
+            guarded=True,
         )
         setup = [self._directory, self.functions, self._servers, self._closed]
         try:

@@ -34,7 +34,6 @@ OUT_OF_MEMORY = 72  # exit status: a fresh process may have room for the same ca
 FORKED = 73  # exit status of a child of user code that returned into this loop
 VALUE_BYTES = 1 << 20  # most in a packed value, which enters a context or is a mistake
 DEPTH = 16  # nesting of one value; the wire allows 32 for all of a message
-LOG_BYTES = 4 << 20  # the log of prints starts again past this
 
 PackedAnswer = tuple[int, str, Any, str]
 
@@ -173,15 +172,6 @@ def shown_error(error: BaseException) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def bound_log() -> None:
-    """Starts the log of what user code prints again when it is long; it is opened for appending."""
-    try:
-        if os.fstat(1).st_size > LOG_BYTES:
-            os.ftruncate(1, 0)
-    except OSError:
-        return  # closed, or no file
-
-
 def main() -> None:
     channel = Channel.from_env()
     channel.move_above(CHANNEL_ABOVE)
@@ -207,7 +197,6 @@ def main() -> None:
             if os.getpid() != pid:
                 os._exit(FORKED)
             channel.send(pack(answer))
-        bound_log()
 
 
 if __name__ == "__main__":
