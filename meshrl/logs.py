@@ -130,7 +130,9 @@ async def _read(remote: RemoteLogs, log: RemoteLog, lines: int, follow: bool) ->
         if part.next >= part.size or silent_s is not None:
             await asyncio.sleep(POLL_S)
         try:
-            part = await remote.read(log, part.next)
+            before, part = part.next, await remote.read(log, part.next)
+            if part.size < before:  # it was too long, and has started again
+                part = await remote.read(log, 0)
         except MeshError as error:  # its agent starts again, or the host is gone
             now = time.monotonic()
             if silent_s is None:
@@ -165,6 +167,8 @@ def _follow(paths: Callable[[], list[Path]], ends: dict[Path, int], named: bool)
         time.sleep(POLL_S)
         for path in paths():
             start, size = ends.get(path, 0), path.stat().st_size
+            if size < start:  # it was too long, and has started again
+                start = ends[path] = 0
             if size > start:
                 with path.open("rb") as file:
                     file.seek(start)

@@ -6,16 +6,38 @@ from __future__ import annotations
 
 import errno
 import io
+import os
+import stat
 import sys
 from typing import Any
+
+from common.process.log_bounds import Budget
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class _Lossy(io.FileIO):
-    """A descriptor that takes everything, and forgets what a full disk does not."""
+    """A descriptor that takes everything, and forgets what a full disk does not; of a log also what
+    is more than `log_bounds` allows.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, "wb", closefd=False)
+        # Behind a pipe a guard holds the limit, for all that write to it.
+        self._budget = Budget() if stat.S_ISREG(os.fstat(number).st_mode) else None
 
     def write(self, content: Any) -> int:
+        if self._budget is not None:
+            size = len(memoryview(content).cast("B"))
+            if not self._budget.allowed(size):
+                self._budget.dropped += size
+                return size
+            self._budget.spend(size)
+            if notice := self._budget.notice():
+                self._written(notice)
+        return self._written(content)
+
+    def _written(self, content: Any) -> int:
         try:
             return super().write(content) or 0
         except OSError as error:
@@ -33,7 +55,7 @@ def outlive_a_full_disk() -> None:
         if stream is None or stream is not getattr(sys, f"__{name}__") or stream.isatty():
             continue
         lossy = io.TextIOWrapper(
-            io.BufferedWriter(_Lossy(number, "wb", closefd=False)),
+            io.BufferedWriter(_Lossy(number)),
             encoding=stream.encoding,
             errors=stream.errors,
             line_buffering=True,

@@ -21,6 +21,7 @@ from common.errors import DeadlineExceeded, StateUnavailable
 from common.pool.names import worker_process
 from common.pool.taking import ALL
 from common.process.handle import Child
+from common.process.host import Stoppable
 from common.process.supervision.lease_watch import LeaseWatch
 from common.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.runtime.actor import Actor, call, cast
@@ -42,6 +43,7 @@ BUDGET = (20, 120.0)  # restarts of a worker in seconds: spot hosts see faults e
 TRY_AGAIN_S = 60.0  # after the budget was spent
 GRACE_S = 6.0  # for a worker to end its role processes and itself
 LOG_S = 8.0  # to read a part of a log file
+BOUND_S = 1.0  # between two looks at the length of the host's logs
 EVENT_S = 2.0  # a report must not hold up a restart
 
 
@@ -85,6 +87,7 @@ class NodeAgent(Actor, Hooks):
             self._note,
         )
         self._tasks: set[asyncio.Task[None]] = set()
+        self._bounding: Stoppable | None = None
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -129,6 +132,7 @@ class NodeAgent(Actor, Hooks):
         self._run(self._load.run())
         self._run(self._isolation.run())
         self._run(self.gpus.run())
+        self._bounding = self._mesh.host.every(BOUND_S, self._files.bound, "bound logs")
 
     async def leave(self) -> None:
         """The host leaves the mesh: what it started ends, shards first, as they still use the
@@ -136,6 +140,8 @@ class NodeAgent(Actor, Hooks):
         """
         for task in self._tasks:
             task.cancel()
+        if self._bounding is not None:
+            self._bounding.stop()
         self._reports.stop()
         await self.services.stop("rollout")
         await asyncio.gather(self._supervisor.stop(GRACE_S), self.services.stop())

@@ -1,11 +1,14 @@
-"""The log files of a host's processes, read in parts for who is on another host."""
+"""The log files of a host's processes: read in parts for who is on another host, and bounded."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 from common.api.node import LogFile, LogPart
 from common.errors import NotFound
+from common.process.log_bounds import LOG_BYTES, bound
 
 MOST_BYTES = 1 << 20  # of a part, whatever is asked for
 ENDING = ".log"
@@ -38,3 +41,14 @@ class LogFiles:
             content = file.read(max(0, min(most, MOST_BYTES)))
         whole = content if offset < 0 else content[: content.rfind(b"\n") + 1] or content
         return LogPart(whole.decode(errors="replace"), start + len(whole), size)
+
+    def bound(self) -> None:
+        """Start those again that are too long, whatever process writes to them."""
+        for path in self._directory.glob(f"*{ENDING}"):
+            with contextlib.suppress(OSError):  # it has gone, or the disk is full
+                if path.stat().st_size > LOG_BYTES:
+                    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+                    try:
+                        bound(log)
+                    finally:
+                        os.close(log)
