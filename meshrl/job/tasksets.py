@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 from common.errors import ConfigError
 from common.job.config import JobConfig
+from common.process import child
+from common.process.ends import failure
 from meshrl.job.rows import travels
 
 BOOT = Path(__file__).parents[2] / "services" / "environment" / "verifying" / "boot.py"
+GUARDED = [sys.executable, "-I", "-S", str(child.__file__)]
 LOAD_S = 1800.0  # a taskset may fetch its data first
 
 
@@ -24,14 +29,12 @@ def tasks(config: JobConfig, modules: Path) -> tuple[list[str], list[str]]:
         argv = [environment.python, "-I", str(BOOT), "--taskset", environment.verifiers]
         argv += ["--options", json.dumps(environment.verifiers_options), "--most", str(most)]
         argv += ["--modules", str(modules), "--rows", str(rows)]
-        try:
-            run = subprocess.run(argv, capture_output=True, text=True, timeout=LOAD_S)
-        except subprocess.TimeoutExpired as error:
-            raise ConfigError(
-                f"taskset {environment.verifiers!r} did not load in {LOAD_S:.0f} s"
-            ) from error
-        if run.returncode:
-            said = "\n".join(run.stderr.strip().splitlines()[-3:])
+        log = Path(scratch) / "said"
+        code = _run(argv, log)
+        if code is None:
+            raise ConfigError(f"taskset {environment.verifiers!r} did not load in {LOAD_S:.0f} s")
+        if code:
+            said = "\n".join(failure.tail(log, 3))
             raise ConfigError(f"taskset {environment.verifiers!r} does not load: {said}")
         lines = rows.read_text(encoding="utf-8").splitlines()
     if len(lines) <= dataset.held_out_tasks:
@@ -42,6 +45,30 @@ def tasks(config: JobConfig, modules: Path) -> tuple[list[str], list[str]]:
     for number, line in enumerate(lines, 1):
         travels(f"taskset {environment.verifiers!r}, task {number}", json.loads(line))
     return lines[: dataset.held_out_tasks], lines[dataset.held_out_tasks :]
+
+
+def _run(argv: list[str], log: Path) -> int | None:
+    """The exit status of a program, which writes to `log`, or None if it did not end in time. All
+    that it has started has ended, too.
+    """
+    owner, ours = os.pipe()
+    try:
+        with log.open("ab") as said:
+            process = subprocess.Popen(
+                [*GUARDED, f"guard={owner}", "--", f"exec:{argv[0]}", *argv[1:]],
+                stdout=said,
+                stderr=said,
+                pass_fds=[owner],
+            )
+        try:
+            return process.wait(LOAD_S)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            os.close(ours)
+            process.wait()
+    finally:
+        os.close(owner)
 
 
 def module_of(taskset: str) -> str:

@@ -24,9 +24,10 @@ from typing import Any
 
 from common.errors import ConfigError, MeshError
 from common.model.messages import conversation_of
+from common.process import child
 from meshrl.job import bundle, rows
-from meshrl.job.jobfile import JobFile, all_references
-from meshrl.preflight import prompts, texts, tokens
+from meshrl.job.jobfile import JobFile, all_references, at
+from meshrl.preflight import prompts, texts, tokens, trial
 from meshrl.preflight.together import raise_all
 
 IMPORT_S = 30.0  # as long as a sandbox lets a worker import
@@ -110,24 +111,28 @@ class _Trial:
 
     def run(self, asked: dict[str, Any]) -> None:
         read, write = os.pipe()
+        owner, ours = os.pipe()  # a guard ends all that the modules have started, and bounds `said`
         log, input = self.modules.with_name("said"), self.modules.with_name("asked")
         input.write_text(json.dumps(asked))
-        with log.open("w+b") as said, input.open("rb") as asking:
+        with log.open("ab") as said, input.open("rb") as asking:
             process = subprocess.Popen(
-                [sys.executable, "-m", "meshrl.preflight.trial", str(write)],
+                [
+                    *(sys.executable, "-m", child.__name__, f"guard={owner}", "--"),
+                    *(f"module:{trial.__name__}", str(write)),
+                ],
                 stdin=asking,
                 stdout=said,
                 stderr=said,
-                pass_fds=[write],
+                pass_fds=[write, owner],
                 start_new_session=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
             os.close(write)
+            os.close(owner)
             try:
                 raise_all(self._problems(process, read, log))
             finally:
-                # With all that it has started. It is not reaped yet, so the group is its own.
-                os.killpg(process.pid, signal.SIGKILL)
+                os.close(ours)
                 process.wait()
                 os.close(read)
 
