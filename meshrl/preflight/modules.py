@@ -26,7 +26,7 @@ from common.errors import ConfigError, MeshError
 from common.model.messages import conversation_of
 from common.process import child
 from meshrl.job import bundle, rows
-from meshrl.job.jobfile import JobFile, all_references, at
+from meshrl.job.jobfile import JobFile, all_references
 from meshrl.preflight import prompts, texts, tokens, trial
 from meshrl.preflight.together import raise_all
 
