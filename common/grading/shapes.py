@@ -8,6 +8,7 @@ from typing import Any
 from common.grading import cases, suites
 from common.grading.cases import BadTests, CalledTests, Tests
 
+CLASS = "Solution"  # of LeetCode, whose methods are called
 CHECK = "def check("  # of HumanEval, which another function has to call
 KNOWN = 1024  # modules of tests that are not read again: a group's answers share a row
 STDIN, CALLS, PYTHON = "stdin", "calls", "Python"
@@ -34,6 +35,10 @@ def read(tests: Any) -> tuple[str, Tests]:
     if isinstance(found, CalledTests):
         if not all(part.isidentifier() for part in found.function.split(".")):
             raise BadTests(f"{found.function!r:.60} is not the name of a function or Class.method")
+        if found.function == CLASS:
+            raise BadTests(
+                f"{CLASS} is a class, which is not called: name its method, {CLASS}.NAME"
+            )
         return CALLS, found
     return STDIN, found
 

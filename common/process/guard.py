@@ -30,6 +30,7 @@ PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 NAME = b"meshrl-guard"
 PIPE_BYTES = 1 << 20  # between two reads of a busy host, and what is dropped at once
 READ_BYTES = 1 << 16
+BATCH_S = 0.001  # before a read: of a program that prints line by line, many lines are read at once
 DROP_S = 0.005  # between two drops: the pipe fills meanwhile, and who prints for ever waits
 NOTICE_S = 1.0  # without output, until a drop is noted
 BOUND_EVERY = 1 << 20  # bytes written between two looks at the log's length
@@ -87,6 +88,7 @@ class _Output:
             count = self._drop()
             self._budget.dropped += count
             return count > 0
+        time.sleep(BATCH_S)
         part = os.read(self.reading, allowed)
         self._budget.spend(len(part))
         self.note()

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from loadtests.mistakes import (
     commands,
+    containment,
     conversations,
     datasets,
     functions,
@@ -43,6 +44,7 @@ ALL: tuple[Mistake, ...] = (
     *hosts.MISTAKES,
     *commands.MISTAKES,
     *conversations.MISTAKES,
+    *containment.MISTAKES,
 )
 
 

@@ -31,6 +31,7 @@ from common.process.ends import limits
 FAILURE_ENV = "MESHRL_FAILURE"  # path of the file
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 TAIL_BYTES = 1 << 16  # of a log: enough for the lines that an error shows
+TEXT_CHARS = 10_000  # of an error, which may be of a job's author
 ROOT = Path(__file__).parents[3]  # of our own packages
 
 # What starting a process again does about its error: nothing; perhaps nothing, so that the tries
@@ -68,6 +69,8 @@ class Failure:
             text = str(error)
         except Exception:  # the exception is of a job's author
             text = ""
+        if len(text) > TEXT_CHARS:
+            text = f"{text[:TEXT_CHARS]}... ({len(text) - TEXT_CHARS} more characters)"
         return cls(name, text, place_of(error), limits.hit(error), restart_after(error), job)
 
     @property
