@@ -25,6 +25,8 @@ from meshrl.launch.directory.claims import claimed, writing
 from meshrl.launch.directory.holding import interruptible
 from meshrl.launch.directory.places import write_json
 from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.observe.guard import Guard
+from meshrl.observe.live.guarded import GuardedView
 from meshrl.observe.live.view import view_for
 from meshrl.observe.recording.audit import accused
 from meshrl.observe.recording.recorder import LOOK_S, Recorder
@@ -121,7 +123,7 @@ async def _bring_in(launcher: Launcher, run_dir: Path, job: str, document: dict[
 
 async def _follow(recorder: Recorder, stop: asyncio.Event) -> None:
     """Shows the run until it is over, the user stops it, or the mesh gives up."""
-    with view_for(recorder.run_dir) as view:
+    with GuardedView(view_for(recorder.run_dir)) as view:
         async with aclosing(report.LivePage(recorder, view.say)) as page:
             while not stop.is_set() and not recorder.launcher.failed.is_set():
                 shot = await recorder.look()
@@ -139,7 +141,8 @@ async def _conclude(
     recorder: Recorder, summary: dict[str, Any], launcher: Launcher, stop: asyncio.Event
 ) -> int:
     """Says what the user can do next, and delivers what is to be elsewhere; the exit status."""
-    show(summary, recorder.run_dir)
+    with Guard()("the closing table"):
+        show(summary, recorder.run_dir)
     phase = recorder.shot.phase if recorder.shot else None
     if launcher.failed.is_set():
         print(f"error: {launcher.why}", file=sys.stderr)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import ConfigError, MeshError, PeerLost, StorageFull
 from common.job.config import JobConfig
 from meshrl.launch.directory.places import write_json
+from meshrl.observe.guard import Guard
 from meshrl.observe.report import samples
 
 if TYPE_CHECKING:
@@ -218,6 +219,7 @@ class Trackers:
 
     def __init__(self, trackers: list[TrackerProcess], path: Path) -> None:
         self.trackers, self._path = trackers, path
+        self._guard = Guard()
 
     @classmethod
     def of(
@@ -231,28 +233,36 @@ class Trackers:
         """The trackers that the job of a run directory asks for, where an earlier session left
         them. `held` is what `job.json` says, `known` what that session wrote down.
         """
-        path = run_dir / TRACKING
+        path, guard = run_dir / TRACKING, Guard()
         asked = held["document"].get("tracking", {})
         made = []
         for name in NAMES:
             if not asked.get(name):
                 continue
-            own = known.get(name) or {"id": f"{held['job']}-{uuid.uuid4().hex[:8]}"}
-            progress = TrackerProgress(**{**own, "trouble": ""})
-            about = {
-                "target": _target(name, asked[name], run_dir),
-                "id": progress.id,
-                "job": held["job"],
-                "run_dir": str(run_dir),
-                "document": held["document"],
-            }
-            argv = [sys.executable, "-m", "meshrl.observe.recording.tracking", name]
-            log = run_dir / "mesh/logs" / f"{name}.log"
-            made.append(TrackerProcess(name, argv, about, progress, host, clock, log))
+            with guard(f"tracking by {name}"):
+                own = known.get(name) or {"id": f"{held['job']}-{uuid.uuid4().hex[:8]}"}
+                progress = TrackerProgress(**{**own, "trouble": ""})
+                about = {
+                    "target": _target(name, asked[name], run_dir),
+                    "id": progress.id,
+                    "job": held["job"],
+                    "run_dir": str(run_dir),
+                    "document": held["document"],
+                }
+                argv = [sys.executable, "-m", "meshrl.observe.recording.tracking", name]
+                log = run_dir / "mesh/logs" / f"{name}.log"
+                made.append(TrackerProcess(name, argv, about, progress, host, clock, log))
         return cls(made, path)
 
     def offer(self, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Event]) -> None:
         """Never waits; what a tracker has shown already it leaves out."""
+        with self._guard("tracking"):
+            self._tell(self._records(rows, evaluations))
+
+    def _records(
+        self, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Event]
+    ) -> list[TrackerRecord]:
+        """Return what trackers show of steps and evaluations."""
         records: list[TrackerRecord] = [
             {"kind": "row", "step": row["step"], "wall": row["wall"], "values": scalars(row)}
             for row in rows
@@ -269,14 +279,16 @@ class Trackers:
             wall = event.ms / 1000
             record = {"kind": "evaluation", "step": step, "wall": wall, "values": values, "id": tag}
             records.append(record | {"samples": rows_of_it})
-        if records:
-            self._tell(records)
+        return records
 
     def rewind(self, step: int) -> None:
         """Rows after `step` are not part of the run any more."""
-        self._tell([{"kind": "rewind", "step": step}])
+        with self._guard("tracking"):
+            self._tell([{"kind": "rewind", "step": step}])
 
     def _tell(self, records: list[TrackerRecord]) -> None:
+        if not records:
+            return
         for tracker in self.trackers:
             tracker.offer(records)
         self._keep()
@@ -289,8 +301,9 @@ class Trackers:
 
     async def close(self) -> None:
         """Shows what is left, within a minute, and says what could not be shown."""
-        await asyncio.gather(*(tracker.close() for tracker in self.trackers))
-        self._keep()
+        with self._guard("tracking"):
+            await asyncio.gather(*(tracker.close() for tracker in self.trackers))
+            self._keep()
         for tracker in self.trackers:
             if tracker.progress.dropped or tracker.progress.trouble:
                 trouble = f"{tracker.name}: {tracker.progress.dropped} records were not shown"

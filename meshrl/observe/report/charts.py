@@ -5,13 +5,17 @@ network.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 720, 240
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 12, 34  # margins, for the axes' labels
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # Okabe and Ito: apart for all eyes
+# Okabe and Ito's colours, which all eyes tell apart, without yellow on white.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+LEAST = 1e-9  # share of its values that an axis covers at least: below that no tick is round
+SPAN = 1e300  # largest value on an axis: differences of larger ones overflow
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,20 @@ def lines(series: Sequence[Series], x_label: str, y_from_zero: bool = True) -> s
     plot = Plot((x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1]))
     parts = [plot.grid(x_ticks, y_ticks, x_label)]
     for index, s in enumerate(series):
-        parts.append(plot.series(s, COLORS[index % len(COLORS)]))
-    return svg(HEIGHT, parts) + legend([(s.label, COLORS[i]) for i, s in enumerate(series)])
+        parts.append(plot.series(s, color(index)))
+    return svg(HEIGHT, parts) + legend([(s.label, color(i)) for i, s in enumerate(series)])
+
+
+def color(index: int) -> str:
+    """Return the colour of a chart's series; they repeat where a chart has many."""
+    return COLORS[index % len(COLORS)]
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Round numbers from at or below `low` to at or above `high`."""
-    if high <= low:
-        high = low + (abs(low) or 1.0)
+    low, high = max(-SPAN, min(low, SPAN)), max(-SPAN, min(high, SPAN))
+    if high - low < max(abs(low) * LEAST, abs(high) * LEAST, sys.float_info.min):
+        high = low + (abs(low) if abs(low) > sys.float_info.min else 1.0)
     raw = (high - low) / most
     magnitude: float = 10.0 ** math.floor(math.log10(raw))
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import NotFound
 from meshrl.observe.report import gangs, timeline
-from meshrl.observe.report.charts import COLORS, Figure
+from meshrl.observe.report.charts import Figure, color
 from meshrl.observe.report.gangs import Mark, Span
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ def lines(figure: Figure, directory: Path, x_label: str = "step") -> Path | None
         points = measured[series.label]
         xs, ys = [x for x, _ in points], [y for _, y in points]
         style = {"marker": "o", "linewidth": 1.0} if series.dots else {"linewidth": 2.0}
-        color = COLORS[index % len(COLORS)]
-        axes.plot(xs, ys, color=color, label=series.label, **style)
+        axes.plot(xs, ys, color=color(index), label=series.label, **style)
     low, _ = axes.get_ylim()
     axes.set_ylim(bottom=min(0.0, low))
     axes.grid(color="#e4e4e4")

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.errors import MeshError, StorageFull
+from common.errors import StorageFull
 from common.process.ends.failure import NO_ROOM
 from common.records import documents
-from common.state.events import Event
 from common.state.jobs import Phase
 from common.state.lifecycle.accounting import WRONG
 from meshrl.exporting import command
 from meshrl.launch.directory.places import write_json
 from meshrl.launch.head.launcher import Launcher
+from meshrl.observe.guard import Guard
 from meshrl.observe.live.watch import Snapshot
 from meshrl.observe.recording import audit, summary
 from meshrl.observe.recording.recorded import rare_events, thinned
@@ -56,14 +56,18 @@ async def write(recorder: Recorder, given_up: Callable[[], bool] = lambda: False
         tally=recorder.tally,
         account=audit.audited(run_dir, events, job),
     )
-    kept = samples.read(run_dir)
-    rows = thinned(recorder.recorded.every_row())
-    page = html(found, rows, evaluations, events, document, kept=kept)
-    await room.write(lambda: write_page(run_dir, page))
+    guard = Guard()
+    with guard("the report"):
+        kept = samples.read(run_dir)
+        rows = thinned(recorder.recorded.every_row())
+        page = html(found, rows, evaluations, events, document, kept=kept)
+        await room.write(lambda: write_page(run_dir, page))
     if document.get("tracking", {}).get("trace"):
-        await asyncio.to_thread(_write_trace, run_dir, events)
+        with guard("the trace, which `meshrl trace` writes at any time,"):
+            await asyncio.to_thread(traced.write, run_dir, run_dir / traced.NAME, events)
     if found["phase"] in EXPORTED_PHASES and found["steps"]:
-        await export_model(recorder.launcher, run_dir)
+        with guard("the export of the model, which `meshrl export` repeats,"):
+            await export_model(recorder.launcher, run_dir)
     # Last: who waits for it finds all the rest.
     await room.write(lambda: write_json(run_dir / "summary.json", found))
     return found
@@ -86,10 +90,8 @@ class LivePage:
         it less often.
         """
         recorder = self._recorder
-        if self._making is not None:
-            if not self._making.done():
-                return
-            self._making.result()  # raises what is a fault of ours
+        if self._making is not None and not self._making.done():
+            return
         if recorder.shot is None or recorder.launcher.clock.monotonic() < self._due:
             return
         making = self._make(recorder.shot)
@@ -102,20 +104,18 @@ class LivePage:
         if self._making is not None:
             self._making.cancel()
             await asyncio.wait([self._making])
-            if not self._making.cancelled():
-                self._making.result()
 
     async def _make(self, shot: Snapshot) -> None:
         clock = self._recorder.launcher.clock
         started, trouble = clock.monotonic(), ""
         try:
             await asyncio.to_thread(self._write, shot, self._recorder.wall_s)
-        except (OSError, ValueError, MeshError) as error:
+        except Exception as error:  # whatever it is, the run goes on
             full = isinstance(error, StorageFull)
             if not (
                 full or (isinstance(error, OSError) and error.errno in NO_ROOM)
             ):  # shown anyway
-                trouble = f"the report cannot be written now: {error}"
+                trouble = f"the report cannot be written now: {type(error).__name__}: {error}"
         if trouble and trouble != self._said:
             self._say(trouble)
         self._said = trouble
@@ -151,14 +151,6 @@ class LivePage:
 def write_page(run_dir: Path, page: str) -> None:
     """Whole or not at all: who opens it never sees half a page. StorageFull."""
     documents.put(run_dir / "report.html", page.encode(), durable=False)
-
-
-def _write_trace(run_dir: Path, events: list[Event]) -> None:
-    """Says so when there is no room: it can be written at any time."""
-    try:
-        traced.write(run_dir, run_dir / traced.NAME, events)
-    except OSError as error:
-        print(f"the trace was not written: {error}; `meshrl trace` writes it", file=sys.stderr)
 
 
 async def export_model(launcher: Launcher, run_dir: Path) -> bool:

@@ -324,6 +324,25 @@ def test_axes_have_round_ticks(low: float, high: float, expected: list[float]) -
     assert charts.ticks(low, high) == pytest.approx(expected)
 
 
+def test_axes_and_charts_draw_every_number_of_series_and_every_size_of_value() -> None:
+    sizes = (0.0, 5e-324, 1e-310, 1e-9, 1.0, 1e17, 1e17 + 16, 1e300, 1.7e308, float("inf"))
+    values = [sign * size for size in (*sizes, float("nan")) for sign in (1, -1)]
+    for low in values:
+        for high in values:
+            points = [(0.0, low), (1.0, high)]
+            charts.lines([charts.Series("x", points), charts.Series("y", points, dots=True)], "s")
+    for count in range(40):
+        series = [charts.Series(f"set {i}", [(1.0, float(i))], dots=True) for i in range(count)]
+        assert charts.lines(series, "step").count("<i style") == count
+
+
+def test_a_run_of_many_evaluation_datasets_has_a_report() -> None:
+    names = [f"set{i}.{mode}" for i in range(12) for mode in ("sampled", "greedy", "pass@4")]
+    many = [Evaluation(f"step-{n}", n, 0.5, None, dict.fromkeys(names, 0.25)) for n in range(3)]
+    page = html(summary(), ROWS, many, EVENTS, JobConfig(name="tiny").document())
+    assert all(name in page for name in names)
+
+
 def test_a_chart_without_points_says_so() -> None:
     assert "nothing was measured" in charts.lines([charts.Series("x", [])], "step")
 

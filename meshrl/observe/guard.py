@@ -1,0 +1,40 @@
+"""Guard around drawing, reports and trackers: a fault there costs a run a warning, never its end,
+its model or its result.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def warn(text: str) -> None:
+    """Print a warning to standard error, unless that is closed."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        return
+
+
+class Guard:
+    """Turns each exception of a guarded block into one warning; the same one is printed once."""
+
+    def __init__(self, say: Callable[[str], None] = warn) -> None:
+        self._say = say
+        self._said: set[str] = set()
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """Run the block; on an exception, warn that `what` failed and go on after the block."""
+        try:
+            yield
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            at = f"{Path(place.filename).name}:{place.lineno}"
+            text = f"warning: {what} failed: {type(error).__name__}: {error} ({at})"
+            if text not in self._said:
+                self._said.add(text)
+                self._say(f"{text}; the run goes on without it")
