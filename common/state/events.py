@@ -71,6 +71,17 @@ async def read_all(state: State, since: str = "0") -> list[Event]:
     return found
 
 
+async def left_between(state: State, since: str, until: str) -> list[Event]:
+    """Return the events after `since` and up to `until` that have not been trimmed."""
+    found: list[Event] = []
+    while True:
+        rows = await state.command("XRANGE", EVENTS, f"({since}", until, "COUNT", PAGE) or []
+        found += map(_event, rows)
+        if len(rows) < PAGE:
+            return found
+        since = found[-1].id
+
+
 async def last_id(state: State) -> str:
     """The id of the last event; "0" when there is none."""
     rows = await state.command("XREVRANGE", EVENTS, "+", "-", "COUNT", 1)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from common.errors import Damaged
 from common.records import damage
@@ -39,6 +40,7 @@ class Progress:
         self._records: dict[str, RunRecord] = {}  # of the mesh's runs
         self._notes = NoteFile(place.redis_note)
         self._file = aof.Follower(place.redis)
+        self.damaged: list[dict[str, Any]] = []  # fields of events that Redis does not have yet
 
     def recall(self) -> None:
         """What the note and the records of the runs tell. Blocks."""
@@ -48,13 +50,10 @@ class Progress:
         self._floor, self._gone = told.floor, frozenset(told.gone)
 
     def _damaged(self, path: Path, error: Damaged) -> None:
-        aside = damage.set_aside(path, self._place.root)
-        print(
-            f"the note of how far redis had come is damaged: {error}; it lies in {aside}, and "
-            "an older one and the records of the runs tell the rest",
-            file=sys.stderr,
-            flush=True,
-        )
+        aside, then = damage.set_aside(path, self._place.root), damage.FATES["redis note"].then
+        found = damage.fields("redis note", path, error.message, then, aside=aside)
+        print(damage.sentence(found), file=sys.stderr, flush=True)
+        self.damaged.append(found)
 
     def _recorded(self, mark: Mark) -> list[Mark]:
         """By the records of the runs that the mesh has had."""

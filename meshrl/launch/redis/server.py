@@ -331,6 +331,10 @@ class MeshRedis(Hooks):
         if self._untold:
             await self._tell(self.why)
             self._untold = False
+        while self._progress.damaged:
+            found = self._progress.damaged[0]
+            await events.append_above(self._owned, self.known.event, damage.EVENT, found)
+            del self._progress.damaged[0]
         if self._own:
             await self._owned.command("ACL", "SETUSER", embedded.USER, "on")
         if self._users is not None:

@@ -271,17 +271,29 @@ class Recorder:
 
     async def _new_events(self) -> list[events.Event]:
         """What has happened since the last look. Where events are gone it says so, on record."""
-        state = self.launcher.state
+        state, missed = self.launcher.state, list[events.Event]()
         if self._noted is None:
-            where = str(self.run_dir)
-            self._seen = await readers.join(state, self._reader, self._seen, where)
-            self._noted = self._clock.monotonic()
+            missed = await self._join()
         try:
-            return await events.read_all(state, self._seen)
+            return missed + await events.read_all(state, self._seen)
         except HistoryLost as lost:
             where = str(self.run_dir)
             self._seen = await readers.history_lost(state, self.job, where, lost)
-            return await events.read_all(state, self._seen)
+            return missed + await events.read_all(state, self._seen)
+
+    async def _join(self) -> list[events.Event]:
+        """Put the recorder on record as a reader; return the damage found between two sessions.
+
+        Such damage, as to Redis' own file, precedes the event by which the job goes on, from which
+        recorders read.
+        """
+        state, recorded = self.launcher.state, self._seen
+        self._seen = await readers.join(state, self._reader, recorded, str(self.run_dir))
+        self._noted = self._clock.monotonic()
+        if events.order(recorded) == (0, 0):  # the run has no earlier session
+            return []
+        between = await events.left_between(state, recorded, self._seen)
+        return [event for event in between if event.kind == damage.EVENT]
 
     async def _note(self, *, left: bool = False) -> None:
         """Says up to where events are recorded, so that no more of them need be kept in Redis."""

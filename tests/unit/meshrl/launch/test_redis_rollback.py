@@ -414,6 +414,8 @@ async def test_a_note_that_is_damaged_is_set_aside_and_the_state_goes_on(mesh: M
     mesh.place.redis_note.write_text(mesh.place.redis_note.read_text().replace("event", "evens"))
     async with mesh.up() as bench:
         assert mesh.redis.why == "" and (await jobs.job(bench.state, JOB)).version == 1
+        told = (await events.read_all(bench.state))[-1]
+        assert (told.kind, told.fields["what"]) == (damage.EVENT, "redis note")
     assert (mesh.place.root / damage.QUARANTINE / "mesh/redis-note.json").is_file()
 
 

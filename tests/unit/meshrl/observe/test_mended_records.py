@@ -15,15 +15,19 @@ import pytest
 from common.clock import SystemClock
 from common.errors import StateUnavailable
 from common.job.config import JobConfig
-from common.records.damage import EVENT, QUARANTINE
+from common.records.damage import EVENT, QUARANTINE, fields
 from common.records.lines import read
 from common.state import events, jobs, readers
 from common.state.client import State
+from common.state.server.rollback import JobMark
 from meshrl.launch.directory.places import MeshPlace, read_json, write_json
 from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.launch.head.restoring import put_back
 from meshrl.observe.recording.recorded import Recorded
 from meshrl.observe.recording.recorder import Recorder, read_events
 from meshrl.observe.report import report
+from meshrl.run.outcome import outcome_of
+from meshrl.run.target import run_in
 from sim.state import simulated_as
 from tests.load import scaled
 
@@ -91,6 +95,28 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
     await made.begin()
     yield made
     await made.launcher.state.close()
+
+
+async def test_damage_found_between_two_sessions_is_in_the_record_report_and_status(
+    run: Run,
+) -> None:
+    recorder = run.recorder()
+    await run.happen("a")
+    await recorder.look()
+    await recorder.close()
+    lost = fields("redis", run.directory / "mesh/redis", "it is empty", "set aside")
+    [last] = [e.id for e in read_events(run.directory)][-1:]
+    await run.launcher.state.close()
+    run.launcher.state = simulated_as(State, run.launcher.clock)  # another Redis, without the job
+    await events.append_above(run.launcher.state, last, EVENT, lost)
+    await put_back(run.launcher.state, run.directory, JOB, recorder.held["document"], JobMark(0, 1))
+    recorder = run.recorder()
+    await recorder.look()
+    assert run.told() == [lost]
+    assert [e.kind for e in read_events(run.directory)][-2:] == [EVENT, "restored"]
+    await report.write(recorder)
+    assert "is damaged: it is empty" in (run.directory / "report.html").read_text()
+    assert "is damaged: it is empty" in outcome_of(run_in(run.directory), live=False).lines()[-1]
 
 
 @pytest.mark.parametrize("harm", HARM)
