@@ -18,13 +18,14 @@ MOST_BYTES = 1 << 16  # a page of metrics is longer; a reason is a line
 
 def asked(url: str) -> tuple[bool, str]:
     """Whether `url` answers 200 in time, and what was said."""
-    where = urlsplit(url)
+    shown = "***" if "@" in url else url.partition("?")[0]  # no user or password is needed
     try:
+        where = urlsplit(url)
         port = 80 if where.port is None else where.port
     except ValueError:
-        port = 0
+        where, port = urlsplit(""), 0
     if where.scheme != "http" or not where.hostname or not port:
-        return False, f"{url!r} is no URL of a page: http://HOST:PORT/readyz"
+        return False, f"{shown!r} is no URL of a page: http://HOST:PORT/readyz"
     connection = HTTPConnection(where.hostname, port, timeout=ALL_S)
     late = threading.Timer(ALL_S, _cut, [connection])  # one that drips is not ended by a time-out
     late.daemon = True
@@ -36,7 +37,7 @@ def asked(url: str) -> tuple[bool, str]:
         said = answer.read(MOST_BYTES).decode(errors="replace").strip()
     except (OSError, HTTPException) as error:
         said = str(error) or type(error).__name__
-        return False, f"{url} does not answer ({time.monotonic() - began:.1f} s): {said}"
+        return False, f"{shown} does not answer ({time.monotonic() - began:.1f} s): {said}"
     finally:
         late.cancel()
         connection.close()

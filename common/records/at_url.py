@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 from common.errors import ConfigError, MeshError, NotFound
+from common.urls import Url
 
 PART = ".part"  # ends the name of a file that is being written
 
@@ -42,13 +42,13 @@ class AtUrl:
             )
         import fsspec  # nobody else needs it, and it takes a while
 
-        self.shown, self._what = without_secrets(url), what
+        self.shown, self._what, self._url = without_secrets(url), what, Url.of(url)
         self._part = f".{writer}{PART}" if writer else PART
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as error:
             raise ConfigError(
-                f"{self.shown} is no URL that can be written to: {error}",
+                f"{self.shown} is no URL that can be written to: {self._url.hide(str(error))}",
                 where=key,
                 fix="Take s3://BUCKET/PATH, gs://, file:///DIRECTORY, ..., and install what the "
                 "error names",
@@ -148,7 +148,8 @@ class AtUrl:
             raise
         except Exception as error:  # each kind of URL has errors of its own
             raise MeshError(
-                f"{self._what} cannot be reached: {type(error).__name__}: {error}",
+                f"{self._what} cannot be reached: {type(error).__name__}: "
+                f"{self._url.hide(str(error))}",
                 where=f"{self.shown}/{name}",
                 fix="See that the URL can be written to with this host's credentials",
             ) from error
@@ -161,5 +162,4 @@ def is_url(text: str) -> bool:
 
 def without_secrets(url: str) -> str:
     """The URL without a user's name and password, and without a query, which may be a signature."""
-    netloc = urlsplit(url).netloc
-    return url.partition("?")[0].replace(netloc, netloc.rpartition("@")[2], 1).rstrip("/")
+    return Url.of(url).place.rstrip("/")

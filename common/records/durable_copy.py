@@ -11,7 +11,7 @@ on from when the head and its disk are gone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -31,8 +31,8 @@ ASKED_EACH = 10  # files that are removed between two looks whether the copy is 
 class Durable:
     """Where a mesh keeps its copy, and by which word it knows that it is its own."""
 
-    url: str
-    owner: str
+    url: str = field(repr=False)  # may hold a secret
+    owner: str = field(repr=False)
 
     @classmethod
     def of(cls, directory: Path) -> Durable | None:

@@ -36,6 +36,7 @@ from redis.retry import Retry
 
 from common.errors import ConfigError, Fenced, NotAllowed, StateUnavailable, from_wire
 from common.state.server.embedded import gated, without_password
+from common.urls import Url
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SOCKET_TIMEOUT_S = 5.0  # scripts take microseconds; a fsync of a busy disk may take seconds
@@ -140,7 +141,7 @@ class State:
             )
         except ValueError as error:
             raise ConfigError(
-                f"this is no URL of a Redis: {error}",
+                f"this is no URL of a Redis: {Url.of(url).hide(str(error))}",
                 where=without_password(url),
                 fix="Write redis://HOST:PORT/0, rediss://HOST:PORT/0 (TLS) or unix:///PATH",
             ) from error

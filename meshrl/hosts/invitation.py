@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from urllib.parse import urlsplit
 
 from common.access import ticket
 from common.access.ticket import BEGINS, LONGEST, Ticket
 from common.errors import ConfigError, NotFound
+from common.urls import Url
 
 JOIN_ENV = "MESHRL_JOIN"  # the text of a token, or where it is
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -42,7 +42,7 @@ def found(given: str | None) -> Ticket:
 def _fetched(url: str) -> str:
     import fsspec
 
-    at = urlsplit(url)
+    at = Url.of(url)
     near, scheme = at.scheme == "http" and at.hostname in LOCAL, url.partition("://")[0]
     if scheme not in PRIVATE and not near:  # nor is a chain of fsspec's, as zip://*::http://HOST
         raise ConfigError(
@@ -54,19 +54,14 @@ def _fetched(url: str) -> str:
             content: bytes = file.read(LONGEST)
             return content.decode()
     except (OSError, ValueError, ImportError, UnicodeDecodeError) as error:
-        raise ConfigError(f"no token can be read there: {error}", where=_shown(url)) from None
+        told = Url.of(url)
+        said = told.hide(str(error))
+        raise ConfigError(f"no token can be read there: {said}", where=told.place) from None
 
 
 def _a_token(text: str, where: str) -> str:
     if not text.strip().startswith(BEGINS):
         raise ConfigError(
-            f"what is there is no token, which begins with {BEGINS}", where=_shown(where)
+            f"what is there is no token, which begins with {BEGINS}", where=Url.of(where).place
         )
     return text
-
-
-def _shown(url: str) -> str:
-    """A URL without what may let somebody read it."""
-    at = urlsplit(url)
-    host = at.netloc.rpartition("@")[2]
-    return f"{at.scheme}://{host}{at.path}" if at.scheme else url

@@ -20,6 +20,7 @@ from common.model.config import ModelConfig
 from common.model.formats.checkpoint import load_config
 from common.model.messages import message_of
 from common.model.tokenizer import Tokenizer
+from common.urls import Url
 from meshrl.job import algorithm, rows
 
 Fail = Callable[..., ConfigError]
@@ -161,7 +162,14 @@ def judge_of(config: JobConfig, fail: Fail) -> None:
             raise fail("reward.judge.yes", "reward.judge.yes and reward.judge.no are one")
     elif not re.match(r"https?://[^/\s]+", judge.use):
         raise fail(
-            "reward.judge.use", f"reward.judge.use = {judge.use!r} is neither 'model' nor a URL"
+            "reward.judge.use",
+            f"reward.judge.use = {Url.of(judge.use).place!r} is neither 'model' nor a URL",
+        )
+    elif Url.of(judge.use).place.rstrip("/") != judge.use.rstrip("/"):
+        raise fail(
+            "reward.judge.use",
+            "a URL with a user, a password or a query in it would stand in the run's files",
+            "Put the key into an environment variable and name that in reward.judge.key",
         )
     elif not judge.model:
         raise fail("reward.judge.use", "reward.judge.model is missing")

@@ -10,10 +10,9 @@ import hashlib
 import importlib.util
 import ipaddress
 import os
-import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
@@ -22,6 +21,7 @@ from common.errors import ConfigError, StateUnavailable
 from common.records import documents
 from common.secret import derived
 from common.settings import REDIS_ENV
+from common.urls import Url
 
 REWRITE_AT = "16mb"  # of its file, from where on it is rewritten each time that it has doubled
 # The users of a server that has a secret. Every process of the mesh is USER, which is off whenever
@@ -43,7 +43,7 @@ def configured_url() -> str:
     """
     told = os.environ.get(REDIS_ENV, "")
     if not told.startswith(PATHS):
-        return told
+        return _readable(told)
     path = Path(told).expanduser()
     url = private.text(path, "URL of a Redis", URL_FIX, URL_MOST)
     if "://" not in url:
@@ -51,13 +51,24 @@ def configured_url() -> str:
     authority = path.with_name(AUTHORITY_FILE)
     if url.startswith("rediss://") and "ssl_ca_certs=" not in url and authority.is_file():
         url += f"{'&' if '?' in url else '?'}ssl_ca_certs={quote(str(authority.absolute()))}"
-    return url
+    return _readable(url)
+
+
+def _readable(url: str) -> str:
+    """Return the URL; ConfigError if its client may take a part of the password for another one."""
+    if not Url.of(url).ambiguous:
+        return url
+    raise ConfigError(
+        f"${REDIS_ENV}: the URL can be read in several ways, or its port is no number",
+        where=without_password(url),
+        fix="Write redis://HOST:PORT/0 or redis://USER:PASSWORD@HOST:PORT/0, and percent-encode "
+        "user and password: / is %2F, # is %23, ? is %3F, @ is %40, [ is %5B, % is %25",
+    )
 
 
 def without_password(url: str) -> str:
     """The URL as it may be shown to anybody."""
-    hidden = re.sub(r"^((?:\w+://)?[^:/?#]*):[^/?#]*@", r"\1:***@", url)
-    return re.sub(r"([?&]password=)[^&#]*", r"\1***", hidden)
+    return Url.of(url).redis
 
 
 def without_credentials(url: str) -> tuple[str, str]:
@@ -162,15 +173,15 @@ class EmbeddedServer:
     """
 
     argv: list[str]
-    url: str
-    owner_url: str
+    url: str = field(repr=False)
+    owner_url: str = field(repr=False)
     bare_url: str = ""  # without user and password, as users beside these are told
     authority: str = ""  # a file; empty: a server there needs none
 
 
 def gated(url: str) -> bool:
     """Whether the server there lets its mesh in only once the launcher has looked at it."""
-    user = unquote(urlsplit(url).username or "")
+    user = unquote(Url.of(url).credentials.partition(":")[0])
     return user == USER or "@" in user
 
 

@@ -7,7 +7,7 @@ import datetime
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 
 from common.errors import ConfigError
@@ -25,9 +25,9 @@ PROBE_S = 10.0  # for a server to say whether it can do TLS: it takes millisecon
 class Told:
     """What settings of processes tell of Redis: on this host, and on those that join."""
 
-    url: str
+    url: str = field(repr=False)
     authority: str = ""  # a file; empty: none
-    far_url: str = ""
+    far_url: str = field(default="", repr=False)
     far_authority: str = ""
 
 

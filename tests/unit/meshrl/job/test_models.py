@@ -94,6 +94,7 @@ def test_a_job_of_given_answers_has_groups_of_one_and_needs_no_reward(place: Pat
         ([*JUDGED, "reward.judge.use=model"], r"no \[models\.reward\]"),
         ([*JUDGED, "reward.judge.use=ftp://x"], "neither 'model' nor a URL"),
         ([*JUDGED, "reward.judge.use=http://x/v1"], r"judge\.model is missing"),
+        ([*JUDGED, "reward.judge.use=http://me:key@x/v1"], r"a password .* reward\.judge\.key"),
         (["reward.judge.use=http://x/v1"], "exclude each other"),
         (["reward.use=", "reward.judge.use=http://x", "reward.judge.template=?"], r"no {answer}"),
         (

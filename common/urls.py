@@ -1,0 +1,139 @@
+"""URLs that may hold secrets: which parts of one may be shown, and what is hidden in other texts.
+
+A URL is split as its clients split it (`urllib.parse`). One that its author may have meant in
+another way, as a password with an unescaped slash makes it, is ambiguous: of such a URL only what
+follows its last @ is shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import SplitResult, quote, unquote, unquote_plus, urlsplit
+
+HIDDEN = "***"
+REDIS = ("redis", "rediss", "unix")  # schemes of a Redis
+WEB = ("http", "https")  # schemes whose fragments may be tokens; of others they belong to the path
+# Options of a Redis URL whose values are no secret, and the characters that such values have.
+OPTIONS = {"db", "protocol", "ssl_ca_certs", "ssl_ca_path", "ssl_cert_reqs", "ssl_check_hostname"}
+PLAIN = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~/%+")
+LEAST = 3  # characters of a secret that is hidden in other texts: shorter ones are in every text
+
+
+@dataclass(frozen=True, repr=False)
+class Url:
+    """A URL as its clients split it; `host` is HOST:PORT, `credentials` are USER:PASSWORD.
+
+    Of an ambiguous URL `credentials` is all up to its last @, or all where it has none, and `host`
+    the rest.
+    """
+
+    scheme: str
+    credentials: str
+    host: str
+    path: str = ""
+    query: str = ""
+    fragment: str = ""
+    ambiguous: bool = False
+
+    @classmethod
+    def of(cls, text: str) -> Url:
+        """Split a text; one that is no URL has no scheme."""
+        scheme, mark, rest = text.partition("://")
+        if not mark:
+            scheme, rest = "", text
+        parts = _split(scheme, rest)
+        if parts is None:
+            credentials, at, host = rest.rpartition("@")
+            return cls(scheme, credentials if at else rest, host if at else "", ambiguous=True)
+        credentials, _, host = parts.netloc.rpartition("@")
+        return cls(scheme, credentials, host, parts.path, parts.query, parts.fragment)
+
+    @property
+    def hostname(self) -> str:
+        """The host without its port; empty if there is none."""
+        return "" if self.ambiguous else urlsplit(f"none://{self.host}").hostname or ""
+
+    @property
+    def place(self) -> str:
+        """The URL without credentials and options."""
+        if self.ambiguous:
+            return self._known.place
+        belongs = self.fragment and self.scheme not in (*WEB, *REDIS)
+        fragment = f"#{self.fragment.partition('?')[0]}" if belongs else ""
+        return f"{self._begin}{self.host}{self.path}{fragment}"
+
+    @property
+    def redis(self) -> str:
+        """The URL of a Redis with its user, its database and the options that are no secret."""
+        if self.ambiguous:
+            return self._known.redis
+        user, colon, _ = self.credentials.partition(":")
+        who = f"{user}:{HIDDEN}@" if colon else f"{user}@" if user else ""
+        database = self.path.strip("/")
+        known = self.scheme == "unix" or not database or database.isdecimal()
+        path = self.path if known else f"/{HIDDEN}"
+        options = "&".join(map(_option, self.query.split("&"))) if self.query else ""
+        mark = f"#{HIDDEN}" if self.fragment else ""
+        return f"{self._begin}{who}{self.host}{path}{'?' if options else ''}{options}{mark}"
+
+    def hide(self, text: str) -> str:
+        """Return another text, such as a client's error, without the URL's secrets."""
+        for secret in sorted(self._secrets, key=len, reverse=True):
+            text = text.replace(secret, HIDDEN)
+        return text
+
+    @property
+    def _begin(self) -> str:
+        return f"{self.scheme}://" if self.scheme else ""
+
+    @property
+    def _known(self) -> Url:
+        """What is sure to be no secret of an ambiguous URL."""
+        rest = Url.of(f"{self._begin}{self.host}")
+        if rest.ambiguous:
+            return Url(self.scheme, "", HIDDEN)
+        host = f"{HIDDEN}@{rest.host}" if rest.host else HIDDEN
+        return Url(self.scheme, "", host, rest.path, rest.query, rest.fragment)
+
+    @property
+    def _secrets(self) -> set[str]:
+        user, colon, password = self.credentials.partition(":")
+        options = [piece for piece in self.query.split("&") if _option(piece) != piece]
+        parts = {self.credentials, password if colon else user, self.fragment, *options}
+        parts |= {piece.partition("=")[2] for piece in options}
+        if len(options) == self.query.count("&") + 1:
+            parts.add(self.query)
+        if self.ambiguous:
+            parts |= {part for mark in "/?#@:[]" for part in self.credentials.split(mark)}
+        return {form for part in parts for form in _forms(part) if len(form) >= LEAST}
+
+
+def _split(scheme: str, rest: str) -> SplitResult | None:
+    """Return the parts of a URL; None if it is ambiguous."""
+    if any(mark < " " for mark in rest):  # which clients drop, or do not
+        return None
+    try:
+        parts = urlsplit(f"{scheme or 'none'}://{rest}")
+        parts.port  # noqa: B018  # ValueError where it is no number
+    except ValueError:
+        return None
+    if scheme and parts.scheme != scheme.lower():
+        return None
+    options = [piece for piece in parts.query.split("&") if _option(piece) != piece]
+    behind = "@" in parts.path + parts.fragment + "".join(options)
+    storage = scheme and scheme not in REDIS and not {"@", ":"} & set(parts.netloc)
+    return None if behind and parts.netloc and not storage else parts
+
+
+def _option(piece: str) -> str:
+    """Return an option of a Redis URL as it may be shown."""
+    name, equals, value = piece.partition("=")
+    if not equals:
+        return HIDDEN
+    return piece if name in OPTIONS and set(value) <= PLAIN else f"{name}={HIDDEN}"
+
+
+def _forms(part: str) -> set[str]:
+    """Return the ways in which a part of a URL may stand in another text."""
+    plain = unquote(part)
+    return {part, plain, unquote_plus(part), quote(plain), quote(plain, safe=""), repr(plain)[1:-1]}
