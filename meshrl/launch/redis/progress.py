@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,25 +76,42 @@ class Progress:
             return f"its file cannot be read: {error}"
 
     async def held(self, state: State) -> Mark:
-        """What it holds now, to be compared with `known`, which is brought up to date."""
-        told = await asyncio.to_thread(self._recorded, self.known)
-        self.known = rollback.joined([self.known, *told])
+        """Return what it holds now; `known` is brought up to date with the records of the runs."""
+        await self._read_records()
         return await rollback.held(state, self.known)
 
-    def older(self, found: Mark) -> str:
-        """Why one that holds `found` is older than it was; empty when it is not."""
-        self._forget(found)
-        if self.returning:
-            return rollback.older(found, self.known, self.known.jobs)
-        if again := self._gone & found.jobs.keys():  # as others, perhaps, of the same names
-            jobs = {**self.known.jobs, **{job: found.jobs[job] for job in again}}
-            self.known, self._gone = replace(self.known, jobs=jobs), self._gone - again
-            self._records = {job: told for job, told in self._records.items() if job not in again}
-        return rollback.older(found, self.known, self._gone)
+    async def look_back(self, state: State, records: bool = True) -> tuple[Mark, str]:
+        """Return what it holds, and why that is older than it was, if it is.
 
-    def _forget(self, found: Mark) -> None:
-        """Jobs that were deleted are missed no more. Each deletion counts once: of another job that
-        has the name since, all is known anew.
+        It is compared with what was known when it was asked: meanwhile more may have become known,
+        of events that it was not asked about. `records`: read the records of the runs before.
+        """
+        if records:
+            await self._read_records()
+        known = self.known
+        found = await rollback.held(state, known)
+        return found, self._older(found, known)
+
+    async def _read_records(self) -> None:
+        told = await asyncio.to_thread(self._recorded, self.known)
+        self.known = rollback.joined([self.known, *told])
+
+    def _older(self, found: Mark, known: Mark) -> str:
+        """Why one that holds `found` is older than what was `known`; empty when it is not."""
+        known = rollback.without(known, self._forget(found))
+        if self.returning:
+            return rollback.older(found, known, known.jobs)
+        if again := self._gone & found.jobs.keys():  # as others, perhaps, of the same names
+            anew = {job: found.jobs[job] for job in again}
+            known = replace(known, jobs={**known.jobs, **anew})
+            self.known = replace(self.known, jobs={**self.known.jobs, **anew})
+            self._gone -= again
+            self._records = {job: told for job, told in self._records.items() if job not in again}
+        return rollback.older(found, known, self._gone)
+
+    def _forget(self, found: Mark) -> Collection[str]:
+        """Jobs that were deleted, which are returned, are missed no more. Each deletion counts
+        once: of another job that has the name since, all is known anew.
         """
         gone = {
             job: at_ms
@@ -105,6 +122,7 @@ class Progress:
             self.known = rollback.without(self.known, gone)
             self._forgotten |= gone
             self._records = {job: told for job, told in self._records.items() if job not in gone}
+        return gone.keys()
 
     # -- what is known from now on ---------------------------------------------------------------
 

@@ -127,8 +127,7 @@ class MeshRedis(Hooks):
         been set aside, and `why` says so.
         """
         if not self.why:
-            found = await self._progress.held(self._owned)
-            why = self._progress.older(found)
+            found, why = await self._progress.look_back(self._owned)
             ours = self._own or bool(found.jobs.keys() & self.known.jobs.keys())
             if why and (not self._own if found.empty else ours):  # a rename may have been cut off
                 await self.begin_anew(why, ROOM_S)
@@ -285,9 +284,9 @@ class MeshRedis(Hooks):
             try:
                 await guard.wait_until_ready(self._owner_url, self._clock, child, self._log)
                 progress = self._progress
-                why = await asyncio.to_thread(progress.differs) or progress.older(
-                    await progress.held(self._owned)
-                )
+                why = await asyncio.to_thread(progress.differs)
+                if not why:
+                    _, why = await progress.look_back(self._owned)
                 if why:
                     self._went_back(why)
                 else:
@@ -364,8 +363,8 @@ class MeshRedis(Hooks):
     async def _note(self, durable: bool = False) -> str:
         """Notes how far it has come; why it is older than it was, if it is."""
         async with self._clock.timeout(NOTE_S, "a look at how far Redis has come"):
-            found = await rollback.held(self._owned, self.known)
-            if why := self._progress.older(found):
+            found, why = await self._progress.look_back(self._owned, records=False)
+            if why:
                 return why
             files = await asyncio.to_thread(self._progress.look) if self._own else {}
             # It answers when what it was writing while it was looked at is there as a whole, or was

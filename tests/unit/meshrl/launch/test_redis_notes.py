@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,14 +16,17 @@ from common.random import Random
 from common.records.checkpoints import checkpoint_name
 from common.records.durable import sync
 from common.records.sealed import sealed
-from common.state import jobs
+from common.state import events, jobs
+from common.state.client import State
 from common.state.server.rollback import JobMark, Mark
 from common.state.steps import IDS_APART
+from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.head.restoring import put_back
 from meshrl.launch.redis import note as notes
 from meshrl.launch.redis.note import Note, NoteFile
+from meshrl.launch.redis.progress import Progress
 from sim.disk import Disk
-from sim.state import simulated_state
+from sim.state import simulated_as, simulated_state
 from tests.contract.state.state_bench import JOB, document
 
 
@@ -43,6 +47,32 @@ def disk(root: Path) -> Iterator[Disk]:
 
 def note_of(**one: int | str) -> Note:
     return Note(Mark("1-0", 7, {JOB: JobMark(**one)}))  # type: ignore[arg-type]
+
+
+class Busy(State):
+    """A Redis in which an event comes, and becomes known, while it is being looked at."""
+
+    progress: Progress | None = None
+
+    async def run(self, script: str, keys: list[str], *args: Any) -> Any:
+        """Answer a script; before `job_marks`, which ends a look, another event comes."""
+        if script == "job_marks" and self.progress is not None:
+            await events.append(self, "note", {})
+            self.progress.known = Mark(await events.last_id(self))
+        return await super().run(script, keys, *args)
+
+
+async def test_an_event_that_comes_during_a_look_does_not_make_redis_look_older(root: Path) -> None:
+    progress = Progress(MeshPlace(root))
+    state = simulated_as(Busy, SystemClock())
+    assert isinstance(state, Busy)
+    await events.append(state, "note", {})
+    progress.known = Mark(await events.last_id(state))
+    state.progress = progress
+    for records in (True, False):
+        found, why = await progress.look_back(state, records)
+        assert why == "" and found.event != progress.known.event
+    await state.close()
 
 
 @pytest.mark.parametrize("seed", range(4))
