@@ -7,6 +7,7 @@ import sys
 
 from common.errors import MeshError
 from common.process.child import PRIVATE
+from common.terminal import print_traceback, visible
 from meshrl.cli import app
 from meshrl.launch.directory import user
 
@@ -14,7 +15,9 @@ STAY = (["up"], ["join"])  # they have a home directory for themselves and what 
 
 
 def main() -> None:
-    """Runs the command line; an error of ours is one line with its fix, not a trace."""
+    """Runs the command line; an error of ours is one line with its fix, not a trace. Text of an
+    error may come from models and other hosts.
+    """
     if sys.argv[1:2] != ["init"]:  # whom the files of a project are for, its author says
         os.umask(PRIVATE)
     if sys.argv[1:2] not in STAY:
@@ -22,7 +25,10 @@ def main() -> None:
     try:
         app()
     except MeshError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(visible(f"error: {error}"), file=sys.stderr)
+        sys.exit(1)
+    except Exception as error:  # a fault of MeshRL
+        print_traceback(type(error), error, error.__traceback__)
         sys.exit(1)
 
 

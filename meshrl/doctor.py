@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import common
 from common.errors import ConfigError
@@ -26,6 +26,7 @@ from common.process.interpreters import home
 from kernels import build
 from meshrl.launch.directory import places
 from meshrl.preflight import devices
+from meshrl.terminal import Console
 
 OK, NOTE, BAD = "ok", "note", "bad"
 MEMORY_GIB = 4  # a mesh of three workers with the example's model stays below 3
@@ -45,8 +46,10 @@ def show() -> int:
     table = Table(box=None, pad_edge=False, show_header=False)
     colors = {OK: "green", NOTE: "yellow", BAD: "red"}
     for line in lines:
-        detail = f"{line.found}\n[dim]{line.fix}[/]" if line.fix else line.found
-        table.add_row(f"[{colors[line.level]}]{line.level}[/]", line.what, detail)
+        detail = Text(line.found)
+        if line.fix:
+            detail.append(f"\n{line.fix}", style="dim")
+        table.add_row(Text(line.level, style=colors[line.level]), line.what, detail)
     Console().print(table)
     return int(any(line.level == BAD for line in lines))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from common.job.config import JobConfig
 from meshrl.launch import plan
+from meshrl.terminal import Console
 
 
 def show(config: JobConfig) -> None:

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from common.process.log_bounds import Budget
+from common.terminal import VisibleStream, behind
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -52,14 +53,15 @@ def outlive_a_full_disk() -> None:
     """
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if stream is None or stream is not getattr(sys, f"__{name}__") or stream.isatty():
+        own = behind(stream) if stream is not None else None
+        if own is None or own is not getattr(sys, f"__{name}__") or own.isatty():
             continue
         lossy = io.TextIOWrapper(
             io.BufferedWriter(_Lossy(number)),
-            encoding=stream.encoding,
-            errors=stream.errors,
+            encoding=own.encoding,
+            errors=own.errors,
             line_buffering=True,
             write_through=name == "stderr",
         )
-        setattr(sys, name, lossy)
+        setattr(sys, name, lossy if own is stream else VisibleStream(lossy))
         setattr(sys, f"__{name}__", lossy)

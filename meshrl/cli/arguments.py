@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+from typer.models import CommandFunctionType
 
-app = typer.Typer(
+from common.terminal import guarded_output
+
+
+class _Command(TyperCommand):
+    """A command whose output shows control characters of texts that it prints."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with guarded_output():
+            return super().invoke(ctx)
+
+
+class Commands(typer.Typer):
+    """A group of commands."""
+
+    def command(
+        self, name: str | None = None, **options: Any
+    ) -> Callable[[CommandFunctionType], CommandFunctionType]:
+        return super().command(name, cls=_Command, **options)
+
+
+app = Commands(
     name="meshrl",
     epilog="A first run: meshrl init mygame; meshrl run mygame/job.toml",
     no_args_is_help=True,

@@ -9,6 +9,7 @@ import typer
 
 from meshrl.cli.arguments import (
     AsJson,
+    Commands,
     HealthOption,
     MeshOption,
     NoWorkers,
@@ -249,7 +250,7 @@ def drain(
         draining.drain(host, wait, timeout, json, mesh)
 
 
-keys = typer.Typer(
+keys = Commands(
     invoke_without_command=True, help="Whose keys a mesh lets in; each process has its own."
 )
 app.add_typer(keys, name="keys", rich_help_panel="Hosts")

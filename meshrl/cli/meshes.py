@@ -9,6 +9,7 @@ import typer
 
 from meshrl.cli.arguments import (
     AsJson,
+    Commands,
     HealthOption,
     MeshOption,
     NoWorkers,
@@ -233,7 +234,7 @@ def doctor() -> None:
     raise typer.Exit(checks.show())
 
 
-engine = typer.Typer(no_args_is_help=True, help="Engines with an interpreter of their own.")
+engine = Commands(no_args_is_help=True, help="Engines with an interpreter of their own.")
 app.add_typer(engine, name="engine", rich_help_panel="Help")
 
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from meshrl.cli.arguments import AsJson, MeshOption, app
+from meshrl.cli.arguments import AsJson, Commands, MeshOption, app
 
-token = typer.Typer(
+token = Commands(
     no_args_is_help=True, help="Tokens, by which other people hand jobs to a mesh of yours."
 )
 app.add_typer(token, name="token", rich_help_panel="Meshes")

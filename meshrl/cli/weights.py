@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from meshrl.cli.arguments import AsJson, MeshOption, RunOrJob, RunOrMesh, TokenOption, app
+from meshrl.cli.arguments import AsJson, Commands, MeshOption, RunOrJob, RunOrMesh, TokenOption, app
 
-weights = typer.Typer(
+weights = Commands(
     invoke_without_command=True,
     help="Weight versions of a run: which there are, which stay, how they differ.",
 )

@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from common.errors import ConfigError, NotFound
 from common.job.evaluation_plan import BEFORE, HELD_OUT, measurable
@@ -28,6 +28,7 @@ from meshrl.launch.directory import places
 from meshrl.launch.directory.places import write_json
 from meshrl.observe.standing.failures import of_share
 from meshrl.preflight import checks
+from meshrl.terminal import Console
 
 RESULT = "evaluation.json"
 FIXED = (
@@ -129,7 +130,9 @@ def _show(found: dict[str, Any]) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
     for name, value in found["figures"].items():
         of = of_share(found.get("shares", {}).get(name))
-        table.add_row(name.replace(f"{HELD_OUT}.", "held-out, "), f"[bold]{value:.3f}[/]{of}")
+        table.add_row(
+            name.replace(f"{HELD_OUT}.", "held-out, "), Text.assemble((f"{value:.3f}", "bold"), of)
+        )
     table.add_row("failed samples", str(found["failed"]))
     for reason, count in found.get("reasons", {}).items():
         table.add_row("", f"{count} x {reason}")

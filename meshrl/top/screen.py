@@ -24,7 +24,8 @@ def screen(frame: Frame, *, trouble: str = "", at: str = "") -> RenderableType:
     parts = tables(frame)
     if trouble:
         parts.insert(0, Text(trouble, style="bold red"))
-    return Panel(Group(*parts), title=f"[bold]meshrl top[/]  {at}".rstrip(), title_align="left")
+    title = Text.assemble(("meshrl top", "bold"), f"  {at}".rstrip())
+    return Panel(Group(*parts), title=title, title_align="left")
 
 
 def tables(frame: Frame) -> list[RenderableType]:

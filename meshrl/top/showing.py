@@ -9,8 +9,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-
 from common.errors import HistoryLost
 from common.pool.explained import JUDGED
 from common.state import events, pool
@@ -25,6 +23,7 @@ from meshrl.run.looking import looked
 from meshrl.run.outcome import INTERRUPTED
 from meshrl.run.target import place_of
 from meshrl.run.watching_mesh import MeshOnlooker
+from meshrl.terminal import Console
 from meshrl.top.frame import Frame
 from meshrl.top.making import Seen, frame
 from meshrl.top.screen import screen, tables

@@ -31,6 +31,7 @@ from common.pool.decisions import (
 )
 from common.pool.reading import snapshot_of
 from common.pool.snapshot import Snapshot
+from common.terminal import guarded_output
 from services.planner.decide import decide
 from services.planner.memory import Memory
 from services.planner.presence import present
@@ -150,4 +151,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with guarded_output():
+        sys.exit(main())

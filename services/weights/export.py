@@ -24,6 +24,7 @@ from common.job.model_shape import model_config
 from common.model.output import ADAPTER, BASE, write_version
 from common.records import documents
 from common.records.checkpoints import STATE, best, check_files
+from common.terminal import visible
 from common.weights.images import opened
 from common.weights.manifest import read_whole
 from common.wire.bulk.port import ChunkStore
@@ -187,7 +188,7 @@ def main() -> None:
             return
         version = write(arguments.run, arguments.out, *asked)
     except MeshError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(visible(f"error: {error}"))
     print(f"step {version.step}: {arguments.out}")
 
 

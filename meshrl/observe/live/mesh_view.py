@@ -157,8 +157,8 @@ def screen(now: MeshShot, root: str) -> RenderableType:
     wrong += tables.troubles(rows, (), 0.0)
     if wrong:
         parts.append(Text("\n".join(wrong), style="bold red"))
-    title = f"[bold]{len(now.jobs)} jobs[/]  {clock(now.elapsed_s)}"
-    return Panel(Group(*parts), title=title, title_align="left", subtitle=root)
+    title = Text.assemble((f"{len(now.jobs)} jobs", "bold"), f"  {clock(now.elapsed_s)}")
+    return Panel(Group(*parts), title=title, title_align="left", subtitle=Text(root))
 
 
 def _stepped(line: JobLine) -> str:

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from rich.cells import cell_len
-from rich.console import Console
 from rich.table import Table
+
+from meshrl.terminal import Console
 
 GAP = 3  # blanks between columns
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -19,11 +19,13 @@ from rich.text import Text
 from common.job.evaluation_plan import GREEDY, HELD_OUT, SAMPLED
 from common.pool.rows import Role
 from common.state.jobs import Phase
+from common.terminal import guarded_output
 from meshrl.observe.live.watch import Evaluation, Snapshot
 from meshrl.observe.live.workers import WorkerLine, WorkerSums
 from meshrl.observe.recording.prefixes import told
 from meshrl.observe.standing.failures import SHOWN, Told, counted, first, lost, of_share
 from meshrl.observe.standing.held import OtherLine
+from meshrl.terminal import Console
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ROLE_COLORS: dict[str, str] = {
@@ -125,6 +127,8 @@ class OneScreen:
 
     def __enter__(self) -> Self:
         self._live.__enter__()
+        self._guarded = guarded_output()  # what is printed meanwhile, above the screen
+        self._guarded.__enter__()
         return self
 
     def __exit__(
@@ -133,6 +137,7 @@ class OneScreen:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        self._guarded.__exit__(None, None, None)
         self._live.__exit__(kind, error, tb)
 
     def say(self, text: str) -> None:
@@ -169,8 +174,9 @@ def screen(shot: Snapshot, run_dir: Path) -> RenderableType:
         parts.append(Text("\n".join(shot.news), style="dim"))
     if wrong := shot.full or shot.trouble or shot.quiet or shot.error:
         parts.append(Text(wrong, style="bold red"))
-    title = f"[bold]{shot.job}[/]  seed {shot.seed}  {shot.phase.replace('_', ' ')}"
-    return Panel(Group(*parts), title=title, title_align="left", subtitle=str(run_dir))
+    about = f"  seed {shot.seed}  {shot.phase.replace('_', ' ')}"
+    title = Text.assemble((shot.job, "bold"), about)
+    return Panel(Group(*parts), title=title, title_align="left", subtitle=Text(str(run_dir)))
 
 
 def _progress(shot: Snapshot) -> RenderableType:

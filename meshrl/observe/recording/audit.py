@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from common.errors import Damaged, Refused
 from common.records import ledger
@@ -20,6 +20,7 @@ from meshrl.launch.directory.places import existing_run
 from meshrl.observe.recording.recorded import Mark, damaged
 from meshrl.observe.recording.recorder import job_of, read_events
 from meshrl.observe.standing.held import Going
+from meshrl.terminal import Console
 
 BEGUN_WITHIN_MS = 10_000  # a group is in the ledger so soon after its admission
 
@@ -181,7 +182,7 @@ def show(run_dir: Path, as_json: bool) -> int:
         for key, meaning in EXPLAINED.items():
             bad = key in WRONG and counted[key]
             color = "red" if bad else "bold"
-            table.add_row(key, f"[{color}]{counted[key]}[/]", meaning)
+            table.add_row(key, Text(str(counted[key]), style=color), meaning)
         Console().print(table)
     if bad := wrong(counted):
         print(f"error: {accused(run_dir, bad)}", file=sys.stderr)

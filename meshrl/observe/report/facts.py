@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from common.job.evaluation_plan import HELD_OUT
 from meshrl.observe.live.view import clock
 from meshrl.observe.recording.prefixes import told
 from meshrl.observe.standing.failures import Failure, counts, of_share
+from meshrl.terminal import Console
 
 
 def show(found: dict[str, Any], run_dir: Path) -> None:

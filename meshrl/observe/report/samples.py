@@ -14,11 +14,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from common.errors import NotFound
 from common.records.lines import row_of
+from common.terminal import visible
+from meshrl.terminal import Console
 
 Sample = dict[str, Any]
 OLDER = ".older.jsonl"  # ends the name of a file that another has followed
@@ -127,10 +128,10 @@ def _print(console: Console, sample: Sample, as_json: bool) -> None:
     if as_json:
         print(json.dumps(sample), flush=True)
         return
-    console.print(Text(heading(sample), style="bold red" if sample["error"] else "bold"))
+    console.print(Text(visible(heading(sample)), style="bold red" if sample["error"] else "bold"))
     for role, title, text in parts(sample):
         label = Text(f"{title}: ", style=f"bold {STYLES[role]}")
-        console.print(label.append(Text(text, style=STYLES[role])))
+        console.print(label.append(Text(visible(text), style=STYLES[role])))
     console.print()
     sys.stdout.flush()
 

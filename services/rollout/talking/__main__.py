@@ -13,6 +13,7 @@ from common.errors import ConfigError, MeshError, NotFound, ToolFailed
 from common.job.job_data import JobData
 from common.process.host import SystemHost
 from common.random import Random
+from common.terminal import guarded_output, print_traceback, visible
 from services.rollout.talking.console import Console
 from services.rollout.talking.partner import Partner
 
@@ -119,9 +120,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    sys.excepthook = print_traceback
     try:
-        asyncio.run(main(parser().parse_args()))
+        with guarded_output():
+            asyncio.run(main(parser().parse_args()))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except MeshError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(visible(f"error: {error}"))

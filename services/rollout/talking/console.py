@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from common.process.host import SystemHost
+from common.terminal import behind, visible
 from services.rollout.talking.partner import Played
 
 THINKING_S = 7 * 86_400.0  # that a person may take for what they say
@@ -28,7 +29,8 @@ class Console:
             text = f"{turn['name']}({json.dumps(turn['input'], ensure_ascii=False)}) -> {text}"
         if turn.get("truncated"):
             text += " [cut: no room for more]"
-        print(f"{role + ':':<13}{self._painted(role, text)}", flush=True)
+        label, out = f"{role + ':':<13}", behind(sys.stdout)
+        print(f"{label}{self._painted(role, visible(text))}", file=out, flush=True)
 
     def _painted(self, role: str, text: str) -> str:
         return f"\033[{COLORS.get(role, '0')}m{text}\033[0m" if self._colored else text
