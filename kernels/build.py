@@ -112,7 +112,10 @@ def found(name: str, define: str = "") -> Library:
     command = _command(name, define)
     if not command:
         return Library(None, NO_COMPILER)
-    path = _place(name, command)
+    try:
+        path = _place(name, command)
+    except OSError as error:
+        return Library(None, str(error))
     return Library(path) if trusted(path) else Library(None, NOT_YET)
 
 
@@ -148,20 +151,26 @@ def _place(name: str, command: list[str]) -> Path:
 
 
 def folder() -> Path:
-    """Where libraries are kept: the user's cache, else a folder of the user's below /tmp."""
+    """Where libraries are kept: the user's cache, else a folder of the user's below /tmp. Another
+    user who takes a name there costs a further compilation.
+    """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    for place in (
-        Path(home) / "meshrl" / "native",
-        Path(tempfile.gettempdir()) / f"meshrl-native-{os.getuid()}",
-    ):
-        try:
-            place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError:
-            continue
+    cache, prefix = Path(home) / "meshrl" / "native", f"meshrl-native-{os.getuid()}-"
+    places = sorted(Path(tempfile.gettempdir()).glob(f"{prefix}*"))
+    try:
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        places.insert(0, cache)
+    except OSError:  # the user has no cache that can be written to
+        pass
+    for place in places:
         # Code is loaded from it: nobody else may have made it, or put anything into it.
         if os.access(place, os.W_OK) and trusted(place):
             return place
-    raise OSError("no folder to keep libraries in; set XDG_CACHE_HOME to one that is yours")
+    try:
+        return Path(tempfile.mkdtemp(prefix=prefix))
+    except OSError as error:
+        fix = "set XDG_CACHE_HOME to a folder that is yours"
+        raise OSError(f"no folder to keep libraries in ({error}); {fix}") from error
 
 
 def _digest(command: list[str]) -> str:

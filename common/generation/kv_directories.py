@@ -7,6 +7,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -16,14 +17,21 @@ from common.process.file_locks import lies_at, unheld
 
 SHARED_MEMORY = Path("/dev/shm")
 IN_MEMORY = "meshrl-kv-"  # begins the names of what hosts keep there
+NAMES = 16  # that a host may have there: another user can take some of them first
 ENGINES = ".engines"  # in a directory: its engines hold this file's lock
 KV = "kv"  # on the disk, below the root of a host's runs
 
 
 def memory_root(run_root: str) -> Path:
-    """Below which a host keeps them in memory."""
-    about = f"{os.geteuid()} {Path(run_root).resolve()}".encode()
-    return SHARED_MEMORY / f"{IN_MEMORY}{blake2b(about, digest_size=8).hexdigest()}"
+    """The directory below which a host keeps them in memory: the first of several names that is
+    this user's, else the first that is free. Every user may make directories there.
+    """
+    about = f"{os.geteuid()} {Path(run_root).resolve()}"
+    digests = (blake2b(f"{about} {n}".encode(), digest_size=8).hexdigest() for n in range(NAMES))
+    names = [SHARED_MEMORY / f"{IN_MEMORY}{digest}" for digest in digests]
+    own = (name for name in names if is_private(name))
+    free = (name for name in names if not os.path.lexists(name))
+    return next(own, None) or next(free, names[0])
 
 
 def disk_root(run_root: str, path: str) -> Path:
@@ -33,9 +41,9 @@ def disk_root(run_root: str, path: str) -> Path:
 
 def own_directory(path: Path) -> Path:
     """A directory that nobody else can read; ConfigError if another user has made it."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    stat = path.lstat()
-    if not path.is_dir() or path.is_symlink() or stat.st_uid != os.geteuid() or stat.st_mode & 0o77:
+    with suppress(FileExistsError):  # a file, or a link to what is not there
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_private(path):
         raise ConfigError(
             "keys and values would lie where others can read or change them",
             where=str(path),
@@ -44,21 +52,23 @@ def own_directory(path: Path) -> Path:
     return path
 
 
+def is_private(path: Path) -> bool:
+    """True if a directory is this user's alone."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o77
+
+
 def sweep(run_root: str) -> None:
     """Removes the directories of engines that were killed; in memory, where what a whole mesh left
     would fill the host, those of this user's other roots too.
     """
-    roots = [root for root in SHARED_MEMORY.glob(f"{IN_MEMORY}*") if _is_own(root)]
+    roots = [root for root in SHARED_MEMORY.glob(f"{IN_MEMORY}*") if is_private(root)]
     for root in (*roots, disk_root(run_root, "")):
         for directory in root.glob("*"):
             leave(directory)
-
-
-def _is_own(root: Path) -> bool:
-    try:
-        return not root.is_symlink() and root.lstat().st_uid == os.geteuid()
-    except OSError:  # it is gone
-        return False
 
 
 def enter(directory: Path) -> tuple[int, bool]:

@@ -17,6 +17,7 @@ from common.model.tokenizer import Tokenizer
 from common.pool.seat import Seat
 from common.process.interpreters import home, interpreter
 from common.runtime.mesh import Mesh
+from services.engine.kv.opening import not_kept
 from services.engine.paced import PacedEngine
 from services.engine.service import FLUSH_S, FLUSH_STEPS
 
@@ -93,8 +94,13 @@ def _tiers(mesh: Mesh, data: JobData) -> Tiers | None:
     if not limits.kv_memory and not limits.kv.disk:
         return None
     root = disk_root(mesh.settings.run_root, limits.kv.path)
-    directory = own_directory(root) / f"{data.config.name}-sglang" if limits.kv.disk else None
-    return Tiers(limits.kv_memory, directory)
+    directory = None
+    if limits.kv.disk:
+        try:
+            directory = own_directory(root) / f"{data.config.name}-sglang"
+        except ConfigError as error:  # another user has taken the name
+            not_kept(mesh, "rollout.kv.disk", error)
+    return Tiers(limits.kv_memory, directory) if limits.kv_memory or directory else None
 
 
 def published(engine: TokenEngine) -> dict[str, Any]:

@@ -4,8 +4,10 @@ to, or even a name, both of which libraries take for granted when they look for 
 
 from __future__ import annotations
 
+import atexit
 import os
 import pwd
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -26,6 +28,10 @@ def settle(home: Path) -> None:
 
 
 def settle_anywhere() -> None:
-    """The same for a command that keeps nothing: only where no home directory is known at all."""
+    """The same for a command that keeps nothing: only where no home directory is known at all. The
+    home directory is a new one, as other users may have made files in any known one.
+    """
     if os.path.expanduser("~") == "~":
-        os.environ["HOME"] = tempfile.gettempdir()
+        home = tempfile.mkdtemp(prefix="meshrl-home-")
+        atexit.register(shutil.rmtree, home, ignore_errors=True)
+        os.environ["HOME"] = home

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from common.errors import MeshError
+from common.errors import ConfigError, MeshError
 from common.generation.builtin.engine import TorchEngine
 from common.generation.contract import TokenEngine
 from common.generation.kv_directories import disk_root, memory_root, own_directory
@@ -28,16 +28,21 @@ def _opened(name: str, directory: Path, budget: int, clock: Callable[[], float])
     return Shelf(name, directory, budget, clock)
 
 
-async def host_cache(
-    mesh: Mesh, job: str, limits: RolloutConfig, engine: TokenEngine, wake: Callable[[], None]
-) -> HostCache | None:
-    """The engine's, which it uses from now on; None: the job asks for none, or the engine has keys
-    and values that nobody else can read. ConfigError where a directory is another user's.
-    """
-    inner = engine.inner if isinstance(engine, PacedEngine) else engine
+def not_kept(mesh: Mesh, setting: str, error: ConfigError) -> None:
+    """Log that a tier of the cache is not used, because its directory is not this user's."""
+    mesh.telemetry.log.warning(
+        "keys and values are not kept",
+        setting=setting,
+        why=error.message,
+        where=error.where,
+        fix=error.fix,
+    )
+    mesh.telemetry.count("kv_not_kept")
+
+
+async def shelves_of(mesh: Mesh, job: str, limits: RolloutConfig) -> list[Shelf]:
+    """The shelves that a job asks for; without those whose directories are another user's."""
     kv, root = limits.kv, mesh.settings.run_root
-    if not isinstance(inner, TorchEngine) or not (limits.kv_memory or kv.disk):
-        return None
     places = []
     if limits.kv_memory:
         places.append(("memory", memory_root(root), limits.kv_memory))
@@ -48,6 +53,9 @@ async def host_cache(
         try:
             open_ = partial(_opened, name, place / job, int(size * GIB), mesh.clock.wall)
             shelves.append(await mesh.host.run_blocking(open_, deadline_s=OPEN_S))
+        except ConfigError as error:
+            not_kept(mesh, f"rollout.kv.{name}", error)
+            continue
         except OSError as error:
             raise MeshError(
                 f"keys and values cannot be kept: {error}",
@@ -64,6 +72,22 @@ async def host_cache(
                 where=str(place),
                 fix="give it more, a container by --shm-size, or lower the setting",
             )
+    return shelves
+
+
+async def host_cache(
+    mesh: Mesh, job: str, limits: RolloutConfig, engine: TokenEngine, wake: Callable[[], None]
+) -> HostCache | None:
+    """The engine's, which it uses from now on; None: the job asks for none, the engine has keys and
+    values that nobody else can read, or every directory is another user's.
+    """
+    inner = engine.inner if isinstance(engine, PacedEngine) else engine
+    kv = limits.kv
+    if not isinstance(inner, TorchEngine):
+        return None
+    shelves = await shelves_of(mesh, job, limits)
+    if not shelves:
+        return None
     cache = HostCache(
         shelves,
         mesh.clock,

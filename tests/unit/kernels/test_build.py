@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.load import scaled
 
 PROGRAM = """
 import sys
+import tempfile
 from pathlib import Path
 from kernels import build
 build.SOURCES = Path(sys.argv[1])
@@ -32,6 +34,7 @@ extern "C" int half(int n) { return n / DIVISOR; }
 
 MADE_BEFORE = """
 import sys
+import tempfile
 from pathlib import Path
 from kernels import build
 build.SOURCES, build.LIBRARIES = Path(sys.argv[1]), (("half", ""),)
@@ -149,3 +152,17 @@ def test_all_libraries_that_anybody_asks_for_can_be_made_before() -> None:
     asked = {("decoder", define) for define in DTYPES.values()} | {("ops", ""), ("delta", "")}
     assert asked | {(name, "") for name in libraries.TRAINING} == set(libraries.LIBRARIES)
     assert {f"{name}.cpp" for name, _ in asked} <= {p.name for p in libraries.SOURCES.iterdir()}
+
+
+def test_a_folder_for_libraries_that_another_user_made_first_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "no folder").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
+    taken = tmp_path / f"meshrl-native-{os.getuid()}-0"
+    taken.mkdir()
+    taken.chmod(0o777)
+    made = libraries.folder()
+    assert made != taken and made.parent == tmp_path and made.stat().st_mode & 0o777 == 0o700
+    assert libraries.folder() == made

@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 from common.errors import ConfigError
 from common.generation import kv_directories
 from common.generation.kv_directories import own_directory, sweep
+from common.job.config import KvConfig, RolloutConfig
 from common.process.file_locks import lies_at, unheld
+from loadtests.measuring.unrenewed import unrenewed
 from services.engine.kv.chunk_files import HEAD_BYTES, Found, Head
 from services.engine.kv.keys import domain_of, names_of
+from services.engine.kv.opening import shelves_of
 from services.engine.kv.rates import FRESH, TRIED, Pace, Worth
 from services.engine.kv.retention import HALF_S, cost_of_loss, leaving
 from services.engine.kv.shelf import Shelf
@@ -194,6 +197,8 @@ def test_a_session_that_may_go_on_keeps_what_older_weights_computed(tmp_path: Pa
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from loadtests.measuring.unrenewed import unrenewed
+from services.engine.kv.opening import shelves_of
 from services.engine.kv.shelf import Shelf
 on = Shelf("disk", Path(sys.argv[1]), 1 << 20, lambda: 2e9)
 on.hold("0" * 64)
@@ -241,6 +246,42 @@ def test_a_host_sweeps_the_memory_that_a_whole_mesh_of_another_root_left(
     sweep(str(tmp_path))
     assert not gone.exists() and there(alive) == {1} and (tmp_path / "shm" / "somebody").exists()
     alive.close()
+
+
+def squat(place: Path, way: int) -> None:
+    """Take a name as another user would: a file, a link, or a directory that others can read."""
+    place.parent.mkdir(exist_ok=True)
+    if way % 3 == 0:
+        place.touch()
+    elif way % 3 == 1:
+        place.symlink_to("/nonexistent")
+    else:
+        place.mkdir()
+        place.chmod(0o755)
+
+
+async def test_names_in_shared_memory_that_others_take_cost_a_cache_and_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_directories, "SHARED_MEMORY", tmp_path / "shm")
+    mesh = unrenewed("engine/one", "ab" * 32)
+    limits = RolloutConfig(kv=KvConfig(memory=1e-3))
+    taken = []
+    for way in range(kv_directories.NAMES - 1):
+        taken.append(kv_directories.memory_root(mesh.settings.run_root))
+        squat(taken[-1], way)
+    [on] = await shelves_of(mesh, "j", limits)
+    put(on, 1)
+    taken[0].unlink()  # a name that is free again does not divide the engines of a host
+    [too] = await shelves_of(mesh, "j", limits)
+    assert there(too) == {1} and too.files.directory == on.files.directory
+    on.close()
+    too.close()
+    squat(taken[0], 0)
+    squat(kv_directories.memory_root(mesh.settings.run_root), 2)
+    assert await shelves_of(mesh, "j", limits) == []
+    assert mesh.telemetry.counters["kv_not_kept"] == 1
+    await mesh.leave()
 
 
 def test_who_held_the_mark_of_a_directory_that_is_made_anew_takes_nothing_away(
