@@ -544,6 +544,7 @@ class ShardJob:
             **self._lengths(),
             **self.router.stats,
             "environments": self.environments.pids,
+            "environments_stopped": self.environments.stopped(),
         }
 
     def _lengths(self) -> dict[str, Any]:

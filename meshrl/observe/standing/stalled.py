@@ -78,7 +78,8 @@ def diagnose(
         if known is None or known.since_s < stall.since_s:
             stalls[stall.waiter, stall.culprit] = stall
     waited_for = {culprit for _, culprit in stalls}
-    quiet = [s for s in [*board.failing(), *board.overdue()] if s.culprit not in waited_for]
+    unwaited = [*board.failing(), *board.overdue(), *board.stopped()]
+    quiet = [stall for stall in unwaited if stall.culprit not in waited_for]
     once = {stall.culprit: stall for stall in reversed(quiet)}
     without_progress = [
         Stall("", f"{JOB_WORD}{job.id}", "to make progress", since_ms / 1000, told(job), job.id)
@@ -112,6 +113,12 @@ class _Board:
         self.entries = {entry.name: entry for entry in entries}
         self.ended = {end.name: end for end in ended}
         self._full, self._held = full, held
+        self._stopped = {
+            name: (entry.name, since_ms)
+            for entry in entries
+            if entry.alive
+            for name, since_ms in entry.stats.get("environments_stopped", {}).items()
+        }
         self._residents = {r.id: r for gang in pool.gangs for r in gang.residents}
         self._wanted = {name for _, name in pool.services} | {
             role_process(r, place)
@@ -142,6 +149,15 @@ class _Board:
                     "", entry.name, "its lease", age / 1000, reason, self._job_of(entry.name)
                 )
 
+    def stopped(self) -> Iterator[Stall]:
+        """Environment processes that a signal has stopped, as their shards report: they have no
+        lease.
+        """
+        for name, (shard, since_ms) in self._stopped.items():
+            if (job := self._job_of(shard)) not in self._held:
+                reason = f"{self.unwell(name)}; nobody waits"
+                yield Stall("", name, "to run", (self.now_ms - since_ms) / 1000, reason, job)
+
     def _replaced(self, entry: Entry) -> bool:
         """Whether it is lost, and something else does its work by now."""
         placed = entry.kind in PLACED
@@ -165,6 +181,9 @@ class _Board:
                 "its versions have reached weights.quota_gb. `meshrl weights list RUN` says what "
                 "stays and why: unpin some, or raise it; it goes on by itself"
             )
+        if name in self._stopped:
+            since_s = (self.now_ms - self._stopped[name][1]) / 1000
+            return f"{name} has been stopped by a signal for {since_s:.1f} s"
         entry = self.entries.get(name)
         if entry is None:
             return self._missing(name)

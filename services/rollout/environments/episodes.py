@@ -22,11 +22,11 @@ from common.runtime.mesh import Mesh
 from common.settings import WITHOUT_SETTINGS
 from services.rollout.environments.ends import EnvironmentEnds, EnvironmentLost
 from services.rollout.environments.process import (
-    STOPPED,
     EnvironmentHung,
     Operation,
     answer_of,
     dismissed,
+    is_stopped,
     message_of,
     steps_of,
 )
@@ -70,6 +70,11 @@ class EpisodeProcess:
     @property
     def pid(self) -> int:
         return self._child.pid if self._child else 0
+
+    @property
+    def stopped(self) -> bool:
+        """True if a signal has stopped the process."""
+        return is_stopped(self._child)
 
     def put(self, operation: Operation, *, alone: bool = False) -> asyncio.Future[Any]:
         """The future of an operation's answer; `alone` says nothing here: all are."""
@@ -175,9 +180,7 @@ class EpisodeProcess:
     async def _lose(self, child: Child | None, error: Exception) -> None:
         """Gives up a process (None: one that did not start) with all that is open in it."""
         if child is self._child:
-            usage = child.usage() if child is not None else None
-            stopped = usage is not None and usage.state in STOPPED
-            late = [] if stopped else self._late()
+            late = [] if is_stopped(child) else self._late()
             self._child, self._unsent = None, []
             held = list(self._open)
             lost: MeshError = EnvironmentLost(f"environment process {self.name}: {error}")

@@ -79,6 +79,7 @@ class EnvironmentPool:
         config = job.config.environment
         self._failures = failures or Failures(mesh, job.id)
         self._use, self._deadline_s = config.use or config.verifiers, config.step_deadline_s
+        self._wall, self._stopped = mesh.clock.wall, dict[str, int]()
         at_once = config.verifiers or config.threads > 1
         kind = EpisodeProcess if at_once else EnvironmentProcess
         name = "environment-" + mesh.name.replace("/", "-")
@@ -97,6 +98,15 @@ class EnvironmentPool:
     @property
     def pids(self) -> dict[str, int]:
         return {p.name: p.pid for p in self._processes}
+
+    def stopped(self) -> dict[str, int]:
+        """Return the processes that a signal has stopped, with when that was first seen, in ms of
+        the wall clock. They have no lease that would tell, and perhaps nobody waits for them now.
+        """
+        now_ms = int(self._wall() * 1000)
+        names = [process.name for process in self._processes if process.stopped]
+        self._stopped = {name: self._stopped.get(name, now_ms) for name in names}
+        return self._stopped
 
     async def begin(self, key: int, row: dict[str, Any]) -> list[int]:
         """Opens an environment; returns the prompt's ids."""

@@ -51,6 +51,11 @@ class EnvironmentProcess:
     def pid(self) -> int:
         return self._child.pid if self._child else 0
 
+    @property
+    def stopped(self) -> bool:
+        """True if a signal has stopped the process."""
+        return is_stopped(self._child)
+
     def put(self, operation: Operation, *, alone: bool = False) -> asyncio.Future[Any]:
         return self._batcher.put(operation, alone=alone)
 
@@ -93,8 +98,7 @@ class EnvironmentProcess:
                     await child.send(block)
                     answers += msgpack.unpackb(await self._received(child, deadline_s), raw=False)
         except (OSError, EOFError, ValueError, MeshError) as error:
-            usage = child.usage()
-            stopped = usage is not None and usage.state in STOPPED
+            stopped = is_stopped(child)
             lost = await self._ends.lost(child, self._log, error)
             await self._bury(child)
             if isinstance(error, DeadlineExceeded) and len(batch) == 1 and not stopped:
@@ -127,6 +131,12 @@ class EnvironmentProcess:
         child, self._child = self._child, None
         if child is not None:
             await dismissed(child)
+
+
+def is_stopped(child: Child | None) -> bool:
+    """True if a signal has stopped a process that runs."""
+    usage = child.usage() if child is not None else None
+    return usage is not None and usage.state in STOPPED
 
 
 async def dismissed(child: Child) -> None:

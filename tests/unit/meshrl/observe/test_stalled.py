@@ -112,6 +112,19 @@ def test_an_overdue_process_that_nobody_waits_for_is_listed_last() -> None:
     assert "overdue, nobody waits" in stalls[-1].reason
 
 
+def test_a_stopped_environment_process_is_named_whether_or_not_anyone_waits_for_it() -> None:
+    name = "environment-rollout-job-0-0"
+    shard = entry("rollout/job/0")
+    shard.stats = {"environments": {name: 7}, "environments_stopped": {name: NOW - 800}}
+    (stall,) = diagnose([shard], NOTHING, NOW)
+    assert (stall.waiter, stall.culprit, stall.job, stall.since_s) == ("", name, "job", 0.8)
+    assert stall.reason.endswith("stopped by a signal for 0.8 s; nobody waits")
+    shard.waits = entry("rollout/job/0", (name, 0.5)).waits
+    (stall,) = diagnose([entry("trainer/job", ("rollout/job/0", 0.4)), shard], NOTHING, NOW)[:1]
+    assert (stall.waiter, stall.culprit) == ("rollout/job/0", name)
+    assert diagnose([replace(shard, stats={}, waits=[])], NOTHING, NOW) == []
+
+
 def test_a_stall_is_over_at_once_when_who_waited_is_gone_or_nobody_wants_what_is_lost() -> None:
     waiter = entry("trainer/job", ("engine/g1.0", 30.0), renewed_s=10.0)
     lost = entry("engine/g1.0", renewed_s=10.0)

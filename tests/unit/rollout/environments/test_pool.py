@@ -73,6 +73,17 @@ async def pool(tmp_path: Path) -> AsyncIterator[EnvironmentPool]:
     await mesh.leave()
 
 
+async def reports_a_stopped_process(pool: EnvironmentPool) -> None:
+    """Stop a process that nobody waits for, and let it go on."""
+    [(name, pid)] = pool.pids.items()
+    for number, expected in ((signal.SIGSTOP, [name]), (signal.SIGCONT, list[str]())):
+        os.kill(pid, number)
+        async with asyncio.timeout(scaled(20.0)):
+            while list(pool.stopped()) != expected:
+                await asyncio.sleep(0.01)
+        assert pool.stopped() == pool.stopped(), "since when does not change"
+
+
 async def encoded(pool: EnvironmentPool, digit: int) -> list[int]:
     """The token of a digit, once the process is up."""
     await pool.begin(1 << 20, {})
@@ -84,6 +95,7 @@ async def test_a_killed_process_is_replaced_and_its_environments_are_rebuilt(
 ) -> None:
     two = await encoded(pool, 2)
     assert (await pool.step(1, two, lambda: [{}, []]))[1] == "append"
+    await reports_a_stopped_process(pool)
     for _ in range(3):
         (pid,) = pool.pids.values()
         os.kill(pid, signal.SIGKILL)

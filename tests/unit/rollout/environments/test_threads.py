@@ -22,6 +22,7 @@ from common.random import Random
 from services.rollout.environments.pool import EnvironmentPool
 from tests.load import scaled
 from tests.meshes import alone
+from tests.unit.rollout.environments.test_pool import reports_a_stopped_process
 
 ROOT = Path(__file__).parents[4]
 TOKENIZER = Tokenizer.load(str(ROOT / "examples/calculator/tokenizer.json"))
@@ -77,6 +78,7 @@ async def test_a_killed_process_is_replaced_and_its_environments_are_rebuilt(
     await pool.begin(1, {})
     two = TOKENIZER.encode("2")
     assert (await pool.step(1, two, lambda: [{}, []]))[2] == 1.0
+    await reports_a_stopped_process(pool)
     (pid,) = pool.pids.values()
     os.kill(pid, signal.SIGKILL)
     again = await pool.step(1, two, lambda: [{}, [["step", two]]])
