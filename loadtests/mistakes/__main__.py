@@ -29,6 +29,7 @@ from loadtests.mistakes import (
     jobfiles,
     models,
     numbers,
+    operations,
     trajectories,
 )
 from loadtests.mistakes.mistake import Mistake
@@ -45,6 +46,7 @@ ALL: tuple[Mistake, ...] = (
     *commands.MISTAKES,
     *conversations.MISTAKES,
     *containment.MISTAKES,
+    *operations.MISTAKES,
 )
 
 

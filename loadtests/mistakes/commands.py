@@ -31,7 +31,7 @@ def _require(condition: bool, why: str) -> None:
 
 
 @contextmanager
-def _finished(place: Place) -> Iterator[None]:
+def finished(place: Place) -> Iterator[None]:
     """A run that has ended, its two steps trained."""
     status = _meshrl(place, "run", "job.toml").wait(_BEGUN_S)
     _require(status == 0, (place.root.parent / "prepared.log").read_text()[-500:])
@@ -66,7 +66,7 @@ def _without(*names: str) -> Callable[[Place], AbstractContextManager[None]]:
 
     @contextmanager
     def prepare(place: Place) -> Iterator[None]:
-        with _finished(place):
+        with finished(place):
             for name in names:
                 found = list(place.path(_RUN).glob(name))
                 _require(bool(found), f"a run has no {name}")
@@ -79,7 +79,7 @@ def _without(*names: str) -> Callable[[Place], AbstractContextManager[None]]:
 
 @contextmanager
 def _edited(place: Place) -> Iterator[None]:
-    with _finished(place):
+    with finished(place):
         place.set({"optimizer.adamw_lr": 0.5, "budget.steps": 3})
         yield
 
@@ -120,13 +120,13 @@ MISTAKES = (
         "resume: job.json is missing", ("job.json",), argv=_resume(), prepare=_without("job.json")
     ),
     Mistake(
-        "resume: a finished run", ("finished", "budget.steps"), argv=_resume(), prepare=_finished
+        "resume: a finished run", ("finished", "budget.steps"), argv=_resume(), prepare=finished
     ),
     Mistake(
         "resume: a key that may not change",
         (r"model\.path", "resume|run"),
         argv=_resume("--set", "model.path=other"),
-        prepare=_finished,
+        prepare=finished,
     ),
     Mistake(
         "resume: a run that is under way",
@@ -148,7 +148,7 @@ MISTAKES = (
         "run: into a directory that holds a run",
         (_RUN, "resume|--force"),
         argv=("run", "job.toml", "--set", f"out={_RUN}"),
-        prepare=_finished,
+        prepare=finished,
     ),
     Mistake(
         "run: --force on a run that is under way",
@@ -178,7 +178,7 @@ MISTAKES = (
         "run: --force with a job that cannot run",
         (r"rollout\.stop",),
         argv=("run", "job.toml", "--force", "--set", f"out={_RUN}", "--set", 'rollout.stop=["@"]'),
-        prepare=_finished,
+        prepare=finished,
     ),
     Mistake("submit: no mesh", ("meshrl up",), argv=("submit", "job.toml", "--mesh", "nowhere")),
     Mistake(
@@ -192,21 +192,21 @@ MISTAKES = (
         "export: a step that is not kept",
         ("step", "77"),
         argv=("export", _RUN, "--step", "77"),
-        prepare=_finished,
+        prepare=finished,
     ),
     Mistake("samples: nothing there", ("runs/mine",), argv=("samples", _RUN)),
     Mistake(
         "samples: a step that there is not",
         ("step", "77"),
         argv=("samples", _RUN, "--step", "77"),
-        prepare=_finished,
+        prepare=finished,
     ),
     Mistake("logs: nothing there", ("nowhere",), argv=("logs", "--mesh", "nowhere")),
     Mistake("watch: nothing there", ("runs/mine",), argv=("watch", _RUN)),
     Mistake("wait: nothing there", ("runs/mine",), argv=("wait", _RUN)),
     Mistake("cancel: nothing there", ("runs/mine",), argv=("cancel", _RUN)),
     Mistake(
-        "cancel: a run that has finished", ("finished",), argv=("cancel", _RUN), prepare=_finished
+        "cancel: a run that has finished", ("finished",), argv=("cancel", _RUN), prepare=finished
     ),
     Mistake(
         "chat: a directory without a model",

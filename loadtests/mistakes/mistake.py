@@ -35,6 +35,7 @@ class Mistake:
     environ: Mapping[str, str] = field(default_factory=dict)
     own_s: float = 0.0  # what the user's own code takes before anybody can know
     ends: bool = True  # the command ends by itself, and not with status 0
+    hides: tuple[str, ...] = ()  # texts that must not be printed
     changes: tuple[str, ...] = ()  # files and folders of the user that may change
 
     @property

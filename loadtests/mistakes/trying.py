@@ -146,6 +146,7 @@ def _judge(
     faults = []
     if "Traceback (most recent call last)" in text:
         faults.append("a traceback")
+    faults += [f"prints {hidden!r}" for hidden in mistake.hides if hidden in text]
     if not mistake.running and STARTED in text:
         faults.append("a mesh was started")
     if mistake.ends and status in (None, 0):
