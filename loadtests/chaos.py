@@ -153,9 +153,12 @@ class Chaos:
         lasts = STOPPED_S if target.kind in LEASED else WITHOUT_LEASE_S
         named: float | None = None
         waited = False
+        polls: list[dict[str, Any]] = []
         try:
             while (passed := time.monotonic() - began) < lasts:
-                for stall in await self._stalls():
+                stalls = await self._stalls()
+                polls.append(_poll(time.monotonic() - began, passed, stalls))
+                for stall in stalls:
                     if stall["culprit"] == target.name and not waited:
                         named, waited = time.monotonic() - began, bool(stall["waiter"])
                 await asyncio.sleep(max(0.0, min(0.5, lasts - passed)))
@@ -166,6 +169,7 @@ class Chaos:
             self.report.named_s.append(named)
         elif named is None and target.kind in WAITED_FOR:
             self.report.unnamed.append(target.name)
+            _say(f"never named {target.name}: {json.dumps(polls)}")
         return {"named_s": named, "waited_for": waited}
 
     async def _stalls(self) -> list[dict[str, Any]]:
@@ -324,6 +328,12 @@ def _disk_of_its_own(folder: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def _poll(at_s: float, asked_s: float, stalls: list[dict[str, Any]]) -> dict[str, Any]:
+    """One answer of `meshrl status --stalled`, as evidence for a stop that it never named."""
+    named = [f"{stall['waiter']} -> {stall['culprit']}: {stall['reason']}" for stall in stalls]
+    return {"at_s": round(at_s, 2), "took_s": round(at_s - asked_s, 2), "stalls": named}
 
 
 def _end_of(log: Path) -> str:
