@@ -295,7 +295,7 @@ class Group:
     tokens: Array  # int32
     logprobs: Array  # float32, 0 where the model did not sample
     versions: Array  # int32, -1 where the model did not sample
-    rewards: Array  # float32 [members], NaN: the member failed and is not trained
+    rewards: Array  # float64 [members], in older runs float32; NaN: it failed and is not trained
     # bool [members]: cut off at the longest length; empty: nobody recorded it
     truncated: Array = field(default_factory=lambda: np.zeros(0, np.bool_))
     # Log-probabilities of the job's frozen models beside `logprobs`, 0 for what begins a member and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,13 @@ class Ending:
     reward: float | None = None
     error: str = ""
     kind: str = ""  # of a typed failure, while this shard lives
+
+
+def _ended(reason: str, reward: float | None, error: str) -> Ending:
+    """Return an ending on record. Earlier versions recorded rewards that are not finite."""
+    if reward is None or math.isfinite(reward):
+        return Ending(reason, reward, error)
+    return Ending("failed", None, f"the reward was {reward}", "reward is not finite")
 
 
 class Trajectory:
@@ -193,7 +201,7 @@ class Restored:
         elif record.kind is Kind.APPEND:
             t.appended(p[1])
         elif record.kind is Kind.END:
-            t.ending = Ending(p[1], p[2], p[3])
+            t.ending = _ended(*p[1:4])
 
     def _tokens(self, rows: TokenRows) -> None:
         at = 0

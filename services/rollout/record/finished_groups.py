@@ -42,7 +42,7 @@ def finished_group(
         tokens=np.concatenate([t.tokens for t in members]),
         logprobs=np.concatenate([t.logprobs for t in members]),
         versions=np.concatenate([t.versions for t in members]),
-        rewards=np.array(rewards, np.float32),
+        rewards=np.array(rewards, np.float64),
         truncated=np.array([e.reason == "length" for e in endings], np.bool_),
         **{role: beside(members, role) for role in roles},
         experts=experts,

@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 from common.job.config import AlgorithmConfig
 
 EPSILON = 1e-4  # added to a deviation before dividing by it, in units of reward
-NO_VARIANCE = 1e-6  # deviation below which all rewards of a group count as equal
+NO_VARIANCE = 0.0  # largest less smallest reward of a group that has nothing to teach
 
 
 def silent(rewards: NDArray[np.float64], config: AlgorithmConfig) -> bool:
-    """Whether the group has nothing to teach: rewards without variance."""
-    return config.filter_zero_variance and float(rewards.std()) < NO_VARIANCE
+    """True if the group has nothing to teach: its rewards, compared as float64, are all equal."""
+    return config.filter_zero_variance and float(np.ptp(rewards)) <= NO_VARIANCE
 
 
 def centred(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64] | None:

@@ -31,7 +31,8 @@ class Sequence:
     logprobs: Floats  # behaviour: of the policy that sampled the token; 0 where not sampled
     mask: Bools  # the model's own tokens
     versions: Ints  # weight version that computed the token
-    advantages: Floats = field(default_factory=lambda: np.zeros((), np.float32))  # [n], or one
+    # [n], or one; of one trajectory float64: `prepare` may take it for the reward that it is.
+    advantages: NDArray[np.floating] = field(default_factory=lambda: np.zeros((), np.float32))
     weight: float = 1.0  # factor of each of its token losses
     extras: dict[str, Floats] = field(default_factory=dict)  # [n] each, such as "reference"
     experts: ExpertIds | None = None  # [n, layers, k], that the place before a token was routed to

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.api.weights import Group
-from common.errors import BadMessage
+from common.errors import BadMessage, ConfigError
 from common.job.config import JobConfig
 from common.records.lineages import counted
 from services.trainer.algorithms import algorithm, refills
@@ -22,6 +22,8 @@ from services.trainer.losses.shaping import divergences, kl_in_reward, overlong
 
 REFILLS = 10  # groups replaced in a step, per group that it takes, before it takes what there is
 EXTRAS = ("reference", "teacher")  # arrays of a group that losses may ask for
+LARGEST_REWARD = 1e100  # above, float64 has no room for sums of squares
+LARGEST_ADVANTAGE = 1e15  # above, squares of gradients overflow float32, whose largest is 3e38
 
 
 @dataclass
@@ -55,15 +57,15 @@ class Batch:
         self.truncated += sum(s.truncated for s in members)
         rewards = scored_rewards(group)
         self.rewards += rewards.tolist()
-        self.spreads.append(float(rewards.std()) if len(rewards) else 0.0)
         left_out = [masked(sequence, self.config) for sequence in members]
         self.masked += sum(left_out)
         advantages = advantages_of(members, rewards, self.config)
+        self.spreads.append(float(rewards.std()) if len(rewards) else 0.0)
         if advantages is None:
             self.filtered.append(group.group)
             return []
         for sequence, advantage in zip(members, advantages, strict=True):
-            sequence.advantages = np.array(advantage, np.float32)
+            sequence.advantages = np.array(advantage, np.float64)  # float32 from the bin on
             sequence.weight = token_weight(sequence.trained, self.config)
         learned = zip(members, left_out, strict=True)
         trained = [sequence for sequence, out in learned if sequence.trained and not out]
@@ -119,9 +121,10 @@ def advantages_of(
     which asks for some right and some wrong answers (DAPO, equation 11). Divergence never does:
     that of two trajectories is never equal. What is masked still counts in the group's baseline.
     """
-    if members and all(masked(sequence, config) for sequence in members):
+    if all(masked(sequence, config) for sequence in members):  # or there are none
         return None
     hooks, chosen = algorithm(config.algorithm.name), config.algorithm
+    _refuse_above(LARGEST_REWARD, "rewards", rewards, members, rewards)
     lengths = np.array([len(sequence.tokens) for sequence in members], np.int64)
     shaped = rewards + overlong(lengths, hooks.overlong_share, config)
     if hooks.advantages(rewards if refills(chosen) else shaped, chosen) is None:
@@ -129,7 +132,28 @@ def advantages_of(
     if hooks.prepare is None and kl_in_reward(chosen):
         paid = [chosen.kl_coefficient * divergences(one, chosen).sum() for one in members]
         shaped = shaped - paid
-    return hooks.advantages(shaped, replace(chosen, filter_zero_variance=False))
+    found = hooks.advantages(shaped, replace(chosen, filter_zero_variance=False))
+    if found is not None and (hooks.prepare is None or hooks.critic):  # else they are normalised
+        _refuse_above(LARGEST_ADVANTAGE, "advantages", found, members, rewards)
+    return found
+
+
+def _refuse_above(
+    largest: float,
+    what: str,
+    values: NDArray[np.float64],
+    members: list[Sequence],
+    rewards: NDArray[np.float64],
+) -> None:
+    """Raise ConfigError, which names a group's rewards, for values too large to train on."""
+    if (np.abs(values) <= largest).all():
+        return
+    raise ConfigError(
+        f"the rewards of group {members[0].group} go from {rewards.min():g} to {rewards.max():g}: "
+        f"{what} above {largest:g} make gradients that are not finite",
+        where="reward",
+        fix="divide what the reward returns, so that rewards are around 1",
+    )
 
 
 def masked(sequence: Sequence, config: JobConfig) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from common.api.weights import Group
@@ -24,3 +26,17 @@ def test_members_that_were_cut_off_at_the_longest_length_are_marked() -> None:
     sent = unpack(Group, pack(finished_group(4, 0, members, (), lambda: [0, 0])))
     assert sent.truncated.tolist() == [False, True, False, False]
     assert np.isfinite(sent.rewards).tolist() == [True, True, True, False]
+
+
+def test_rewards_are_handed_in_as_float64() -> None:
+    rewards = [1e39, 100000001.0, 100000002.0, 0.1]
+    members = [ended(n, "done", reward) for n, reward in enumerate(rewards)]
+    sent = unpack(Group, pack(finished_group(4, 0, members, (), lambda: [0, 0])))
+    assert sent.rewards.tolist() == rewards
+
+
+def test_a_group_stored_by_an_earlier_version_is_read_with_its_float32_rewards() -> None:
+    members = [ended(n, "done", float(n)) for n in range(2)]
+    made = finished_group(4, 0, members, (), lambda: [0, 0])
+    old = replace(made, rewards=made.rewards.astype(np.float32))
+    assert unpack(Group, pack(old)).rewards.tolist() == [0.0, 1.0]

@@ -223,3 +223,41 @@ def test_without_dynamic_sampling_nothing_is_replaced() -> None:
 def test_a_batch_of_nothing_still_has_metrics() -> None:
     metrics = Batch(0, replace(job(), seed=1)).metrics()
     assert metrics["filtered_share"] == 0 and metrics["staleness_tokens"] == [0, 0, 0]
+
+
+# -- rewards as numbers ----------------------------------------------------------------------------
+
+
+def rewarded(*rewards: float) -> Group:
+    return replace(group([0.0] * len(rewards)), rewards=np.array(rewards, np.float64))
+
+
+def test_rewards_are_float64_up_to_the_advantage() -> None:
+    assert not teaches_nothing(rewarded(100000001, 100000002), job())
+    assert not teaches_nothing(rewarded(1.0, 1.0 + 1e-12), job())
+    assert teaches_nothing(rewarded(0.1, 0.1, 0.1), job())
+    assert len(Batch(3, job()).add(rewarded(1e39, 0.0))) == 2
+    first, _ = Batch(3, job(name="reinforce_pp")).add(rewarded(100000001, 100000002))
+    assert float(first.advantages) == 100000001
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_group_without_a_score_is_filtered_without_warnings() -> None:
+    for filtered in (True, False):
+        batch = Batch(3, job(filter_zero_variance=filtered))
+        assert batch.add(rewarded(np.nan, np.nan)) == []
+        assert batch.filtered == [7]
+        assert batch.metrics()["reward"] == 0.0
+        assert teaches_nothing(rewarded(np.nan, np.nan), job(filter_zero_variance=filtered))
+
+
+@pytest.mark.filterwarnings("error")
+def test_rewards_too_large_to_train_on_are_named() -> None:
+    said = r"rewards of group 7 go from 0 to 1e\+30.* divide what the reward returns"
+    for name in ("dr_grpo", "rloo", "ppo"):
+        with pytest.raises(ConfigError, match=said):
+            Batch(3, job(name=name)).add(rewarded(1e30, 0.0))
+    for name in ("grpo", "reinforce_pp"):  # which divide by the deviation
+        Batch(3, job(name=name)).add(rewarded(1e30, 0.0))
+        with pytest.raises(ConfigError, match="rewards of group 7"):
+            Batch(3, job(name=name)).add(rewarded(1e200, 0.0))
