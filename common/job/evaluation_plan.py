@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb
+from math import comb, fsum, isclose
 
 from common.job.config import EvaluationConfig, EvaluationDataset, JobConfig
 
 HELD_OUT = "held_out"  # the set of dataset.held_out
 SAMPLED, GREEDY = f"{HELD_OUT}.sampled", f"{HELD_OUT}.greedy"
 BEFORE, AFTER = "before", "after"
+ROUNDING = 1e-9  # by which a sum of floats may miss the threshold that it stands for
 MISSING = 0.05  # share of a set's samples without a say above which versions are not compared by it
 
 
@@ -78,6 +79,11 @@ def pass_at(k: int, samples: int, right: int) -> float:
     return 1.0 - comb(samples - right, k) / comb(samples, k)
 
 
+def is_solved(reward: float, threshold: float) -> bool:
+    """True if a reward reaches a threshold, but for rounding: 0.7 + 0.2 + 0.1 reaches 1."""
+    return reward >= threshold or isclose(reward, threshold, rel_tol=ROUNDING, abs_tol=ROUNDING)
+
+
 def estimates(dataset: EvaluationDataset, rewards: Sequence[Sequence[float]]) -> dict[str, float]:
     """The figures of a dataset from the rewards of each problem's samples.
 
@@ -86,10 +92,10 @@ def estimates(dataset: EvaluationDataset, rewards: Sequence[Sequence[float]]) ->
     """
     name = dataset.name
     every = [reward for problem in rewards for reward in problem]
-    found = {f"{name}.mean": sum(every) / len(every)} if every else {}
+    found = {f"{name}.mean": fsum(every) / len(every)} if every else {}
     for k in dataset.pass_at:
         each = [
-            pass_at(k, len(problem), sum(reward >= dataset.solved for reward in problem))
+            pass_at(k, len(problem), sum(is_solved(reward, dataset.solved) for reward in problem))
             for problem in rewards
             if len(problem) >= k
         ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import traceback
 from collections.abc import Awaitable, Sequence
 
-from common.api.sandbox import CRASHED, OK, RAISED, LoadJob, RewardCall, ToolCall
+from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED, LoadJob, RewardCall, ToolCall
 from common.job import builtin
 from services.sandbox.answer import Answer
 from services.sandbox.jailed import Jailed
@@ -116,7 +117,18 @@ async def apart(work: Awaitable[Answer]) -> Answer:
 
 
 def summed(weights: Sequence[float], answers: Sequence[Answer]) -> Answer:
+    """The weighted sum, rounded once; the first answer that is no score; BAD_VALUE if the sum is
+    not finite.
+    """
     for answer in answers:
         if answer.status != OK:
             return answer
-    return Answer(OK, sum(w * a.value for w, a in zip(weights, answers, strict=True)), "")
+    terms = [weight * answer.value for weight, answer in zip(weights, answers, strict=True)]
+    try:
+        total = math.fsum(terms)
+    except (OverflowError, ValueError):  # beyond the largest number; inf - inf
+        total = math.nan
+    if math.isfinite(total):
+        return Answer(OK, total, "")
+    told = " + ".join(f"{w:g} * {a.value:g}" for w, a in zip(weights, answers, strict=True))
+    return Answer(BAD_VALUE, None, f"the sum of reward.parts is not finite: {told}")

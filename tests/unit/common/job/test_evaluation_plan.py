@@ -58,6 +58,14 @@ def test_figures_are_of_the_samples_that_there_are() -> None:
     assert estimates(dataset, [[], []]) == {}
 
 
+def test_a_reward_that_misses_a_threshold_by_rounding_reaches_it() -> None:
+    dataset = EvaluationDataset("sums", "x", samples=1, pass_at=[1])
+    assert estimates(dataset, [[0.7 + 0.2 + 0.1]]) == pytest.approx(
+        {"sums.mean": 1.0, "sums.pass@1": 1.0}
+    )
+    assert estimates(dataset, [[0.999]])["sums.pass@1"] == 0.0
+
+
 def test_a_version_is_evaluated_every_so_many_steps_and_the_last_one_after_training() -> None:
     asked = [version for version in range(13) if due(JOB, version)]
     assert asked == [4, 8]
