@@ -62,14 +62,14 @@ def _built_in(part: RewardPartConfig, table: str) -> Iterator[Needed]:
     known = builtin.REWARDS.get(part.use)
     if known is None or name not in known.options:
         return
-    if part.use == "regex" and not _compares(options.get("pattern")):
+    if part.use == "regex" and not compares(options.get("pattern")):
         return
     key = options.get(name, name)
     if isinstance(key, str):
         yield Needed(key, by, f"{table}.use", f"{table}.options.{name}")
 
 
-def _compares(pattern: object) -> bool:
+def compares(pattern: object) -> bool:
     """Whether a pattern has the group that is compared with the row."""
     try:
         return isinstance(pattern, str) and ANSWER in re.compile(pattern).groupindex

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -433,7 +434,21 @@ class ShardJob:
     async def _reward(
         self, t: Trajectory, row: dict[str, Any], reason: str, score: float | None
     ) -> float:
-        """The job's reward or judge, or else the environment's own score."""
+        """Return the job's reward or judge's verdict, or else the environment's own score.
+        TrajectoryFailed if that is no finite number.
+        """
+        found = await self._score(t, row, reason, score)
+        if not math.isfinite(found):
+            raise TrajectoryFailed(
+                f"the reward is {found}, which is no finite number",
+                kind="reward is not finite",
+                fix="see what the reward, its weights or the environment return",
+            )
+        return found
+
+    async def _score(
+        self, t: Trajectory, row: dict[str, Any], reason: str, score: float | None
+    ) -> float:
         environment = self.config.environment
         t.watch.enter("reward")
         if self.judge is not None:

@@ -75,9 +75,3 @@ def tool_turn(name: str, argument: Any, value: Any) -> dict[str, Any]:
     """A call and what the tool returned: `text` is the value as text, by JSON if it is none."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return {"role": "tool", "text": text, "name": name, "input": argument, "value": value}
-
-
-def said(turns: Sequence[dict[str, Any]]) -> str:
-    """What the model said last, without what ended it."""
-    last: dict[str, Any] = next((t for t in reversed(turns) if t["role"] == "model"), {})
-    return str(last.get("text", "")).removesuffix(last.get("stop", ""))

@@ -7,11 +7,11 @@ import re
 from typing import Any, Protocol
 
 from common.errors import ToolFailed
+from common.grading.answers import answer_of
 from common.job.config import JudgeConfig
 from common.job.job_data import JobData
 from common.runtime.mesh import Mesh
 from services.rollout.rewards.scoring import Scorer
-from services.rollout.transcript import said
 
 SAID = 200  # characters of an answer that an error shows
 _FIELD = re.compile(r"\{(\w+)\}")
@@ -26,7 +26,9 @@ class JudgeFailed(ToolFailed):
 
 class Judge(Protocol):
     async def verdict(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
-        """The reward of a trajectory; ToolFailed (never a number) when there is none."""
+        """Return the reward of a trajectory: 0, unasked, if the model gave no answer. ToolFailed,
+        never a number, when the judge gives no verdict.
+        """
 
     async def close(self) -> None: ...
 
@@ -45,10 +47,17 @@ def judge_of(mesh: Mesh, job: JobData, scorer: Scorer) -> Judge | None:
     return ServerJudge(mesh, config, prompt)
 
 
-def question(template: str, prompt: str, row: dict[str, Any], turns: list[dict[str, Any]]) -> str:
-    """The template with {prompt}, {answer} and keys of the row; other braces stay as they are."""
+def question(
+    template: str, prompt: str, row: dict[str, Any], turns: list[dict[str, Any]]
+) -> str | None:
+    """Return the template with {prompt}, {answer} and keys of the row, other braces as they are;
+    None if the model gave no answer.
+    """
+    answer = answer_of(turns, {})
+    if answer is None:
+        return None
     values = {key: _plain(value) for key, value in row.items()}
-    values |= {"prompt": _plain(row.get(prompt, "")), "answer": said(turns)}
+    values |= {"prompt": _plain(row.get(prompt, "")), "answer": answer}
     return _FIELD.sub(lambda match: values.get(match[1], match[0]), template)
 
 
@@ -81,7 +90,8 @@ class ModelJudge:
         self._config, self._prompt, self._scorer = config, prompt, scorer
 
     async def verdict(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
-        return await self._scorer.verdict(question(self._config.template, self._prompt, row, turns))
+        asked = question(self._config.template, self._prompt, row, turns)
+        return 0.0 if asked is None else await self._scorer.verdict(asked)
 
     async def close(self) -> None:
         return None

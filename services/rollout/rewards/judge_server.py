@@ -39,6 +39,8 @@ class ServerJudge:
     async def verdict(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
         """Waiting for room among the requests under way is not the server's time."""
         asked = question(self._config.template, self._prompt, row, turns)
+        if asked is None:
+            return 0.0
         clock = self._mesh.job_clock
         until, pause_s = clock.monotonic() + self._config.patience_s, FIRST_RETRY_S
         with self._mesh.wait("a verdict", on=self._config.use):

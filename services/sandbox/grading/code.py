@@ -15,11 +15,11 @@ from typing import Any
 
 from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED, UNSUPPORTED
 from common.grading import cases, shapes
+from common.grading.answers import answer_of
 from common.grading.cases import BadTests, CalledTests, Tests
 from common.grading.support import Unsupported, unsupported
 from services.sandbox.answer import Answer
 from services.sandbox.grading import called, isolated, printed, real_pytest
-from services.sandbox.grading.answers import answer_of
 from services.sandbox.grading.attempt import Attempt
 from services.sandbox.grading.prelude import prelude_of
 from services.sandbox.grading.programs import prefixed, program_of
@@ -47,7 +47,7 @@ class Grading:
 
     async def reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> Answer:
         """The share of tests passed; all or nothing without `partial`."""
-        answer = answer_of(turns, self._options)
+        answer = answer_of(turns, self._options) or ""
         prefix = str(self._options.get("prefix", ""))
         try:
             style, tests = shapes.read(shapes.column(row, self._options.get("tests", "tests")))

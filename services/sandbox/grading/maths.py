@@ -16,8 +16,9 @@ from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Basic, E, Expr, I, N, Pow, UnevaluatedExpr, cos, exp
 from sympy.core.relational import Relational
 
+from common.grading import golds
+from common.grading.answers import answer_of
 from services.sandbox.grading import latex, notations
-from services.sandbox.grading.answers import answer_of
 
 LONGEST = 100_000  # characters of an answer that is looked at; what is longer is wrong
 BOXED = 2_000  # longest content of a box
@@ -34,7 +35,6 @@ TOWER = re.compile(
     r"\^\s*\{[^{}]*\^\s*\{[^{}]*\^|\^\s*\w+\s*\^\s*\w+\s*\^|\^\s*\{\s*\d{2,}\s*\^"
     r"|\^\s*\{?\s*\d{6,}|\d{5,}\s*!|!\s*!|\\binom\s*\{\s*(?:\d{5,}|[^{}]*\^)"
 )
-CODE = re.compile(r"__|\b(?:import|lambda|exec|eval|open|getattr)\b")
 VALUE_RELATION = re.compile(r"\\(?:ge|le|geq|leq|gt|lt|ne|neq)(?![a-z])|[<>]")
 RELATION = re.compile(r"[<>=]|\\(?:ge|le|geq|leq|gt|lt|ne|neq)(?![a-z])")
 TEXT_ONLY = re.compile(latex.TEXT + r"\s*\{[^{}]*\}")
@@ -65,12 +65,12 @@ class _TooLong(BaseException):
 
 def reward(row: dict[str, Any], turns: list[dict[str, Any]], options: dict[str, Any]) -> float:
     """1 if the answer equals `row[options["answer"]]`."""
-    gold = str(row[options.get("answer", "answer")])
-    return float(equal(gold, answer_of(turns, options)))
+    gold, answer = golds.mathematics(row, options), answer_of(turns, options)
+    return float(answer is not None and equal(gold, answer))
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether `answer`, all that was said, comes to `gold`."""
+    """True if `answer`, all that was said after the reasoning, comes to `gold`."""
     if len(answer) > LONGEST:
         return False
     before = signal.signal(signal.SIGVTALRM, _stop)
@@ -86,7 +86,7 @@ def equal(gold: str, answer: str) -> bool:
 
 def _equal(gold: str, answer: str) -> bool:
     said, boxed = latex.final(answer)
-    if not said.strip() or (boxed and len(said) > BOXED) or CODE.search(said):
+    if not said.strip() or (boxed and len(said) > BOXED) or golds.CODE.search(said):
         return False
     said, boxed = _alternatives(said, boxed)
     wanted, said = latex.cleaned(gold), latex.cleaned(said) if boxed else said.strip()

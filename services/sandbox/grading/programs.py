@@ -14,8 +14,6 @@ import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-THINKING_END = re.compile(r"(?<![\"'])(?<![^`]`)</think>(?![\"'])")  # not in a program's text
-THINKING = "<think>"
 FUTURE = "__future__"
 FENCE = "```"
 MARKS = r"(?:\s*<[^<>`]{1,40}>)*"  # as </answer> or what ends a turn, on the line of a fence
@@ -53,7 +51,7 @@ def program_of(
     like that, the last block. A last fence that nothing closes makes a block too. Text without
     fences, and text that is Python with its fences, is the program itself.
     """
-    text = _spoken(text.replace("\r\n", "\n"))
+    text = text.replace("\r\n", "\n")
     only = _only(text)
     if only is not None:
         return only
@@ -184,19 +182,6 @@ class _Parser:
                 return ast.parse(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return None
-
-
-def _spoken(text: str) -> str:
-    """What follows the model's thinking; nothing if that does not end."""
-    begun = text.lstrip().startswith(THINKING)
-    fences = counted = 0
-    for end in THINKING_END.finditer(text):
-        fences += text.count(FENCE, counted, end.start())
-        counted = end.start()
-        line = text[text.rfind("\n", 0, counted) + 1 : counted]
-        if begun or "#" not in line or fences % 2 == 0:  # else a comment in a block
-            return text[end.end() :]
-    return "" if begun else text
 
 
 def _blocks(text: str, parser: _Parser, inside: bool = False) -> Iterator[Block]:

@@ -5,45 +5,38 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from services.sandbox.grading.answers import answer_of
-
-CHOICE = re.compile(
-    r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Z])\)?\s*\}?\s*\}"  # \boxed{B}, \boxed{\text{(B)}}
-    r"|\(([A-Z])\)"  # (B)
-    r"|\b[Aa]nswer\s*(?:is|:)?\s*:?\s*\**\s*([A-Z])\b"  # answer is B, Answer: B
-)
-ALONE = re.compile(r"\W*([A-Za-z])\W*")
+from common.grading import choices, golds
+from common.grading.answers import NAMES_REASONING, answer_of
 
 
 def exact(row: dict[str, Any], turns: list[dict[str, Any]], options: dict[str, Any]) -> float:
-    """Whether the answer is the row's."""
+    """1 if the answer is the row's."""
 
     def normal(text: str) -> str:
         text = "".join(text.split()) if options.get("ignore_space") else text.strip()
         return text.casefold() if options.get("ignore_case") else text
 
-    wanted = row[options.get("answer", "answer")]
-    return float(normal(answer_of(turns, options)) == normal(str(wanted)))
+    wanted, answer = normal(golds.text_of(row, options)), answer_of(turns, options)
+    return float(answer is not None and normal(answer) == wanted)
 
 
 def regex(row: dict[str, Any], turns: list[dict[str, Any]], options: dict[str, Any]) -> float:
-    """Whether the pattern is found in the answer; with a group called `answer`, whether what its
-    last match holds is the row's.
+    """1 if the pattern is found in the answer; with a group called `answer`, if what its last match
+    holds is the row's. A pattern that names marks of reasoning is looked for in the whole turn.
     """
     pattern = re.compile(options["pattern"])
-    found = list(pattern.finditer(answer_of(turns, options)))
+    reasoning = bool(NAMES_REASONING.search(pattern.pattern))
+    answer = answer_of(turns, options, reasoning=reasoning)
+    if answer is None:
+        return 0.0
+    found = list(pattern.finditer(answer))
     if not found or "answer" not in pattern.groupindex:
         return float(bool(found))
-    wanted = str(row[options.get("answer", "answer")]).strip()
-    return float((found[-1]["answer"] or "").strip() == wanted)
+    return float((found[-1]["answer"] or "").strip() == golds.text_of(row, options))
 
 
 def choice(row: dict[str, Any], turns: list[dict[str, Any]], options: dict[str, Any]) -> float:
-    """Whether the last letter that the answer names as its choice is the row's."""
-    text = answer_of(turns, options)
-    letters = options.get("letters", "ABCDEFGHIJ")
-    named = [next(filter(None, match.groups())) for match in CHOICE.finditer(text)]
-    alone = ALONE.fullmatch(text)
-    said = named[-1] if named else alone[1].upper() if alone else ""
-    wanted = str(row[options.get("answer", "answer")]).strip().strip("()").upper()
-    return float(bool(said) and said in letters and said == wanted)
+    """1 if the letter that the answer names as its choice is the row's."""
+    wanted = golds.letter(row, options)
+    answer = answer_of(turns, options)
+    return float(answer is not None and choices.named(answer) == wanted)

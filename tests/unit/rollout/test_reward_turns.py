@@ -11,16 +11,17 @@ import msgpack
 import pytest
 
 from common.api.engine import Finish
+from common.grading.answers import answer_of
 from common.job.config import EnvironmentConfig, JobConfig, RewardConfig, RolloutConfig
 from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer, character_tokenizer
 from common.records.ledger import Kind
 from services.environment.environments import Environments
 from services.environment.tools import BuiltIn, JobTool
+from services.rollout.failures import TrajectoryFailed
 from services.rollout.job import ShardJob
 from services.rollout.trajectory import Trajectory
-from services.rollout.transcript import Transcript, said
-from services.sandbox.grading.answers import answer_of
+from services.rollout.transcript import Transcript
 from services.sandbox.workers.worker import OK, REWARD, run
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.rollout.test_turns import arrays, restored
@@ -156,7 +157,7 @@ def test_a_reward_is_given_what_the_model_said_what_tools_returned_and_what_was_
     assert SEEN["turns"] == [MODEL, TOOL, APPENDED, last]
     assert SEEN["steps"] == ["1+1;", "2;"], "an environment reads the stop token, too"
     assert SEEN["row"] == SEEN["opened"] == ROW
-    assert said(SEEN["turns"]) == answer_of(SEEN["turns"], {}) == "2"
+    assert answer_of(SEEN["turns"], {}) == "2"
 
 
 def test_a_turn_that_is_cut_in_the_middle_says_so(tokenizer: Tokenizer) -> None:
@@ -288,3 +289,24 @@ def test_a_stop_text_that_its_token_holds_twice_is_stripped_whole(tokenizer: Tok
     transcript = Transcript(tokenizer.decode, (), ["!!", "\n", "no"])
     for text, stop in (("so!!!!", "!!!!"), ("is\n\n", "\n\n"), ("is no\nno", "no\nno"), ("is", "")):
         assert transcript._ended(text, []) == stop
+
+
+@pytest.mark.parametrize("score", [float("inf"), float("nan")])
+def test_a_reward_that_is_not_finite_is_a_named_failure(tokenizer: Tokenizer, score: float) -> None:
+    job = job_of(Environments(Asking, tokenizer, ""), tokenizer, STOP)
+
+    async def overflowed(*_: Any) -> float:
+        return score
+
+    job.sandbox = SimpleNamespace(reward=overflowed)  # type: ignore[assignment]
+    with pytest.raises(TrajectoryFailed, match=f"the reward is {score}") as failed:
+        asyncio.run(job._reward(fresh(), ROW, "done", None))
+    assert failed.value.kind == "reward is not finite"
+
+
+def test_a_reward_on_record_that_is_not_finite_is_a_failure() -> None:
+    t = restored([1, 2], ([3], "a"), (Kind.END, [0, "done", float("inf"), ""]))
+    assert t.ending is not None
+    assert (t.ending.reason, t.ending.reward) == ("failed", None)
+    kept = restored([1, 2], ([3], "a"), (Kind.END, [0, "done", 1e39, ""]))
+    assert kept.ending is not None and kept.ending.reward == 1e39

@@ -99,6 +99,18 @@ async def test_the_template_is_asked_and_the_answer_is_the_reward() -> None:
     assert "Authorization" not in server.headers[0]
 
 
+async def test_judges_take_the_answer_that_other_rewards_take_and_score_none_as_0() -> None:
+    server = Server(completion("yes"))
+    thought = [{"role": "model", "text": "<think>3</think>\n2"}]
+    cut = [{"role": "model", "text": "It is 2", "stop": "", "truncated": True}]
+    async with judged_by(server) as judge:
+        assert await judge.verdict(ROW, thought) == 1.0
+        assert await judge.verdict(ROW, cut) == 0.0
+        assert await judge.verdict(ROW, [{"role": "model", "text": "<think>2"}]) == 0.0
+    asked = [request["messages"][0]["content"][:14] for request in server.heard]
+    assert asked == ["Is 2 what 1+1="], "nothing was asked about the others"
+
+
 async def test_a_key_comes_from_the_environment_and_is_missed_by_type(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -206,4 +218,6 @@ def test_what_is_neither_yes_nor_no_nor_a_number_is_no_verdict(text: str) -> Non
 
 def test_a_prompt_of_messages_is_asked_about_in_words() -> None:
     row = {"ask": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]}
-    assert question("{prompt}|{answer}", "ask", row, []) == "system: be brief\nuser: hi|"
+    turns = [{"role": "model", "text": "yo"}]
+    assert question("{prompt}|{answer}", "ask", row, turns) == "system: be brief\nuser: hi|yo"
+    assert question("{prompt}|{answer}", "ask", row, []) is None

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.clock import SystemClock
+from common.grading.answers import answer_of, spoken
 from services.sandbox.answer import Answer
-from services.sandbox.grading.answers import answer_of
 from services.sandbox.grading.calculator import calculator
 from services.sandbox.grading.code import Grading
 from services.sandbox.grading.texts import choice, exact, regex
@@ -111,8 +111,63 @@ def test_the_calculator_always_answers_with_text(expression: str) -> None:
 def test_an_answer_is_the_last_turn_of_the_model() -> None:
     turns = [*said("first"), {"role": "tool", "value": 1}, *said("last$$")]
     assert answer_of(turns, {"strip": "$"}) == "last"
-    assert answer_of(turns[:2], {}) == ""
-    assert answer_of([], {}) == ""
+    assert answer_of(turns[:2], {}) == "first", "a tool may end a trajectory"
+    assert answer_of(turns[1:2], {}) is None
+    assert answer_of([], {}) is None
+
+
+CUT: dict[str, Any] = {"role": "model", "text": "8", "stop": "", "truncated": True}
+NO_ANSWERS = [
+    [CUT],
+    [CUT | {"text": "7; so 8;", "stop": ";"}, {"role": "tool", "value": 1}],
+    said("<think>8"),
+    said("[THINK]8"),
+    said("<think>7</think><think>8"),
+    [],
+]
+ANSWERS = {
+    "8": "8",
+    "<think>7</think>8": "8",
+    "7</think>\n\n8": "8",
+    "<think>7</think>\n<think>6</think>8": "8",
+    "[THINK]7[/THINK]8": "8",
+    "<|channel|>analysis<|message|>7<|end|><|channel|>final<|message|>8": "8",
+    "<think>it says `</think>`, then 7</think>8": "8",
+}
+
+
+def test_there_is_one_definition_of_the_answer() -> None:
+    """The same turns have an answer, or none, for every reward; judges: test_judge.py."""
+    row = {"answer": 8}
+    for turns in NO_ANSWERS:
+        assert answer_of(turns, {}) is None, turns
+        assert exact(row, turns, {}) == regex(row, turns, {"pattern": ""}) == 0.0, turns
+        assert choice({"answer": "A"}, turns, {}) == 0.0
+    for text, answer in ANSWERS.items():
+        assert spoken(text) == answer, text
+        assert exact(row, said(text), {}) == 1.0, text
+        assert regex(row, said(text), {"pattern": "^(?P<answer>.)$"}) == 1.0, text
+        assert regex(row, said(text), {"pattern": "7"}) == 0.0, "reasoning is no answer"
+    last = CUT | {"text": "8;", "stop": ";"}
+    assert exact(row, [last], {}) == 1.0, "the last of max_turns is whole"
+
+
+def test_a_pattern_that_names_the_reasoning_is_looked_for_in_the_whole_turn() -> None:
+    form = r"^<think>.+</think>\s*<answer>.+</answer>$"
+    turns = said("<think>7 + 1</think>\n<answer>8</answer>")
+    assert regex({}, turns, {"pattern": form}) == 1.0
+    assert regex({}, said("<answer>8</answer>"), {"pattern": form}) == 0.0
+
+
+def test_a_sum_of_parts_is_rounded_once_and_finite() -> None:
+    ones = [Answer("ok", 1.0, "")] * 3
+    assert summed([0.7, 0.2, 0.1], ones) == Answer("ok", 1.0, "")
+    assert summed([0.1] * 10, [Answer("ok", 1.0, "")] * 10).value == 1.0
+    for weights in ([1e308, 1e308, 1.0], [2.0, -2.0, 1.0]):
+        large = [Answer("ok", 1.7e308, ""), Answer("ok", 1.7e308, ""), Answer("ok", 1.0, "")]
+        found = summed(weights, large)
+        assert (found.status, found.value) == ("bad_value", None)
+        assert "not finite" in found.error
 
 
 def test_a_sum_is_a_score_only_if_every_part_is() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.grading.answers import spoken
 from services.sandbox.grading.programs import prefixed, program_of
 
 READS = "n = int(input())\nprint(n + 1)\n"
@@ -44,8 +45,8 @@ FENCED = 'TEXT = """\n```python\nx\n```\n"""\nprint(TEXT, input())\n'
         (f"```python\n{READS}```\nTry:\n```python\n{WRITES}```\n", READS),
         (f"```python\n{OPENS}```\nTry:\n```python\n{WRITES}```\n", OPENS),
         (f"```python\n# no </think> here\n{READS}```\n", f"# no </think> here\n{READS}"),
-        (f"```python\nprint(0)\n```\n# so </think>\n{READS}", "\n" + READS),
-        (f"<think>\n```python\n# hm </think>\n{READS}", "\n" + READS),
+        (f"```python\nprint(0)\n```\n# so </think>\n{READS}", READS),
+        (f"<think>\n```python\n# hm </think>\n{READS}", READS),
         ("1. So:\n   ```python\n   if input():\n       print(1)\n   ```\n", IF),
         ("- ```python\n  if input():\n      print(1)\n  ```\n", IF),
         ("```python\n    if input():\n        print(1)\n```\n", IF),
@@ -60,7 +61,7 @@ FENCED = 'TEXT = """\n```python\nx\n```\n"""\nprint(TEXT, input())\n'
         (f"```python\n{READS}", READS),
         (f"```python\n{READS}```\nOr:\n```python\nprint(", READS),
         (f"<think>```python\nprint(0)\n```</think>```python\n{READS}```", READS),
-        (f"```python\nprint(input(), 0)\n```\n</think>\n{READS}", "\n" + READS),
+        (f"```python\nprint(input(), 0)\n```\n</think>\n{READS}", READS),
         (f"<think>```python\n{READS}```", ""),
         ("```python\nprint(input(), '</think>')\n```", "print(input(), '</think>')\n"),
         (f"```python\r\n{READS}```\r\n".replace("\n", "\r\n"), READS),
@@ -74,7 +75,7 @@ FENCED = 'TEXT = """\n```python\nx\n```\n"""\nprint(TEXT, input())\n'
     ],
 )  # fmt: skip
 def test_the_last_block_that_is_a_program_counts(text: str, program: str) -> None:
-    assert program_of(text, prints=True) == program
+    assert program_of(spoken(text) or "", prints=True) == program
 
 
 @pytest.mark.parametrize(
@@ -197,5 +198,5 @@ def test_any_text_has_a_program_or_none(text: str) -> None:
 )
 def test_a_hostile_text_is_soon_read(text: str) -> None:
     begun = time.thread_time()
-    program_of(text, prints=True)
+    program_of(spoken(text) or "", prints=True)
     assert time.thread_time() - begun < 3.0

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from common.api.weights import Group
 from common.errors import BadMessage, ConfigError
 from common.job.config import JobConfig
+from common.job.constraints import AlgorithmName
 from services.trainer.core.batch import Batch, Refill, staleness, teaches_nothing
 from tests.unit.trainer.core.groups_under_test import LONGEST, group, job
 
@@ -254,10 +255,12 @@ def test_a_group_without_a_score_is_filtered_without_warnings() -> None:
 @pytest.mark.filterwarnings("error")
 def test_rewards_too_large_to_train_on_are_named() -> None:
     said = r"rewards of group 7 go from 0 to 1e\+30.* divide what the reward returns"
-    for name in ("dr_grpo", "rloo", "ppo"):
+    plain: tuple[AlgorithmName, ...] = ("dr_grpo", "rloo", "ppo")
+    divided: tuple[AlgorithmName, ...] = ("grpo", "reinforce_pp")  # by the deviation
+    for name in plain:
         with pytest.raises(ConfigError, match=said):
             Batch(3, job(name=name)).add(rewarded(1e30, 0.0))
-    for name in ("grpo", "reinforce_pp"):  # which divide by the deviation
+    for name in divided:
         Batch(3, job(name=name)).add(rewarded(1e30, 0.0))
         with pytest.raises(ConfigError, match="rewards of group 7"):
             Batch(3, job(name=name)).add(rewarded(1e200, 0.0))

@@ -1,0 +1,78 @@
+"""Extracts the model's answer from a trajectory's turns: one definition for all rewards and judges.
+
+It imports only the standard library, as workers start with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Marks that public models put around their reasoning. An end that is quoted, as in a program's
+# text or in backticks, is no mark.
+BEGINNINGS = ("<think>", "[THINK]", "<seed:think>", "<|START_THINKING|>", "<|channel|>analysis")
+_ENDS = r"</think>|\[/THINK\]|</seed:think>|<\|END_THINKING\|>|<\|channel\|>final<\|message\|>"
+END = re.compile(rf"(?<![\"'])(?<![^`]`)(?:{_ENDS})(?![\"'])")
+NAMES_REASONING = re.compile(r"think|THINK|channel")  # in a pattern that is meant for it, too
+FENCE = "```"
+SECTIONS = 100  # of reasoning, one after the other
+
+
+def answer_of(
+    turns: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *, reasoning: bool = False
+) -> str | None:
+    """Return the model's last turn without what ended it and without its reasoning.
+
+    Args:
+        turns: Turns as rewards get them (docs/job-file.md, "What a reward is given").
+        options: The reward's; `strip` names further ends that are removed.
+        reasoning: Keep the reasoning.
+
+    Returns:
+        The answer, which may be empty; None if there is none: the model has no turn, its turn was
+        cut, its reasoning does not end, or the trajectory was cut after calling a tool.
+    """
+    last = next((turn for turn in reversed(turns) if turn.get("role") == "model"), None)
+    if last is None:
+        return None
+    stop = str(last.get("stop", ""))
+    if last.get("truncated") and (not stop or last is not turns[-1]):
+        return None
+    text = _stripped(str(last.get("text", "")).removesuffix(stop), options.get("strip", []))
+    return text if reasoning else spoken(text)
+
+
+def _stripped(text: str, strip: str | Sequence[str]) -> str:
+    ends = [end for end in ([strip] if isinstance(strip, str) else strip) if end]
+    while found := next((end for end in ends if text.endswith(end)), ""):
+        text = text[: -len(found)]
+    return text
+
+
+def spoken(text: str) -> str | None:
+    """Return what follows the reasoning at the beginning of a turn; None if that does not end.
+
+    The beginning may be the prompt's: an end without one ends reasoning as well, unless it stands
+    in a comment of a fenced block.
+    """
+    for _ in range(SECTIONS):
+        begun = text.lstrip().startswith(BEGINNINGS)
+        end = _reasoning_end(text, begun)
+        if end < 0:
+            return None if begun else text
+        text = text[end:].lstrip("\r\n")
+        if not text.lstrip().startswith(BEGINNINGS):
+            return text
+    return None
+
+
+def _reasoning_end(text: str, begun: bool) -> int:
+    fences = counted = 0
+    for end in END.finditer(text):
+        fences += text.count(FENCE, counted, end.start())
+        counted = end.start()
+        line = text[text.rfind("\n", 0, counted) + 1 : counted]
+        if begun or "#" not in line or fences % 2 == 0:
+            return end.end()
+    return -1

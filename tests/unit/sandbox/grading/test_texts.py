@@ -1,0 +1,38 @@
+"""Answers in the formats of public models, and what each is worth to `choice` and `math`.
+
+Each line of a table is an answer with its gold and 1 if it is right, else 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from services.sandbox.grading.texts import choice
+
+TABLES = Path(__file__).parent / "texts"
+LEAST_ROWS = 150
+MOST_REJECTED = 0.01  # share of right answers that may be scored 0
+
+Reward = Callable[[dict[str, Any], list[dict[str, Any]], dict[str, Any]], float]
+
+
+def check(name: str, reward: Reward) -> None:
+    """Score a table's answers; no wrong one may be accepted, and hardly a right one rejected."""
+    rows = [json.loads(line) for line in (TABLES / name).read_text("utf-8").splitlines()]
+    right = [row for row in rows if row["expected"]]
+    assert len(rows) >= LEAST_ROWS and 0.3 < len(right) / len(rows) < 0.8
+    accepted: list[tuple[str, str]] = []
+    rejected: list[tuple[str, str]] = []
+    for row in rows:
+        score = reward({"answer": row["gold"]}, [{"role": "model", "text": row["text"]}], {})
+        if score != row["expected"]:
+            (accepted if score else rejected).append((row["text"], row["gold"]))
+    assert accepted == []
+    assert len(rejected) <= MOST_REJECTED * len(right), rejected
+
+
+def test_choice_takes_right_letters_in_all_formats_and_no_others() -> None:
+    check("choice.jsonl", choice)
