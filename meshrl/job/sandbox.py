@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.grading import golds
 from common.job import builtin, images
 from common.job.config import JobConfig, RewardPartConfig, SandboxConfig
 from common.job.runners import Runner
@@ -147,6 +148,10 @@ def _built_in(part: RewardPartConfig, table: str, fail: Fail) -> None:
         if not (number and 0 <= value < math.inf):
             wrong = f"{place}: {option} is a number from 0 on, not {value!r}"
             raise fail(f"{place}.{option}", wrong, "")
+    letters = part.options.get("letters", golds.LETTERS)
+    if not (isinstance(letters, str) and re.fullmatch("[A-Za-z]+", letters)):
+        wrong = f"{place}: {part.use}: letters are a text of letters from A to Z, not {letters!r}"
+        raise fail(f"{place}.letters", wrong, 'For four choices write letters = "ABCD"')
     pattern = part.options.get("pattern")
     if pattern is not None:
         try:

@@ -14,6 +14,7 @@ from common.errors import MeshError
 from meshrl.job.jobfile import JobFile
 from meshrl.preflight import (
     devices,
+    golds,
     graded,
     modules,
     outputs,
@@ -38,6 +39,7 @@ OF_THE_JOB: tuple[Check, ...] = (
     prompts.lengths,
     texts.written,
     graded.graded,
+    golds.usable,
     outputs.writable,
     programs.packages,
     programs.sglang,

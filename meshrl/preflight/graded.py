@@ -139,7 +139,7 @@ class _Look:
         self.most = 0  # rows that are wrong
 
     def at_all(self, look_s: float) -> None:
-        datasets = list(_datasets(self._job))
+        datasets = list(scored_datasets(self._job))
         until = time.monotonic()
         for key, path in datasets:
             until += look_s / len(datasets)
@@ -192,8 +192,8 @@ class _Look:
         )
 
 
-def _datasets(job: JobFile) -> Iterator[tuple[str, Path]]:
-    """Those whose rows are scored."""
+def scored_datasets(job: JobFile) -> Iterator[tuple[str, Path]]:
+    """Yield (key, path) of the datasets whose rows are scored."""
     for key in ("dataset.train", "dataset.held_out"):
         scored = not (job.config.supervised and key == "dataset.train")
         if scored and (name := at(job.config, key)):

@@ -1,0 +1,79 @@
+"""Checks that an answer can equal each row's gold, by the rewards that compare with one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from common.grading import golds
+from common.grading.golds import BadGold
+from common.job.config import RewardPartConfig
+from meshrl.job import row_keys, rows
+from meshrl.job.jobfile import JobFile
+from meshrl.preflight.graded import scored_datasets
+
+LOOK_S = 2.0  # for the rows of all datasets: some hundred thousand
+SHOWN = 5  # rows that an error names
+Read = Callable[[Mapping[str, Any], Mapping[str, Any]], str]
+READ: dict[str, Read] = {
+    "exact": golds.text_of,
+    "regex": golds.text_of,
+    "choice": golds.letter,
+    "math": golds.mathematics,
+}
+
+
+def usable(job: JobFile, look_s: float = LOOK_S) -> None:
+    """Raise ConfigError with the first rows whose gold no answer can equal, as many rows as the
+    time allows. The reward itself refuses the golds of later ones.
+    """
+    parts = [part for part in job.config.reward.declared if _compares(part)]
+    datasets = list(scored_datasets(job))
+    until = time.monotonic()
+    for key, path in datasets:
+        until += look_s / len(datasets)
+        _look(job, parts, key, path, until)
+
+
+def _compares(part: RewardPartConfig) -> bool:
+    if part.use == "regex":
+        return row_keys.compares(part.options.get("pattern"))
+    return part.use in READ
+
+
+def _look(job: JobFile, parts: list[RewardPartConfig], key: str, path: Path, until: float) -> None:
+    wrong: list[str] = []
+    count, fix = 0, ""
+    for row in rows.read(path) if parts else ():
+        if time.monotonic() > until:
+            break
+        for part in parts:
+            try:
+                _refuse_stop_text(job, part, READ[part.use](row.value, part.options))
+            except BadGold as error:
+                name = part.options.get("answer", "answer")
+                fix = fix or error.fix
+                count += 1
+                if count <= SHOWN:
+                    wrong.append(f"{row.place}: {name!r} is no gold of {part.use!r}: {error}")
+    if count:
+        more = f"; and {count - SHOWN} more" if count > SHOWN else ""
+        raise job.fail(
+            key,
+            f"{key}: {count} gold answers that no answer can equal: {'; '.join(wrong)}{more}",
+            fix[:1].upper() + fix[1:],
+        )
+
+
+def _refuse_stop_text(job: JobFile, part: RewardPartConfig, text: str) -> None:
+    """BadGold for a text that a turn ends before."""
+    if part.use != "exact":
+        return
+    stop = next((one for one in job.config.rollout.stop_text if one and one in text), "")
+    if stop:
+        raise BadGold(
+            f"{text!r:.80} holds {stop!r}, where a turn ends by rollout.stop_text",
+            "choose another stop text",
+        )
