@@ -1,4 +1,4 @@
-"""Finds the final answer in a text, and rewrites LaTeX spellings that math-verify does not read."""
+"""Rewrites LaTeX spellings that math-verify does not read, and finds boxes, words and letters."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import re
 from collections.abc import Iterator
 
 TEXT = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)"
-THINKING = "<think>"
-THINKING_END = "</think>"
-JOINED = re.compile(r"[\s$.]*(?:,|;|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\})?[\s$]*")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|(\d))")
 SIGNS = {
     "−": "-",
@@ -21,9 +18,6 @@ SIGNS = {
     "≤": r"\le ",
     "≥": r"\ge ",
     "∪": r"\cup ",
-    "½": r"\frac{1}{2}",
-    "¼": r"\frac{1}{4}",
-    "¾": r"\frac{3}{4}",
     "€": "",
     "£": "",
     "{:}": ":",
@@ -38,6 +32,12 @@ SIGNS = {
     "**": "^",
 }
 SPELLINGS = [
+    (re.compile(r"\^\{\s*\\degrees?\s*\}|\^?\\degrees?(?![a-z])"), r"^\\circ"),
+    (re.compile(r"~"), " "),
+    (re.compile(r"(?<![\w)}\]])\+\s*(?=\\infty)"), ""),
+    (re.compile(r"(?<=[1-9])(\d{0,2})\{,\}(?=\d{3}(?!\d))"), r"\1,"),  # 1{,}000
+    (re.compile(r"(?<=,\d{3})\{,\}(?=\d{3}(?!\d))"), ","),
+    (re.compile(r"(?<=\d)\{,\}(?=\d)"), "."),  # 0{,}5
     (re.compile(r"√\s*(\d+|[a-z]|\([^()]*\))"), r"\\sqrt{\1}"),
     (re.compile(r"\\(?:underline|color\{[a-z]+\}|textcolor\{[a-z]+\})\{([^{}]*)\}"), r"\1"),
     (re.compile(r"(?<=\d)(?:\\[,; ]|(?<=\d) |~)(?=\d{3}(?!\d))"), ""),  # 5\,000
@@ -95,27 +95,9 @@ def _braces(text: str) -> dict[int, int]:
     return ends
 
 
-def final(answer: str) -> tuple[str, bool]:
-    """(what counts, whether it was boxed): the last box, or the list of boxes at the end. Nothing
-    if the model's thinking does not end.
-    """
-    _, ended, answer = answer.rpartition(THINKING_END)
-    if not ended and answer.lstrip().startswith(THINKING):
-        return "", False
-    found = list(boxes(answer))
-    if not found:
-        return answer, False
-    run = [found[-1]]
-    for box in reversed(found[:-1]):
-        if not JOINED.fullmatch(answer[box[1] : run[0][0]]):
-            break
-        run.insert(0, box)
-    return ", ".join(dict.fromkeys(content.strip() for _, _, content in run)), True
-
-
 def cleaned(text: str) -> str:
     """The same in spellings that math-verify reads."""
-    text = re.sub(r"^\s*(?:=|\\approx|\\sim)\s*", "", text.strip())
+    text = re.sub(r"^\s*&?\s*(?:=|\\approx|\\sim)\s*", "", text.strip())
     inner = list(boxes(text))
     if len(inner) == 1 and inner[0][:2] == (0, len(text)):
         return cleaned(inner[0][2])

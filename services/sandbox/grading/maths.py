@@ -18,7 +18,8 @@ from sympy.core.relational import Relational
 
 from common.grading import golds
 from common.grading.answers import answer_of
-from services.sandbox.grading import latex, notations
+from services.sandbox.grading import characters, final_answer, latex, notations
+from services.sandbox.grading.final_answer import Stated
 
 LONGEST = 100_000  # characters of an answer that is looked at; what is longer is wrong
 BOXED = 2_000  # longest content of a box
@@ -85,11 +86,20 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def _equal(gold: str, answer: str) -> bool:
-    said, boxed = latex.final(answer)
+    gold, answer = characters.plain(gold), characters.plain(answer)
+    if len(found := list(latex.boxes(gold))) and found[-1][2].strip():  # a solution's own
+        gold = found[-1][2]
+    return any(_reads(gold, one) for one in final_answer.stated(answer))
+
+
+def _reads(gold: str, stated: Stated) -> bool:
+    """True if the answer, read in this way, comes to the gold."""
+    said, boxed = stated.text, stated.alone
     if not said.strip() or (boxed and len(said) > BOXED) or golds.CODE.search(said):
         return False
     said, boxed = _alternatives(said, boxed)
     wanted, said = latex.cleaned(gold), latex.cleaned(said) if boxed else said.strip()
+    wanted, said = notations.united(wanted), notations.united(said) if boxed else said
     wanted, said = notations.mixed(wanted, False), notations.mixed(said, not boxed)
     if not boxed and (power := notations.scientific(wanted)) and power[1]:
         said = notations.ending(said)

@@ -31,6 +31,11 @@ NAMES = re.compile(rf"(?:\\left)?\(\s*({NAME}(?:\s*,\s*{NAME})+)\s*(?:\\right)?\
 SEPARATORS = re.compile(r",(?!\d{3}(?!\d))|;|\\text\s*\{\s*,?\s*and\s*\}|\band\b|\\quad|\\qquad")
 ROUND = re.compile(r"(?:\\left)?\((.*?)(?:\\right)?\)", re.S)
 
+OR = re.compile(r"\\text\s*\{\s*,?\s*or\s*\}|,?\s*\bor\b|\\lor(?![a-z])|\\vee(?![a-z])")
+INTERVAL = re.compile(r"(?:\\left)?[(\[][^()\[\]]+,[^()\[\]]+(?:\\right)?[)\]]")
+COMPARED = re.compile(r"(<=|>=|<|>|\\(?:leq?|geq?|lt|gt)(?:slant)?(?![a-z]))")
+VARIABLE = re.compile(r"[A-Za-z]|\\(?!infty)[a-z]+")
+
 
 def scientific(text: str) -> tuple[Fraction, bool] | None:
     """(number, whether it is written with a power of ten), or None if it is no plain number."""
@@ -60,6 +65,37 @@ def ending(text: str) -> str:
     """The number with a power of ten that a text ends with, as LaTeX; else the text."""
     match = ENDS_IN_POWER.search(text)
     return rf"{match[1]} \times 10^{{{match[2]}}}" if match else text
+
+
+def united(text: str) -> str:
+    """Return "x<1 or x>3", or intervals with "or" between them, as a union of intervals; other
+    texts as they are.
+    """
+    parts = OR.split(text)
+    found = [_interval(part.strip()) for part in parts]
+    return r" \cup ".join(filter(None, found)) if len(parts) > 1 and all(found) else text
+
+
+def _interval(text: str) -> str:
+    """The interval that a relation of one variable, or an interval, stands for; empty: neither."""
+    text = text.strip("$ ")
+    if INTERVAL.fullmatch(text):
+        return text
+    parts = COMPARED.split(text)
+    signs = [sign in ("<", r"\lt") or sign in (">", r"\gt") for sign in parts[1::2]]  # open ends
+    downward = [sign.startswith((">", r"\g")) for sign in parts[1::2]]
+    values = [part.strip() for part in parts[::2]]
+    if not all(values) or len(set(downward)) != 1:
+        return ""
+    if downward[0]:
+        values, signs = values[::-1], signs[::-1]
+    if len(values) == 3 and VARIABLE.fullmatch(values[1]):
+        return f"{'(' if signs[0] else '['}{values[0]}, {values[2]}{')' if signs[1] else ']'}"
+    if len(values) == 2 and VARIABLE.fullmatch(values[0]):
+        return rf"(-\infty, {values[1]}{')' if signs[0] else ']'}"
+    if len(values) == 2 and VARIABLE.fullmatch(values[1]):
+        return rf"{'(' if signs[0] else '['}{values[0]}, \infty)"
+    return ""
 
 
 def close(a: Fraction, b: Fraction) -> bool:

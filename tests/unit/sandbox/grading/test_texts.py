@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from services.sandbox.grading.texts import choice
 
 TABLES = Path(__file__).parent / "texts"
@@ -36,3 +38,10 @@ def check(name: str, reward: Reward) -> None:
 
 def test_choice_takes_right_letters_in_all_formats_and_no_others() -> None:
     check("choice.jsonl", choice)
+
+
+@pytest.mark.group("maths")  # sympy is imported by one worker
+def test_math_takes_right_answers_in_all_formats_and_no_number_anywhere() -> None:
+    from services.sandbox.grading import maths
+
+    check("math.jsonl", maths.reward)

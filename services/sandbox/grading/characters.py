@@ -1,0 +1,116 @@
+"""Rewrites characters and East Asian words of mathematics as the ASCII and LaTeX they stand for:
+full-width forms by NFKC, superscripts, fractions, punctuation, counters, units and connectives.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+
+SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ", "0123456789+-()ni", strict=True))
+SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋₍₎ₙᵢ", "0123456789+-()ni", strict=True))
+RAISED = re.compile(f"[{''.join(SUPERSCRIPTS)}]+")
+LOWERED = re.compile(f"[{''.join(SUBSCRIPTS)}]+")
+FRACTIONS = re.compile("[¼½¾⅐-⅞]")
+SIGNS = str.maketrans(
+    {
+        "｛": r"\{",
+        "｝": r"\}",
+        "〈": "(",
+        "〉": ")",
+        "⟨": "(",
+        "⟩": ")",
+        "、": ", ",
+        "。": ". ",
+        "∶": ":",
+        "＄": "",
+        "￥": "",
+        "¥": "",
+        "ℝ": r"\mathbb{R}",
+        "ℤ": r"\mathbb{Z}",
+        "ℕ": r"\mathbb{N}",
+        "ℚ": r"\mathbb{Q}",
+        "ℂ": r"\mathbb{C}",
+    }
+)
+MATHS_BEFORE, MATHS_BEHIND = r"(?<=[0-9A-Za-z)\]}$])\s*", r"\s*(?=[0-9A-Za-z\\(\[{$+-])"
+
+
+def _set(word: str) -> str:
+    """A pattern of a word, which LaTeX may set as text."""
+    return rf"(?:\\text\s*\{{\s*(?:{word})\s*\}}|(?:{word}))"
+
+
+CONNECTIVES = (
+    (re.compile(MATHS_BEFORE + _set("以及|和|与|與|及|と") + MATHS_BEHIND), " and "),
+    (re.compile(MATHS_BEFORE + _set("或者|或是|或|または") + MATHS_BEHIND), r"\\text{ or }"),
+)
+UNITS = {
+    "毫米": "mm",
+    "厘米": "cm",
+    "千米": "km",
+    "公里": "km",
+    "米": "m",
+    "千克": "kg",
+    "公斤": "kg",
+    "克": "g",
+    "秒": "second",
+    "分钟": "minute",
+    "小时": "hour",
+    "天": "day",
+    "周": "week",
+}
+BEHIND_NUMBER, NO_WORD = r"(?<=[0-9}])\s*", r"(?![\u3040-\u9fff])"
+UNIT = re.compile(BEHIND_NUMBER + _set("|".join(UNITS)) + NO_WORD)
+DEGREES = re.compile(BEHIND_NUMBER + _set("度") + NO_WORD)
+PART = re.compile(r"(\d+)\s*分之\s*(\d+)")
+MYRIADS = {"万": 10**4, "萬": 10**4, "만": 10**4, "亿": 10**8, "億": 10**8}
+MYRIAD = re.compile(rf"(?<![\d.])(\d{{1,12}}(?:\.\d{{1,12}})?)\s*([{''.join(MYRIADS)}])(?!\d)")
+# What counts things behind a number; not what changes it, as in 72点5, 3个半 and 3千.
+COUNTER = re.compile(
+    BEHIND_NUMBER
+    + _set(
+        r"(?:(?![万萬亿億千百十分点點半负負零一二三四五六七八九])"
+        r"[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]){1,8}"
+    )
+    + r"(?=\s*(?:[.,;:!)}$\n]|$))"
+)
+BEFORE_NUMBER = re.compile(r"(?<=[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af])(?=[\d\\$-])")
+EAST_ASIAN = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]")
+
+
+def plain(text: str) -> str:
+    """Return the text in ASCII and LaTeX, as far as these characters have a meaning there."""
+    if text.isascii():
+        return text
+    text = FRACTIONS.sub(_fraction, text)
+    text = RAISED.sub(lambda m: "^{" + "".join(map(SUPERSCRIPTS.__getitem__, m[0])) + "}", text)
+    text = LOWERED.sub(lambda m: "_{" + "".join(map(SUBSCRIPTS.__getitem__, m[0])) + "}", text)
+    text = unicodedata.normalize("NFKC", text.translate(SIGNS))
+    return _words(text) if EAST_ASIAN.search(text) else text
+
+
+def _fraction(match: re.Match[str]) -> str:
+    over, under = unicodedata.normalize("NFKC", match[0]).split("\N{FRACTION SLASH}")
+    return rf"\frac{{{over}}}{{{under}}}"
+
+
+def _words(text: str) -> str:
+    for pattern, word in CONNECTIVES:
+        text = pattern.sub(word, text)
+    text = PART.sub(r"\\frac{\2}{\1}", text)
+    text = MYRIAD.sub(_whole, text)
+    text = UNIT.sub(_unit, text)
+    text = COUNTER.sub("", DEGREES.sub(r"^\\circ", text))
+    return BEFORE_NUMBER.sub(" ", text)
+
+
+def _unit(match: re.Match[str]) -> str:
+    word = max((unit for unit in UNITS if unit in match[0]), key=len)
+    return rf"\text{{ {UNITS[word]}}}"
+
+
+def _whole(match: re.Match[str]) -> str:
+    number = Fraction(match[1]) * MYRIADS[match[2]]
+    return str(number.numerator) if number.denominator == 1 else match[0]

@@ -1,0 +1,225 @@
+"""Finds the final answer in a text: what is marked as one, or what its last sentence states.
+
+docs/sandbox.md, "Answers in mathematics", documents the rule.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from services.sandbox.grading import latex
+
+LAST = 20_000  # characters at the end of a text in which statements are looked for
+SENTENCE = 2_000  # longest sentence that is read
+GAP = 200  # longest text between two boxes that are one answer
+TAG = re.compile(
+    r"<answer>((?:(?!<answer>).)*?)</answer>"
+    r"|<\|begin_of_box\|>((?:(?!<\|begin_of_box\|>).)*?)<\|end_of_box\|>",
+    re.DOTALL | re.IGNORECASE,
+)
+HASHES = re.compile(r"^[ \t]*####[ \t]*(?!#)(\S[^\n]*)", re.MULTILINE)
+NAME = r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?"
+NAMES = re.compile(rf"({NAME})\s*=\s*\$?\s*$")
+JOINED = re.compile(
+    r"[\s$.]*(?:,|;|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\})?[\s$]*" rf"(?:{NAME}\s*=[\s$]*)?"
+)
+
+# ---- statements ----------------------------------------------------------------------------------
+
+SAID = re.compile(
+    r"(?im:\banswer(?:\s+to\s+(?:the|this)\s+(?:question|problem))?\s*"
+    r"(?:(?:is|are|was|would\s+be|must\s+be|should\s+be)\b\s*(?:therefore|thus|simply)?\s*[:=]?"
+    r"|[:=]|\n)|^\s*A\s*:|\b(?:respuesta|réponse|antwort|ответ)\s*(?:est|es|ist)?\s*:?"
+    r"|(?:答案|答え|정답|解答|(?<![一-龥])答)\s*(?:应该)?(?:是|为|為|は|은|는)?\s*[:=]?)"
+    r"[\s*_`]*(?=(?P<said>[^\s*_`][^\n]*))"
+)
+IS_IT = re.compile(
+    r"(?P<said>\$[^$\n]{1,200}\$|[^\s,;]{1,80})\s+is\s+(?:the|our|my)\s+(?:final\s+|correct\s+)*answer\b"
+)
+SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*)|;\s")
+REASON = re.compile(r"\s*,?\s+(?i:because|since|as|where|which|so)\b(?!\s*\\)|\s*,\s+(?i:not)\s")
+RETRACTED = re.compile(
+    r"(?i)\b(?:wait|actually|correction|instead|rather|mistake|wrong|hold on|hmm)\b"
+)
+NEGATED = re.compile(r"(?i)^\W*(?:(?:not|never|neither|unknown|unclear)\b|不|并非)")
+RELATIVE = re.compile(
+    r"(?i)\b(?:than|at\s+(?:least|most)|between|above|below|up\s+to|exceeds?|in\s+the\s+range|from)\b(?!.*\bso\b)"
+)
+
+# ---- the last sentence ---------------------------------------------------------------------------
+
+DISPLAYED = re.compile(r"(?:\\\[((?:(?!\\\[).)*)\\\]|\$\$((?:(?!\$\$).)+)\$\$)[\s.]*\Z", re.DOTALL)
+POLITE = re.compile(
+    r"(?i)\b(?:hope (?:this|it|that)|let me know|feel free|thank|happy to|good luck|questions)\b"
+)
+SUPPOSED = re.compile(
+    r"(?i)(?:^\W*(?:let|suppose|assume|say|if|consider|try|imagine|recall|first|next)\b"
+    r"|\b(?:let['’]?s?|suppose|assume|guess|maybe|perhaps|might|could|whether)\b"
+    r"|\b(?:to|must|should|will|us)\s+(?:find|solve|compute|calculate|determine|think|check|try)\b)"
+    r"(?!.*\b(?:so|then)\b[^.]*=|.*\bso\b)"
+)
+UNTRUE = re.compile(
+    r"(?i)\b(?:not|never|cannot|neither|nor|wrong|incorrect|false|impossible|doubt)\b|n['’]t\b"
+)
+REFERENCE = re.compile(
+    r"(?i)\b(?:problem|exercise|page|see|equation|figure|table|step|section|chapter|line|question"
+    r"|example|theorem|case)\s*\(?\d[\d.]*\)?\W*$"
+)
+CLAIMED = re.compile(
+    r".*(?:\b(?i:is|are|be|equals?|gives?|get|of)\s|[:=])\s*(?P<value>\S.*)", re.DOTALL
+)
+CLAUSE = re.compile(r"[.,;!?\n]")
+BREAK = re.compile(r"(?<=[.!?])\s+|\n+|;\s+")
+VALUE_END = re.compile(r".*[\d$}\])%π∞]", re.DOTALL)
+TAIL = re.compile(r"[A-Za-z°]?(?:[\s*_`\"'”’]+[A-Za-z°/-]+){0,6}[\s*_`\"'”’」』.!✓✔✅]*")
+NO_TAIL = re.compile(
+    r"(?i)\b(?:then|we|i|but|have|has|is|are|was|let|think|need|because|if|which|when|until)\b"
+)
+WRAPPED = re.compile(
+    r"(?:\*{1,3}|_{1,2}|`+|\$\$?|\"|“|'|‘|「|\\\(|\\\[)\s*(?P<inside>.*?)\s*"
+    r"(?:\*{1,3}|_{1,2}|`+|\$\$?|\"|”|'|’|」|\\\)|\\\])",
+    re.DOTALL,
+)
+MARKS = " \t\n*_`✓✔✅"
+PERCENTAGE = re.compile(r"-?[\d.,]+\s*%")
+BRACKETED = re.compile(r"\(([^(),;]*)\)")
+WORD = re.compile(  # a word, or a unit
+    r"(?<![\\A-Za-z])[A-Za-z]{2,}|\d\s+[A-Za-z]$|[\u00c0-\u024f\u0400-\u04ff\u3040-\uffff]"
+)
+
+
+@dataclass(frozen=True)
+class Stated:
+    """A way to read what counts as the answer."""
+
+    text: str
+    alone: bool  # the answer and nothing else, read as LaTeX; else words that end with it
+
+
+def stated(text: str) -> list[Stated]:
+    """Return the ways to read the final answer, of which any may be right; none if there is none.
+
+    The last box counts, or the boxes at the end with nothing but commas, "and" or "or" between
+    them; else the last tag; else the last `####`; else the last "answer is"; else the last
+    sentence, if that states something.
+    """
+    if (boxed := _boxed(text)) is not None:
+        return [Stated(boxed, True)]
+    text = text[-LAST:]
+    if found := TAG.findall(text):
+        content = next((one for one in found[-1] if one), "").strip()
+        return stated(content) if "\n" in content or SAID.search(content) else _sentence(content)
+    if found := HASHES.findall(text):
+        return _sentence(found[-1])
+    if (said := _said(text)) is not None:
+        return _sentence(said)
+    return _last_sentence(text)
+
+
+def _boxed(text: str) -> str | None:
+    found = list(latex.boxes(text))
+    if not found:
+        return None
+    run = [found[-1]]
+    for box in reversed(found[:-1]):
+        between = text[box[1] : run[0][0]]
+        if len(between) > GAP or not JOINED.fullmatch(between):
+            break
+        run.insert(0, box)
+    names = [NAMES.search(text[max(0, start - 80) : start]) for start, _, _ in run]
+    if len(run) > 1 and all(names):
+        contents = [
+            f"{name[1]}={box[2].strip()}" for name, box in zip(names, run, strict=True) if name
+        ]
+    elif any(names[1:]):  # of another quantity
+        contents = [run[-1][2].strip()]
+    else:
+        contents = [content.strip() for _, _, content in run]
+    return ", ".join(dict.fromkeys(contents))
+
+
+def _said(text: str) -> str | None:
+    """What the last statement of an answer says; None: there is none, or it is taken back."""
+    last = None
+    for pattern in (SAID, IS_IT):
+        for match in pattern.finditer(text):
+            clause = CLAUSE.split(text[max(0, match.start() - 200) : match.start()])[-1]
+            if SUPPOSED.search(clause) or UNTRUE.search(clause):
+                continue
+            if last is None or match.start("said") > last.start("said"):
+                last = match
+    if last is None or RETRACTED.search(text, last.end("said")):
+        return None
+    said = last["said"]
+    if end := SENTENCE_END.search(said):
+        if RETRACTED.search(said, end.end()):
+            return None
+        said = "" if end[0] == "?" else said[: end.start()]
+    if reason := REASON.search(said):
+        said = said[: reason.start()]
+    return "" if NEGATED.search(said) or RELATIVE.search(said) else said
+
+
+def _last_sentence(text: str) -> list[Stated]:
+    if match := DISPLAYED.search(text):
+        inside = (match[1] or match[2]).strip()
+        return [Stated(f"${inside}$", False), Stated(inside, True)]
+    lines = [line.strip() for line in text.splitlines()]
+    lines = [line for line in lines if line.strip("`~ ") and not POLITE.search(line)]
+    if not lines:
+        return []
+    sentences = [one for one in BREAK.split(lines[-1]) if one.strip(" *_`")]
+    return _sentence(sentences[-1]) if sentences else []
+
+
+def _sentence(said: str) -> list[Stated]:
+    """The ways to read a sentence, or what is marked as an answer; none if it asks or supposes."""
+    said = said.strip()
+    if len(said) > SENTENCE or said.rstrip(MARKS).endswith("?"):
+        return []
+    if _has_words(unwrapped(said)) and re.search(r"[\d\\$]", said) and not _states(said):
+        return []
+    return _readings(said)
+
+
+def _states(sentence: str) -> bool:
+    """True if a sentence ends with a value, and at most six words, and claims it."""
+    value = VALUE_END.match(sentence)
+    tail = sentence[value.end() :] if value else ""
+    if value is None or not TAIL.fullmatch(tail) or NO_TAIL.search(tail):
+        return False
+    return not any(p.search(sentence) for p in (SUPPOSED, UNTRUE, RELATIVE, REFERENCE))
+
+
+def _readings(said: str) -> list[Stated]:
+    """The ways to read a fragment: alone, or with its words if it has any."""
+    said = said.strip()
+    if not said:
+        return []
+    bare = unwrapped(said)
+    if not _has_words(bare):
+        return [Stated(bare, True), *([Stated(bare, False)] if PERCENTAGE.fullmatch(bare) else [])]
+    ways = [Stated(said, False)] if bare == said else [Stated(said, False), Stated(bare, False)]
+    claimed = CLAIMED.fullmatch(bare)
+    several = claimed and re.search(r"\b(?:or|and)\b", bare[: claimed.start("value")])
+    if claimed and not several and not _has_words(value := unwrapped(claimed["value"])):
+        ways.append(Stated(value, True))
+    return ways
+
+
+def _has_words(text: str) -> bool:
+    text = re.sub(latex.TEXT + r"\s*\{[^{}]*\}|\b(?:and|or)\b", "", text)
+    return bool(WORD.search(text))
+
+
+def unwrapped(said: str) -> str:
+    """Return the text without the markup, quotes and brackets around all of it."""
+    before = None
+    while said != before:
+        before = said
+        said = said.strip(MARKS).rstrip(".!").strip(MARKS)
+        for pattern in (WRAPPED, BRACKETED):
+            if (match := pattern.fullmatch(said)) and match[1].strip():
+                said = match[1]
+    return said
