@@ -30,6 +30,7 @@ from loadtests.mistakes import (
     models,
     numbers,
     operations,
+    rewards,
     trajectories,
 )
 from loadtests.mistakes.mistake import Mistake
@@ -47,6 +48,7 @@ ALL: tuple[Mistake, ...] = (
     *conversations.MISTAKES,
     *containment.MISTAKES,
     *operations.MISTAKES,
+    *rewards.MISTAKES,
 )
 
 
