@@ -1,4 +1,5 @@
-"""What a row's tests are, and which runner can grade by them. Open `support.py` first.
+"""What rewards compare: a model's answer, a row's gold, its tests. Open `answers.py` first.
 
-Read before any trajectory is scored, by the command line, and by the sandbox at each row.
+Golds and tests are read before any trajectory is scored, by the command line, and by the sandbox at
+each row.
 """

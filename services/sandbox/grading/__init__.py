@@ -1,1 +1,1 @@
-"""Verifiable rewards, which compare an answer with the row's. Open `answers.py` first."""
+"""Verifiable rewards, which compare an answer with the row's. Open `texts.py` first."""
