@@ -84,6 +84,14 @@ def is_solved(reward: float, threshold: float) -> bool:
     return reward >= threshold or isclose(reward, threshold, rel_tol=ROUNDING, abs_tol=ROUNDING)
 
 
+def mean(rewards: Sequence[float]) -> float:
+    """Return the mean of one reward or more, which is finite if they are."""
+    try:
+        return fsum(rewards) / len(rewards)
+    except OverflowError:
+        return fsum(reward / len(rewards) for reward in rewards)
+
+
 def estimates(dataset: EvaluationDataset, rewards: Sequence[Sequence[float]]) -> dict[str, float]:
     """The figures of a dataset from the rewards of each problem's samples.
 
@@ -92,7 +100,7 @@ def estimates(dataset: EvaluationDataset, rewards: Sequence[Sequence[float]]) ->
     """
     name = dataset.name
     every = [reward for problem in rewards for reward in problem]
-    found = {f"{name}.mean": fsum(every) / len(every)} if every else {}
+    found = {f"{name}.mean": mean(every)} if every else {}
     for k in dataset.pass_at:
         each = [
             pass_at(k, len(problem), sum(is_solved(reward, dataset.solved) for reward in problem))
@@ -100,5 +108,5 @@ def estimates(dataset: EvaluationDataset, rewards: Sequence[Sequence[float]]) ->
             if len(problem) >= k
         ]
         if each:
-            found[f"{name}.pass@{k}"] = sum(each) / len(each)
+            found[f"{name}.pass@{k}"] = mean(each)
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from common.job.evaluation_plan import HELD_OUT, Plan, comparable, estimates
+from common.job.evaluation_plan import HELD_OUT, Plan, comparable, estimates, mean
 from common.runtime.patience import patiently
 from common.runtime.tasks import all_of
 from common.state import jobs
@@ -68,7 +68,7 @@ class EvaluationRun:
             drawn = await self._draw(f"{HELD_OUT}.{mode}", problems, 1, TEMPERATURES[mode])
             shares[f"{HELD_OUT}.{mode}"] = drawn.share
             if drawn.every:
-                result[mode] = float(np.mean(drawn.every))
+                result[mode] = mean(drawn.every)
                 self._said[f"{HELD_OUT}.{mode}"] = result[mode], drawn
         for dataset in settings.datasets:
             rows = shard.job.rows_of(dataset.path)[: dataset.problems]

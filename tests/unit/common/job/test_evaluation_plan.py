@@ -17,7 +17,7 @@ from common.job.config import (
     JobConfig,
     RewardConfig,
 )
-from common.job.evaluation_plan import bracket, due, estimates, figures, pass_at
+from common.job.evaluation_plan import bracket, due, estimates, figures, mean, pass_at
 
 JOB = JobConfig(
     dataset=DatasetConfig(held_out="held_out.jsonl"),
@@ -64,6 +64,11 @@ def test_a_reward_that_misses_a_threshold_by_rounding_reaches_it() -> None:
         {"sums.mean": 1.0, "sums.pass@1": 1.0}
     )
     assert estimates(dataset, [[0.999]])["sums.pass@1"] == 0.0
+
+
+def test_a_mean_of_large_rewards_is_finite() -> None:
+    assert mean([1.7e308] * 4) == pytest.approx(1.7e308)
+    assert mean([0.7, 0.2, 0.1]) == pytest.approx(1 / 3)
 
 
 def test_a_version_is_evaluated_every_so_many_steps_and_the_last_one_after_training() -> None:
