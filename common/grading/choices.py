@@ -16,7 +16,7 @@ from dataclasses import dataclass
 LONGEST = 20_000  # characters of an answer that are read: its end
 BOX = re.compile(
     r"\\(?:boxed|fbox)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
-    r"|<answer>(.*?)</answer>"
+    r"|<(?:final_)?answer>(.*?)</(?:final_)?answer>"
     r"|<\|begin_of_box\|>(.*?)<\|end_of_box\|>",
     re.DOTALL | re.IGNORECASE,
 )
@@ -27,8 +27,8 @@ STRUCK = re.compile(r"~~[^~\n]{1,200}~~")
 COMMANDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathsf|mbox)\s*\{([^{}]*)\}")
 # A letter in bold, quotes, backticks, dollars or brackets is no word.
 SET_APART = re.compile(
-    r"(?:\*{1,3}|_{1,2}|`|\$|[\"'“‘«「『【\[<(]|\\\(|\\\[|<(?!answer)\w{1,9}>)\s*\(?([A-Za-z])[).:,]{0,2}\s*"
-    r"(?:\*{1,3}|_{1,2}|`|\$|[\"'”’»」』】\]>)]|\\\)|\\\]|</(?!answer)\w{1,9}>)(?![A-Za-z])"
+    r"(?:\*{1,3}|_{1,2}|`|\$|[\"'“‘«「『【\[<(]|\\\(|\\\[|<(?!(?:final_)?answer)\w{1,12}>)\s*\(?([A-Za-z])[).:,]{0,2}\s*"
+    r"(?:\*{1,3}|_{1,2}|`|\$|[\"'”’»」』】\]>)]|\\\)|\\\]|</(?!(?:final_)?answer)\w{1,12}>)(?![A-Za-z])"
 )
 MARKUP = re.compile(r"\*|__|`|\$|[\"“”«»「」『』【】]|\\[()\[\]]|(?<!\w)['‘]|['’](?!\w)")
 
@@ -51,18 +51,18 @@ KIND = (
     r"|opción|opção|вариант)\s*)?"
 )
 BE = (
-    r"(?:is|was|should\s+be|would\s+be|must\s+be|has\s+to\s+be|will\s+be|es|est|ist|è|é|sería)"
+    r"(?:is|was|would\s+have\s+to\s+be|should\s+be|would\s+be|must\s+be|has\s+to\s+be|will\s+be|es|est|ist|è|é|sería)"
     r"(?:\s+(?:therefore|thus|clearly|definitely|indeed|most\s+likely|probably|simply))?"
 )
 ANSWER = (
     r"(?:answer|respuesta|réponse|antwort|risposta|resposta|odpowiedź|ответ|lösung"
-    r"|(?:correct|right|best|final|chosen|my|the)\s+(?:option|choice|alternative|response|statement|letter)"
+    r"|(?:correct|right|best|final|chosen|my|the)\s+(?:option|choice|alternative|response|statement|letter|one)"
     r"|(?:option|choice|statement)\s+(?:that|which)\s[^.,;:?!\n]{1,60}?)"
     r"(?:\s+(?:to|for)\s+(?:this|the)\s+question|\s+here|\s+(?:correcta|correcte|corretta|correta)"
     r"|,[^,.\n]{1,30},)?"
 )
 SAID = re.compile(
-    rf"(?i:\b{ANSWER}(?:\s+choice)?\s*(?:{BE}\s*[:=]?|[:=]|[-–—]>?|\n)\s*"
+    rf"(?i:(?<![A-Za-z]){ANSWER}(?:\s+choice)?\s*(?:{BE}\s*[:=]?|[:=]|[-–—]>?|\n)\s*"
     rf"(?P<several>(?:either|both|one\s+of)\s+)?{KIND}){LETTER}"
 )
 LABEL = re.compile(
@@ -71,7 +71,7 @@ LABEL = re.compile(
 )
 RIGHT = re.compile(
     rf"{LETTER}(?i:\s*(?:is|must\s+be|would\s+be|(?:seems|appears)(?:\s+to\s+be)?|['’]s)\s+(?:clearly\s+|indeed\s+)?(?:the\s+)?"
-    r"(?:(?:most|only|single|one)\s+)?(?:correct|right|best|true|answer|accurate|appropriate)\b)"
+    r"(?:(?:most(?:\s+likely)?|only|single|one|my)\s+)?(?:correct|right|best|true|answer|accurate|appropriate)\b)"
 )
 CHOSEN = re.compile(
     r"(?i:\b(?:choose|chose|pick|picked|select|selected|go(?:ing)?\s+with|went\s+with|opt\s+for"
@@ -85,19 +85,21 @@ CONCLUDED = re.compile(
     rf"{LETTER}(?=\s*[.!)]*\s*(?:\n|$))"
 )
 EAST_ASIAN = re.compile(
-    r"(?:答案|正确答案|正確答案|正确选项|正確選項|正解|答え|解答|故选|故選|应选|應選|选择|選擇|选|選|選び|정답|답)"
+    r"(?:答案|正确答案|正確答案|正确的?(?:答案|选项)|正確的?(?:答案|選項)|正解|答え|解答|故选|故選|应选|應選|选择|選擇|选|選|選び|정답|답)"
     rf"\s*(?:应该)?(?:是|为|為|は|が|은|는|이)?\s*[:：]?\s*(?:选项|選項|选|選)?\s*{LETTER}"
 )
+RIGHT_EAST_ASIAN = re.compile(rf"{LETTER}\s*(?:选项|選項)?\s*(?:是|为|為)?\s*(?:唯一)?正[确確]")
 STATEMENTS = (SAID, LABEL, RIGHT, CHOSEN, CONCLUDED)
 
 # What must not stand before a statement in its clause, and not behind a letter.
 UNDONE = re.compile(
     r"(?i:\b(?:not|never|neither|nor|cannot|if|whether|suppose|supposing|assume|assuming|unless|"
-    r"wrong|incorrect|false|except|(?<!no )doubt)\b|n['’]t\b)|不是|并非|不选|不選|不$|ではな"
+    r"wrong|incorrect|false|except|(?<!no )doubt|students|people|others|many)\b"
+    r"|n['’]t\b)|不是|并非|不选|不選|不$|ではな"
 )
 CLAUSE = re.compile(r"[.,;:!?\n。，；！？]")
 BEHIND_APART = re.compile(
-    r"\s*\?|(?i:[).:]?\s+(?:is|was|are|can|does|did|would|seems|looks|could|might|may)(?:n['’]t|not)?\b)"
+    r"\s*\?|(?i:,?\s+which\s+is\s+(?:wrong|incorrect|false|not\s+(?:right|correct))\b)|(?i:[).:]?\s+(?:is|was|are|can|does|did|would|seems|looks|could|might|may)(?:n['’]t|not)?\b)"
     r"(?!(?i:\s+(?:clearly\s+|indeed\s+)?(?:the\s+)?(?:correct|right|best|true|answer|because)\b))"
 )
 ENDS_BARE = re.compile(
@@ -110,6 +112,7 @@ SEVERAL = re.compile(
 )
 
 
+PRONOUN = re.compile(r",\s+(?!because|since)[a-z]")  # "I, too, am unsure"
 BEFORE = re.compile(r"(?:\([A-Za-z]\)|\b[A-Z])\s*(?:and|or|/|&|,)\s*$")
 
 
@@ -142,14 +145,16 @@ def _statements(text: str) -> Iterator[Named]:
         for match in pattern.finditer(text):
             if (letter := _stated(text, match, pattern is RIGHT)) is not None:
                 yield Named(match.end(), letter)
-    for match in EAST_ASIAN.finditer(text):
-        if not _undone(text, match.start()):
-            yield Named(match.end(), _one(text, match))
+    for pattern in (EAST_ASIAN, RIGHT_EAST_ASIAN):
+        for match in pattern.finditer(text):
+            if not _undone(text, match.start()):
+                yield Named(match.end(), _one(text, match))
 
 
 def _stated(text: str, match: re.Match[str], closed: bool) -> str | None:
-    """The letter of a statement, empty for several; None: it states nothing. `closed`: what is
-    behind the letter belongs to the statement.
+    """Return the letter of a statement, empty for several letters; None: it states nothing.
+
+    `closed`: the statement goes on behind the letter, as in "B is correct".
     """
     if _undone(text, match.start()):
         return None
@@ -166,6 +171,8 @@ def _stated(text: str, match: re.Match[str], closed: bool) -> str | None:
     if BEHIND_APART.match(text, match.end()):
         return None
     if match["bare"] and not ENDS_BARE.match(text, match.end()):
+        return None
+    if match["bare"] in ("I", "i") and PRONOUN.match(text, match.end()):
         return None
     if match["bare"] in ("a", "i") and match.re in (CHOSEN, CONCLUDED):  # an article, a pronoun
         return None
@@ -190,12 +197,14 @@ def _undone(text: str, start: int) -> bool:
 
 PREFIX = re.compile(r"\s*(?:[#>*•\-]+\s*)*")
 ALONE = re.compile(rf"(?i:{KIND}){LETTER}[.):!]*\s*")
-LABELLED = re.compile(rf"(?i:{KIND}){LETTER}(?:(?<=\))[.:]?|[.):])\s*\S.*")
+LABELLED = re.compile(rf"(?i:{KIND}){LETTER}(?:(?<=\))[.:]?|[.):]|(?=\t))\s*\S.*")
 LEADING = re.compile(
     LETTER + r"(?:,\s*(?:because|since|as|which|not)\b|\s*[-–—]\s+\w\w|\s+(?:because|since)\b).*"
 )
 ASKED = re.compile(r"(?m)^\s*Q\s*[:.)]")  # then "A:" is short for the answer
-AT_THE_END = re.compile(r"(\w+)[\s,]*\(\s*\**([A-Za-z])\**\s*\)[\s*.!]*$")
+AT_THE_END = re.compile(
+    r"(\w+)[\s,]*\(\s*(?:(?:option|choice|answer)\s+)?\**([A-Za-z])\**\s*\)[\s*.!]*$"
+)
 _THINGS = "figure fig equation eq case step part type table plan group section point line see also"
 OTHER_THINGS = frozenset(_THINGS.split())  # (B) behind them is theirs
 OUT = re.compile(r"(?i)\b(?:out|eliminat\w+|exclud\w+|reject\w*|unlike|than|without)\b")
@@ -203,8 +212,8 @@ SENTENCE = re.compile(r"(?<=[.!?。！？])\s+|\n+")
 
 
 def _lines(text: str) -> Iterator[Named]:
-    """The first and the last line, where they are letters or choices with their letters; a list of
-    all choices names none of them.
+    """Yield the first and the last line where they name a choice. A list of all choices names none
+    of them.
     """
     lines, at = [], 0
     for line in text.splitlines(keepends=True):
@@ -230,10 +239,12 @@ def _rejects(line: str, match: re.Match[str]) -> bool:
 
 
 def _last_words(text: str) -> str:
-    """The letter in brackets that a last sentence ends with, the only one in it: "Paris (B)."."""
+    """Return the only letter in brackets of a last sentence that ends with it: "Paris (B)."."""
     sentence = SENTENCE.split(text)[-1]
-    match = AT_THE_END.search(sentence)
-    letters = {letter.upper() for letter in re.findall(r"\(\W*([A-Za-z])\W*\)", sentence)}
+    match = AT_THE_END.search(sentence[-100:])
+    letters = {
+        letter.upper() for letter in re.findall(r"\(\W*(?:\w{6}\s+)?([A-Za-z])\W*\)", sentence)
+    }
     if match is None or len(letters) != 1 or match[1].lower() in OTHER_THINGS:
         return ""
     return "" if UNDONE.search(sentence) or OUT.search(sentence) else letters.pop()

@@ -6,6 +6,7 @@ Each line of a table is an answer with its gold and 1 if it is right, else 0.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,3 +46,22 @@ def test_math_takes_right_answers_in_all_formats_and_no_number_anywhere() -> Non
     from services.sandbox.grading import maths
 
     check("math.jsonl", maths.reward)
+
+
+HOSTILE = [
+    "选" * 20_000,
+    "<answer>" * 12_000,
+    "the answer is " * 7_000,
+    r"\boxed{" * 14_000,
+    "(A" * 50_000,
+    " " * 100_000,
+    "A is " * 4_000,
+    "answer" + " " * 19_000,
+]
+
+
+def test_a_hostile_text_names_no_choice_and_is_soon_read() -> None:
+    begun = time.thread_time()
+    for text in HOSTILE:
+        assert choice({"answer": "B"}, [{"role": "model", "text": text}], {}) == 0.0
+    assert time.thread_time() - begun < 3.0
