@@ -1,5 +1,7 @@
-"""Rewrites characters and East Asian words of mathematics as the ASCII and LaTeX they stand for:
-full-width forms by NFKC, superscripts, fractions, punctuation, counters, units and connectives.
+"""Rewrites characters and East Asian words of mathematics as ASCII and LaTeX.
+
+These are full-width forms (NFKC), superscripts, fractions, punctuation, counters, units and
+connectives.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ MATHS_BEFORE, MATHS_BEHIND = r"(?<=[0-9A-Za-z)\]}$])\s*", r"\s*(?=[0-9A-Za-z\\(\
 
 
 def _set(word: str) -> str:
-    """A pattern of a word, which LaTeX may set as text."""
+    """Return a pattern of a word, which LaTeX may set as text."""
     return rf"(?:\\text\s*\{{\s*(?:{word})\s*\}}|(?:{word}))"
 
 
@@ -77,6 +79,8 @@ COUNTER = re.compile(
     + r"(?=\s*(?:[.,;:!)}$\n]|$))"
 )
 BEFORE_NUMBER = re.compile(r"(?<=[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af])(?=[\d\\$-])")
+IN_ALL = re.compile(r"(?<=[{$])\s*(?:一共|总共|共|等于|为|是)\s*(?=[\d\\-])")  # 共72
+IN_BRACKETS = re.compile(BEHIND_NUMBER + r"\([\u4e00-\u9fff]{1,4}\)")  # 72(元)
 EAST_ASIAN = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]")
 
 
@@ -100,8 +104,9 @@ def _words(text: str) -> str:
     for pattern, word in CONNECTIVES:
         text = pattern.sub(word, text)
     text = PART.sub(r"\\frac{\2}{\1}", text)
-    text = MYRIAD.sub(_whole, text)
+    text = MYRIAD.sub(_multiplied, text)
     text = UNIT.sub(_unit, text)
+    text = IN_BRACKETS.sub("", IN_ALL.sub("", text))
     text = COUNTER.sub("", DEGREES.sub(r"^\\circ", text))
     return BEFORE_NUMBER.sub(" ", text)
 
@@ -111,6 +116,6 @@ def _unit(match: re.Match[str]) -> str:
     return rf"\text{{ {UNITS[word]}}}"
 
 
-def _whole(match: re.Match[str]) -> str:
+def _multiplied(match: re.Match[str]) -> str:
     number = Fraction(match[1]) * MYRIADS[match[2]]
     return str(number.numerator) if number.denominator == 1 else match[0]

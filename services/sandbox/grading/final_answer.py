@@ -1,4 +1,4 @@
-"""Finds the final answer in a text: what is marked as one, or what its last sentence states.
+"""Finds the final answer in a text: a marked one, or the one that its last sentence states.
 
 docs/sandbox.md, "Answers in mathematics", documents the rule.
 """
@@ -112,7 +112,7 @@ def stated(text: str) -> list[Stated]:
         return stated(content) if "\n" in content or SAID.search(content) else _sentence(content)
     if found := HASHES.findall(text):
         return _sentence(found[-1])
-    if (said := _said(text)) is not None:
+    if (said := _statement(text)) is not None:
         return _sentence(said)
     return _last_sentence(text)
 
@@ -139,8 +139,8 @@ def _boxed(text: str) -> str | None:
     return ", ".join(dict.fromkeys(contents))
 
 
-def _said(text: str) -> str | None:
-    """What the last statement of an answer says; None: there is none, or it is taken back."""
+def _statement(text: str) -> str | None:
+    """Return the answer that the last statement names; None: none does, or it is taken back."""
     last = None
     for pattern in (SAID, IS_IT):
         for match in pattern.finditer(text):
@@ -174,7 +174,7 @@ def _last_sentence(text: str) -> list[Stated]:
 
 
 def _sentence(said: str) -> list[Stated]:
-    """The ways to read a sentence, or what is marked as an answer; none if it asks or supposes."""
+    """Return the ways to read a sentence or a marked answer; none if it asks or supposes."""
     said = said.strip()
     if len(said) > SENTENCE or said.rstrip(MARKS).endswith("?"):
         return []
@@ -193,7 +193,7 @@ def _states(sentence: str) -> bool:
 
 
 def _readings(said: str) -> list[Stated]:
-    """The ways to read a fragment: alone, or with its words if it has any."""
+    """Return the ways to read a fragment: alone, or with its words if it has any."""
     said = said.strip()
     if not said:
         return []
