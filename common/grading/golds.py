@@ -17,7 +17,7 @@ LONGEST = 2_000  # characters of a mathematical gold
 LABELLED = re.compile(r"\W*([A-Za-z])(?:\W*|[.):]\s*\S.*)", re.DOTALL)  # B, (B), B., "B. Paris"
 WHOLE = re.compile(r"-?\d+(?:\.0+)?")
 SOLUTION = re.compile(r"####\s*(\S[^\n]*)")  # GSM8K's answers end like this
-# What no answer in mathematics holds: it is refused unread, whoever wrote it.
+# What no answer in mathematics holds: it is refused unread.
 CODE = re.compile(r"__|\b(?:import|lambda|exec|eval|open|getattr)\b")
 NO_TEXT = "write the text that a right answer is equal to"
 
@@ -43,12 +43,7 @@ def text_of(row: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     value = value_of(row, options)
     if isinstance(value, float) and (value.is_integer() or "e" in repr(value)):
         raise BadGold(f"{value!r} is a number with a point, and as a text it is {str(value)!r}")
-    text = _scalar(value)
-    strip = options.get("strip", [])
-    ends = [strip] if isinstance(strip, str) else strip
-    if end := next((end for end in ends if end and text.endswith(end)), ""):
-        raise BadGold(f"{text!r:.80} ends with {end!r}, which options.strip takes off every answer")
-    return text
+    return _scalar(value)
 
 
 def _scalar(value: Any) -> str:
@@ -123,7 +118,7 @@ def letter(row: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 
 
 def _numbered(text: str, written: bool, texts: list[str], letters: str) -> str:
-    """The letter of a class label, or of the choice whose text is `written` as this number."""
+    """Return the letter of a class label, or of the choice whose text is `written` so."""
     label, many = int(float(text)), len(texts)
     same = [place for place, one in enumerate(texts) if written and one.strip() == text]
     if not many:

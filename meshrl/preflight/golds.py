@@ -34,7 +34,7 @@ def usable(job: JobFile, look_s: float = LOOK_S) -> None:
     until = time.monotonic()
     for key, path in datasets:
         until += look_s / len(datasets)
-        _look(job, parts, key, path, until)
+        _check_rows(job, parts, key, path, until)
 
 
 def _compares(part: RewardPartConfig) -> bool:
@@ -43,7 +43,9 @@ def _compares(part: RewardPartConfig) -> bool:
     return part.use in READ
 
 
-def _look(job: JobFile, parts: list[RewardPartConfig], key: str, path: Path, until: float) -> None:
+def _check_rows(
+    job: JobFile, parts: list[RewardPartConfig], key: str, path: Path, until: float
+) -> None:
     wrong: list[str] = []
     count, fix = 0, ""
     for row in rows.read(path) if parts else ():
@@ -51,7 +53,7 @@ def _look(job: JobFile, parts: list[RewardPartConfig], key: str, path: Path, unt
             break
         for part in parts:
             try:
-                _refuse_stop_text(job, part, READ[part.use](row.value, part.options))
+                _refuse_ends(job, part, READ[part.use](row.value, part.options))
             except BadGold as error:
                 name = part.options.get("answer", "answer")
                 fix = fix or error.fix
@@ -67,8 +69,8 @@ def _look(job: JobFile, parts: list[RewardPartConfig], key: str, path: Path, unt
         )
 
 
-def _refuse_stop_text(job: JobFile, part: RewardPartConfig, text: str) -> None:
-    """BadGold for a text that a turn ends before."""
+def _refuse_ends(job: JobFile, part: RewardPartConfig, text: str) -> None:
+    """BadGold for a text that no turn can hold, or that `strip` takes off."""
     if part.use != "exact":
         return
     stop = next((one for one in job.config.rollout.stop_text if one and one in text), "")
@@ -76,4 +78,11 @@ def _refuse_stop_text(job: JobFile, part: RewardPartConfig, text: str) -> None:
         raise BadGold(
             f"{text!r:.80} holds {stop!r}, where a turn ends by rollout.stop_text",
             "choose another stop text",
+        )
+    strip = part.options.get("strip", [])
+    ends = [strip] if isinstance(strip, str) else strip
+    if end := next((end for end in ends if end and text.endswith(end)), ""):
+        raise BadGold(
+            f"{text!r:.80} ends with {end!r}, which options.strip takes off every answer",
+            "leave the end out of the gold",
         )

@@ -41,6 +41,11 @@ def answered(place: Path) -> Path:
             ["B", "B#C"],
             "line 2.*where a turn ends.*Choose another stop text",
         ),
+        (
+            ["reward.use=exact", "reward.options={strip='#'}"],
+            ["B", "B#"],
+            "line 2.*options.strip.*Leave the end out",
+        ),
     ],
 )
 def test_golds_are_refused_with_row_and_remedy(
