@@ -14,7 +14,9 @@ from typing import Any
 BEGINNINGS = ("<think>", "[THINK]", "<seed:think>", "<|START_THINKING|>", "<|channel|>analysis")
 _ENDS = r"</think>|\[/THINK\]|</seed:think>|<\|END_THINKING\|>|<\|channel\|>final<\|message\|>"
 END = re.compile(rf"(?<![\"'])(?<![^`]`)(?:{_ENDS})(?![\"'])")
-NAMES_REASONING = re.compile(r"think|THINK|channel")  # in a pattern that is meant for it, too
+NAMES_REASONING = re.compile(  # marks in a pattern that is meant for reasoning, too
+    r"think\\?>|THINK\\?\]|(?:START|END)_THINKING|channel\\?\|"
+)
 FENCE = "```"
 SECTIONS = 100  # of reasoning, one after the other
 

@@ -157,6 +157,7 @@ def test_a_pattern_that_names_the_reasoning_is_looked_for_in_the_whole_turn() ->
     turns = said("<think>7 + 1</think>\n<answer>8</answer>")
     assert regex({}, turns, {"pattern": form}) == 1.0
     assert regex({}, said("<answer>8</answer>"), {"pattern": form}) == 0.0
+    assert regex({}, said("<think>I think 8</think>7"), {"pattern": "think 8"}) == 0.0
 
 
 def test_a_sum_of_parts_is_rounded_once_and_finite() -> None:
