@@ -83,6 +83,12 @@ MISTAKES = (
         files=_golds(" "),
     ),
     Mistake(
+        "rewards: a gold that the pattern's group cannot hold",
+        (_THIRD, "'E'", "group can hold", "change the pattern"),
+        set={"reward.use": "regex", "reward.options": {"pattern": "(?P<answer>[A-D])"}},
+        files=_golds("E"),
+    ),
+    Mistake(
         "rewards: a gold that holds the stop text",
         (_THIRD, "stop_text", "another stop text"),
         set=_EXACT | {"rollout.stop_text": ["#"]},

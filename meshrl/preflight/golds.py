@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from meshrl.job.jobfile import JobFile
 from meshrl.preflight.graded import scored_datasets
 
 LOOK_S = 2.0  # for the rows of all datasets: some hundred thousand
+EXTENSION = re.compile(r"\(\?(?!:)|\\[1-9bBAZ]|[$^]")  # in a group, beyond plain matching
 SHOWN = 5  # rows that an error names
 Read = Callable[[Mapping[str, Any], Mapping[str, Any]], str]
 READ: dict[str, Read] = {
@@ -53,7 +55,10 @@ def _check_rows(
             break
         for part in parts:
             try:
-                _refuse_ends(job, part, READ[part.use](row.value, part.options))
+                text = READ[part.use](row.value, part.options)
+                _refuse_ends(job, part, text)
+                if part.use == "regex":
+                    _refuse_uncaught(part, text)
             except BadGold as error:
                 name = part.options.get("answer", "answer")
                 fix = fix or error.fix
@@ -67,6 +72,44 @@ def _check_rows(
             f"{key}: {count} gold answers that no answer can equal: {'; '.join(wrong)}{more}",
             fix[:1].upper() + fix[1:],
         )
+
+
+def _refuse_uncaught(part: RewardPartConfig, text: str) -> None:
+    """BadGold for a text that the group `answer` of the pattern cannot hold."""
+    pattern = re.compile(part.options["pattern"])
+    group = group_source(pattern.pattern)
+    if not group or EXTENSION.search(group):  # what is around it may matter
+        return
+    # The reward takes spaces off what the group holds.
+    held = re.compile(rf"\s*(?:{group})\s*", pattern.flags)
+    spaced = (f"{before}{text}{behind}" for before in ("", " ") for behind in ("", " "))
+    if not any(held.fullmatch(one) for one in spaced):
+        raise BadGold(
+            f"{text!r:.80} is no text that the pattern's group can hold: {group!r:.80}",
+            "change the pattern, or the gold to what its group answer finds",
+        )
+
+
+def group_source(pattern: str) -> str:
+    """Return the inside of the group `answer`; empty if it is not found by its brackets."""
+    _, found, tail = pattern.partition(f"(?P<{row_keys.ANSWER}>")
+    depth, at = 1, 0
+    in_class = False
+    while found and at < len(tail):
+        character = tail[at]
+        if character == "\\":
+            at += 1
+        elif in_class:
+            in_class = character != "]"
+        elif character == "[":
+            in_class = True
+            at += tail.startswith("^", at + 1) + tail.startswith(("]", "^]"), at + 1)
+        else:
+            depth += (character == "(") - (character == ")")
+            if not depth:
+                return tail[:at]
+        at += 1
+    return ""
 
 
 def _refuse_ends(job: JobFile, part: RewardPartConfig, text: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from meshrl.preflight import golds
 from tests.unit.meshrl.preflight.conftest import read, refusal
 
+DIGITS = r"reward.options={pattern='#(?P<answer>[0-9]+)'}"
 PATTERN = "reward.options={pattern='(?P<answer>.)'}"
 
 
@@ -35,6 +36,7 @@ def answered(place: Path) -> Path:
         (["reward.use=exact"], ["B", ["B"]], "line 2.*a list"),
         (["reward.use=math"], ["1", r"\frac{1}{2"], "line 2.*braces.*Close every brace"),
         (["reward.use=regex", PATTERN], ["B", None], "line 2.*null"),
+        (["reward.use=regex", DIGITS], ["8", "B"], r"line 2.*group can hold.*Change the pattern"),
         (["reward={parts=[{use='exact'}, {use='math'}]}"], ["B", ""], "2 gold answers.*line 2"),
         (
             ["reward.use=exact", "rollout.stop_text=['#']"],
@@ -68,3 +70,16 @@ def test_all_rows_are_counted_and_the_first_ones_named(answered: Path) -> None:
     text = refusal(golds.usable, answered, "reward.use=exact")
     assert "7 gold answers" in text and "line 5" in text and "line 6" not in text
     assert "and 2 more" in text
+
+
+def test_the_inside_of_a_patterns_group_is_found() -> None:
+    sources = {
+        r"#(?P<answer>\d+)$": r"\d+",
+        r"\((?P<answer>[)(\]]+)\)": r"[)(\]]+",
+        r"(?P<answer>(a|b)\))": r"(a|b)\)",
+        r"(?P<answer>[]a]*)": "[]a]*",
+        r"(?P<answer>[^]a]*)": "[^]a]*",
+        r"(\d+)": "",
+    }
+    for pattern, source in sources.items():
+        assert golds.group_source(pattern) == source
