@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from common.api.bulk import PUBLISHED, SPACES, putting
+from common.api.bulk import BULK, PUBLISHED, SPACES, putting
 from common.api.callers import ROLES
 from common.digest import digest_of
 from common.state.registry import Entry
-from common.wire.bulk import doors
 from loadtests.doors.planting import Planting, plant
 from tests.unit.common.wire.knocking import Port
 
@@ -37,7 +36,7 @@ def test_a_role_that_may_publish_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = "weights", putting(PUBLISHED)
-    monkeypatch.setitem(doors.BULK, right, frozenset({"worker"}))
+    monkeypatch.setitem(BULK, right, frozenset({"worker"}))
     port = Port(tmp_path / "store")
     assert [what.partition(":")[0] for what in planting(port).planted] == ["worker"]
     port.server.close()
