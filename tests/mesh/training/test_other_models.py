@@ -120,6 +120,7 @@ def test_a_job_learns_from_a_teacher_under_a_judge_though_they_are_killed_on_the
         reward__judge__template="?{answer}=",
         reward__judge__yes="1",
         reward__judge__no="2",
+        rollout__stop="['0', '1', '2', '3', '4', '5', '6', '7', '8', '9']",  # most turns end
         optimizer__muon_lr=0.1,
         optimizer__adamw_lr=0.1,
         optimizer__clip_norm=10.0,
@@ -132,7 +133,9 @@ def test_a_job_learns_from_a_teacher_under_a_judge_though_they_are_killed_on_the
     os.kill(before, signal.SIGKILL)
     one.pid("scoring/digits", other_than=before)
     assert one.finish() == 0, one.said + one.logs()
-    assert all(0 < row["reward"] < 1 for row in metrics(one)), "a probability"
+    rewards = [row["reward"] for row in metrics(one)]
+    assert all(0 <= reward < 1 for reward in rewards), "a probability, or 0 without an answer"
+    assert rewards[0] > 0, rewards
     gaps = [row["teacher_kl"] for row in metrics(one)]
     assert len(gaps) == 16
     assert sum(gaps[-4:]) < sum(gaps[:4]) - 4, "it comes nearer to the teacher"
