@@ -60,7 +60,7 @@ class Batch:
         left_out = [masked(sequence, self.config) for sequence in members]
         self.masked += sum(left_out)
         advantages = advantages_of(members, rewards, self.config)
-        self.spreads.append(float(rewards.std()) if len(rewards) else 0.0)
+        self.spreads.append(float(rewards.std()) if len(set(rewards.tolist())) > 1 else 0.0)
         if advantages is None:
             self.filtered.append(group.group)
             return []

@@ -242,6 +242,12 @@ def test_rewards_are_float64_up_to_the_advantage() -> None:
     assert float(first.advantages) == 100000001
 
 
+def test_equal_rewards_have_no_spread() -> None:
+    batch = Batch(3, job())
+    batch.add(rewarded(*[0.1] * 7))
+    assert batch.metrics()["reward_spread"] == 0.0
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_group_without_a_score_is_filtered_without_warnings() -> None:
     for filtered in (True, False):
