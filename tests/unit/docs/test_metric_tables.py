@@ -72,6 +72,9 @@ def row() -> dict[str, Any]:
 def test_each_key_of_a_steps_row_has_one_unit_and_one_meaning() -> None:
     documented = units("algorithms.md", "## Health of a step")
     assert documented.keys() == row().keys()
+    board = (ROOT / "compose/monitoring/grafana/dashboards/meshrl-job.json").read_text()
+    shown = set(re.findall(r'meshrl_job_last_step\{[^}]*of=\\"(\w+)\\"', board))
+    assert len(shown) > 5 and shown <= documented.keys()
     for key, unit in documented.items():
         for ending, expected in BY_NAME.items():
             if key.endswith(ending) and key != "logprob_gap_mean":
