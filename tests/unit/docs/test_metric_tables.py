@@ -105,7 +105,7 @@ def test_each_gauge_of_a_mesh_is_documented() -> None:
     assert documented == of_host | {family.name for family in families(MeshLook(0.0))}
 
 
-def test_what_processes_measure_is_published_under_the_documented_keys() -> None:
+def test_measurements_of_processes_have_the_documented_keys() -> None:
     files = [*(ROOT / "services").rglob("*.py"), *(ROOT / "common").rglob("*.py")]
     code = "".join(file.read_text() for file in files)
     section = tables("operations.md", "### What processes measure of their work")

@@ -132,7 +132,7 @@ def test_sglang_is_given_the_vocabulary_of_the_tokenizer(served: SGLangEngine) -
         served.submit([request(2, [VOCAB])])
 
 
-def test_what_sglang_is_given_is_a_view_of_the_version() -> None:
+def test_the_rows_for_sglang_are_views_of_the_version() -> None:
     theirs = state_to_hf(PADDED, padded(np.arange(VOCAB)))
     for name, tensor in known_rows(PADDED, theirs).items():
         assert tensor.data_ptr() == theirs[name].data_ptr() and tensor.is_contiguous()
