@@ -30,6 +30,7 @@ PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 NAME = b"meshrl-guard"
 PIPE_BYTES = 1 << 20  # between two reads of a busy host, and what is dropped at once
 READ_BYTES = 1 << 16
+TAIL_BYTES = 1 << 13  # of what is dropped, that is kept
 BATCH_S = 0.001  # before a read: of a program that prints line by line, many lines are read at once
 DROP_S = 0.005  # between two drops: the pipe fills meanwhile, and who prints for ever waits
 NOTICE_S = 1.0  # without output, until a drop is noted
@@ -73,8 +74,8 @@ class _Output:
 
     def __init__(self, reading: int, log: int) -> None:
         self.reading, self._log = reading, log
-        self._null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         self._budget, self._unbounded = Budget(), 0
+        self._tail = b""  # of what was dropped
 
     @property
     def owes_notice(self) -> bool:
@@ -85,9 +86,7 @@ class _Output:
         allowed = self._budget.allowed(READ_BYTES)
         if not allowed:
             time.sleep(DROP_S)
-            count = self._drop()
-            self._budget.dropped += count
-            return count > 0
+            return self._drop()
         time.sleep(BATCH_S)
         part = os.read(self.reading, allowed)
         self._budget.spend(len(part))
@@ -96,14 +95,17 @@ class _Output:
         return bool(part)
 
     def note(self) -> None:
-        """Write down what was dropped."""
+        """Write down how much was dropped, and the end of it, perhaps a program's last words."""
+        self._budget.dropped -= len(self._tail)
         self._write(self._budget.notice())
+        self._write(self._tail)
+        self._tail = b""
 
-    def _drop(self) -> int:
-        try:
-            return os.splice(self.reading, self._null, PIPE_BYTES)
-        except OSError:  # a kernel without it
-            return len(os.read(self.reading, PIPE_BYTES))
+    def _drop(self) -> bool:
+        part = os.read(self.reading, PIPE_BYTES)
+        self._budget.dropped += len(part)
+        self._tail = (self._tail + part[-TAIL_BYTES:])[-TAIL_BYTES:]
+        return bool(part)
 
     def _write(self, part: bytes) -> None:
         if not part:

@@ -83,6 +83,7 @@ MISTAKES = (
         ("reward", r"took more than 1 s|too long|deadline"),
         running=True,
         set={"reward.deadline_s": 1.0},
+        own_s=6.0,
         files={"mine.py": "def reward(row, turns):\n    while True:\n        print('more')\n"},
     ),
     Mistake(
@@ -99,13 +100,13 @@ MISTAKES = (
     ),
     Mistake(
         "grading: a prefix in lines",
-        (r"prefix", "a text", "import"),
+        (r"prefix", "a text"),
         set={**_TESTS, "reward.options": {"prefix": ["import math", "import re"]}},
         files=_rows(function="f", cases=[{"args": [1], "output": 2}]),
     ),
     Mistake(
         "grading: a negative tolerance",
-        (r"abs_tol", "0 or more"),
+        (r"abs_tol", "from 0 on"),
         set={**_TESTS, "reward.options": {"abs_tol": -1}},
         files=_rows(function="f", cases=[{"args": [1], "output": 2}]),
     ),

@@ -16,7 +16,13 @@ from common.job.config import JobConfig, RewardPartConfig, SandboxConfig
 from common.job.runners import Runner
 
 Fail = Callable[[str, str, str], ConfigError]  # key, message, fix
-TOLERANCES = frozenset({"rel_tol", "abs_tol"})
+# Built-in rewards' options that are numbers, and whether they may be 0; and those of other types.
+NUMBERS = {"rel_tol": True, "abs_tol": True, "case_s": False, "memory_mb": False}
+TYPES: dict[str, tuple[type, str]] = {
+    "partial": (bool, "true or false"),
+    "prefix": (str, "a text"),
+    "tests": (str, "the name of a key of the rows"),
+}
 _MCP = re.compile(r"mcp:([^/]+)/(.+)")
 
 
@@ -142,12 +148,7 @@ def _built_in(part: RewardPartConfig, table: str, fail: Fail) -> None:
         names = ", ".join(builtin.RUNNERS)
         wrong = f"{place}: {part.use} has no runner {runner!r}; there are {names}"
         raise fail(f"{place}.runner", wrong, "")
-    for option in TOLERANCES & set(part.options):
-        value = part.options[option]
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (number and 0 <= value < math.inf):
-            wrong = f"{place}: {option} is a number from 0 on, not {value!r}"
-            raise fail(f"{place}.{option}", wrong, "")
+    _option_values(part, place, fail)
     letters = part.options.get("letters", golds.LETTERS)
     if not (isinstance(letters, str) and re.fullmatch("[A-Za-z]+", letters)):
         wrong = f"{place}: {part.use}: letters are a text of letters from A to Z, not {letters!r}"
@@ -159,6 +160,21 @@ def _built_in(part: RewardPartConfig, table: str, fail: Fail) -> None:
         except (re.error, TypeError) as error:
             wrong = f"{place}: {part.use}: {pattern!r} is no pattern: {error}"
             raise fail(f"{place}.pattern", wrong, "") from error
+
+
+def _option_values(part: RewardPartConfig, place: str, fail: Fail) -> None:
+    """Refuses options of a type or size by which nothing can be graded."""
+    for option, value in part.options.items():
+        wanted = ""
+        if option in NUMBERS:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (number and 0 <= value < math.inf and (value or NUMBERS[option])):
+                wanted = f"a number {'from 0 on' if NUMBERS[option] else 'above 0'}"
+        elif option in TYPES and not isinstance(value, TYPES[option][0]):
+            wanted = TYPES[option][1]
+        if wanted:
+            wrong = f"{place}: {option} is {wanted}, not {value!r:.60}"
+            raise fail(f"{place}.{option}", wrong, "")
 
 
 def absolute(sandbox: SandboxConfig, base: Path) -> SandboxConfig:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,43 +26,20 @@ from meshrl.preflight.programs import imports, without
 
 LOOK_S = 4.0  # for the rows of all datasets: some thousands in Python, of cases many more
 SHOWN = 5  # rows that an error names
-# Of each option that is a number: the least value, what it is, and what to do about another one.
-NUMBERS: dict[str, tuple[float, str, str]] = {
-    "case_s": (0.01, "a number of CPU seconds above 0", "Leave it out for 4 seconds"),
-    "memory_mb": (1, "a number of MiB above 0", "Leave it out for the limit of the sandbox"),
-    "rel_tol": (0, "a number, 0 or more", "Leave it out for 1e-6"),
-    "abs_tol": (0, "a number, 0 or more", "Leave it out for 1e-9"),
-}
-EXAMPLES = {"partial": "false", "prefix": '"import math\\n"'}
 INSTALL = "pip install 'meshrl[pytest]'"
 
 
 def graded(job: JobFile, look_s: float = LOOK_S) -> None:
     """The tests of `code_tests` in all datasets, as many rows as the time allows."""
-    for number, part in enumerate(job.config.reward.declared):
+    for part in job.config.reward.declared:
         if part.use != "code_tests":
             continue
-        table = f"reward.parts[{number}]" if job.config.reward.parts else "reward"
-        _check_options(job, f"{table}.options", part.options)
         runner = str(part.options.get("runner", builtin.RUNNERS[0]))
         look = _Look(job, str(part.options.get("tests", "tests")), _Runners(job, runner))
         look.at_all(look_s)
         print(look.said(), file=sys.stderr)
         if look.wrong:
             raise look.error()
-
-
-def _check_options(job: JobFile, table: str, options: Mapping[str, Any]) -> None:
-    """ConfigError if an option has a value by which nothing can be graded."""
-    for name, (least, what, fix) in NUMBERS.items():
-        value = options.get(name, least or 1)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value < least:
-            raise job.fail(f"{table}.{name}", f"{name} is {what}, not {value!r:.60}", fix)
-    for name, kind, what in (("partial", bool, "true or false"), ("prefix", str, "a text")):
-        if not isinstance(options.get(name, kind()), kind):
-            said = f"{name} is {what}, not {options[name]!r:.60}"
-            raise job.fail(f"{table}.{name}", said, f"Write {name} = {EXAMPLES[name]}")
 
 
 class _Runners:

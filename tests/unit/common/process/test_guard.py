@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.process.forking.birth import NURSERY_ENV, OFF
+from common.process.guard import TAIL_BYTES
 from common.process.handle import SystemChild, start_time
 from common.process.host import SystemHost
 from common.process.log_bounds import BURST, RATE
@@ -145,7 +146,8 @@ async def test_output_of_guarded_code_is_bounded_and_the_drop_is_noted(
     took_s = asyncio.get_running_loop().time() - begun
     content = log.read_bytes()
     dropped = sum(map(int, re.findall(rb"\[meshrl: (\d+) bytes of output dropped", content)))
-    assert content.count(b"x") <= BURST + took_s * RATE, way
+    assert content.count(b"x") <= BURST + took_s * (RATE + TAIL_BYTES) + TAIL_BYTES, way
     text = re.sub(rb"\n\[meshrl: .*\]\n", b"", content)
+    assert text.endswith(b"last words\n")
     assert dropped and len(text) + dropped == (12 << 20) + len("last words\n")
     assert isinstance(child, SystemChild) and sys.platform == "linux"
