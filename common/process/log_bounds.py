@@ -80,6 +80,22 @@ def bound(fd: int, most: int = LOG_BYTES) -> bool:
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
+def bound_file(path: str | os.PathLike[str]) -> None:
+    """Start a log again that is too long, whatever processes write to it, if there is one."""
+    try:
+        if os.stat(path).st_size <= LOG_BYTES:
+            return
+        log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    except OSError:  # it has gone, or no descriptor is to be had: at the next look
+        return
+    try:
+        bound(log)
+    except OSError:  # a full disk, which it was cut short on anyway
+        return
+    finally:
+        os.close(log)
+
+
 def _saved(path: str, about: os.stat_result) -> int:
     """Copy a log to where its part before is kept; return how many bytes are there no more."""
     try:

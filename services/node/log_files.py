@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 
 from common.api.node import LogFile, LogPart
 from common.errors import NotFound
-from common.process.log_bounds import LOG_BYTES, bound
+from common.process.log_bounds import bound_file
 
 MOST_BYTES = 1 << 20  # of a part, whatever is asked for
 ENDING = ".log"
@@ -45,10 +43,4 @@ class LogFiles:
     def bound(self) -> None:
         """Start those again that are too long, whatever process writes to them."""
         for path in self._directory.glob(f"*{ENDING}"):
-            with contextlib.suppress(OSError):  # it has gone, or the disk is full
-                if path.stat().st_size > LOG_BYTES:
-                    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-                    try:
-                        bound(log)
-                    finally:
-                        os.close(log)
+            bound_file(path)

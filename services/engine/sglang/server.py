@@ -16,7 +16,8 @@ from common.clock import Clock
 from common.errors import ConfigError, DeadlineExceeded, PeerLost, RemoteFailure
 from common.model.config import ModelConfig
 from common.process.handle import Child
-from common.process.host import Host
+from common.process.host import Host, Stoppable
+from common.process.log_bounds import bound_file
 from services.engine.sglang import v0_5
 from services.engine.sglang.http import UNAUTHORIZED, Http
 from services.engine.sglang.tiers import Tiers
@@ -25,6 +26,7 @@ START_S = 280.0  # some 30 s on a quiet core; below what a role process is given
 PROBE_S, LOOK_S = 5.0, 0.25
 DESCRIBE_S = 60.0  # for its description, which it works out when it is first asked
 STOP_S = 5.0  # for a killed process to be gone
+BOUND_S = 1.0  # between two looks at the length of its log
 TAIL_LINES, LINE = 25, 300  # lines of the log in an error, and characters of each
 ROOM = 16  # positions beyond a slot: SGLang keeps some for itself
 LAUNCHER = "env"  # coreutils' env changes the directory, then becomes the server
@@ -155,6 +157,7 @@ class SGLangServer:
         self.seeded = False  # samples from each request's seed
         self.ranks = 1  # processes that hold a share of the weights
         self.pid = child.pid
+        self.bounding: Stoppable | None = None  # of its log
 
     @classmethod
     async def start(
@@ -186,8 +189,10 @@ class SGLangServer:
             log=launch.log,
             own_session=True,
         )
+        bounding = host.every(BOUND_S, lambda: bound_file(launch.log), "bound sglang.log")
         http = Http(f"http://127.0.0.1:{port}", launch.slots, key)
         server = cls(launch, child, http, name, clock)
+        server.bounding = bounding
         try:
             await server._ready(deadline_s)
             await server._examine(weights)
@@ -284,6 +289,8 @@ class SGLangServer:
 
     async def stop(self) -> None:
         """Ends it and everything it started. It holds nothing that a slower end would save."""
+        if self.bounding is not None:
+            self.bounding.stop()
         await self.http.close()
         self.child.kill()
         await self.child.wait(STOP_S)
