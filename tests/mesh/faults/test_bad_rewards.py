@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import psutil
 import pytest
 
 from common.records import lines
 from meshrl.observe.report import samples
+from tests.mesh.jobs import digits
 from tests.mesh.running import Run
 from tests.unit.docs.test_metric_tables import units
 
 pytestmark = pytest.mark.timeout(300)
+
+
+def sleeping() -> list[int]:
+    """The processes that the reward `digits:broken` has left behind."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if process.info["cmdline"] == ["sleep", str(digits.STAYS_S)]:
+            found.append(process.pid)
+    return found
 
 
 @pytest.mark.deep
@@ -50,6 +61,7 @@ def test_a_job_whose_reward_always_raises_fails_and_says_what_it_raised(
 ) -> None:
     mesh = run(reward__use="digits:broken")
     assert mesh.finish() == 1
+    assert not sleeping(), "they have outlived their job"
     assert "error: the job failed: all of the last" in mesh.said
     assert "ValueError: cannot judge ?" in mesh.said
     summary = mesh.summary()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from typing import Any
 
 Row = dict[str, Any]
 Turns = list[dict[str, Any]]
+STAYS_S = 31_536_042  # of what `broken` leaves behind, by which a test finds it
+STARTED: list[subprocess.Popen[bytes]] = []
 
 
 def share_of_digits(row: Row, turns: Turns) -> float:
@@ -16,6 +19,11 @@ def share_of_digits(row: Row, turns: Turns) -> float:
 
 
 def broken(row: Row, turns: Turns) -> float:
+    """Leaves processes behind that nothing but their ancestors tells from others."""
+    if not STARTED:
+        stays = f"exec sleep {STAYS_S} > /dev/null 2>&1"
+        STARTED.append(subprocess.Popen(["setsid", "sh", "-c", stays]))
+        subprocess.run(["env", "-i", "setsid", "sh", "-c", f"({stays}) &"], check=True)
     raise ValueError(f"cannot judge {row['prompt']}")
 
 
