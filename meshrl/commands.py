@@ -222,9 +222,12 @@ def _pids_here(place: MeshPlace, entries: list[registry.Entry]) -> dict[str, int
 
 def diagnosed(place: MeshPlace) -> tuple[list[Stall], list[registry.Entry]]:
     """The same with all that its processes say."""
-    full = storage.full([place.root, place.redis])
+    full, here = (
+        storage.full([place.root, place.redis]),
+        MeshSettings.from_file(place.settings).host,
+    )
     try:
-        return ask(place, partial(stalls, full=full), QUICK_S)
+        return ask(place, partial(stalls, full=full, host=here), QUICK_S)
     except StateUnavailable as error:
         return redis_silent(QUICK_S, f"{error.message}. {full}".strip()), []
 

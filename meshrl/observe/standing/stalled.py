@@ -58,15 +58,16 @@ def diagnose(
     ended: Sequence[Ended] = (),
     jobs: Sequence[JobRow] = (),
     full: str = "",
+    stopped: Collection[str] = (),
 ) -> list[Stall]:
     """Every stall of a mesh, the longest first; then processes that nobody waits for, and jobs that
     make no progress, whatever else is said.
 
     `ended`: the last ends of processes, which say why one is not there. `full`: which disk is full,
-    and what to do.
+    and what to do. `stopped`: processes that a signal has stopped, as a kernel says.
     """
     held = {job.id for job in jobs if job.held}
-    board = _Board(entries, now_ms, ended, pool, full, held)
+    board = _Board(entries, now_ms, ended, pool, full, held, stopped)
     stalls: dict[tuple[str, str], Stall] = {}
     late = planned.late(pool, board.entries, board.ended, jobs, now_ms)
     unplanned = [
@@ -108,6 +109,7 @@ class _Board:
         pool: Pool,
         full: str,
         held: Collection[str],
+        stopped: Collection[str],
     ) -> None:
         self.now_ms = now_ms
         self.entries = {entry.name: entry for entry in entries}
@@ -118,6 +120,8 @@ class _Board:
             for entry in entries
             if entry.alive
             for name, since_ms in entry.stats.get("environments_stopped", {}).items()
+        } | {
+            entry.name: (entry.name, entry.renewed_ms) for entry in entries if entry.name in stopped
         }
         self._residents = {r.id: r for gang in pool.gangs for r in gang.residents}
         self._wanted = {name for _, name in pool.services} | {
@@ -150,11 +154,11 @@ class _Board:
                 )
 
     def stopped(self) -> Iterator[Stall]:
-        """Environment processes that a signal has stopped, as their shards report: they have no
-        lease.
+        """Processes that a signal has stopped: environments, which have no lease, as their shards
+        report, and others as the kernel says, also when something else does their work by now.
         """
-        for name, (shard, since_ms) in self._stopped.items():
-            if (job := self._job_of(shard)) not in self._held:
+        for name, (process, since_ms) in self._stopped.items():
+            if (job := self._job_of(process)) not in self._held:
                 reason = f"{self.unwell(name)}; nobody waits"
                 yield Stall("", name, "to run", (self.now_ms - since_ms) / 1000, reason, job)
 
@@ -181,12 +185,9 @@ class _Board:
                 "its versions have reached weights.quota_gb. `meshrl weights list RUN` says what "
                 "stays and why: unpin some, or raise it; it goes on by itself"
             )
-        if name in self._stopped:
-            since_s = (self.now_ms - self._stopped[name][1]) / 1000
-            return f"{name} has been stopped by a signal for {since_s:.1f} s"
         entry = self.entries.get(name)
         if entry is None:
-            return self._missing(name)
+            return self._stop_of(name) or self._missing(name)
         age = self.now_ms - entry.renewed_ms
         if _left(entry):
             gone_s = (self.now_ms - entry.expires_ms) / 1000
@@ -197,10 +198,19 @@ class _Board:
             return f"{name}{self._at(entry)} lost its lease; last renewed {age / 1000:.1f} s ago"
         if age > OVERDUE_MS:
             return f"{name}{self._at(entry)} has not renewed its lease for {age / 1000:.1f} s"
+        if stop := self._stop_of(name):
+            return stop
         still_ms = float(entry.stats.get("loop_lag_ms", 0.0))
         if still_ms > OVERDUE_MS:
             return f"{name} renews, but its event loop has stood still for {still_ms / 1000:.1f} s"
         return ""
+
+    def _stop_of(self, name: str) -> str:
+        """Since when a signal has stopped a process; empty if none has."""
+        if name not in self._stopped:
+            return ""
+        since_s = (self.now_ms - self._stopped[name][1]) / 1000
+        return f"{name} has been stopped by a signal for {since_s:.1f} s"
 
     def _at(self, entry: Entry) -> str:
         """On which host, where there are several."""

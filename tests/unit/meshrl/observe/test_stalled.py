@@ -125,6 +125,17 @@ def test_a_stopped_environment_process_is_named_whether_or_not_anyone_waits_for_
     assert diagnose([replace(shard, stats={}, waits=[])], NOTHING, NOW) == []
 
 
+def test_a_process_that_a_signal_has_stopped_is_named_at_once_also_if_replaced() -> None:
+    entries = [entry("rollout/0", ("engine/g1.0", 0.3)), entry("engine/g1.0", renewed_s=0.9)]
+    assert diagnose(entries, NOTHING, NOW) == []
+    (stall,) = diagnose(entries, NOTHING, NOW, stopped=["engine/g1.0"])
+    assert (stall.waiter, stall.culprit) == ("rollout/0", "engine/g1.0")
+    assert "stopped by a signal" in stall.reason
+    lost = entry("engine/g1.0", renewed_s=10.0)
+    (stall,) = diagnose([lost], NOTHING, NOW, stopped=["engine/g1.0"])
+    assert (stall.waiter, stall.culprit) == ("", "engine/g1.0")
+
+
 def test_a_stall_is_over_at_once_when_who_waited_is_gone_or_nobody_wants_what_is_lost() -> None:
     waiter = entry("trainer/job", ("engine/g1.0", 30.0), renewed_s=10.0)
     lost = entry("engine/g1.0", renewed_s=10.0)
