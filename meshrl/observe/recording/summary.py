@@ -18,6 +18,20 @@ from meshrl.observe.standing.held import held_s
 TRADED = {Role.ROLLOUT, Role.TRAINING}
 
 
+ACCOUNT = (
+    *("opened", "trained", "filtered", "stale_requeued", "host_lost", "in_flight"),
+    *("lost", "trained_twice", "opened_twice", "committed_twice", "typed_drops"),
+)
+
+
+def outcome(
+    job: str, phase: Phase, seed: int, wall_s: float, steps: int, account: dict[str, int]
+) -> dict[str, Any]:
+    """The part of a summary that says how a run ended; `steps` are those that are done."""
+    told = {"job": job, "phase": phase, "seed": seed, "steps": steps, "wall_s": round(wall_s, 1)}
+    return told | {term: account[term] for term in ACCOUNT}
+
+
 def summarize(
     *,
     job: str,
@@ -41,18 +55,13 @@ def summarize(
         tokens_trained += int(row["tokens_trained"])
         if row.get("logprob_gap") is not None:
             gap = max(gap or 0.0, float(row["logprob_gap"]))
-    return {
-        "job": job,
-        "phase": phase,
-        "seed": seed,
-        "steps": steps,
+    return outcome(job, phase, seed, wall_s, steps, account) | {
         "held_out": {
             "before": _accuracy(evaluations, "before"),
             "after": _accuracy(evaluations, "after"),
         },
         "evaluations": [_evaluation(e) for e in evaluations],
         "best_version": next((e.step for e in reversed(evaluations) if e.best), None),
-        "wall_s": round(wall_s, 1),
         "warm_start_cached": warm_start_cached,
         "cpu_s": cpu_s,
         "cpu_total_s": round(sum(cpu_s.values()), 1),
@@ -66,17 +75,6 @@ def summarize(
         "tokens_sampled": tally.total_tokens("rollout/"),
         "tokens_trained": tokens_trained,
         "prefixes": prefixes.summed(tally.prefixes.values()),
-        "opened": account["opened"],
-        "trained": account["trained"],
-        "filtered": account["filtered"],
-        "stale_requeued": account["stale_requeued"],
-        "host_lost": account["host_lost"],
-        "in_flight": account["in_flight"],
-        "lost": account["lost"],
-        "trained_twice": account["trained_twice"],
-        "opened_twice": account["opened_twice"],
-        "committed_twice": account["committed_twice"],
-        "typed_drops": account["typed_drops"],
         "failed_share": _share(account),
         "failures": listed(events),
         "workers_moved": len(planned_moves(events)),

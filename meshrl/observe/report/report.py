@@ -13,13 +13,14 @@ from typing import Any
 from common.errors import StorageFull
 from common.process.ends.failure import NO_ROOM
 from common.records import documents
+from common.state.events import Event
 from common.state.jobs import Phase
 from common.state.lifecycle.accounting import WRONG
 from meshrl.exporting import command
 from meshrl.launch.directory.places import write_json
 from meshrl.launch.head.launcher import Launcher
 from meshrl.observe.guard import Guard
-from meshrl.observe.live.watch import Snapshot
+from meshrl.observe.live.watch import Evaluation, Snapshot
 from meshrl.observe.recording import audit, summary
 from meshrl.observe.recording.recorded import rare_events, thinned
 from meshrl.observe.recording.recorder import Recorder, read_events
@@ -38,25 +39,11 @@ async def write(recorder: Recorder, given_up: Callable[[], bool] = lambda: False
     """Writes what a run leaves behind, whatever its end; returns the summary. Waits for room on a
     full disk, until it is `given_up`.
     """
-    room = Room(recorder.launcher.clock, given_up)
-    run_dir = recorder.run_dir
-    shot = recorder.shot
-    job, document = recorder.job, recorder.held["document"]
+    room, guard = Room(recorder.launcher.clock, given_up), Guard()
+    run_dir, document = recorder.run_dir, recorder.held["document"]
     events = read_events(run_dir)
-    evaluations = list(shot.evaluations) if shot else []
-    found = summary.summarize(
-        job=job,
-        phase=shot.phase if shot else Phase.QUEUED,
-        seed=int(document["seed"]),
-        wall_s=recorder.wall_s,
-        warm_start_cached=recorder.tally.warm_start_cached,
-        rows=recorder.recorded.every_row(),
-        evaluations=evaluations,
-        events=events,
-        tally=recorder.tally,
-        account=audit.audited(run_dir, events, job),
-    )
-    guard = Guard()
+    evaluations = list(recorder.shot.evaluations) if recorder.shot else []
+    found = _summary(recorder, events, evaluations, guard)
     with guard("the report"):
         kept = samples.read(run_dir)
         rows = thinned(recorder.recorded.every_row())
@@ -70,6 +57,31 @@ async def write(recorder: Recorder, given_up: Callable[[], bool] = lambda: False
             await export_model(recorder.launcher, run_dir)
     # Last: who waits for it finds all the rest.
     await room.write(lambda: write_json(run_dir / "summary.json", found))
+    return found
+
+
+def _summary(
+    recorder: Recorder, events: list[Event], evaluations: list[Evaluation], guard: Guard
+) -> dict[str, Any]:
+    """Return a run's summary; how the run ended is in it even if the rest cannot be made."""
+    shot, job = recorder.shot, recorder.job
+    phase, seed = shot.phase if shot else Phase.QUEUED, int(recorder.held["document"]["seed"])
+    account = audit.audited(recorder.run_dir, events, job)
+    steps = shot.step if shot else 0
+    found = summary.outcome(job, phase, seed, recorder.wall_s, steps, account)
+    with guard("the rest of the summary"):
+        found = summary.summarize(
+            job=job,
+            phase=phase,
+            seed=seed,
+            wall_s=recorder.wall_s,
+            warm_start_cached=recorder.tally.warm_start_cached,
+            rows=recorder.recorded.every_row(),
+            evaluations=evaluations,
+            events=events,
+            tally=recorder.tally,
+            account=account,
+        )
     return found
 
 

@@ -36,11 +36,13 @@ async def test_a_report_and_trackers_that_fail_cost_a_run_a_warning_and_no_resul
     assert Recorder(launcher, "one", run_dir).trackers.trackers == []
     (run_dir / "tracking.json").unlink()
     recorder = Recorder(launcher, "one", run_dir)
+    recorder.tally.prefixes["1"] = {"of_a_later_version": None}  # type: ignore[dict-item]
     recorder.trackers.offer([], [Event("1-0", 1, "evaluation", {"tag": "before", "step": 0})])
     await report.write(recorder)
-    assert json.loads((run_dir / "summary.json").read_text())["job"] == "one"
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["job"], summary["phase"], summary["lost"]) == ("one", "queued", 0)
     said = capsys.readouterr().err
-    for what in ("tracking by tensorboard", "tracking", "the report"):
+    for what in ("tracking by tensorboard", "tracking", "the rest of the summary", "the report"):
         assert f"warning: {what} failed: " in said, said
 
 
