@@ -119,10 +119,16 @@ def _split(scheme: str, rest: str) -> SplitResult | None:
         return None
     if scheme and parts.scheme != scheme.lower():
         return None
-    options = [piece for piece in parts.query.split("&") if _option(piece) != piece]
+    options = [piece for piece in parts.query.split("&") if not _is_known(piece)]
     behind = "@" in parts.path + parts.fragment + "".join(options)
     storage = scheme and scheme not in REDIS and not {"@", ":"} & set(parts.netloc)
     return None if behind and parts.netloc and not storage else parts
+
+
+def _is_known(piece: str) -> bool:
+    """True if an option is one that clients of Redis take: an @ in it ends no password."""
+    name, equals, _ = piece.partition("=")
+    return bool(equals) and unquote_plus(name) in {"username", "password", *OPTIONS}
 
 
 def _option(piece: str) -> str:

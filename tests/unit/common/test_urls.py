@@ -27,6 +27,8 @@ SHOWN = {
         "redis://host/0",
     ),
     "redis://host/0?db=1;password=s3cret": ("redis://host/0?db=***", "redis://host/0"),
+    "redis://host/0?password=s3@cret": ("redis://host/0?password=***", "redis://host/0"),
+    "redis://me:12?x=s3cret@host": ("redis://***@host",) * 2,
     "redis://host/0#s3cret": ("redis://host/0#***", "redis://host/0"),
     "me:s3cret@host:6379": ("me:***@host:6379", "host:6379"),
     "me:s3/cret@host:6379": ("***@host:6379",) * 2,
