@@ -135,7 +135,7 @@ def leave(error: BaseException, job: str = "") -> None:
         return  # an exit status, which is told anyway
     path = os.environ.get(FAILURE_ENV)
     if path:
-        content = {"pid": os.getpid()} | asdict(Failure.of(error, job))
+        content = {"pid": os.getpid(), "parent": os.getppid()} | asdict(Failure.of(error, job))
         if isinstance(error, OSError) and error.errno == errno.EMFILE:
             with contextlib.suppress(OSError):
                 os.close(0)  # nothing is read from it any more, and the file takes a descriptor
@@ -144,13 +144,15 @@ def leave(error: BaseException, job: str = "") -> None:
 
 
 def found(log: Path | None, pid: int) -> Failure | None:
-    """What the process of this number, which has ended, has left beside its log."""
+    """What the process of this number, or the one that it guarded, has left beside its log when it
+    ended.
+    """
     if log is None:
         return None
     try:
         content = json.loads(path_beside(log).read_bytes())
-        left_by = content.pop("pid")
-        return Failure(**content) if left_by == pid else None
+        left_by = content.pop("pid"), content.pop("parent", 0)
+        return Failure(**content) if pid in left_by else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or a torn one
         return None
 

@@ -135,6 +135,18 @@ async def test_guarded_code_ends_with_its_owner_and_with_a_killed_guard(
     child.close()
 
 
+async def test_error_of_guarded_code_is_found_though_it_ended_before_its_pid_was_known(
+    tmp_path: Path, way: str
+) -> None:
+    env, log = module(tmp_path, "raises", "raise ValueError('at import')"), tmp_path / "log"
+    host = SystemHost()
+    child = host.spawn(python("raises"), name="r", env=env, log=log, pipe=True, guarded=True)
+    assert await child.wait(scaled(20)) == 1
+    failure = host.failure_of(child.pid, log, 1)
+    assert failure is not None and failure.text == "at import", way
+    child.close()
+
+
 async def test_output_of_guarded_code_is_bounded_and_the_drop_is_noted(
     tmp_path: Path, way: str
 ) -> None:
