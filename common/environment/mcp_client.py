@@ -37,14 +37,15 @@ class McpServer:
         return {tool.name: (tool.description or "", _schema(tool)) for tool in found}
 
     def call(self, tool: str, arguments: Any) -> Any:
-        """What the tool answers: its text, in which a line stands for each part that is none, or
-        the structure that it gives alone; {"error": text} if it failed. TypeError if the arguments
-        are no table, TimeoutError after `CALL_S`.
+        """Call a tool and return its text, or the structure where it returns nothing else.
+
+        A line stands for each part that is no text. A failed call returns {"error": text}.
+        TypeError if the arguments are no table, TimeoutError after `CALL_S`.
         """
         if not isinstance(arguments, dict):
             raise TypeError(f"an MCP tool takes a table of arguments, not {arguments!r:.80}")
         result = self._wait(self._session.call_tool(tool, arguments), CALL_S)
-        text = "\n".join(map(_shown, result.content))
+        text = "\n".join(map(_text_of, result.content))
         if _field(result, "is_error", "isError"):
             return {"error": text}
         structure = _field(result, "structured_content", "structuredContent")
@@ -114,7 +115,7 @@ def _schema(tool: Any) -> dict[str, Any]:
     return schema
 
 
-def _shown(part: Any) -> str:
+def _text_of(part: Any) -> str:
     """A part of an answer as text: what it says, or a line in place of what cannot be shown."""
     resource = getattr(part, "resource", None)
     if (text := getattr(resource or part, "text", None)) is not None:

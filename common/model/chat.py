@@ -67,14 +67,15 @@ class Chat(ABC):
         self.quotes = True  # special tokens in messages are text
 
     def guard(self) -> Tokenizer:
-        """The tokenizer that quotes all tokens by which the format tells turns apart: special ones,
-        those that end a turn, and what it writes around plain messages.
+        """Return the tokenizer, guarding all tokens by which the format separates turns.
+
+        These are special tokens, those that end a turn, and what is written around plain messages.
         """
         words = {i: t for i, t in self.tokenizer.added_words.items() if t not in WORDS}
         try:
             written = self._rendered([ASKED, ANSWERED, ASKED], ())
-        except (MeshError, *UNREADABLE):
-            written = []
+        except (MeshError, AssertionError, *UNREADABLE):
+            written = []  # a format for other conversations: special tokens alone are guarded
         return self.tokenizer.guarding(words[i] for i in {*written, *self.stop_ids} & words.keys())
 
     def quoted(self, said: Any) -> Any:
@@ -309,8 +310,9 @@ def _is_word(value: Any) -> bool:
 
 
 def _reread(reply: Reply, text: str) -> Reply:
-    """The reply with its calls read from the text, where `renderers` could not read one by its ids:
-    a tag inside a string of a call's JSON is a token like the tag that ends the call.
+    """Read the calls from the text where `renderers` could not read one by its ids.
+
+    A tag inside a string of a call's JSON is the same token as the tag that ends the call.
     """
     from common.model.templates.calls import hermes
 

@@ -41,7 +41,7 @@ class Quoting:
         self._tails = {token[n:] for token in longest_first for n in range(1, len(token))}
         self._longest = max(map(len, longest_first), default=0)
 
-    def found(self, text: str) -> list[str]:
+    def quoted(self, text: str) -> list[str]:
         """The special tokens that a text holds, as it is or as the tokenizer normalizes it."""
         if self._pattern is None:
             return []

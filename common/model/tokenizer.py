@@ -108,7 +108,7 @@ class Tokenizer:
 
     def quoted_tokens(self, text: str) -> list[str]:
         """The special tokens that a text holds as text."""
-        return self._quoting.found(text)
+        return self._quoting.quoted(text)
 
     def lost(self, text: str) -> list[str]:
         """The pieces of a text that the tokenizer drops, or replaces by its unknown token."""

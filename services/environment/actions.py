@@ -34,8 +34,8 @@ class Answer:
     reward: float | None = None  # None: left to the job's reward
 
 
-def asked(function: Callable[..., Any], *arguments: Any) -> Answer:
-    """Calls `step` or `result` of an environment; BadAnswer names it when it answers nonsense."""
+def call_for_answer(function: Callable[..., Any], *arguments: Any) -> Answer:
+    """Call `step` or `result` of an environment; BadAnswer for an answer that is none."""
     value = function(*arguments)
     try:
         return _answer(value)
@@ -46,7 +46,7 @@ def asked(function: Callable[..., Any], *arguments: Any) -> Answer:
 
 
 def score(function: Callable[..., Any], *arguments: Any) -> float | None:
-    """Calls a function that returns a reward, or None to leave it to the job's."""
+    """Call a function that returns a reward, or None to leave it to the job's."""
     value = function(*arguments)
     try:
         return None if value is None else finite_number(value, "a reward")

@@ -17,7 +17,7 @@ from common.errors import BadMessage
 from common.model.chat import Chat, Conversation, ParsedCall
 from common.model.messages import Message, conversation_of, message_of
 from common.model.tokenizer import Tokenizer
-from services.environment.actions import Answer, BadAnswer, asked, score
+from services.environment.actions import Answer, BadAnswer, call_for_answer, score
 from services.environment.tools import BadCall, BuiltIn
 
 Action = list[Any]
@@ -73,7 +73,7 @@ class TextSession:
                 "environment.chat",
                 self._environment.open,
             )
-        expressed(self._tokenizer, text, self._environment.open)
+        check_written(self._tokenizer, text, self._environment.open)
         return self._tokenizer.begin(text, quote=self._quotes)
 
     def answer(self, value: Any) -> list[int]:
@@ -104,14 +104,14 @@ class TextSession:
         return self._tokenizer.encode(quoted + end)
 
     def _action(self, function: Callable[..., Any], argument: Any) -> Action:
-        answer = asked(function, argument)
+        answer = call_for_answer(function, argument)
         if not isinstance(answer.append, str | None):
             raise BadAnswer(
                 f"{function.__name__}() appends {answer.append!r:.80}, not a str; messages take "
                 "environment.chat",
                 function,
             )
-        return acted(answer, None if answer.append is None else self._encode(answer.append))
+        return action_of(answer, None if answer.append is None else self._encode(answer.append))
 
 
 class ChatSession:
@@ -152,7 +152,7 @@ class ChatSession:
                 f"the prompt is none that a chat takes: {error}", self._environment.open
             ) from None
         for message in self._opening[0]:
-            expressed(self._tokenizer, message["content"], self._environment.open)
+            check_written(self._tokenizer, message["content"], self._environment.open)
         self._conversation = self._chat.begin(*self._opening)
         return self._conversation.ids
 
@@ -221,19 +221,19 @@ class ChatSession:
         self._answers.append(message | ({"name": encodable(call.name)} if call.name else {}))
 
     def _action(self, function: Callable[..., Any], argument: Any) -> Action:
-        answer = asked(function, argument)
+        answer = call_for_answer(function, argument)
         if answer.append is None:
-            return acted(answer, None)
+            return action_of(answer, None)
         try:
             messages = conversation_of(answer.append)
         except ValueError as error:
             raise BadAnswer(
                 f"{function.__name__}() appends no messages: {error}", function
             ) from None
-        return acted(answer, self.conversation.extend(messages))
+        return action_of(answer, self.conversation.extend(messages))
 
 
-def expressed(tokenizer: Tokenizer, prompt: str, function: Any) -> None:
+def check_written(tokenizer: Tokenizer, prompt: str, function: Any) -> None:
     """BadAnswer when a prompt would be trained without some of its characters."""
     if lost := tokenizer.lost(prompt):
         raise BadAnswer(
@@ -253,7 +253,7 @@ def parts_of(opened: dict[str, Any], specs: list[Message]) -> tuple[Any, list[Me
     return opened.get("messages"), list(tools)
 
 
-def acted(answer: Answer, ids: list[int] | None) -> Action:
+def action_of(answer: Answer, ids: list[int] | None) -> Action:
     """What the shard is to do, with the ids of what is appended; None: nothing is."""
     if answer.tool:
         return ["tool", [answer.tool, answer.input]]

@@ -173,6 +173,9 @@ class Episode:
             raise RolloutBroken("the environment asks for two turns at once")
         if self._conversation is None:
             messages = [_wire(m) for m in turn.prompt]
+            texts = (str(m.get("content") or "") for m in messages)
+            if lost := [piece for text in texts for piece in self._chat.tokenizer.lost(text)]:
+                raise RolloutBroken(f"the tokenizer drops or replaces {lost[:5]} of the prompt")
             self._conversation = self._chat.begin(messages, [_tool(t) for t in turn.tools])
             return self._conversation.ids
         before = turn.previous_renderer_token_ids()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from common.environment.numbers import finite_number
-from services.environment.actions import Answer, BadAnswer, asked
+from services.environment.actions import Answer, BadAnswer, call_for_answer
 from services.environment.environments import Environments
 from tests.unit.common.model.chatting import qwen3_tokenizer
 
@@ -62,7 +62,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 def test_answers_are_taken_as_a_whole() -> None:
     for value, expected in TAKEN:
-        assert asked(lambda text, value=value: value, "x") == expected, value
+        assert call_for_answer(lambda text, value=value: value, "x") == expected, value
 
 
 def test_answers_that_mix_what_does_not_go_together_are_refused_by_name() -> None:
@@ -72,7 +72,7 @@ def test_answers_that_mix_what_does_not_go_together_are_refused_by_name() -> Non
             return value
 
         with pytest.raises(BadAnswer) as caught:
-            asked(step, "x")
+            call_for_answer(step, "x")
         assert says in str(caught.value), value
 
 

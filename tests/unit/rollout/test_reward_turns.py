@@ -260,7 +260,7 @@ def test_a_chats_cut_is_told_what_was_said_as_its_step_is(tmp_path: Any) -> None
     assert told == ["it is"]
 
 
-class Ending:
+class EndsAtOnce:
     """Shows what came of a turn, and ends."""
 
     def open(self, row: dict[str, Any]) -> str:
@@ -275,12 +275,12 @@ class Ending:
 
 def test_a_last_observation_is_shown_to_the_reward_and_counted(tokenizer: Tokenizer) -> None:
     t = fresh()
-    job = job_of(Environments(Ending, tokenizer, ""), tokenizer, STOP, max_tokens=40)
+    job = job_of(Environments(EndsAtOnce, tokenizer, ""), tokenizer, STOP, max_tokens=40)
     assert to_end(job, t, tokenizer, ["2;"]) == "done"
     assert [turn["text"] for turn in SEEN["turns"]] == ["2;", " over!"]
     assert tokenizer.decode(t.tokens.tolist()) == "1+1=2; over!" and t.last
     full = fresh()
-    job = job_of(Environments(Ending, tokenizer, ""), tokenizer, STOP, max_tokens=10)
+    job = job_of(Environments(EndsAtOnce, tokenizer, ""), tokenizer, STOP, max_tokens=10)
     assert to_end(job, full, tokenizer, ["2;"]) == "done"
     assert [turn["text"] for turn in SEEN["turns"]] == ["2;"] and not full.last
 
