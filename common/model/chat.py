@@ -25,7 +25,7 @@ TEMPLATE = "template"  # the name of the format that a checkpoint's own chat tem
 ANYWHERE = "anywhere"  # special tokens are made of messages' texts, too
 ASKED: Message = {"role": "user", "content": "hello"}
 ANSWERED: Message = {"role": "assistant", "content": "hello"}
-OWN = ("role", "type")  # keys whose values templates compare, and write as parts of special tokens
+SAID = ("content", "text", "reasoning_content", "thinking", "reasoning")  # keys of free texts
 # What parsers raise over turns that nobody would write, such as ten thousand brackets.
 UNREADABLE = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
@@ -78,18 +78,22 @@ class Chat(ABC):
             written = []  # a format for other conversations: special tokens alone are guarded
         return self.tokenizer.guarding(words[i] for i in {*written, *self.stop_ids} & words.keys())
 
-    def quoted(self, said: Any) -> Any:
-        """Messages or tools with the special tokens of all their texts marked as quotations."""
+    def quoted(self, said: Any, *, free: bool = False) -> Any:
+        """Messages or tools with the special tokens of all their texts marked as quotations; `free`
+        texts are what somebody says, others are names that templates look at.
+        """
         if not self.quotes:
             return said
         if isinstance(said, str):
-            return self.tokenizer.quote(said)
+            return self.tokenizer.quote(said, ends=free)
         if isinstance(said, dict):
             return {
-                self.quoted(key): value if key in OWN and _is_word(value) else self.quoted(value)
+                self.quoted(key): self.quoted(value, free=key in SAID)
                 for key, value in said.items()
             }
-        return [self.quoted(part) for part in said] if isinstance(said, list | tuple) else said
+        if isinstance(said, list | tuple):
+            return [self.quoted(part, free=free) for part in said]
+        return said
 
     @classmethod
     def load(
@@ -302,11 +306,6 @@ class _Spelling:
         if isinstance(tokens, str):
             return self.tokenizer.token_to_id(tokens)
         return [self.tokenizer.token_to_id(t) for t in tokens]
-
-
-def _is_word(value: Any) -> bool:
-    """True for a name that no special token can be written in."""
-    return isinstance(value, str) and value.isidentifier()
 
 
 def _reread(reply: Reply, text: str) -> Reply:

@@ -47,23 +47,34 @@ class Quoting:
             return []
         return self._pattern.findall(text) or self._pattern.findall(self._normalized(text))
 
-    def mark(self, text: str) -> str:
-        """The text with a mark in each special token, and at an end from which a template's text
-        could complete one, also when the template trims spaces.
+    def mark(self, text: str, ends: bool = True) -> str:
+        """The text with a mark in each special token.
+
+        With `ends`, also at an end from which a template's text could complete a token, even when
+        the template trims spaces. Names must go without: templates compare them.
         """
         body = text.strip()
         if self._pattern is None or not body:
             return text
+        if not ends:
+            return self._broken(text)
         before, _, after = text.partition(body)
         sizes = range(1, self._longest)
         tail = any(text[:n] in self._tails or body[:n] in self._tails for n in sizes)
         head = any(text[-n:] in self._heads or body[-n:] in self._heads for n in sizes)
         if len(body) < self._longest:
             head = head or any(body in token for token in self._aliases)
-        marked = self._pattern.sub(_marked, body)
+        marked = self._broken(body)
         if marked == body and not head and self._pattern.search(self._normalized(body)):
             head = True  # the text becomes a token when it is normalized: any mark tells `encode`
         return before + MARK * tail + marked + MARK * head + after
+
+    def _broken(self, text: str) -> str:
+        """The text with a mark in each token, also in those that are parts of others."""
+        assert self._pattern is not None
+        while (marked := self._pattern.sub(_marked, text)) != text:
+            text = marked
+        return text
 
     def encode(self, marked: str) -> list[int]:
         """The ids of a text with marks; the library raises what it raises."""

@@ -102,9 +102,9 @@ class Tokenizer:
         """The same tokenizer, which quotes these tokens as it does special ones."""
         return Tokenizer(self._backend, self.file, structure)
 
-    def quote(self, text: str) -> str:
-        """Untrusted text, marked so that `encode` makes no special token of it (`quoting`)."""
-        return self._quoting.mark(text)
+    def quote(self, text: str, *, ends: bool = True) -> str:
+        """Untrusted text, marked so that `encode` makes no special token of it (`Quoting.mark`)."""
+        return self._quoting.mark(text, ends)
 
     def quoted_tokens(self, text: str) -> list[str]:
         """The special tokens that a text holds as text."""

@@ -166,6 +166,33 @@ def test_a_template_does_not_complete_a_token_that_a_text_begins(tmp_path: Path)
         assert chat.tokenizer.decode(ids) == expected.replace("{{ m.content }}", content)
 
 
+def test_names_that_are_parts_of_tokens_are_left_as_they_are(tmp_path: Path) -> None:
+    words = "role content name function add parameters a required type description id call00001"
+    comment = "{# " + " ".join(f"<|{word}|>" for word in words.split()) + " #}"
+    for name in ("qwen2.5", "llama-3", "mistral"):
+        place = directory_of(comment + TEMPLATES[name], tmp_path / name)
+        either = [
+            Chat.load("template", {}, Tokenizer.load(place), special_tokens=special_tokens)
+            for special_tokens in ("template", "anywhere")
+        ]
+        conversations = []
+        for chat in either:
+            conversation = chat.begin([USER], [ADD])
+            conversation.sampled(chat.answer([USER], CALL, [ADD]))
+            conversation.extend([VALUE])
+            conversations.append(conversation)
+        assert conversations[0].ids == conversations[1].ids, name
+
+
+def test_a_token_within_another_is_text_too() -> None:
+    backend = Backend(models.BPE({c: i for i, c in enumerate("<|>DSMLcals")}, []))
+    tokenizer = special(backend, "|DSML|", "<|DSML|calls>", "<")
+    for text in ("<|DSML|calls>", "<|DSML|", "|DSML|calls>", "<", "<<|DSML||DSML|", "|<"):
+        ids = tokenizer.encode(tokenizer.quote(text) + "|DSML|")
+        assert ids[:-1] == [tokenizer.vocabulary[c] for c in text if c != "<"], text
+        assert ids[-1] == tokenizer.token_to_id("|DSML|")
+
+
 def test_a_mark_in_a_text_forges_nothing(quoting: dict[str, Chat]) -> None:
     chat = quoting["qwen2.5"]
     plain = structure(chat, chat.begin([USER]).ids)
