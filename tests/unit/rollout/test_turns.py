@@ -193,3 +193,26 @@ async def test_a_trajectory_is_cut_at_the_length_that_its_job_forces(
     assert stay.limits == [t.prompt_length + length]
     assert t.length == t.prompt_length + length
     assert Asking.seen == [f"cut {'234567'[:length]}"]
+
+
+class Ends(Rebuilt):
+    """A pool whose environment ends with a last observation."""
+
+    async def step(self, _: int, ids: list[int], replay: Any) -> Any:
+        return TOKENIZER.decode(ids), "last", [TOKENIZER.encode("=4"), 0.5]
+
+
+async def test_a_last_observation_is_in_the_ledger_with_the_end() -> None:
+    pool = Ends()
+    opening = await pool.begin({})
+    t = Trajectory(0, 0, 0, 0, 0)
+    t.recorded = False
+    t.begin(opening)
+    assert await turns(shard_job(pool), t, "2") == ("done", 0.5)
+    assert TOKENIZER.decode(t.tokens.tolist()) == "1+1=2=4"
+    said = (TOKENIZER.encode("2"), "2")
+    again = restored(
+        opening, said, (Kind.APPEND, [KEY, t.last]), (Kind.END, [KEY, "done", 0.5, ""])
+    )
+    assert again.tokens.tolist() == t.tokens.tolist()
+    assert again.ending is not None and again.ending.reward == 0.5
