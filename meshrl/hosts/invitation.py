@@ -50,7 +50,8 @@ def _fetched(url: str) -> str:
             fix=f"https, or one of {', '.join(PRIVATE)}",
         )
     try:
-        with fsspec.open(url, "rb") as file:
+        files, path = fsspec.core.url_to_fs(url)  # `fsspec.open` takes a ? for a pattern
+        with files.open(path, "rb") as file:
             content: bytes = file.read(LONGEST)
             return content.decode()
     except (OSError, ValueError, ImportError, UnicodeDecodeError) as error:
