@@ -184,7 +184,7 @@ class RowsStaged:
 @message
 class StagedRows:
     """The answer to RowsStaged; with `whole` where the rows lie, and what they add to the
-    identities of the image and of the masters, by tensor (`common.weights.identity.Tree.packed`).
+    identities of the image and of the masters, by tensor (`common.weights.identity`).
     """
 
     pieces: list[Tensor] = field(default_factory=list)

@@ -42,9 +42,11 @@ class ScoredBatch:
 
 @message
 class JudgeBatch:
-    """Texts for the reward model, each to be gone on with by `yes` or `no`."""
+    """Texts for the reward model, each to be gone on with by `yes` or `no`. Every second part of a
+    text is untrusted, and encoded without special tokens.
+    """
 
-    texts: list[str]
+    texts: list[list[str]]
     yes: str
     no: str
 

@@ -221,13 +221,18 @@ def verdicts(model: FrozenModel, batch: JudgeBatch) -> Verdicts:
         return Verdicts(found, [str(error)] * len(batch.texts))
     for i, text in enumerate(batch.texts):
         try:
-            asked = model.tokenizer.begin(text)
+            asked = model.tokenizer.begin(quoted(model.tokenizer, text))
             yes, no = (_likelihood(model.engine, asked, ending) for ending in endings)
         except MeshError as error:
             errors[i] = str(error)
         else:
             found[i] = 1.0 / (1.0 + np.exp(np.clip(no - yes, -700.0, 700.0)))
     return Verdicts(found, errors)
+
+
+def quoted(tokenizer: Tokenizer, parts: Sequence[str]) -> str:
+    """The text with its untrusted parts, every second one, marked as such."""
+    return "".join(tokenizer.quote(part) if i % 2 else part for i, part in enumerate(parts))
 
 
 def _likelihood(engine: TokenEngine, asked: list[int], ending: list[int]) -> float:

@@ -10,6 +10,7 @@ from common.errors import ToolFailed
 from common.grading.answers import answer_of
 from common.job.config import JudgeConfig
 from common.job.job_data import JobData
+from common.model.chat import ANYWHERE
 from common.runtime.mesh import Mesh
 from services.rollout.rewards.scoring import Scorer
 
@@ -40,7 +41,8 @@ def judge_of(mesh: Mesh, job: JobData, scorer: Scorer) -> Judge | None:
         return None
     prompt = job.config.dataset.prompt
     if config.use == "model":
-        return ModelJudge(config, prompt, scorer)
+        anywhere = job.config.environment.special_tokens == ANYWHERE
+        return ModelJudge(config, prompt, scorer, anywhere=anywhere)
     # Its HTTP client is slow to import.
     from services.rollout.rewards.judge_server import ServerJudge
 
@@ -49,16 +51,25 @@ def judge_of(mesh: Mesh, job: JobData, scorer: Scorer) -> Judge | None:
 
 def question(
     template: str, prompt: str, row: dict[str, Any], turns: list[dict[str, Any]]
-) -> str | None:
-    """Return the template with {prompt}, {answer} and keys of the row, other braces as they are;
-    None if the model gave no answer.
+) -> list[str] | None:
+    """Return the template with {prompt}, {answer} and keys of the row, other braces as they are:
+    parts of the template and values in turns, the template's first. None if the model gave no
+    answer.
     """
     answer = answer_of(turns, {})
     if answer is None:
         return None
     values = {key: _plain(value) for key, value in row.items()}
     values |= {"prompt": _plain(row.get(prompt, "")), "answer": answer}
-    return _FIELD.sub(lambda match: values.get(match[1], match[0]), template)
+    parts = [""]
+    for place, piece in enumerate(_FIELD.split(template)):
+        if place % 2 == 0:
+            parts[-1] += piece
+        elif piece in values:
+            parts += [values[piece], ""]
+        else:
+            parts[-1] += f"{{{piece}}}"
+    return parts
 
 
 def _plain(value: Any) -> str:
@@ -84,14 +95,19 @@ def parsed(text: str, yes: str, no: str) -> float:
 
 
 class ModelJudge:
-    """[models.reward], by how likely it goes on with yes."""
+    """[models.reward], by how likely it goes on with yes. The template alone writes special tokens,
+    unless the job wants them anywhere.
+    """
 
-    def __init__(self, config: JudgeConfig, prompt: str, scorer: Scorer) -> None:
+    def __init__(self, config: JudgeConfig, prompt: str, scorer: Scorer, *, anywhere: bool) -> None:
         self._config, self._prompt, self._scorer = config, prompt, scorer
+        self._anywhere = anywhere
 
     async def verdict(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
         asked = question(self._config.template, self._prompt, row, turns)
-        return 0.0 if asked is None else await self._scorer.verdict(asked)
+        if asked is None:
+            return 0.0
+        return await self._scorer.verdict(["".join(asked)] if self._anywhere else asked)
 
     async def close(self) -> None:
         return None

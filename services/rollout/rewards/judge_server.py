@@ -49,7 +49,7 @@ class ServerJudge:
                 try:
                     async with self._room:
                         until += clock.monotonic() - queued_at
-                        said = await self._ask(asked)
+                        said = await self._ask("".join(asked))
                     return parsed(said, self._config.yes, self._config.no)
                 except _Again as error:
                     wait_s = max(error.pause_s, pause_s * (0.5 + self._mesh.random.random()))

@@ -45,7 +45,7 @@ class Scorer:
         self._sequences: Batcher[NDArray[np.int32], ScoresByRole] = Batcher(
             self._score, limit=BATCH, in_flight=2
         )
-        self._texts: Batcher[str, float] = Batcher(self._verdicts, limit=BATCH, in_flight=2)
+        self._texts: Batcher[list[str], float] = Batcher(self._verdicts, limit=BATCH, in_flight=2)
 
     async def score(self, tokens: NDArray[np.int32]) -> ScoresByRole:
         """The scores of each role that the job has, float32 [n]; ScoringFailed when they cannot be
@@ -53,14 +53,16 @@ class Scorer:
         """
         return await self._sequences.put(tokens) if self.roles else {}
 
-    async def verdict(self, text: str) -> float:
-        """The probability, from 0 to 1, that the judge says yes; ScoringFailed without any."""
+    async def verdict(self, text: list[str]) -> float:
+        """The probability, from 0 to 1, that the judge says yes to a text in parts (`JudgeBatch`);
+        ScoringFailed without any.
+        """
         return await self._texts.put(text)
 
     async def _score(self, batch: list[NDArray[np.int32]]) -> list[ScoresByRole | Exception]:
         return await _each(self._scored, batch)
 
-    async def _verdicts(self, batch: list[str]) -> list[float | Exception]:
+    async def _verdicts(self, batch: list[list[str]]) -> list[float | Exception]:
         return await _each(self._judged, batch)
 
     async def _scored(self, batch: list[NDArray[np.int32]]) -> list[ScoresByRole | Exception]:
@@ -83,9 +85,9 @@ class Scorer:
             scored.append(_failure(wrong) if wrong else one)
         return scored
 
-    async def _judged(self, batch: list[str]) -> list[float | Exception]:
+    async def _judged(self, batch: list[list[str]]) -> list[float | Exception]:
         request = JudgeBatch(batch, self._judge.yes, self._judge.no)
-        deadline_s = CALL_S + 2 * sum(map(len, batch)) / SLOWEST
+        deadline_s = CALL_S + 2 * sum(len(part) for text in batch for part in text) / SLOWEST
         answer = await self._ask(Scoring.judge, request, deadline_s)
         judged: list[float | Exception] = []
         for verdict, error in zip(answer.yes.tolist(), answer.errors, strict=True):

@@ -179,6 +179,7 @@ def test_a_job_learns_given_answers_without_an_engine(
         algorithm__group_size=1,
         algorithm__groups_per_step=8,
         dataset__train=rows(tmp_path / "sums.jsonl"),
+        environment__special_tokens="anywhere",  # each answer ends with one
         optimizer__muon_lr=0.02,
         budget__steps=6,
     )

@@ -74,6 +74,7 @@ SMOKES: tuple[Smoke, ...] = (
             "hash_share",
             "copy_share",
             "hash_gb_s",
+            "sha256_gb_s",
             "memcpy_gb_s",
             "ratio_gloo",
             "ratio_http",

@@ -219,5 +219,6 @@ def test_what_is_neither_yes_nor_no_nor_a_number_is_no_verdict(text: str) -> Non
 def test_a_prompt_of_messages_is_asked_about_in_words() -> None:
     row = {"ask": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]}
     turns = [{"role": "model", "text": "yo"}]
-    assert question("{prompt}|{answer}", "ask", row, turns) == "system: be brief\nuser: hi|yo"
+    parts = ["", "system: be brief\nuser: hi", "|{what}", "yo", ""]
+    assert question("{prompt}|{what}{answer}", "ask", row, turns) == parts
     assert question("{prompt}|{answer}", "ask", row, []) is None
