@@ -211,7 +211,7 @@ async def test_a_reward_is_the_weighted_sum_of_its_parts(place: Place) -> None:
     assert [o.status for o in found] == ["ok", "ok", "ok", "raised"]
     # "$" is stripped by `exact` alone: to `code_tests` it is a syntax error.
     assert [o.value for o in found[:3]] == [1.0, 1.5, 0.125]
-    assert "KeyError: 'answer'" in found[3].error
+    assert "the row has no 'answer'" in found[3].error
 
 
 async def test_a_host_that_contains_too_little_refuses_the_job_with_the_fix(place: Place) -> None:
@@ -233,7 +233,8 @@ def tool(x):
     return str(eval(x))
 
 def slow(directory):
-    parent = os.getppid()
+    guard = Path(f"/proc/{os.getppid()}/stat").read_text()
+    parent = int(guard.rpartition(")")[2].split()[1])
     Path(directory, f"begun-{parent}-{os.getpid()}").touch()
     while not Path(directory, "go").exists():
         time.sleep(0.005)
