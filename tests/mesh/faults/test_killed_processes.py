@@ -59,9 +59,9 @@ def assert_nothing_lost(run: Run, steps: int) -> dict[str, Any]:
 def test_a_new_shard_continues_each_trajectory_after_its_last_written_token(
     run: Callable[..., Run], tmp_path: Path
 ) -> None:
-    # At 5 ms a step, trajectories of 600 tokens are far from over when the shard is killed.
+    # At 5 ms a step, trajectories of 500 tokens are far from over when the shard is killed.
     pace = slow_pace(5, 64, 100000)
-    mesh = run(rollout__max_tokens=600, rollout__stop="[]", rollout__pace=pace)
+    mesh = run(budget__steps=2, rollout__max_tokens=500, rollout__stop="[]", rollout__pace=pace)
 
     def many_tokens() -> bool:
         return mesh.in_ledger(Kind.TOKENS) >= 8
@@ -72,7 +72,7 @@ def test_a_new_shard_continues_each_trajectory_after_its_last_written_token(
     left = written(mesh.copy_ledger(tmp_path / "left"))
     os.kill(shard, signal.SIGKILL)
     assert mesh.finish() == 0, mesh.said
-    assert_nothing_lost(mesh, 3)
+    assert_nothing_lost(mesh, 2)
     told = trained(mesh)
     both = [t for t in left.values() if t.id in told and t.length > t.prompt_length]
     assert both, "no trajectory of the first shard was trained"
