@@ -11,9 +11,7 @@ import re
 import stat
 import time
 
-RATE = (
-    1 << 20
-)  # bytes a second that one process may write to its log; beyond them output is dropped
+RATE = 1 << 20  # bytes a second that a process may write to its log; what is beyond is dropped
 BURST = 4 << 20  # bytes that it may write at once
 LOG_BYTES = 16 << 20  # length of a log at which it starts again; the part before it is kept once
 KEPT = ".1"  # behind the name of a log: the part before it
