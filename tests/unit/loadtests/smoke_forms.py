@@ -35,7 +35,7 @@ LIMITS = "jails use up the limits that end them"
 DIGITS = "tests/mesh/jobs/digits.toml"
 TINY = (  # of examples/calculator.toml
     "--set warm_start.steps=1 --set algorithm.groups_per_step=2 --set algorithm.group_size=2 "
-    "--set rollout.max_tokens=32 --set algorithm.filter_zero_variance=false"
+    "--set rollout.max_tokens=64 --set algorithm.filter_zero_variance=false"
 )
 TINY_DEMO = TINY.replace("--set", "--demo-set")
 SPIN = "--tries 1 --limit-s 0.5 --noise-s 0.3 --noisy-rounds 1"  # of jails that spin
