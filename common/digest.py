@@ -1,8 +1,8 @@
 """Collision-resistant digests: the names that bytes are trusted by.
 
 BLAKE3 with 256 bits. Chunks, bundles, checkpoints, manifests, groups and the identity of weights
-are named by it, so nobody can make other bytes of the same name. It hashes some 5 GB/s on a core
-with AVX-512, where SHA-256 with SHA instructions has 1.8 (`loadtests.weights`, `hash_rate`).
+are named by it, so nobody can make other bytes of the same name. It hashes 4 to 5 GB/s on a core
+with AVX-512, where SHA-256 with SHA instructions has 1.8 (`loadtests.weights`, `hash_gb_s`).
 Accidental changes of a file are detected by `common.checksum`, which proves nothing to anybody.
 """
 
@@ -39,7 +39,7 @@ class Hasher:
 
 
 def _octets(content: Content) -> memoryview:
-    """A view of single bytes, as the library wants it."""
+    """Return a view of single bytes, which the library requires."""
     view = memoryview(content)
     return view if view.format == "B" else view.cast("B")
 

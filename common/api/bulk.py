@@ -1,8 +1,8 @@
-"""Which roles may get chunks from a process's bulk port, and put chunks there. What is not here
-nobody may; `callers.py` says the same of calls.
+"""Table of the roles that may get chunks from a process's bulk port, and put chunks there. Other
+requests are refused; `callers.py` is the same table for calls.
 
-The store keeps apart who has put a chunk: each space is a directory of its own, which no other role
-fills. Whoever asks for a chunk says in which space it is.
+The store keeps chunks of different writers apart: each space is a directory of its own, which no
+other role fills. A request names the space of its chunk.
 """
 
 from __future__ import annotations

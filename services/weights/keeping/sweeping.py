@@ -291,7 +291,7 @@ class Sweeper:
         return due.keys()
 
     async def _delete_published(self) -> None:
-        """Delete what was published long ago: it is published again where it is wanted."""
+        """Delete what was published long ago; it is published again on request."""
         published = self._chunks.space(PUBLISHED)
         old = await self._run(published.older_than, ORPHAN_S, self._mesh.clock.wall())
         await self._run(published.delete, old)
