@@ -242,7 +242,7 @@ class ChunkStore:
                 self.verified(digest, stat)
                 return True, None
             # Nobody else has the number of an open file: what was written again since goes back.
-            damaged = os.fstat(opened.fileno()).st_ino
+            damaged = stat.st_ino
             try:
                 aside = damage.set_aside(path, self._root)
             except FileNotFoundError:
@@ -263,11 +263,11 @@ class ChunkStore:
             self.untold.append((self.path(digest), aside))
         return whole
 
-    def keep(self, digest: str, content: bytes | memoryview) -> None:
-        """Store bytes that were just found to have this digest, as a cache does: not durably.
-        StorageFull leaves nothing behind.
+    def keep(self, digest: str, content: bytes | memoryview, *, durable: bool = False) -> None:
+        """Store bytes that were just found to have this digest; those of a cache need not be
+        durable. StorageFull leaves nothing behind.
         """
-        scratch = self.scratch(digest, durable=False)
+        scratch = self.scratch(digest, durable=durable)
         try:
             scratch.write(content)
             scratch.commit()
@@ -284,13 +284,7 @@ class ChunkStore:
         digest = digest_of(content)
         if self.has(digest) and self.whole(digest) and self.touch(digest):
             return digest
-        scratch = self.scratch(digest)
-        try:
-            scratch.write(content)
-            scratch.commit()
-            self.verified(digest)
-        finally:
-            scratch.discard()
+        self.keep(digest, content, durable=True)
         return digest
 
     def write_file(self, path: Path) -> str:

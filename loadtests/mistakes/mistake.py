@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,3 +42,19 @@ class Mistake:
     def by_s(self) -> float:
         """Seconds from the start of the command in which it must be said."""
         return (RUNNING_S if self.running else BEFORE_S) + self.own_s
+
+
+def does(change: Callable[[Place], Any]) -> Callable[[Place], AbstractContextManager[None]]:
+    """Return a `prepare` that changes the place and leaves nothing to undo."""
+
+    @contextmanager
+    def prepare(place: Place) -> Iterator[None]:
+        change(place)
+        yield
+
+    return prepare
+
+
+def config(**keys: Any) -> Callable[[Place], AbstractContextManager[None]]:
+    """Return a `prepare` that sets keys of the model's configuration."""
+    return does(lambda place: place.config(**keys))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
 from loadtests.mistakes.job import Place
-from loadtests.mistakes.mistake import Mistake
+from loadtests.mistakes.mistake import Mistake, config, does
 
 _FILE = "model/model.safetensors"
 _LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize 4000000000\n".format(
@@ -23,19 +22,6 @@ _QUANTIZED = {
 }
 
 
-def _does(change: Callable[[Place], Any]) -> Callable[[Place], AbstractContextManager[None]]:
-    @contextmanager
-    def prepare(place: Place) -> Iterator[None]:
-        change(place)
-        yield
-
-    return prepare
-
-
-def _config(**keys: Any) -> Callable[[Place], AbstractContextManager[None]]:
-    return _does(lambda place: place.config(**keys))
-
-
 def _matrices(dtype: torch.dtype) -> Callable[[Place], AbstractContextManager[None]]:
     """Every matrix of a layer in another type, as quantized checkpoints have them."""
 
@@ -44,7 +30,7 @@ def _matrices(dtype: torch.dtype) -> Callable[[Place], AbstractContextManager[No
         layers = {name for name in tensors if ".layers." in name and tensors[name].dim() == 2}
         place.save_weights({n: t.to(dtype) if n in layers else t for n, t in tensors.items()})
 
-    return _does(change)
+    return does(change)
 
 
 def _truncate(place: Place) -> None:
@@ -91,34 +77,30 @@ MISTAKES = (
     Mistake(
         "model: config.json that does not parse", ("config.json",), files={"model/config.json": "{"}
     ),
-    Mistake(
-        "model: no model_type", ("model_type", "config.json"), prepare=_config(model_type=None)
-    ),
+    Mistake("model: no model_type", ("model_type", "config.json"), prepare=config(model_type=None)),
     Mistake(
         "model: another architecture",
         ("gpt2", "llama"),
-        prepare=_config(model_type="gpt2", architectures=["GPT2LMHeadModel"]),
+        prepare=config(model_type="gpt2", architectures=["GPT2LMHeadModel"]),
     ),
-    Mistake(
-        "model: another activation", ("gelu", "hidden_act"), prepare=_config(hidden_act="gelu")
-    ),
+    Mistake("model: another activation", ("gelu", "hidden_act"), prepare=config(hidden_act="gelu")),
     Mistake(
         "model: an unknown rope",
         ("longrope", "rope"),
-        prepare=_config(rope_scaling={"rope_type": "longrope", "factor": 4.0}),
+        prepare=config(rope_scaling={"rope_type": "longrope", "factor": 4.0}),
     ),
     Mistake(
         "model: dynamic rope beyond its positions",
         ("max_tokens", "256 positions"),
         set={"rollout.max_tokens": 300},
-        prepare=_config(
+        prepare=config(
             rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=256
         ),
     ),
     Mistake(
         "model: quantized by its config",
         ("quantiz", "fp8"),
-        prepare=_config(quantization_config=_QUANTIZED),
+        prepare=config(quantization_config=_QUANTIZED),
     ),
     Mistake(
         "model: FP8 weights",
@@ -127,20 +109,18 @@ MISTAKES = (
     ),
     Mistake("model: int8 weights", ("int8|I8", "layers"), prepare=_matrices(torch.int8)),
     Mistake(
-        "model: NaN in the weights", ("nan|not finite", "model.norm.weight"), prepare=_does(_nan)
+        "model: NaN in the weights", ("nan|not finite", "model.norm.weight"), prepare=does(_nan)
     ),
     Mistake(
         "model: a truncated download",
         ("safetensors", "truncated|incomplete|shorter|bytes"),
-        prepare=_does(_truncate),
+        prepare=does(_truncate),
     ),
     Mistake("model: a pointer of Git LFS", ("git.lfs", "safetensors"), files={_FILE: _LFS}),
+    Mistake("model: a shard is missing", ("model-00002-of-00002",), prepare=does(_without_a_shard)),
+    Mistake("model: a tensor is missing", ("layers.1.mlp.up_proj.weight",), prepare=does(_drop)),
     Mistake(
-        "model: a shard is missing", ("model-00002-of-00002",), prepare=_does(_without_a_shard)
-    ),
-    Mistake("model: a tensor is missing", ("layers.1.mlp.up_proj.weight",), prepare=_does(_drop)),
-    Mistake(
-        "model: shapes of another config.json", ("proj.weight", "64", "96"), prepare=_does(_reshape)
+        "model: shapes of another config.json", ("proj.weight", "64", "96"), prepare=does(_reshape)
     ),
     Mistake(
         "model: weights of PyTorch's own format",
@@ -157,6 +137,6 @@ MISTAKES = (
     Mistake(
         "tokenizer: more ids than the model has",
         ("70|71", "64", "token"),
-        prepare=_does(_large_tokenizer),
+        prepare=does(_large_tokenizer),
     ),
 )

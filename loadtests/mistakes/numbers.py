@@ -4,36 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from loadtests.mistakes.job import Place
-from loadtests.mistakes.mistake import Mistake
+from loadtests.mistakes.mistake import Mistake, config, does
 
 _TOKENIZER = "model/tokenizer.json"
-
-
-def _does(change: Callable[[Place], Any]) -> Callable[[Place], AbstractContextManager[None]]:
-    @contextmanager
-    def prepare(place: Place) -> Iterator[None]:
-        change(place)
-        yield
-
-    return prepare
-
-
-def _config(**keys: Any) -> Callable[[Place], AbstractContextManager[None]]:
-    return _does(lambda place: place.config(**keys))
 
 
 def _further(**tensors: torch.Tensor) -> Callable[[Place], AbstractContextManager[None]]:
     """Further tensors in the file, by names with two underscores for a dot."""
     named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
-    return _does(lambda place: place.save_weights(place.weights() | named))
+    return does(lambda place: place.save_weights(place.weights() | named))
 
 
 def _small_reference(place: Place) -> None:
@@ -58,7 +44,7 @@ MISTAKES = (
     Mistake(
         "numbers: a config.json with fewer layers than the weights",
         (r"model\.layers\.1\.", "belong to no part", r"config\.json"),
-        prepare=_config(num_hidden_layers=1),
+        prepare=config(num_hidden_layers=1),
     ),
     Mistake(
         "numbers: biases that config.json leaves out",
@@ -73,38 +59,38 @@ MISTAKES = (
     Mistake(
         "numbers: norms of heads in a model without them",
         ("use_qk_norm", "llama", r"config\.json"),
-        prepare=_config(use_qk_norm=True),
+        prepare=config(use_qk_norm=True),
     ),
     Mistake(
         "numbers: a multiplier of embeddings",
         ("embedding_multiplier", "12", r"config\.json"),
-        prepare=_config(embedding_multiplier=12.0),
+        prepare=config(embedding_multiplier=12.0),
     ),
     Mistake(
         "numbers: logits that are capped",
         ("final_logit_softcapping", "30", r"config\.json"),
-        prepare=_config(final_logit_softcapping=30.0),
+        prepare=config(final_logit_softcapping=30.0),
     ),
     Mistake(
         "numbers: experts that every token goes to, in a dense model",
         ("n_shared_experts", "2", r"config\.json"),
-        prepare=_config(n_shared_experts=2),
+        prepare=config(n_shared_experts=2),
     ),
     Mistake(
         "numbers: half of each head is rotated",
         ("partial_rotary_factor", r"0\.5"),
-        prepare=_config(partial_rotary_factor=0.5),
+        prepare=config(partial_rotary_factor=0.5),
     ),
     Mistake(
         "numbers: attention that looks ahead",
         ("is_causal", r"config\.json"),
-        prepare=_config(is_causal=False),
+        prepare=config(is_causal=False),
     ),
     Mistake(
         "numbers: a turn ends with an id without a token",
         ("token 60", "tokenizer lacks", "eos_token_id"),
         set={"rollout.stop": None},
-        prepare=_config(eos_token_id=60),
+        prepare=config(eos_token_id=60),
     ),
     Mistake(
         "numbers: a reference without rows for all ids of the tokenizer",
@@ -114,13 +100,13 @@ MISTAKES = (
             "algorithm.kl_coefficient": 0.1,
             "mesh.workers": 3,
         },
-        prepare=_does(_small_reference),
+        prepare=does(_small_reference),
     ),
     Mistake(
         "numbers: SGLang with a tokenizer that has a hole",
         (r"rollout\.engine", "lacks ids 42 to 59", "built-in"),
         set={"rollout.engine": "sglang"},
-        prepare=_does(_hole),
+        prepare=does(_hole),
     ),
     Mistake(
         "numbers: a discount above 1",
