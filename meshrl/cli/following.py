@@ -32,7 +32,7 @@ def watch(
         meshrl watch runs/calculator
     """
     if token and run and not mesh:
-        from meshrl import by_token
+        from meshrl.commands import by_token
 
         raise typer.Exit(by_token.watch(token, str(run)))
     from meshrl.run import watching
@@ -59,7 +59,7 @@ def wait(
         meshrl wait runs/calculator --timeout 3600 && meshrl audit runs/calculator
     """
     if token and not mesh:
-        from meshrl import by_token
+        from meshrl.commands import by_token
 
         raise typer.Exit(by_token.wait(token, str(run), timeout, json))
     from meshrl.run import waiting
@@ -81,7 +81,7 @@ def cancel(
         meshrl cancel runs/calculator
     """
     if token and not mesh:
-        from meshrl import by_token
+        from meshrl.commands import by_token
 
         raise typer.Exit(by_token.cancel(token, str(run), json))
     from meshrl.run import waiting
@@ -220,11 +220,11 @@ def status(
         meshrl status --why calculator
     """
     if token and not mesh:
-        from meshrl import by_token
+        from meshrl.commands import by_token
 
         by_token.status(token, None if run is None else str(run), json)
         return
-    from meshrl import commands
+    from meshrl.commands import status as commands
 
     if why:
         commands.why(why, run or mesh, json)

@@ -152,7 +152,7 @@ def workers(json: AsJson = False, mesh: MeshOption = None) -> None:
 
         meshrl workers
     """
-    from meshrl import commands
+    from meshrl.commands import status as commands
 
     commands.workers(mesh, json)
 
@@ -172,7 +172,7 @@ def move(
 
         meshrl move w1 training
     """
-    from meshrl import commands
+    from meshrl.commands import status as commands
 
     commands.move(worker, role, job, mesh)
 
@@ -197,7 +197,7 @@ def plan(
 
         meshrl plan > look.json; meshrl plan --explain --look look.json
     """
-    from meshrl import planning
+    from meshrl.commands import planning
 
     raise typer.Exit(planning.show(look, explain, json, mesh))
 
@@ -216,7 +216,7 @@ def delete(
 
         meshrl delete calculator
     """
-    from meshrl import commands
+    from meshrl.commands import status as commands
 
     commands.delete(job, mesh, token)
 
@@ -229,7 +229,7 @@ def doctor() -> None:
 
         meshrl doctor
     """
-    from meshrl import doctor as checks
+    from meshrl.commands import doctor as checks
 
     raise typer.Exit(checks.show())
 
@@ -261,7 +261,7 @@ def install(
 
         meshrl engine install sglang
     """
-    from meshrl import engines
+    from meshrl.commands import engines
 
     print(engines.install(name, directory))
 
@@ -302,6 +302,6 @@ def simulate(
 
         meshrl simulate zebra
     """
-    from meshrl import simulating
+    from meshrl.commands import simulating
 
     raise typer.Exit(simulating.run(scenario, what_if or [], set or [], out, from_))

@@ -55,7 +55,7 @@ def run(
     found = jobfile.read(job, overrides(set_, seed))
     checks.check(found)
     if dry_run:
-        from meshrl import dryrun
+        from meshrl.commands import dryrun
 
         dryrun.show(found.config)
         return
@@ -133,7 +133,7 @@ def submit(
 
         meshrl submit job.toml --token alice.token
     """
-    from meshrl import commands
+    from meshrl.commands import status as commands
 
     commands.submit(job, overrides(set_, seed), force, mesh, token)
 
@@ -162,7 +162,7 @@ def export(
         meshrl export runs/calculator --step 12
     """
     if token and not (run / "job.json").is_file():
-        from meshrl import by_token
+        from meshrl.commands import by_token
 
         raise typer.Exit(by_token.export(token, str(run), step, best, out))
     from meshrl import exporting

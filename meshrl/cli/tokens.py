@@ -113,6 +113,6 @@ def secrets(
 
         meshrl secrets secrets --head head:7199 --exposed mesh.example.org --redis redis
     """
-    from meshrl import secret_files
+    from meshrl.commands import secret_files
 
     secret_files.make(directory, head, exposed, redis, days)

@@ -10,7 +10,7 @@ from typing import Any
 from common.job.config import JobConfig
 from common.job.evaluation_plan import GREEDY, SAMPLED
 from common.state.events import Event
-from meshrl import dryrun
+from meshrl.commands import dryrun
 from meshrl.observe.live.watch import Evaluation
 from meshrl.observe.report import charts, figures, gangs
 from meshrl.observe.report.charts import Figure

@@ -19,7 +19,7 @@ import pytest
 from common.job import bundle_files
 from common.state import events, jobs
 from common.state.ended import ended
-from meshrl.commands import diagnosis
+from meshrl.commands.status import diagnosis
 from meshrl.job import bundle, jobfile
 from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher, Shape

@@ -319,7 +319,7 @@ async def test_the_command_line_makes_lists_and_revokes_them(house: House, tmp_p
 THEIRS = f"""
 import os, sys
 from pathlib import Path
-from meshrl import commands
+from meshrl.commands import status as commands
 from meshrl.__main__ import main
 from meshrl.client import checked, remote
 checked.job_file(Path("game/job.toml"), [], None)

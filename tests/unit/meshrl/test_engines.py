@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from common.errors import ConfigError
 from common.process.interpreters import home, interpreter
-from meshrl import doctor, engines
 from meshrl.cli import app
+from meshrl.commands import doctor, engines
 from tests.sglang.interpreter import python
 
 

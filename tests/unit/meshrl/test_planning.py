@@ -13,8 +13,8 @@ from common.pool.rows import Worker
 from common.pool.snapshot import Snapshot
 from common.state import leader
 from common.state.keys import PLANNER
-from meshrl import planning
 from meshrl.cli import app
+from meshrl.commands import planning
 from tests.unit.meshrl.run.conftest import JOB, HeldMesh, held
 
 __all__ = ["held"]

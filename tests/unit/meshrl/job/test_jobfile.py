@@ -10,7 +10,7 @@ import pytest
 from common.errors import ConfigError
 from common.job.config import JobConfig
 from common.job.schema import JOB
-from meshrl.dryrun import to_toml
+from meshrl.commands.dryrun import to_toml
 from meshrl.job.jobfile import apply_override, load
 from meshrl.job.toml_lines import key_lines, line_of
 

@@ -17,7 +17,7 @@ from common.settings import MESH_ENV, SETTINGS_ENV, mark_of
 from common.state import events, jobs, registry
 from common.state.registry import Entry
 from common.state.server.rollback import JobMark
-from meshrl.commands import diagnosis
+from meshrl.commands.status import diagnosis
 from meshrl.launch.directory import leftovers
 from meshrl.launch.directory.places import MeshPlace, write_json
 from meshrl.launch.head.launcher import Launcher, Shape

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from common.errors import ConfigError
 from meshrl.cli import app
-from meshrl.dryrun import to_toml
+from meshrl.commands.dryrun import to_toml
 from meshrl.job import jobfile
 from meshrl.preflight import checks
 from tests.unit.meshrl.preflight.conftest import read

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from common.process.interpreters import home, interpreter
-from meshrl import doctor
+from meshrl.commands import doctor
 
 PACKAGES = {"sglang": "0.5.23"}  # what the adapter was held to
 

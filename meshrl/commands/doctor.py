@@ -189,7 +189,7 @@ def _native(what: str, otherwise: str, *libraries: str) -> Line:
 
 def _sglang() -> Line:
     """The interpreter that `rollout.engine = "sglang"` takes without `rollout.sglang_python`."""
-    from meshrl import engines
+    from meshrl.commands import engines
 
     place = home("sglang")
     if version := engines.installed(place, "sglang"):

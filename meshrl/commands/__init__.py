@@ -1,0 +1,1 @@
+"""What commands do that have no room of their own; `meshrl/cli` declares their arguments."""
