@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -145,9 +147,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Prints JSON for a program 
 
 def _version(asked: bool) -> None:
     if asked:
-        from meshrl import versions
-
-        print(versions.line())
+        try:
+            version = metadata.version("meshrl")
+        except metadata.PackageNotFoundError:
+            version = f"from {Path(__file__).parents[2]}, not installed"
+        print(f"meshrl {version} (Python {platform.python_version()})")
         raise typer.Exit
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 from rich.table import Table
 
 from common.job.config import JobConfig
+from meshrl.job.toml_writing import to_toml
 from meshrl.launch import plan
 from meshrl.terminal import Console
 
@@ -23,37 +21,3 @@ def show(config: JobConfig) -> None:
     for name, purpose in plan.described(config):
         table.add_row(name, purpose)
     Console(stderr=True).print(table)
-
-
-def to_toml(document: dict[str, Any]) -> str:
-    """A job's document as TOML; `tomllib` reads the same document back."""
-    return "\n".join(_table(document, "")) + "\n"
-
-
-def _table(table: dict[str, Any], path: str) -> list[str]:
-    lines = [f"{_key(k)} = {_value(v)}" for k, v in table.items() if not _is_section(v)]
-    if path and (lines or not table):
-        lines.insert(0, f"\n[{path}]")
-    for key, value in table.items():
-        if _is_section(value):
-            lines += _table(value, f"{path}.{_key(key)}" if path else _key(key))
-    return lines
-
-
-def _is_section(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _key(key: str) -> str:
-    plain = key.replace("-", "").replace("_", "")
-    return key if plain.isalnum() and plain.isascii() else _value(key)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(_value(v) for v in value) + "]"
-    # Strings, numbers and booleans are written alike in both, but for characters beyond 16 bits,
-    # which JSON escapes as two, and for DEL, which only TOML escapes.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -23,7 +23,7 @@ from common.errors import NotFound
 from common.pool.rows import Role
 from common.records import lines
 from common.state.events import Event
-from meshrl.commands.dryrun import to_toml
+from meshrl.job.toml_writing import to_toml
 from meshrl.observe.recording.recorder import job_of, read_events
 from meshrl.observe.report.gangs import Span, spans
 from meshrl.observe.trace.writing import noted

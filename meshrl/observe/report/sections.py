@@ -10,7 +10,7 @@ from typing import Any
 from common.job.config import JobConfig
 from common.job.evaluation_plan import GREEDY, SAMPLED
 from common.state.events import Event
-from meshrl.commands import dryrun
+from meshrl.job.toml_writing import to_toml
 from meshrl.observe.live.watch import Evaluation
 from meshrl.observe.report import charts, figures, gangs
 from meshrl.observe.report.charts import Figure
@@ -79,8 +79,8 @@ def job(document: dict[str, Any]) -> str:
     bare = {key: value for key, value in document.items() if key != "bundle"}
     defaults = JobConfig().document()
     defaults["cache"] = str(Path(defaults["cache"]).expanduser())  # as a submitted job has it
-    changed = dryrun.to_toml(differing(bare, defaults))
-    whole = dryrun.to_toml(document)
+    changed = to_toml(differing(bare, defaults))
+    whole = to_toml(document)
     return (
         f"<pre>{escape(changed)}</pre><details><summary>every key, defaults too</summary>"
         f"<pre>{escape(whole)}</pre></details>"

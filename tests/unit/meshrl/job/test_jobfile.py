@@ -10,9 +10,9 @@ import pytest
 from common.errors import ConfigError
 from common.job.config import JobConfig
 from common.job.schema import JOB
-from meshrl.commands.dryrun import to_toml
 from meshrl.job.jobfile import apply_override, load
 from meshrl.job.toml_lines import key_lines, line_of
+from meshrl.job.toml_writing import to_toml
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 

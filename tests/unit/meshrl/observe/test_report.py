@@ -11,7 +11,7 @@ import pytest
 from common.job.config import BudgetConfig, JobConfig
 from common.state.events import Event
 from common.state.jobs import Phase
-from meshrl.commands.dryrun import to_toml
+from meshrl.job.toml_writing import to_toml
 from meshrl.observe.live.watch import Evaluation
 from meshrl.observe.recording.summary import planned_moves, summarize
 from meshrl.observe.recording.usage import Tally

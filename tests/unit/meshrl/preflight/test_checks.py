@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from common.errors import ConfigError
 from meshrl.cli import app
-from meshrl.commands.dryrun import to_toml
 from meshrl.job import jobfile
+from meshrl.job.toml_writing import to_toml
 from meshrl.preflight import checks
 from tests.unit.meshrl.preflight.conftest import read
 
