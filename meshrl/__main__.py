@@ -9,7 +9,7 @@ from common.errors import MeshError
 from common.process.child import PRIVATE
 from common.terminal import print_traceback, visible
 from meshrl.cli import app
-from meshrl.launch.directory import user
+from meshrl.directory import user
 
 STAY = (["up"], ["join"])  # they have a home directory for themselves and what they start
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigError, MeshError, NotFound, PeerLost
-from meshrl.launch.directory.liveness import running_launcher
-from meshrl.launch.directory.places import MeshPlace
-from meshrl.run.target import place_of
+from meshrl.directory.liveness import running_launcher
+from meshrl.directory.places import MeshPlace
+from meshrl.directory.target import place_of
 
 if TYPE_CHECKING:
     from meshrl.remote_logs import RemoteLog, RemoteLogs

@@ -15,7 +15,7 @@ from common.pool.names import agent
 from common.runtime.mesh import Mesh
 from common.settings import OFF, MeshSettings
 from common.state import registry
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 
 PART_BYTES = 1 << 18
 

@@ -32,7 +32,7 @@ from common.state.client import State
 from common.transport.keys import MeshKeys
 from loadtests.doors.found import plan_of
 from loadtests.doors.plan import ANSWERED, GREETED, METRICS, REFUSED, Plan, Tried
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 
 UP_S = 240.0  # until the job trains
 TRY_S = 300.0

@@ -17,8 +17,8 @@ from common.settings import MeshSettings
 from common.state import registry
 from common.state.client import State
 from loadtests.doors.plan import Plan, Port, Process
-from meshrl.launch.directory.leftovers import belonging_to
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
+from meshrl.launch.leftovers import belonging_to
 
 SHARED = ("/dev/shm/", "/tmp/", "/var/tmp/")  # where everybody may make files
 CODE = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]))  # open, wherever it lies
@@ -68,7 +68,7 @@ def processes_of(place: MeshPlace) -> set[int]:
 
 def read_pid(place: MeshPlace) -> int:
     """The launcher's."""
-    from meshrl.launch.directory.places import read_json
+    from meshrl.directory.places import read_json
 
     return int(read_json(place.launcher)["pid"])
 

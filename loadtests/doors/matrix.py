@@ -55,7 +55,7 @@ from loadtests.doors.calls import blank, call_all, methods
 from loadtests.doors.plan import GREETED, REFUSED, Plan, Port, Process, Tried
 from loadtests.doors.planting import LARGEST_BYTES, Planting, plant
 from loadtests.doors.stranger import SAID, THREADS, at_port
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 
 # What processes of a role answer; the others answer nothing.
 ANSWERS: Mapping[str, type[Interface]] = {

@@ -19,7 +19,7 @@ from common.errors import MeshError
 from common.state import jobs, leader, pool, registry
 from common.state.client import State
 from loadtests.jobs.mesh import workers_by_job
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.observe.standing.diagnosing import stalls
 
 LOOK_S = 0.4

@@ -21,7 +21,7 @@ from common.state.events import Event
 from loadtests.jobs.host import MOST_CORES, HostMeter
 from loadtests.measuring.meter import Meter
 from meshrl.client.client import Client, JobHandle
-from meshrl.launch.directory.places import MeshPlace, read_json
+from meshrl.directory.places import MeshPlace, read_json
 
 LOOK_S = 0.25  # between two looks at what processes have published
 COMMAND_S = 180.0  # for `meshrl up` and `meshrl down`

@@ -17,8 +17,8 @@ import psutil
 from common.errors import MeshError
 from common.state import registry
 from common.state.client import State
-from meshrl.launch.directory.liveness import running_launcher
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.liveness import running_launcher
+from meshrl.directory.places import MeshPlace
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 COMMAND_S = 180.0

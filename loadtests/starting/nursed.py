@@ -13,7 +13,7 @@ from common.process.forking.birth import NURSERY_ENV
 from common.process.handle import Child
 from common.process.host import Host
 from common.settings import SETTINGS_ENV
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.nursery import MeshNursery
 
 BUDGET = (5, 60.0)

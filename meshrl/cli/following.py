@@ -114,8 +114,8 @@ def samples(
 
         meshrl samples runs/calculator --failed --follow
     """
+    from meshrl.directory.target import run_of
     from meshrl.observe.report import samples as reading
-    from meshrl.run.target import run_of
 
     asked = [name for name, on in (("best", best), ("worst", worst), ("failed", failed)) if on]
     if len(asked) > 1:
@@ -136,8 +136,8 @@ def audit(run: RunOrUrl = None, json: AsJson = False, mesh: MeshOption = None) -
 
         meshrl audit runs/calculator
     """
+    from meshrl.directory.target import run_of
     from meshrl.observe.recording import audit as auditing
-    from meshrl.run.target import run_of
 
     raise typer.Exit(auditing.show(run_of(run, mesh).directory, json))
 
@@ -160,8 +160,8 @@ def report(
 
         meshrl report runs/calculator --png figures
     """
+    from meshrl.directory.target import run_of
     from meshrl.observe.report import again
-    from meshrl.run.target import run_of
 
     again.show(run_of(run, mesh).directory, png)
 
@@ -183,8 +183,8 @@ def trace(
 
         meshrl trace runs/calculator --out calculator-trace.json
     """
+    from meshrl.directory.target import run_of
     from meshrl.observe.trace import writing
-    from meshrl.run.target import run_of
 
     writing.show(run_of(run, mesh).directory, out)
 

@@ -106,7 +106,7 @@ def resume(run: Run, set_: Changes = None) -> None:
 
         meshrl resume runs/calculator --set budget.steps=96
     """
-    from meshrl.launch.directory.places import existing_run
+    from meshrl.directory.places import existing_run
 
     existing_run(run)  # first, because what follows takes a second to import
     from meshrl.run import resuming
@@ -165,7 +165,7 @@ def export(
         from meshrl.commands import by_token
 
         raise typer.Exit(by_token.export(token, str(run), step, best, out))
-    from meshrl import exporting
+    from meshrl.directory import exporting
 
     raise typer.Exit(exporting.export(run, step, best, out))
 

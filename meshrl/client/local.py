@@ -20,14 +20,12 @@ from common.state.events import Event
 from common.state.lifecycle import deleting
 from common.state.lifecycle.following import happened, standing
 from common.state.server.embedded import without_password
-from meshrl import exporting
 from meshrl.client.submitting import submit
+from meshrl.directory import exporting, places, versions
+from meshrl.directory.places import MeshPlace
 from meshrl.job.jobfile import JobFile
-from meshrl.launch.directory import places
-from meshrl.launch.directory.places import MeshPlace
 from meshrl.observe.standing.pool import Pool
 from meshrl.observe.standing.pool import pool as pool_of
-from meshrl.weights import asking
 
 T = TypeVar("T")
 
@@ -118,8 +116,10 @@ class LocalDoor:
 
     async def on_versions(self, name: str, act: str, version: str, note: str) -> dict[str, Any]:
         run_dir = (await self.job(name)).run_dir
-        _, said, complained = await _run(asking.command(asking.words(act, run_dir, version, note)))
-        return asking.answer(said, complained)
+        _, said, complained = await _run(
+            versions.command(versions.words(act, run_dir, version, note))
+        )
+        return versions.answer(said, complained)
 
 
 async def _run(words: Sequence[str]) -> tuple[int, str, str]:

@@ -14,11 +14,11 @@ from common.settings import MeshSettings
 from common.state import jobs
 from common.state.client import State
 from common.state.lifecycle.fitting import refuse_what_never_fits
-from meshrl.asking import ANSWER_S, ask
+from meshrl.directory.asking import ANSWER_S, ask
+from meshrl.directory.claims import claimed, writing
+from meshrl.directory.places import MeshPlace
 from meshrl.job.jobfile import JobFile
 from meshrl.job.models import size
-from meshrl.launch.directory.claims import claimed, writing
-from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.session import pack_run
 
 

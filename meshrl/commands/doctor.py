@@ -24,7 +24,7 @@ from common.process import container
 from common.process.ends import limits
 from common.process.interpreters import home
 from kernels import build
-from meshrl.launch.directory import places
+from meshrl.directory import places
 from meshrl.preflight import devices
 from meshrl.terminal import Console
 

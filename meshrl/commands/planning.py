@@ -13,8 +13,8 @@ from common.pool.reading import snapshot_document
 from common.state import leader, pool
 from common.state.client import State
 from common.state.keys import PLANNER
-from meshrl.asking import ANSWER_S, ask
-from meshrl.launch.directory.places import find_mesh
+from meshrl.directory.asking import ANSWER_S, ask
+from meshrl.directory.places import find_mesh
 
 EXPLAIN_S = 60.0
 

@@ -20,11 +20,12 @@ from common.state.events import Event
 from common.state.keys import PLANNER
 from common.state.pool import explained
 from common.state.server.embedded import without_password
-from meshrl.asking import ANSWER_S, ask
 from meshrl.client import checked
 from meshrl.client.client import Client
+from meshrl.directory.asking import ANSWER_S, ask
+from meshrl.directory.places import MeshPlace, find_mesh
+from meshrl.directory.target import may_live, place_of, run_in
 from meshrl.hosts import showing, standing
-from meshrl.launch.directory.places import MeshPlace, find_mesh
 from meshrl.observe.live import gpus, printing, tables
 from meshrl.observe.recording import storage
 from meshrl.observe.report import decisions
@@ -35,7 +36,6 @@ from meshrl.observe.standing.processes import owner
 from meshrl.observe.standing.quiet import doing, working
 from meshrl.observe.standing.stalled import JOB_WORD, Stall, redis_silent
 from meshrl.run.outcome import outcome_of
-from meshrl.run.target import may_live, place_of, run_in
 
 QUICK_S = 3.0  # with the start of this program below the 5 s that a stall is named in
 

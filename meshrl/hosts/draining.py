@@ -13,9 +13,9 @@ from common.errors import DeadlineExceeded, NotFound, Refused
 from common.pool.snapshot import NOTICE, Request
 from common.state import pool
 from common.state.client import State
-from meshrl.asking import ANSWER_S, ask
+from meshrl.directory.asking import ANSWER_S, ask
+from meshrl.directory.places import MeshPlace, find_mesh
 from meshrl.hosts.standing import HostRow, rows
-from meshrl.launch.directory.places import MeshPlace, find_mesh
 
 LOOK_S = 0.25
 NEVER_S = 1e8  # the question ends itself

@@ -23,18 +23,18 @@ from common.process.interfaces import address_of, interface_behind
 from common.release import release
 from common.settings import BY_PROCESS, MeshSettings, advertised_host
 from meshrl import logs
+from meshrl.directory import places, user
+from meshrl.directory.liveness import running_launcher
+from meshrl.directory.ownership import made_private
+from meshrl.directory.places import MeshPlace, read_if_whole
 from meshrl.hosts import invitation, membership
 from meshrl.hosts.membership import Membership
 from meshrl.hosts.returning import GIB, MARKETS, MB, Offer, as_told
 from meshrl.hosts.told import authority_in, keep, shared
 from meshrl.launch import hosting, plan
 from meshrl.launch.console import console
-from meshrl.launch.directory import places, user
-from meshrl.launch.directory.holding import Held
-from meshrl.launch.directory.liveness import running_launcher
-from meshrl.launch.directory.ownership import made_private
-from meshrl.launch.directory.places import MeshPlace, read_if_whole
 from meshrl.launch.foreground import point_to
+from meshrl.launch.holding import Held
 from meshrl.launch.hosting import HostShape
 from meshrl.preflight import addresses, devices
 

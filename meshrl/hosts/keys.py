@@ -16,8 +16,8 @@ from common.errors import NotFound, Refused
 from common.settings import MeshSettings
 from common.state.client import State
 from common.state.hosts import admission, doors
-from meshrl.asking import ANSWER_S, ask
-from meshrl.launch.directory.places import MeshPlace, find_mesh
+from meshrl.directory.asking import ANSWER_S, ask
+from meshrl.directory.places import MeshPlace, find_mesh
 from meshrl.launch.head import admitting
 from meshrl.observe.live import printing
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from common.api.gateway import Gateway, Leave
 from common.errors import DeadlineExceeded, NotAllowed, NotFound, PeerLost
+from meshrl.directory.places import MeshPlace, find_mesh
 from meshrl.hosts import membership
 from meshrl.hosts.joining import at_gateway
-from meshrl.launch.directory import ending
-from meshrl.launch.directory.places import MeshPlace, find_mesh
+from meshrl.launch import ending
 
 ASK_S = 30.0
 

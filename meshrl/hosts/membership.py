@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.records import documents
 from common.settings import new_host
 from common.transport.keys import KeyPair
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 
 REPAIR = (
     "`meshrl down` here, then join from a new directory with a token; `meshrl keys revoke` at "

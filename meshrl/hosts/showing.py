@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.table import Table
 
 from common.pool.taking import ALL
-from meshrl.asking import ANSWER_S, ask
+from meshrl.directory.asking import ANSWER_S, ask
+from meshrl.directory.places import find_mesh
 from meshrl.hosts.standing import HostRow, rows
-from meshrl.launch.directory.places import find_mesh
 from meshrl.observe.live import printing
 
 

@@ -15,7 +15,7 @@ from common.state import pool, registry
 from common.state.client import State
 from common.state.registry import Entry
 from common.transport.address import endpoint_of
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.head import admitting
 from meshrl.launch.head.admitting import Joined
 

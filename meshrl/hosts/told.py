@@ -8,8 +8,8 @@ from typing import Any
 
 from common.api.gateway import There
 from common.settings import MeshSettings
+from meshrl.directory.places import MeshPlace
 from meshrl.hosts.membership import AUTHORITY
-from meshrl.launch.directory.places import MeshPlace
 
 
 def authority_in(place: MeshPlace, authority: str) -> str:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
 from common.errors import ConfigError, Damaged, MeshError, NotAllowed, NotFound, Refused
-from meshrl.launch.directory import places
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory import places
+from meshrl.directory.places import MeshPlace
 
 # It was asked to end and ended in order; started again it may go on; it never will as it is.
 ENDED, AGAIN, NEVER = 0, 1, 2

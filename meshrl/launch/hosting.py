@@ -39,12 +39,12 @@ from common.settings import MeshSettings, advertised_host
 from common.state import events
 from common.state.client import State, refusal_behind
 from common.state.keys import MESH
+from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.hosts import membership, notice
 from meshrl.launch import plan
-from meshrl.launch.directory.ending import STOP_S
-from meshrl.launch.directory.holding import Hold, interruptible
-from meshrl.launch.directory.places import MeshPlace, read_json, write_json
+from meshrl.launch.ending import STOP_S
 from meshrl.launch.foreground import AGAIN, ENDED, ERRORS, NEVER, begun, ended_with
+from meshrl.launch.holding import Hold, interruptible
 from meshrl.launch.outward.outward import outward
 from meshrl.launch.root import Root
 from meshrl.launch.services import Services

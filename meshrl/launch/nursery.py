@@ -14,8 +14,8 @@ from common.process.forking.birth import ANSWER_S, NURSERY_ENV, OFF, answers
 from common.process.handle import Child
 from common.process.host import Host
 from common.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
+from meshrl.directory.places import MeshPlace
 from meshrl.launch import plan
-from meshrl.launch.directory.places import MeshPlace
 
 LISTENS_S = 60.0  # until it has imported everything; without it processes are executed
 LOOK_S = 0.02

@@ -6,7 +6,7 @@ import asyncio
 
 from common.settings import MeshSettings
 from common.state.client import State
-from meshrl.launch.directory.holding import Hold
+from meshrl.launch.holding import Hold
 from meshrl.launch.services import Services
 
 

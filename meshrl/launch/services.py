@@ -24,9 +24,8 @@ from common.settings import MESH_ENV, SETTINGS_ENV, mark_of
 from common.state import registry
 from common.state.client import State
 from common.state.ended import Report, Reports, ended
-from meshrl.launch import plan
-from meshrl.launch.directory import leftovers
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
+from meshrl.launch import leftovers, plan
 from meshrl.launch.head import absolving
 from meshrl.launch.nursery import MeshNursery
 from meshrl.observe.recording import storage

@@ -19,12 +19,14 @@ from common.process.streams import outlive_a_full_disk
 from common.state import jobs
 from common.state.lifecycle.accounting import wrong
 from common.state.server import embedded
+from meshrl.directory import places
+from meshrl.directory.claims import claimed, writing
+from meshrl.directory.places import write_json
+from meshrl.directory.target import run_in
+from meshrl.directory.versions import copied
 from meshrl.job import bundle, edited
-from meshrl.launch.directory import places
-from meshrl.launch.directory.claims import claimed, writing
-from meshrl.launch.directory.holding import interruptible
-from meshrl.launch.directory.places import write_json
 from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.launch.holding import interruptible
 from meshrl.observe.guard import Guard
 from meshrl.observe.live.guarded import GuardedView
 from meshrl.observe.live.view import view_for
@@ -33,8 +35,6 @@ from meshrl.observe.recording.recorder import LOOK_S, Recorder
 from meshrl.observe.report import report
 from meshrl.observe.report.facts import show
 from meshrl.run.outcome import FAILED, FINISHED, INTERRUPTED
-from meshrl.run.target import run_in
-from meshrl.weights.asking import copied
 
 
 def run(config: JobConfig, base: Path, force: bool, job_file: Path | None = None) -> int:

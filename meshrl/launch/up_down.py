@@ -17,15 +17,15 @@ from common.pool.taking import written
 from common.ports import ANY, ports
 from common.settings import OFF
 from meshrl import logs, tokens
-from meshrl.launch import plan
+from meshrl.directory import places, user
+from meshrl.directory.liveness import running_launcher
+from meshrl.directory.places import MeshPlace, find_mesh, read_if_whole
+from meshrl.launch import ending, mesh_file, plan
 from meshrl.launch.console import console
-from meshrl.launch.directory import ending, mesh_file, places, user
-from meshrl.launch.directory.holding import Held
-from meshrl.launch.directory.liveness import running_launcher
-from meshrl.launch.directory.places import MeshPlace, find_mesh, read_if_whole
 from meshrl.launch.foreground import point_to
 from meshrl.launch.head import from_copy, handed_out
 from meshrl.launch.head.launcher import Shape, serve
+from meshrl.launch.holding import Held
 from meshrl.launch.roles import Role
 from meshrl.preflight import addresses, devices, redis_server
 

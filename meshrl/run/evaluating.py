@@ -22,10 +22,9 @@ from rich.text import Text
 from common.errors import ConfigError, NotFound
 from common.job.evaluation_plan import BEFORE, HELD_OUT, measurable
 from common.records import lines
-from meshrl import exporting
+from meshrl.directory import exporting, places
+from meshrl.directory.places import write_json
 from meshrl.job import jobfile
-from meshrl.launch.directory import places
-from meshrl.launch.directory.places import write_json
 from meshrl.observe.standing.failures import of_share
 from meshrl.preflight import checks
 from meshrl.terminal import Console

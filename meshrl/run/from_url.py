@@ -11,8 +11,8 @@ from common.errors import BadMessage, Damaged, NotFound, Refused
 from common.records import documents
 from common.records.at_url import PART, AtUrl
 from common.records.checkpoints import check_paths
-from meshrl.launch.directory.job_file import BROUGHT
-from meshrl.launch.directory.places import shown
+from meshrl.directory.job_file import BROUGHT
+from meshrl.directory.places import shown
 
 
 def brought(url: str) -> Path:

@@ -14,14 +14,14 @@ from common.job.changing import changed, differences
 from common.job.config import JobConfig
 from common.state import jobs
 from common.state.server import embedded
+from meshrl.directory.places import write_json
+from meshrl.directory.target import Run
 from meshrl.job.jobfile import JobFile
-from meshrl.launch.directory.places import write_json
 from meshrl.launch.head.launcher import Launcher, Shape, shape_of
 from meshrl.launch.head.restoring import put_back
 from meshrl.launch.session import session, shape_for
 from meshrl.preflight import checks
 from meshrl.run.resuming import finished, too_few
-from meshrl.run.target import Run
 
 
 def go_on(

@@ -8,10 +8,10 @@ from typing import TypeVar
 
 from common.errors import DeadlineExceeded, StateUnavailable
 from common.state.client import State
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
+from meshrl.directory.target import may_live
 from meshrl.observe.live.view import Saying
 from meshrl.observe.recording.recorder import ANSWER_S, LOOK_S
-from meshrl.run.target import may_live
 
 T = TypeVar("T")
 GONE_S = 15.0  # of silence before it is asked whether the mesh is still there

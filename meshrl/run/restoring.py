@@ -11,10 +11,10 @@ from common.errors import Damaged
 from common.records import damage
 from common.state import events
 from common.state.client import State
-from meshrl.asking import ANSWER_S, ask
-from meshrl.launch.directory import job_file
-from meshrl.launch.directory.claims import runs
-from meshrl.launch.directory.places import MeshPlace, shown
+from meshrl.directory import job_file
+from meshrl.directory.asking import ANSWER_S, ask
+from meshrl.directory.claims import runs
+from meshrl.directory.places import MeshPlace, shown
 
 
 def record_of(directory: Path) -> dict[str, Any]:

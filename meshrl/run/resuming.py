@@ -10,13 +10,13 @@ from common.errors import ConfigError, NotFound, Refused, StateUnavailable
 from common.job.changing import differences, refusal
 from common.records.checkpoints import steps_done
 from common.state import jobs
-from meshrl.asking import ANSWER_S, ask
+from meshrl.directory import places
+from meshrl.directory.asking import ANSWER_S, ask
+from meshrl.directory.claims import locked, runs
+from meshrl.directory.target import Run
 from meshrl.job import edited
-from meshrl.launch.directory import places
-from meshrl.launch.directory.claims import locked, runs
 from meshrl.run import whole
 from meshrl.run.restoring import record_of
-from meshrl.run.target import Run
 
 
 def resume(directory: Path, settings: list[str]) -> int:

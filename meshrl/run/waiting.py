@@ -12,10 +12,10 @@ from common.errors import NotFound, Refused, StateUnavailable
 from common.state import jobs
 from common.state.client import State
 from common.state.jobs import JobRow
-from meshrl.asking import ANSWER_S, ask
-from meshrl.launch.directory.places import read_if_whole
+from meshrl.directory.asking import ANSWER_S, ask
+from meshrl.directory.places import read_if_whole
+from meshrl.directory.target import Run, may_live, row_of, run_of
 from meshrl.run.outcome import Outcome, outcome_of, over
-from meshrl.run.target import Run, may_live, row_of, run_of
 
 POLL_S = 0.5
 TIMED_OUT = 124  # exit status of a wait that was too short, as timeout(1) has it

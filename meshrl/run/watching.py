@@ -13,7 +13,8 @@ from common.errors import HistoryLost, NotFound, Refused
 from common.records import lines
 from common.state import events, jobs, registry, steps
 from common.state.client import State
-from meshrl.launch.directory.places import read_if_whole
+from meshrl.directory.places import read_if_whole
+from meshrl.directory.target import Run, may_live, mesh_meant, row_of, run_of
 from meshrl.observe.live.view import view_for
 from meshrl.observe.live.watch import History, Reading, Snapshot, snapshot
 from meshrl.observe.recording.belonging import Belonging
@@ -27,7 +28,6 @@ from meshrl.observe.standing.pool import pool
 from meshrl.run import watching_mesh
 from meshrl.run.looking import looked
 from meshrl.run.outcome import INTERRUPTED, Outcome, outcome_of
-from meshrl.run.target import Run, may_live, mesh_meant, row_of, run_of
 
 
 class Onlooker:

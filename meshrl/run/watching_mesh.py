@@ -9,15 +9,15 @@ from collections.abc import Awaitable, Callable
 from common.state import jobs, registry, steps
 from common.state.client import State
 from common.state.jobs import JobRow, Phase
-from meshrl.asking import ask
-from meshrl.launch.directory.places import MeshPlace, shown
+from meshrl.directory.asking import ask
+from meshrl.directory.places import MeshPlace, shown
+from meshrl.directory.target import may_live
 from meshrl.observe.live.mesh_view import CURVE, MeshShot, shot, view_for
 from meshrl.observe.live.watch import History
 from meshrl.observe.recording.recorder import ANSWER_S
 from meshrl.observe.standing.pool import pool
 from meshrl.run.looking import looked
 from meshrl.run.outcome import FAILED, FINISHED, INTERRUPTED, STOPPED
-from meshrl.run.target import may_live
 
 
 class MeshOnlooker:

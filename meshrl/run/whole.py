@@ -13,7 +13,7 @@ from common.job import bundle_files
 from common.records.checkpoints import STATE, all_checkpoints, is_first, last_named, manifest_of
 from common.weights.manifest import read_whole
 from common.wire.chunks import ChunkStore
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 
 NAMED = 3  # missing files that an error names
 

@@ -15,13 +15,13 @@ from common.state import events, pool
 from common.state.client import State
 from common.state.events import Event
 from common.state.jobs import JobRow
-from meshrl.asking import ANSWER_S, ask
-from meshrl.launch.directory.places import MeshPlace, shown
+from meshrl.directory.asking import ANSWER_S, ask
+from meshrl.directory.places import MeshPlace, shown
+from meshrl.directory.target import place_of
 from meshrl.observe.live.view import OneScreen
 from meshrl.observe.standing import moves
 from meshrl.run.looking import looked
 from meshrl.run.outcome import INTERRUPTED
-from meshrl.run.target import place_of
 from meshrl.run.watching_mesh import MeshOnlooker
 from meshrl.terminal import Console
 from meshrl.top.frame import Frame

@@ -1,1 +1,1 @@
-"""`meshrl weights`: asks for the versions of a run (`asking.py`) and shows them (`showing.py`)."""
+"""`meshrl weights`: shows versions (`showing.py`) and how they travelled (`explaining.py`)."""

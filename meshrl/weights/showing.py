@@ -11,10 +11,10 @@ from typing import Any
 from common.errors import ConfigError
 from common.records.at_url import is_url
 from meshrl.client.client import Client
-from meshrl.launch.directory import places
+from meshrl.directory import places
+from meshrl.directory.target import Run, run_of
+from meshrl.directory.versions import asked, words
 from meshrl.observe.live import printing
-from meshrl.run.target import Run, run_of
-from meshrl.weights.asking import asked, words
 
 TYPES = ("float32", "bfloat16")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # as `name` of a job file

@@ -13,7 +13,7 @@ from common.state import events
 from common.state.client import State
 from common.state.server import rollback
 from common.state.server.rollback import Mark
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import note as notes
 from meshrl.launch.redis.guard import INTERVAL_S
 from meshrl.launch.redis.note import Note, NoteFile

@@ -32,7 +32,7 @@ from loadtests.hosts.flood.growth import Readings, between, read
 from loadtests.hosts.flood.pouring import Pour, Poured
 from loadtests.jobs.mesh import RunningMesh, mesh_up
 from meshrl.client.client import JobHandle
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 
 JOB = Path(__file__).parents[3] / "tests" / "mesh" / "jobs" / "digits.toml"
 WORKERS = 2

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from common.process.starting import opened_log
+from meshrl.directory.ownership import made_private
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.console.followed import MOST_BYTES, Followed
 from meshrl.launch.console.output import Output
-from meshrl.launch.directory.ownership import made_private
-from meshrl.launch.directory.places import MeshPlace
 
 POLL_S = 0.2
 BOUND_S = 5.0  # between two looks whether a file is too large

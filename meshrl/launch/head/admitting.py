@@ -25,7 +25,7 @@ from common.state import events, pool, registry
 from common.state.client import State
 from common.state.hosts import admission
 from common.state.hosts.admission import Asked
-from meshrl.launch.directory.places import MeshPlace, write_json
+from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch.head.absences import Absences
 
 LOOK_S = 0.2

@@ -19,7 +19,7 @@ from common.records.sealed import sealed
 from common.state import jobs
 from common.state.client import State
 from common.state.server.rollback import JobMark
-from meshrl.launch.directory.places import MeshPlace, read_json, write_json
+from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.launch.head.restoring import put_back
 
 BROUGHT = "brought.json"  # in the mesh's directory: runs whose jobs Redis is to be told of

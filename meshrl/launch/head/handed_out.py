@@ -15,7 +15,7 @@ from common.access.records import Token
 from common.errors import ConfigError, Damaged, Refused
 from common.records import documents
 from common.transport.keys import KeyPair
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 
 FILE = "head.json"  # of `meshrl secrets`
 ANOTHER = "Give the head.json of `meshrl secrets`, whole"

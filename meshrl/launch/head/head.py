@@ -16,7 +16,7 @@ from common.errors import NotFound
 from common.process.interfaces import interface_behind
 from common.secret import SECRET_BYTES
 from common.settings import BY_PROCESS, MeshSettings, new_host
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis.network import Network
 from meshrl.launch.redis.serving import Told
 

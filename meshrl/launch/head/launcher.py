@@ -36,15 +36,15 @@ from common.state.ended import forget_all
 from common.state.pool import write_settings
 from common.state.server import embedded, home
 from common.state.server.rollback import JobMark
+from meshrl.directory.kept import KeptDocument, keep
+from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.launch import plan
-from meshrl.launch.directory.holding import Hold, interruptible
-from meshrl.launch.directory.kept import KeptDocument, keep
-from meshrl.launch.directory.places import MeshPlace, read_json, write_json
 from meshrl.launch.foreground import AGAIN, ENDED, begun
 from meshrl.launch.head import admitting, from_copy, trimming
 from meshrl.launch.head.admitting import Admitting
 from meshrl.launch.head.head import Head, told_to_hosts
 from meshrl.launch.head.restoring import put_all_back
+from meshrl.launch.holding import Hold, interruptible
 from meshrl.launch.outward.outward import outward
 from meshrl.launch.redis.server import MeshRedis
 from meshrl.launch.redis.serving import Told

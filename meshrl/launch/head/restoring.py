@@ -21,7 +21,7 @@ from common.records.checkpoints import (
 from common.state import jobs, steps
 from common.state.client import State
 from common.state.server.rollback import JobMark, Mark
-from meshrl.launch.directory.places import read_json
+from meshrl.directory.places import read_json
 from meshrl.launch.redis.recorded import recorded
 
 

@@ -11,8 +11,8 @@ from common.state.client import State, server_ms
 from common.state.ended import Ended
 from common.state.jobs import JobRow
 from common.state.keys import PLANNER
+from meshrl.directory.places import MeshPlace
 from meshrl.hosts import standing
-from meshrl.launch.directory.places import MeshPlace
 from meshrl.observe.standing.diagnosing import stalls
 from meshrl.observe.standing.pool import Pool, pool
 from meshrl.observe.standing.stalled import Stall

@@ -10,7 +10,7 @@ from common.clock import Clock
 from common.process.host import Host
 from common.settings import MeshSettings
 from common.state.client import State
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 
 
 class Root(Protocol):

@@ -17,7 +17,7 @@ from common.clock import Clock
 from common.errors import StateUnavailable
 from common.process.handle import Child
 from common.state.server import embedded
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.logs import tail
 
 INTERVAL_S = 1.0

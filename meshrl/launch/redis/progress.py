@@ -18,7 +18,7 @@ from common.records import damage
 from common.state.client import State
 from common.state.server import rollback
 from common.state.server.rollback import Mark
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import aof, note
 from meshrl.launch.redis.note import Note, NoteFile
 from meshrl.launch.redis.recorded import RunRecord

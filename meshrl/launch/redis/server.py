@@ -36,7 +36,7 @@ from common.state import events
 from common.state.client import State
 from common.state.server import embedded, rollback
 from common.state.server.rollback import Mark
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import guard, strangers
 from meshrl.launch.redis.aside import complaint, rename
 from meshrl.launch.redis.network import Network, far_url

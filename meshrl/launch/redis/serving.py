@@ -13,7 +13,7 @@ from functools import cache, partial
 from common.errors import ConfigError
 from common.state.server import embedded
 from common.state.server.embedded import EmbeddedServer, Listening
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import guard
 from meshrl.launch.redis.network import Network, is_local, is_taken
 from meshrl.launch.redis.users import HostUsers

@@ -15,8 +15,8 @@ from common.errors import Damaged, Refused
 from common.records import ledger
 from common.state.events import Event
 from common.state.lifecycle.accounting import WRONG, account, wrong
-from meshrl.launch.directory import job_file
-from meshrl.launch.directory.places import existing_run
+from meshrl.directory import job_file
+from meshrl.directory.places import existing_run
 from meshrl.observe.recording.recorded import Mark, damaged
 from meshrl.observe.recording.recorder import job_of, read_events
 from meshrl.observe.standing.held import Going

@@ -16,7 +16,7 @@ from common.records.lines import LineFile, Row, read, whole
 from common.state import events, readers, steps
 from common.state.client import State
 from common.state.events import Event
-from meshrl.launch.directory.places import read_json
+from meshrl.directory.places import read_json
 from meshrl.observe.recording.belonging import Belonging
 
 RECENT = 1000  # rows that are held in memory, of 7 KB each; the others are in the file

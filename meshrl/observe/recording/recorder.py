@@ -27,9 +27,9 @@ from common.records import damage, lines
 from common.records.at_url import is_url
 from common.records.checkpoints import all_checkpoints, is_first
 from common.state import events, groups, jobs, readers, steps
-from meshrl.launch.directory import job_file
-from meshrl.launch.directory.kept import KeptDocument
-from meshrl.launch.directory.places import read_if_whole, read_json, write_json
+from meshrl.directory import job_file
+from meshrl.directory.kept import KeptDocument
+from meshrl.directory.places import read_if_whole, read_json, write_json
 from meshrl.launch.head.launcher import Launcher
 from meshrl.observe.live.watch import History, Reading, Snapshot, snapshot
 from meshrl.observe.recording import prefixes, storage

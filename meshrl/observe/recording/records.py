@@ -12,7 +12,7 @@ from common.errors import Damaged, DeadlineExceeded, MeshError, StateUnavailable
 from common.records import damage
 from common.state import events
 from common.state.lifecycle.accounting import wrong
-from meshrl.launch.directory import job_file
+from meshrl.directory import job_file
 from meshrl.launch.head.launcher import Launcher
 from meshrl.observe.recording.audit import accused
 from meshrl.observe.recording.looking import Looks

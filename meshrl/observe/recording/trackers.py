@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError, MeshError, PeerLost, StorageFull
 from common.job.config import JobConfig
-from meshrl.launch.directory.places import write_json
+from meshrl.directory.places import write_json
 from meshrl.observe.guard import Guard
 from meshrl.observe.report import samples
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.state.registry import Entry
-from meshrl.launch.directory.places import read_json, write_json
+from meshrl.directory.places import read_json, write_json
 from meshrl.observe.standing.pool import Pool
 from meshrl.observe.standing.processes import Used
 from meshrl.observe.standing.residency import accelerators

@@ -7,7 +7,7 @@ from pathlib import Path
 from common.errors import NotFound
 from common.records.lines import whole
 from common.state.events import Event
-from meshrl.launch.directory.places import read_json, shown
+from meshrl.directory.places import read_json, shown
 from meshrl.observe.live.watch import Evaluation, evaluation, told, unforeseen
 from meshrl.observe.recording.recorded import METRICS, thinned
 from meshrl.observe.recording.recorder import evaluated, job_of, read_events

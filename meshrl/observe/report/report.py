@@ -16,8 +16,8 @@ from common.records import documents
 from common.state.events import Event
 from common.state.jobs import Phase
 from common.state.lifecycle.accounting import WRONG
-from meshrl.exporting import command
-from meshrl.launch.directory.places import write_json
+from meshrl.directory.exporting import command
+from meshrl.directory.places import write_json
 from meshrl.launch.head.launcher import Launcher
 from meshrl.observe.guard import Guard
 from meshrl.observe.live.watch import Evaluation, Snapshot

@@ -7,9 +7,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from meshrl.directory.target import run_of
 from meshrl.run.outcome import INTERRUPTED
 from meshrl.run.talking.model_of import model_of
-from meshrl.run.target import run_of
 
 
 def chat(

@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 from common.errors import ConfigError, NotFound
-from meshrl import exporting
-from meshrl.run.target import Run, may_live
+from meshrl.directory import exporting
+from meshrl.directory.target import Run, may_live
 
 
 def model_of(run: Run, step: int | None, best: bool, scratch: Path) -> Path:

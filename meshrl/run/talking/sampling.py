@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import ConfigError
+from meshrl.directory.target import run_of
 from meshrl.run.outcome import INTERRUPTED
 from meshrl.run.talking.model_of import model_of
-from meshrl.run.target import run_of
 
 STDIN = "-"
 

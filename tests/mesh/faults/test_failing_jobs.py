@@ -20,8 +20,8 @@ from common.job import bundle_files
 from common.state import events, jobs
 from common.state.ended import ended
 from meshrl.commands.status import diagnosis
+from meshrl.directory.places import MeshPlace
 from meshrl.job import bundle, jobfile
-from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher, Shape
 from tests.load import scaled
 from tests.mesh.running import JOB

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from common.process.forking.birth import NURSERY_ENV
 from common.settings import REDIS_ENV, MeshSettings
-from meshrl.launch.directory import leftovers
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
+from meshrl.launch import leftovers
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.hosting import HostShape
 from tests.load import scaled

@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from common.settings import REDIS_ENV, MeshSettings
 from common.state import jobs
+from meshrl.directory.places import MeshPlace
 from meshrl.job import bundle, jobfile
-from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.hosting import HostShape
 from tests.load import scaled

@@ -20,8 +20,8 @@ from common.state.client import State
 from common.state.hosts import rights
 from common.state.server import embedded
 from meshrl.cli import app
-from meshrl.launch.directory import leftovers
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
+from meshrl.launch import leftovers
 from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.launch.redis import certificate
 from tests.mesh.hosts.joining import submitted, until

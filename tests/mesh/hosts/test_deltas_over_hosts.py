@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.state import jobs, pool, registry
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher, Shape
 from tests.mesh.hosts.joining import beside, submitted, until
 

@@ -11,7 +11,7 @@ import pytest
 
 from common.pool.settings import PoolSettings
 from common.state import events, jobs, registry
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher, Shape
 from tests.load import scaled
 from tests.mesh.hosts.hidden import HiddenHost

@@ -21,8 +21,8 @@ import pytest
 
 from common.settings import REDIS_ENV, MeshSettings
 from meshrl import health
-from meshrl.launch.directory import leftovers
-from meshrl.launch.directory.places import MeshPlace, read_if_whole
+from meshrl.directory.places import MeshPlace, read_if_whole
+from meshrl.launch import leftovers
 from tests.load import scaled
 from tests.mesh.running import JOB, ROOT
 

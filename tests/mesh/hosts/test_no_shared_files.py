@@ -13,7 +13,7 @@ import pytest
 
 from common.records.checkpoints import all_checkpoints, verified
 from common.state import events, jobs, pool, registry
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.observe.report import samples
 from meshrl.observe.trace import writing

@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 from common.state import events, jobs, pool, registry
 from common.state.events import Event
 from meshrl.cli import app
-from meshrl.launch.directory import leftovers
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
+from meshrl.launch import leftovers
 from meshrl.launch.head.launcher import Launcher, Shape
 from tests.load import scaled
 from tests.mesh.hosts.joining import JoinedHost, beside, submitted, until

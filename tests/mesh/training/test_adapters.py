@@ -20,7 +20,7 @@ from common.model.hf import load_model
 from common.model.lora import is_adapter
 from common.weights.manifest import read_whole
 from common.wire.bulk.port import ChunkStore
-from meshrl.exporting import export
+from meshrl.directory.exporting import export
 from tests.load import scaled
 from tests.mesh.running import Run, slow_pace
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.launch.directory import leftovers
+from meshrl.launch import leftovers
 from tests.load import scaled
 from tests.mesh.running import Run, slow_pace
 

@@ -25,8 +25,8 @@ from common.wire.bulk.port import BulkClient
 from common.wire.weight_store import put
 from loadtests.weights import contents, models
 from loadtests.weights.scene import Member, Scene
+from meshrl.directory.places import MeshPlace
 from meshrl.job import bundle, jobfile
-from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.head import from_copy
 from services.weights.keeping.records import JOBS, record_in
 from tests.load import scaled

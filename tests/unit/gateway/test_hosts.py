@@ -44,12 +44,12 @@ from common.state.client import State
 from common.state.hosts import admission
 from common.state.registry import Entry, evict, register
 from common.transport.keys import KeyPair
+from meshrl.directory.places import MeshPlace
 from meshrl.hosts import membership, notice
 from meshrl.hosts.joining import standing
 from meshrl.hosts.membership import AUTHORITY
 from meshrl.hosts.membership import Membership as HostsMembership
 from meshrl.hosts.told import keep
-from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.head.admitting import Admitting, joined
 from sim.state import simulated_state
 from tests.load import scaled

@@ -27,7 +27,7 @@ from common.settings import BY_PROCESS
 from common.transport.keys import KeyPair
 from meshrl import Client
 from meshrl.cli import app
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.head import handed_out
 from sim.state import simulated_state
 from tests.unit.gateway.conftest import House

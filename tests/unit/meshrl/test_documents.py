@@ -14,7 +14,7 @@ from common.job.config import JobConfig
 from common.job.schema import JOB
 from meshrl.cli import app
 from meshrl.job.jobfile import at
-from meshrl.launch.directory.mesh_file import MESH, MeshFile
+from meshrl.launch.mesh_file import MESH, MeshFile
 
 ROOT = Path(__file__).parents[3]
 KEYS = [key for key, kind in JOB.kinds.items() if not is_dataclass(kind)]

@@ -16,7 +16,7 @@ from common.settings import MeshSettings
 from common.state.server import embedded
 from meshrl import logs
 from meshrl.cli import app
-from meshrl.launch.directory.places import MeshPlace, write_json
+from meshrl.directory.places import MeshPlace, write_json
 from meshrl.remote_logs import RemoteLog, RemoteLogs
 from tests.contract.state.state_bench import running_server
 from tests.load import scaled

@@ -19,7 +19,7 @@ from common.settings import MeshSettings
 from common.terminal import guarded_output
 from meshrl import __main__ as program
 from meshrl.cli import app
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.terminal import Console
 from tests.unit.common.test_terminal import ATTACKS, is_plain
 from tests.unit.meshrl.observe.test_samples import sample

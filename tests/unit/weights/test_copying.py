@@ -32,7 +32,7 @@ from common.records.sealed import sealed
 from common.state import events, jobs, registry, steps
 from common.state.lifecycle import deleting
 from common.wire.weight_store import STORE
-from meshrl.launch.directory.places import MeshPlace, read_json
+from meshrl.directory.places import MeshPlace, read_json
 from meshrl.launch.head import from_copy
 from meshrl.observe.live import tables
 from services.weights.copying import DAY_S, LATEST_AGAIN_S, LOOK_S, OLD_S, SILENT_S, Copying

@@ -20,7 +20,7 @@ from common.process.host import SystemHost
 from common.runtime.mesh import MeshSettings
 from common.state import events, jobs
 from common.state.client import State
-from meshrl.weights.asking import copied
+from meshrl.directory.versions import copied
 from services.weights.keeping.pins import Pin, pin
 from services.weights.keeping.records import JOBS, JobRecords
 from services.weights.keeping.retention import Number

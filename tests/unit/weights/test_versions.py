@@ -29,8 +29,8 @@ from common.model.tokenizer import character_tokenizer
 from common.records.checkpoints import checkpoint_name
 from common.records.sealed import sealed
 from meshrl.cli import app
+from meshrl.directory.versions import answer, asked, command
 from meshrl.run.resuming import resume
-from meshrl.weights.asking import answer, asked, command
 from services.weights.committed import versions
 from services.weights.keeping.pins import PINS, Pin, pin
 from services.weights.making import making

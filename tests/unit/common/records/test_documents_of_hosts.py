@@ -13,8 +13,8 @@ import pytest
 from common.access import hosts, identity, owner, records
 from common.errors import Damaged
 from common.records import documents
+from meshrl.directory.places import MeshPlace
 from meshrl.hosts import membership
-from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.head.admitting import Book
 
 READ: dict[str, tuple[Callable[[MeshPlace], Any], str]] = {

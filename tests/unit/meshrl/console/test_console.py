@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.console import console, followed
 from meshrl.launch.console.followed import MOST_BYTES, Followed
 from meshrl.launch.console.output import Output
-from meshrl.launch.directory.places import MeshPlace
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.console import console
-from meshrl.launch.directory.places import MeshPlace
 
 if __name__ == "__main__":
     place = MeshPlace(Path(sys.argv[1]))

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from common.settings import MeshSettings
 from meshrl.cli import app
+from meshrl.directory.places import MeshPlace
 from meshrl.hosts.membership import Membership
 from meshrl.hosts.returning import GIB, Offer, as_told
-from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.hosting import HostShape
 
 SHAPE = HostShape(

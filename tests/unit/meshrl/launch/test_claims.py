@@ -11,8 +11,8 @@ import pytest
 from common.errors import Refused, StorageFull
 from common.job.config import JobConfig
 from common.settings import MeshSettings
-from meshrl.launch.directory.claims import claimed, writing
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.claims import claimed, writing
+from meshrl.directory.places import MeshPlace
 
 MINE = JobConfig(name="sum", out="mine")
 

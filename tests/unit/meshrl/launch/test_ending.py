@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from common.settings import MeshSettings
-from meshrl.launch.directory.ending import STOP_S, end
-from meshrl.launch.directory.liveness import running_launcher
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.liveness import running_launcher
+from meshrl.directory.places import MeshPlace
+from meshrl.launch.ending import STOP_S, end
 from tests.load import scaled
 
 WITHIN_S = 30.0
 HOLDS = """
 import signal, sys, time
 from pathlib import Path
-from meshrl.launch.directory.holding import Hold
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.launch.holding import Hold
+from meshrl.directory.places import MeshPlace
 place = MeshPlace(Path(sys.argv[1]))
 def told(*_):
     (place.root / "asked").write_text(str(place.leaving.exists()))

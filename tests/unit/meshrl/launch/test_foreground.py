@@ -26,9 +26,9 @@ from common.errors import (
 from common.ports import Taken
 from common.process.host import SystemHost
 from common.telemetry.endpoint import MetricsEndpoint
-from meshrl.launch.directory.holding import Held, Hold
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.foreground import AGAIN, ENDED, NEVER, begun, ended, ended_with, status_of
+from meshrl.launch.holding import Held, Hold
 from meshrl.launch.redis.network import Network
 from meshrl.preflight import addresses
 

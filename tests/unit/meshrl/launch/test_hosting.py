@@ -10,8 +10,8 @@ import pytest
 from common.clock import SystemClock
 from common.errors import StateUnavailable
 from common.settings import BY_PROCESS, MeshSettings
-from meshrl.launch.directory.ending import STOP_S
-from meshrl.launch.directory.places import MeshPlace, read_if_whole
+from meshrl.directory.places import MeshPlace, read_if_whole
+from meshrl.launch.ending import STOP_S
 from meshrl.launch.foreground import AGAIN, status_of
 from meshrl.launch.hosting import Hosting, HostShape
 from sim.state import simulated_state

@@ -18,8 +18,8 @@ from common.state import events, jobs, registry
 from common.state.registry import Entry
 from common.state.server.rollback import JobMark
 from meshrl.commands.status import diagnosis
-from meshrl.launch.directory import leftovers
-from meshrl.launch.directory.places import MeshPlace, write_json
+from meshrl.directory.places import MeshPlace, write_json
+from meshrl.launch import leftovers
 from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.launch.redis import guard
 from meshrl.launch.redis import note as notes

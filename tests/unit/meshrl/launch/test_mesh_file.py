@@ -9,9 +9,9 @@ import pytest
 
 from common.errors import ConfigError
 from common.pool.settings import PoolSettings
-from meshrl.launch.directory.mesh_file import MeshFile, read
-from meshrl.launch.directory.places import MeshPlace, write_json
+from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch.head.launcher import POOL, pool_of
+from meshrl.launch.mesh_file import MeshFile, read
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from common.process.forking.birth import NURSERY_ENV, answers
 from common.process.handle import Child, start_time
 from common.process.host import SystemHost
 from common.process.supervision.supervisor import End
+from meshrl.directory.places import MeshPlace
 from meshrl.launch import plan
-from meshrl.launch.directory.places import MeshPlace
 from meshrl.launch.nursery import MeshNursery
 from tests.load import scaled
 

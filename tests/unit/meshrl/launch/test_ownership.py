@@ -11,8 +11,8 @@ import pytest
 
 from common.errors import Refused
 from common.settings import MeshSettings
-from meshrl.launch.directory.ownership import made_private
-from meshrl.launch.directory.places import MeshPlace, find_mesh, home, point_to
+from meshrl.directory.ownership import made_private
+from meshrl.directory.places import MeshPlace, find_mesh, home, point_to
 from tests.load import scaled
 
 NOBODY = 65534

@@ -13,8 +13,9 @@ import pytest
 from common.errors import NotFound, Refused
 from common.job.config import JobConfig
 from common.settings import MESH_ENV, mark_of
-from meshrl.launch.directory import leftovers, places
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory import places
+from meshrl.directory.places import MeshPlace
+from meshrl.launch import leftovers
 
 
 @pytest.fixture

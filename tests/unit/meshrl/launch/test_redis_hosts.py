@@ -36,7 +36,7 @@ from common.state import events
 from common.state.client import State
 from common.state.hosts import doors, rights
 from common.state.server import embedded
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import certificate
 from meshrl.launch.redis.network import Network
 from meshrl.launch.redis.server import MeshRedis

@@ -24,7 +24,7 @@ from common.state.client import State
 from common.state.hosts import rights
 from common.state.registry import Entry
 from common.state.server import embedded
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import guard, material
 from meshrl.launch.redis.network import Network
 from meshrl.launch.redis.server import MeshRedis

@@ -20,7 +20,7 @@ from common.state import events, jobs
 from common.state.client import State
 from common.state.server.rollback import JobMark, Mark
 from common.state.steps import IDS_APART
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.restoring import put_back
 from meshrl.launch.redis import note as notes
 from meshrl.launch.redis.note import Note, NoteFile

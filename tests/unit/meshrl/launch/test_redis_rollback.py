@@ -23,7 +23,7 @@ from common.records.documents import in_the_making
 from common.state import events, jobs, steps
 from common.state.client import State
 from common.state.server import embedded, rollback
-from meshrl.launch.directory.places import MeshPlace, write_json
+from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch.head.restoring import put_all_back
 from meshrl.launch.redis import note as notes
 from meshrl.launch.redis.server import MeshRedis

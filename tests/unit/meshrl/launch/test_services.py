@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.clock import SystemClock
 from common.process.host import SystemHost
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.services import Services
 from tests.load import scaled
 

@@ -11,7 +11,7 @@ import pytest
 from common.errors import NotFound
 from common.job.config import JobConfig
 from common.records.lines import line
-from meshrl.launch.directory.places import write_json
+from meshrl.directory.places import write_json
 from meshrl.observe.recording.recorder import read_events
 from meshrl.observe.report import again
 from tests.unit.meshrl.observe.test_report import EVENTS, ROWS, summary

@@ -12,7 +12,7 @@ import pytest
 
 from common.job.config import JobConfig
 from common.state.events import Event
-from meshrl.launch.directory.places import MeshPlace, write_json
+from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.observe.guard import Guard
 from meshrl.observe.live.guarded import GuardedView

@@ -13,8 +13,8 @@ import pytest
 
 from common.job.config import JobConfig
 from common.state import jobs
+from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch import session
-from meshrl.launch.directory.places import MeshPlace, write_json
 from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.observe.recording.recorder import Recorder
 from meshrl.observe.report import report

@@ -20,14 +20,14 @@ from common.records.lines import read
 from common.state import events, jobs, readers
 from common.state.client import State
 from common.state.server.rollback import JobMark
-from meshrl.launch.directory.places import MeshPlace, read_json, write_json
+from meshrl.directory.places import MeshPlace, read_json, write_json
+from meshrl.directory.target import run_in
 from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.launch.head.restoring import put_back
 from meshrl.observe.recording.recorded import Recorded
 from meshrl.observe.recording.recorder import Recorder, read_events
 from meshrl.observe.report import report
 from meshrl.run.outcome import outcome_of
-from meshrl.run.target import run_in
 from sim.state import simulated_as
 from tests.load import scaled
 

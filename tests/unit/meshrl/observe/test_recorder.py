@@ -14,7 +14,7 @@ from common.errors import StorageFull
 from common.job.config import JobConfig
 from common.records.lines import LineFile, read
 from common.state.events import Event
-from meshrl.launch.directory.places import MeshPlace, write_json
+from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.observe.live import watch
 from meshrl.observe.recording.recorder import Recorder, evaluated

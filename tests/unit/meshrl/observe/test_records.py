@@ -18,7 +18,7 @@ from common.job.config import JobConfig, TrackingConfig
 from common.records.damage import EVENT
 from common.state import events, jobs
 from common.state.registry import Entry, register
-from meshrl.launch.directory.places import MeshPlace, read_json, write_json
+from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.launch.session import _conclude
 from meshrl.observe.recording import records

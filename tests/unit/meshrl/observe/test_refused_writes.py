@@ -14,7 +14,7 @@ import redis
 from common.settings import MeshSettings
 from common.state.server import embedded
 from meshrl.commands.status import diagnosis
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import guard
 from tests.contract.state.state_bench import Server, running_server
 

@@ -20,8 +20,8 @@ from common.errors import ConfigError
 from common.job.config import JobConfig, TrackingConfig
 from common.process.host import SystemHost
 from common.state.events import Event
+from meshrl.directory.places import read_json
 from meshrl.job import jobfile
-from meshrl.launch.directory.places import read_json
 from meshrl.observe.recording import trackers
 from meshrl.observe.recording.trackers import (
     TrackerLimits,

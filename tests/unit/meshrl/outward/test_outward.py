@@ -21,7 +21,7 @@ from common.settings import MeshSettings
 from common.state import pool
 from common.state.client import State
 from common.state.registry import Entry, register
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.outward.mesh_look import MeshLook
 from meshrl.launch.outward.outward import outward
 from meshrl.launch.outward.standing import OLD_S, Standing

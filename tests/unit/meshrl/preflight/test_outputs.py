@@ -9,7 +9,7 @@ import pytest
 from common.errors import MeshError, Refused
 from common.job.config import JobConfig
 from common.records.at_url import AtUrl
-from meshrl.launch.directory.claims import claimed
+from meshrl.directory.claims import claimed
 from meshrl.preflight import outputs
 from tests.unit.meshrl.preflight.conftest import read
 

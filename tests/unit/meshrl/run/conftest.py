@@ -18,7 +18,7 @@ from common.state import events, jobs
 from common.state.client import State
 from common.state.registry import Entry, register
 from common.state.server import embedded
-from meshrl.launch.directory.places import write_json
+from meshrl.directory.places import write_json
 from tests.contract.state.state_bench import running_server
 
 T = TypeVar("T")

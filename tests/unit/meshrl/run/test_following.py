@@ -22,10 +22,10 @@ from common.state.jobs import Phase
 from common.state.registry import Entry, register
 from meshrl.__main__ import main
 from meshrl.cli import app
-from meshrl.launch.directory.claims import claimed
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.claims import claimed
+from meshrl.directory.places import MeshPlace
+from meshrl.directory.target import Run
 from meshrl.run.outcome import outcome_of
-from meshrl.run.target import Run
 from meshrl.run.watching import Onlooker
 from sim.state import simulated_state
 from tests.contract.state.state_bench import JOB as STEPPED

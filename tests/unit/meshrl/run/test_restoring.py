@@ -11,7 +11,7 @@ from common.errors import Damaged
 from common.job.config import JobConfig
 from common.state import jobs
 from common.state.client import State
-from meshrl.launch.directory.places import MeshPlace, read_json, write_json
+from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.run.restoring import record_of
 

@@ -12,9 +12,9 @@ import pytest
 from common.errors import ConfigError, MeshError, NotFound, Refused
 from common.job.config import JobConfig
 from common.state.jobs import Phase
+from meshrl.directory.claims import claimed
+from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.job import jobfile
-from meshrl.launch.directory.claims import claimed
-from meshrl.launch.directory.places import MeshPlace, read_json, write_json
 from meshrl.launch.session import pack_run
 from meshrl.run.resuming import resume
 from tests.unit.meshrl.run.conftest import HeldMesh

@@ -16,7 +16,7 @@ from common.records.checkpoints import checkpoint_name, digests_below
 from common.records.sealed import sealed
 from common.wire.blob import pack
 from common.wire.chunks import ChunkStore
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 from meshrl.run import whole
 
 

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from common.errors import ConfigError, NotFound
 from meshrl.cli import app
+from meshrl.directory.target import run_in
 from meshrl.run.talking.model_of import model_of
 from meshrl.run.talking.sampling import Choice, asked, sample
-from meshrl.run.target import run_in
 from tests.unit.meshrl.run.conftest import written_run
 
 

@@ -13,10 +13,10 @@ from typing import IO
 
 from common.errors import Refused
 from common.process.host import own_start_time
+from meshrl.directory.ownership import made_private
+from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch.console import console
-from meshrl.launch.directory.ending import STOP_S
-from meshrl.launch.directory.ownership import made_private
-from meshrl.launch.directory.places import MeshPlace, write_json
+from meshrl.launch.ending import STOP_S
 
 ECHO_S = 1.0  # one Ctrl-C may arrive twice, from the terminal and from a parent
 

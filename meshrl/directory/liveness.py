@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.process.handle import start_time
-from meshrl.launch.directory.places import MeshPlace, read_if_whole
+from meshrl.directory.places import MeshPlace, read_if_whole
 
 
 def running_launcher(place: MeshPlace) -> int:

@@ -17,7 +17,7 @@ from common.errors import Damaged, NotFound, Refused
 from common.job.config import JobConfig
 from common.records import documents
 from common.settings import MeshSettings
-from meshrl.launch.directory.ownership import refuse_foreign
+from meshrl.directory.ownership import refuse_foreign
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import os
 import signal
 import time
 
-from meshrl.launch.directory import leftovers
-from meshrl.launch.directory.liveness import running_launcher
-from meshrl.launch.directory.places import MeshPlace, read_if_whole
+from meshrl.directory.liveness import running_launcher
+from meshrl.directory.places import MeshPlace, read_if_whole
+from meshrl.launch import leftovers
 
 STOP_S = 60.0  # in which all processes of a host end in order
 POLL_S = 0.1

@@ -12,7 +12,7 @@ from common.clock import Clock
 from common.errors import Damaged, DeadlineExceeded, StateUnavailable, StorageFull
 from common.records import damage
 from common.records.lines import signature
-from meshrl.launch.directory.places import read_json, write_json
+from meshrl.directory.places import read_json, write_json
 
 LOOK_S = 1.0
 

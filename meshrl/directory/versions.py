@@ -18,7 +18,7 @@ from typing import Any
 from common.errors import MeshError, from_wire
 from common.process.host import SystemHost
 from common.records.at_url import without_secrets
-from meshrl.launch.directory import job_file
+from meshrl.directory import job_file
 
 POLL_S = 0.01
 

@@ -9,10 +9,10 @@ from typing import Any
 from common.errors import ConfigError, Damaged, NotFound, Refused, StateUnavailable
 from common.state import jobs, registry
 from common.state.client import State
-from meshrl.asking import ANSWER_S, ask
-from meshrl.launch.directory import job_file, places
-from meshrl.launch.directory.liveness import running_launcher
-from meshrl.launch.directory.places import MeshPlace, find_mesh
+from meshrl.directory import job_file, places
+from meshrl.directory.asking import ANSWER_S, ask
+from meshrl.directory.liveness import running_launcher
+from meshrl.directory.places import MeshPlace, find_mesh
 
 
 @dataclass(frozen=True)

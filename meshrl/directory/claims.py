@@ -20,10 +20,10 @@ from common.job.config import JobConfig
 from common.records.at_url import AtUrl
 from common.state import jobs
 from common.state.jobs import ENDED
-from meshrl.asking import ANSWER_S, ask
-from meshrl.launch.directory import places
-from meshrl.launch.directory.liveness import running_launcher
-from meshrl.launch.directory.places import MeshPlace, read_if_whole, read_json
+from meshrl.directory import places
+from meshrl.directory.asking import ANSWER_S, ask
+from meshrl.directory.liveness import running_launcher
+from meshrl.directory.places import MeshPlace, read_if_whole, read_json
 
 TAKEN = ".starting"  # a file in a directory that a start has taken
 FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -9,7 +9,7 @@ from typing import TypeVar
 from common.errors import DeadlineExceeded, StateUnavailable
 from common.state.client import State
 from common.state.server.embedded import without_password
-from meshrl.launch.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace
 
 T = TypeVar("T")
 ANSWER_S = 10.0

@@ -10,7 +10,7 @@ from common.errors import Damaged
 from common.records import damage
 from common.state import jobs
 from common.state.client import State
-from meshrl.launch.directory.places import read_json, write_json
+from meshrl.directory.places import read_json, write_json
 
 NAME = "job.json"
 BROUGHT = "brought"  # from which URL, of a run that another host has made

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from common.errors import ConfigError
-from meshrl.launch.directory import places
+from meshrl.directory import places
 
 
 def command(run_dir: Path, out: Path, step: int | None = None, best: bool = False) -> list[str]:

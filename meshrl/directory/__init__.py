@@ -1,0 +1,3 @@
+"""The directories of a mesh and of its runs: where they are, whose, what lies there, and what their
+own processes tell of it. Open `places.py` first.
+"""
