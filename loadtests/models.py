@@ -37,7 +37,7 @@ from common.generation.contract import Request
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.hf import load_model
-from kernels.varlen import VarlenAttention
+from kernels.ops.varlen import VarlenAttention
 from loadtests.checkpoints.changed import change
 from loadtests.checkpoints.drawn import CLASSES, VOCABULARY, drawn
 from services.trainer.arithmetic.forward import fuse

@@ -32,7 +32,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.runtime.mesh import Mesh
 from loadtests.measuring.unrenewed import FOREVER_S, knows, unrenewed
-from services.engine import cache_moves
+from services.engine.kv import moves as cache_moves
 from services.engine.running import Driver
 from services.engine.service import EngineService
 

@@ -41,7 +41,7 @@ from services.rollout.routing.cmlfq import Scheduler
 from services.rollout.routing.lengths import Lengths, Past, ToolReturn, tool_return_of
 from services.rollout.routing.queues import BucketDecision, LengthBucket, bucket_of
 from services.rollout.routing.router import Router
-from services.rollout.trajectory import Ending, Trajectory, Turn
+from services.rollout.trajectories.trajectory import Ending, Trajectory, Turn
 
 PACE = "6/16/30000"  # ms a decode step, sequences on the plateau, prefill tokens/s
 BATCH = 16  # requests that an engine decodes together: the plateau

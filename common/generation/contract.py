@@ -19,7 +19,7 @@ from common.records.experts import NO_EXPERTS, laid_out
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from common.generation.builtin.loading import Loading
+    from common.generation.loading import Loading
 
 NO_VERSION = -1  # of an engine that holds no whole version
 MIXED = -1  # version of a cache that weights of several versions computed

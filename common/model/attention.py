@@ -3,7 +3,7 @@
 Where keys lie, which queries share a call and how sequences are kept apart differs between
 training, an engine and a whole forward pass. The model only hands over one layer's projections, and
 says how far back its tokens see. Here is the simplest such function; that of the trainer, over
-packed bins, is in `kernels/varlen.py`.
+packed bins, is in `kernels/ops/varlen.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What a decoder computes between its matrix products (norms, SwiGLU, heads): the protocol, and
-PyTorch's own operators for it. Fused ones for a CPU are in `kernels/pointwise.py`.
+PyTorch's own operators for it. Fused ones for a CPU are in `kernels/ops/pointwise.py`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@
 
 namespace meshrl {
 
-constexpr int kDone = 0, kNoMemory = 1, kOutOfRange = 2;  // as kernels/ops/native.py
+constexpr int kDone = 0, kNoMemory = 1, kOutOfRange = 2;  // as kernels/backends/native.py
 
 inline Vec load_wide(const float* p) { return load(p); }
 inline Vec load_wide(const bf16* p) {

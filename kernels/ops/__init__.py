@@ -14,9 +14,9 @@ are for inference: none has a gradient. On a GPU launches depend on shapes alone
 graph may hold them, and an index out of range is a device-side assertion instead of an IndexError.
 """
 
+from kernels.backends.layout import BLOCK, cache_shapes
 from kernels.ops.buckets import bucket_pack, bucket_scatter
 from kernels.ops.dispatch import can_be_captured
-from kernels.ops.layout import BLOCK, cache_shapes
 from kernels.ops.logprob import token_logprob
 from kernels.ops.paged import paged_decode, paged_write
 from kernels.ops.prefill import varlen_prefill

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.ops import reference
+from kernels.backends import reference
 from kernels.ops.dispatch import offer
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import structlog
 from torch._library.custom_ops import CustomOpDef
 
-from kernels.ops import native, reference
-from kernels.ops.declined import Declined
+from kernels.backends import native, reference
+from kernels.backends.declined import Declined
 
 
 def offer(operator: CustomOpDef, check: Callable[..., None], fake: Callable[..., Any]) -> None:
@@ -50,7 +50,7 @@ def can_be_captured() -> bool:
 
 
 def _cuda() -> ModuleType:
-    from kernels.ops import cuda
+    from kernels.backends import cuda
 
     return cuda
 

@@ -5,9 +5,9 @@ sequence.
 import torch
 from torch import Tensor
 
-from kernels.ops import reference
+from kernels.backends import reference
+from kernels.backends.layout import check_cache
 from kernels.ops.dispatch import offer
-from kernels.ops.layout import check_cache
 
 
 @torch.library.custom_op("meshrl::paged_decode", mutates_args=())

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from common.generation.builtin.engine import TorchEngine
-from common.generation.builtin.loading import CHUNK
 from common.generation.contract import Request
+from common.generation.loading import CHUNK
 from loadtests.kvload.scene import VOCAB, LoadOnly, Scene, scene
 
 LONG, SHORT = 16384, 22  # tokens of the one, and how many others there are: Cake's

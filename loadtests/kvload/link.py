@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.clock import SystemClock
-from common.generation.builtin.loading import Loading, Sought
+from common.generation.loading import Loading, Sought
 from common.runtime.mesh import Mesh
 from common.state import registry
 from common.state.registry import Entry
@@ -25,7 +25,7 @@ from services.engine.kv.loader import Came
 from services.engine.kv.peers import Peers
 from services.engine.kv.shelf import Shelf
 from services.engine.service import EngineService
-from services.engine.simulated import SimulatedEngine
+from sim.engines.simulated import SimulatedEngine
 
 JOB, SECRET = "kvload", "5c" * 32
 BEGIN_S = 60.0

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from common.clock import SystemClock
 from common.generation.builtin.build import TorchEngine, build
-from common.generation.builtin.loading import CHUNK, Content, Kept, Loading, Sought
 from common.generation.contract import Request
+from common.generation.loading import CHUNK, Content, Kept, Loading, Sought
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from services.engine.kv.chunk_files import ChunkFiles, Head

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from common.generation.builtin.engine import PREFILL_TOKENS
-from common.generation.builtin.loading import CHUNK
+from common.generation.loading import CHUNK
 from loadtests.kvload.scene import VOCAB, Scene, scene
 
 BEYOND = 1.05  # of computing's time, after which loading alone is slower, and need not end

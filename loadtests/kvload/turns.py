@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from common.generation.builtin.loading import CHUNK
 from common.generation.contract import NO_SESSION, Request
+from common.generation.loading import CHUNK
 from loadtests.kvload.scene import VOCAB, Scene, scene
 
 SESSIONS, TURNS = 6, 4

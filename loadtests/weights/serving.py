@@ -22,9 +22,9 @@ from common.generation.builtin.build import build
 from common.runtime.mesh import Mesh, MeshSettings
 from loadtests.weights import models
 from loadtests.weights.orders import obey
-from services.engine.lacking import Versions
 from services.engine.running import SWITCH_S, Driver, follow
 from services.engine.service import FLUSH_S, FLUSH_STEPS, EngineService
+from services.engine.weights.versions import Versions
 
 SLOTS, LENGTH = 8, 4096
 PROMPT = [1, 2, 3, 4]

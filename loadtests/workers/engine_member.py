@@ -18,9 +18,9 @@ from common.job.pace import profile
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.runtime.mesh import Mesh, MeshSettings, run
-from services.engine.paced import PacedEngine
 from services.engine.running import SWITCH_S, Driver
 from services.engine.service import FLUSH_S, FLUSH_STEPS, EngineService
+from services.engine.stepping.pace import PacedEngine
 
 MODEL = ModelConfig(
     architecture="qwen3",

@@ -42,7 +42,7 @@ from services.rollout.record.group_commit import GroupCommit
 from services.rollout.record.shard_ledger import ShardLedger
 from services.rollout.routing.router import Router
 from services.rollout.routing.stay import Stay
-from services.rollout.trajectory import Ending, Restored, Trajectory, Turn
+from services.rollout.trajectories.trajectory import Ending, Restored, Trajectory, Turn
 
 JOB = "ledger-load"
 GROUP = 8  # trajectories of a prompt

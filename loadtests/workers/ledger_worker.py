@@ -37,9 +37,9 @@ from loadtests.workers.ledger_traffic import (
     VOCABULARY,
     greedy_prompt,
 )
-from services.engine.paced import PacedEngine
 from services.engine.service import EngineService
-from services.engine.simulated import SimulatedEngine
+from services.engine.stepping.pace import PacedEngine
+from sim.engines.simulated import SimulatedEngine
 
 PACE = "10/32/20000"  # of the native engine: 100 tokens/s for each request
 ASKED = struct.Struct("<qqq")  # monotonic ns, trajectory, tokens of its context

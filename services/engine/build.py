@@ -18,8 +18,8 @@ from common.pool.seat import Seat
 from common.process.interpreters import home, interpreter
 from common.runtime.mesh import Mesh
 from services.engine.kv.opening import not_kept
-from services.engine.paced import PacedEngine
 from services.engine.service import FLUSH_S, FLUSH_STEPS
+from services.engine.stepping.pace import PacedEngine
 
 if TYPE_CHECKING:
     from services.engine.sglang.engine import SGLangEngine

@@ -30,11 +30,11 @@ from common.wire.bulk.port import BulkServer
 from common.wire.bulk.port import serve as serve_chunks
 from services.engine.build import opened, published
 from services.engine.kv.opening import host_cache
-from services.engine.lacking import Versions
-from services.engine.merging import Merging, Wish
-from services.engine.paced import PacedEngine
 from services.engine.service import EngineService
-from services.engine.weights import AdapterVersion, EngineWeights
+from services.engine.stepping.pace import PacedEngine
+from services.engine.weights.loaded import AdapterVersion, EngineWeights
+from services.engine.weights.merging import Merging, Wish
+from services.engine.weights.versions import Versions
 
 IDLE_S = 0.05  # the driver sleeps this long when it has nothing to do and no hint comes
 # A slice is long beside the millisecond that a turn takes to change hands, and short beside a step

@@ -38,17 +38,17 @@ from common.runtime.actor import Actor, call, cast, stream
 from common.runtime.mesh import Mesh
 from common.runtime.residents.tiers import Tiers
 from common.runtime.residents.turns import Turns
-from services.engine.cache_moves import CacheMoves
-from services.engine.commands import Commands
-from services.engine.contexts import Contexts
-from services.engine.curve import CurveFit
 from services.engine.kv.host_cache import HostCache
 from services.engine.kv.keys import NAME_BYTES
-from services.engine.pauses import Pauses
-from services.engine.shards import Attached, Shards
-from services.engine.sleeping import EngineSleeper
-from services.engine.throughput import Throughput
-from services.engine.weights import EngineWeights
+from services.engine.kv.moves import CacheMoves
+from services.engine.measurement.contexts import Contexts
+from services.engine.measurement.curve import CurveFit
+from services.engine.measurement.pauses import Pauses
+from services.engine.measurement.throughput import Throughput
+from services.engine.stepping.commands import Commands
+from services.engine.stepping.shards import Attached, Shards
+from services.engine.weights.loaded import EngineWeights
+from services.engine.weights.sleeping import EngineSleeper
 
 FLUSH_STEPS = 8
 FLUSH_S = 0.02  # tokens leave after 8 steps or 20 ms, at once when a request ends

@@ -13,10 +13,10 @@ from common.job.evaluation_plan import HELD_OUT, Plan, comparable, estimates, me
 from common.runtime.patience import patiently
 from common.runtime.tasks import all_of
 from common.state import jobs
-from services.rollout.failures import OTHER
 from services.rollout.job import EVALUATION_GROUP, ShardJob
-from services.rollout.record.buffers import NOT_SAMPLED
-from services.rollout.trajectory import Trajectory
+from services.rollout.trajectories.buffers import NOT_SAMPLED
+from services.rollout.trajectories.failures import OTHER
+from services.rollout.trajectories.trajectory import Trajectory
 
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}  # the modes in which the held-out set is evaluated
 SETS = 64  # datasets and modes of one version that have groups of their own

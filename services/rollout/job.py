@@ -26,8 +26,6 @@ from common.state import groups as rows
 from common.wire.bulk.port import BulkClient
 from services.rollout.broken import Broken
 from services.rollout.environments.pool import EnvironmentPool
-from services.rollout.failures import Failures, TrajectoryFailed
-from services.rollout.record.buffers import NOT_SAMPLED
 from services.rollout.record.finished_groups import finished_group, hand_in
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.record.shard_ledger import ShardLedger
@@ -43,8 +41,10 @@ from services.rollout.routing.stay import Stay
 from services.rollout.samples import Samples
 from services.rollout.supervised import supervise
 from services.rollout.timing import TrajectoryTimes
-from services.rollout.trajectory import Ending, Trajectory, Turn
-from services.rollout.transcript import Transcript
+from services.rollout.trajectories.buffers import NOT_SAMPLED
+from services.rollout.trajectories.failures import Failures, TrajectoryFailed
+from services.rollout.trajectories.trajectory import Ending, Trajectory, Turn
+from services.rollout.trajectories.transcript import Transcript
 from services.rollout.worked import IN_FLIGHT, SHUT, Worked
 
 LOOK_S = 0.5  # how often engines and the job's row are looked at without a hint

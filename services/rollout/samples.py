@@ -22,9 +22,9 @@ from common.job.job_data import JobData
 from common.records.lines import line_of
 from common.records.run_lines import lines_of, sample_file
 from common.runtime.mesh import Mesh
-from services.rollout.record.buffers import NOT_SAMPLED
-from services.rollout.trajectory import Trajectory
-from services.rollout.transcript import Transcript
+from services.rollout.trajectories.buffers import NOT_SAMPLED
+from services.rollout.trajectories.trajectory import Trajectory
+from services.rollout.trajectories.transcript import Transcript
 
 MOST = 24  # trajectories of a step, on one shard
 FAILED = 3  # of each kind of failure in a step

@@ -10,7 +10,7 @@ import numpy as np
 
 from common.errors import ToolFailed
 from services.rollout.environments.pool import EnvironmentPool
-from services.rollout.trajectory import Ending, Trajectory
+from services.rollout.trajectories.trajectory import Ending, Trajectory
 
 REWARD = 1.0  # every answer is one to learn
 

@@ -15,7 +15,7 @@ from common.job.job_data import JobData
 from common.runtime.mesh import Mesh
 from common.telemetry.stopwatch import UNTIMED, Stopwatch
 from common.telemetry.traces import Traces
-from services.rollout.trajectory import Trajectory
+from services.rollout.trajectories.trajectory import Trajectory
 
 
 class TrajectoryTimes:

@@ -25,9 +25,8 @@ from common.runtime.mesh import Mesh, MeshSettings
 from common.state.client import State
 from common.wire.weight_store import STORE
 from services.engine import running as engine_running
-from services.engine.paced import PacedEngine
 from services.engine.service import EngineService
-from services.engine.simulated import SimulatedEngine
+from services.engine.stepping.pace import PacedEngine
 from services.environment import environments
 from services.node import __main__ as node
 from services.node import worker
@@ -35,6 +34,7 @@ from services.planner import __main__ as planner
 from services.rollout import __main__ as rollout
 from services.trainer import running as trainer_running
 from services.weights import __main__ as weights
+from sim.engines.simulated import SimulatedEngine
 from sim.machine import Machine, ProcessHost
 from sim.mesh.arithmetic import TinyArithmetic
 from sim.mesh.paced.computing import PacedArithmetic, SteppedEngine

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from common.errors import ConfigError
-from common.generation.builtin.blocks import BLOCK
+from common.generation.batch.blocks import BLOCK
+from common.generation.batch.paged import PagedMemory
+from common.generation.batch.slots import Slots
 from common.generation.builtin.engine import TorchEngine
-from common.generation.builtin.paged import PagedMemory
 from common.generation.builtin.paths import PATHS, chosen
-from common.generation.builtin.slots import Slots
 from common.generation.steps.eager import ContiguousMemory, EagerCompute
 from common.generation.steps.graphs import GraphCompute
 from common.generation.steps.native import DTYPES, NativeCompute

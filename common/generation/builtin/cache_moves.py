@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.generation.builtin.slots import Slots
+from common.generation.batch.slots import Slots
 from common.generation.contract import MIXED, SessionCache
 
 OLDER = -1  # number of the weights of a cache that these weights did not compute, or not all of it

@@ -18,13 +18,12 @@ from torch import Tensor
 from common.api.engine import Finish
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError, Damaged, Refused
-from common.generation.builtin.adapters import MOST_ADAPTERS, changes_of
+from common.generation.batch.adapters import MOST_ADAPTERS, changes_of
+from common.generation.batch.parts import SHARE_FROM, Memory, StepCompute
+from common.generation.batch.slots import Slots
 from common.generation.builtin.cache_moves import cached
-from common.generation.builtin.loading import Loading, Prefixes
-from common.generation.builtin.parts import SHARE_FROM, Memory, StepCompute
 from common.generation.builtin.prefill_rate import PrefillRate
 from common.generation.builtin.prefix_loads import PrefixLoads
-from common.generation.builtin.slots import Slots
 from common.generation.builtin.stop_text import StopText
 from common.generation.builtin.weights import check_shapes, shapes_of
 from common.generation.contract import (
@@ -36,6 +35,7 @@ from common.generation.contract import (
     check,
     replacing,
 )
+from common.generation.loading import Loading, Prefixes
 from common.model.config import ModelConfig
 
 PREFILL_TOKENS = 512  # known tokens in a step, so that decoding rows do not wait for long

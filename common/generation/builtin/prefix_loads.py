@@ -12,11 +12,11 @@ from functools import partial
 import numpy as np
 
 from common.clock import Clock
+from common.generation.batch.parts import Memory, StepCompute
+from common.generation.batch.slots import Slots
 from common.generation.builtin.cache_moves import OLDER, shown
-from common.generation.builtin.loading import WORTH, Kept, Loading, Origin, Prefixes, Sought
-from common.generation.builtin.parts import Memory, StepCompute
-from common.generation.builtin.slots import Slots
 from common.generation.contract import SessionCache
+from common.generation.loading import WORTH, Kept, Loading, Origin, Prefixes, Sought
 
 MOST_OFFERED = 16  # sessions whose caches come before their requests
 STOP_S = 0.05  # to copy what a slot lets go of, while others decode

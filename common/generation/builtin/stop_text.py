@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from common.api.engine import Finish
 from common.errors import Refused
-from common.generation.builtin.slots import Slots
+from common.generation.batch.slots import Slots
 from common.generation.contract import Request
 
 MARGIN = 8  # tokens: a character may be spread over several that say nothing by themselves

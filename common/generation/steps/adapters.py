@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear
 
-from common.generation.builtin.adapters import TARGETS, Changes
+from common.generation.batch.adapters import TARGETS, Changes
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder, Layer
 

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.generation.builtin.adapters import Changes
-from common.generation.builtin.parts import SHARE_FROM, Rows
-from common.generation.builtin.slots import Slots
+from common.generation.batch.adapters import Changes
+from common.generation.batch.parts import SHARE_FROM, Rows
+from common.generation.batch.slots import Slots
 from common.generation.contract import Ints
 from common.generation.counter import uniforms
 from common.generation.steps.adapters import AdapterBank

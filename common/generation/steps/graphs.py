@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.generation.builtin.adapters import Changes
-from common.generation.builtin.blocks import blocks_of
-from common.generation.builtin.parts import Rows
-from common.generation.builtin.slots import Slots
+from common.generation.batch.adapters import Changes
+from common.generation.batch.blocks import blocks_of
+from common.generation.batch.parts import Rows
+from common.generation.batch.slots import Slots
 from common.generation.contract import NO_FLOATS, Ints
 from common.generation.steps.adapters import AdapterBank
 from common.generation.steps.buckets import GraphBucket, GraphBuckets
@@ -30,6 +30,7 @@ from common.model.attention import Attention, visible
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.moe import Routing, groups_here
+from kernels.backends.layout import unpacked
 from kernels.ops import (
     BLOCK,
     bucket_pack,
@@ -40,7 +41,6 @@ from kernels.ops import (
     paged_write,
     varlen_prefill,
 )
-from kernels.ops.layout import unpacked
 
 EMPTY = -1  # a lane without a row
 SCORED = 512  # tokens whose logits are held at once

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from common.errors import MeshError
-from common.generation.builtin.adapters import TARGETS, Changes
-from common.generation.builtin.blocks import BLOCK, blocks_of
-from common.generation.builtin.parts import Rows
-from common.generation.builtin.slots import Slots
+from common.generation.batch.adapters import TARGETS, Changes
+from common.generation.batch.blocks import BLOCK, blocks_of
+from common.generation.batch.parts import Rows
+from common.generation.batch.slots import Slots
 from common.generation.contract import Ints
 from common.model.config import ModelConfig
 from common.model.rope import rope_table

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from common.checksum import Checksum, Checksummer
-from common.generation.builtin.loading import Content
+from common.generation.loading import Content
 
 MAGIC = b"MRLKV\x00\x00\x01"
 _HEAD = struct.Struct("<8sIIQdQ32s")  # before the sum of it and of the content, which is last

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from common.api.engine import Stored
 from common.clock import Clock
 from common.errors import BadMessage
-from common.generation.builtin.loading import CHUNK, Kept, Loading, Origin, Sought
 from common.generation.contract import Ints
+from common.generation.loading import CHUNK, Kept, Loading, Origin, Sought
 from services.engine.kv.chunk_files import Head
 from services.engine.kv.keys import domain_of, is_domain, names_of
 from services.engine.kv.loader import Loader, Shelves, Source, Wanted

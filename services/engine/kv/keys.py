@@ -8,8 +8,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from common.generation.builtin.loading import CHUNK
 from common.generation.contract import Ints
+from common.generation.loading import CHUNK
 
 NAME_BYTES = 32  # as many as the bulk port's digests have
 DIGITS = 2 * NAME_BYTES

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.clock import Clock
-from common.generation.builtin.loading import CHUNK, Content, Loading
+from common.generation.loading import CHUNK, Content, Loading
 from services.engine.kv.chunk_files import Head
 from services.engine.kv.rates import Pace
 from services.engine.kv.shelf import Shelf

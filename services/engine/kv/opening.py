@@ -17,7 +17,7 @@ from common.runtime.mesh import Mesh
 from services.engine.kv.host_cache import HostCache
 from services.engine.kv.peers import Peers
 from services.engine.kv.shelf import Shelf
-from services.engine.paced import PacedEngine
+from services.engine.stepping.pace import PacedEngine
 
 GIB = 1 << 30
 OPEN_S = 60.0  # to count what lies there, when the last engine to leave has taken its own away

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from common.errors import MeshError, Refused, RemoteFailure
-from common.generation.builtin.adapters import changes_of
+from common.generation.batch.adapters import changes_of
 from common.model.config import ModelConfig
 from common.model.lora import factor_of, to_peft
 from common.model.projections import FUSED, projections

@@ -19,7 +19,7 @@ from services.rollout.environments.process import (
     EnvironmentHung,
     EnvironmentProcess,
 )
-from services.rollout.failures import Failures, TrajectoryFailed
+from services.rollout.trajectories.failures import Failures, TrajectoryFailed
 
 BOOT = Path(__file__).parents[2] / "environment" / "verifying" / "boot.py"
 HANGS = 2  # times that an operation must hang alone, in a process that nobody stopped

@@ -17,7 +17,7 @@ from common.runtime.calls.batcher import Batcher
 from common.runtime.mesh import Mesh
 from common.settings import WITHOUT_SETTINGS
 from services.rollout.environments.ends import EnvironmentEnds, EnvironmentLost
-from services.rollout.failures import TrajectoryFailed
+from services.rollout.trajectories.failures import TrajectoryFailed
 
 Operation = tuple[int, str, Any]  # trajectory, operation, argument
 START_S = 60.0  # importing the author's modules may take its time

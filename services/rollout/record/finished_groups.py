@@ -19,7 +19,7 @@ from common.wire.blob import pack
 from common.wire.bulk.port import BulkClient
 from common.wire.weight_store import put
 from services.rollout.rewards.scoring import beside
-from services.rollout.trajectory import Ending, Trajectory
+from services.rollout.trajectories.trajectory import Ending, Trajectory
 
 
 def finished_group(

@@ -24,7 +24,7 @@ from common.runtime.mesh import Mesh
 from common.telemetry.stopwatch import UNTIMED
 from common.wire.frames import Array
 from services.rollout.record.staging import NOBODY, OpenRequest, Staging
-from services.rollout.trajectory import Trajectory
+from services.rollout.trajectories.trajectory import Trajectory
 
 WINDOW_S = 0.01  # half of what an engine gathers before it flushes; the first flush waits for none
 BACKLOG_TOKENS = 1 << 20  # more than these are not taken in while the disk is full

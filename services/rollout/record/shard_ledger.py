@@ -32,7 +32,7 @@ from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
 from common.state import events
 from common.state import groups as rows
-from services.rollout.trajectory import Restored, Trajectory
+from services.rollout.trajectories.trajectory import Restored, Trajectory
 
 SYNC_S = 0.05  # what a host crash may cost (`fsync_ms`)
 FULL_RETRY_S = 0.5

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from common.errors import Overloaded
 from common.records.experts import NO_EXPERTS, UNKNOWN
 from common.records.token_record import TokenRows, some
-from services.rollout.trajectory import Trajectory
+from services.rollout.trajectories.trajectory import Trajectory
 
 ROW_BITS = 20  # low bits of a request's number: its row; above them, earlier uses of the row
 ROW_TOKENS = 128  # a row is moved once in so many tokens

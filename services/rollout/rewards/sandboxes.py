@@ -37,7 +37,7 @@ from common.pool.names import sandbox, service
 from common.runtime.calls.batcher import Batcher
 from common.runtime.mesh import Mesh
 from common.state import registry
-from services.rollout.failures import REWARD, Failures, TrajectoryFailed
+from services.rollout.trajectories.failures import REWARD, Failures, TrajectoryFailed
 
 Q = TypeVar("Q")
 Answered = tuple[str, Any, Any]  # a tool, its input, its value

@@ -15,7 +15,7 @@ from common.runtime.calls.batcher import Batcher
 from common.runtime.interface import Call
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
-from services.rollout.trajectory import Trajectory
+from services.rollout.trajectories.trajectory import Trajectory
 
 Q = TypeVar("Q")
 R = TypeVar("R")

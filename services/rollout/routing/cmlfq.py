@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.rollout.record.buffers import NOT_SAMPLED
 from services.rollout.routing.degree_buckets import Engine, buckets_of
 from services.rollout.routing.lengths import Lengths, Past, ToolReturn, tool_return_of
 from services.rollout.routing.queues import BucketDecision, LengthBucket, decide
-from services.rollout.trajectory import Trajectory
+from services.rollout.trajectories.buffers import NOT_SAMPLED
+from services.rollout.trajectories.trajectory import Trajectory
 
 
 @dataclass(slots=True)

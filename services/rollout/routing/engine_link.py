@@ -28,7 +28,7 @@ from services.rollout.record.staging import OpenRequest
 from services.rollout.routing import balance
 from services.rollout.routing.cache_moves import MoveCosts
 from services.rollout.routing.queues import EngineLoad
-from services.rollout.trajectory import Trajectory
+from services.rollout.trajectories.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from services.rollout.routing.stay import Stay

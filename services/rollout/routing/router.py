@@ -33,7 +33,7 @@ from services.rollout.routing.queues import (
     served,
 )
 from services.rollout.routing.stay import Stay
-from services.rollout.trajectory import Trajectory
+from services.rollout.trajectories.trajectory import Trajectory
 
 PLACE_S = 24 * 3600.0  # a trajectory may wait so long for an engine: spot capacity can be away
 LOOK_AHEAD = 64  # requests that may overtake the queue's head when an engine holds their cache

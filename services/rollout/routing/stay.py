@@ -22,7 +22,7 @@ from common.occupancy import Occupancy
 from services.rollout.record.staging import OpenRequest
 from services.rollout.routing.cmlfq import Course
 from services.rollout.routing.engine_link import EngineLink
-from services.rollout.trajectory import Trajectory
+from services.rollout.trajectories.trajectory import Trajectory
 
 ATTEMPTS = 5  # engines in a row may take a request and fail it without one new token;
 PATIENCE_S = 120.0  # longest time that engines may refuse it: they drain and move all the time

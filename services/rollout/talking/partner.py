@@ -38,8 +38,8 @@ from common.wire.messages import decode, encode
 from services.rollout.environments.pool import command
 from services.rollout.environments.process import START_S, answer_of, dismissed, message_of
 from services.rollout.rewards.sandboxes import KEPT, load_request
-from services.rollout.trajectory import Trajectory, Turn
-from services.rollout.transcript import Transcript, tool_turn
+from services.rollout.trajectories.trajectory import Trajectory, Turn
+from services.rollout.trajectories.transcript import Transcript, tool_turn
 
 CONVERSATION = 4096  # tokens of a conversation, where the model has positions for so many
 CONVERSE = "services.environment.person:conversation"

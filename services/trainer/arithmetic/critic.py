@@ -19,7 +19,7 @@ from common.job.config import AlgorithmConfig
 from common.model.attention import Attention
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
-from kernels.varlen import VarlenAttention
+from kernels.ops.varlen import VarlenAttention
 from services.trainer.arithmetic.forward import checkpoint_layers, checkpoints_layers
 from services.trainer.arithmetic.packing import Bin
 from services.trainer.losses.terms import Terms

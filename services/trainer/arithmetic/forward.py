@@ -16,9 +16,9 @@ from common.model.decoder import Decoder
 from common.model.moe import Routing
 from common.model.pointwise import PLAIN
 from kernels.ops.linear_logprob import linear_logprob
+from kernels.ops.pointwise import Fused
+from kernels.ops.varlen import VarlenAttention
 from kernels.packing import padded_places
-from kernels.pointwise import Fused
-from kernels.varlen import VarlenAttention
 from services.trainer.arithmetic.packing import UNKNOWN, Bin
 
 

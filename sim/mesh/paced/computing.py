@@ -14,10 +14,10 @@ from common.clock import Clock
 from common.generation.contract import Request
 from common.generation.counter import key_of, uniforms
 from common.job.job_data import JobData
-from services.engine.simulated import NORMAL, SimulatedEngine
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
+from sim.engines.simulated import NORMAL, SimulatedEngine
 from sim.machine import takes
 from sim.mesh.arithmetic import TinyArithmetic, TinyLearner, gradient_of
 from sim.mesh.paced.workload import LONGEST, SLOTS, Workload

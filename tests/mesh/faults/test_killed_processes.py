@@ -18,7 +18,7 @@ from common.records.ledger import Kind, trajectory_id
 from common.wire.blob import unpack
 from common.wire.chunks import ChunkStore
 from meshrl.launch.leftovers import belonging_to
-from services.rollout.trajectory import Restored, Trajectory
+from services.rollout.trajectories.trajectory import Restored, Trajectory
 from tests.mesh.running import Run, slow_pace
 
 pytestmark = pytest.mark.timeout(300)

@@ -11,7 +11,7 @@ from common.records import ledger
 from common.state import events, groups, jobs, registry
 from common.state.lifecycle.accounting import account
 from services.rollout.shard import RolloutShard
-from services.rollout.trajectory import Restored
+from services.rollout.trajectories.trajectory import Restored
 from sim.mesh.job import JOB
 from sim.mesh.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over

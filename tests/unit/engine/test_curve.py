@@ -8,10 +8,10 @@ import pytest
 from common.job.pace import Pace
 from common.pool.measured import Curve
 from common.random import Random
-from services.engine.curve import WINDOW_STEPS, CurveFit
-from services.engine.paced import PacedEngine
+from services.engine.measurement.curve import WINDOW_STEPS, CurveFit
 from services.engine.service import EngineService
-from services.engine.simulated import SimulatedEngine
+from services.engine.stepping.pace import PacedEngine
+from sim.engines.simulated import SimulatedEngine
 from sim.host import SimulatedHost
 from tests.meshes import alone
 from tests.unit.common.generation.engines_under_test import StandingClock, built_in, request

@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.process.host import SystemHost
 from services.engine.sglang import startup
 from tests.load import scaled
-from tests.unit.engine.test_sglang_secrets import MODEL, standing_in
+from tests.unit.engine.sglang.test_secrets import MODEL, standing_in
 
 SAYS = """
 import json, sys

@@ -13,7 +13,7 @@ from common.errors import ConfigError
 from common.job.config import ModelConfigSection
 from common.job.job_data import JobData
 from common.pool.seat import Seat
-from services.engine.lacking import PATIENCE_S, Versions
+from services.engine.weights.versions import PATIENCE_S, Versions
 from services.trainer.core.beginning import fresh_learner
 from services.trainer.core.core import TrainerCore
 from services.trainer.core.publishing import Identity

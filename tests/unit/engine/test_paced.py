@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from common.api.engine import Finish
 from common.errors import ConfigError
 from common.job.pace import PROFILES, Pace, profile
-from services.engine.paced import PacedEngine
+from services.engine.stepping.pace import PacedEngine
 from tests.unit.common.generation.engines_under_test import (
     Listener,
     StandingClock,

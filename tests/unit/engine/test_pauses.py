@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.engine.pauses import KEPT, Pauses
+from services.engine.measurement.pauses import KEPT, Pauses
 from tests.unit.common.generation.engines_under_test import StandingClock
 
 

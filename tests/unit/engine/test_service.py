@@ -14,7 +14,7 @@ from common.api.engine import Engine
 from common.api.role import Settle
 from common.errors import Damaged, Fenced, Refused
 from common.generation.contract import Quarantined, Request
-from services.engine.weights import AdapterVersion
+from services.engine.weights.loaded import AdapterVersion
 from tests.unit.rollout.routing.test_router import Bench, on_bench
 
 

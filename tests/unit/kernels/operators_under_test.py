@@ -1,6 +1,6 @@
 """Cases for the operators, and what each must answer, computed in float64 from its definition.
 
-An implementation is anything with the operators' functions: kernels.ops.reference, .native,
+An implementation is anything with the operators' functions: kernels.backends.reference, .native,
 .triton_kernels, or .launch.Launchers.
 """
 

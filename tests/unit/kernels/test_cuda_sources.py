@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.ops.cuda import CUDA_SOURCES, NVCC_FLAGS
-from kernels.ops.launch import Launchers, splits
+from kernels.backends.cuda import CUDA_SOURCES, NVCC_FLAGS
+from kernels.backends.launch import Launchers, splits
 from tests.load import scaled
 from tests.unit.kernels.operators_under_test import (
     DTYPES,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels import ops
-from kernels.ops import cuda
+from kernels.backends import cuda
 from tests.unit.kernels.operators_under_test import (
     DTYPES,
     Attended,

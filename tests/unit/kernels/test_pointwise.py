@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import kernels.pointwise as pointwise
+import kernels.ops.pointwise as pointwise
 from common.model.pointwise import PLAIN, Pointwise
 from kernels.build import library
-from kernels.pointwise import Fused
+from kernels.ops.pointwise import Fused
 
 EPS = 1e-6
 FUSED = Fused(PLAIN)

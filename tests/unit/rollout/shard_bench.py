@@ -45,10 +45,10 @@ from common.runtime.mesh import Mesh
 from common.state import groups, jobs, steps
 from common.wire.bulk.port import ChunkStore
 from services.engine.service import EngineService
-from services.engine.simulated import SimulatedEngine
 from services.environment.environments import Environments
 from services.rollout.job import ShardJob
 from services.weights.store import WeightStore
+from sim.engines.simulated import SimulatedEngine
 from sim.host import SimulatedChannel, SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport

@@ -21,8 +21,8 @@ from common.telemetry.logs import Telemetry
 from services.rollout.evaluation import EvaluationRun
 from services.rollout.job import ShardJob
 from services.rollout.samples import Samples
-from services.rollout.trajectory import Ending, Trajectory
-from services.rollout.transcript import Transcript
+from services.rollout.trajectories.trajectory import Ending, Trajectory
+from services.rollout.trajectories.transcript import Transcript
 from tests.unit.rollout.test_lineages import EVERY, World, in_world
 
 VERSION, LINEAGE = 4, 1

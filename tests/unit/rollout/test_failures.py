@@ -12,9 +12,9 @@ from common.api.sandbox import RAISED, TIMEOUT, Outcome, RewardCall
 from common.job.authored import beginning_of, place_in, place_of, placed, without_place
 from common.state import events, jobs
 from common.state.keys import job_prefix
-from services.rollout.failures import HUNG_CALLS, TELL_S, Failures, TrajectoryFailed
 from services.rollout.rewards.sandboxes import TIMEOUTS
 from services.rollout.shard import RolloutShard
+from services.rollout.trajectories.failures import HUNG_CALLS, TELL_S, Failures, TrajectoryFailed
 from tests.contract.state.state_bench import JOB
 from tests.unit.rollout.shard_bench import ShardBench, on_shard
 

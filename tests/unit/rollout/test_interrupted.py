@@ -15,7 +15,7 @@ from common.errors import DeadlineExceeded, MeshError, Overloaded, PeerLost, Sta
 from common.job.evaluation_plan import Plan
 from common.random import Random
 from services.rollout.evaluation import EvaluationRun
-from services.rollout.trajectory import Trajectory, Turn
+from services.rollout.trajectories.trajectory import Trajectory, Turn
 from sim.loop import VirtualClock, run_virtual
 from tests.unit.common.generation.test_torch_engine import words
 from tests.unit.rollout.interrupted import Interruption

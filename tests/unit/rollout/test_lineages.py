@@ -24,7 +24,7 @@ from common.state import groups, jobs, steps
 from services.rollout.job import ShardJob
 from services.rollout.routing.stay import Stay
 from services.rollout.shard import RolloutShard
-from services.rollout.trajectory import Ending, Trajectory
+from services.rollout.trajectories.trajectory import Ending, Trajectory
 from services.rollout.worked import Worked
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual

@@ -18,10 +18,10 @@ from common.model.tokenizer import Tokenizer, character_tokenizer
 from common.records.ledger import Kind
 from services.environment.environments import Environments
 from services.environment.tools import BuiltIn, JobTool
-from services.rollout.failures import TrajectoryFailed
 from services.rollout.job import ShardJob
-from services.rollout.trajectory import Trajectory
-from services.rollout.transcript import Transcript
+from services.rollout.trajectories.failures import TrajectoryFailed
+from services.rollout.trajectories.trajectory import Trajectory
+from services.rollout.trajectories.transcript import Transcript
 from services.sandbox.workers.worker import OK, REWARD, run
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.rollout.test_turns import arrays, restored

@@ -11,7 +11,7 @@ import numpy as np
 from common.api.sandbox import OK, RAISED, Outcome, RewardCall
 from common.records import run_lines
 from services.rollout.samples import FAILED, MOST, TEXT, TURNS, bounded
-from services.rollout.trajectory import Ending, Trajectory
+from services.rollout.trajectories.trajectory import Ending, Trajectory
 from tests.unit.rollout.shard_bench import ShardBench, on_shard
 
 

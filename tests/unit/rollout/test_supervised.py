@@ -12,9 +12,9 @@ from common.errors import ToolFailed
 from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
 from services.environment.environments import Environments
-from services.rollout.record.buffers import NOT_SAMPLED
 from services.rollout.supervised import supervise
-from services.rollout.trajectory import Trajectory
+from services.rollout.trajectories.buffers import NOT_SAMPLED
+from services.rollout.trajectories.trajectory import Trajectory
 from tests.unit.common.model.chatting import qwen3_tokenizer
 
 ROOT = Path(__file__).parents[3]

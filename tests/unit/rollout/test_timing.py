@@ -8,7 +8,7 @@ from typing import Any
 
 from common.records.lines import whole
 from services.rollout.record.group_commit import WINDOW_S
-from services.rollout.trajectory import Trajectory
+from services.rollout.trajectories.trajectory import Trajectory
 from tests.unit.rollout.shard_bench import ENGINES, ShardBench, on_shard
 
 

@@ -18,7 +18,7 @@ from common.records.ledger import Kind, Record
 from common.records.token_record import TokenRows
 from services.environment.environments import Environments
 from services.rollout.job import CALLS, ShardJob
-from services.rollout.trajectory import Restored, Trajectory
+from services.rollout.trajectories.trajectory import Restored, Trajectory
 
 ROOT = Path(__file__).parents[3]
 TOKENIZER = Tokenizer.load(str(ROOT / "examples/calculator/tokenizer.json"))

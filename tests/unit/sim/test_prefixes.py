@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.generation.builtin.engine import PREFILL_TOKENS
-from common.generation.builtin.loading import CHUNK
+from common.generation.loading import CHUNK
 from sim.prefixes.__main__ import A100, GBPS_32, H100, TABLE, TOKEN_BYTES, main
 from sim.prefixes.meeting import Curve, closed_form, events
 

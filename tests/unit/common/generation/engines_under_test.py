@@ -18,7 +18,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.lora import merged
 from common.model.projections import projections, targeted
-from services.engine.simulated import SimulatedEngine
+from sim.engines.simulated import SimulatedEngine
 
 VOCAB = 40
 TINY = ModelConfig(

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.generation.builtin.build import TorchEngine
-from common.generation.builtin.loading import CHUNK, WORTH, Content, Kept, Loading, Sought
+from common.generation.loading import CHUNK, WORTH, Content, Kept, Loading, Sought
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,
     Listener,

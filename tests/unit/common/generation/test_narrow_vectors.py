@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.generation.batch.paged import PagedMemory
+from common.generation.batch.slots import Slots
 from common.generation.builtin.build import TorchEngine
-from common.generation.builtin.paged import PagedMemory
-from common.generation.builtin.slots import Slots
 from common.generation.steps.native import NativeCompute
 from kernels.build import COMPILERS, FLAGS, SOURCES, Library
 from tests.load import scaled

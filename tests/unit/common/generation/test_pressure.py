@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from common.errors import ConfigError, Refused
-from common.generation.builtin.blocks import BLOCK
+from common.generation.batch.blocks import BLOCK
 from tests.unit.common.generation.engines_under_test import (
     TINY,
     Listener,

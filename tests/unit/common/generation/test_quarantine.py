@@ -17,8 +17,8 @@ from common.api.engine import Finish
 from common.errors import Refused
 from common.generation.contract import NO_VERSION, Quarantined, TokenEngine
 from common.job.pace import Pace
-from services.engine.paced import PacedEngine
 from services.engine.sglang.engine import SGLangEngine
+from services.engine.stepping.pace import PacedEngine
 from tests.sglang import counterpart
 from tests.sglang.counterpart import Counterpart
 from tests.unit.common.generation.engines_under_test import (

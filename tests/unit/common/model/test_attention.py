@@ -13,7 +13,7 @@ import xxhash
 from common.model.attention import causal_attention
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
-from kernels.varlen import VarlenAttention
+from kernels.ops.varlen import VarlenAttention
 from tests.load import scaled
 
 TINY = ModelConfig(

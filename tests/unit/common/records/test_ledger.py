@@ -28,7 +28,7 @@ from common.records.ledger import (
     trajectory_id,
 )
 from common.records.token_record import TokenRows
-from services.rollout.trajectory import Restored, Trajectory
+from services.rollout.trajectories.trajectory import Restored, Trajectory
 from sim.host import SimulatedHost
 
 HOST = SystemHost()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from common.generation.builtin.build import TorchEngine
-from common.generation.builtin.loading import CHUNK
+from common.generation.loading import CHUNK
 from services.engine.kv.chunk_files import Head
 from services.engine.kv.host_cache import HostCache
 from tests.unit.common.generation.engines_under_test import (

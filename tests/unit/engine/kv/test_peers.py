@@ -25,7 +25,7 @@ from services.engine.kv.keys import domain_of, names_of
 from services.engine.kv.peers import FRUITLESS, SELDOM, Peers
 from services.engine.kv.shelf import Shelf
 from services.engine.service import EngineService
-from services.engine.simulated import SimulatedEngine
+from sim.engines.simulated import SimulatedEngine
 from tests.load import scaled
 from tests.unit.engine.kv.cached import raised
 

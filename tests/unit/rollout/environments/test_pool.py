@@ -25,7 +25,7 @@ from common.settings import REDIS_ENV, SETTINGS_ENV, MeshSettings
 from loadtests.chat_templates import directory_of
 from services.environment.environments import made, parser
 from services.rollout.environments.pool import EnvironmentPool, command
-from services.rollout.failures import TrajectoryFailed
+from services.rollout.trajectories.failures import TrajectoryFailed
 from tests.load import scaled
 from tests.meshes import alone
 from tests.unit.common.model.templates.formats import FORMATS

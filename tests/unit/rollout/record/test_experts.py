@@ -19,9 +19,9 @@ from common.records.experts import NO_EXPERTS, UNKNOWN, laid_out
 from common.records.ledger import Kind, Ledger, read
 from common.records.token_record import TokenRows
 from common.wire import blob, frames
-from services.engine.shards import cut
+from services.engine.stepping.shards import cut
 from services.rollout.record.staging import ROW_TOKENS, OpenRequest, Staging
-from services.rollout.trajectory import Restored, Trajectory
+from services.rollout.trajectories.trajectory import Restored, Trajectory
 from tests.unit.common.records.test_ledger import HOST
 from tests.unit.rollout.record.test_group_commit import PROMPT, Bench, on_bench
 

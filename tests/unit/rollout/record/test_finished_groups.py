@@ -9,7 +9,7 @@ import numpy as np
 from common.api.weights import Group
 from common.wire.blob import pack, unpack
 from services.rollout.record.finished_groups import finished_group
-from services.rollout.trajectory import Ending, Trajectory
+from services.rollout.trajectories.trajectory import Ending, Trajectory
 
 
 def ended(member: int, reason: str, reward: float | None) -> Trajectory:

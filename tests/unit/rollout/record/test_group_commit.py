@@ -18,7 +18,7 @@ from common.random import Random
 from common.records.token_record import TokenRows
 from services.rollout.record.group_commit import WINDOW_S, GroupCommit
 from services.rollout.record.staging import OpenRequest
-from services.rollout.trajectory import Trajectory
+from services.rollout.trajectories.trajectory import Trajectory
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone

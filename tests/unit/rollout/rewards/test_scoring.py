@@ -19,7 +19,7 @@ from common.random import Random
 from common.runtime.mesh import Mesh
 from services.rollout.rewards import scoring
 from services.rollout.rewards.scoring import Scorer, ScoringFailed, beside
-from services.rollout.trajectory import Trajectory
+from services.rollout.trajectories.trajectory import Trajectory
 from services.scoring.frozen import COMPUTE_S, FrozenModel, FrozenModels, quoted
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual

@@ -9,7 +9,7 @@ import asyncio
 import pytest
 
 from services.rollout.routing.engine_link import TURN_S
-from services.rollout.trajectory import Trajectory
+from services.rollout.trajectories.trajectory import Trajectory
 from tests.unit.rollout.routing.test_router import LOOK_S, Bench, on_bench
 
 NEW = 300

@@ -15,14 +15,14 @@ from common.random import Random
 from common.records.token_record import TokenRows
 from common.runtime.mesh import Mesh
 from services.engine.service import EngineService
-from services.engine.simulated import SimulatedEngine
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.routing.cmlfq import Scheduler
 from services.rollout.routing.lengths import Lengths, Past
 from services.rollout.routing.queues import LengthBucket
 from services.rollout.routing.router import Router
 from services.rollout.routing.stay import ATTEMPTS, PATIENCE_S
-from services.rollout.trajectory import Trajectory, Turn
+from services.rollout.trajectories.trajectory import Trajectory, Turn
+from sim.engines.simulated import SimulatedEngine
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport

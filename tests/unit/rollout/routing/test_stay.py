@@ -15,7 +15,7 @@ from common.job_clock import JobClock
 from common.occupancy import Occupancy
 from common.random import Random
 from services.rollout.routing.stay import ATTEMPTS, PATIENCE_S, Stay
-from services.rollout.trajectory import Trajectory
+from services.rollout.trajectories.trajectory import Trajectory
 from sim.loop import VirtualClock, run_virtual
 from tests.unit.rollout.routing.test_router import LOOK_S, SLOTS, Bench
 

@@ -12,7 +12,7 @@ from common.api.weights import Group
 from common.model.decoder import Decoder, SparseLayer
 from common.records.experts import laid_out
 from common.wire import blob
-from services.rollout.trajectory import Trajectory
+from services.rollout.trajectories.trajectory import Trajectory
 from services.trainer.arithmetic.forward import forward
 from services.trainer.arithmetic.packing import Bin, make_bins
 from services.trainer.core.batch import members_of

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.generation.builtin.adapters import Changes
+from common.generation.batch.adapters import Changes
 from common.generation.contract import Ints
 
 SHARE_FROM = 6  # common tokens from which taking over a neighbour's beats computing them

@@ -12,8 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kernels.backends.declined import Declined
 from kernels.build import library
-from kernels.ops.declined import Declined
 
 # As in csrc/paged.h.
 NO_MEMORY, OUT_OF_RANGE = 1, 2

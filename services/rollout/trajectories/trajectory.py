@@ -11,7 +11,7 @@ import numpy as np
 from common.records.ledger import Kind, Record, group_of, trajectory_id
 from common.records.token_record import TokenRows, some
 from common.telemetry.stopwatch import UNTIMED, Untimed
-from services.rollout.record.buffers import ExpertIds, Floats, Ints, TokenBuffer
+from services.rollout.trajectories.buffers import ExpertIds, Floats, Ints, TokenBuffer
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from common.job.pace import LATE, Pace
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from common.generation.builtin.loading import Loading
+    from common.generation.loading import Loading
 
 
 class PacedEngine:

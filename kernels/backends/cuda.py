@@ -15,9 +15,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from kernels.backends.declined import Declined
+from kernels.backends.launch import Launchers
 from kernels.build import SOURCES, alone, folder
-from kernels.ops.declined import Declined
-from kernels.ops.launch import Launchers
 
 CUDA_SOURCES = tuple(SOURCES / name for name in ("bucket.cu", "paged_decode.cu"))
 NVCC_FLAGS = ("-O3", "-std=c++20")
@@ -88,7 +88,7 @@ def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor
 
 def _triton() -> ModuleType:
     try:
-        from kernels.ops import triton_kernels
+        from kernels.backends import triton_kernels
     except ImportError as error:
         raise Declined(f"no Triton: {error}") from error
     return triton_kernels

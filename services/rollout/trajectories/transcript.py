@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from services.rollout.trajectory import Trajectory
+from services.rollout.trajectories.trajectory import Trajectory
 
 CUT_SHORT = ("length", "turns")  # why trajectories end that their environment has not ended
 

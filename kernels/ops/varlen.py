@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.backends.declined import Declined
 from kernels.build import library
-from kernels.ops.declined import Declined
 from kernels.ops.dispatch import notice
 
 POINTER, SIZE, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float

@@ -13,10 +13,10 @@ from common.generation.contract import NO_VERSION, Quarantined, TokenEngine, rep
 from common.runtime.mesh import Mesh
 from common.runtime.residents.turns import Turns
 from common.weights.images import outline
-from services.engine.commands import BETWEEN_S, Commands
 from services.engine.kv.host_cache import HostCache
-from services.engine.pauses import Pauses
-from services.engine.shards import Shards
+from services.engine.measurement.pauses import Pauses
+from services.engine.stepping.commands import BETWEEN_S, Commands
+from services.engine.stepping.shards import Shards
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from common.model.storages import trim
 from common.pool.rows import Tier
 from common.runtime.mesh import Mesh
 from common.runtime.residents.tiers import Keep, Take
-from services.engine.commands import Commands
-from services.engine.weights import EngineWeights
+from services.engine.stepping.commands import Commands
+from services.engine.weights.loaded import EngineWeights
 
 WEIGHTS_S = 600.0  # for the current version to be fetched and loaded
 

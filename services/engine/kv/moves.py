@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from common.api.engine import CacheFrame, CacheHead, CacheMove, CacheMoved, Engine, Export
 from common.errors import BadMessage, MeshError
-from common.generation.builtin.loading import CHUNK, Loading, Origin
 from common.generation.contract import NO_VERSION, SessionCache, TokenEngine
+from common.generation.loading import CHUNK, Loading, Origin
 from common.runtime.mesh import Mesh
 from services.engine.kv.rates import Pace
 

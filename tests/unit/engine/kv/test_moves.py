@@ -22,12 +22,12 @@ from common.api.engine import (
     Tokens,
 )
 from common.errors import BadMessage, PeerLost
-from common.generation.builtin.loading import CHUNK
+from common.generation.loading import CHUNK
 from common.random import Random
 from common.runtime.mesh import Mesh
-from services.engine.cache_moves import MOVE_S, CacheMoves, _Came, _checked, _chunks
+from services.engine.kv.moves import MOVE_S, CacheMoves, _Came, _checked, _chunks
 from services.engine.service import EngineService
-from services.engine.simulated import SimulatedEngine
+from sim.engines.simulated import SimulatedEngine
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.api.engine import Finish
-from common.generation.builtin.adapters import MOST_ADAPTERS
+from common.generation.batch.adapters import MOST_ADAPTERS
 from common.generation.contract import (
     NO_FLOATS,
     NO_SESSION,

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels.ops.layout import BLOCK, unpacked
+from kernels.backends.layout import BLOCK, unpacked
 
 
 def bucket_pack(rows: Tensor, index: Tensor) -> Tensor:

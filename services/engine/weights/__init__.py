@@ -1,0 +1,3 @@
+"""The weights of an engine: how a version is received, merged and put in place. Open `loaded.py`
+first.
+"""

@@ -1,0 +1,3 @@
+"""Trajectories: their tokens, their turns as text, and how they fail. Open `trajectory.py`
+first.
+"""

@@ -1,0 +1,1 @@
+"""Engines without a model, for the simulator and for load tests."""
