@@ -50,16 +50,16 @@ def run(
         meshrl run examples/calculator.toml --dry-run
     """
     from meshrl.job import jobfile
-    from meshrl.preflight import checks
+    from meshrl.launch.checks import mesh_checks
 
     found = jobfile.read(job, overrides(set_, seed))
-    checks.check(found)
+    mesh_checks.check(found)
     if dry_run:
         from meshrl.commands import dryrun
 
         dryrun.show(found.config)
         return
-    from meshrl.launch import session
+    from meshrl.run import session
 
     raise typer.Exit(session.run(found.config, found.base, force, job))
 

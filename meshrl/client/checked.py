@@ -22,5 +22,5 @@ def job_file(
         found = jobfile.of_config(job, (base or Path.cwd()).resolve(), overrides)
     else:
         found = jobfile.read(Path(job), overrides)
-    checks.check(found, starts_mesh=False)
+    checks.check(found)
     return found

@@ -17,9 +17,9 @@ from common.state.lifecycle.fitting import refuse_what_never_fits
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.claims import claimed, writing
 from meshrl.directory.places import MeshPlace
+from meshrl.job.bundle import pack_run
 from meshrl.job.jobfile import JobFile
 from meshrl.job.models import size
-from meshrl.launch.session import pack_run
 
 
 def submit(found: JobFile, force: bool, place: MeshPlace, job_file: Path | None) -> Submitted:

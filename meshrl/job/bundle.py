@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -27,11 +28,30 @@ from common.hardware.shapes import ModelShape
 from common.job import bundle_files
 from common.job.config import INITIAL, JobConfig
 from common.model.tokenizer import companions
-from meshrl.job import references, rows, tasksets
+from meshrl.directory.places import write_json
+from meshrl.job import edited, references, rows, tasksets
 from meshrl.job.jobfile import all_references
 from meshrl.job.models import shape
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+
+
+def pack_run(
+    config: JobConfig,
+    base: Path,
+    run_dir: Path,
+    about: dict[str, Any],
+    job_file: Path | None,
+) -> dict[str, Any]:
+    """Fills a new run's directory with its bundle and `job.json`: `about`, the document, which is
+    returned, by what it is told from other runs of its name, and the job file as it is now.
+    """
+    _, document = pack(config, base, run_dir)
+    record = about | {"document": document, "run_id": uuid.uuid4().hex}
+    if job_file is not None:
+        record["file"] = edited.remembered(job_file)
+    write_json(run_dir / "job.json", record)
+    return document
 
 
 def pack(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dict[str, Any]]:

@@ -21,13 +21,14 @@ from meshrl.directory import places, user
 from meshrl.directory.liveness import running_launcher
 from meshrl.directory.places import MeshPlace, find_mesh, read_if_whole
 from meshrl.launch import ending, mesh_file, plan
+from meshrl.launch.checks import addresses, redis_server
 from meshrl.launch.console import console
 from meshrl.launch.foreground import point_to
 from meshrl.launch.head import from_copy, handed_out
 from meshrl.launch.head.launcher import Shape, serve
 from meshrl.launch.holding import Held
 from meshrl.launch.roles import Role
-from meshrl.preflight import addresses, devices, redis_server
+from meshrl.preflight import devices
 
 START_S = 90.0
 POLL_S = 0.1

@@ -13,19 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from common.errors import MeshError
 from meshrl.job.jobfile import JobFile
 from meshrl.preflight import (
-    devices,
     golds,
     graded,
     modules,
     outputs,
     programs,
     prompts,
-    redis_server,
     texts,
     tokens,
     weights,
 )
-from meshrl.preflight.addresses import bind, metrics
 from meshrl.preflight.together import raise_all
 
 Check = Callable[[JobFile], None]
@@ -47,22 +44,14 @@ OF_THE_JOB: tuple[Check, ...] = (
     programs.sandbox,
     programs.servers,
 )
-OF_THE_HOST: tuple[Check, ...] = (  # of a mesh of its own, of which there is this one alone
-    programs.isolation,
-)
-OF_THE_MESH: tuple[Check, ...] = (  # that is to be started; a job that is submitted finds one
-    devices.present,
-    bind,
-    metrics,
-    redis_server.answers,
-)
 
 
-def check(job: JobFile, *, starts_mesh: bool = True) -> None:
+def check(job: JobFile, beside: tuple[Check, ...] = ()) -> None:
     """Returns if the job can start, as far as this host can tell before it does; else the error of
-    the only check that failed, or a ConfigError with the texts of all that did.
+    the only check that failed, or a ConfigError with the texts of all that did. `beside`: checks of
+    the mesh that is to be started; a job that is submitted finds one.
     """
-    others = OF_THE_JOB + (OF_THE_HOST + OF_THE_MESH if starts_mesh else ())
+    others = OF_THE_JOB + beside
     with ThreadPoolExecutor(len(others)) as pool:
         begun = [pool.submit(_failure, check, job) for check in others]
         # In this thread, which Ctrl-C interrupts: the author's code may take its time.
@@ -71,9 +60,9 @@ def check(job: JobFile, *, starts_mesh: bool = True) -> None:
     raise_all(error for error in found if error is not None)
 
 
-def check_mesh(job: JobFile) -> None:
-    """The same of the mesh alone, for a job that has begun."""
-    found = [_failure(check, job) for check in OF_THE_MESH]
+def raise_failures(checks: tuple[Check, ...], job: JobFile) -> None:
+    """Run these checks alone."""
+    found = [_failure(check, job) for check in checks]
     raise_all(error for error in found if error is not None)
 
 

@@ -25,8 +25,8 @@ from common.records import lines
 from meshrl.directory import exporting, places
 from meshrl.directory.places import write_json
 from meshrl.job import jobfile
+from meshrl.launch.checks import mesh_checks
 from meshrl.observe.standing.failures import of_share
-from meshrl.preflight import checks
 from meshrl.terminal import Console
 
 RESULT = "evaluation.json"
@@ -58,13 +58,13 @@ def evaluate(
                 f"{job} says nothing to evaluate on",
                 fix="Name dataset.held_out or [[evaluation.datasets]], and a reward",
             )
-        checks.check(found)
+        mesh_checks.check(found)
         name = f"{config.name}-eval"
         asked = any(setting.partition("=")[0].strip() == "out" for setting in settings)
         config = replace(config, name=name, out=config.out if asked else "")
         run_dir = places.run_directory(config, False)
         # Imported here: only now is it sure that a mesh will be needed.
-        from meshrl.launch import session
+        from meshrl.run import session
 
         # Its progress is no result; standard output is for that.
         with contextlib.redirect_stdout(sys.stderr):

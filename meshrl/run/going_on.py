@@ -17,11 +17,11 @@ from common.state.server import embedded
 from meshrl.directory.places import write_json
 from meshrl.directory.target import Run
 from meshrl.job.jobfile import JobFile
+from meshrl.launch.checks import mesh_checks
 from meshrl.launch.head.launcher import Launcher, Shape, shape_of
 from meshrl.launch.head.restoring import put_back
-from meshrl.launch.session import session, shape_for
-from meshrl.preflight import checks
 from meshrl.run.resuming import finished, too_few
+from meshrl.run.session import session, shape_for
 
 
 def go_on(
@@ -35,9 +35,9 @@ def go_on(
     is to go on with, and `changes` how it differs.
     """
     if changes:
-        checks.check(job)
+        mesh_checks.check(job)
     elif run.place.root == run.directory:
-        checks.check_mesh(job)
+        mesh_checks.check_mesh(job)
     begin = _Begin(run, held, document, changes)
     return asyncio.run(session(run.directory, _shape(run, job.config), begin))
 

@@ -13,7 +13,7 @@ from common.errors import ConfigError, NotFound
 from meshrl.hosts import invitation
 from meshrl.hosts.joining import join
 from meshrl.hosts.returning import Offer
-from meshrl.preflight import addresses
+from meshrl.launch.checks import addresses
 
 TICKET = Ticket("tcp://10.0.0.5:7100", "g" * 40, "s" * 40)
 

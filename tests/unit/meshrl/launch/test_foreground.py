@@ -27,10 +27,10 @@ from common.ports import Taken
 from common.process.host import SystemHost
 from common.telemetry.endpoint import MetricsEndpoint
 from meshrl.directory.places import MeshPlace
+from meshrl.launch.checks import addresses
 from meshrl.launch.foreground import AGAIN, ENDED, NEVER, begun, ended, ended_with, status_of
 from meshrl.launch.holding import Held, Hold
 from meshrl.launch.redis.network import Network
-from meshrl.preflight import addresses
 
 WITHIN_S = 30.0
 

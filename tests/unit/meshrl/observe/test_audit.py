@@ -12,8 +12,8 @@ import pytest
 from common.records import lines
 from common.state.events import Event
 from common.state.jobs import Phase
-from meshrl.launch.session import status
 from meshrl.observe.recording.audit import audit, show, without_fate
+from meshrl.run.session import status
 
 LATE_MS = 60_000
 

@@ -14,10 +14,10 @@ import pytest
 from common.job.config import JobConfig
 from common.state import jobs
 from meshrl.directory.places import MeshPlace, write_json
-from meshrl.launch import session
 from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.observe.recording.recorder import Recorder
 from meshrl.observe.report import report
+from meshrl.run import session
 from sim.state import simulated_state
 from tests.load import scaled
 

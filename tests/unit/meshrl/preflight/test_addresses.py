@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from meshrl.preflight import addresses
+from meshrl.launch.checks import addresses
 from tests.unit.meshrl.preflight.conftest import read, refusal
 
 

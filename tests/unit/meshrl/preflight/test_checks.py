@@ -12,6 +12,7 @@ from common.errors import ConfigError
 from meshrl.cli import app
 from meshrl.job import jobfile
 from meshrl.job.toml_writing import to_toml
+from meshrl.launch.checks import mesh_checks
 from meshrl.preflight import checks
 from tests.unit.meshrl.preflight.conftest import read
 
@@ -40,9 +41,9 @@ def test_every_problem_is_said_at_once_and_nothing_is_left(
 
 def test_a_job_that_is_submitted_needs_no_place_to_listen(place: Path) -> None:
     job = read(place, "mesh.bind=tcp://192.0.2.1:*")
-    checks.check(job, starts_mesh=False)
+    checks.check(job)
     with pytest.raises(ConfigError, match="192"):
-        checks.check(job)
+        mesh_checks.check(job)
 
 
 def test_submit_checks_before_it_looks_for_a_mesh(place: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from common.errors import ConfigError, MeshError, StateUnavailable
 from common.state.client import State
 from common.state.server import embedded
-from meshrl.preflight import redis_server
+from meshrl.launch.checks import redis_server
 from tests.load import scaled
 
 PASSWORD = "sesame-sesame"

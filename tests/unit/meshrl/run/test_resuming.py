@@ -15,7 +15,7 @@ from common.state.jobs import Phase
 from meshrl.directory.claims import claimed
 from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.job import jobfile
-from meshrl.launch.session import pack_run
+from meshrl.job.bundle import pack_run
 from meshrl.run.resuming import resume
 from tests.unit.meshrl.run.conftest import HeldMesh
 

@@ -21,10 +21,9 @@ from common.state.lifecycle.accounting import wrong
 from common.state.server import embedded
 from meshrl.directory import places
 from meshrl.directory.claims import claimed, writing
-from meshrl.directory.places import write_json
 from meshrl.directory.target import run_in
 from meshrl.directory.versions import copied
-from meshrl.job import bundle, edited
+from meshrl.job.bundle import pack_run
 from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.launch.holding import interruptible
 from meshrl.observe.guard import Guard
@@ -49,24 +48,6 @@ def run(config: JobConfig, base: Path, force: bool, job_file: Path | None = None
             claim.keep()
 
         return asyncio.run(session(run_dir, shape_for(config), begin, claim.replace))
-
-
-def pack_run(
-    config: JobConfig,
-    base: Path,
-    run_dir: Path,
-    about: dict[str, Any],
-    job_file: Path | None,
-) -> dict[str, Any]:
-    """Fills a new run's directory with its bundle and `job.json`: `about`, the document, which is
-    returned, by what it is told from other runs of its name, and the job file as it is now.
-    """
-    _, document = bundle.pack(config, base, run_dir)
-    record = about | {"document": document, "run_id": uuid.uuid4().hex}
-    if job_file is not None:
-        record["file"] = edited.remembered(job_file)
-    write_json(run_dir / "job.json", record)
-    return document
 
 
 def shape_for(config: JobConfig) -> Shape:
