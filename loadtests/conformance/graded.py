@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.clock import SystemClock
 from common.process.host import SystemHost
-from loadtests.conformance.row import Row
+from loadtests.conformance.rows import Row
 from services.sandbox.answer import Answer
 from services.sandbox.grading.code import Grading
 from services.sandbox.grading.real_pytest import Suites

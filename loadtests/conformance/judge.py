@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtests.conformance.row import RIGHT, Row
+from loadtests.conformance.rows import RIGHT, Row
 
 RUN_S = 60.0  # for a program and one input, on a busy host
 BATCH_S = 900.0  # for one process of `judging`

@@ -8,7 +8,7 @@ from typing import Any
 from common.api.sandbox import OK, UNSUPPORTED
 from loadtests.conformance.graded import Answers
 from loadtests.conformance.judge import Verdicts
-from loadtests.conformance.row import RIGHT, WRONG, Row
+from loadtests.conformance.rows import RIGHT, WRONG, Row
 
 SAME = 1e-9  # shares of tests are small fractions
 

@@ -1,1 +1,0 @@
-"""A program that reads its standard input, and prints."""

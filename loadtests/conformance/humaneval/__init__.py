@@ -1,1 +1,0 @@
-"""One function, and assertions in `check(candidate)`."""

@@ -1,1 +1,0 @@
-"""Programs, and methods of a class that are called; cases in JSON."""
