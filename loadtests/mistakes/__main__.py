@@ -19,37 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from loadtests.mistakes import (
-    commands,
-    containment,
-    conversations,
-    datasets,
-    functions,
-    hosts,
-    jobfiles,
-    models,
-    numbers,
-    operations,
-    rewards,
-    trajectories,
-)
-from loadtests.mistakes.mistake import Mistake
+from loadtests.mistakes.mistake import ALL
 from loadtests.mistakes.trying import Verdict, attempt
-
-ALL: tuple[Mistake, ...] = (
-    *jobfiles.MISTAKES,
-    *models.MISTAKES,
-    *numbers.MISTAKES,
-    *datasets.MISTAKES,
-    *functions.MISTAKES,
-    *trajectories.MISTAKES,
-    *hosts.MISTAKES,
-    *commands.MISTAKES,
-    *conversations.MISTAKES,
-    *containment.MISTAKES,
-    *operations.MISTAKES,
-    *rewards.MISTAKES,
-)
 
 
 def main() -> int:

@@ -1,22 +1,24 @@
-"""What a mistake is: how a job that works is spoilt, and what the user must be told, by when."""
+"""A mistake: how a job that works is changed, and what the user must read, and by when.
+
+`mistakes.jsonl` has one mistake a line; the keys are the fields of `Mistake`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from loadtests.mistakes.job import Place
-
-JOB = "job.toml"
-RUN = ("run", JOB)
+RUN = ("run", "job.toml")
 BEFORE_S = 3.0  # from the start of the command, for what can be known before a mesh starts
 RUNNING_S = 20.0  # from the start of the command, for what only a running mesh can find out
+DATA = Path(__file__).with_name("mistakes.jsonl")
 
 
 class NotPreparedError(Exception):
-    """What a mistake needs, such as a run that has finished, was not to be had."""
+    """Error raised when what a mistake needs, such as a finished run, cannot be made."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Mistake:
     running: bool = False  # only a running mesh can know it
     set: Mapping[str, Any] = field(default_factory=dict)  # dotted keys of the job file; None: none
     files: Mapping[str, str | bytes | None] = field(default_factory=dict)  # written; None: removed
-    prepare: Callable[[Place], AbstractContextManager[None]] | None = None  # what takes more
+    config: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json; None: none
+    prepare: tuple[Any, ...] = ()  # name and arguments of one of `preparing.PREPARATIONS`
     argv: tuple[str, ...] = RUN
     environ: Mapping[str, str] = field(default_factory=dict)
     own_s: float = 0.0  # what the user's own code takes before anybody can know
@@ -44,17 +47,16 @@ class Mistake:
         return (RUNNING_S if self.running else BEFORE_S) + self.own_s
 
 
-def does(change: Callable[[Place], Any]) -> Callable[[Place], AbstractContextManager[None]]:
-    """Return a `prepare` that changes the place and leaves nothing to undo."""
+def read() -> Iterator[Mistake]:
+    """Yield every mistake; the text of a file that is not UTF-8 stands under the key latin-1."""
+    with DATA.open(encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            for key, value in row.items():
+                row[key] = tuple(value) if isinstance(value, list) else value
+            for name, content in row.get("files", {}).items():
+                if isinstance(content, dict):
+                    row["files"][name] = content["latin-1"].encode("latin-1")
+            yield Mistake(**row)
 
-    @contextmanager
-    def prepare(place: Place) -> Iterator[None]:
-        change(place)
-        yield
 
-    return prepare
-
-
-def config(**keys: Any) -> Callable[[Place], AbstractContextManager[None]]:
-    """Return a `prepare` that sets keys of the model's configuration."""
-    return does(lambda place: place.config(**keys))
+ALL = tuple(read())

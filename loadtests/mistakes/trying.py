@@ -16,6 +16,7 @@ from pathlib import Path
 
 from loadtests.mistakes.job import Place
 from loadtests.mistakes.mistake import Mistake, NotPreparedError
+from loadtests.mistakes.preparing import prepared
 
 SILENT_S = 60.0  # what is not said by then is not said
 END_S = 60.0  # for the command to end by itself once it has said it
@@ -112,8 +113,10 @@ def attempt(mistake: Mistake) -> Verdict:
             place.set(mistake.set)
         for name, content in mistake.files.items():
             place.write(name, content)
+        if mistake.config:
+            place.config(**mistake.config)
         try:
-            with mistake.prepare(place) if mistake.prepare else nullcontext():
+            with prepared(place, *mistake.prepare) if mistake.prepare else nullcontext():
                 before = place.contents()
                 command = _Command(place, mistake.argv, dict(mistake.environ))
                 try:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from loadtests.mistakes import jobfiles
-from loadtests.mistakes.__main__ import ALL
-from loadtests.mistakes.mistake import Mistake
+from loadtests.mistakes.mistake import ALL
+from loadtests.mistakes.preparing import PREPARATIONS
 from loadtests.mistakes.trying import attempt
 
-WRONG_TYPE = next(m for m in jobfiles.MISTAKES if m.name == "job: wrong type")
+WRONG_TYPE = next(m for m in ALL if m.name == "job: wrong type")
 
 
 def test_a_mistake_that_is_told_is_clear_and_destroys_nothing() -> None:
@@ -27,4 +26,5 @@ def test_words_that_do_not_come_and_a_status_of_0_are_found() -> None:
 
 def test_there_are_seventy_at_least_with_a_name_each() -> None:
     assert len({mistake.name for mistake in ALL}) == len(ALL) >= 70
-    assert all(isinstance(mistake, Mistake) and mistake.says for mistake in ALL)
+    assert all(mistake.says for mistake in ALL)
+    assert {mistake.prepare[0] for mistake in ALL if mistake.prepare} == PREPARATIONS.keys()
