@@ -21,10 +21,9 @@ from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
 from common.state.server import embedded
-from loadtests.hosts.hosts import permitted
 from services.sandbox.isolation import cgroups
 from services.sandbox.jail import landlock
-from tests import ends
+from tests import ends, namespaces
 from tests.gpus.driver import Gpus, library
 from tests.runner import plugins
 from tests.sglang.interpreter import python
@@ -40,7 +39,7 @@ BACKENDS: dict[str, Callable[[], bool]] = {
     "compiler": lambda: any(map(shutil.which, ("c++", "g++", "clang++"))),
     "shellcheck": lambda: shutil.which("shellcheck") is not None,
     "root": lambda: os.geteuid() == 0,
-    "netns": permitted,
+    "netns": namespaces.are_permitted,
     "iptables": lambda: all(map(shutil.which, ("iptables", "ip", "tc"))),
     "promtool": lambda: shutil.which("promtool") is not None,
     "nvcc": lambda: shutil.which("nvcc") is not None,

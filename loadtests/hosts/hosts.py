@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -31,26 +30,19 @@ from loadtests.hosts import groups, leftovers
 from loadtests.hosts.host import Host
 from loadtests.hosts.init import HOME, Tree
 from loadtests.hosts.network import Network, address
+from tests.namespaces import SPACES, are_permitted
 
 CODE = Path(__file__).parents[2]
 READY_S = 30.0
 END_S = 15.0
 NEEDED = ("ip", "tc", "iptables", "unshare", "nsenter", "mount", "umount", "pivot_root", "env")
 KEPT = ("LANG", "LC_ALL", "PYTHONPATH")  # of this process' environment
-SPACES = ("--net", "--pid", "--fork", "--mount", "--uts", "--ipc")
 
 
 def lacking() -> str:
     """What this machine lacks for hosts; empty when it can have them."""
     absent = [name for name in NEEDED if shutil.which(name) is None]
-    return ", ".join(absent) or ("" if permitted() else "root with namespaces and /dev/net/tun")
-
-
-def permitted() -> bool:
-    """Whether this process may make the namespaces that hosts are, and their tunnel."""
-    if os.geteuid() != 0 or not os.path.exists("/dev/net/tun") or not shutil.which("unshare"):
-        return False
-    return subprocess.run(["unshare", *SPACES, "true"], capture_output=True).returncode == 0
+    return ", ".join(absent) or ("" if are_permitted() else "root with namespaces and /dev/net/tun")
 
 
 class Hosts:

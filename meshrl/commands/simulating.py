@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -50,5 +51,8 @@ def _alone(name: str, more: bool) -> int:
     words, _ = ALONE[name]
     if more:
         print(f"{name} takes no options: python -m {words[0]} --help", file=sys.stderr)
+        return 2
+    if importlib.util.find_spec(words[0].partition(".")[0]) is None:
+        print(f"{name} needs a checkout of MeshRL: python -m {words[0]} there", file=sys.stderr)
         return 2
     return subprocess.run([sys.executable, "-m", *words], check=False).returncode
