@@ -41,7 +41,7 @@ from common.runtime.mesh import Mesh
 from common.runtime.ref import Ref
 from common.secret import SECRET_BYTES
 from common.transport.keys import ProcessKeys
-from common.wire.frames import Array, encode, message
+from common.wire.messages import Array, encode, message
 from loadtests.jobs.host import HostMeter
 from loadtests.measuring import payloads
 from loadtests.measuring.unrenewed import FOREVER_S, knows, own_keys, unrenewed

@@ -16,7 +16,7 @@ from common.clock import Clock
 from common.errors import Overloaded
 from common.random import Random
 from common.transport.base import Deliver, Frames, Gone, Lost, Peer
-from common.wire.frames import Frame
+from common.wire.messages import Frame
 
 PARKED = 10_000  # messages that a stopped process may have waiting
 NOTICE_S = 0.001  # until a live host reports that nobody listens at an address

@@ -28,7 +28,8 @@ from common.telemetry.tracing import Tracer
 from common.transport.base import Peer
 from common.transport.keys import KeyPair, TokenKeys
 from common.transport.zmq import ZmqTransport
-from common.wire.frames import Frame, decode, encode, unpack_header
+from common.wire.frames import unpack_header
+from common.wire.messages import Frame, decode, encode
 
 Q = TypeVar("Q")
 R = TypeVar("R")

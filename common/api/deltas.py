@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import field
 
 from common.api.versions import Base
-from common.wire.frames import message
+from common.wire.messages import message
 
 
 @message

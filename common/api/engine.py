@@ -10,7 +10,7 @@ from common.api.hint import Look
 from common.api.role import Resting
 from common.records.experts import NO_EXPERTS
 from common.runtime.interface import Call, Cast, Stream
-from common.wire.frames import Array, message
+from common.wire.messages import Array, message
 
 
 class Finish(IntEnum):

@@ -4,7 +4,7 @@ orders, so losing it is harmless.
 
 from __future__ import annotations
 
-from common.wire.frames import message
+from common.wire.messages import message
 
 
 @message

@@ -22,7 +22,7 @@ from common.api.turns import (
     Turn,
 )
 from common.runtime.interface import Call, Cast, Interface
-from common.wire.frames import message
+from common.wire.messages import message
 
 
 class Worker(Interface):

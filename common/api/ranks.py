@@ -12,7 +12,7 @@ from typing import Any
 from common.api.role import SETTLE_S, Resting
 from common.api.weights import Tensor
 from common.runtime.interface import Call
-from common.wire.frames import Array, message
+from common.wire.messages import Array, message
 
 ADOPT_S = 30.0
 FORM_S = 60.0  # to meet the others

@@ -5,7 +5,7 @@ from tier to tier and back.
 from __future__ import annotations
 
 from common.runtime.interface import Call, Interface
-from common.wire.frames import message
+from common.wire.messages import message
 
 SETTLE_S = (
     900.0  # tensors of some 100 GB to a disk; who asked may ask again, and finds it under way

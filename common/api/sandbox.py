@@ -10,7 +10,7 @@ from dataclasses import field
 from typing import Any
 
 from common.runtime.interface import Call, Cast, Interface
-from common.wire.frames import message
+from common.wire.messages import message
 
 OK = "ok"
 TIMEOUT = "timeout"  # over its deadline, in CPU time or in time not spent waiting for a core

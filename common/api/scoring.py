@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from common.api.role import Resting
 from common.runtime.interface import Call
-from common.wire.frames import Array, message
+from common.wire.messages import Array, message
 
 
 def scoring_name(job: str) -> str:

@@ -4,7 +4,7 @@ What lies there outlives them, and ends with the worker.
 
 from __future__ import annotations
 
-from common.wire.frames import message
+from common.wire.messages import message
 
 
 @message

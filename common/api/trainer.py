@@ -9,7 +9,7 @@ from typing import Any
 
 from common.api.role import Resting
 from common.runtime.interface import Call
-from common.wire.frames import Array, message
+from common.wire.messages import Array, message
 
 
 @message

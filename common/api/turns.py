@@ -4,7 +4,7 @@ one asks of the gang's other workers.
 
 from __future__ import annotations
 
-from common.wire.frames import message
+from common.wire.messages import message
 
 TURN_S = 600.0  # who waits longer for its turn asks again, and keeps its place
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.wire.frames import message
+from common.wire.messages import message
 
 
 @message

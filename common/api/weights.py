@@ -24,7 +24,9 @@ from common.api.versions import Base as Base
 from common.records.experts import NO_EXPERTS
 from common.records.lineages import NATIVE
 from common.runtime.interface import Call, Interface
-from common.wire.frames import Array, message
+from common.wire.messages import Array, message
+
+STORE = "weights"  # the store's name in the registry
 
 
 @message

@@ -27,9 +27,9 @@ from common.process.ends.failure import FAILURE_ENV, Failure, path_beside
 from common.process.ends.limits import Room
 from common.process.handle import Child, SystemChild, start_time
 from common.process.starting import Start, Starter
+from common.process.usage import usage
 from common.records.append_file import AppendFile
 from common.records.durable import flush, sync
-from common.telemetry.watchdog import usage
 
 T = TypeVar("T")
 BLOCKING_THREADS = 32  # enough for every file of a process; a stuck one holds its thread
@@ -123,7 +123,7 @@ class Host(Protocol):
         """Processors that the processes of this host share, and how busy they have been."""
 
     def usage(self) -> dict[str, float]:
-        """What this process uses, by name; see `common.telemetry.watchdog.usage`."""
+        """What this process uses, by name; see `common.process.usage.usage`."""
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -9,14 +9,13 @@ import re
 from collections import deque
 from pathlib import Path
 
-from common.api.weights import KeepLines, Weights
+from common.api.weights import STORE, KeepLines, Weights
 from common.errors import BadMessage, MeshError, StorageFull
 from common.job.job_data import JobData
 from common.process.host import Host
 from common.records.append_file import AppendFile
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
-from common.wire.weight_store import STORE
 
 FILE_BYTES = 32 << 20  # twice that is what one file and the one before it take on the disk
 OLDER = ".older.jsonl"

@@ -43,7 +43,8 @@ from common.transport.base import Peer, Transport
 from common.transport.keys import Keys, MeshKeys
 from common.transport.strangers import Limits
 from common.transport.zmq import ZmqTransport
-from common.wire.frames import Frame, unpack_header
+from common.wire.frames import unpack_header
+from common.wire.messages import Frame
 
 STOP_S = 2.0  # for what runs when a process leaves
 ACTOR_STOP_S = 10.0

@@ -24,7 +24,7 @@ from common.runtime.directory import FIRST_RETRY_S, LONGEST_RETRY_S, Directory, 
 from common.runtime.interface import Call, Cast, Method, Stream
 from common.telemetry.logs import Telemetry
 from common.telemetry.tracing import scope
-from common.wire.frames import Frame, decode, encode
+from common.wire.messages import Frame, decode, encode
 
 Q = TypeVar("Q")
 R = TypeVar("R")

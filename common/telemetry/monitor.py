@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from common.process.usage import CHILDREN, USAGE
 from common.runtime.lease import Lease
 from common.telemetry.endpoint import Page, health
 from common.telemetry.exposition import Exposition
 from common.telemetry.logs import Telemetry
-from common.telemetry.watchdog import CHILDREN, USAGE, Watchdog
+from common.telemetry.watchdog import Watchdog
 
 
 class Monitor:

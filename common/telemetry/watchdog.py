@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,9 +14,6 @@ from common.clock import Clock
 
 TICK_S = 0.5
 LOADING_S = 300.0  # reading a large model may hold the loop this long
-CHILDREN = "cpu_children_s"
-USAGE = ("rss_mb", "cpu_s", CHILDREN, "loop_lag_ms")  # a monitor sees them in its own units
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Watchdog:
@@ -68,20 +63,6 @@ class Watchdog:
         if silent_s <= allowed_s:
             return ""
         return f"the event loop has not run for {silent_s:.1f} s; {allowed_s:g} are allowed"
-
-
-def usage() -> dict[str, float]:
-    """Resident memory, and CPU seconds of this process (all threads) and of the children it has
-    reaped.
-    """
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[1])
-    times = os.times()
-    return {
-        "rss_mb": round(pages * _PAGE / 1e6, 1),
-        "cpu_s": round(time.process_time(), 3),
-        CHILDREN: round(times.children_user + times.children_system, 3),
-    }
 
 
 def dump_stacks(why: str, loop: asyncio.AbstractEventLoop | None) -> None:

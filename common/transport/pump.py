@@ -20,7 +20,7 @@ import zmq
 from common.errors import Overloaded
 from common.transport.base import Deliver, Frames, Gone, Peer
 from common.transport.doorkeeper import Doorkeeper
-from common.wire.frames import Frame
+from common.wire.messages import Frame
 
 DRAIN_MESSAGES = 256  # a turn of the loop stays under ~5 ms
 BURST = 16  # messages written in one go: enough to share a wake-up, few enough to overlap with work

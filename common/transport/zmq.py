@@ -25,7 +25,7 @@ from common.transport.doorkeeper import UNDECIDED, Doorkeeper
 from common.transport.keys import Keys
 from common.transport.pump import Pump
 from common.transport.strangers import Limits
-from common.wire.frames import DEFAULT_LIMITS, MessageLimits
+from common.wire.messages import DEFAULT_LIMITS, MessageLimits
 
 LINGER_MS = 300  # last replies on the way out
 MAX_SOCKETS = 16_384  # libzmq's own limit is 1,023

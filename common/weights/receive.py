@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from common.api.weights import Examine, Fetch, Manifest, Weights
+from common.api.weights import STORE, Examine, Fetch, Manifest, Weights
 from common.errors import Damaged, MeshError, NotFound, StorageFull
 from common.model.source import Asked, Source
 from common.runtime.mesh import Mesh
@@ -29,7 +29,7 @@ from common.weights.ways.bringing import Bringing
 from common.weights.ways.peer import Pulled
 from common.wire import host_chunks
 from common.wire.bulk.port import BulkClient, ChunkStore
-from common.wire.weight_store import STORE, get, store_entry
+from common.wire.weight_store import get, store_entry
 
 BATCH_BYTES = 256 << 20  # of chunks that are hashed in one go off the loop
 HASH_S = 120.0  # for these, from a disk that is slow

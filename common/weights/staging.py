@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from common.api.weights import Base, Manifest, Stage, Tensor, Weights
+from common.api.weights import STORE, Base, Manifest, Stage, Tensor, Weights
 from common.digest import digest_of
 from common.errors import BadMessage
 from common.model.safetensors_file import NAMES
@@ -24,7 +24,7 @@ from common.weights.laying import Chunk, How, Laid, Laying, Part, whole
 from common.weights.manifest import check, chunk_bytes, packed
 from common.wire import host_chunks
 from common.wire.bulk.port import BulkClient
-from common.wire.weight_store import STORE, put, store_entry
+from common.wire.weight_store import put, store_entry
 
 WRITTEN_AT_ONCE = 2  # chunks: one is hashed while another waits for the disk
 UNWRITTEN = 4  # chunks that may be in memory before who lays more has to wait

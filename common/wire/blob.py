@@ -6,7 +6,7 @@ import struct
 from typing import Any, TypeVar
 
 from common.errors import BadMessage
-from common.wire.frames import decode, encode
+from common.wire.messages import decode, encode
 
 T = TypeVar("T")
 _COUNT = struct.Struct("<I")

@@ -13,32 +13,11 @@ from common.errors import BadMessage
 from common.wire.messages import (
     DECODE_ERRORS,
     DEFAULT_LIMITS,
-    OUT_OF_BAND_BYTES,
-    Array,
     Frame,
     MessageLimits,
     checked,
-    decode,
-    encode,
-    message,
     unpacked,
 )
-
-__all__ = [
-    "DEFAULT_LIMITS",
-    "OUT_OF_BAND_BYTES",
-    "Array",
-    "Frame",
-    "MessageLimits",
-    "check_sizes",
-    "decode",
-    "encode",
-    "message",
-    "pack_error",
-    "pack_header",
-    "unpack_error",
-    "unpack_header",
-]
 
 VERSION = 1
 CALL, REPLY, ERROR, ITEM, END, CREDIT, CANCEL, CAST = range(1, 9)

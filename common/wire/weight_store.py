@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from common.api.bulk import PUBLISHED, WEIGHTS
-from common.api.weights import Examine, LayOut, Publish, Weights
+from common.api.weights import STORE, Examine, LayOut, Publish, Weights
 from common.errors import Damaged, PeerLost
 from common.records import damage
 from common.records.checkpoints import check_paths
@@ -21,7 +21,6 @@ from common.wire import host_chunks
 from common.wire.bulk.port import BulkClient
 from common.wire.partial import Partial
 
-STORE = "weights"  # its name in the registry
 STALL_S = 2.0  # without a byte: what can be done without is
 WHY = "it is not what its name says"  # what is told of a damaged chunk
 

@@ -19,7 +19,8 @@ import common.api
 from common.runtime.interface import Cast, Interface, Method
 from common.transport.address import endpoint_of, key_of
 from common.transport.pump import LENGTH_BYTES
-from common.wire.frames import CALL, CAST, encode, pack_header
+from common.wire.frames import CALL, CAST, pack_header
+from common.wire.messages import encode
 from loadtests.doors.plan import ANSWERED, REFUSED, Plan, Process, Tried
 
 WAIT_S = 4.0  # for all answers, after everything is sent

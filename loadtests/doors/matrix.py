@@ -36,7 +36,7 @@ from common.api.role import Resting
 from common.api.sandbox import Sandbox
 from common.api.scoring import Scoring
 from common.api.trainer import Trainer
-from common.api.weights import Weights
+from common.api.weights import STORE, Weights
 from common.errors import NotAllowed, StaleIncarnation
 from common.job import bundle_files
 from common.runtime.interface import Interface, Method
@@ -49,8 +49,8 @@ from common.state.registry import Entry
 from common.transport.address import bulk_key_text, endpoint_of, key_of, key_text
 from common.transport.keys import KeyPair
 from common.transport.pump import LENGTH_BYTES
-from common.wire.frames import CALL, encode, pack_header, unpack_error, unpack_header
-from common.wire.weight_store import STORE
+from common.wire.frames import CALL, pack_header, unpack_error, unpack_header
+from common.wire.messages import encode
 from loadtests.doors.calls import blank, call_all, methods
 from loadtests.doors.plan import GREETED, REFUSED, Plan, Port, Process, Tried
 from loadtests.doors.planting import LARGEST_BYTES, Planting, plant

@@ -10,7 +10,7 @@ from common.api.engine import Engine
 from common.api.hint import Look
 from common.api.trainer import Restage, Restaged, Trainer
 from common.api.versions import Base
-from common.api.weights import Checkpoint, Weights
+from common.api.weights import STORE, Checkpoint, Weights
 from common.job.config import JobConfig, RolloutConfig, TrainingConfig
 from common.runtime.actor import Actor, call
 from common.runtime.interface import Interface
@@ -21,7 +21,6 @@ from common.weights.images import load_tensor
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
 from common.wire.bulk.port import BulkClient
-from common.wire.weight_store import STORE
 from loadtests.weights.contents import Tensors
 
 

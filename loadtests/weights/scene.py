@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 
+from common.api.weights import STORE
 from common.process.forking.birth import NURSERY_ENV, OFF
 from common.process.handle import SystemChild
 from common.process.host import SystemHost
@@ -36,7 +37,6 @@ from common.settings import SETTINGS_ENV
 from common.state import registry
 from common.state.client import State
 from common.state.server.embedded import command
-from common.wire.weight_store import STORE
 from loadtests.weights.network import Links
 
 START_S = 120.0

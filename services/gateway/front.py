@@ -18,7 +18,8 @@ from common.runtime.calls.serving import Server
 from common.runtime.calls.sweep import Sweep
 from common.runtime.mesh import Mesh
 from common.transport.base import Peer, Transport
-from common.wire.frames import Frame, unpack_header
+from common.wire.frames import unpack_header
+from common.wire.messages import Frame
 
 STOP_S = 2.0
 # The id of the token, or of the member, that the request which is being served came with.

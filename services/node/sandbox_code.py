@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from common.api.weights import STORE
 from common.errors import MeshError, NotFound, StateUnavailable
 from common.job import loading
 from common.job.job_data import MODULES, JobData
@@ -18,7 +19,6 @@ from common.pool import names
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
 from common.state import jobs
-from common.wire.weight_store import STORE
 
 AGAIN_S = 5.0  # after an error
 SOON_S = 0.5  # after Redis did not answer

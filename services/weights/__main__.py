@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from common.api.weights import STORE
 from common.runtime.mesh import Mesh, MeshSettings, run
 from common.runtime.tasks import all_of
 from common.wire.bulk.port import ChunkStore
 from common.wire.bulk.port import serve as serve_chunks
-from common.wire.weight_store import STORE
 from services.weights.copying import Copying
 from services.weights.keeping.sweeping import Pace
 from services.weights.store import WeightStore

@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 
 from common.api.callers import CALLERS
+from common.api.weights import STORE
 from common.environment.framing import packed
 from common.generation.contract import TokenEngine
 from common.job.job_data import JobData
@@ -23,7 +24,6 @@ from common.pool.seat import Seat, parser
 from common.runtime.lease import LOST
 from common.runtime.mesh import Mesh, MeshSettings
 from common.state.client import State
-from common.wire.weight_store import STORE
 from services.engine import running as engine_running
 from services.engine.service import EngineService
 from services.engine.stepping.pace import PacedEngine

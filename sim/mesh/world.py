@@ -17,7 +17,7 @@ from common.state.client import State
 from common.state.ended import forget_all
 from common.state.pool import write_settings
 from common.state.server.rollback import JobMark
-from common.wire.frames import Frame
+from common.wire.messages import Frame
 from meshrl.launch import plan
 from meshrl.launch.head.restoring import put_back
 from sim.loop import VirtualLoop

@@ -35,10 +35,10 @@ from common.wire.frames import (
     ERROR,
     ITEM,
     REPLY,
-    Frame,
     check_sizes,
     pack_header,
 )
+from common.wire.messages import Frame
 
 R = TypeVar("R")
 _ANSWERS = (REPLY, ERROR)

@@ -10,7 +10,8 @@ from common.errors import BadMessage, MeshError
 from common.runtime.calls.sweep import NEVER
 from common.runtime.directory import Route
 from common.runtime.interface import Stream
-from common.wire.frames import Frame, check_sizes, decode
+from common.wire.frames import check_sizes
+from common.wire.messages import Frame, decode
 
 R = TypeVar("R")
 

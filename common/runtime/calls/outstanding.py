@@ -10,7 +10,8 @@ from typing import Any
 from common.errors import BadMessage, MeshError, PeerLost, from_wire
 from common.runtime.directory import Route
 from common.runtime.interface import Method
-from common.wire.frames import Frame, unpack_error
+from common.wire.frames import unpack_error
+from common.wire.messages import Frame
 
 
 class Link:

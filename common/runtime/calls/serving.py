@@ -37,13 +37,11 @@ from common.wire.frames import (
     ERROR,
     ITEM,
     REPLY,
-    Frame,
     check_sizes,
-    decode,
-    encode,
     pack_error,
     pack_header,
 )
+from common.wire.messages import Frame, decode, encode
 
 _REQUESTS = (CALL, CAST)
 NOBODY: frozenset[str] = frozenset()

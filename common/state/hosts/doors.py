@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from common.api.callers import ROLES
 from common.state.client import State, SyncClient, asked_once
 from common.state.keys import MESH
-from common.transport.keys import Holders
 
 ADMITTED = f"{MESH}:admitted"
 _ROLES = sorted(ROLES)
@@ -51,7 +50,7 @@ async def leave(state: State, row: Row) -> None:
     await state.run("withdraw", [MESH], asdict(row))
 
 
-def who(client: SyncClient, publics: Sequence[str]) -> list[Holders]:
+def who(client: SyncClient, publics: Sequence[str]) -> list[tuple[str, ...]]:
     """Whose each of these keys is; nobody's who is let in: none. Of several holders one alone has
     the other half, and the others may have entered it to be taken for that one. Blocks;
     StateUnavailable.

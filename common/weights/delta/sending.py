@@ -15,7 +15,7 @@ from itertools import accumulate, zip_longest
 
 from common.api.deltas import BeginDelta, ChunkDelta, DeltaSet, StageDelta
 from common.api.versions import Base
-from common.api.weights import Fetch, Manifest, Tensor, Weights
+from common.api.weights import STORE, Fetch, Manifest, Tensor, Weights
 from common.errors import MeshError, NotFound
 from common.job.config import TrainingConfig
 from common.process.serial_executor import looked_at
@@ -25,7 +25,7 @@ from common.weights.delta.files import delta_of, keep
 from common.weights.delta.pairs import Pair, grouped, paired
 from common.wire import host_chunks
 from common.wire.bulk.port import BulkClient
-from common.wire.weight_store import STORE, store_entry
+from common.wire.weight_store import store_entry
 
 ASKING_S = 2.0  # of a step, at most, that go by until the store has said whether deltas are wanted
 ONE_S = 120.0  # to make the delta of a chunk and put it

@@ -4,14 +4,13 @@ one where the last has left off.
 
 from __future__ import annotations
 
-from common.api.weights import Examine, Weights
+from common.api.weights import STORE, Examine, Weights
 from common.errors import Damaged, PeerLost
 from common.runtime.mesh import Mesh
 from common.state import registry
 from common.wire.bulk.port import BulkClient
 from common.wire.chunks import ChunkStore
 from common.wire.partial import Partial
-from common.wire.weight_store import STORE
 
 STALL_S = 2.0  # without a byte: another source is asked; within a host's lease, which lasts longer
 ENTRY_S = 5.0  # that a source's entry is believed: where it does not hold, a transfer fails

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from common.api.weights import Pair, Sources
+from common.api.weights import STORE, Pair, Sources
 from common.errors import Damaged, HandshakeFailed, MeshError, NotFound, PeerLost, StorageFull
 from common.runtime.mesh import Mesh
 from common.runtime.patience import Patience
@@ -21,7 +21,6 @@ from common.weights.pull.seeking import Seeking
 from common.wire import host_chunks
 from common.wire.bulk.port import BulkClient
 from common.wire.chunks import ChunkStore
-from common.wire.weight_store import STORE
 
 STREAMS = 4  # at once; the store gives fewer while hosts relay
 TELL_S = 1.0  # between two words with the store, which forgets who says nothing

@@ -7,12 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 
-from common.api.weights import Failed, Seek, Sources, Weights
+from common.api.weights import STORE, Failed, Seek, Sources, Weights
 from common.errors import MeshError
 from common.runtime.mesh import Mesh
 from common.runtime.patience import Patience
 from common.state import registry
-from common.wire.weight_store import STORE
 
 OVER_S = 1.0  # for the store to hear that it is over, which it notices itself
 

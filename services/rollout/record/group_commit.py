@@ -22,7 +22,7 @@ from common.records.experts import laid_out
 from common.records.token_record import TokenRows, some
 from common.runtime.mesh import Mesh
 from common.telemetry.stopwatch import UNTIMED
-from common.wire.frames import Array
+from common.wire.messages import Array
 from services.rollout.record.staging import NOBODY, OpenRequest, Staging
 from services.rollout.trajectories.trajectory import Trajectory
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.api.weights import Checkpoint, Clear, LayOut, Weights
+from common.api.weights import STORE, Checkpoint, Clear, LayOut, Weights
 from common.errors import Damaged, MeshError, NotFound
 from common.job.job_data import JobData
 from common.model.config import ModelConfig
@@ -36,7 +36,7 @@ from common.state import events
 from common.weights.manifest import unpacked
 from common.weights.receive import Receiver
 from common.wire.bulk.port import BulkClient
-from common.wire.weight_store import STORE, get, lay_out, put_file
+from common.wire.weight_store import get, lay_out, put_file
 from services.trainer.core.publishing import Identity, Publisher
 from services.trainer.ranks.compute import SAVE_S, Compute
 from services.trainer.rows.saving import Saving

@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from common.api.versions import Base
-from common.api.weights import Fetch, Manifest, Weights
+from common.api.weights import STORE, Fetch, Manifest, Weights
 from common.digest import digest_of
 from common.errors import Damaged, NotFound, Refused
 from common.job.job_data import JobData
@@ -25,7 +25,7 @@ from common.weights.laying import Laid, laying, slices
 from common.weights.manifest import packed
 from common.weights.staging import Version, assembled, keep
 from common.wire.bulk.port import BulkClient
-from common.wire.weight_store import STORE, get, put
+from common.wire.weight_store import get, put
 from services.trainer.ranks.compute import Compute
 from services.trainer.rows.recutting import Recutting
 

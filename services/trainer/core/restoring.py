@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from common.api.weights import Checkpoint, Examine, Load, Older, SetAside, Weights
+from common.api.weights import STORE, Checkpoint, Examine, Load, Older, SetAside, Weights
 from common.digest import digest_of
 from common.errors import BadMessage, ConfigError, Damaged, MeshError, NotFound
 from common.job.job_data import JobData
@@ -24,7 +24,7 @@ from common.state import events
 from common.weights.manifest import joined, unpacked
 from common.weights.receive import Receiver
 from common.wire.bulk.port import BulkClient
-from common.wire.weight_store import STORE, get, put
+from common.wire.weight_store import get, put
 from services.trainer.core.step import Enter
 from services.trainer.ranks.compute import SAVE_S, Compute
 from services.trainer.rows.checkpoint_files import checkpoint_files

@@ -17,7 +17,7 @@ import pytest
 
 from common.random import Random
 from common.transport.zmq import ZmqTransport
-from common.wire.frames import Frame
+from common.wire.messages import Frame
 from tests.load import scaled
 from tests.meshes import SECRET, keys_of
 from tests.unit.common.runtime.talking import until

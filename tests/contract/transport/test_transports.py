@@ -15,7 +15,7 @@ from common.random import Random
 from common.transport.base import Frames, Peer, Transport
 from common.transport.pump import JOIN_BYTES
 from common.transport.zmq import ZmqTransport
-from common.wire.frames import Frame
+from common.wire.messages import Frame
 from sim.network import MemoryNetwork, MemoryTransport
 from tests.load import scaled
 from tests.meshes import keys_of

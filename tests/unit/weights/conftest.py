@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from common.api.weights import STORE
 from common.clock import SystemClock
 from common.process.host import SystemHost
 from common.runtime.mesh import Mesh, MeshSettings
 from common.wire.bulk.port import BulkServer, ChunkStore, SecretDoor
-from common.wire.weight_store import STORE
 from services.weights.errands import Errands
 from services.weights.store import WeightStore
 from sim.state import simulated_state

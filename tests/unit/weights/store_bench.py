@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from common.api.bulk import GROUPS
-from common.api.weights import Checkpoint, Weights
+from common.api.weights import STORE, Checkpoint, Weights
 from common.errors import NotFound
 from common.job.config import BudgetConfig, JobConfig, TrainingConfig
 from common.random import Random
@@ -22,7 +22,7 @@ from common.state.client import State
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
 from common.wire.bulk.port import BulkClient, ChunkStore
-from common.wire.weight_store import STORE, put
+from common.wire.weight_store import put
 from services.weights.store import WeightStore
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, VirtualLoop, run_virtual

@@ -7,12 +7,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.api.weights import Base, Fetch, Manifest, Weights
+from common.api.weights import STORE, Base, Fetch, Manifest, Weights
 from common.errors import MeshError
 from common.weights.manifest import Rows, by_chunk, read_whole
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
-from common.wire.weight_store import STORE
 from tests.unit.weights.storing import Store
 
 JOB = "job"

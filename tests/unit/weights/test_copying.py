@@ -15,7 +15,7 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from common.api.weights import Checkpoint, LayOut, Weights
+from common.api.weights import STORE, Checkpoint, LayOut, Weights
 from common.clock import SystemClock
 from common.digest import digest_of
 from common.errors import BadMessage, Damaged, MeshError, NotFound, Refused
@@ -31,7 +31,6 @@ from common.records.durable_copy import Durable, DurableCopy, TakenOver
 from common.records.sealed import sealed
 from common.state import events, jobs, registry, steps
 from common.state.lifecycle import deleting
-from common.wire.weight_store import STORE
 from meshrl.directory.places import MeshPlace, read_json
 from meshrl.launch.head import from_copy
 from meshrl.observe.live import tables

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from common.api.deltas import AskDeltas, BeginDelta, ChunkDelta, DeltaSet, StageDelta
 from common.api.versions import Base
-from common.api.weights import Fetch, Weights
+from common.api.weights import STORE, Fetch, Weights
 from common.clock import SystemClock
 from common.digest import digest_of
 from common.job.config import TrainingConfig
@@ -32,7 +32,6 @@ from common.weights.images import Image
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
 from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
-from common.wire.weight_store import STORE
 from services.weights.store import WeightStore
 from sim.state import simulated_state
 from tests.load import scaled

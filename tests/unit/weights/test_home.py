@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from common.api.weights import Clear, KeepLines, LayOut, SetAside
+from common.api.weights import STORE, Clear, KeepLines, LayOut, SetAside
 from common.clock import SystemClock
 from common.errors import BadMessage, MeshError
 from common.job.config import JobConfig
@@ -21,7 +21,7 @@ from common.records.append_file import AppendFile
 from common.records.checkpoints import digests_below
 from common.state import events, jobs
 from common.wire.chunks import ChunkStore
-from common.wire.weight_store import STORE, lay_out
+from common.wire.weight_store import lay_out
 from services.weights.errands import ANSWER_S, STALL_S, Errands, Progress
 from services.weights.store import WeightStore
 from sim.host import SimulatedHost

@@ -16,6 +16,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from common.api.weights import STORE
 from common.clock import SystemClock
 from common.digest import digest_of
 from common.errors import NotFound
@@ -27,7 +28,6 @@ from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
 from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
 from common.wire.host_chunks import UNUSED_S, sweep, through
-from common.wire.weight_store import STORE
 from services.weights.store import WeightStore
 from sim.state import simulated_state
 from tests.load import scaled

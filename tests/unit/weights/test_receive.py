@@ -16,6 +16,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from common.api.weights import STORE
 from common.clock import SystemClock
 from common.errors import Damaged, NotFound, PeerLost
 from common.process.host import SystemHost
@@ -31,7 +32,6 @@ from common.wire import verified
 from common.wire.blob import pack
 from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
 from common.wire.verified import NAME, TRUSTED_S, Verified
-from common.wire.weight_store import STORE
 from services.weights.store import WeightStore
 from sim.state import simulated_state
 from tests.load import scaled

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from common.api.bulk import GROUPS
-from common.api.weights import Examine, Fetch, Load, Weights
+from common.api.weights import STORE, Examine, Fetch, Load, Weights
 from common.errors import Damaged, DeadlineExceeded, NotFound, StorageFull
 from common.records.checkpoints import committed
 from common.state import events, jobs, steps
 from common.state.lifecycle import deleting
 from common.weights.receive import Receiver
-from common.wire.weight_store import STORE
 from services.weights.keeping.records import JobRecords
 from sim.host import SimulatedHost
 from tests.unit.common.records.harms import HARMS, Harm, delete, flip, older_copy

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from common.api.bulk import PUBLISHED
+from common.api.weights import STORE
 from common.clock import SystemClock
 from common.digest import digest_of_file
 from common.errors import Damaged, NotFound
@@ -34,7 +35,6 @@ from common.state import events, jobs
 from common.state.client import State
 from common.state.server import home
 from common.wire.bulk.port import ChunkStore, serve
-from common.wire.weight_store import STORE
 from services.weights.errands import Errands
 from services.weights.store import WeightStore
 from sim.state import simulated_state

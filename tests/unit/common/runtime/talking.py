@@ -13,7 +13,7 @@ from common.runtime.interface import Call, Cast, Interface, Stream
 from common.runtime.mesh import Mesh
 from common.runtime.ref import Ref
 from common.telemetry.tracing import trace_id
-from common.wire.frames import Array, message
+from common.wire.messages import Array, message
 from tests.load import scaled
 
 Q = TypeVar("Q")

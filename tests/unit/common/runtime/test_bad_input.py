@@ -19,11 +19,11 @@ from common.wire.frames import (
     ERROR,
     ITEM,
     REPLY,
-    encode,
     pack_header,
     unpack_error,
     unpack_header,
 )
+from common.wire.messages import encode
 from tests.meshes import begun, curve, keys_of
 from tests.unit.common.runtime.talking import Join, Number, Talk, Talker, Text, until
 

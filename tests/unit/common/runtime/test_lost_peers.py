@@ -16,7 +16,7 @@ import zmq
 from common.errors import PeerLost
 from common.state import registry
 from common.transport.zmq import ZmqTransport
-from common.wire.frames import Frame
+from common.wire.messages import Frame
 from loadtests.rpc import PING, Echo
 from tests.load import scaled
 from tests.meshes import SECRET, begun, keys_of

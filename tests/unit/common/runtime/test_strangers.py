@@ -22,7 +22,8 @@ from common.secret import SECRET_BYTES
 from common.state import registry
 from common.transport.keys import MeshKeys
 from common.transport.zmq import ZmqTransport
-from common.wire.frames import CALL, encode, pack_header, unpack_error
+from common.wire.frames import CALL, pack_header, unpack_error
+from common.wire.messages import encode
 from sim.state import simulated_state
 from tests.load import scaled
 from tests.meshes import PATIENT, begun, curve, keys_of

@@ -12,16 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import BadMessage
-from common.wire.frames import (
-    DEFAULT_LIMITS,
-    Array,
-    check_sizes,
-    decode,
-    encode,
-    message,
-    pack_header,
-    unpack_header,
-)
+from common.wire.frames import check_sizes, pack_header, unpack_header
+from common.wire.messages import DEFAULT_LIMITS, Array, decode, encode, message
 
 
 @message

@@ -18,7 +18,7 @@ from common.generation.contract import Flush
 from common.records.experts import NO_EXPERTS, UNKNOWN, laid_out
 from common.records.ledger import Kind, Ledger, read
 from common.records.token_record import TokenRows
-from common.wire import blob, frames
+from common.wire import blob, messages
 from services.engine.stepping.shards import cut
 from services.rollout.record.staging import ROW_TOKENS, OpenRequest, Staging
 from services.rollout.trajectories.trajectory import Restored, Trajectory
@@ -179,8 +179,8 @@ def test_a_flush_is_cut_with_them() -> None:
     routes: Any = [("somebody", 10), ("me", 20)]
     mine = cut(made, routes, [False, True], 0, 3)
     assert np.array_equal(mine.experts, sent(tokens)[1:])
-    body, buffers = frames.encode(mine)
-    again = frames.decode(Tokens, body, buffers)
+    body, buffers = messages.encode(mine)
+    again = messages.decode(Tokens, body, buffers)
     assert again.experts.dtype == np.int16 and np.array_equal(again.experts, mine.experts)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from common.api.bulk import GROUPS
-from common.api.weights import Group
+from common.api.weights import STORE, Group
 from common.clock import SystemClock
 from common.job.config import JobConfig
 from common.process.host import SystemHost
@@ -23,7 +23,7 @@ from common.state.client import State
 from common.state.lifecycle import accounting
 from common.wire.blob import pack
 from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
-from common.wire.weight_store import STORE, put
+from common.wire.weight_store import put
 from services.rollout.record.finished_groups import hand_in
 from services.trainer.core.batch import Refill, staleness
 from services.trainer.core.intake import Intake

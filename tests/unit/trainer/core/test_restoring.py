@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.api.weights import Fetch, Weights
+from common.api.weights import STORE, Fetch, Weights
 from common.errors import ConfigError, Damaged
 from common.job.config import JobConfig, LoraConfig
 from common.job.job_data import JobData
@@ -23,7 +23,6 @@ from common.records.checkpoints import STATE
 from common.state import events, steps
 from common.state.registry import COUNTED
 from common.weights.staging import staged_whole
-from common.wire.weight_store import STORE
 from services.trainer.core.beginning import adapt, fresh_learner
 from services.trainer.core.checkpointing import Checkpoints
 from services.trainer.core.publishing import Identity, Publisher

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from common.api.ranks import RestoreRows, Trouble
-from common.api.weights import Fetch, Weights
+from common.api.weights import STORE, Fetch, Weights
 from common.errors import Damaged
 from common.job.config import JobConfig
 from common.job.job_data import JobData
 from common.records.checkpoints import checkpoint_name, digests_below
 from common.records.sealed import sealed
 from common.weights.laying import Part
-from common.wire.weight_store import STORE
 from services.trainer.ranks.rank import Rank
 from services.trainer.rows.gang_restoring import RankRestoring
 from services.trainer.rows.saved import SavedRows, save_rows

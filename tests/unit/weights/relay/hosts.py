@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from common.api.weights import STORE
 from common.clock import SystemClock
 from common.digest import digest_of
 from common.runtime.mesh import Mesh, MeshSettings
@@ -13,7 +14,6 @@ from common.state.client import State
 from common.weights.pull.pull import Pulled, Wanted, pull
 from common.wire import host_chunks
 from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, serve
-from common.wire.weight_store import STORE
 from services.weights.store import WeightStore
 from tests.meshes import on_sockets
 

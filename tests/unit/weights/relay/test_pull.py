@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from common.api.weights import STORE
 from common.digest import digest_of
 from common.errors import Damaged, NotAllowed, NotFound, Refused, StorageFull
 from common.state import registry
@@ -18,7 +19,6 @@ from common.wire.bulk.channel import Steps
 from common.wire.bulk.serving import Serving
 from common.wire.bulk.session import ANSWER, OK
 from common.wire.chunks import ChunkStore
-from common.wire.weight_store import STORE
 from tests.load import scaled
 from tests.unit.common.wire.road import Road
 from tests.unit.weights.relay.hosts import CHUNK, Fetcher, Hosts
