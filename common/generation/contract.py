@@ -122,10 +122,8 @@ class SessionCache:
     adapter: str = ""  # with which they computed; its versions are meant then
 
 
-class TokenEngine(Protocol):
-    """The contract. One thread drives an engine: `step` until it returns False, `drain` at any
-    time.
-    """
+class EngineSteps(Protocol):
+    """The steps of an engine, and what they bring: at its own speed, or at an emulated one."""
 
     @property
     def path(self) -> str:
@@ -134,6 +132,36 @@ class TokenEngine(Protocol):
     @property
     def tensor_parallel(self) -> int:
         """Ranks that share the weights of one engine."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent in steps that computed something."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether a request has ended since the last drain."""
+
+    @property
+    def due_s(self) -> float:
+        """Seconds that may pass before the next step brings anything; 0: step at once."""
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Known tokens computed in a second, as measured lately; 0: not yet."""
+
+    def step(self) -> bool:
+        """Brings a token or a few for each request that runs; False when paused, asleep,
+        quarantined or without work.
+        """
+
+    def drain(self, ended_only: bool = False) -> Flush | None:
+        """What has come since the last drain, each token once; of ended requests only, or all."""
+
+
+class TokenEngine(EngineSteps, Protocol):
+    """The contract. One thread drives an engine: `step` until it returns False, `drain` at any
+    time.
+    """
 
     @property
     def preempted(self) -> int:
@@ -169,18 +197,6 @@ class TokenEngine(Protocol):
     def steps(self) -> int:
         """Steps of the batch so far."""
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds spent in steps that computed something."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether a request has ended since the last drain."""
-
-    @property
-    def due_s(self) -> float:
-        """Seconds that may pass before the next step brings anything; 0: step at once."""
-
     def submit(self, requests: Sequence[Request]) -> None:
         """Takes all requests or none (Refused, naming one). An id that is in work is left alone."""
 
@@ -189,14 +205,6 @@ class TokenEngine(Protocol):
 
     def release(self, sessions: Iterable[int]) -> None:
         """Frees the slots of sessions that have ended."""
-
-    def step(self) -> bool:
-        """Brings a token or a few for each request that runs; False when paused, asleep,
-        quarantined or without work.
-        """
-
-    def drain(self, ended_only: bool = False) -> Flush | None:
-        """What has come since the last drain, each token once; of ended requests only, or all."""
 
     def swap(self, state: Mapping[str, Tensor], version: int) -> None:
         """Loads new weights, which hold from the next step on. Refused, and nothing changes, when
@@ -237,10 +245,6 @@ class TokenEngine(Protocol):
 
     def score(self, tokens: Ints, adapter: str = "") -> NDArray[np.float32]:
         """Log-probability, at temperature 1, of each token after the first: length n - 1."""
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        """Known tokens computed in a second, as measured lately; 0: not yet."""
 
     @property
     def cache_bytes_per_token(self) -> int:

@@ -20,7 +20,7 @@ from common.model.decoder import Decoder
 from common.runtime.mesh import Mesh, MeshSettings, run
 from services.engine.running import SWITCH_S, Driver
 from services.engine.service import FLUSH_S, FLUSH_STEPS, EngineService
-from services.engine.stepping.pace import PacedEngine
+from services.engine.stepping.emulation import EmulatedSteps
 
 MODEL = ModelConfig(
     architecture="qwen3",
@@ -36,14 +36,14 @@ MODEL = ModelConfig(
 )
 
 
-def engine(mesh: Mesh, slots: int, max_length: int, pace: str) -> TokenEngine:
+def engine(slots: int, max_length: int, pace: str) -> TokenEngine:
     """The built-in engine by its best path, the same weights in every process."""
     model = Decoder(MODEL)
     model.initialise(torch.Generator().manual_seed(0))
     steps = 1 if pace else FLUSH_STEPS
     built = build(MODEL, slots, max_length, steps=steps, budget_s=FLUSH_S)
     built.wake(model.state_dict(), 0)
-    return PacedEngine(built, profile(pace), mesh.clock) if pace else built
+    return built
 
 
 async def main(name: str, slots: int, max_length: int, pace: str) -> None:
@@ -51,12 +51,14 @@ async def main(name: str, slots: int, max_length: int, pace: str) -> None:
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)
     driver = Driver(asyncio.get_running_loop())
-    service = EngineService(mesh, engine(mesh, slots, max_length, pace), driver.deliver)
+    built = engine(slots, max_length, pace)
+    emulated = EmulatedSteps(built, profile(pace), mesh.clock) if pace else None
+    service = EngineService(mesh, built, driver.deliver, emulated=emulated)
 
     def stats() -> dict[str, Any]:
         return {
             "requests": service.shards.requests,
-            "prefill_tokens_per_s": service.engine.prefill_tokens_per_s,
+            "prefill_tokens_per_s": service.steps.prefill_tokens_per_s,
             "cache_bytes_per_token": service.engine.cache_bytes_per_token,
             "plateau": service.throughput.plateau,
         }

@@ -18,7 +18,6 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,9 @@ from loadtests.workers.ledger_traffic import (
     VOCABULARY,
     greedy_prompt,
 )
+from services.engine.running import SWITCH_S, Driver
 from services.engine.service import EngineService
-from services.engine.stepping.pace import PacedEngine
+from services.engine.stepping.emulation import EmulatedSteps
 from sim.engines.simulated import SimulatedEngine
 
 PACE = "10/32/20000"  # of the native engine: 100 tokens/s for each request
@@ -129,27 +129,25 @@ def tiny() -> TokenEngine:
     return engine
 
 
-class Noting(PacedEngine):
+class NotingService(EngineService):
     """Notes what it is asked to generate: a note outlives a SIGKILL."""
 
-    def __init__(self, inner: TokenEngine, mesh: Mesh, log: Path) -> None:
-        super().__init__(inner, profile(PACE), mesh.clock)
+    def __init__(self, mesh: Mesh, engine: TokenEngine, driver: Driver, log: Path) -> None:
+        emulated = EmulatedSteps(engine, profile(PACE), mesh.clock)
+        super().__init__(mesh, engine, driver.deliver, emulated=emulated)
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def admit(self, requests: list[Request], ended: list[int]) -> None:
         now = time.monotonic_ns()
         os.write(self._log, b"".join(ASKED.pack(now, r.session, len(r.tokens)) for r in requests))
-        super().submit(requests)
+        super().admit(requests, ended)
 
 
 async def native(inner: TokenEngine, name: str, log: Path) -> None:
-    from services.engine.running import SWITCH_S, Driver
-
     sys.setswitchinterval(SWITCH_S)
     mesh = await Mesh.open(name, "engine", MeshSettings.from_env())
-    engine = Noting(inner, mesh, log)
     driver = Driver(asyncio.get_running_loop())
-    service = EngineService(mesh, engine, driver.deliver)
+    service = NotingService(mesh, inner, driver, log)
     driver.start(service)
     await mesh.join(service, stats=lambda: published(service))
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from common.errors import ConfigError
 from common.generation.builtin.build import BUILD_S, TorchEngine, build
@@ -11,7 +11,6 @@ from common.generation.contract import TokenEngine
 from common.generation.kv_directories import disk_root, own_directory
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
-from common.job.pace import profile
 from common.model.projections import targeted
 from common.model.tokenizer import Tokenizer
 from common.pool.seat import Seat
@@ -19,7 +18,6 @@ from common.process.interpreters import home, interpreter
 from common.runtime.mesh import Mesh
 from services.engine.kv.opening import not_kept
 from services.engine.service import FLUSH_S, FLUSH_STEPS
-from services.engine.stepping.pace import PacedEngine
 
 if TYPE_CHECKING:
     from services.engine.sglang.engine import SGLangEngine
@@ -28,24 +26,22 @@ if TYPE_CHECKING:
 
 async def opened(mesh: Mesh, data: JobData, seat: Seat) -> TokenEngine:
     """The job's engine, asleep; native code is compiled if this host has none yet. A seat of
-    several ranks has one of so many workers, whose accelerators this process sees: at a pace it
-    imitates them, else SGLang computes on them.
+    several ranks has one of so many workers, whose accelerators this process sees: at a pace they
+    are emulated, else SGLang computes on them.
 
     From the main thread: a server that an engine needs dies with the thread that starts it.
     """
     pace = data.config.rollout.pace
     if data.config.rollout.engine == "sglang":
         degree = 1 if pace else seat.ranks
-        engine: TokenEngine = await _sglang(mesh, data, seat.resident, degree)
-    else:
-        if seat.ranks > 1 and not pace:
-            raise ConfigError(
-                f"the built-in engine computes on one worker, and {seat.resident} has {seat.ranks}",
-                where="rollout.tensor_parallel",
-                fix='set it to [1], or rollout.engine = "sglang"',
-            )
-        engine = await mesh.host.run_blocking(_torch, data, deadline_s=BUILD_S)
-    return PacedEngine(engine, profile(pace), mesh.clock, seat.ranks) if pace else engine
+        return await _sglang(mesh, data, seat.resident, degree)
+    if seat.ranks > 1 and not pace:
+        raise ConfigError(
+            f"the built-in engine computes on one worker, and {seat.resident} has {seat.ranks}",
+            where="rollout.tensor_parallel",
+            fix='set it to [1], or rollout.engine = "sglang"',
+        )
+    return await mesh.host.run_blocking(_torch, data, deadline_s=BUILD_S)
 
 
 async def _sglang(mesh: Mesh, data: JobData, resident: str, degree: int) -> SGLangEngine:
@@ -101,14 +97,6 @@ def _tiers(mesh: Mesh, data: JobData) -> Tiers | None:
         except ConfigError as error:  # another user has taken the name
             not_kept(mesh, "rollout.kv.disk", error)
     return Tiers(limits.kv_memory, directory) if limits.kv_memory or directory else None
-
-
-def published(engine: TokenEngine) -> dict[str, Any]:
-    """What an engine tells of itself that others do not have."""
-    if isinstance(engine, PacedEngine):
-        return {**engine.late, **published(engine.inner)}
-    cached = getattr(engine, "tokens_cached", None)
-    return {} if cached is None else {"tokens_cached": cached}
 
 
 def _decode(data: JobData) -> Callable[[Sequence[int]], str] | None:

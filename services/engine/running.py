@@ -15,10 +15,11 @@ from typing import Any, Protocol
 import torch
 
 from common.errors import ConfigError, MeshError
-from common.generation.contract import TokenEngine
+from common.generation.contract import EngineSteps, TokenEngine
 from common.job.job_data import JobData
 from common.job.local_files import local_job
 from common.job.model_shape import model_config
+from common.job.pace import profile
 from common.model.lora import is_adapter, merged
 from common.pool.seat import Seat
 from common.runtime.mesh import Mesh, MeshSettings
@@ -28,10 +29,10 @@ from common.state import jobs
 from common.telemetry.traces import Traces
 from common.wire.bulk.port import BulkServer
 from common.wire.bulk.port import serve as serve_chunks
-from services.engine.build import opened, published
+from services.engine.build import opened
 from services.engine.kv.opening import host_cache
 from services.engine.service import EngineService
-from services.engine.stepping.pace import PacedEngine
+from services.engine.stepping.emulation import EmulatedSteps
 from services.engine.weights.loaded import AdapterVersion, EngineWeights
 from services.engine.weights.merging import Merging, Wish
 from services.engine.weights.versions import Versions
@@ -87,7 +88,7 @@ class Driver:
                     busy = self._slice(service, service.turns)
                     wait_s = 0.0 if busy else IDLE_S
                 else:
-                    wait_s = service.engine.due_s if service.turn() else IDLE_S
+                    wait_s = service.steps.due_s if service.turn() else IDLE_S
                 if wait_s:
                     service.commands.wait(wait_s)
         except BaseException as error:
@@ -113,8 +114,8 @@ class Driver:
             if function == "sync":
                 service.obey(in_turn=True)
                 return True
-            if isinstance(service.engine, PacedEngine):
-                service.engine.begin()
+            if service.emulated is not None:
+                service.emulated.begin()
             return self._steps(service, began + QUANTUM_S)
         finally:
             lasted_s = clock.monotonic() - began
@@ -122,15 +123,15 @@ class Driver:
 
     def _steps(self, service: EngineService, until: float) -> bool:
         """Steps until then, and to the end of the last step; whether there was anything to do."""
-        clock, engine, did = service.mesh.clock, service.engine, False
+        clock, steps, did = service.mesh.clock, service.steps, False
         while not self._stopped and service.turn():
             did = True
-            last = clock.monotonic() + engine.due_s >= until
-            while (due_s := engine.due_s) > 0 and not self._stopped:
+            last = clock.monotonic() + steps.due_s >= until
+            while (due_s := steps.due_s) > 0 and not self._stopped:
                 service.commands.wait(due_s)
                 if not last:
                     break  # a command may have come, which holds at once
-            if last and engine.due_s <= 0:
+            if last and steps.due_s <= 0:
                 break
         service.flush()
         return did
@@ -168,10 +169,14 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
     with mesh.loading():
         engine = await open_engine(mesh, data, seat)
     limits = data.config.rollout
-    mesh.telemetry.log.info("engine", path=engine.path)
+    emulated = None
+    if limits.pace:
+        emulated = EmulatedSteps(engine, profile(limits.pace), mesh.clock, seat.ranks)
+    steps: EngineSteps = emulated or engine
+    mesh.telemetry.log.info("engine", path=steps.path)
     room = limits.kv_tokens or limits.slots * limits.max_tokens
     turns = Turns(mesh, seat.keeper, seat.resident, seat.generation, enabled=seat.turns)
-    service = EngineService(mesh, engine, driver.deliver, room, turns=turns)
+    service = EngineService(mesh, engine, driver.deliver, room, turns=turns, emulated=emulated)
     service.weights.began = began
     kv = await host_cache(mesh, seat.job, limits, engine, service.commands.wake.set)
     bulk: BulkServer | None = None
@@ -185,23 +190,23 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
         return {
             **seat.stats(),
             **turns.stats(),
-            **published(engine),
+            **_own(engine, emulated),
             "ready": not service.draining,
             **service.tiers.stats(),
             **service.pauses.stats(),
             **versions.stats(),
             "version": service.weights.version,
             "tokens": engine.tokens_generated,
-            "busy_s": engine.busy_s,
+            "busy_s": steps.busy_s,
             "running": engine.running,
             "waiting": engine.waiting,
             "requests": service.shards.requests,
             "plateau": service.throughput.plateau,
             **service.measured(),
-            "path": engine.path,
-            "tensor_parallel": engine.tensor_parallel,
+            "path": steps.path,
+            "tensor_parallel": steps.tensor_parallel,
             "preempted": engine.preempted,
-            "prefill_tokens_per_s": engine.prefill_tokens_per_s,
+            "prefill_tokens_per_s": steps.prefill_tokens_per_s,
             "cache_bytes_per_token": engine.cache_bytes_per_token if limits.kv.peers else 0,
         }
 
@@ -220,6 +225,13 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
                 await mesh.host.run_blocking(kv.close, deadline_s=CLOSE_S)
         await traces.close()
         await mesh.leave()
+
+
+def _own(engine: TokenEngine, emulated: EmulatedSteps | None) -> dict[str, int]:
+    """What an engine tells of itself that others do not have."""
+    steps = {} if emulated is None else {"paced": emulated.paced, "late": emulated.late}
+    cached = getattr(engine, "tokens_cached", None)
+    return steps if cached is None else {**steps, "tokens_cached": cached}
 
 
 Tensors = Mapping[str, torch.Tensor]

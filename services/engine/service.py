@@ -32,7 +32,7 @@ from common.api.engine import (
 from common.api.hint import Look
 from common.api.role import Drain, Drained, Settle, Settled
 from common.errors import MeshError, Refused
-from common.generation.contract import Request, TokenEngine
+from common.generation.contract import EngineSteps, Request, TokenEngine
 from common.occupancy import Occupancy
 from common.runtime.actor import Actor, call, cast, stream
 from common.runtime.mesh import Mesh
@@ -46,6 +46,7 @@ from services.engine.measurement.curve import CurveFit
 from services.engine.measurement.pauses import Pauses
 from services.engine.measurement.throughput import Throughput
 from services.engine.stepping.commands import Commands
+from services.engine.stepping.emulation import EmulatedSteps
 from services.engine.stepping.shards import Attached, Shards
 from services.engine.weights.loaded import EngineWeights
 from services.engine.weights.sleeping import EngineSleeper
@@ -71,12 +72,16 @@ class EngineService(Actor):
         cache_tokens: int = 0,
         *,
         turns: Turns | None = None,
+        emulated: EmulatedSteps | None = None,
     ) -> None:
         """`deliver` runs a function on the loop, from the driver's side; `turns` are those with
-        others of its gang, None: it has the accelerator alone.
+        others of its gang, None: it has the accelerator alone. `emulated`: the engine's steps at a
+        declared pace, None: they are taken at its own speed.
         """
         self.kv: HostCache | None = None
         self.mesh, self.engine, self.turns = mesh, engine, turns
+        self.emulated = emulated
+        self.steps: EngineSteps = emulated or engine
         self.throughput, self.fit, self.contexts = Throughput(), CurveFit(), Contexts()
         self.load = Occupancy(mesh.clock.monotonic)
         self.pauses = Pauses(mesh.clock)
@@ -89,7 +94,7 @@ class EngineService(Actor):
         self._flushed_at = 0.0
         between = partial(self.commands.between_steps, needs_turn=True)
         named, wake = lambda: self.weights.computing, self.commands.wake.set
-        self.moves = CacheMoves(mesh, engine, between, named, wake, self.commands.give)
+        self.moves = CacheMoves(mesh, engine, self.steps, between, named, wake, self.commands.give)
         sleeper = EngineSleeper(mesh, engine, self.commands, self.weights, cache_tokens)
         self.tiers = Tiers(mesh, sleeper, *mesh.settings.places, turns=self.take_turns)
 
@@ -99,12 +104,12 @@ class EngineService(Actor):
         """One turn of the driver's loop; False when there was nothing to do."""
         self.obey(in_turn=True)
         running, before = self.engine.running, self.engine.tokens_generated
-        busy_s, steps = self.engine.busy_s, self.engine.steps
+        busy_s, steps = self.steps.busy_s, self.engine.steps
         computed, context = self.engine.tokens_computed, self.contexts.mean
-        busy = self.engine.step()
+        busy = self.steps.step()
         now = self.mesh.clock.monotonic()
         sampled = self.engine.tokens_generated - before
-        took_s = self.engine.busy_s - busy_s
+        took_s = self.steps.busy_s - busy_s
         steps = self.engine.steps - steps
         prefilled = max(0, self.engine.tokens_computed - computed - sampled)
         self.throughput.stepped(running, sampled, took_s, context)
@@ -142,13 +147,13 @@ class EngineService(Actor):
         due = many or now - self._flushed_at >= FLUSH_S or not busy
         if due:
             self._flushed_step, self._flushed_at = self.engine.steps, now
-        if due or self.engine.ended:
-            flush = self.engine.drain(ended_only=not due)
+        if due or self.steps.ended:
+            flush = self.steps.drain(ended_only=not due)
             if flush is not None:
                 self.contexts.flushed(flush)
                 self.commands.deliver(lambda: self.shards.route(flush))
 
-    def _admit(self, requests: list[Request], ended: list[int]) -> None:
+    def admit(self, requests: list[Request], ended: list[int]) -> None:
         if ended:
             self.engine.release(ended)
         for request in requests:
@@ -161,7 +166,7 @@ class EngineService(Actor):
 
     def measured(self) -> dict[str, Any]:
         """What it publishes of its speed and its load."""
-        curve = self.fit.curve("", self.engine.tensor_parallel)
+        curve = self.fit.curve("", self.steps.tensor_parallel)
         if curve is not None:
             curve = replace(curve, most_tokens_per_s=self.throughput.most)
         return {
@@ -179,7 +184,7 @@ class EngineService(Actor):
         found = self.kv.stats() if self.kv is not None else {}
         moves = self.moves
         if moves.tokens:
-            rate = self.engine.prefill_tokens_per_s
+            rate = self.steps.prefill_tokens_per_s
             saved_s = found.get("saved_s", 0.0) + (moves.tokens / rate if rate else 0.0)
             found["loaded"] = {**found.get("loaded", {}), "engines": moves.tokens}
             found["bytes_in"] = {**found.get("bytes_in", {}), "engines": moves.bytes}
@@ -210,7 +215,7 @@ class EngineService(Actor):
         owner = self.shards.asking(batch.owner, batch.incarnation)
         self._refuse_new()
         requests, ended = self._requests(owner, batch), batch.ended.tolist()
-        self.commands.give(lambda: self._admit(requests, ended))
+        self.commands.give(lambda: self.admit(requests, ended))
         return Submitted()
 
     def _requests(self, owner: Attached, batch: Submit) -> list[Request]:

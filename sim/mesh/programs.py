@@ -18,7 +18,6 @@ from common.api.weights import STORE
 from common.environment.framing import packed
 from common.generation.contract import TokenEngine
 from common.job.job_data import JobData
-from common.job.pace import profile
 from common.pool import names
 from common.pool.seat import Seat, parser
 from common.runtime.lease import LOST
@@ -26,7 +25,6 @@ from common.runtime.mesh import Mesh, MeshSettings
 from common.state.client import State
 from services.engine import running as engine_running
 from services.engine.service import EngineService
-from services.engine.stepping.pace import PacedEngine
 from services.environment import environments
 from services.node import __main__ as node
 from services.node import worker
@@ -150,10 +148,7 @@ class Surroundings:
     async def _open_engine(self, mesh: Mesh, data: JobData, seat: Seat) -> TokenEngine:
         limits = data.config.rollout
         if self.workload is not None:
-            pace = profile(limits.pace).of_degree(seat.ranks)
-            stepped = SteppedEngine(self.workload)
-            stepped.tensor_parallel = seat.ranks
-            return PacedEngine(stepped, pace, mesh.clock)
+            return SteppedEngine(self.workload)
         engine = SimulatedEngine(
             mesh.clock,
             limits.slots,
@@ -237,7 +232,7 @@ class TaskDriver:
     def _wait_s(service: EngineService) -> float:
         if not service.turn():
             return IDLE_S
-        return service.engine.due_s if isinstance(service.engine, PacedEngine) else FLUSH_S
+        return FLUSH_S if service.emulated is None else service.steps.due_s
 
     def stop(self) -> None:
         if self._task is not None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from common.api.engine import CacheFrame, CacheHead, CacheMove, CacheMoved, Engine, Export
 from common.errors import BadMessage, MeshError
-from common.generation.contract import NO_VERSION, SessionCache, TokenEngine
+from common.generation.contract import NO_VERSION, EngineSteps, SessionCache, TokenEngine
 from common.generation.loading import CHUNK, Loading, Origin
 from common.runtime.mesh import Mesh
 from services.engine.kv.rates import Pace
@@ -57,6 +57,7 @@ class CacheMoves:
         self,
         mesh: Mesh,
         engine: TokenEngine,
+        steps: EngineSteps,
         between_steps: BetweenSteps,
         loaded: Callable[[], str],
         wake: Callable[[], None],
@@ -64,7 +65,7 @@ class CacheMoves:
     ) -> None:
         self._soon = soon
         self.chunks, self.frame_bytes = 1, FRAME_BYTES
-        self._mesh, self._engine = mesh, engine
+        self._mesh, self._engine, self._steps = mesh, engine, steps
         self._between_steps, self._loaded, self._wake = between_steps, loaded, wake
         self._places = asyncio.Semaphore(AT_ONCE)
         self._pace = Pace()
@@ -190,7 +191,7 @@ class CacheMoves:
     @property
     def _slow(self) -> bool:
         """Whether a cache that can only be loaded takes longer than computing it."""
-        size, rate = self._engine.cache_bytes_per_token, self._engine.prefill_tokens_per_s
+        size, rate = self._engine.cache_bytes_per_token, self._steps.prefill_tokens_per_s
         return bool(rate) and self._pace.per_byte * size > 1 / rate
 
 

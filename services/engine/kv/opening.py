@@ -17,7 +17,6 @@ from common.runtime.mesh import Mesh
 from services.engine.kv.host_cache import HostCache
 from services.engine.kv.peers import Peers
 from services.engine.kv.shelf import Shelf
-from services.engine.stepping.pace import PacedEngine
 
 GIB = 1 << 30
 OPEN_S = 60.0  # to count what lies there, when the last engine to leave has taken its own away
@@ -81,9 +80,8 @@ async def host_cache(
     """The engine's, which it uses from now on; None: the job asks for none, the engine has keys and
     values that nobody else can read, or every directory is another user's.
     """
-    inner = engine.inner if isinstance(engine, PacedEngine) else engine
     kv = limits.kv
-    if not isinstance(inner, TorchEngine):
+    if not isinstance(engine, TorchEngine):
         return None
     shelves = await shelves_of(mesh, job, limits)
     if not shelves:
@@ -91,14 +89,14 @@ async def host_cache(
     cache = HostCache(
         shelves,
         mesh.clock,
-        inner.cache_layout,
+        engine.cache_layout,
         limits.kv_on_update,
-        inner.cache_bytes_per_token,
-        lambda: inner.prefill_tokens_per_s,
+        engine.cache_bytes_per_token,
+        lambda: engine.prefill_tokens_per_s,
         wake,
-        inner.keep_all,
+        engine.keep_all,
         lambda error: mesh.host.exit(70, f"keys and values: {error!r}", error),
         Peers(mesh, job, asyncio.get_running_loop()) if kv.peers else None,
     )
-    inner.prefixes = cache
+    engine.prefixes = cache
     return cache

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from common.generation.contract import TokenEngine
 from common.job.pace import Pace
 from common.pool.measured import Curve
 from common.random import Random
 from services.engine.measurement.curve import WINDOW_STEPS, CurveFit
 from services.engine.service import EngineService
-from services.engine.stepping.pace import PacedEngine
+from services.engine.stepping.emulation import EmulatedSteps
 from sim.engines.simulated import SimulatedEngine
 from sim.host import SimulatedHost
 from tests.meshes import alone
@@ -98,9 +99,10 @@ def test_there_is_no_curve_before_a_few_windows_nor_of_prompts_alone() -> None:
     assert prompts.curve("cpu", 1) is None
 
 
-def serving(engine: PacedEngine | SimulatedEngine, clock: StandingClock) -> EngineService:
+def serving(engine: TokenEngine, clock: StandingClock, pace: Pace | None = None) -> EngineService:
     mesh = alone("engine/g0", clock, Random(0), SimulatedHost(clock, Random(0)))
-    return EngineService(mesh, engine, lambda action: action())
+    emulated = EmulatedSteps(engine, pace, clock) if pace is not None else None
+    return EngineService(mesh, engine, lambda action: action(), emulated=emulated)
 
 
 def run(service: EngineService, clock: StandingClock, batches: list[int], tokens: int) -> None:
@@ -109,16 +111,16 @@ def run(service: EngineService, clock: StandingClock, batches: list[int], tokens
     for batch in batches:
         asked = [request(number + i, (1, 2, 3, 4), max_new=tokens) for i in range(batch)]
         number += batch
-        service._admit(asked, [])
+        service.admit(asked, [])
         while service.engine.running or service.engine.waiting:
             service.turn()
-            clock.pass_(max(service.engine.due_s, 1e-6))
+            clock.pass_(max(service.steps.due_s, 1e-6))
 
 
 @pytest.mark.parametrize("batches", [[1, 4, 2, 3] * 3, [4, 4, 4]])
 def test_a_paced_engine_below_its_plateau_is_found_to_keep_its_pace(batches: list[int]) -> None:
     clock, pace = StandingClock(), Pace(0.01, 4, 1000.0)
-    service = serving(PacedEngine(built_in("eager", 8, 256, clock=clock), pace, clock), clock)
+    service = serving(built_in("eager", 8, 256, clock=clock), clock, pace)
     run(service, clock, batches, 60)
     found = known(service.fit)
     for batch in set(batches):
@@ -129,7 +131,7 @@ def test_a_paced_engine_below_its_plateau_is_found_to_keep_its_pace(batches: lis
 @pytest.mark.rotating(2)
 def test_a_paced_engine_beyond_its_plateau_is_found_to_take_longer_for_each_sequence() -> None:
     clock, pace = StandingClock(), Pace(0.01, 1, 1000.0)
-    service = serving(PacedEngine(built_in("eager", 8, 256, clock=clock), pace, clock), clock)
+    service = serving(built_in("eager", 8, 256, clock=clock), clock, pace)
     run(service, clock, [2, 8, 4, 6] * 3, 60)
     found = known(service.fit)
     for batch in (2, 4, 8):
@@ -148,7 +150,7 @@ def test_a_simulated_engine_is_found_to_keep_the_rate_that_it_declares() -> None
 def test_load_and_contexts_are_those_of_what_runs_and_waits() -> None:
     clock = StandingClock()
     service = serving(SimulatedEngine(clock, 2, 10.0, max_length=4096, version=0), clock)
-    service._admit([request(i, range(1, 21), max_new=30) for i in range(3)], [])
+    service.admit([request(i, range(1, 21), max_new=30) for i in range(3)], [])
     assert service.contexts.mean == 20
     service.turn()
     clock.pass_(2.0)

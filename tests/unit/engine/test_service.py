@@ -20,7 +20,7 @@ from tests.unit.rollout.routing.test_router import Bench, on_bench
 
 def test_a_request_that_the_engine_cannot_serve_ends_as_aborted() -> None:
     async def story(bench: Bench) -> None:
-        bench.engine.commands.give(lambda: bench.engine._admit([impossible()], []))
+        bench.engine.commands.give(lambda: bench.engine.admit([impossible()], []))
         await bench.generate(0)
 
     on_bench(story)

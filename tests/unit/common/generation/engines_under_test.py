@@ -13,7 +13,7 @@ import torch
 
 from common.clock import loop_timeout
 from common.generation.builtin.build import TorchEngine, build
-from common.generation.contract import Flush, Request, TokenEngine
+from common.generation.contract import EngineSteps, Flush, Request, TokenEngine
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.lora import merged
@@ -163,8 +163,14 @@ class Heard:
 class Listener:
     """Adds up flushes, and checks each one's shape."""
 
-    def __init__(self, engine: TokenEngine, advance: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        engine: TokenEngine,
+        advance: Callable[[], None] = lambda: None,
+        steps: EngineSteps | None = None,
+    ) -> None:
         self.engine, self.advance = engine, advance
+        self._steps: EngineSteps = steps or engine
         self.heard: dict[int, Heard] = {}
 
     def of(self, id: int) -> Heard:
@@ -172,7 +178,7 @@ class Listener:
         return self.heard.setdefault(id, Heard())
 
     def drain(self) -> None:
-        flush = self.engine.drain()
+        flush = self._steps.drain()
         if flush is not None:
             self.add(flush)
 
@@ -204,7 +210,7 @@ class Listener:
         """Submits, steps until nothing is left, and returns what was heard."""
         self.engine.submit(list(requests))
         steps = 0
-        while self.engine.step():
+        while self._steps.step():
             self.advance()
             steps += 1
             if steps % drain_every == 0:

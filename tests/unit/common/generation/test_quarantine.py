@@ -16,15 +16,12 @@ from torch import Tensor
 from common.api.engine import Finish
 from common.errors import Refused
 from common.generation.contract import NO_VERSION, Quarantined, TokenEngine
-from common.job.pace import Pace
 from services.engine.sglang.engine import SGLangEngine
-from services.engine.stepping.pace import PacedEngine
 from tests.sglang import counterpart
 from tests.sglang.counterpart import Counterpart
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,
     Listener,
-    StandingClock,
     built_in,
     decoder,
     request,
@@ -40,7 +37,6 @@ KINDS = (
         for kind in BUILT_IN
     ),
     "simulated",
-    "paced",
     "sglang",
 )
 
@@ -84,10 +80,6 @@ class Bench:
         self.server: Counterpart | None = None
         if kind == "simulated":
             self.listener = simulated()[1]
-        elif kind == "paced":
-            clock = StandingClock()
-            paced = PacedEngine(built_in("eager", clock=clock), Pace(0.01, 8, 1e6), clock)
-            self.listener = Listener(paced, lambda: clock.pass_(0.01))
         elif kind == "sglang":
             self.server = Counterpart(4, 128)
             left.callback(self.server.close)

@@ -384,7 +384,8 @@ class Slow:
 
 def test_a_stop_copies_as_many_chunks_as_the_pause_allows() -> None:
     slow = Slow()
-    moves = CacheMoves(slow, slow, None, lambda: "", lambda: None, lambda _: None)  # type: ignore[arg-type]
+    unused: Any = lambda *_: ""  # noqa: E731
+    moves = CacheMoves(slow, slow, slow, *[unused] * 4)  # type: ignore[arg-type]
     for first in (1, 64):
         moves.chunks = first
         for _ in range(6):

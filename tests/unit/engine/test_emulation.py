@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from common.api.engine import Finish
 from common.errors import ConfigError
+from common.generation.contract import TokenEngine
 from common.job.pace import PROFILES, Pace, profile
-from services.engine.stepping.pace import PacedEngine
+from services.engine.stepping.emulation import EmulatedSteps
 from tests.unit.common.generation.engines_under_test import (
     Listener,
     StandingClock,
@@ -20,23 +21,24 @@ from tests.unit.common.generation.engines_under_test import (
 PACE = Pace(decode_s=0.01, plateau=2, prefill_tokens_per_s=1000.0)
 
 
-def paced(slots: int = 4) -> tuple[PacedEngine, StandingClock]:
+def paced(slots: int = 4) -> tuple[TokenEngine, EmulatedSteps, StandingClock]:
     clock = StandingClock()
-    return PacedEngine(built_in("eager", slots, 256, clock=clock), PACE, clock), clock
+    engine = built_in("eager", slots, 256, clock=clock)
+    return engine, EmulatedSteps(engine, PACE, clock), clock
 
 
-def finished_at(engine: PacedEngine, clock: StandingClock, ids: list[int]) -> dict[int, float]:
+def finished_at(steps: EmulatedSteps, clock: StandingClock, ids: list[int]) -> dict[int, float]:
     """Seconds at which each request's end was there, stepping whenever something is due."""
     began = clock.monotonic()
     ends: dict[int, float] = {}
     while len(ends) < len(ids):
-        engine.step()
-        flush = engine.drain()
+        steps.step()
+        flush = steps.drain()
         if flush is not None:
             for id, finish in zip(flush.ids.tolist(), flush.finish.tolist(), strict=True):
                 if finish:
                     ends[id] = clock.monotonic() - began
-        clock.pass_(max(engine.due_s, 1e-6))
+        clock.pass_(max(steps.due_s, 1e-6))
         assert clock.monotonic() - began < 60
     return ends
 
@@ -47,43 +49,43 @@ def finished_at(engine: PacedEngine, clock: StandingClock, ids: list[int]) -> di
 def test_decoding_is_flat_up_to_the_plateau_and_linear_beyond(
     batch: int, tokens: int, step_s: float
 ) -> None:
-    engine, clock = paced()
+    engine, steps, clock = paced()
     engine.submit([request(i, (1,), max_new=tokens) for i in range(batch)])
-    ends = finished_at(engine, clock, list(range(batch)))
+    ends = finished_at(steps, clock, list(range(batch)))
     assert list(ends.values()) == pytest.approx([tokens * step_s] * batch, rel=0.1)
 
 
 def test_known_tokens_cost_what_prefill_costs() -> None:
-    engine, clock = paced()
+    engine, steps, clock = paced()
     engine.submit([request(1, range(1, 39), max_new=2)])
-    first = finished_at(engine, clock, [1])[1]
+    first = finished_at(steps, clock, [1])[1]
     assert first == pytest.approx(37 / 1000 + 2 * 0.01, rel=0.1)
 
 
 def test_a_session_pays_for_new_tokens_only() -> None:
-    engine, clock = paced()
+    engine, steps, clock = paced()
     engine.submit([request(1, range(1, 39), max_new=2, session=7)])
-    finished_at(engine, clock, [1])
+    finished_at(steps, clock, [1])
     engine.submit([request(2, [*range(1, 39), 3], max_new=2, session=7)])
-    assert finished_at(engine, clock, [2])[2] < 0.03
+    assert finished_at(steps, clock, [2])[2] < 0.03
 
 
 def test_no_token_shows_before_its_step_would_be_over() -> None:
-    engine, clock = paced()
+    engine, steps, clock = paced()
     engine.submit([request(1, (1,), max_new=5)])
-    assert engine.step()
-    assert engine.drain() is None and not engine.ended
+    assert steps.step()
+    assert steps.drain() is None and not steps.ended
     clock.pass_(0.009)
-    assert engine.step() and engine.drain() is None
+    assert steps.step() and steps.drain() is None
     clock.pass_(0.0011)
-    assert engine.step()
-    flush = engine.drain()
+    assert steps.step()
+    flush = steps.drain()
     assert flush is not None and flush.counts.tolist() == [1]
 
 
 def test_it_generates_what_the_engine_inside_would() -> None:
-    engine, clock = paced()
-    ours = Listener(engine, lambda: clock.pass_(0.05))
+    engine, steps, clock = paced()
+    ours = Listener(engine, lambda: clock.pass_(0.05), steps)
     ours.run(*(request(i, (1, 2, i + 1), max_new=12) for i in range(6)))
     plain = Listener(built_in("eager", 4, 256))
     plain.run(*(request(i, (1, 2, i + 1), max_new=12) for i in range(6)))
@@ -93,11 +95,11 @@ def test_it_generates_what_the_engine_inside_would() -> None:
 
 
 def test_an_abort_brings_what_was_there_and_nothing_later() -> None:
-    engine, clock = paced()
-    listener = Listener(engine, lambda: clock.pass_(0.05))
+    engine, steps, clock = paced()
+    listener = Listener(engine, lambda: clock.pass_(0.05), steps)
     engine.submit([request(1, (1,), max_new=50), request(2, (1,), max_new=3)])
     for _ in range(3):
-        engine.step()
+        steps.step()
         listener.advance()
     engine.abort([1])
     listener.run()
@@ -138,10 +140,11 @@ def test_a_higher_degree_answers_sooner_and_gives_less_for_each_worker(
 def test_an_engine_of_two_workers_has_the_pace_of_two_and_says_so() -> None:
     clock = StandingClock()
     pace = profile("20/4/1000")
-    engine = PacedEngine(built_in("eager", 4, 256, clock=clock), pace, clock, 2)
-    assert engine.tensor_parallel == 2
+    engine = built_in("eager", 4, 256, clock=clock)
+    steps = EmulatedSteps(engine, pace, clock, 2)
+    assert steps.tensor_parallel == 2
     engine.submit([request(1, (1,), max_new=30)])
-    ends = finished_at(engine, clock, [1])
+    ends = finished_at(steps, clock, [1])
     assert ends[1] == pytest.approx(30 * (0.010 + 0.001), rel=0.1)
 
 
@@ -154,17 +157,17 @@ def test_a_profile_is_a_name_or_three_numbers() -> None:
 
 
 def test_steps_that_end_late_are_counted_and_waiting_for_a_turn_is_none() -> None:
-    engine, clock = paced()
+    engine, steps, clock = paced()
     engine.submit([request(1, (1,), max_new=10)])
     for pause_s in (0.01, 0.0105, 0.02):  # of 10 ms each: in time, within a tenth, late
-        engine.begin()
-        engine.step()
+        steps.begin()
+        steps.step()
         clock.pass_(pause_s)
-        engine.drain()
+        steps.drain()
         clock.pass_(5.0)  # others compute
-    assert engine.late == {"paced": 3, "late": 1}
+    assert (steps.paced, steps.late) == (3, 1)
     began = clock.monotonic()
-    engine.begin()
-    engine.step()
-    assert engine.due_s == pytest.approx(0.01)  # nothing is made up for
+    steps.begin()
+    steps.step()
+    assert steps.due_s == pytest.approx(0.01)  # nothing is made up for
     assert clock.monotonic() == began
