@@ -6,8 +6,8 @@ from pathlib import Path
 
 from common.job.config import JobConfig
 from meshrl.job import jobfile
+from meshrl.job.checks.machine import all_checks as checks
 from meshrl.job.jobfile import JobFile
-from meshrl.preflight import checks
 
 
 def job_file(

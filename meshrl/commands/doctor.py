@@ -25,7 +25,7 @@ from common.process.ends import limits
 from common.process.interpreters import home
 from kernels import build
 from meshrl.directory import places
-from meshrl.preflight import devices
+from meshrl.job.checks.machine import devices
 from meshrl.terminal import Console
 
 OK, NOTE, BAD = "ok", "note", "bad"

@@ -31,13 +31,13 @@ from meshrl.hosts import invitation, membership
 from meshrl.hosts.membership import Membership
 from meshrl.hosts.returning import GIB, MARKETS, MB, Offer, as_told
 from meshrl.hosts.told import authority_in, keep, shared
+from meshrl.job.checks.machine import devices
 from meshrl.launch import hosting, plan
 from meshrl.launch.checks import addresses
 from meshrl.launch.console import console
 from meshrl.launch.foreground import point_to
 from meshrl.launch.holding import Held
 from meshrl.launch.hosting import HostShape
-from meshrl.preflight import devices
 
 T = TypeVar("T")
 

@@ -30,8 +30,8 @@ from common.job.config import INITIAL, JobConfig
 from common.model.tokenizer import companions
 from meshrl.directory.places import write_json
 from meshrl.job import edited, references, rows, tasksets
+from meshrl.job.checks.file.models import shape
 from meshrl.job.jobfile import all_references
-from meshrl.job.models import shape
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 

@@ -20,19 +20,8 @@ from common.model.tokenizer import companions
 from common.pool.asking import need_of
 from common.pool.fitting import tight_floor
 from common.records.at_url import is_url
-from meshrl.job import (
-    algorithm,
-    engines,
-    experts,
-    extras,
-    models,
-    references,
-    row_keys,
-    rows,
-    sandbox,
-    toml_file,
-    turns,
-)
+from meshrl.job import references, row_keys, rows, toml_file
+from meshrl.job.checks.file import algorithm, engines, experts, extras, models, sandbox, turns
 
 REFERENCES = ("environment.use", "warm_start.demonstrations")
 

@@ -20,6 +20,7 @@ from meshrl import logs, tokens
 from meshrl.directory import places, user
 from meshrl.directory.liveness import running_launcher
 from meshrl.directory.places import MeshPlace, find_mesh, read_if_whole
+from meshrl.job.checks.machine import devices
 from meshrl.launch import ending, mesh_file, plan
 from meshrl.launch.checks import addresses, redis_server
 from meshrl.launch.console import console
@@ -28,7 +29,6 @@ from meshrl.launch.head import from_copy, handed_out
 from meshrl.launch.head.launcher import Shape, serve
 from meshrl.launch.holding import Held
 from meshrl.launch.roles import Role
-from meshrl.preflight import devices
 
 START_S = 90.0
 POLL_S = 0.1

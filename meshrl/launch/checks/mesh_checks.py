@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from meshrl.job.checks.machine import all_checks as checks
+from meshrl.job.checks.machine import devices, programs
 from meshrl.job.jobfile import JobFile
 from meshrl.launch.checks import redis_server
 from meshrl.launch.checks.addresses import bind, metrics
-from meshrl.preflight import checks, devices, programs
 
 OF_THE_MESH: tuple[checks.Check, ...] = (devices.present, bind, metrics, redis_server.answers)
 OF_THE_HOST: tuple[checks.Check, ...] = (programs.isolation,)  # the mesh has this one alone

@@ -21,7 +21,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.hf import load_model, save_model
 from common.wire.bulk.port import ChunkStore
-from meshrl.preflight.weights import READ_BYTES
+from meshrl.job.checks.machine.weights import READ_BYTES
 from tests.load import scaled
 from tests.mesh.running import JOB, ROOT, Run
 

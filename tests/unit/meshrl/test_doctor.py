@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.preflight import devices
+from meshrl.job.checks.machine import devices
 from tests.gpus.driver import Gpus
 from tests.load import scaled
 

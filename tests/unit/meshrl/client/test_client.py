@@ -19,7 +19,8 @@ from common.state.client import State
 from common.state.keys import MESH
 from common.state.registry import Entry, register
 from meshrl import Client
-from meshrl.job import jobfile, models
+from meshrl.job import jobfile
+from meshrl.job.checks.file import models
 from tests.load import scaled
 from tests.unit.meshrl.run.conftest import JOB, HeldMesh
 

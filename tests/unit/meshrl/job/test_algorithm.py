@@ -11,7 +11,8 @@ from common.errors import ConfigError
 from common.job.config import AlgorithmConfig
 from common.job.correction_bounds import LARGEST
 from common.job.schema import JOB
-from meshrl.job import algorithm, jobfile
+from meshrl.job import jobfile
+from meshrl.job.checks.file import algorithm
 from services.trainer.algorithms import ALGORITHMS
 from services.trainer.algorithms.hooks import advantage_of_one
 from services.trainer.losses import aggregation

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from meshrl.preflight import prompts
-from tests.unit.meshrl.preflight.conftest import read, refusal
+from meshrl.job.checks.machine import prompts
+from tests.unit.meshrl.job.machine.conftest import read, refusal
 
 
 def write(place: Path, name: str, *rows: object) -> None:

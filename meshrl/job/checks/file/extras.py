@@ -12,7 +12,7 @@ from common.job.config import JobConfig
 from common.model.projections import check_adapters
 from common.ports import ports
 from common.settings import OFF
-from meshrl.job import models
+from meshrl.job.checks.file import models
 from meshrl.observe.recording import trackers
 
 Fail = Callable[[str, str, str], ConfigError]  # key, message, fix

@@ -21,7 +21,8 @@ from common.model.formats.checkpoint import load_config
 from common.model.messages import message_of
 from common.model.tokenizer import Tokenizer
 from common.urls import Url
-from meshrl.job import algorithm, rows
+from meshrl.job import rows
+from meshrl.job.checks.file import algorithm
 
 Fail = Callable[..., ConfigError]
 

@@ -11,8 +11,8 @@ from common.job.config import INITIAL, RolloutConfig
 from common.model.config import ModelConfig
 from common.model.tokenizer import Tokenizer
 from common.model.vocabulary import absent_ids
+from meshrl.job.checks.file.models import loaded, shape
 from meshrl.job.jobfile import JobFile
-from meshrl.job.models import loaded, shape
 
 MODELS = 8  # of one job, which several checks ask for
 

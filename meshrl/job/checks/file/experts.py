@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.job.config import JobConfig
 from common.job.pace import declared_pace
 from common.model.config import ModelConfig
-from meshrl.job.models import shape
+from meshrl.job.checks.file.models import shape
 
 Fail = Callable[..., ConfigError]
 

@@ -10,8 +10,8 @@ from typing import Any
 from common.errors import ConfigError
 from common.model.tokenizer import Tokenizer
 from meshrl.job import rows
+from meshrl.job.checks.machine.tokens import tokenizer_of
 from meshrl.job.jobfile import JobFile, at
-from meshrl.preflight.tokens import tokenizer_of
 
 LOOK_S = 1.5  # for all rows together: the longest ones come first, and the rest as far as it lasts
 SHOWN = 3  # rows that an error names

@@ -26,9 +26,9 @@ from common.errors import ConfigError, MeshError
 from common.model.messages import conversation_of
 from common.process import child
 from meshrl.job import bundle, rows
+from meshrl.job.checks.machine import prompts, texts, tokens, trial
+from meshrl.job.checks.machine.together import raise_all
 from meshrl.job.jobfile import JobFile, all_references
-from meshrl.preflight import prompts, texts, tokens, trial
-from meshrl.preflight.together import raise_all
 
 IMPORT_S = 30.0  # as long as a sandbox lets a worker import
 SAMPLED = 64  # rows of a dataset that an environment opens beside its first one

@@ -9,9 +9,9 @@ from pathlib import Path
 from common.errors import ConfigError
 from common.job.config import INITIAL
 from common.model import checkpoint_files
+from meshrl.job.checks.file.models import size
+from meshrl.job.checks.machine.tokens import model_at
 from meshrl.job.jobfile import JobFile
-from meshrl.job.models import size
-from meshrl.preflight.tokens import model_at
 
 GIB = 1 << 30
 READ_BYTES = 1 << 28  # weights up to this size are read; larger ones are looked at when loaded

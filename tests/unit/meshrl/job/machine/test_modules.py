@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from common.process.handle import usage_of
-from meshrl.preflight import modules
+from meshrl.job.checks.machine import modules
 from tests.load import scaled
-from tests.unit.meshrl.preflight.conftest import read, refusal
+from tests.unit.meshrl.job.machine.conftest import read, refusal
 
 ROOM = """\
 class Room:

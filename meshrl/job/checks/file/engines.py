@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from common.errors import ConfigError
 from common.job.config import JobConfig
-from meshrl.job.models import shape
+from meshrl.job.checks.file.models import shape
 
 Fail = Callable[..., ConfigError]
 

@@ -12,8 +12,8 @@ from common.grading import golds
 from common.grading.golds import BadGold
 from common.job.config import RewardPartConfig
 from meshrl.job import row_keys, rows
+from meshrl.job.checks.machine.graded import scored_datasets
 from meshrl.job.jobfile import JobFile
-from meshrl.preflight.graded import scored_datasets
 
 LOOK_S = 2.0  # for the rows of all datasets: some hundred thousand
 EXTENSION = re.compile(r"\(\?(?!:)|\\[1-9bBAZ]|[$^]")  # in a group, beyond plain matching

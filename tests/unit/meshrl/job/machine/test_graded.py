@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from meshrl.preflight import graded
-from tests.unit.meshrl.preflight.conftest import read, refusal
+from meshrl.job.checks.machine import graded
+from tests.unit.meshrl.job.machine.conftest import read, refusal
 
 CODE = ["reward.use=code_tests"]
 STDIN = [{"input": "1", "output": "2"}]

@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import ConfigError
 from meshrl.launch.checks import addresses
-from tests.unit.meshrl.preflight.conftest import read, refusal
+from tests.unit.meshrl.job.machine.conftest import read, refusal
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "tcp://0.0.0.0:*", "tcp://localhost:*"])

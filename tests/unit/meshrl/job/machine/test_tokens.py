@@ -10,9 +10,9 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from meshrl.job import jobfile
-from meshrl.preflight import tokens
+from meshrl.job.checks.machine import tokens
 from tests.unit.meshrl.conftest import SHAPE
-from tests.unit.meshrl.preflight.conftest import read, refusal
+from tests.unit.meshrl.job.machine.conftest import read, refusal
 
 
 def frozen(directory: Path, positions: int) -> None:

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import AddedToken, Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from meshrl.preflight import modules, texts
-from tests.unit.meshrl.preflight.conftest import read, refusal
+from meshrl.job.checks.machine import modules, texts
+from tests.unit.meshrl.job.machine.conftest import read, refusal
 
 ROOM = """\
 class Room:

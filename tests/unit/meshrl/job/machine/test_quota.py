@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshrl.job.models import size
-from meshrl.preflight import weights
-from tests.unit.meshrl.preflight.conftest import read, refusal
+from meshrl.job.checks.file.models import size
+from meshrl.job.checks.machine import weights
+from tests.unit.meshrl.job.machine.conftest import read, refusal
 
 GIB = 1 << 30
 

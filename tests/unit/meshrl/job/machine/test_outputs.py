@@ -10,8 +10,8 @@ from common.errors import MeshError, Refused
 from common.job.config import JobConfig
 from common.records.at_url import AtUrl
 from meshrl.directory.claims import claimed
-from meshrl.preflight import outputs
-from tests.unit.meshrl.preflight.conftest import read
+from meshrl.job.checks.machine import outputs
+from tests.unit.meshrl.job.machine.conftest import read
 
 
 def test_a_url_that_cannot_be_written_is_refused_before_anything_starts(

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 
 from common.errors import ConfigError
 from common.model.chat import ANYWHERE
+from meshrl.job.checks.machine import prompts
+from meshrl.job.checks.machine.together import raise_all
+from meshrl.job.checks.machine.tokens import tokenizer_of
 from meshrl.job.jobfile import JobFile
-from meshrl.preflight import prompts
-from meshrl.preflight.together import raise_all
-from meshrl.preflight.tokens import tokenizer_of
 
 LOOK_S = 1.0  # for all rows together
 SHOWN = 3  # rows, and pieces of a text, that an error names

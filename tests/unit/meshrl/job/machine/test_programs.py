@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from meshrl.preflight import devices, programs
+from meshrl.job.checks.machine import devices, programs
 from tests.gpus.driver import DRIVER_NOT_LOADED, Gpus
 from tests.load import scaled
-from tests.unit.meshrl.preflight.conftest import read, refusal
+from tests.unit.meshrl.job.machine.conftest import read, refusal
 
 SGLANG = "rollout.engine=sglang"
 
@@ -180,5 +180,5 @@ def test_a_gpu_that_is_there_is_usable() -> None:
 
 def test_checks_of_programs_import_no_torch() -> None:
     """It would take longer than a mistake may take to be named."""
-    code = "import sys, meshrl.preflight.programs; sys.exit('torch' in sys.modules)"
+    code = "import sys, meshrl.job.checks.machine.programs; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(60))

@@ -21,8 +21,8 @@ from common.grading.cases import BadTests
 from common.grading.support import Unsupported, unsupported
 from common.job import builtin
 from meshrl.job import rows
+from meshrl.job.checks.machine.programs import imports, without
 from meshrl.job.jobfile import JobFile, at
-from meshrl.preflight.programs import imports, without
 
 LOOK_S = 4.0  # for the rows of all datasets: some thousands in Python, of cases many more
 SHOWN = 5  # rows that an error names

@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 from common.errors import ConfigError
 from meshrl.cli import app
 from meshrl.job import jobfile
+from meshrl.job.checks.machine import all_checks as checks
 from meshrl.job.toml_writing import to_toml
 from meshrl.launch.checks import mesh_checks
-from meshrl.preflight import checks
-from tests.unit.meshrl.preflight.conftest import read
+from tests.unit.meshrl.job.machine.conftest import read
 
-EXAMPLES = Path(__file__).parents[4] / "examples"
+EXAMPLES = Path(__file__).parents[5] / "examples"
 WRONG = ["--set=rollout.max_tokens=4096", "--set=mesh.bind=tcp://192.0.2.1:*"]
 
 

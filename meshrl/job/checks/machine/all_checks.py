@@ -11,8 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from common.errors import MeshError
-from meshrl.job.jobfile import JobFile
-from meshrl.preflight import (
+from meshrl.job.checks.machine import (
     golds,
     graded,
     modules,
@@ -23,7 +22,8 @@ from meshrl.preflight import (
     tokens,
     weights,
 )
-from meshrl.preflight.together import raise_all
+from meshrl.job.checks.machine.together import raise_all
+from meshrl.job.jobfile import JobFile
 
 Check = Callable[[JobFile], None]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from meshrl.preflight import golds
-from tests.unit.meshrl.preflight.conftest import read, refusal
+from meshrl.job.checks.machine import golds
+from tests.unit.meshrl.job.machine.conftest import read, refusal
 
 DIGITS = r"reward.options={pattern='#(?P<answer>[0-9]+)'}"
 PATTERN = "reward.options={pattern='(?P<answer>.)'}"
