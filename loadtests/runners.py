@@ -25,10 +25,10 @@ from common.api.sandbox import JailSettings
 from common.clock import SystemClock
 from common.job.runners import RUNSC
 from common.process.host import SystemHost
-from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.interpreters import interpreter_of
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.limits import JailLimits
+from services.sandbox.isolation.outer_jail.interpreters import interpreter_of
+from services.sandbox.isolation.resources import cgroups
+from services.sandbox.isolation.resources.limits import JailLimits
 from tests.unit.sandbox.escapes.corpus import FAMILIES
 
 ROOT = Path(__file__).parents[1]

@@ -21,7 +21,7 @@ from common.clock import SystemClock
 from common.process.host import SystemHost
 from loadtests import sandbox_cpu
 from loadtests.measuring.sandboxed import Place, sandboxed
-from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.jobs import TRUSTED as TRUSTED_TOOLS
 from services.sandbox.workers.pool import Pool, PoolLimits, Work
 from services.sandbox.workers.worker import TOOL

@@ -20,10 +20,11 @@ from pathlib import Path
 from common.clock import SystemClock
 from common.process.host import SystemHost
 from loadtests.measuring.sandboxed import Place, sandboxed
-from services.sandbox.isolation import cgroups, tiers
-from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.isolation import tiers
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.limits import MIB, JailLimits
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter
+from services.sandbox.isolation.resources import cgroups
+from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from services.sandbox.sessions import Sessions
 
 SPINNERS = 100

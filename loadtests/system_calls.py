@@ -19,10 +19,10 @@ from typing import Any
 from common.api.sandbox import JailSettings
 from common.clock import SystemClock
 from common.process.host import SystemHost
-from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.interpreters import interpreter_of
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.limits import MIB, JailLimits
+from services.sandbox.isolation.outer_jail.interpreters import interpreter_of
+from services.sandbox.isolation.resources import cgroups
+from services.sandbox.isolation.resources.limits import MIB, JailLimits
 
 LIMITS = JailLimits(wall_s=60.0, cpu_s=60.0, memory_bytes=1024 * MIB, processes=64, open_files=256)
 NOTHING_TO_DO = 42  # exit status of a program whose library this interpreter does not have

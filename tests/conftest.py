@@ -21,8 +21,8 @@ from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
 from common.state.server import embedded
-from services.sandbox.isolation import cgroups
-from services.sandbox.jail import landlock
+from services.sandbox.isolation.resources import cgroups
+from services.sandbox.jail.confinement import landlock
 from tests import ends, namespaces
 from tests.gpus.driver import Gpus, library
 from tests.runner import plugins

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.grading.support import Unsupported
 
-DEPTH = 200  # nesting of one value; the same as in `jail/plain.py`
+DEPTH = 200  # nesting of one value; the same as in `jail/wire/plain.py`
 DIGITS = 100_000  # of a whole number in JSON text; reading more would hold up all other calls
 CHUNK = 4_000  # digits that `int` reads at once, below where it refuses a text
 SCALARS = {bool, int, float, str, type(None)}

@@ -13,7 +13,7 @@ from common.runtime.mesh import Mesh, MeshSettings, run
 from common.runtime.orphan import ORPHAN, until_orphaned
 from common.runtime.pausing import stands_while_paused
 from services.sandbox.actor import SandboxActor
-from services.sandbox.ends import ToldEnds
+from services.sandbox.outcomes.ends import ToldEnds
 from services.sandbox.workers.pool import RLIMITS, PoolLimits
 
 

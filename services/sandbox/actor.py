@@ -26,15 +26,16 @@ from common.job import builtin, isolation, loading
 from common.process.host import Host
 from common.runtime.actor import Actor, call, cast
 from common.runtime.waits import WaitTable
-from services.sandbox.answer import Answer
-from services.sandbox.ends import Ends
-from services.sandbox.isolation import cgroups, tiers
-from services.sandbox.isolation.interpreters import Interpreter, interpreter_of
+from services.sandbox.isolation import tiers
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.pytest_packages import with_pytest
-from services.sandbox.isolation.slots import JailSlots
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter, interpreter_of
+from services.sandbox.isolation.outer_jail.pytest_packages import with_pytest
+from services.sandbox.isolation.resources import cgroups
+from services.sandbox.isolation.resources.slots import JailSlots
 from services.sandbox.jailed import Jailed
 from services.sandbox.jobs import LoadedJob, trusted
+from services.sandbox.outcomes.answer import Answer
+from services.sandbox.outcomes.ends import Ends
 from services.sandbox.workers.pool import Pool, PoolLimits
 
 Modules = Callable[[str, str], Awaitable[str]]  # of a directory at home and a bundle's digest

@@ -8,12 +8,13 @@ from typing import Any
 from common.api.sandbox import CRASHED, OK, REFUSED, JailSettings, LoadJob
 from common.clock import Clock
 from common.job import builtin
-from services.sandbox.answer import Answer
-from services.sandbox.grading import code, real_pytest
+from services.sandbox.grading.code import grading as code
+from services.sandbox.grading.code import real_pytest
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails import JailFailed, Ran
-from services.sandbox.isolation.limits import JailLimits
-from services.sandbox.isolation.slots import JailSlots
+from services.sandbox.isolation.jails.jail import JailFailed, Ran
+from services.sandbox.isolation.resources.limits import JailLimits
+from services.sandbox.isolation.resources.slots import JailSlots
+from services.sandbox.outcomes.answer import Answer
 from services.sandbox.sessions import Sessions
 
 MODES = {"python": "program", "shell": "shell"}

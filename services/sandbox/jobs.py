@@ -9,15 +9,15 @@ from collections.abc import Awaitable, Sequence
 
 from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED, LoadJob, RewardCall, ToolCall
 from common.job import builtin
-from services.sandbox.answer import Answer
 from services.sandbox.jailed import Jailed
+from services.sandbox.outcomes.answer import Answer
 from services.sandbox.workers.pool import Pool, Work
 from services.sandbox.workers.worker import REWARD, TOOL, shown_name
 
 _GRADING = "services.sandbox.grading"
 TRUSTED = {
     "calculator": f"{_GRADING}.calculator:calculator",
-    "math": f"{_GRADING}.maths:reward",
+    "math": f"{_GRADING}.mathematics.maths:reward",
     "exact": f"{_GRADING}.texts:exact",
     "choice": f"{_GRADING}.texts:choice",
     "regex": f"{_GRADING}.texts:regex",

@@ -14,9 +14,9 @@ from common.api.sandbox import CRASHED, EVICTED, OK, OUT_OF_MEMORY, REFUSED
 from common.clock import Clock
 from common.errors import BadMessage, DeadlineExceeded, PeerLost
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail, Ran, wanted
-from services.sandbox.isolation.limits import JailLimits
-from services.sandbox.jail import guest
+from services.sandbox.isolation.jails.jail import GRACE_S, SLOWEST, Jail, Ran, wanted
+from services.sandbox.isolation.resources.limits import JailLimits
+from services.sandbox.jail.guests import guest
 
 REMEMBERED = 4096  # evicted sessions whose next call is told so
 SEND_S = 30.0

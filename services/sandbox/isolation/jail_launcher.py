@@ -21,17 +21,17 @@ from common.job.runners import Runner
 from common.process.ends import limits as host_limits
 from common.process.host import Host
 from common.runtime.waits import WaitTable
-from services.sandbox.ends import KILLED, Ends
-from services.sandbox.isolation import scratch, users
-from services.sandbox.isolation.cgroups import Cgroup, Homes
-from services.sandbox.isolation.interpreters import Interpreter
-from services.sandbox.isolation.jails import DRAIN_S, Jail, JailFailed, Ran
-from services.sandbox.isolation.limits import JailLimits
-from services.sandbox.isolation.outer import Outer
-from services.sandbox.isolation.pipes import Output, Pipe
+from services.sandbox.isolation.jails.jail import DRAIN_S, Jail, JailFailed, Ran
+from services.sandbox.isolation.jails.pipes import Output, Pipe
+from services.sandbox.isolation.jails.zygotes import Zygote, ZygoteSilent
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter
+from services.sandbox.isolation.outer_jail.outer import Outer
+from services.sandbox.isolation.resources import scratch, users
+from services.sandbox.isolation.resources.cgroups import Cgroup, Homes
+from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.isolation.runners import leftovers
 from services.sandbox.isolation.runners.spawner import Spawner
-from services.sandbox.isolation.zygotes import Zygote, ZygoteSilent
+from services.sandbox.outcomes.ends import KILLED, Ends
 
 WARM_S = 60.0  # for a zygote's start, on a busy host
 SEND_S = 30.0
@@ -158,7 +158,7 @@ class JailLauncher:
             given.packages,
             given.root,
         )
-        return ["services.sandbox.isolation.outer", outer.argument()]
+        return ["services.sandbox.isolation.outer_jail.outer", outer.argument()]
 
     def _drop(self) -> None:
         if self._zygote is not None:

@@ -22,11 +22,11 @@ from common.job.isolation import MEANING
 from common.job.runners import Runner
 from common.process import container
 from common.process.host import Host, SystemHost
-from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.interpreters import Interpreter, interpreter_of
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.limits import JailLimits
-from services.sandbox.jail import calls, landlock
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter, interpreter_of
+from services.sandbox.isolation.resources import cgroups
+from services.sandbox.isolation.resources.limits import JailLimits
+from services.sandbox.jail.confinement import calls, landlock
 
 PROBE = JailLimits(wall_s=20.0, cpu_s=20.0)
 WORD = "in a jail"

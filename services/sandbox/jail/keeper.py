@@ -20,7 +20,10 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-from . import allowed, frames, guest, kernel, landlock, memory, refusals, seccomp, usage, watch
+from .confinement import allowed, kernel, landlock, seccomp
+from .guests import guest
+from .metering import memory, refusals, usage, watch
+from .wire import frames
 
 SCRATCH = "/tmp"
 HIDDEN = kernel.MS_NOSUID | kernel.MS_NODEV

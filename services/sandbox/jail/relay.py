@@ -16,7 +16,9 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from . import frames, keeper, kernel, mux, zygote
+from . import keeper, zygote
+from .confinement import kernel
+from .wire import frames, mux
 
 DRAIN_S = 5.0  # for what was printed before the end to go out
 LEFT_S = 1.0  # the same where processes may be left that hold the pipes: we are not the first

@@ -21,7 +21,10 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-from . import allowed, frames, guest, keeper, kernel, seccomp, suite
+from . import keeper
+from .confinement import allowed, kernel, seccomp
+from .guests import guest, suite
+from .wire import frames
 
 PACKET = 1 << 16  # bytes of a request
 DESCRIPTORS = 16  # most that come with one packet

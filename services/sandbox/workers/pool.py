@@ -32,8 +32,8 @@ from common.process.handle import Child, Usage
 from common.process.host import Host
 from common.runtime.waits import WaitTable
 from common.settings import WITHOUT_SETTINGS
-from services.sandbox.answer import Answer
-from services.sandbox.ends import KILLED, Ends
+from services.sandbox.outcomes.answer import Answer
+from services.sandbox.outcomes.ends import KILLED, Ends
 from services.sandbox.workers.slicing import Durations, charged_s, grows, slice_size
 from services.sandbox.workers.worker import FORKED, LOADED, OK, OUT_OF_MEMORY, shown_name
 

@@ -61,7 +61,7 @@ def close_in() -> None:
     this kernel can refuse it.
     """
     # What is not closed starts sooner without them.
-    from services.sandbox.jail import allowed, calls, kernel, landlock, seccomp
+    from services.sandbox.jail.confinement import allowed, calls, kernel, landlock, seccomp
 
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     if landlock.abi() >= landlock.LEAST:

@@ -9,9 +9,9 @@ import pytest
 
 from common.clock import SystemClock
 from common.process.host import SystemHost
-from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter
+from services.sandbox.isolation.resources import cgroups
 
 
 @pytest.fixture

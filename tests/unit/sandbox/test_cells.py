@@ -14,11 +14,11 @@ import pytest
 from common.clock import SystemClock
 from common.job_clock import JobClock
 from common.process.host import SystemHost
-from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails import JailFailed
-from services.sandbox.isolation.limits import MIB, JailLimits
+from services.sandbox.isolation.jails.jail import JailFailed
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter
+from services.sandbox.isolation.resources import cgroups
+from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from services.sandbox.sessions import Sessions
 from tests.load import scaled
 

@@ -16,12 +16,13 @@ import pytest
 
 from common.clock import SystemClock
 from common.process.host import SystemHost
-from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails import Ran
-from services.sandbox.isolation.limits import MIB, JailLimits
-from services.sandbox.jail import landlock, watch
+from services.sandbox.isolation.jails.jail import Ran
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter
+from services.sandbox.isolation.resources import cgroups
+from services.sandbox.isolation.resources.limits import MIB, JailLimits
+from services.sandbox.jail.confinement import landlock
+from services.sandbox.jail.metering import watch
 from services.sandbox.sessions import Sessions
 from tests.load import scaled
 from tests.unit.sandbox.seen import SOON_S, ZYGOTE, pythons

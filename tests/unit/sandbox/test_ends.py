@@ -14,7 +14,7 @@ from common.state import events
 from common.state.events import Event
 from meshrl.observe.live.watch import unforeseen
 from meshrl.observe.recording.belonging import Belonging
-from services.sandbox.ends import TELL_S, Ends, ToldEnds
+from services.sandbox.outcomes.ends import TELL_S, Ends, ToldEnds
 from services.sandbox.workers.pool import Pool, PoolLimits, Work
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from common.process.host import SystemHost
-from services.sandbox.isolation import cgroups
+from services.sandbox.isolation.resources import cgroups
 from tests.load import scaled
 from tests.unit.sandbox.escapes import corpus
 from tests.unit.sandbox.escapes.forgeries import FORGERIES

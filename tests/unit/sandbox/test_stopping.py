@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from services.sandbox.jail import keeper
-from services.sandbox.jail.usage import Scanned
+from services.sandbox.jail.metering.usage import Scanned
 
 
 class Forking(Scanned):

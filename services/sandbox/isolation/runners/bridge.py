@@ -22,7 +22,10 @@ from typing import Any, NoReturn
 
 from common.job.runners import Runner
 from services.sandbox.isolation.runners import leftovers, usage
-from services.sandbox.jail import frames, guest, kernel, mux, watch
+from services.sandbox.jail.confinement import kernel
+from services.sandbox.jail.guests import guest
+from services.sandbox.jail.metering import watch
+from services.sandbox.jail.wire import frames, mux
 
 START_S = 60.0  # for a container to start, on a busy host
 LOOK_S = 0.1  # between two looks at what it uses

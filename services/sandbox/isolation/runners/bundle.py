@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.sandbox.isolation.outer import INSIDE, LINKS, OPTIONAL, OURS, PACKAGES, SYSTEM
+from services.sandbox.isolation.outer_jail.outer import (
+    INSIDE,
+    LINKS,
+    OPTIONAL,
+    OURS,
+    PACKAGES,
+    SYSTEM,
+)
 
 JAIL = str(Path(__file__).parents[2] / "jail")
 # The keeper is root inside, which is not root here, and needs no more: the guest gets a user of its

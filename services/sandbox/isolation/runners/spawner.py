@@ -19,12 +19,15 @@ from typing import Any
 
 from common.errors import MeshError
 from common.job.runners import Runner
-from services.sandbox.isolation.outer import INSIDE, PACKAGES
+from services.sandbox.isolation.outer_jail.outer import INSIDE, PACKAGES
+from services.sandbox.isolation.resources.users import PLAIN_ID
 from services.sandbox.isolation.runners import bundle, leftovers
 from services.sandbox.isolation.runners.bridge import Bridge
 from services.sandbox.isolation.runners.first import CARRIED, SHOWN
-from services.sandbox.isolation.users import PLAIN_ID
-from services.sandbox.jail import frames, kernel, mux, watch, zygote
+from services.sandbox.jail import zygote
+from services.sandbox.jail.confinement import kernel
+from services.sandbox.jail.metering import watch
+from services.sandbox.jail.wire import frames, mux
 
 IN_CONTAINER = "/tmp"  # scratch of a container that has a /tmp of its own
 SOURCES = Path(bundle.JAIL)

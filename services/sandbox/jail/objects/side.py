@@ -16,7 +16,7 @@ import warnings
 from time import monotonic  # tests may put another in its place
 from typing import Any, Callable
 
-from .. import frames
+from ..wire import frames
 from . import coroutines, errors, operations, remote, values
 from .remote import Place, Remote, both, place_of
 

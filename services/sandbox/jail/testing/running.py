@@ -10,8 +10,8 @@ import sys
 import types
 from typing import Any, Callable
 
-from .. import frames
 from ..objects.side import ROOT, Side, Unsupported, shared_files
+from ..wire import frames
 from . import namespace, patching
 from .collecting import Item, collected
 from .fixtures import Filling, Registry, Store

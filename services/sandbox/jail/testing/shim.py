@@ -7,9 +7,9 @@ import re
 import types
 from typing import Any, Callable, Iterator
 
-from .. import frames
 from ..objects.errors import Escaped
 from ..objects.side import Side, Unsupported
+from ..wire import frames
 from .approx import Approx
 from .fixtures import Request, fixture
 from .marks import Marks, Parameters

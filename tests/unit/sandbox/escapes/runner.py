@@ -25,12 +25,12 @@ from common.clock import SystemClock
 from common.errors import DeadlineExceeded, MeshError
 from common.job.runners import RUNSC
 from common.process.host import SystemHost
-from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.interpreters import Interpreter, interpreter_of
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails import Jail
-from services.sandbox.isolation.limits import MIB, JailLimits
-from services.sandbox.isolation.slots import JailSlots
+from services.sandbox.isolation.jails.jail import Jail
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter, interpreter_of
+from services.sandbox.isolation.resources import cgroups
+from services.sandbox.isolation.resources.limits import MIB, JailLimits
+from services.sandbox.isolation.resources.slots import JailSlots
 from services.sandbox.sessions import Sessions
 from tests.load import scaled
 from tests.unit.sandbox.escapes import poison, program

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from common.clock import SystemClock
 from common.grading.answers import answer_of, spoken
-from services.sandbox.answer import Answer
 from services.sandbox.grading.calculator import calculator
-from services.sandbox.grading.code import Grading
+from services.sandbox.grading.code.grading import Grading
 from services.sandbox.grading.texts import choice, exact, regex
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.limits import JailLimits
-from services.sandbox.isolation.slots import JailSlots
+from services.sandbox.isolation.resources.limits import JailLimits
+from services.sandbox.isolation.resources.slots import JailSlots
 from services.sandbox.jobs import summed
+from services.sandbox.outcomes.answer import Answer
 from tests.load import scaled
 
 
@@ -324,13 +324,13 @@ async def test_only_a_class_under_test_has_a_say_in_its_verdicts(launcher: JailL
         ),
         (
             "from solution import f\ndef test_f(): assert f() == 1",
-            "import os, sys\nframes = sys.modules['jail.frames']\n"
+            "import os, sys\nframes = sys.modules['jail.wire.frames']\n"
             "frames.send = lambda fd, value: os.write(fd, b'\\xa0\\x0f\\0\\0' + b'[' * 4000)\n"
             "def f(): return 1",
         ),
         (
             "from solution import f\ndef test_f(): assert f() == 1",
-            "import sys\nframes = sys.modules['jail.frames']\nsend = frames.send\n"
+            "import sys\nframes = sys.modules['jail.wire.frames']\nsend = frames.send\n"
             "frames.send = lambda fd, value: send(fd, ['do'])\ndef f(): return 1",
         ),
         (

@@ -8,11 +8,11 @@ import pytest
 
 from common.clock import SystemClock
 from common.grading.support import Unsupported
-from services.sandbox.grading import isolated
-from services.sandbox.grading.attempt import Attempt
+from services.sandbox.grading.code import isolated
+from services.sandbox.grading.code.attempt import Attempt
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.limits import JailLimits
-from services.sandbox.isolation.slots import JailSlots
+from services.sandbox.isolation.resources.limits import JailLimits
+from services.sandbox.isolation.resources.slots import JailSlots
 from tests.load import scaled
 from tests.unit.sandbox.grading.rows import ROWS, Row
 

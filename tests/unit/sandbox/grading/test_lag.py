@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from common.clock import SystemClock
-from services.sandbox.grading.attempt import STARVED_RETRIES, Attempt
-from services.sandbox.grading.code import Grading
+from services.sandbox.grading.code.attempt import STARVED_RETRIES, Attempt
+from services.sandbox.grading.code.grading import Grading
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails import Jail, JailFailed, Ran
-from services.sandbox.isolation.limits import JailLimits
-from services.sandbox.isolation.slots import JailSlots
+from services.sandbox.isolation.jails.jail import Jail, JailFailed, Ran
+from services.sandbox.isolation.resources.limits import JailLimits
+from services.sandbox.isolation.resources.slots import JailSlots
 
 CASE_S, LAG_S = 0.2, 0.6
 CALLS = {"function": "f", "cases": [{"args": [1], "output": 2}, {"args": [2], "output": 3}]}

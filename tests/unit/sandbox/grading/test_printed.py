@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from common.clock import SystemClock
-from services.sandbox.answer import Answer
-from services.sandbox.grading.code import Grading
+from services.sandbox.grading.code.grading import Grading
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.limits import JailLimits
-from services.sandbox.isolation.slots import JailSlots
+from services.sandbox.isolation.resources.limits import JailLimits
+from services.sandbox.isolation.resources.slots import JailSlots
+from services.sandbox.outcomes.answer import Answer
 from tests.load import scaled
 
 pytestmark = pytest.mark.needs("bwrap")

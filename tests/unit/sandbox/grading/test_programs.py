@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.grading.answers import spoken
-from services.sandbox.grading.programs import prefixed, program_of
+from services.sandbox.grading.code.programs import prefixed, program_of
 
 READS = "n = int(input())\nprint(n + 1)\n"
 WRITES = "with open('in.txt', 'w') as file:\n    file.write('1')\n"

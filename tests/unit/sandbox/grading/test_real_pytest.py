@@ -12,15 +12,15 @@ import pytest_asyncio
 
 from common.clock import SystemClock
 from common.process.host import SystemHost
-from services.sandbox.answer import Answer
-from services.sandbox.grading.code import Grading
-from services.sandbox.grading.real_pytest import Suites
-from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.grading.code.grading import Grading
+from services.sandbox.grading.code.real_pytest import Suites
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.limits import JailLimits
-from services.sandbox.isolation.pytest_packages import with_pytest
-from services.sandbox.isolation.slots import JailSlots
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter
+from services.sandbox.isolation.outer_jail.pytest_packages import with_pytest
+from services.sandbox.isolation.resources import cgroups
+from services.sandbox.isolation.resources.limits import JailLimits
+from services.sandbox.isolation.resources.slots import JailSlots
+from services.sandbox.outcomes.answer import Answer
 from tests.load import scaled
 
 pytestmark = [pytest.mark.needs("bwrap"), pytest.mark.group("real pytest")]
@@ -198,7 +198,7 @@ def add(a, b): return int(re.search(r'add\\(%d, %d\\) == (\\d+)' % (a, b), text)
 """,
     "what runs the tests": """
 import sys
-suite = sys.modules['jail.suite']
+suite = sys.modules['jail.guests.suite']
 suite._outcome = lambda reports: 'passed'
 def add(a, b): return 0
 """,

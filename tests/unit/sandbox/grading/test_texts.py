@@ -43,7 +43,7 @@ def test_choice_takes_right_letters_in_all_formats_and_no_others() -> None:
 
 @pytest.mark.group("maths")  # sympy is imported by one worker
 def test_math_takes_right_answers_in_all_formats_and_no_number_anywhere() -> None:
-    from services.sandbox.grading import maths
+    from services.sandbox.grading.mathematics import maths
 
     check("math.jsonl", maths.reward)
 

@@ -11,12 +11,13 @@ import pytest
 
 from common.clock import SystemClock
 from common.process.host import SystemHost
-from services.sandbox.isolation import cgroups, tiers
-from services.sandbox.isolation.cgroups import Cgroup, Homes
-from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.isolation import tiers
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.limits import MIB, JailLimits
-from services.sandbox.jail.usage import Grouped
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter
+from services.sandbox.isolation.resources import cgroups
+from services.sandbox.isolation.resources.cgroups import Cgroup, Homes
+from services.sandbox.isolation.resources.limits import MIB, JailLimits
+from services.sandbox.jail.metering.usage import Grouped
 
 # The files that a kernel puts into a new group.
 V2 = {

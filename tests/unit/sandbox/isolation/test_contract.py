@@ -17,14 +17,14 @@ import pytest
 from common.api.sandbox import JailSettings
 from common.clock import SystemClock
 from common.process.host import SystemHost
-from services.sandbox.grading.code import Grading
-from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.interpreters import Interpreter, interpreter_of
+from services.sandbox.grading.code.grading import Grading
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails import Ran
-from services.sandbox.isolation.limits import MIB, JailLimits
+from services.sandbox.isolation.jails.jail import Ran
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter, interpreter_of
+from services.sandbox.isolation.resources import cgroups
+from services.sandbox.isolation.resources.limits import MIB, JailLimits
+from services.sandbox.isolation.resources.slots import JailSlots
 from services.sandbox.isolation.runners import leftovers
-from services.sandbox.isolation.slots import JailSlots
 from services.sandbox.sessions import Sessions
 from tests.descriptors import closed_again, open_descriptors
 from tests.load import scaled

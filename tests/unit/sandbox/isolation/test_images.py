@@ -19,10 +19,10 @@ from common.job import images
 from common.job.config import SandboxConfig
 from common.process import containment
 from common.process.host import SystemHost
-from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.interpreters import interpreter_of
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.limits import JailLimits
+from services.sandbox.isolation.outer_jail.interpreters import interpreter_of
+from services.sandbox.isolation.resources import cgroups
+from services.sandbox.isolation.resources.limits import JailLimits
 from tests.unit.sandbox.image import image
 
 LIMITS = JailLimits(wall_s=60.0, cpu_s=20.0)

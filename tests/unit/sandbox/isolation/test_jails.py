@@ -19,14 +19,14 @@ from common.errors import BadMessage
 from common.process.handle import start_time
 from common.process.host import SystemHost
 from common.runtime.waits import WaitTable
-from services.sandbox.ends import Ends
-from services.sandbox.grading.code import Grading
-from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.grading.code.grading import Grading
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails import JailFailed, Ran
-from services.sandbox.isolation.limits import MIB, JailLimits
-from services.sandbox.isolation.slots import JailSlots
+from services.sandbox.isolation.jails.jail import JailFailed, Ran
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter
+from services.sandbox.isolation.resources import cgroups
+from services.sandbox.isolation.resources.limits import MIB, JailLimits
+from services.sandbox.isolation.resources.slots import JailSlots
+from services.sandbox.outcomes.ends import Ends
 from tests.descriptors import closed_again, open_descriptors
 from tests.load import scaled
 from tests.unit.sandbox.seen import SOON_S, ZYGOTE, guests_run, pythons

@@ -17,8 +17,8 @@ import pytest
 from common.clock import SystemClock
 from common.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails import JailFailed
-from services.sandbox.isolation.limits import MIB, JailLimits
+from services.sandbox.isolation.jails.jail import JailFailed
+from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from services.sandbox.isolation.runners import leftovers
 from tests.load import scaled
 from tests.unit.sandbox.isolation.test_contract import STANDIN, Kind, containers, marked, ran

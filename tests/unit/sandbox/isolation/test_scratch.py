@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from services.sandbox.isolation import scratch
+from services.sandbox.isolation.resources import scratch
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]
 LEFT = """
 import os, sys
-from services.sandbox.isolation import scratch
+from services.sandbox.isolation.resources import scratch
 place, outside = scratch.make(0), scratch.make(0)
 os.chdir(place)
 os.makedirs("closed/within/more")

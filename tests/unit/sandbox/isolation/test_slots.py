@@ -8,8 +8,8 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import Overloaded
-from services.sandbox.isolation import slots as module
-from services.sandbox.isolation.slots import JailSlots
+from services.sandbox.isolation.resources import slots as module
+from services.sandbox.isolation.resources.slots import JailSlots
 from tests.load import scaled
 
 

@@ -14,10 +14,11 @@ from common.job import isolation
 from common.job.config import SandboxConfig
 from common.process import containment
 from common.process.host import SystemHost
-from services.sandbox.isolation import cgroups, tiers
-from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.isolation import tiers
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.limits import MIB, JailLimits
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter
+from services.sandbox.isolation.resources import cgroups
+from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from tests.load import scaled
 from tests.unit.sandbox.isolation.test_contract import STANDIN
 

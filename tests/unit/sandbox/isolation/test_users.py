@@ -13,10 +13,10 @@ import pytest
 
 from common.clock import SystemClock
 from common.process.host import SystemHost
-from services.sandbox.isolation import users
-from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.limits import MIB, JailLimits
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter
+from services.sandbox.isolation.resources import users
+from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.limits import MIB, JailLimits
+from services.sandbox.isolation.resources.limits import MIB, JailLimits
 
 pytestmark = pytest.mark.needs("bwrap")
 LIMITS = JailLimits(wall_s=60.0, cpu_s=20.0, memory_bytes=256 * MIB, output_bytes=8192)

@@ -8,9 +8,10 @@ import time
 import pytest
 
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails import Ran
-from services.sandbox.isolation.limits import MIB, JailLimits
-from services.sandbox.jail import allowed, refusals
+from services.sandbox.isolation.jails.jail import Ran
+from services.sandbox.isolation.resources.limits import MIB, JailLimits
+from services.sandbox.jail.confinement import allowed
+from services.sandbox.jail.metering import refusals
 from services.sandbox.jailed import told
 from services.sandbox.sessions import Sessions
 from tests.load import scaled

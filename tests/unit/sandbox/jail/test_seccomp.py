@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from services.sandbox.jail import allowed, calls, seccomp
-from services.sandbox.jail.allowed import Policy
+from services.sandbox.jail.confinement import allowed, calls, seccomp
+from services.sandbox.jail.confinement.allowed import Policy
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]
@@ -174,7 +174,7 @@ def test_a_machine_without_a_list_is_named() -> None:
 
 PROBE = """
 import ctypes, json, sys
-from services.sandbox.jail import allowed, kernel, seccomp
+from services.sandbox.jail.confinement import allowed, kernel, seccomp
 asked = json.loads(sys.argv[1])
 libc = ctypes.CDLL(None, use_errno=True)
 kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)

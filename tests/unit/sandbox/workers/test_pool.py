@@ -20,8 +20,8 @@ from common.process.child import FRAME_LIMIT
 from common.process.handle import start_time
 from common.process.host import SystemHost
 from common.runtime.waits import WaitTable
-from services.sandbox.answer import Answer
-from services.sandbox.jail import landlock
+from services.sandbox.jail.confinement import landlock
+from services.sandbox.outcomes.answer import Answer
 from services.sandbox.workers.pool import Pool, PoolLimits, Work
 from services.sandbox.workers.worker import REWARD, TOOL
 from tests.load import scaled

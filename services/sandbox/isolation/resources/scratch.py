@@ -6,7 +6,7 @@ import os
 import secrets
 import tempfile
 
-from services.sandbox.isolation.users import PLAIN_ID
+from services.sandbox.isolation.resources.users import PLAIN_ID
 
 PREFIX = "meshrl-jail-"
 DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -18,16 +18,16 @@ from common.grading import cases, shapes
 from common.grading.answers import answer_of
 from common.grading.cases import BadTests, CalledTests, Tests
 from common.grading.support import Unsupported, unsupported
-from services.sandbox.answer import Answer
-from services.sandbox.grading import called, isolated, printed, real_pytest
-from services.sandbox.grading.attempt import Attempt
-from services.sandbox.grading.prelude import prelude_of
-from services.sandbox.grading.programs import prefixed, program_of
+from services.sandbox.grading.code import called, isolated, printed, real_pytest
+from services.sandbox.grading.code.attempt import Attempt
+from services.sandbox.grading.code.prelude import prelude_of
+from services.sandbox.grading.code.programs import prefixed, program_of
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails import JailFailed
-from services.sandbox.isolation.limits import JailLimits
-from services.sandbox.isolation.slots import JailSlots
-from services.sandbox.jail import judged
+from services.sandbox.isolation.jails.jail import JailFailed
+from services.sandbox.isolation.resources.limits import JailLimits
+from services.sandbox.isolation.resources.slots import JailSlots
+from services.sandbox.jail.guests import judged
+from services.sandbox.outcomes.answer import Answer
 
 
 class Grading:

@@ -18,8 +18,8 @@ from sympy.core.relational import Relational
 
 from common.grading import golds
 from common.grading.answers import answer_of
-from services.sandbox.grading import characters, final_answer, latex, notations
-from services.sandbox.grading.final_answer import Stated
+from services.sandbox.grading.mathematics import characters, final_answer, latex, notations
+from services.sandbox.grading.mathematics.final_answer import Stated
 
 LONGEST = 100_000  # characters of an answer that is looked at; what is longer is wrong
 BOXED = 2_000  # longest content of a box

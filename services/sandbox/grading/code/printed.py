@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from common.api.sandbox import OK, TIMEOUT
 from common.grading.cases import Printed
-from services.sandbox.grading.attempt import Attempt
-from services.sandbox.grading.equality import same_text
+from services.sandbox.grading.code.attempt import Attempt
+from services.sandbox.grading.code.equality import same_text
 
 SPACES = 2  # times what is wanted that a program may print: layout, and what it says beside
 

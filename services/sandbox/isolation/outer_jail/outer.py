@@ -1,5 +1,5 @@
 """Becomes the outer jail, in which a zygote forks jails:
-`python -m services.sandbox.isolation.outer JSON`.
+`python -m services.sandbox.isolation.outer_jail.outer JSON`.
 
 The order matters. What needs root comes first, if we are root: places that a plain user cannot
 reach are bound into a mount namespace of our own. Then we become a plain user, for whom the limit
@@ -15,8 +15,8 @@ import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from services.sandbox.isolation import users
-from services.sandbox.jail import kernel
+from services.sandbox.isolation.resources import users
+from services.sandbox.jail.confinement import kernel
 
 GATHERED = ("/mnt", "/media", "/srv", "/tmp")  # where binds are gathered; the first that exists
 INSIDE = "/run/meshrl"  # where this package's jail folder lies in a jail
@@ -58,7 +58,7 @@ def command(outer: Outer, gathered: dict[str, str], own_users: int) -> list[str]
     user namespace to enter, or -1.
     """
     flags = ["-I", "-S"] if outer.isolated else ["-I"]
-    package = INSIDE if outer.tier == "bwrap" else str(Path(__file__).parents[1])
+    package = INSIDE if outer.tier == "bwrap" else str(Path(__file__).parents[2])
     zygote = [outer.python, *flags, "-c", START.format(package)]
     zygote += [str(outer.control), outer.tier, json.dumps(outer.warm), _searched_last(outer)]
     if outer.tier != "bwrap":
@@ -74,7 +74,7 @@ def command(outer: Outer, gathered: dict[str, str], own_users: int) -> list[str]
     argv += _parents(f"{PACKAGES}/all")
     for place in outer.packages:
         argv += ["--ro-bind", gathered.get(place, place), f"{PACKAGES}/{os.path.basename(place)}"]
-    jail = str(Path(__file__).parents[1] / "jail")
+    jail = str(Path(__file__).parents[2] / "jail")
     argv += ["--ro-bind", gathered.get(jail, jail), f"{INSIDE}/jail"]
     argv += ["--proc", "/proc", "--tmpfs", "/dev", "--dir", "/tmp"]
     for device in DEVICES:
@@ -159,7 +159,7 @@ def main() -> None:
     if os.getuid() == 0:
         # Written by root it is also the least that a jail can set: they go before anything else.
         Path("/proc/self/oom_score_adj").write_text(OUT_OF_MEMORY_SCORE)
-        jail = str(Path(__file__).parents[1] / "jail")
+        jail = str(Path(__file__).parents[2] / "jail")
         if outer.tier == "bwrap":
             image = [outer.root] if outer.root else []
             gathered = gather([*outer.places, *outer.packages, jail, *image])

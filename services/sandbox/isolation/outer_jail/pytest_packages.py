@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 
-from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 
 PACKAGES = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
 

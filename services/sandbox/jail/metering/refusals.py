@@ -12,7 +12,7 @@ import os
 import struct
 from collections.abc import Callable
 
-from .allowed import LISTENER_ANSWER, LISTENER_RECEIVE
+from ..confinement.allowed import LISTENER_ANSWER, LISTENER_RECEIVE
 
 MOST = 256  # that are answered one by one; each costs the keeper some 20 us
 NOTIFICATION = struct.Struct("=QIIi60x")  # id, thread, flags, number of the call

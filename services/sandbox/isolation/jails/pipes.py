@@ -12,7 +12,7 @@ from typing import Any
 
 from common.clock import Clock
 from common.errors import BadMessage, DeadlineExceeded, PeerLost
-from services.sandbox.jail import frames
+from services.sandbox.jail.wire import frames
 
 READ_BYTES = 1 << 16
 FRAME_BYTES = 1 << 20  # most in a jail's answer; it may be the model that writes it

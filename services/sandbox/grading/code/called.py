@@ -11,11 +11,11 @@ from typing import Any
 from common.errors import BadMessage, PeerLost
 from common.grading.cases import Called
 from common.grading.support import Unsupported
-from services.sandbox.grading.attempt import SEND_S, Attempt, answering
-from services.sandbox.grading.equality import same
-from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail
-from services.sandbox.isolation.pipes import FRAME_BYTES
-from services.sandbox.jail import frames, plain
+from services.sandbox.grading.code.attempt import SEND_S, Attempt, answering
+from services.sandbox.grading.code.equality import same
+from services.sandbox.isolation.jails.jail import GRACE_S, SLOWEST, Jail
+from services.sandbox.isolation.jails.pipes import FRAME_BYTES
+from services.sandbox.jail.wire import frames, plain
 
 SPACES = 8  # times what is wanted, as JSON, that an answer may take: escapes, and wrong ones
 

@@ -18,15 +18,10 @@ from common.errors import BadMessage, DeadlineExceeded, PeerLost
 from common.grading import shapes, suites
 from common.grading.cases import BadTests
 from common.grading.support import Unsupported
-from services.sandbox.grading.attempt import (
-    RETRIES,
-    SEND_S,
-    Attempt,
-    answering,
-)
+from services.sandbox.grading.code.attempt import RETRIES, SEND_S, Attempt, answering
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail
-from services.sandbox.isolation.limits import MIB
+from services.sandbox.isolation.jails.jail import GRACE_S, SLOWEST, Jail
+from services.sandbox.isolation.resources.limits import MIB
 
 PYTEST_BYTES = 64 * MIB  # address space of pytest itself, beside the solution's memory
 PASSED = "passed"

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.errors import DeadlineExceeded
-from services.sandbox.grading.equality import Tolerance
+from services.sandbox.grading.code.equality import Tolerance
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails import Jail, JailFailed, Ran
-from services.sandbox.isolation.limits import MIB, JailLimits
-from services.sandbox.isolation.slots import JailSlots
+from services.sandbox.isolation.jails.jail import Jail, JailFailed, Ran
+from services.sandbox.isolation.resources.limits import MIB, JailLimits
+from services.sandbox.isolation.resources.slots import JailSlots
 
 CASE_S = 4.0  # CPU time for one case
 SEND_S = 30.0  # for a jail to take a frame

@@ -14,7 +14,8 @@ import sys
 import types
 from typing import Any
 
-from . import frames, guarded, placeholder
+from ..wire import frames
+from . import guarded, placeholder
 
 SOLUTION, TESTS, SETTINGS = "solution.py", "test_solution.py", "pytest.ini"
 ASYNC = ("asyncio", "anyio", "trio", "twisted", "tornado")  # plugins that run async functions

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import frames, memory, usage
+from ..wire import frames
+from . import memory, usage
 from .refusals import Refusals
 
 LOOK_S = 0.005  # the least between two looks at the clocks of a guest

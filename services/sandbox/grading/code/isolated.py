@@ -16,13 +16,9 @@ from typing import Any
 from common.errors import BadMessage, PeerLost
 from common.grading.cases import BadTests
 from common.grading.support import Unsupported
-from services.sandbox.grading.attempt import (
-    SEND_S,
-    Attempt,
-    answering,
-)
-from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail
-from services.sandbox.isolation.limits import MIB
+from services.sandbox.grading.code.attempt import SEND_S, Attempt, answering
+from services.sandbox.isolation.jails.jail import GRACE_S, SLOWEST, Jail
+from services.sandbox.isolation.resources.limits import MIB
 
 TESTS_BYTES = 256 * MIB  # memory of the jail that holds tests in Python
 WAITING_S = 10.0  # longest wait of the tests for their solution, beside their own time

@@ -11,10 +11,11 @@ from typing import Any
 from common.api.sandbox import CRASHED, OK, OUT_OF_MEMORY, OUTPUT_LIMIT, REFUSED, TIMEOUT
 from common.clock import Clock
 from common.errors import BadMessage, DeadlineExceeded, MeshError, PeerLost
-from services.sandbox.isolation.cgroups import Cgroup
-from services.sandbox.isolation.limits import JailLimits
-from services.sandbox.isolation.pipes import Output, Pipe
-from services.sandbox.jail import calls, guest
+from services.sandbox.isolation.jails.pipes import Output, Pipe
+from services.sandbox.isolation.resources.cgroups import Cgroup
+from services.sandbox.isolation.resources.limits import JailLimits
+from services.sandbox.jail.confinement import calls
+from services.sandbox.jail.guests import guest
 
 GRACE_S = 60.0  # past its limits, until a jail counts as stuck: its keeper must have ended it
 SLOWEST = 10.0  # times its wall clock limit that a jail may take, waiting for cores included

@@ -20,9 +20,10 @@ import traceback
 import types
 from typing import Any, NoReturn
 
-from . import frames, judged, plain, suite
-from .objects import side
-from .testing import running
+from ..objects import side
+from ..testing import running
+from ..wire import frames, plain
+from . import judged, suite
 
 # Exit statuses that name why a program ended; the sandbox tells the model in words.
 OUT_OF_MEMORY, REFUSED = 72, 77

@@ -1,0 +1,1 @@
+"""The reward `code_tests`. Open `grading.py` first."""

@@ -1,0 +1,1 @@
+"""The reward `math`. Open `maths.py` first."""

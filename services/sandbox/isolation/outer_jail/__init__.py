@@ -1,0 +1,1 @@
+"""The outer jail around a zygote, and the interpreter in it. Open `outer.py` first."""

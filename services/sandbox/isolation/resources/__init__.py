@@ -1,0 +1,1 @@
+"""Resources of jails: limits, slots, control groups, users, scratch directories."""
