@@ -18,9 +18,7 @@ from common.process.host import SystemHost
 from services.sandbox.isolation.resources import cgroups
 from tests.load import scaled
 from tests.unit.sandbox.escapes import corpus
-from tests.unit.sandbox.escapes.forgeries import FORGERIES
-from tests.unit.sandbox.escapes.graded import STYLES
-from tests.unit.sandbox.escapes.poison import CASES
+from tests.unit.sandbox.escapes.graded import FORGERIES, STYLES
 
 ROOT = Path(__file__).parents[3]
 FAMILIES = [*corpus.FAMILIES, "reward forging", "session poisoning"]
@@ -109,4 +107,4 @@ def test_the_corpus_is_as_large_as_it_claims() -> None:
     assert len(set(names)) == len(names) >= 200
     forged = [(style, f.name) for style, (_, wrong) in STYLES.items() for f in wrong]
     assert len(set(forged)) == len(forged) >= 60
-    assert len(FORGERIES) >= 20 and len(CASES) >= 8
+    assert len(FORGERIES) >= 20 and len(corpus.POISONS) >= 8

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from tests.unit.sandbox.escapes import (
-    channels,
-    cpu,
-    files,
-    identity,
-    kernel,
-    memory,
-    network,
-    output,
-    processes,
-)
-from tests.unit.sandbox.escapes.program import Escape, Left, Pair
+from pathlib import Path
 
-FAMILIES: dict[str, list[Escape | Pair | Left]] = {
-    "network": [*network.NETWORK],
-    "files": [*files.FILESYSTEM, *files.PROC],
-    "processes": [*processes.PROCESSES, *processes.SIGNALS],
-    "memory": [*memory.MEMORY],
-    "output": [*output.OUTPUT],
-    "kernel": [*kernel.NAMESPACES, *kernel.KERNEL],
-    "cpu": [*cpu.TIME, *cpu.LEFT],
-    "identity": [*identity.IDENTITY],
-    "channels": [*channels.CHANNELS],
-}
+from tests.unit.sandbox.escapes import program
+
+PROGRAMS = Path(__file__).parent / "programs"
+_NAMES = "network files processes memory output kernel cpu identity channels"
+FAMILIES = {family: program.read(PROGRAMS / f"{family}.toml") for family in _NAMES.split()}
+POISONS: list[program.Poison] = program.read(PROGRAMS / "poison.toml")
 
 EVERYWHERE = ("cgroup", "bwrap", "landlock")
 WITHOUT_GROUPS = ("bwrap", "landlock")

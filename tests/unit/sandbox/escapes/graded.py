@@ -11,16 +11,12 @@ from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.isolation.resources.slots import JailSlots
 from tests.load import scaled
-from tests.unit.sandbox.escapes import forged_cases, forged_tests, forgeries
-from tests.unit.sandbox.escapes.forging import Forgery, Suite
+from tests.unit.sandbox.escapes import forging
 
 CASE_S, HANGING_CASE_S = 1.0, 0.2
 BRIEFLY_S = 0.15  # for a forgery that may hang; right answers have longer
-STYLES: dict[str, tuple[dict[str, Suite], list[Forgery]]] = {
-    "stdin": (forged_cases.STDIN, forged_cases.PRINTED),
-    "calls": (forged_cases.CALLS, forged_cases.CALLED),
-    "python": (forged_tests.SUITES, forged_tests.IN_PYTHON),
-}
+STYLES = {style: forging.read(style) for style in ("stdin", "calls", "python")}
+TESTS, FORGERIES = forging.read("any")
 Work = Iterator[Coroutine[Any, Any, dict[str, Any]]]
 
 
@@ -64,14 +60,10 @@ class Grader:
 
     def all_styles(self) -> Work:
         """Answers that are wrong in whatever style they are tested."""
-        for name, source in forgeries.FORGERIES.items():
-            case_s = HANGING_CASE_S if name in forgeries.HANGING else scaled(CASE_S)
-            for style, tests in (
-                ("stdin", forgeries.STDIN),
-                ("calls", forgeries.CALLS),
-                ("python", forgeries.PYTHON),
-            ):
-                yield self.graded(f"{name} ({style})", source, tests, case_s)
+        for forgery in FORGERIES:
+            case_s = HANGING_CASE_S if forgery.brief else scaled(CASE_S)
+            for style, tests in TESTS.items():
+                yield self.graded(f"{forgery.name} ({style})", forgery.source, tests, case_s)
 
     def styles(self) -> Work:
         for style in STYLES:

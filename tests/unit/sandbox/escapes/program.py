@@ -1,15 +1,18 @@
-"""What a hostile program is, and the blocks that several families are built of.
+"""What a hostile program is, and how the files of the corpus say it.
 
 A program prints ESCAPED when it has done what it must not. It is contained when that word never
-appears, when it ends as one of `ends`, and when what `runner` looks at outside is as it was.
+appears, when it ends as one of `ends`, and when what `runner` looks at outside is as it was. In a
+file, `@NAME@` on a line of its own stands for the block of that name.
 """
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 ANY = ("ok", "timeout", "out_of_memory", "output_limit", "refused", "crashed")
-SPENT = ("timeout", "out_of_memory", "refused", "crashed")
 CANARY = "@CANARY@"  # stands for a file outside that every user may read
 OWN = "@OWN@"  # for one that belongs to the user of the jails, where root does not make them
 SECRET = "@SECRET@"  # for 24 bits, as 6 hexadecimal digits, that only the sender of a pair is told
@@ -47,6 +50,66 @@ class Left:
     said: str = ""
 
 
+@dataclass(frozen=True)
+class Poison:
+    """Cells, each of a session, and what some of them must come to: their place, status, output."""
+
+    name: str
+    cells: list[tuple[str, str]]
+    said: list[dict[str, Any]]
+
+    def holds(self, said: list[tuple[str, str]]) -> bool:
+        """Whether the cells have come to these statuses and outputs, as they must."""
+        return all(
+            row.get("status", status) == status and row.get("output", output) == output
+            for row in self.said
+            for status, output in [said[row["cell"]]]
+        )
+
+
+# How a program is written that one line says: its text, in which the line stands for `{0}`.
+FORMS = {
+    "reads": """
+try:
+    with open({0!r}, "rb") as file:
+        print("ESCAPED", file.read(64))
+except OSError as error:
+    print("kept in", error)
+""",
+    "writes": """
+try:
+    with open({0!r}, "ab") as file:
+        file.write(b"x")
+        file.flush()
+    print("ESCAPED")
+except OSError as error:
+    print("kept in", error)
+""",
+    "socket": """
+import socket
+try:
+    s = {0}
+    print("ESCAPED", s)
+except OSError as error:
+    print("kept in", error)
+""",
+    # A system call (its number on x86-64) that must not succeed.
+    "call": """
+@SYSCALL@
+result = syscall({0})
+print("ESCAPED" if result >= 0 else "kept in", result)
+""",
+    # Expressions, each of which must fail.
+    "tries": """
+import os
+{1}
+for name, attempt in ({0},):
+    try:
+        print("ESCAPED", name, attempt())
+    except (OSError, ValueError) as error:
+        print("kept in", name, error)
+""",
+}
 SYSCALL = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -62,61 +125,39 @@ def called(number, *arguments):
 """
 
 
-def opens_socket(call: str) -> str:
-    return f"""
-import socket
-try:
-    s = {call}
-    print("ESCAPED", s)
-except OSError as error:
-    print("kept in", error)
-"""
+def read(path: Path) -> list[Any]:
+    """Return what a file of the corpus holds, each kind in its order."""
+    document = tomllib.loads(path.read_text())
+    blocks = {"SYSCALL": SYSCALL, **document.get("blocks", {})}
+
+    def whole(text: str) -> str:
+        for name, block in blocks.items():
+            text = text.replace(f"@{name}@\n", block)
+        return text
+
+    def escape(row: dict[str, Any]) -> Escape:
+        ends, mode = tuple(row.get("ends", ANY)), row.get("mode", "program")
+        return Escape(row["name"], whole(_source(row)), ends, mode)
+
+    return [
+        *map(escape, document.get("escape", ())),
+        *(
+            Pair(row["name"], whole(row["sender"]), whole(row["receiver"]))
+            for row in document.get("pair", ())
+        ),
+        *(
+            Left(row["name"], tuple(map(whole, row["cells"])), row["said"])
+            for row in document.get("left", ())
+        ),
+        *(Poison(**row) for row in document.get("poison", ())),
+    ]
 
 
-def refused_call(name: str, number: int, *arguments: object) -> Escape:
-    """A system call (its number on x86-64) that must not succeed."""
-    text = ", ".join(map(str, (number, *arguments)))
-    source = (
-        SYSCALL
-        + f"""
-result = syscall({text})
-print("ESCAPED" if result >= 0 else "kept in", result)
-"""
-    )
-    return Escape(name, source, ("ok",))
-
-
-def reads(path: str) -> str:
-    return f"""
-try:
-    with open({path!r}, "rb") as file:
-        print("ESCAPED", file.read(64))
-except OSError as error:
-    print("kept in", error)
-"""
-
-
-def writes(path: str) -> str:
-    return f"""
-try:
-    with open({path!r}, "ab") as file:
-        file.write(b"x")
-        file.flush()
-    print("ESCAPED")
-except OSError as error:
-    print("kept in", error)
-"""
-
-
-def tries(*attempts: str, setup: str = "") -> str:
-    """Expressions, each of which must fail."""
-    listed = ", ".join(f"({text!r}, lambda: {text})" for text in attempts)
-    return f"""
-import os
-{setup}
-for name, attempt in ({listed},):
-    try:
-        print("ESCAPED", name, attempt())
-    except (OSError, ValueError) as error:
-        print("kept in", name, error)
-"""
+def _source(row: dict[str, Any]) -> str:
+    for form, text in FORMS.items():
+        if form == "tries" and form in row:
+            attempts = ", ".join(f"({each!r}, lambda: {each})" for each in row[form])
+            return text.format(attempts, row.get("setup", ""))
+        if form in row:
+            return text.format(row[form])
+    return str(row["source"])

@@ -33,10 +33,10 @@ from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from services.sandbox.isolation.resources.slots import JailSlots
 from services.sandbox.sessions import Sessions
 from tests.load import scaled
-from tests.unit.sandbox.escapes import poison, program
-from tests.unit.sandbox.escapes.corpus import FAMILIES, is_open
+from tests.unit.sandbox.escapes import program
+from tests.unit.sandbox.escapes.corpus import FAMILIES, POISONS, is_open
 from tests.unit.sandbox.escapes.graded import Grader
-from tests.unit.sandbox.escapes.program import Escape, Left, Pair
+from tests.unit.sandbox.escapes.program import Escape, Left, Pair, Poison
 
 LIMITS = JailLimits(
     wall_s=2.0,
@@ -191,7 +191,7 @@ class Runner:
             await self.clock.sleep(LOOK_S)
         return []
 
-    async def poison(self, case: poison.Poison) -> dict[str, Any]:
+    async def poison(self, case: Poison) -> dict[str, Any]:
         said = []
         async with self.at_once:
             sessions = Sessions(self.launcher, self.clock, self.unhurried, 8, 600.0)
@@ -215,7 +215,7 @@ class Runner:
             work = grader.all_styles() if family == FORGING[0] else grader.styles()
             return list(await asyncio.gather(*work))
         if family == POISONING:
-            return list(await asyncio.gather(*map(self.poison, poison.CASES)))
+            return list(await asyncio.gather(*map(self.poison, POISONS)))
         at_once, one_by_one = [], []
         for entry in FAMILIES[family]:
             if not self.all and is_open(self.tier, family, entry.name):
