@@ -10,15 +10,15 @@ from pathlib import Path
 from common.clock import SystemClock
 from common.process.host import SystemHost
 from loadtests.conformance.rows import Row
-from services.sandbox.outcomes.answer import Answer
 from services.sandbox.grading.code.grading import Grading
 from services.sandbox.grading.code.real_pytest import Suites
-from services.sandbox.isolation.resources import cgroups
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.resources.limits import JailLimits
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.outer_jail.pytest_packages import with_pytest
+from services.sandbox.isolation.resources import cgroups
+from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.isolation.resources.slots import JailSlots
+from services.sandbox.outcomes.answer import Answer
 
 Answers = dict[tuple[str, str], Answer]  # by row and solution
 
