@@ -40,7 +40,7 @@ from common.model.hf import load_model
 from kernels.ops.varlen import VarlenAttention
 from loadtests.checkpoints.changed import change
 from loadtests.checkpoints.drawn import CLASSES, VOCABULARY, drawn
-from services.trainer.arithmetic.forward import fuse
+from services.trainer.models.forward import fuse
 
 TOLERANCE = 1e-4  # nats
 SHORT, LONG = 96, 2048  # tokens

@@ -29,8 +29,8 @@ from loadtests.measuring.meter import Meter
 from loadtests.measuring.metered import all_events
 from loadtests.plain import Job, run_plain, warmed_up
 from meshrl.job import bundle, jobfile
-from services.trainer.core import warm_start
-from services.trainer.core.beginning import cache_key, sources
+from services.trainer.initial import warm_start
+from services.trainer.initial.beginning import cache_key, sources
 
 LOOK_S = 0.05
 RUN_S = 900.0

@@ -46,8 +46,8 @@ from kernels.cost import BinCost
 from kernels.packing import Round, RoundPacker, makespan, pack_rounds
 from loadtests.measuring.flat import flat
 from loadtests.training.packing_peers import PEERS
-from services.trainer.arithmetic.forward import forward, fuse
-from services.trainer.arithmetic.packing import Bin, Sequence, make_bins
+from services.trainer.bins.packing import Bin, Sequence, make_bins
+from services.trainer.models.forward import forward, fuse
 
 JOB = Path(__file__).parent.parent / "examples" / "calculator.toml"
 SEQUENCES, BUDGET, MEDIAN, LONGEST = 4096, 32_768, 1000.0, 16_384

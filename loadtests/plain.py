@@ -31,8 +31,8 @@ from meshrl.job import jobfile
 from services.trainer.algorithms import algorithm
 from services.trainer.arithmetic.learner import Learner, add
 from services.trainer.arithmetic.optimizers import lr_factor
-from services.trainer.arithmetic.packing import Sequence, make_bins
-from services.trainer.core.warm_start import pieces
+from services.trainer.bins.packing import Sequence, make_bins
+from services.trainer.initial.warm_start import pieces
 
 SLOTS = 64  # sequences that decode together: more cost this loop more, since it waits for the last
 NARROWEST = 32  # places of the cache that a step looks at, at least; widths are multiples of it

@@ -43,9 +43,9 @@ from common.model.tokenizer import character_tokenizer
 from common.pool.seat import Seat
 from common.weights.laying import Laying, slices
 from common.weights.laying import laying as how
+from services.trainer.gang.running import make_rank
 from services.trainer.ranks.rank import Rank
-from services.trainer.ranks.running import make_rank
-from services.trainer.rows.gang_saving import write
+from services.trainer.ranks.saving import write
 from services.trainer.rows.saved import MASTER, SavedRows
 
 MODEL: dict[str, object] = {  # 200,828,928 parameters

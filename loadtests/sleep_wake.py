@@ -53,7 +53,7 @@ from loadtests.measuring.flat import flat
 from loadtests.measuring.unrenewed import knows, unrenewed
 from services.node.residents.segments import KeepsSegments, Segments
 from services.trainer.arithmetic.learner import Learner
-from services.trainer.ranks.compute import LocalCompute
+from services.trainer.compute.compute import LocalCompute
 
 WORKER = "worker/w0"
 CPU = ".cpu"  # behind an arm's name: its CPU-seconds

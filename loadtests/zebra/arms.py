@@ -12,7 +12,7 @@ from common.zebra.kinds import declared_profile
 from common.zebra.prices import costs_of
 from common.zebra.profile import Kind, Profile
 from common.zebra.timeline import Timeline, serial_s, timeline
-from services.trainer.ranks.division import ZebraDivision
+from services.trainer.bins.division import ZebraDivision
 from sim.zebra.setups import MODELS
 
 FAST, SLOW = "A40", "V100"

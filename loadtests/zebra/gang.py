@@ -29,7 +29,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.rows import Drawn
 from loadtests.zebra.arms import COUNT, Arm, Setting, arms
-from services.trainer.arithmetic.packing import Bin
+from services.trainer.bins.packing import Bin
 from services.trainer.ranks.rank import join_group
 from services.trainer.zebra.learner import ZebraLearner
 from services.trainer.zebra.pace import ZebraPace

@@ -28,7 +28,7 @@ NURSERY = (
     "services.scoring.running",
     "services.engine.running",
     "services.trainer.running",
-    "services.trainer.ranks.running",
+    "services.trainer.gang.running",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "numpy.ctypeslib",

@@ -19,16 +19,16 @@ from common.runtime.mesh import Mesh, MeshSettings
 from common.runtime.patience import patiently
 from common.runtime.pausing import stands_while_paused
 from common.state import jobs
-from services.trainer.core.beginning import (
+from services.trainer.core.core import TrainerCore
+from services.trainer.hybrids.gradient_transfer import hybrid_name
+from services.trainer.hybrids.hybrid import Hybrid
+from services.trainer.initial.beginning import (
     COMPILE_S,
     adapt,
     check,
     compile_kernels,
     fresh_learner,
 )
-from services.trainer.core.core import TrainerCore
-from services.trainer.helpers.gradient_transfer import hybrid_name
-from services.trainer.helpers.hybrid import Hybrid
 
 if TYPE_CHECKING:
     from services.trainer.arithmetic.learner import Learner
@@ -57,7 +57,7 @@ class Arithmetic:
 
     def rank(self, data: JobData, seat: Seat, accelerator: str) -> Rank:
         """One of a core of several, on an accelerator of this name, in no group yet."""
-        from services.trainer.ranks.running import make_rank
+        from services.trainer.gang.running import make_rank
 
         _check(data)
         return make_rank(data, seat, accelerator)
@@ -84,7 +84,7 @@ async def _serve(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) 
     if data.config.mesh.device == "cpu":
         await mesh.host.run_blocking(arithmetic.prepare, deadline_s=COMPILE_S)
     if seat.rank:
-        from services.trainer.ranks.running import obey
+        from services.trainer.gang.running import obey
 
         rank = arithmetic.rank(data, seat, mesh.settings.accelerator)
         await obey(mesh, data, seat, rank, await _profile(mesh, data, seat))
@@ -135,7 +135,7 @@ def _core(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) -> Trai
     check(data)
     if seat.ranks == 1:
         return TrainerCore(mesh, data, seat, arithmetic.learner(data))
-    from services.trainer.ranks.running import compute_of
+    from services.trainer.gang.running import compute_of
 
     rank = arithmetic.rank(data, seat, mesh.settings.accelerator)
     return TrainerCore(mesh, data, seat, compute_of(mesh, data, rank))

@@ -25,12 +25,12 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.pool.seat import Seat
 from common.weights.laying import Part
+from services.trainer.arithmetic.gradient_sum import GradientSum
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.memory import LearnerMemory
-from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
-from services.trainer.helpers.gradient_sum import GradientSum
-from services.trainer.ranks.division import EvenDivision
+from services.trainer.bins.division import EvenDivision
+from services.trainer.bins.packing import Bin
 from services.trainer.ranks.rank import Rank
 from services.trainer.rows.saved import MASTER, SavedRows
 from services.trainer.running import Arithmetic

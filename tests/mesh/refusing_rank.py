@@ -12,8 +12,8 @@ from common.pool.seat import Seat, parser
 from common.runtime.actor import call
 from common.runtime.mesh import Mesh, MeshSettings, run
 from common.state import jobs
+from services.trainer.gang.running import make_rank
 from services.trainer.ranks.actor import RankActor
-from services.trainer.ranks.running import make_rank
 
 
 class RefusingRank(RankActor):

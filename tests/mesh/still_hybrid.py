@@ -13,8 +13,8 @@ from common.job.job_data import JobData
 from common.pool.seat import Seat, parser
 from common.runtime.mesh import Mesh, MeshSettings, run
 from common.state import jobs
-from services.trainer.core.beginning import fresh_learner
-from services.trainer.helpers.hybrid import Hybrid
+from services.trainer.hybrids.hybrid import Hybrid
+from services.trainer.initial.beginning import fresh_learner
 
 
 class StillHybrid(Hybrid):

@@ -12,8 +12,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from common.job.config import AlgorithmConfig
-from services.trainer.algorithms.groups import normalised as advantages
 from services.trainer.algorithms.hooks import Algorithm
+from services.trainer.losses.group_advantages import normalised as advantages
 from services.trainer.losses.surrogate import Clips, clipped, ratios
 from services.trainer.losses.terms import Terms
 

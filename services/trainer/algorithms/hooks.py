@@ -14,7 +14,7 @@ from common.job.config import AlgorithmConfig
 from services.trainer.losses.terms import Terms
 
 if TYPE_CHECKING:
-    from services.trainer.arithmetic.packing import Sequence
+    from services.trainer.bins.packing import Sequence
 
 # Rewards of a group's scored members, in float64, to one advantage for each; None: the group has
 # nothing to teach, and is filtered.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.hooks import Algorithm
-from services.trainer.arithmetic.packing import Sequence
+from services.trainer.bins.packing import Sequence
 from services.trainer.losses.returns import discounted, set_normalised, token_rewards
 from services.trainer.losses.surrogate import PPO, clipped, ratios
 from services.trainer.losses.terms import Terms

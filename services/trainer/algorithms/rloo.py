@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.job.config import AlgorithmConfig
-from services.trainer.algorithms.groups import silent
 from services.trainer.algorithms.hooks import Algorithm
+from services.trainer.losses.group_advantages import silent
 from services.trainer.losses.surrogate import PPO, clipped, ratios
 from services.trainer.losses.terms import Terms
 

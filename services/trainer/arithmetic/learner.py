@@ -20,14 +20,15 @@ from common.model.decoder import Decoder
 from common.weights.images import load_tensor
 from common.weights.laying import Part
 from services.trainer.algorithms import algorithm
-from services.trainer.arithmetic import critic, cut_rows, lora
-from services.trainer.arithmetic.forward import Outputs, forward, fuse
+from services.trainer.arithmetic import cut_rows
+from services.trainer.arithmetic.objective import objective
 from services.trainer.arithmetic.optimizers import Optimizer
-from services.trainer.arithmetic.packing import Bin
-from services.trainer.arithmetic.precision import WorkingCopy
 from services.trainer.arithmetic.stats import BinStats, describe, describe_values
-from services.trainer.losses.objective import objective
+from services.trainer.bins.packing import Bin
 from services.trainer.losses.terms import Terms
+from services.trainer.models import critic, lora
+from services.trainer.models.forward import Outputs, forward, fuse
+from services.trainer.models.precision import WorkingCopy
 from services.trainer.rows.saved import MASTER, SavedRows
 
 

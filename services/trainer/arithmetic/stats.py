@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.trainer.arithmetic.objective import Objective
 from services.trainer.losses import kl
-from services.trainer.losses.objective import Objective
 from services.trainer.losses.terms import Terms, ratio_of
 
 

@@ -1,3 +1,1 @@
-"""The core of a training gang, from groups to committed steps, checkpoints and recovery. Open
-`core.py` first.
-"""
+"""The core of a training gang: its life, its sleep and its recovery. Open `core.py` first."""

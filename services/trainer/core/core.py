@@ -48,8 +48,14 @@ from common.wire.bulk.port import BulkClient
 from kernels.cost import Calibration, expected
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.stats import update_metrics
-from services.trainer.core.batch import Batch, Refill, staleness
-from services.trainer.core.beginning import (
+from services.trainer.compute.by_turns import ByTurns
+from services.trainer.compute.compute import COMPUTE_S, Compute, LocalCompute
+from services.trainer.compute.paced import PacedCompute
+from services.trainer.core.recovery import Recovery
+from services.trainer.core.sleeping import CoreSleeper
+from services.trainer.gang.lost_ranks import RankLosses
+from services.trainer.hybrids.gradients import Gradients
+from services.trainer.initial.beginning import (
     Pieces,
     Tell,
     adapt,
@@ -57,21 +63,15 @@ from services.trainer.core.beginning import (
     outline,
     start,
 )
-from services.trainer.core.checkpointing import Checkpoints
-from services.trainer.core.evaluation_gate import evaluated
-from services.trainer.core.intake import Intake
-from services.trainer.core.publishing import NOBODY, Identity, Publisher
-from services.trainer.core.recovery import Recovery
-from services.trainer.core.restoring import Restoring
-from services.trainer.core.sleeping import CoreSleeper
-from services.trainer.core.step import Step, Stepped
-from services.trainer.core.step_parts import PAUSE, StepParts, StepTook
-from services.trainer.core.timing import StepTimes
-from services.trainer.helpers.gradients import Gradients
-from services.trainer.ranks.by_turns import ByTurns
-from services.trainer.ranks.compute import COMPUTE_S, Compute, LocalCompute
-from services.trainer.ranks.losses import RankLosses
-from services.trainer.ranks.paced import PacedCompute
+from services.trainer.steps.batch import Batch, Refill, staleness
+from services.trainer.steps.evaluation_gate import evaluated
+from services.trainer.steps.intake import Intake
+from services.trainer.steps.step import Step, Stepped
+from services.trainer.steps.step_parts import PAUSE, StepParts, StepTook
+from services.trainer.steps.timing import StepTimes
+from services.trainer.versions.checkpointing import Checkpoints
+from services.trainer.versions.publishing import NOBODY, Identity, Publisher
+from services.trainer.versions.restoring import Restoring
 
 T = TypeVar("T")
 

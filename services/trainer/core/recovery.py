@@ -17,11 +17,11 @@ from common.runtime.patience import patiently
 from common.state import jobs, steps
 from common.weights.staging import keep
 from common.wire.bulk.port import BulkClient
-from services.trainer.core.intake import Intake
-from services.trainer.core.publishing import Identity, Publisher
-from services.trainer.core.restoring import Restoring
-from services.trainer.core.step import Enter, Step
-from services.trainer.ranks.compute import Compute
+from services.trainer.compute.compute import Compute
+from services.trainer.steps.intake import Intake
+from services.trainer.steps.step import Enter, Step
+from services.trainer.versions.publishing import Identity, Publisher
+from services.trainer.versions.restoring import Restoring
 
 # From a step's number, the manifest that it begins with, and the job as it is or was then.
 MakeStep = Callable[[int, str, JobConfig], Step]

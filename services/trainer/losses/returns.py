@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.job.config import AlgorithmConfig
-from services.trainer.arithmetic.packing import Sequence
+from services.trainer.bins.packing import Sequence
 from services.trainer.losses.shaping import divergences, kl_in_reward
 
 Floats = NDArray[np.float64]

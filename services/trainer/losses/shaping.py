@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from common.errors import ConfigError
 from common.job.config import AlgorithmConfig, JobConfig
-from services.trainer.arithmetic.packing import Sequence
+from services.trainer.bins.packing import Sequence
 from services.trainer.losses import kl
 from services.trainer.losses.terms import SOURCES
 

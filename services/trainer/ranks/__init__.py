@@ -1,1 +1,1 @@
-"""A core of several processes that each hold part of the model. Open `gang.py` first."""
+"""A rank beside the first, and the actor that takes the orders of rank 0. Open `rank.py` first."""

@@ -50,14 +50,14 @@ from common.runtime.mesh import Mesh
 from common.runtime.residents.places import Places
 from common.wire.bulk.port import BulkClient
 from common.wire.meeting import meetings_of, spans_hosts
-from services.trainer.arithmetic.packing import Bin
-from services.trainer.helpers.gradient_transfer import collect_rows, read
+from services.trainer.bins.packing import Bin
+from services.trainer.hybrids.gradient_transfer import collect_rows, read
 from services.trainer.ranks import interfaces
 from services.trainer.ranks.asleep import RankRows
 from services.trainer.ranks.rank import Rank
+from services.trainer.ranks.restoring import RankRestoring
+from services.trainer.ranks.saving import RankSaving
 from services.trainer.ranks.thread import RankThread
-from services.trainer.rows.gang_restoring import RankRestoring
-from services.trainer.rows.gang_saving import RankSaving
 from services.trainer.rows.gang_staging import RankStaging
 
 T = TypeVar("T")

@@ -26,12 +26,12 @@ from common.job.config import AlgorithmConfig, OptimizerConfig
 from common.process.peers import End, client_hosts, foreign_clients, listeners
 from common.weights.laying import Part
 from common.wire.meeting import store_at
+from services.trainer.arithmetic.gradient_sum import GradientSum
 from services.trainer.arithmetic.memory import LearnerMemory
-from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
-from services.trainer.helpers.gradient_sum import GradientSum
+from services.trainer.bins.division import Division, EvenDivision
+from services.trainer.bins.packing import Bin
 from services.trainer.ranks import interfaces
-from services.trainer.ranks.division import Division, EvenDivision
 from services.trainer.rows.saved import SavedRows
 from services.trainer.sharding.learners import RowsLearner
 from services.trainer.zebra.alike import PacedBins

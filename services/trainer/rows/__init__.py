@@ -1,3 +1,1 @@
-"""What processes of a core write and read of their own rows: versions and checkpoints. Open
-`staging.py` first.
-"""
+"""The files of a saved state and of a version, and the rows that a process reads of them."""

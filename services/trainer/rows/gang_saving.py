@@ -21,11 +21,11 @@ from common.records.checkpoints import STATE, files_below
 from common.runtime.mesh import Mesh
 from common.wire.bulk.port import BulkClient
 from common.wire.weight_store import fetch_file, put_file
-from services.trainer.ranks.group import Group
+from services.trainer.gang.group import Group
+from services.trainer.ranks.errand import Errand
 from services.trainer.ranks.rank import Rank
-from services.trainer.rows.errand import Errand
+from services.trainer.ranks.trouble import UNWRITABLE, raise_first, tried, trouble_of
 from services.trainer.rows.saved import MASTER, save_rows, sync_all
-from services.trainer.rows.trouble import UNWRITABLE, raise_first, tried, trouble_of
 
 Run = Callable[..., Awaitable[Any]]  # runs what blocks, on the thread of the rank's arithmetic
 

@@ -16,9 +16,9 @@ from common.runtime.mesh import Mesh
 from common.weights.laying import How, Laid
 from common.weights.staging import Stager
 from common.wire.bulk.port import BulkClient
-from services.trainer.ranks.group import Group
+from services.trainer.gang.group import Group
+from services.trainer.ranks.errand import Errand
 from services.trainer.ranks.rank import Rank
-from services.trainer.rows.errand import Errand
 
 Run = Callable[..., Awaitable[Any]]  # runs what blocks, on the thread of the rank's arithmetic
 

@@ -18,11 +18,11 @@ from common.model.decoder import Decoder
 from common.model.rows import Beginning
 from common.weights.laying import Part
 from services.trainer.algorithms import algorithm
-from services.trainer.arithmetic import critic, lora
 from services.trainer.arithmetic.cut_rows import is_cut, local
 from services.trainer.arithmetic.learner import Learner
-from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
+from services.trainer.bins.packing import Bin
+from services.trainer.models import critic, lora
 from services.trainer.sharding.expert_parallel import split_experts
 from services.trainer.sharding.fsdp import reshard, shard
 from services.trainer.sharding.owners import Owners, owners_of

@@ -17,8 +17,8 @@ from torch import Tensor
 from common.model.decoder import Decoder
 from common.model.lora import is_adapter
 from common.model.rows import Beginning
-from services.trainer.arithmetic import critic, lora
 from services.trainer.arithmetic.cut_rows import local
+from services.trainer.models import critic, lora
 from services.trainer.sharding.owners import Owners
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from common.clock import Clock, SystemClock
-from services.trainer.arithmetic.packing import Bin
-from services.trainer.ranks.division import Division, EvenDivision
+from services.trainer.bins.division import Division, EvenDivision
+from services.trainer.bins.packing import Bin
 from services.trainer.zebra.lanes import Shared
 from services.trainer.zebra.pace import ZebraPace
 

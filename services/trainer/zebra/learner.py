@@ -22,11 +22,11 @@ from common.model.decoder import Decoder
 from common.model.moe import is_expert
 from common.model.rows import Beginning
 from services.trainer.algorithms import algorithm
-from services.trainer.arithmetic.forward import Outputs, Placed, fuse, outputs, placed
 from services.trainer.arithmetic.learner import balance_share
-from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
-from services.trainer.ranks.division import ZebraDivision
+from services.trainer.bins.division import ZebraDivision
+from services.trainer.bins.packing import Bin
+from services.trainer.models.forward import Outputs, Placed, fuse, outputs, placed
 from services.trainer.sharding.learners import RowsLearner
 from services.trainer.sharding.rows import begin
 from services.trainer.zebra.lanes import Lane

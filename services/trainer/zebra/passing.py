@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from common.model.decoder import Decoder
 from common.model.moe import is_expert
 from services.trainer.arithmetic.cut_rows import local
-from services.trainer.arithmetic.precision import weakly
+from services.trainer.models.precision import weakly
 from services.trainer.sharding.owners import evenly
 from services.trainer.sharding.rows import gathered, summed
 

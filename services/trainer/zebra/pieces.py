@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from common.model.decoder import Decoder, SparseLayer
-from services.trainer.arithmetic.forward import Placed
+from services.trainer.models.forward import Placed
 
 
 class Going(NamedTuple):

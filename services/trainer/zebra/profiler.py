@@ -20,8 +20,8 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.moe import Experts
 from common.zebra.profile import Curve, Kind
-from services.trainer.arithmetic.forward import Placed, fuse, outputs, placed
-from services.trainer.arithmetic.packing import Bin
+from services.trainer.bins.packing import Bin
+from services.trainer.models.forward import Placed, fuse, outputs, placed
 from services.trainer.zebra.pieces import Coming, Cut, Going, Pieces
 
 REPEATS = 3  # of each size, of which the fastest counts

@@ -18,7 +18,7 @@ from common.job.job_data import JobData
 from common.job.model_shape import model_config
 from common.runtime.mesh import Mesh
 from common.zebra.profile import kind_of_table
-from services.trainer.core.beginning import DTYPES
+from services.trainer.initial.beginning import DTYPES
 from services.trainer.zebra.profiler import profiled
 
 MEASURE_S = 300.0  # three curves, of which each takes up to its budget and one more pass

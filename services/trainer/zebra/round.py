@@ -16,7 +16,7 @@ from torch import Tensor
 from common.clock import SystemClock
 from common.model.moe import Experts, inverse
 from common.zebra.schedule import Task, Work, attention_order, expert_order
-from services.trainer.arithmetic.forward import Placed
+from services.trainer.models.forward import Placed
 from services.trainer.zebra import experts as of_experts
 from services.trainer.zebra.experts import Made
 from services.trainer.zebra.lanes import Exchange, Key, Lane, Shared

@@ -15,8 +15,8 @@ from common.generation.contract import Request
 from common.generation.counter import key_of, uniforms
 from common.job.job_data import JobData
 from services.trainer.arithmetic.learner import Learner
-from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
+from services.trainer.bins.packing import Bin
 from sim.engines.simulated import NORMAL, SimulatedEngine
 from sim.machine import takes
 from sim.mesh.arithmetic import TinyArithmetic, TinyLearner, gradient_of

@@ -32,7 +32,7 @@ ALSO = {
     "common/weights/delta/sending.py": {"trainer"},
     "common/wire/weight_store.py": LOADERS,
     "services/node": {"worker"},
-    "services/trainer/helpers/hybrid.py": {"hybrid"},
+    "services/trainer/hybrids/hybrid.py": {"hybrid"},
 }
 
 

@@ -19,8 +19,8 @@ from meshrl.launch.outward.mesh_look import MeshLook
 from meshrl.observe.recording.summary import summarize
 from meshrl.observe.recording.usage import Tally
 from services.trainer.arithmetic.stats import BinStats, update_metrics
-from services.trainer.core.batch import Batch
-from services.trainer.core.step_parts import PAUSE, StepTook
+from services.trainer.steps.batch import Batch
+from services.trainer.steps.step_parts import PAUSE, StepTook
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"

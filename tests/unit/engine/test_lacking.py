@@ -14,11 +14,11 @@ from common.job.config import ModelConfigSection
 from common.job.job_data import JobData
 from common.pool.seat import Seat
 from services.engine.weights.versions import PATIENCE_S, Versions
-from services.trainer.core.beginning import fresh_learner
 from services.trainer.core.core import TrainerCore
-from services.trainer.core.publishing import Identity
+from services.trainer.initial.beginning import fresh_learner
+from services.trainer.versions.publishing import Identity
 from tests.tokenizers import make_tokenizer
-from tests.unit.trainer.core.groups_under_test import job
+from tests.unit.trainer.steps.groups_under_test import job
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
 JOBS = Path(__file__).parents[2] / "mesh/jobs"

@@ -15,8 +15,8 @@ from common.runtime.residents.tiers import Nap
 from common.runtime.residents.turns import Turns
 from services.engine.running import Driver
 from services.engine.service import EngineService
-from services.trainer.ranks.by_turns import ByTurns
-from services.trainer.ranks.compute import LocalCompute
+from services.trainer.compute.by_turns import ByTurns
+from services.trainer.compute.compute import LocalCompute
 from tests.unit.common.generation.engines_under_test import built_in, request
 from tests.unit.trainer.ranks.batches_under_test import BINS, bins_of_step, fresh_learner
 

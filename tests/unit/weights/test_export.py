@@ -27,7 +27,7 @@ from common.records.checkpoints import STATE, checkpoint_name, digests_below
 from common.records.sealed import sealed
 from common.wire.blob import pack, unpack
 from common.wire.bulk.port import ChunkStore
-from services.trainer.arithmetic import lora
+from services.trainer.models import lora
 from services.weights.committed import Version, versions
 from services.weights.export import chosen, write, write_below
 from tests.unit.common.records.harms import flip

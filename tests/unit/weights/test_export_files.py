@@ -14,7 +14,7 @@ import torch
 from common.job.config import JobConfig, LoraConfig
 from common.model.hf import load_model
 from meshrl.job.bundle import pack
-from services.trainer.arithmetic import lora
+from services.trainer.models import lora
 from services.weights.export import write
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.weights.test_export import Run, weights

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from common.api.ranks import RowsSaved
 from common.wire.weight_store import fetch_file
-from services.trainer.rows.gang_saving import check_own
-from tests.unit.trainer.rows.test_rank_saving import GENERATION, order, saving, scratch
+from services.trainer.ranks.saving import check_own
+from tests.unit.trainer.ranks.test_rank_saving import GENERATION, order, saving, scratch
 from tests.unit.weights.storing import Store
 
 NAME = "step-000-000001-aa.core"

@@ -22,8 +22,8 @@ from common.model.hf import save_model, state_to_hf
 from common.model.vocabulary import absent_ids
 from services.engine.sglang.engine import SGLangEngine
 from services.scoring.running import _load
-from services.trainer.arithmetic.forward import forward
-from services.trainer.arithmetic.packing import Sequence, fill
+from services.trainer.bins.packing import Sequence, fill
+from services.trainer.models.forward import forward
 from tests.sglang import counterpart
 from tests.sglang.counterpart import Counterpart
 from tests.tokenizers import make_tokenizer

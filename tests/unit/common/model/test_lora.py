@@ -21,7 +21,7 @@ from common.model.decoder import Decoder
 from common.model.hf import load_model, save_model
 from common.model.lora import is_adapter, merged, save_adapter
 from common.model.projections import check_adapters, targeted
-from services.trainer.arithmetic import lora
+from services.trainer.models import lora
 
 SHAPE = ModelConfig(
     architecture="qwen2",

@@ -15,7 +15,7 @@ from meshrl.job import jobfile
 from meshrl.job.checks.file import algorithm
 from services.trainer.algorithms import ALGORITHMS
 from services.trainer.algorithms.hooks import advantage_of_one
-from services.trainer.losses import aggregation
+from services.trainer.arithmetic import aggregation
 
 EXAMPLE = Path(__file__).parents[4] / "examples/calculator.toml"
 

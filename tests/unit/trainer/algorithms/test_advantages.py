@@ -14,8 +14,8 @@ from common.errors import ConfigError
 from common.job.config import AlgorithmConfig, JobConfig, RolloutConfig
 from common.job.constraints import AlgorithmName
 from services.trainer.algorithms import ALGORITHMS, algorithm
-from services.trainer.arithmetic.packing import Sequence
-from services.trainer.losses.aggregation import denominator, token_weight
+from services.trainer.arithmetic.aggregation import denominator, token_weight
+from services.trainer.bins.packing import Sequence
 from services.trainer.losses.kl import sampled
 from services.trainer.losses.returns import discounted, gae
 from services.trainer.losses.shaping import overlong

@@ -12,7 +12,7 @@ from common.errors import ConfigError
 from common.job.config import AlgorithmConfig, JobConfig
 from common.job.constraints import AlgorithmName
 from services.trainer.algorithms import ALGORITHMS, algorithm, passes, refills
-from services.trainer.losses.objective import objective
+from services.trainer.arithmetic.objective import objective
 from tests.unit.trainer.losses import published_formulas as plain
 
 # Algorithm, its keys, the plain loss, and how far the other policies are from the one trained.

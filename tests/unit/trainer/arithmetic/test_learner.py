@@ -15,8 +15,8 @@ from common.model.attention import causal_attention
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from services.trainer.arithmetic.learner import Learner, add
-from services.trainer.arithmetic.packing import Sequence, make_bins
 from services.trainer.arithmetic.stats import BinStats
+from services.trainer.bins.packing import Sequence, make_bins
 from tests.unit.trainer.handing_over import handed_over
 
 MODEL = ModelConfig(

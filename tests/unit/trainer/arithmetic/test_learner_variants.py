@@ -13,7 +13,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.lora import is_adapter
 from services.trainer.arithmetic.learner import Learner, add
-from services.trainer.arithmetic.packing import Bin, make_bins
+from services.trainer.bins.packing import Bin, make_bins
 from tests.unit.trainer.arithmetic.test_learner import MODEL, sequences
 from tests.unit.trainer.handing_over import handed_over
 

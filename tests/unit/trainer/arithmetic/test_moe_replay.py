@@ -13,9 +13,9 @@ from common.model.decoder import Decoder, SparseLayer
 from common.records.experts import laid_out
 from common.wire import blob
 from services.rollout.trajectories.trajectory import Trajectory
-from services.trainer.arithmetic.forward import forward
-from services.trainer.arithmetic.packing import Bin, make_bins
-from services.trainer.core.batch import members_of
+from services.trainer.bins.packing import Bin, make_bins
+from services.trainer.models.forward import forward
+from services.trainer.steps.batch import members_of
 from tests.unit.common.generation.engines_under_test import (
     VOCAB,
     Listener,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from common.job.constraints import AlgorithmName
+from services.trainer.arithmetic.objective import objective
 from services.trainer.arithmetic.stats import BinStats, describe, describe_values, update_metrics
-from services.trainer.losses.objective import objective
 from tests.unit.trainer.losses import published_formulas as plain
 
 EVERY = torch.ones(0, dtype=torch.bool)  # stands for all tokens

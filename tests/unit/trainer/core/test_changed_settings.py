@@ -9,8 +9,8 @@ import torch
 from common.job.changing import as_it_was, in_force
 from common.job.config import BudgetConfig, OptimizerConfig
 from services.trainer.arithmetic.learner import Learner
-from tests.unit.trainer.core.groups_under_test import job
-from tests.unit.trainer.core.test_step import as_they_come, groups, learner, step
+from tests.unit.trainer.steps.groups_under_test import job
+from tests.unit.trainer.steps.test_step import as_they_come, groups, learner, step
 
 CHANGES: dict[str, dict[str, Any]] = {
     "learning rates": {"optimizer": OptimizerConfig(muon_lr=0.3, adamw_lr=0.1, clip_norm=0.5)},

@@ -15,11 +15,11 @@ from common.job.job_data import JobData
 from common.pool.seat import Seat
 from common.process.host import SystemHost
 from common.random import Random
-from services.trainer.core.beginning import fresh_learner
 from services.trainer.core.core import TrainerCore
+from services.trainer.initial.beginning import fresh_learner
 from tests.meshes import alone
 from tests.tokenizers import make_tokenizer
-from tests.unit.trainer.core.groups_under_test import group, job
+from tests.unit.trainer.steps.groups_under_test import group, job
 
 DIGITS = Path(__file__).parents[3] / "mesh/jobs/digits.toml"
 

@@ -14,8 +14,8 @@ import torch
 
 from common.job.config import AlgorithmConfig, JobConfig, RolloutConfig
 from common.job.constraints import AlgorithmName
-from services.trainer.losses.aggregation import aggregation
-from services.trainer.losses.objective import objective
+from services.trainer.arithmetic.aggregation import aggregation
+from services.trainer.arithmetic.objective import objective
 from services.trainer.losses.terms import Terms
 
 LONGEST = 40  # rollout.max_tokens

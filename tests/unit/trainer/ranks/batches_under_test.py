@@ -14,7 +14,7 @@ from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from services.trainer.arithmetic.learner import Learner
-from services.trainer.arithmetic.packing import Bin, Sequence, make_bins
+from services.trainer.bins.packing import Bin, Sequence, make_bins
 
 STEPS = 4
 MODEL_SEED = 7

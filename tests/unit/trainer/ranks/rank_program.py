@@ -29,7 +29,7 @@ from common.records import kept
 from common.records.kept import File
 from common.wire.meeting import listen, place_of
 from services.trainer.ranks.rank import Rank, filler
-from services.trainer.rows.gang_saving import write
+from services.trainer.ranks.saving import write
 from services.trainer.rows.saved import MASTER, SavedRows, load_state
 from tests.load import scaled
 from tests.unit.trainer.ranks.batches_under_test import (

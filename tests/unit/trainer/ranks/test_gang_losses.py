@@ -62,11 +62,11 @@ from common.settings import MeshSettings
 from common.weights.laying import How
 from common.wire.meeting import NoPort
 from services.trainer.arithmetic.stats import BinStats
-from services.trainer.helpers.gradient_transfer import read
-from services.trainer.ranks.gang import GangCompute
-from services.trainer.ranks.group import Group
+from services.trainer.compute.saving import Saving
+from services.trainer.gang.gang import GangCompute
+from services.trainer.gang.group import Group
+from services.trainer.hybrids.gradient_transfer import read
 from services.trainer.ranks.rank import Rank, join_group, of_the_group
-from services.trainer.rows.saving import Saving
 from services.trainer.sharding.learners import ShardedLearner
 from sim.state import simulated_state
 from tests.load import scaled

@@ -25,13 +25,13 @@ from common.runtime.interface import Interface
 from common.runtime.mesh import Mesh
 from common.state.client import State
 from services.node.residents.segments import KeepsSegments, Segments
-from services.trainer.core.beginning import adapt, fresh_learner
 from services.trainer.core.core import TrainerCore
+from services.trainer.initial.beginning import adapt, fresh_learner
 from sim.host import SimulatedHost
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.state import simulated_state
 from tests.tokenizers import make_tokenizer
-from tests.unit.trainer.core.groups_under_test import group, job
+from tests.unit.trainer.steps.groups_under_test import group, job
 
 DIGITS = Path(__file__).parents[3] / "mesh/jobs/digits.toml"
 MODEL = tomllib.loads(DIGITS.read_text())["model"]["config"]

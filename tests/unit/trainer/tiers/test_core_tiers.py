@@ -12,8 +12,8 @@ from common.clock import Clock
 from common.errors import Damaged, MeshError, RankLost, Refused, StorageFull
 from common.random import Random
 from common.state.jobs import JobRow
-from services.trainer.core.publishing import Identity
 from services.trainer.core.sleeping import COMMIT_S
+from services.trainer.versions.publishing import Identity
 from sim.loop import run_virtual
 from tests.unit.trainer.tiers.bench import Bench
 

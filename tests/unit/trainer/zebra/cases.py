@@ -15,10 +15,10 @@ from common.job.config import AlgorithmConfig, OptimizerConfig
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.rows import Drawn, begin
-from services.trainer.arithmetic.forward import checkpoint_layers
 from services.trainer.arithmetic.learner import Learner
-from services.trainer.arithmetic.packing import Bin, make_bins
-from services.trainer.ranks.division import ZebraDivision
+from services.trainer.bins.division import ZebraDivision
+from services.trainer.bins.packing import Bin, make_bins
+from services.trainer.models.forward import checkpoint_layers
 from tests.unit.trainer.ranks.batches_under_test import MODEL, sequence
 
 SEED = 11

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from common.api.ranks import Meeting
 from common.model.decoder import Decoder
 from common.model.rows import Drawn
-from services.trainer.arithmetic.packing import Bin
+from services.trainer.bins.packing import Bin
 from services.trainer.ranks.rank import join_group, leave_group
 from services.trainer.zebra.learner import ZebraLearner
 from tests.load import scaled

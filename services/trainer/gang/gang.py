@@ -1,0 +1,347 @@
+"""Runs a core's arithmetic on a gang of ranks: this process is rank 0, and the others follow it.
+
+What it orders of them runs on all ranks at once; see `Group`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.api.ranks import (
+    ADOPT_S,
+    COMPUTE_S,
+    MOVE_S,
+    Adopt,
+    Order,
+    Ranks,
+    Rest,
+    RestoreRows,
+    RoundPart,
+    ScorePart,
+    Taking,
+    Update,
+)
+from common.errors import (
+    Damaged,
+    MeshError,
+    Refused,
+    StateUnavailable,
+    StorageFull,
+)
+from common.job.config import AlgorithmConfig, OptimizerConfig
+from common.pool.rows import Tier
+from common.process.serial_executor import looked_at
+from common.runtime.mesh import Mesh
+from common.runtime.ref import Ref
+from common.runtime.residents.tiers import Keep, Take
+from common.runtime.tasks import first_of
+from common.state import registry
+from common.weights.laying import How
+from common.weights.staging import Stager
+from common.wire.bulk.port import BulkClient
+from services.trainer.arithmetic.memory import LearnerMemory, taken_again
+from services.trainer.arithmetic.stats import BinStats
+from services.trainer.bins.packing import Bin
+from services.trainer.compute.compute import Round
+from services.trainer.compute.saving import Saving
+from services.trainer.compute.staging import Staging
+from services.trainer.gang.group import Group
+from services.trainer.gang.lending import Lending
+from services.trainer.ranks.rank import Rank, filler
+from services.trainer.ranks.saving import GangSaving
+from services.trainer.ranks.trouble import UNREADABLE, raise_first, tried
+from services.trainer.rows.filling import masters_of
+from services.trainer.rows.gang_staging import GangStaging
+from services.trainer.rows.saved import SavedRows
+
+T = TypeVar("T")
+
+LOOK_S = 1.0  # between two looks whether a rank has ended
+
+_numbers = itertools.count(1)  # of restorings
+
+
+class GangCompute:
+    """The Compute of a core with more ranks than one; `form` it before anything else."""
+
+    def __init__(self, mesh: Mesh, job: str, rank: Rank, meetings: Path, group_s: float) -> None:
+        self.division = rank.division
+        self.bins = self.division.bins
+        self._mesh, self._rank = mesh, rank
+        self._bulk = BulkClient(mesh)
+        self._lending = Lending(mesh, job, rank.ranks, meetings)
+        about = mesh, job, rank, meetings, group_s
+        self._group = Group(*about, prepare=self._lending.begin, ended=self._ended)
+        self._claimed: set[int] = set()  # rounds whose gradient is kept or on its way
+        self._sending: set[asyncio.Task[Any]] = set()
+        self._memory: LearnerMemory | None = None  # of this rank's rows while all sleep
+        self._about: dict[str, Any] = {}  # what was said of them
+
+    @property
+    def generation(self) -> int:
+        """Of the group; 0: there is none."""
+        return self._group.generation
+
+    @property
+    def size(self) -> int:
+        return self._rank.learner.size
+
+    @property
+    def late(self) -> Mapping[str, int]:
+        return self._rank.late
+
+    async def form(self) -> None:
+        """See `Group.form`."""
+        await self._group.form()
+        self._claimed.clear()
+
+    def _ended(self) -> None:
+        """The group is none any more."""
+        self._memory = None
+        for task in self._sending - {asyncio.current_task()}:  # one may be why
+            task.cancel()
+        self._sending.clear()
+
+    # -- orders ----------------------------------------------------------------------------------
+
+    async def begin(self) -> None:
+        self._claimed.clear()
+        async with self._group.busy:
+            await self._all_sent()
+            orders = self._group.to_all(Order(self._group.current()))
+            self._rank.begin()
+            await self._group.or_lost(self._group.ask_all(Ranks.begin, orders))
+
+    async def compute(self, index: int, round: Round) -> BinStats:
+        if index in self._claimed:  # by a hybrid: all ranks must keep the same one first
+            await self._all_sent()
+        self._claimed.add(index)
+        like = next(bin for bin in round if bin.trained)
+        own, *rest = self.division.dealt([bin if bin.trained else filler(like) for bin in round])
+        async with self._group.busy:
+            generation = self._group.current()
+            parts = [RoundPart(generation, index, [bin.to_arrays() for bin in of]) for of in rest]
+            here, others = await self._group.together(
+                COMPUTE_S, Ranks.compute, parts, self._rank.compute, index, own
+            )
+        found = [*here, *(BinStats(**stats) for other in others for stats in other.stats)]
+        counted = (stats for stats, bin in zip(found, round, strict=True) if bin.trained)
+        return sum(counted, BinStats())
+
+    async def keep(self, index: int, gradient: NDArray[np.float32]) -> None:
+        """Keeps a hybrid's gradient of a round. It is dropped if the ranks compute that round
+        themselves: theirs is the same, and all of them must keep the same one.
+        """
+        if index in self._claimed:
+            return
+        self._claimed.add(index)
+        sending = self._send_to_all(self._group.current(), index, gradient)
+        task = asyncio.create_task(self._group.or_lost(sending))
+        task.add_done_callback(looked_at)
+        self._sending.add(task)  # until `apply`; a hybrid does not wait for it
+
+    async def _send_to_all(
+        self, generation: int, index: int, gradient: NDArray[np.float32]
+    ) -> None:
+        """Gives a hybrid's gradient to all ranks."""
+        keep = self._rank.keeping()
+        cut = self._rank.learner.own_part
+        async with self._lending.lent(generation, index, gradient, cut) as orders:
+            await self._mesh.host.run_blocking(keep, index, gradient, deadline_s=MOVE_S)
+            await self._group.ask_all(Ranks.keep, orders)
+
+    async def adopt(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
+        async with self._group.busy:
+            order = Adopt(self._group.current(), asdict(algorithm), asdict(optimizer))
+            orders = self._group.to_all(order)
+            await self._group.together(
+                ADOPT_S, Ranks.adopt, orders, self._rank.adopt, algorithm, optimizer
+            )
+
+    async def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
+        async with self._group.busy:
+            await self._all_sent()
+            update = Update(self._group.current(), rounds, denominator, lr_factor)
+            norm, _ = await self._group.together(
+                COMPUTE_S,
+                Ranks.apply,
+                [update] * len(self._group.others),
+                self._rank.apply,
+                rounds,
+                denominator,
+                lr_factor,
+            )
+        self._claimed.clear()
+        return norm
+
+    async def score(self, bins: Sequence[Bin], what: str) -> list[NDArray[np.float32]]:
+        found: list[NDArray[np.float32]] = []
+        at_once, ranks = self.division.scored, self._rank.ranks
+        for start in range(0, len(bins), at_once):
+            some = list(bins[start : start + at_once])
+            some += [filler(some[0])] * (ranks - len(some))
+            async with self._group.busy:
+                generation = self._group.current()
+                parts = [ScorePart(generation, bin.to_arrays(), what) for bin in some[1:]]
+                own, others = await self._group.together(
+                    COMPUTE_S, Ranks.score, parts, self._rank.score, some[0], what
+                )
+            found += [own, *(other.scores for other in others)][:at_once]
+        return found[: len(bins)]
+
+    async def _all_sent(self) -> None:
+        """Returns when the gradients of hybrids are where they belong."""
+        sending = list(self._sending)
+        if sending:
+            await asyncio.wait(sending, return_when=asyncio.FIRST_EXCEPTION)
+        for task in sending:
+            if task.done() and not task.cancelled():
+                task.result()
+        self._sending.difference_update(sending)
+
+    @property
+    def outline(self) -> Mapping[str, Tensor]:
+        return self._rank.outline(False)
+
+    def staging(self, how: How, what: str) -> Staging:
+        stager = Stager(self._mesh, self._bulk, how, what)
+        return GangStaging(self._group, self._rank, stager, how, what)
+
+    def saving(self, path: Path, masters: bool) -> Saving:
+        return GangSaving(self._mesh, self._group, self._rank, path, masters)
+
+    async def take(self, weights: dict[str, Tensor]) -> None:
+        """Each rank takes its rows of some tensors, which rank 0 has."""
+        async with self._group.busy:
+            names = list(weights)
+            orders = self._group.to_all(Taking(self._group.current(), names))
+            await self._group.together(MOVE_S, Ranks.take, orders, self._rank.take, names, weights)
+
+    async def taken(self) -> None:
+        async with self._group.busy:
+            orders = self._group.to_all(Taking(self._group.current()))
+            await self._group.together(MOVE_S, Ranks.taken, orders, self._rank.taken)
+
+    async def restore(self, name: str, files: dict[str, str], manifest: str, path: Path) -> None:
+        """Each rank reads its own rows."""
+        async with self._group.busy:
+            host = self._mesh.settings.host
+            number = next(_numbers)
+            order = RestoreRows(self._group.current(), number, host, name, files, manifest)
+            run = self._mesh.host.run_blocking
+            saved = await run(SavedRows, path, deadline_s=MOVE_S)
+            own = self._rank.rows(self._rank.outline(False))
+            fill = await masters_of(self._mesh, self._bulk, manifest, saved, own)
+            orders = self._group.to_all(order)
+            restore = partial(tried, UNREADABLE, self._rank.restore, saved, fill)
+            here, there = await self._group.together(MOVE_S, Ranks.restore, orders, restore)
+        raise_first([here, *(answer.trouble for answer in there)])
+
+    # -- sleep: every rank keeps its own rows, all of them or none ------------------------------
+
+    @property
+    def bytes(self) -> int:
+        return self._rank.bytes if self._memory is None else 0
+
+    async def sleep(self, about: dict[str, Any], keep: Keep) -> None:
+        await self._all_sent()
+        memory = await self._group.thread.run(partial(self._rank.memory, True), deadline_s=MOVE_S)
+        about = about | {"counts": self._rank.learner.counts()}
+        try:
+            await all_of(keep(about, memory.kept), self._rest("keep", about))
+        except BaseException:
+            with suppress(MeshError):
+                await self._rest("discard", about)
+            raise
+        await self._group.or_lost(self._rest("release", about))
+        await self._group.thread.run(memory.give_back, deadline_s=MOVE_S)
+        self._memory, self._about = memory, about
+
+    async def wake(self, take: Take) -> None:
+        memory, about = self._memory, self._about
+        assert memory is not None, "it sleeps"
+        try:
+            await all_of(self._take_own(memory, take), self._rest("take", about))
+        except (Refused, StorageFull, StateUnavailable):  # it sleeps on, all ranks of it
+            await self._rest("release", about)
+            await self._group.thread.run(memory.give_back, deadline_s=MOVE_S)
+            raise
+        except MeshError as error:  # a rank, or what it kept, is lost
+            self._memory = None
+            lost = await self._group.lost(error)
+            raise Damaged(str(lost), where=self._mesh.name) from error
+        self._memory = None
+        with suppress(MeshError):
+            await self._rest("forget", about)
+
+    async def _take_own(self, memory: LearnerMemory, take: Take) -> None:
+        async def run(work: Callable[..., Any], *args: Any) -> Any:
+            return await self._group.thread.run(work, *args, deadline_s=MOVE_S)
+
+        await taken_again(memory, run, self._mesh.name)
+        await take(memory.kept)
+        await run(memory.filled)
+
+    async def move(self, tier: str) -> None:
+        about = self._about | {"tier": tier}
+        if tier != Tier.ABSENT:
+            await self._rest("move", about)
+            return
+        order = self._order("move", about)
+        await all_of(*(self._let_end(other, order) for other in self._group.others))
+
+    async def _let_end(self, other: Ref, order: Rest) -> None:
+        """Returns when it has answered, or has ended: it may, as soon as it has heard of it."""
+        await first_of([other.call(Ranks.rest, order), self._until_ended(other.name)])
+
+    async def _until_ended(self, name: str) -> None:
+        while True:
+            await self._mesh.clock.sleep(LOOK_S)
+            with suppress(StateUnavailable):
+                entry = await registry.lookup(self._mesh.state, name)
+                if entry is None or not entry.alive:
+                    return
+
+    async def resume(self, about: Mapping[str, Any], take: Take) -> bool:
+        told = dict(about)
+        try:
+            own = partial(self._rank.memory, False)
+            memory = await self._group.thread.run(own, deadline_s=MOVE_S)
+            await all_of(take(memory.kept), self._rest("resume", told))
+        except MeshError as error:
+            self._mesh.telemetry.log.warning("not resumed", error=str(error))
+            return False
+        finally:
+            with suppress(MeshError):
+                await self._rest("forget", told)
+        await self._group.thread.run(
+            partial(self._rank.learner.go_on, about["counts"]), deadline_s=MOVE_S
+        )
+        return True
+
+    async def _rest(self, what: str, about: dict[str, Any]) -> None:
+        """Orders it of all others; the first error of any."""
+        order = self._order(what, about)
+        await all_of(*(other.call(Ranks.rest, order) for other in self._group.others))
+
+    def _order(self, what: str, about: dict[str, Any]) -> Rest:
+        return Rest(self._group.current(), what, about["tier"], about)
+
+
+async def all_of(*asked: Awaitable[Any]) -> None:
+    """Waits for all of them; raises the first error of any."""
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    for error in found:
+        if isinstance(error, BaseException):
+            raise error

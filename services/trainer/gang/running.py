@@ -1,0 +1,94 @@
+"""How the ranks of a core of several run: the first one as the core, the others as it orders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from common.job.job_data import JobData
+from common.job.model_shape import model_config
+from common.pool.rows import Apart
+from common.pool.seat import Seat
+from common.runtime.mesh import Mesh
+from common.wire.meeting import meetings_of
+from services.trainer.bins.division import Division, EvenDivision, ZebraDivision
+from services.trainer.gang.gang import GangCompute
+from services.trainer.initial.beginning import DTYPES, outlined
+from services.trainer.ranks.actor import RankActor
+from services.trainer.ranks.rank import Rank
+from services.trainer.sharding.learners import RowsLearner, ShardedLearner
+from services.trainer.zebra.learner import ZebraLearner
+from services.trainer.zebra.pace import pace_of
+
+
+def make_rank(data: JobData, seat: Seat, accelerator: str = "") -> Rank:
+    """A rank of a core on an accelerator of this name, in no group yet. ConfigError where it is to
+    keep the pace of one of which none is declared.
+    """
+    division = division_of(data, seat.ranks, seat.apart)
+    pace = pace_of(data, accelerator)
+
+    def make(group: DeviceMesh) -> RowsLearner:
+        config = data.config
+        model, beginning = outlined(data)
+        about = (
+            model,
+            config.optimizer,
+            config.algorithm,
+            config.rollout.temperature,
+            DTYPES[config.training.dtype],
+        )
+        if isinstance(division, ZebraDivision):
+            return ZebraLearner(
+                *about,
+                mesh=group,
+                beginning=beginning,
+                division=division,
+                deadline_s=config.training.rank_deadline_s,
+                again=config.training.activation_checkpointing,
+                pace=pace,
+            )
+        return ShardedLearner(
+            *about,
+            mesh=group,
+            beginning=beginning,
+            adapters=config.lora,
+            seed=config.seed,
+            expert_parallel=config.training.expert_parallel,
+            deadline_s=config.training.rank_deadline_s,
+        )
+
+    return Rank(make, seat.rank, seat.ranks, data.config.mesh.device, division, pace)
+
+
+def division_of(data: JobData, ranks: int, apart: Apart | None = None) -> Division:
+    """How the job has its rounds computed by so many ranks, of which the planner may have set some
+    `apart`.
+    """
+    if apart is not None:
+        experts = ranks - apart.attention
+        return ZebraDivision(apart.attention, experts, apart.micro_batches, apart.hosted)
+    training = data.config.training
+    zebra = training.zebra
+    if not zebra.attention:
+        return EvenDivision(ranks, training.expert_parallel)
+    layers = len(model_config(data).sparse_layers)
+    hosted = zebra.hosted or [0]
+    each = hosted * layers if len(hosted) == 1 else hosted
+    experts = ranks - zebra.attention
+    return ZebraDivision(zebra.attention, experts, zebra.micro_batches, tuple(each))
+
+
+def compute_of(mesh: Mesh, data: JobData, rank: Rank) -> GangCompute:
+    """The arithmetic of a core of several ranks, of which this process is the first."""
+    meetings = meetings_of(mesh.settings)
+    within_s = data.config.training.rank_deadline_s
+    return GangCompute(mesh, data.id, rank, meetings, within_s)
+
+
+async def obey(mesh: Mesh, data: JobData, seat: Seat, rank: Rank, profile: dict[str, Any]) -> None:
+    """The life of a rank beside the first. `profile`: what it publishes of its accelerator."""
+    actor = RankActor(mesh, data, seat, rank)
+    await mesh.join(actor, stats=lambda: actor.stats() | profile)
+    await actor.until_drained()

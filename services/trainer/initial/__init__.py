@@ -1,0 +1,1 @@
+"""The weights that a run begins with: as given, drawn, or after a warm start."""

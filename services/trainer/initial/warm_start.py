@@ -1,0 +1,165 @@
+"""The warm start: supervised steps on a job's demonstrations, and the cache of their outcome."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from common.digest import Hasher
+from common.errors import ConfigError, Damaged
+from common.job.config import AlgorithmConfig, OptimizerConfig, WarmStartConfig
+from common.model.tokenizer import Tokenizer
+from common.random import Random
+from services.trainer.arithmetic.learner import Learner, add
+from services.trainer.bins.packing import Sequence, make_bins
+
+Segments = list[tuple[str, bool]]  # text, and whether the model writes it; the prompt comes first
+Demonstrate = Callable[[Random, float], Segments]  # a generator, progress from 0 to 1
+Progress = Callable[[int, float], None]  # steps done, loss per token
+
+FORMAT = 3  # part of the cache's key: raise it when the same job would learn something else
+DIGEST = "blake3"  # of the tensors, among the metadata of the cache's file
+MAX_REFUSED = 10_000  # demonstrations in a row that cannot be used, before giving up
+
+
+def pieces(
+    learner: Learner,
+    demonstrate: Demonstrate,
+    tokenizer: Tokenizer,
+    config: WarmStartConfig,
+    *,
+    seed: int,
+    held_out: Collection[str],
+    max_tokens: int,
+    bin_tokens: int,
+    chat: bool = False,
+    progress: Progress = lambda steps, loss: None,
+) -> Iterator[None]:
+    """A warm start, step by step: nothing is computed between two of them. It trains the learner's
+    model in place; its own optimizer is left as it was.
+
+    The outcome depends on the arguments alone. Demonstrations of a prompt in `held_out`, or longer
+    than `max_tokens`, are left out and others drawn. Those of a `chat` hold all that its format
+    writes; others begin as the prompts of rollouts do.
+    """
+    random = Random(seed).child("warm start")
+    rates = OptimizerConfig(muon_lr=config.muon_lr, adamw_lr=config.adamw_lr)
+    teacher = Learner(learner.model, rates, AlgorithmConfig())
+    for step in range(config.steps):
+        done = step / config.steps
+        batch = [
+            demonstration(demonstrate, tokenizer, random, done, held_out, max_tokens, chat)
+            for _ in range(config.batch)
+        ]
+        bins = make_bins(batch, bin_tokens)
+        gradient, stats = add(teacher.supervised_gradient(bin) for bin in bins)
+        teacher.apply(gradient, stats.tokens, lr_factor(step, config))
+        progress(step + 1, stats.loss_sum / stats.tokens)
+        yield
+    learner.load_weights(learner.weights())  # so that its own passes and critic begin with them
+
+
+def lr_factor(step: int, config: WarmStartConfig) -> float:
+    """Share of the learning rate at `step`: warm-up, then level, then linear to 0."""
+    falling = (config.steps - step) / max(config.decay * config.steps, 1.0)
+    return min(1.0, (step + 1) / max(config.warmup_steps, 1), falling)
+
+
+def demonstration(
+    demonstrate: Demonstrate,
+    tokenizer: Tokenizer,
+    random: Random,
+    done: float,
+    held_out: Collection[str],
+    max_tokens: int,
+    chat: bool = False,
+) -> Sequence:
+    """The next one that may be learned from; ConfigError if none comes."""
+    for _ in range(MAX_REFUSED):
+        segments = demonstrate(random, done)
+        if segments[0][0] in held_out:
+            continue
+        sequence = encode(segments, tokenizer, chat)
+        if 2 <= len(sequence.tokens) <= max_tokens and sequence.mask[1:].any():
+            return sequence
+    raise ConfigError(
+        f"{MAX_REFUSED} demonstrations in a row are held out, too long or without model text",
+        where="warm_start.demonstrations",
+        fix=f"make it return other prompts, of at most {max_tokens} tokens",
+    )
+
+
+def is_demonstration(found: object) -> bool:
+    """Whether a job's function has returned pieces of text, each with whose it is."""
+    return (
+        isinstance(found, list | tuple)
+        and bool(found)
+        and all(isinstance(piece, list | tuple) and len(piece) == 2 for piece in found)
+        and all(isinstance(text, str) for text, _ in found)
+    )
+
+
+def encode(segments: Segments, tokenizer: Tokenizer, chat: bool = False) -> Sequence:
+    """Each segment by itself, as a rollout appends it: tokens never merge across a border."""
+    first, *others = [text for text, _ in segments]
+    pieces = [tokenizer.encode(first) if chat else tokenizer.begin(first)]
+    pieces += [tokenizer.encode(text) for text in others]
+    own = [by_model for _, by_model in segments]
+    tokens = np.array([token for piece in pieces for token in piece], np.int32)
+    mask = np.repeat(np.array(own, np.bool_), [len(piece) for piece in pieces])
+    nothing = np.zeros(len(tokens), np.float32)
+    return Sequence(tokens, nothing, mask, np.zeros(len(tokens), np.int32))
+
+
+def cache_path(directory: str, document: Mapping[str, Any], sources: Iterable[bytes]) -> Path:
+    """Where the weights of this warm start lie: named by all that they depend on.
+
+    `document` holds the parts of the job that matter (model, warm start, seed, limits), `sources`
+    the content of the files that its demonstrations come from.
+    """
+    key = Hasher(json.dumps([FORMAT, torch.__version__, document], sort_keys=True).encode())
+    for source in sources:
+        key.update(len(source).to_bytes(8, "little") + source)
+    return Path(directory).expanduser() / f"warm-start-{key.hexdigest()}.safetensors"
+
+
+def save(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Appears whole or not at all, with a digest of what is in it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    whole = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(whole, unfinished, metadata={DIGEST: _digest_of(whole)})
+    os.replace(unfinished, path)
+
+
+def load(path: Path) -> dict[str, Tensor] | None:
+    """The weights, or None if there are none yet; Damaged when they are not what was kept."""
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            told = (file.metadata() or {}).get(DIGEST)
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise Damaged(f"a warm start does not read: {error}", where=str(path)) from error
+    if _digest_of(found) != told:
+        raise Damaged("a warm start is not what its digest says", where=str(path))
+    return found
+
+
+def _digest_of(weights: Mapping[str, Tensor]) -> str:
+    """The digest of tensors with their names, types and shapes."""
+    hashed = Hasher()
+    for name, tensor in sorted(weights.items()):
+        hashed.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        hashed.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()

@@ -1,0 +1,1 @@
+"""The models of a trainer: passes, critic, adapters, and copies in a narrower type."""

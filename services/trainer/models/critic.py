@@ -1,0 +1,129 @@
+"""The critic of PPO: a second decoder with a linear head that predicts the rewards still to come.
+
+It is a part of the policy's module, under the name `critic`, so that one flat gradient, one
+optimizer and one checkpoint hold both; engines are never given it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from common.job.config import AlgorithmConfig
+from common.model.attention import Attention
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from kernels.ops.varlen import VarlenAttention
+from services.trainer.bins.packing import Bin
+from services.trainer.losses.terms import Terms
+from services.trainer.models.forward import checkpoint_layers, checkpoints_layers
+
+CRITIC = "critic."  # what names of its parameters start with
+BIAS = CRITIC + "bias"
+
+
+class Critic(nn.Module):
+    """Values of places: what a trajectory will still earn after what has been read there.
+
+    The bias takes up the mean of the returns by Newton steps. At AdamW's rate the head would reach
+    that mean first, by features that all places share, and its values would differ between places
+    by what says nothing of the returns.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, max_positions: int) -> None:
+        super().__init__()
+        # Tied, it has no unembedding: it predicts no token.
+        self.trunk = Decoder(replace(config, tie_embeddings=True), dtype, max_positions)
+        self.head = nn.Parameter(torch.zeros(config.hidden_size, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=dtype))
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """[n] float32, for `tokens` [n] at `positions` [n]."""
+        hidden: Tensor = self.trunk(tokens, positions, attention)
+        return (hidden @ self.head + self.bias).float()
+
+
+def attach(policy: Decoder) -> None:
+    """Gives the policy a critic that begins with its weights, its layers computed again on the way
+    back where the policy's are; nothing if it has one.
+    """
+    if hasattr(policy, "critic"):
+        return
+    like = policy.final_norm
+    critic = Critic(policy.config, like.dtype, policy.rope.shape[0])
+    if checkpoints_layers(policy):
+        checkpoint_layers(critic.trunk)
+    policy.critic = critic.to(like.device)
+    follow(policy)
+
+
+@torch.no_grad()
+def begin(policy: Decoder) -> None:
+    """Sets the values of a critic that was attached on a `meta` device; nothing without one."""
+    if hasattr(policy, "critic"):
+        found = critic_of(policy)
+        found.head.zero_()
+        found.bias.zero_()
+        follow(policy)
+
+
+@torch.no_grad()
+def follow(policy: Decoder) -> None:
+    """The critic's trunk becomes the policy's: what it starts from before it learns anything."""
+    own = dict(policy.named_parameters())
+    for name, parameter in critic_of(policy).trunk.named_parameters():
+        parameter.copy_(own[name])
+
+
+def critic_of(policy: Decoder) -> Critic:
+    critic = policy.critic
+    assert isinstance(critic, Critic)
+    return critic
+
+
+def published(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The parameters among named ones that belong to the policy."""
+    return {name: tensor for name, tensor in weights if not name.startswith(CRITIC)}
+
+
+def own(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The parameters among named ones that belong to the critic."""
+    return {name: tensor for name, tensor in weights if name.startswith(CRITIC)}
+
+
+@torch.no_grad()
+def load(policy: Decoder, state: Mapping[str, Tensor]) -> None:
+    """Takes over what `own` gave, among other tensors."""
+    for name, parameter in own(policy.named_parameters()).items():
+        parameter.copy_(state[name])
+
+
+def values(policy: Decoder, bin: Bin) -> Tensor:
+    """[t] of the trained places of a bin, with a gradient to the critic."""
+    critic = critic_of(policy)
+    device = critic.head.device
+
+    def there(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    attention = VarlenAttention(bin.starts, len(bin.tokens), device)
+    every: Tensor = critic(there(bin.tokens), there(bin.positions), attention)
+    return every.index_select(0, there(np.flatnonzero(bin.mask)))
+
+
+def value_losses(found: Tensor, terms: Terms, weight: Tensor, config: AlgorithmConfig) -> Tensor:
+    """[t] half the squared error of values, from those that the step began with at most
+    `value_clip` away (Schulman et al.'s code of PPO; Huang et al. 2022, "The 37 Implementation
+    Details of PPO"). Tokens without weight need no extras.
+    """
+    if not weight.any():
+        return found * 0.0
+    returns, before = terms.extra("returns"), terms.extra("values")
+    near = before + (found - before).clamp(-config.value_clip, config.value_clip)
+    return torch.maximum((found - returns).square(), (near - returns).square()) / 2

@@ -1,0 +1,144 @@
+"""Leases the groups of a step as they become ready, and fetches their bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+from common.api.bulk import GROUPS
+from common.api.weights import Group
+from common.errors import BadMessage, Damaged, NotFound
+from common.pool.names import shard
+from common.runtime.mesh import Mesh
+from common.runtime.patience import patiently
+from common.state.groups import (
+    GroupRow,
+    LeasedGroups,
+    group_filtered,
+    group_requeued,
+    group_stale,
+    lease_groups,
+)
+from common.wire.blob import unpack
+from common.wire.bulk.port import BulkClient
+from common.wire.weight_store import get
+from services.trainer.steps.batch import whole
+
+POLL_S = 0.03  # how often ready groups are looked for,
+PAUSED_POLL_S = 0.5  # and while the job is paused
+LOOK_S = 60.0  # deadline of a look at one group's rewards
+
+
+class Intake:
+    def __init__(self, mesh: Mesh, bulk: BulkClient, job: str) -> None:
+        self._mesh, self._bulk, self._job = mesh, bulk, job
+        self.waited_s = 0.0  # seconds of waiting for groups, over all steps, and not asleep
+        self.awake = asyncio.Event()  # no group is leased while it is not set
+        self.awake.set()
+
+    async def groups(
+        self,
+        step: int,
+        stale: Callable[[Group], bool],
+        replaced: Callable[[Group], bool] = lambda group: False,
+    ) -> AsyncIterator[Group]:
+        """Each group of the step once, as soon as it may train.
+
+        One whose bytes are gone, garbled or do not fit together, or whose tokens are staler than
+        its row says, goes back, and another takes its place; so does one that is `replaced`, which
+        ends.
+        """
+        given: set[int] = set()
+        while True:
+            leased = await self._lease(step, given)
+            for row, group in zip(leased.groups, await self.contents(leased.groups), strict=True):
+                if group is None:
+                    await self._poisoned(row)
+                elif stale(group):
+                    await self._stale(row)
+                elif await self._mesh.host.run_blocking(replaced, group, deadline_s=LOOK_S):
+                    await self._filter(row)
+                else:
+                    given.add(row.group)
+                    yield group
+            if leased.waiting is None and given.issuperset(row.group for row in leased.groups):
+                return
+
+    async def contents(self, rows: Sequence[GroupRow]) -> list[Group | None]:
+        return list(await asyncio.gather(*(self._content(row) for row in rows)))
+
+    async def _lease(self, step: int, given: set[int]) -> LeasedGroups:
+        """A lease that holds groups beyond `given`, or all of the step's."""
+        await self._until_awake()
+        began, asleep = self._mesh.clock.monotonic(), 0.0
+        answer = await self._try_lease(step, given)
+        while answer.waiting is not None and not answer.groups:
+            with self._waits(answer.waiting.on or shard(self._job, 0)):
+                held = self._mesh.job_clock.held
+                while answer.waiting is not None and not answer.groups:
+                    await self._mesh.clock.sleep(PAUSED_POLL_S if held else POLL_S)
+                    if not self.awake.is_set() or self._mesh.job_clock.held != held:
+                        break
+                    answer = await self._try_lease(step, given)
+            asleep += await self._until_awake()
+        self.waited_s += self._mesh.clock.monotonic() - began - asleep
+        return answer
+
+    def _waits(self, on: str) -> AbstractContextManager[None]:
+        """The wait for `on`, anew after a sleep or a pause; none while it is paused."""
+        return nullcontext() if self._mesh.job_clock.held else self._mesh.wait("ready groups", on)
+
+    async def _until_awake(self) -> float:
+        """Seconds for which it was asleep."""
+        began = self._mesh.clock.monotonic()
+        await self.awake.wait()
+        return self._mesh.clock.monotonic() - began
+
+    async def _try_lease(self, step: int, given: set[int]) -> LeasedGroups:
+        mesh = self._mesh
+        return await patiently(
+            mesh.clock,
+            lambda: lease_groups(mesh.state, self._job, mesh.name, mesh.token, step, given),
+        )
+
+    async def _poisoned(self, row: GroupRow) -> None:
+        mesh, reason = self._mesh, "poisoned"
+        mesh.telemetry.log.error("group given back", group=row.group, reason=reason)
+        operation = f"{reason}-{row.group}"
+        await patiently(
+            mesh.clock,
+            lambda: group_requeued(
+                mesh.state, self._job, mesh.name, mesh.token, row.group, reason, operation
+            ),
+        )
+
+    async def _stale(self, row: GroupRow) -> None:
+        mesh = self._mesh
+        mesh.telemetry.log.error("group is staler than its row", group=row.group)
+        operation = f"stale-{row.group}"
+        await patiently(
+            mesh.clock,
+            lambda: group_stale(mesh.state, self._job, mesh.name, mesh.token, row.group, operation),
+        )
+
+    async def _filter(self, row: GroupRow) -> None:
+        mesh = self._mesh
+        operation = f"filtered-{row.group}"
+        await patiently(
+            mesh.clock,
+            lambda: group_filtered(
+                mesh.state, self._job, mesh.name, mesh.token, row.group, operation
+            ),
+        )
+
+    async def _content(self, row: GroupRow) -> Group | None:
+        try:
+            what = f"group {row.group}"
+            about = self._mesh, self._bulk, row.digest, what
+            content = await get(*about, job=self._job, kind="group", space=GROUPS)
+            return replace(whole(unpack(Group, content)), foreign_above=row.foreign_above)
+        except (NotFound, Damaged, BadMessage) as error:
+            self._mesh.telemetry.log.error("group", group=row.group, error=str(error))
+            return None

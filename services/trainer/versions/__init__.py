@@ -1,0 +1,1 @@
+"""What a core makes durable: versions and checkpoints. Open `publishing.py` first."""

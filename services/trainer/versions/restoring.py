@@ -1,0 +1,197 @@
+"""Puts the learner where a checkpoint left it: the job's last one, or where that is damaged the
+newest before it that is whole.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from common.api.weights import STORE, Checkpoint, Examine, Load, Older, SetAside, Weights
+from common.digest import digest_of
+from common.errors import BadMessage, ConfigError, Damaged, MeshError, NotFound
+from common.job.job_data import JobData
+from common.job.model_shape import model_config
+from common.records import damage
+from common.records.checkpoints import BASE_MANIFEST, MANIFEST, STATE
+from common.runtime.mesh import Mesh
+from common.runtime.patience import patiently
+from common.state import events
+from common.weights.manifest import joined, unpacked
+from common.weights.receive import Receiver
+from common.wire.bulk.port import BulkClient
+from common.wire.weight_store import get, put
+from services.trainer.compute.compute import SAVE_S, Compute
+from services.trainer.rows.checkpoint_files import checkpoint_files
+from services.trainer.rows.rebuilding import Rebuilding
+from services.trainer.steps.step import Enter
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Restoring:
+    def __init__(
+        self, mesh: Mesh, bulk: BulkClient, data: JobData, compute: Compute, enter: Enter
+    ) -> None:
+        self._mesh, self._bulk, self._data = mesh, bulk, data
+        self._compute, self._enter = compute, enter
+        self._directory = data.run_dir / "checkpoints"  # at the run's home
+
+    async def usable(self, last: str) -> tuple[str, Checkpoint]:
+        """The checkpoint called `last`, or the newest before it that is whole, with the learner in
+        its state. What is damaged is set aside. ConfigError when none is whole.
+        """
+        first: MeshError | None = None
+        earlier = await self._older(last)
+        for name, before in zip([last, *earlier], [*earlier, ""], strict=True):
+            try:
+                checkpoint = await self._loaded(name)
+                await self.restore(name, checkpoint)
+            except (Damaged, NotFound) as error:
+                first = first or error
+                await self._set_aside(name, error, before)
+            else:
+                return name, checkpoint
+        raise ConfigError(
+            f"no checkpoint of the run is whole: {first.message if first else ''}",
+            where=str(_place(first, self._directory / f"{last}.json")),
+            fix=f"Put {last}.json and the directory {last} back below {self._directory} from a "
+            f"copy, and resume; or start over: meshrl run JOB. What is damaged lies in "
+            f"{self._data.run_dir / damage.QUARANTINE}",
+        )
+
+    async def restore(self, name: str, checkpoint: Checkpoint) -> None:
+        """Puts the learner where a checkpoint left it, whose version the store has from then on.
+        Damaged or NotFound, and the learner is to be restored otherwise, when a file that it goes
+        on from is not what was written.
+        """
+        self._enter("restoring", checkpoint.step)
+        about = name, checkpoint.files, checkpoint.weights
+        async with self._files(name, checkpoint, STATE) as directory:
+            try:
+                await self._compute.restore(*about, directory / STATE)
+            except (Damaged, NotFound) as error:
+                await self._make_again(name, checkpoint, error)
+                await self._compute.restore(*about, directory / STATE)
+        await self._see_to_version(name, checkpoint)
+
+    async def mended(self, name: str, manifest: str) -> bool:
+        """Whether the store has a version whole, once it has what this checkpoint has of it: all,
+        or the base of its adapters; whoever has staged that.
+        """
+        try:
+            await self._see_to_version(name, await self._loaded(name))
+            await self._look_for(manifest)
+        except (Damaged, NotFound) as error:
+            self._mesh.telemetry.log.error("not made again", checkpoint=name, error=str(error))
+            return False
+        return True
+
+    async def _see_to_version(self, name: str, checkpoint: Checkpoint) -> None:
+        try:
+            await self._look_for(checkpoint.weights)
+        except (Damaged, NotFound) as error:
+            await self._make_again(name, checkpoint, error)
+
+    async def _look_for(self, manifest: str) -> None:
+        """Damaged or NotFound unless the store has a version whole: whoever has masters of their
+        own goes on without it, and engines and the adapters of later versions do not.
+        """
+        found = await Receiver(self._mesh, self._bulk).manifest(manifest)
+        base = [found.base.digest] if found.base is not None else []
+        for digest in dict.fromkeys([manifest, *base, *(one.chunk for one in found.tensors)]):
+            if not await self._stored(digest):
+                raise NotFound(f"chunk {digest} of version {manifest} is not in the store")
+
+    async def _stored(self, digest: str) -> bool:
+        store, asked = self._mesh.ref(STORE), Examine(digest, "weights", self._data.id)
+        return (await patiently(self._mesh.clock, lambda: store.call(Weights.examine, asked))).whole
+
+    def _files(
+        self, name: str, checkpoint: Checkpoint, below: str
+    ) -> AbstractAsyncContextManager[Path]:
+        about = self._mesh, self._bulk, self._data, name, checkpoint.files, [below]
+        return checkpoint_files(*about)
+
+    async def _older(self, name: str) -> list[str]:
+        store, asked = self._mesh.ref(STORE), Older(self._data.id, name)
+        return (await patiently(self._mesh.clock, lambda: store.call(Weights.older, asked))).names
+
+    async def _loaded(self, name: str) -> Checkpoint:
+        store, load = self._mesh.ref(STORE), Load(self._data.id, name)
+        return await patiently(self._mesh.clock, lambda: store.call(Weights.load, load))
+
+    async def _make_again(
+        self, name: str, checkpoint: Checkpoint, error: Damaged | NotFound
+    ) -> None:
+        """Writes the version of a checkpoint to the store again, from the model that lies in its
+        directory; `error` goes on when that is not the version any more.
+        """
+        mesh, run = self._mesh, self._mesh.host.run_blocking
+        async with self._files(name, checkpoint, "") as directory:
+            content = await self._manifest_of(checkpoint, directory)
+            manifest = await self._read(unpacked, content)
+            if manifest.base is not None:
+                there = directory / STATE / BASE_MANIFEST
+                base = await self._read(there.read_bytes)
+                manifest = joined(manifest, await self._read(unpacked, base))
+                await put(mesh, self._bulk, base, f"the manifest of the base of {name}")
+            about = self._data, model_config(self._data), manifest, directory
+            model = await self._read(Rebuilding, *about)
+            for digest in model.chunks:
+                chunk = await self._read(model.content, digest)
+                if await run(digest_of, chunk, deadline_s=SAVE_S) != digest:
+                    raise error
+                await put(mesh, self._bulk, chunk, f"chunk {digest} of {name}")
+        if await put(mesh, self._bulk, content, f"the manifest of {name}") != checkpoint.weights:
+            raise error
+        path = _place(error, Path(checkpoint.weights))
+        then = f"written again from {self._directory / name}"
+        await self._tell(self._told("weights", path, error, then))
+
+    async def _manifest_of(self, checkpoint: Checkpoint, directory: Path) -> bytes:
+        """The bytes of its version's manifest: what lies in the checkpoint, or where that is of
+        an earlier MeshRL what the store has.
+        """
+        there = directory / STATE / MANIFEST
+        if STATE + "/" + MANIFEST in checkpoint.files:
+            return await self._read(there.read_bytes)
+        about = self._mesh, self._bulk, checkpoint.weights, "weights"
+        return await get(*about, job=self._data.id)
+
+    async def _read(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What reads the model of a checkpoint; Damaged where that is none of its job."""
+        try:
+            call = partial(read, *args, **kwargs)
+            return await self._mesh.host.run_blocking(call, deadline_s=SAVE_S)
+        except (ConfigError, BadMessage, OSError) as error:
+            where = error.where if isinstance(error, MeshError) else str(error.filename or "")
+            why = f"the model of a checkpoint cannot be read: {error}"
+            raise Damaged(why, where=where) from error
+
+    async def _set_aside(self, name: str, error: MeshError, before: str) -> None:
+        path = _place(error, self._directory / f"{name}.json")
+        then = f"training goes on from {before}" if before else "the job fails: there is no other"
+        op, told = uuid.uuid4().hex, self._told("checkpoint", path, error, then)
+        store, asked = self._mesh.ref(STORE), SetAside(self._data.id, name, op, told)
+        await patiently(self._mesh.clock, lambda: store.call(Weights.set_aside, asked))
+        await self._tell(told, op)  # the store has, if there was something to set aside
+
+    def _told(self, kind: str, path: Path, error: MeshError, then: str) -> dict[str, Any]:
+        self._mesh.telemetry.log.error("damaged", path=str(path), why=error.message, then=then)
+        return damage.fields(kind, path, error.message, then, job=self._data.id)
+
+    async def _tell(self, told: dict[str, Any], op: str = "") -> None:
+        state, op = self._mesh.state, op or uuid.uuid4().hex
+        await patiently(self._mesh.clock, lambda: events.append(state, damage.EVENT, told, op))
+
+
+def _place(error: MeshError | None, otherwise: Path) -> Path:
+    """The file that an error names, which has come from another process with that one's address."""
+    named = error is not None and error.where.startswith("/")
+    return Path(error.where) if error is not None and named else otherwise

@@ -1,0 +1,106 @@
+"""What a core makes of ranks that it loses: each loss is told of once, whatever Redis does."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from common.errors import Fenced, RankLost, StateUnavailable
+from common.random import Random
+from common.state import events, registry
+from common.state.client import State
+from services.trainer.gang.lost_ranks import LOSSES, RankLosses
+from sim.host import SimulatedHost
+from sim.loop import VirtualClock, run_virtual
+from sim.state import simulated_as
+from tests.meshes import alone
+
+LOST = RankLost("rank 1 does not answer")
+
+
+class FailingState(State):
+    """A Redis that is away until some time, or whose next answer to an event is lost."""
+
+    away_until = 0.0
+    loses_an_answer = False
+
+    async def run(self, script: str, keys: list[str], *args: Any) -> Any:
+        if self._monotonic() < self.away_until:
+            raise StateUnavailable("Redis does not answer")
+        answer = await super().run(script, keys, *args)
+        if script == "append" and self.loses_an_answer:
+            self.loses_an_answer = False
+            raise StateUnavailable("the answer was lost")
+        return answer
+
+
+class Bench:
+    def __init__(self, clock: VirtualClock, random: Random) -> None:
+        self.clock = clock
+        self.state = simulated_as(FailingState, clock)
+        self.mesh = alone(
+            "trainer/j", clock, random, SimulatedHost(clock, random.child("host")), state=self.state
+        )
+        self.losses = RankLosses(self.mesh, "j")
+
+    async def told(self) -> list[dict[str, Any]]:
+        return [e.fields for e in await events.read_all(self.state) if e.kind == "rank_lost"]
+
+
+def on_bench(story: Callable[[Bench], Awaitable[None]]) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        bench = Bench(clock, random)
+        await bench.mesh.join(None)
+        await story(bench)
+
+    run_virtual(main, limit_s=3600.0)
+
+
+def test_a_loss_is_told_of_after_an_outage_of_redis() -> None:
+    async def story(bench: Bench) -> None:
+        began = bench.clock.monotonic()
+        bench.state.away_until = began + 4.0
+        await bench.losses.note(LOST)
+        assert bench.clock.monotonic() - began >= 4.0
+        assert await bench.told() == [{"job": "j", "why": str(LOST)}]
+
+    on_bench(story)
+
+
+def test_a_loss_whose_answer_was_lost_is_told_of_once() -> None:
+    async def story(bench: Bench) -> None:
+        bench.state.loses_an_answer = True
+        await bench.losses.note(LOST)
+        assert len(await bench.told()) == 1
+        await bench.losses.note(LOST)
+        assert len(await bench.told()) == 2
+
+    on_bench(story)
+
+
+def test_a_core_whose_name_is_anothers_tells_of_nothing() -> None:
+    async def story(bench: Bench) -> None:
+        await registry.evict(bench.state, "trainer/j", bench.mesh.incarnation)
+        entry = registry.Entry("trainer/j", "trainer", incarnation="another")
+        await registry.register(bench.state, entry)
+        with pytest.raises(Fenced):
+            await bench.losses.note(LOST)
+        assert await bench.told() == []
+
+    on_bench(story)
+
+
+def test_losses_without_a_step_between_them_end_the_core() -> None:
+    async def story(bench: Bench) -> None:
+        for _ in range(LOSSES - 1):
+            await bench.losses.note(LOST)
+        bench.losses.in_a_row = 0  # a step was done
+        for _ in range(LOSSES - 1):
+            await bench.losses.note(LOST)
+        with pytest.raises(RankLost, match="rank 1"):
+            await bench.losses.note(LOST)
+        assert len(await bench.told()) == 2 * LOSSES - 1
+
+    on_bench(story)

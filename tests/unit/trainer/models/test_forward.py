@@ -1,0 +1,209 @@
+"""A pass over a bin gives what each of its sequences gives alone, whatever saves time or memory."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.model.attention import causal_attention
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from services.trainer.bins.packing import Bin, Sequence, fill
+from services.trainer.models.forward import Outputs, checkpoint_layers, forward, fuse
+from services.trainer.models.precision import WorkingCopy
+
+CONFIG = ModelConfig(
+    architecture="qwen3",
+    vocab_size=40,
+    hidden_size=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    ffn_size=48,
+    qk_norm=True,
+    tie_embeddings=True,
+    max_positions=256,
+)
+TEMPERATURE = 0.7
+
+
+def decoder(dtype: torch.dtype = torch.float32, **changes: Any) -> Decoder:
+    model = Decoder(replace(CONFIG, **changes))
+    model.initialise(torch.Generator().manual_seed(0))
+    fuse(model)
+    return model.to(dtype)
+
+
+def sequences(lengths: Iterable[int], seed: int = 0) -> list[Sequence]:
+    random = np.random.default_rng(seed)
+    made = []
+    for length in lengths:
+        mask = random.random(length) < 0.6
+        mask[-1] = True
+        tokens = random.integers(0, 40, length).astype(np.int32)
+        made.append(
+            Sequence(tokens, np.zeros(length, np.float32), mask, np.zeros(length, np.int32))
+        )
+    return made
+
+
+def slopes(count: int) -> torch.Tensor:
+    return torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def gradient(model: Decoder) -> torch.Tensor:
+    return torch.cat([cast(torch.Tensor, p.grad).double().reshape(-1) for p in model.parameters()])
+
+
+def one_by_one(made: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities, entropies and the gradient in float64, by the textbook."""
+    model = decoder(torch.float64)
+    logprobs, entropies = [], []
+    for one in made:
+        tokens = torch.from_numpy(one.tokens).long()
+        hidden = model(tokens[None, :-1], torch.arange(len(tokens) - 1)[None], causal_attention)
+        normal = (model.logits(hidden)[0] / TEMPERATURE).log_softmax(-1)
+        where = torch.from_numpy(one.mask[1:])
+        logprobs.append(normal.gather(1, tokens[1:, None])[:, 0][where])
+        entropies.append(-(normal.exp() * normal).sum(-1)[where])
+    found = torch.cat(logprobs)
+    found.backward(slopes(len(found)))
+    return found.detach(), torch.cat(entropies).detach(), gradient(model)
+
+
+def one_pass(model: Decoder, bin: Bin) -> Outputs:
+    out = forward(model, bin, TEMPERATURE)
+    out.logprobs.backward(slopes(len(out.places)).to(out.logprobs.dtype))
+    return out
+
+
+@settings(max_examples=15)
+@given(st.lists(st.integers(2, 120), min_size=1, max_size=6))
+def test_a_bin_gives_what_its_sequences_give_alone(lengths: list[int]) -> None:
+    made, model = sequences(lengths), decoder()
+    logprobs, entropies, expected = one_by_one(made)
+    out = one_pass(model, fill(made))
+    torch.testing.assert_close(out.logprobs.detach().double(), logprobs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(out.entropy.double(), entropies, atol=1e-4, rtol=1e-4)
+    error = (gradient(model) - expected).norm() / expected.norm()
+    assert float(error) < 1e-5
+
+
+def test_a_bin_repeats_to_the_last_bit_and_a_sequence_in_other_company_to_rounding() -> None:
+    made = sequences([2, 3, 2, 4, 2, 64, 33])
+    bin, model, other = fill(made), decoder(), decoder()
+    forward(other, fill(made[:2]))  # what it has computed before makes no difference
+    first, second = one_pass(model, bin), one_pass(other, bin)
+    assert torch.equal(first.logprobs, second.logprobs)
+    assert torch.equal(gradient(model), gradient(other))
+    for j, one in enumerate(made):
+        alone = forward(model, fill([one]), TEMPERATURE).logprobs
+        torch.testing.assert_close(first.logprobs[first.sequence == j], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_outputs_know_their_places_and_sequences() -> None:
+    made = sequences([9, 2, 30])
+    bin = fill(made)
+    out = forward(decoder(), bin)
+    assert out.places.tolist() == np.flatnonzero(bin.mask).tolist()
+    belongs = [j for j, one in enumerate(made) for trained in one.mask[1:] if trained]
+    assert out.sequence.tolist() == belongs
+    assert out.hidden.shape == (len(belongs), 32) and out.aux_loss is None
+
+
+def test_padding_behind_the_sequences_changes_no_bit() -> None:
+    made = sequences([40, 17])
+    bin = fill(made)
+    padded = fill(made)
+    for name in ("tokens", "targets", "positions", "mask", "fresh", "behaviour", "advantage"):
+        setattr(padded, name, np.pad(getattr(bin, name), (0, 13)))
+    first, second = decoder(), decoder()
+    assert torch.equal(one_pass(first, bin).logprobs, one_pass(second, padded).logprobs)
+    torch.testing.assert_close(gradient(first), gradient(second), atol=1e-6, rtol=1e-6)
+
+
+def test_a_bin_without_sequences_has_a_gradient_of_nothing() -> None:
+    model = decoder()
+    out = one_pass(model, fill([]))
+    assert len(out.places) == 0 and not gradient(model).any()
+
+
+def kept_bytes(model: Decoder, bin: Bin) -> int:
+    """What autograd keeps between the passes, parameters aside."""
+    kept = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    parameters = {p.data_ptr() for p in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward(model, bin)
+    assert out.logprobs.requires_grad
+    return sum(size for at, size in kept.items() if at not in parameters)
+
+
+@pytest.mark.parametrize("config", [{}, {"experts": 4, "experts_per_token": 2}])
+def test_layers_that_are_computed_again_give_the_same_bits_and_keep_little(
+    config: dict[str, Any],
+) -> None:
+    if config:
+        config = {"architecture": "qwen3_moe", "expert_ffn_size": 24, **config}
+    bin = fill(sequences([100, 60, 33]))
+    plain, again = decoder(layers=4, **config), decoder(layers=4, **config)
+    checkpoint_layers(again)
+    assert [n for n, _ in plain.named_parameters()] == [n for n, _ in again.named_parameters()]
+    outs = [one_pass(model, bin) for model in (plain, again)]
+    assert torch.equal(outs[0].logprobs, outs[1].logprobs)
+    assert torch.equal(gradient(plain), gradient(again))
+    assert kept_bytes(again, bin) < 0.5 * kept_bytes(plain, bin)
+
+
+def narrow(masters: Decoder) -> tuple[WorkingCopy, list[torch.Tensor]]:
+    copy = WorkingCopy(masters, torch.bfloat16)
+    sums = [torch.zeros_like(p) for p in masters.parameters()]
+    copy.collect([*sums])
+    return copy, sums
+
+
+def test_bfloat16_passes_are_near_float64_and_their_sums_are_float32() -> None:
+    made = sequences([100, 60, 33])
+    logprobs, entropies, expected = one_by_one(made)
+    copy, sums = narrow(decoder())
+    out = one_pass(copy.model, fill(made))
+    assert out.logprobs.dtype == torch.float32 and out.hidden.dtype == torch.bfloat16
+    torch.testing.assert_close(out.logprobs.detach().double(), logprobs, atol=0.05, rtol=0)
+    torch.testing.assert_close(out.entropy.double(), entropies, atol=0.05, rtol=0)
+    found = torch.cat([s.double().reshape(-1) for s in sums])
+    assert float((found - expected).norm() / expected.norm()) < 0.03
+    assert all(p.grad is None for p in copy.model.parameters())
+
+
+@pytest.mark.deep
+def test_many_small_gradients_do_not_vanish_in_their_sum() -> None:
+    """In bfloat16 a sum stands still once it is 256 times what is added."""
+    bin = fill(sequences([20]))
+    copy, sums = narrow(decoder())
+    one_pass(copy.model, bin)
+    once = [s.clone() for s in sums]
+    for _ in range(299):
+        one_pass(copy.model, bin)
+    for total, single in zip(sums, once, strict=True):
+        torch.testing.assert_close(total, 300 * single, rtol=1e-4, atol=1e-6)
+
+
+def test_a_copy_takes_over_what_the_masters_have_become() -> None:
+    masters = decoder()
+    copy, _ = narrow(masters)
+    with torch.no_grad():
+        for p in masters.parameters():
+            p.add_(0.25)
+    copy.refresh()
+    for p, narrowed in zip(masters.parameters(), copy.model.parameters(), strict=True):
+        assert torch.equal(narrowed, p.bfloat16())

@@ -1,0 +1,257 @@
+"""Groups of a step from a real weight store: what may not train gives its place to another."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.api.bulk import GROUPS
+from common.api.weights import STORE, Group
+from common.clock import SystemClock
+from common.job.config import JobConfig
+from common.process.host import SystemHost
+from common.random import Random
+from common.runtime.mesh import Mesh, MeshSettings
+from common.state import events, groups, jobs, steps
+from common.state.client import State
+from common.state.lifecycle import accounting
+from common.wire.blob import pack
+from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
+from common.wire.weight_store import put
+from services.rollout.record.finished_groups import hand_in
+from services.trainer.steps.batch import Refill, staleness
+from services.trainer.steps.intake import Intake
+from services.weights.store import WeightStore
+from sim.host import SimulatedHost
+from sim.loop import VirtualClock, run_virtual
+from sim.state import simulated_state
+from tests.load import scaled
+from tests.meshes import alone, on_sockets
+from tests.unit.common.records.harms import flip
+from tests.unit.trainer.steps.groups_under_test import group, job
+
+JOB, SHARD = "job", "rollout/job/0"
+CONFIG = job("dapo", groups_per_step=2, group_size=2)
+
+
+class Rollout:
+    """A trainer's intake, and a shard that finishes the groups it is asked for."""
+
+    def __init__(self, mesh: Mesh, rolling: Mesh) -> None:
+        self.mesh, self.rolling, self.shard = mesh, rolling, rolling.token
+        self.bulk = BulkClient(mesh)
+        self.intake = Intake(mesh, self.bulk, JOB)
+
+    async def hand_in(self, made: Group) -> int:
+        """Opens a group and finishes it as a shard does; its id."""
+        (one,) = await groups.admit(self.mesh.state, JOB, SHARD, self.shard, 1, _operation())
+        await hand_in(self.rolling, self.bulk, JOB, replace(made, group=one.group))
+        return one.group
+
+    async def finish(self, *rewards: list[float], garbled: bool = False) -> list[int]:
+        """Opens and finishes a group for each list of rewards; their ids."""
+        state = self.mesh.state
+        opened = await groups.admit(state, JOB, SHARD, self.shard, len(rewards), _operation())
+        assert len(opened) == len(rewards)
+        for one, worth in zip(opened, rewards, strict=True):
+            content = pack(group(worth, number=one.group, version=0))
+            content = content[::-1] if garbled else content
+            digest = await put(self.mesh, self.bulk, content, "group", space=GROUPS)
+            await groups.group_ready(
+                state, JOB, SHARD, self.shard, one.group, digest, 1, 0, 2, _operation()
+            )
+        return [one.group for one in opened]
+
+    async def taken(self, refill: Refill, *stale_ones: int) -> list[Group]:
+        def stale(group: Group) -> bool:
+            lag = staleness(group, 0)
+            return lag > CONFIG.algorithm.max_staleness or group.group in stale_ones
+
+        found = self.intake.groups(1, stale, refill.replaces)
+        return [group async for group in found]
+
+    async def account(self) -> dict[str, int]:
+        state = self.mesh.state
+        in_flight = (await groups.in_flight(state, JOB)).samples
+        return accounting.account(await events.read_all(state), in_flight)
+
+
+def _operation() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+async def rollout(tmp_path: Path) -> AsyncIterator[Rollout]:
+    clock, host = SystemClock(), SystemHost()
+    state = simulated_state(clock)
+
+    def mesh(name: str, where: str) -> Mesh:
+        settings = MeshSettings(redis_url=state.url, run_root=str(tmp_path), host=where)
+        return on_sockets(name, state, clock, host=host, settings=settings)
+
+    (tmp_path / "store").mkdir()
+    chunks = ChunkStore(tmp_path / "store")
+    serving, asking = mesh(STORE, "there"), mesh("trainer/job", "here")
+    door = SecretDoor.of(serving.settings)
+    bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*", door=door)
+    await serving.join(WeightStore(serving, chunks), bulk_address=bulk.address)
+    await asking.join(None)
+    rolling = mesh(SHARD, "here")
+    await rolling.join(None)
+    await _training(state, CONFIG, asking)
+    yield Rollout(asking, rolling)
+    await rolling.leave()
+    await asking.leave()
+    await serving.leave()
+    bulk.close()
+    await state.close()
+
+
+async def _training(state: State, config: JobConfig, trainer: Mesh) -> None:
+    await jobs.submit(state, JOB, config.document(), "/runs/job", _operation())
+    await steps.commit_initial(state, JOB, trainer.name, trainer.token, 0, "m0", "c0")
+    await jobs.set_phase(state, JOB, jobs.Phase.TRAINING, trainer.token, trainer.name)
+
+
+async def test_groups_that_teach_nothing_are_replaced_until_the_step_is_full(
+    rollout: Rollout,
+) -> None:
+    silent, telling = await rollout.finish([1.0, 1.0], [1.0, 0.0])
+    refill = Refill(CONFIG)
+    taking = asyncio.ensure_future(rollout.taken(refill))
+    async with asyncio.timeout(scaled(20)):
+        while refill.count < 1 or not (await rollout.account())["filtered"]:
+            await asyncio.sleep(0.01)
+        assert not taking.done()
+        (another,) = await rollout.finish([0.0, 0.0])
+        while refill.count < 2 or (await rollout.account())["filtered"] < 4:
+            await asyncio.sleep(0.01)
+        (last,) = await rollout.finish([0.0, 1.0])
+        assert [one.group for one in await taking] == [telling, last]
+    account = await rollout.account()
+    assert (account["filtered"], account["in_flight"], account["lost"]) == (4, 4, 0)
+    assert {silent, another}.isdisjoint({telling, last})
+
+
+async def test_without_dynamic_sampling_the_step_takes_them(rollout: Rollout) -> None:
+    finished = await rollout.finish([1.0, 1.0], [1.0, 0.0])
+    refill = Refill(job("grpo", groups_per_step=2, group_size=2))
+    async with asyncio.timeout(scaled(20)):
+        assert [one.group for one in await rollout.taken(refill)] == finished
+    assert refill.count == 0
+
+
+async def test_a_garbled_group_goes_back_to_the_cursor_and_another_comes(rollout: Rollout) -> None:
+    await rollout.finish([1.0, 0.0], garbled=True)
+    (good,) = await rollout.finish([1.0, 0.0])
+    taking = asyncio.ensure_future(rollout.taken(Refill(CONFIG)))
+    async with asyncio.timeout(scaled(20)):
+        while not (await rollout.account())["host_lost"]:
+            await asyncio.sleep(0.01)
+        (another,) = await rollout.finish([0.0, 1.0])
+        assert [one.group for one in await taking] == [good, another]
+    assert (await rollout.account())["lost"] == 0
+
+
+async def test_a_group_whose_file_is_damaged_goes_back_and_is_told(
+    rollout: Rollout, tmp_path: Path
+) -> None:
+    ids = await rollout.finish([1.0, 0.0], [1.0, 0.0])
+    leased = await groups.lease_groups(
+        rollout.mesh.state, JOB, rollout.mesh.name, rollout.mesh.token, 1
+    )
+    path = ChunkStore(tmp_path / "store").space(GROUPS).path(leased.groups[0].digest)
+    flip(path, b"")
+    taking = asyncio.ensure_future(rollout.taken(Refill(CONFIG)))
+    async with asyncio.timeout(scaled(20)):
+        while not (await rollout.account())["host_lost"]:
+            await asyncio.sleep(0.01)
+        (another,) = await rollout.finish([0.0, 1.0])
+        assert [one.group for one in await taking] == [ids[1], another]
+    assert (await rollout.account())["lost"] == 0
+    found = await events.read_all(rollout.mesh.state)
+    [told] = [event.fields for event in found if event.kind == "damaged"]
+    assert (told["what"], told["job"], told["path"]) == ("group", JOB, str(path))
+    kept = tmp_path / "store" / "quarantine" / GROUPS / path.parent.name / path.name
+    assert told["aside"] == str(kept)
+
+
+async def test_a_group_whose_arrays_do_not_fit_together_goes_back_too(rollout: Rollout) -> None:
+    made = group([1.0, 0.0], version=0, reference=True)
+    await rollout.hand_in(replace(made, reference=made.reference[:-1]))
+    (good,) = await rollout.finish([1.0, 0.0])
+    taking = asyncio.ensure_future(rollout.taken(Refill(CONFIG)))
+    async with asyncio.timeout(scaled(20)):
+        while not (await rollout.account())["host_lost"]:
+            assert not taking.done()
+            await asyncio.sleep(0.01)
+        (another,) = await rollout.finish([0.0, 1.0])
+        assert [one.group for one in await taking] == [good, another]
+    assert (await rollout.account())["lost"] == 0
+
+
+async def test_what_a_failed_member_sampled_makes_its_group_no_older(rollout: Rollout) -> None:
+    made = group([1.0, np.nan, 0.0], version=3)
+    made.versions[6:13] = [-1, -1, 0, 0, 0, 0, 0]
+    failed = group([np.nan, np.nan], version=2)
+    ids = [await rollout.hand_in(made), await rollout.hand_in(failed)]
+    mesh = rollout.mesh
+    leased = await groups.lease_groups(mesh.state, JOB, mesh.name, mesh.token, 1, ())
+    rows = {row.group: row for row in leased.groups}
+    assert [rows[i].min_version for i in ids] == [3, 2]
+
+
+async def test_tokens_that_are_staler_than_their_row_says_go_back_as_stale(
+    rollout: Rollout,
+) -> None:
+    stale, good = await rollout.finish([1.0, 0.0], [1.0, 0.0])
+    taking = asyncio.ensure_future(rollout.taken(Refill(CONFIG), stale))
+    async with asyncio.timeout(scaled(20)):
+        while not (await rollout.account())["stale_requeued"]:
+            await asyncio.sleep(0.01)
+        (another,) = await rollout.finish([0.0, 1.0])
+        assert [one.group for one in await taking] == [good, another]
+    account = await rollout.account()
+    assert (account["stale_requeued"], account["host_lost"], account["lost"]) == (2, 0, 0)
+
+
+@pytest.mark.parametrize("still", ["asleep", "paused"])
+def test_who_sleeps_or_is_paused_waits_for_nobody_and_then_from_the_beginning(still: str) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        mesh = alone("trainer/job", clock, random, SimulatedHost(clock, random.child("host")))
+        await mesh.join(None)
+        await _training(mesh.state, CONFIG, mesh)
+        intake = Intake(mesh, BulkClient(mesh), JOB)
+        taking = asyncio.ensure_future(anext(intake.groups(1, lambda group: False)))
+
+        def stand(stands: bool) -> None:
+            if still == "paused":
+                mesh.job_clock.hold(stands)
+            elif stands:
+                intake.awake.clear()
+            else:
+                intake.awake.set()
+
+        def said() -> list[float]:
+            waits = mesh.waits.published([])
+            assert all(wait["what"] == "ready groups" for wait in waits)
+            return [clock.wall() - wait["since_ms"] / 1000 for wait in waits]
+
+        await clock.sleep(30.0)
+        assert said() == [pytest.approx(30.0, abs=0.1)]
+        stand(True)
+        await clock.sleep(3600.0)
+        assert said() == []
+        stand(False)
+        await clock.sleep(5.0)
+        assert said() == [pytest.approx(5.0, abs=0.1)]
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+
+    run_virtual(main, limit_s=1e5)

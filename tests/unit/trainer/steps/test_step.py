@@ -1,0 +1,204 @@
+"""A step by every algorithm: what is scored before it, its updates, and its replay."""
+
+from collections.abc import AsyncIterator, Collection
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.api.weights import Group
+from common.clock import SystemClock
+from common.job.config import JobConfig, OptimizerConfig
+from common.job.constraints import AlgorithmName
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from common.process.host import SystemHost
+from common.random import Random
+from kernels.cost import BinCost, Calibration
+from services.trainer.algorithms import ALGORITHMS
+from services.trainer.arithmetic.aggregation import denominator
+from services.trainer.arithmetic.learner import Learner, add
+from services.trainer.arithmetic.optimizers import lr_factor
+from services.trainer.bins.packing import make_bins
+from services.trainer.compute.compute import LocalCompute
+from services.trainer.hybrids.gradients import Gradients
+from services.trainer.steps.batch import Batch
+from services.trainer.steps.step import Step
+from tests.meshes import alone
+from tests.unit.trainer.steps.groups_under_test import group, job
+
+VERSION = 3
+MODEL = ModelConfig(
+    architecture="llama",
+    vocab_size=32,
+    hidden_size=16,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    ffn_size=24,
+    tie_embeddings=True,
+    max_positions=64,
+)
+
+
+def learner(config: JobConfig) -> Learner:
+    model = Decoder(MODEL)
+    model.initialise(torch.Generator().manual_seed(0))
+    return Learner(model, OptimizerConfig(muon_lr=0.02, adamw_lr=0.02), config.algorithm)
+
+
+def groups(silent: Collection[int] = (), count: int = 4) -> list[Group]:
+    """With all that any algorithm asks for; those of `silent` have equal rewards."""
+    found = []
+    for number in range(count):
+        rewards = [1.0, 1.0, 1.0] if number in silent else [1.0, 0.0, 0.5]
+        one = group(rewards, number=number, reference=True, seed=number)
+        one = replace(one, logprobs=np.where(one.versions < 0, 0, -3.4).astype(np.float32))
+        found.append(replace(one, teacher=one.reference - np.float32(0.5)))
+    return found
+
+
+def step(learner: Learner, config: JobConfig) -> Step:
+    clock = SystemClock()
+    mesh = alone("trainer/job", clock, Random(0), SystemHost())
+    compute = LocalCompute(mesh, learner)
+    gradients = Gradients(mesh, compute, "gang", 10.0, Calibration(BinCost(), 2560))
+    return Step(mesh, config, compute, gradients, VERSION + 1, "manifest", lambda *phase: None)
+
+
+async def as_they_come(**which: Any) -> AsyncIterator[Group]:
+    for one in groups(**which):
+        yield one
+
+
+@pytest.mark.rotating(3)
+@pytest.mark.parametrize("keys", [{}, {"correction": "mis", "updates": 2, "kl_coefficient": 0.1}])
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+async def test_a_step_of_every_algorithm_is_repeated_bit_by_bit_from_its_record(
+    name: AlgorithmName, keys: dict[str, Any]
+) -> None:
+    config = job(name, **keys)
+    first, second = learner(config), learner(config)
+    before = first.copied_weights()
+    done = await step(first, config).run(as_they_come())
+    assert len(done.updates) == keys.get("updates", 1) and first.steps == len(done.updates)
+    assert not all(torch.equal(tensor, before[n]) for n, tensor in first.weights().items())
+    again = await step(second, config).replay(groups(), done.updates)
+    own = dict(second.model.named_parameters())
+    assert all(torch.equal(p, own[n]) for n, p in first.model.named_parameters())
+    assert again.batch.metrics() == done.batch.metrics()
+    assert again.stats == done.stats
+
+
+@pytest.mark.parametrize("kind", ["tokens", "sequences", "constant"])
+async def test_a_masked_trajectory_has_no_part_in_the_gradient_nor_in_what_divides_it(
+    kind: str,
+) -> None:
+    """The step is that on the others alone, with the advantages that the whole group gave them."""
+    config = job("grpo", mask_truncated=True, aggregation=kind)
+    masked = [replace(one, truncated=np.array([False, True, False])) for one in groups()]
+    found, expected = learner(config), learner(config)
+
+    async def coming() -> AsyncIterator[Group]:
+        for one in masked:
+            yield one
+
+    done = await step(found, config).run(coming())
+    whole = Batch(VERSION, config)
+    kept = [s for one in groups() for s in whole.add(one) if s.member != 1]
+    gradient, stats = add(map(expected.gradient, make_bins(kept, config.training.bin_tokens)))
+    factor = lr_factor(VERSION, config.budget.steps, config.optimizer)
+    norm = expected.apply(gradient, denominator(kept, config), factor)
+    assert done.norm == pytest.approx(norm, rel=1e-5) and done.stats.tokens == stats.tokens
+    own = expected.weights()
+    for name, tensor in found.weights().items():
+        torch.testing.assert_close(tensor, own[name], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("count", "updates", "silent", "dealt"),
+    [
+        (5, 4, (), [1, 1, 1, 2]),
+        (9, 8, (), [1] * 7 + [2]),
+        (6, 2, (0, 1, 2), [1, 2]),  # what has nothing to teach takes no update's place
+        (4, 3, (0, 2, 3), [1]),
+    ],
+)
+async def test_a_step_makes_as_many_updates_as_it_was_told_to(
+    count: int, updates: int, silent: tuple[int, ...], dealt: list[int]
+) -> None:
+    config = job("grpo", updates=updates)
+    which: dict[str, Any] = {"count": count, "silent": silent}
+    first, second = learner(config), learner(config)
+    done = await step(first, config).run(as_they_come(**which))
+    taught = [{group for one in plan for bin in one for group, _ in bin} for plan in done.updates]
+    assert [len(groups) for groups in taught] == dealt
+    assert sorted(set().union(*taught)) == [g for g in range(count) if g not in silent]
+    await step(second, config).replay(groups(**which), done.updates)
+    own = second.weights()
+    assert all(torch.equal(tensor, own[name]) for name, tensor in first.weights().items())
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("name", ["dr_grpo", "grpo", "gspo"])
+async def test_a_step_tells_what_its_sums_were_divided_by(
+    name: AlgorithmName, updates: int
+) -> None:
+    config = job(name, updates=updates)
+    done = await step(learner(config), config).run(as_they_come(silent=(3,)))
+    trained = [s.trained for s in done.batch.sequences]
+    assert len(trained) == 9
+    assert done.counted == (sum(trained) if name == "grpo" else 9)
+
+
+async def test_supervised_tokens_have_no_gap_to_an_engine() -> None:
+    config = job("sft")
+    done = await step(learner(config), config).run(as_they_come())
+    assert done.stats.tokens > 0 == done.stats.fresh_tokens == done.stats.sampled
+    assert done.stats.gap_max == done.stats.kl_sum == 0.0
+
+
+async def test_updates_of_a_step_keep_to_the_policy_that_it_began_with() -> None:
+    config = job("dapo", correction="tis", updates=2)
+    one, plain = learner(config), learner(config)
+    batch = Batch(VERSION, config)
+    by_group = [batch.add(g) for g in groups()]
+    for sequence in batch.sequences:
+        (bin,) = make_bins([sequence], 100)
+        sequence.extras["proximal"] = np.append(0, plain.score(bin)).astype(np.float32)
+    factor = lr_factor(VERSION, config.budget.steps, OptimizerConfig())
+    for part in (by_group[:2], by_group[2:]):
+        members = [s for one_group in part for s in one_group]
+        gradient, _ = add(plain.gradient(bin) for bin in make_bins(members, 60))
+        plain.apply(gradient, denominator(members, config), factor)
+    await step(one, config).run(as_they_come())
+    for name, tensor in one.weights().items():
+        assert torch.allclose(tensor, plain.weights()[name], atol=2e-5), name
+
+
+async def test_the_gap_to_the_engine_is_that_of_the_weights_which_it_had() -> None:
+    """Later updates of a step move the policy; that is no gap."""
+    config = job("dapo", updates=2)
+    one = learner(config)
+    done = await step(one, config).run(as_they_come())
+    first = sum(s.trained for s in done.batch.sequences if s.group < 2)
+    assert 0 < done.stats.fresh_tokens == first < done.stats.tokens
+
+
+@pytest.mark.rotating(3)
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"ppo", "reinforce_pp"}))
+def test_a_gradient_does_not_depend_on_how_sequences_are_packed(name: AlgorithmName) -> None:
+    config = job(name, correction="tis", correction_level="sequence", kl_coefficient=0.05)
+    one, batch = learner(config), Batch(VERSION, config)
+    for given in groups():
+        batch.add(given)
+    whole, stats = add(one.gradient(bin) for bin in make_bins(batch.sequences, 10_000, VERSION))
+    for budget in (8, 20, 40):
+        bins = make_bins(batch.sequences, budget, VERSION)
+        gradient, again = add(one.gradient(bin) for bin in bins)
+        assert len(bins) > 1 and torch.allclose(gradient, whole, rtol=1e-3, atol=1e-5)
+        assert again.loss_sum == pytest.approx(stats.loss_sum, rel=1e-4)
+        assert (again.tokens, again.clipped) == (stats.tokens, stats.clipped)

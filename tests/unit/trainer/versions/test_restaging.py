@@ -1,0 +1,181 @@
+"""A version that the store has lost is written again by who has it, whoever goes on asking."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.api.trainer import Restage, Restaged
+from common.pool.seat import Seat
+from common.weights.laying import How, Laid
+from common.weights.receive import Receiver
+from common.weights.staging import staged_whole
+from services.trainer.compute.compute import LocalCompute
+from services.trainer.compute.staging import Staging
+from services.trainer.core.core import TrainerCore
+from services.trainer.versions.publishing import Identity
+from tests.unit.trainer.versions.test_restoring import Trained, trained
+from tests.unit.weights.store_bench import JOB
+
+PIECE_S = 200.0  # twice that is longer than who asks is kept waiting
+
+
+class Slow(LocalCompute):
+    """Takes its time to stage, as a gang does, which is lost when that is cut off."""
+
+    stagings, cut = 0, False
+
+    def staging(self, how: How, what: str) -> Staging:
+        return SlowStaging(self, super().staging(how, what))
+
+
+class SlowStaging:
+    def __init__(self, compute: Slow, inner: Staging) -> None:
+        self._compute, self._inner = compute, inner
+        self.settled, self.close = inner.settled, inner.close
+
+    async def copy(self, names: Sequence[str], part: int, parts: int) -> None:
+        try:
+            await self._compute._mesh.clock.sleep(PIECE_S)
+        except asyncio.CancelledError:
+            self._compute.cut = True
+            raise
+        await self._inner.copy(names, part, parts)
+
+    async def end(self) -> list[Laid]:
+        self._compute.stagings += 1
+        return await self._inner.end()
+
+
+async def core_of(bench: Trained) -> tuple[TrainerCore, Slow]:
+    """A core at the last version, of which the store has nothing any more."""
+    compute = Slow(bench.store.trainer, bench.learner)
+    seat = Seat("g0", "g0.0", JOB, 1, core=True)
+    core = TrainerCore(bench.store.trainer, bench.data, seat, compute)
+    last = len(bench.manifests) - 1
+    core.ready, core.steps_done, core.weights = True, last, Identity(bench.manifests[last])
+    core.checkpoints.name, core.checkpoints.step = bench.names[last], last
+    for path in await bench.chunks(last):
+        path.unlink()
+    await bench.store.restart_store()
+    return core, compute
+
+
+def test_it_goes_on_when_who_asked_is_gone_and_who_asks_then_joins_it(tmp_path: Path) -> None:
+    async def story(bench: Trained) -> None:
+        core, compute = await core_of(bench)
+        restage = Restage(bench.manifests[1])
+        gone = asyncio.create_task(core.restage(restage))
+        await bench.store.clock.sleep(PIECE_S / 2)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        assert await core.restage(restage) == Restaged(False, later=True), "it goes on"
+        both = await asyncio.gather(core.restage(restage), core.restage(restage))
+        assert list(both) == [Restaged(True)] * 2
+        assert (compute.stagings, compute.cut) == (2, False), "compared once, and written once"
+        assert await bench.store.stored(bench.manifests[1])
+
+    trained(tmp_path, story)
+
+
+def test_it_ends_with_the_core(tmp_path: Path) -> None:
+    async def story(bench: Trained) -> None:
+        core, compute = await core_of(bench)
+        asked = asyncio.create_task(core.restage(Restage(bench.manifests[1])))
+        await bench.store.clock.sleep(PIECE_S / 2)
+        await core.stop()
+        await asyncio.wait([asked])
+        assert compute.cut
+
+    trained(tmp_path, story)
+
+
+def test_a_version_that_others_have_cut_otherwise_is_written_again_from_its_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """As after a resume with another number of ranks."""
+
+    async def story(bench: Trained) -> None:
+        await bench.checkpoint(2, most=64)
+        core, _ = await core_of(bench)
+        restage = Restage(bench.manifests[2])
+        while (told := await core.restage(restage)).later:
+            pass
+        assert told == Restaged(True)
+        assert await bench.store.stored(bench.manifests[2])
+
+    trained(tmp_path, story)
+
+
+@pytest.mark.parametrize("gone", ["a chunk", "all chunks", "its manifest too"])
+def test_a_version_since_the_checkpoint_is_written_again_as_its_manifest_cuts_it(
+    tmp_path: Path, gone: str
+) -> None:
+    """Also where others have cut it: what lies in which chunk, the manifest says."""
+
+    async def story(bench: Trained) -> None:
+        store, step = bench.store, 2
+        torch.manual_seed(step)
+        bench.learner.apply(torch.randn(bench.learner.size), 1.0, 1.0)
+        weights = bench.learner.copied_weights()
+        manifest = await staged_whole(store.trainer, store.bulk, JOB, 0, step, weights, most=100)
+        await store.commit(step, manifest, bench.names[1])
+        bench.manifests.append(manifest)
+        bench.names.append(bench.names[1])
+        core = TrainerCore(
+            store.trainer,
+            bench.data,
+            Seat("g0", "g0.0", JOB, 1, core=True),
+            LocalCompute(store.trainer, bench.learner),
+        )
+        core.ready, core.steps_done, core.weights = True, step, Identity(manifest)
+        await core.publisher.look(manifest)
+        its_own, *chunks = await bench.chunks(step)
+        before = {path: path.read_bytes() for path in chunks}
+        lost = {"a chunk": chunks[1:2], "all chunks": chunks}.get(gone, [its_own, *chunks])
+        for path in lost:
+            path.unlink()
+        await store.restart_store()
+        while (told := await core.restage(Restage(manifest))).later:
+            pass
+        assert told == Restaged(True) and len(chunks) > 3
+        assert await store.stored(manifest)
+        assert {path: path.read_bytes() for path in chunks} == before
+        image = await Receiver(store.trainer, store.bulk).receive(manifest)
+        assert all(torch.equal(image.tensors[name], weights[name]) for name in weights)
+
+    trained(tmp_path, story)
+
+
+def test_weights_that_are_others_by_now_are_not_cut_as_a_manifest_says(tmp_path: Path) -> None:
+    async def story(bench: Trained) -> None:
+        await bench.checkpoint(2, most=64)
+        bench.model(2).unlink()
+        its_own, *_ = await bench.chunks(2)
+        content = its_own.read_bytes()
+        core, _ = await core_of(bench)
+        its_own.write_bytes(content)
+        bench.learner.apply(torch.randn(bench.learner.size), 1.0, 1.0)
+        restage = Restage(bench.manifests[2])
+        while (told := await core.restage(restage)).later:
+            pass
+        assert told == Restaged(False)
+
+    trained(tmp_path, story)
+
+
+def test_what_its_checkpoint_has_no_more_is_not_written_again(tmp_path: Path) -> None:
+    async def story(bench: Trained) -> None:
+        await bench.checkpoint(2, most=64)
+        bench.model(2).unlink()
+        core, _ = await core_of(bench)
+        restage = Restage(bench.manifests[2])
+        while (told := await core.restage(restage)).later:
+            pass
+        assert told == Restaged(False)
+
+    trained(tmp_path, story)

@@ -1,0 +1,363 @@
+"""A trainer on real files of checkpoints: whatever became of one, training goes on from it, from
+the one before, or fails by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.api.weights import STORE, Fetch, Weights
+from common.errors import ConfigError, Damaged
+from common.job.config import JobConfig, LoraConfig
+from common.job.job_data import JobData
+from common.model.config import ModelConfig
+from common.pool.planned import Published, planned
+from common.records.checkpoints import STATE
+from common.state import events, steps
+from common.state.registry import COUNTED
+from common.weights.staging import staged_whole
+from services.trainer.compute.compute import LocalCompute
+from services.trainer.initial.beginning import adapt, fresh_learner
+from services.trainer.rows.filling import masters_of
+from services.trainer.rows.saved import SavedRows
+from services.trainer.versions.checkpointing import Checkpoints
+from services.trainer.versions.publishing import Identity, Publisher
+from services.trainer.versions.restoring import Restoring
+from sim.mesh.arithmetic import MODEL
+from sim.mesh.job import config_of, document_of
+from tests.unit.common.records.harms import HARMS, Harm, delete
+from tests.unit.weights.store_bench import JOB, StoreBench, on_store
+
+
+class Trained:
+    """A job with two checkpoints, and the trainer that wrote them."""
+
+    def __init__(self, store: StoreBench, config: JobConfig, away: bool = False) -> None:
+        """`away`: its trainer is on a host that does not see where the run is at home."""
+        self.store = store
+        config = replace(config, name=JOB)
+        self.data = JobData.of(JOB, document_of(config, store.root), str(store.root))
+        if away:
+            self.data = self.data.elsewhere(self.data.bundle, store.root / "away")
+        self.learner = fresh_learner(self.data)
+        adapt(self.data, self.learner)
+        self.open()
+        self.names: list[str] = []
+        self.weights: list[dict[str, torch.Tensor]] = []
+        self.manifests: list[str] = []
+
+    def resume(self, config: JobConfig) -> None:
+        """The job goes on as another start of its trainer finds it, after a change."""
+        self.data = replace(self.data, config=replace(config, name=JOB))
+        self.open()
+
+    def open(self) -> None:
+        store, mesh, enter = self.store, self.store.trainer, lambda phase, step: None
+        compute = LocalCompute(mesh, self.learner)
+        shape = ModelConfig.from_hf(MODEL)
+        self.publisher = Publisher(mesh, self.data, compute)
+        self.checkpoints = Checkpoints(mesh, self.data, compute, shape, self.publisher, enter)
+        self.restoring = Restoring(mesh, store.bulk, self.data, compute, enter)
+
+    async def begin(self) -> None:
+        await self.store.submit()
+        for step in (0, 1):
+            await self.checkpoint(step)
+
+    async def checkpoint(self, step: int, most: int = 0) -> None:
+        """One whose weights and state tell its step; `most`: bytes of a chunk, as of others who
+        have staged it.
+        """
+        torch.manual_seed(step)
+        gradient = torch.randn(self.learner.size)
+        self.learner.apply(gradient, 1.0, 1.0)
+        weights, state = self.learner.copied_weights(), self.store.state
+        before = self.manifests[-1] if self.manifests else ""
+        if most:
+            about = self.store.trainer, self.store.bulk, JOB, 0, step, weights
+            manifest = await staged_whole(*about, most=most)
+        else:
+            manifest = (await self.publisher.stage(0, step, before)).digest
+        account: dict[str, Any] = {"version": step}
+        await self.checkpoints.begin(0, step, Identity(manifest), account)
+        await self.checkpoints.settled(required=True)
+        name, token = self.checkpoints.name, self.store.trainer.token
+        if step == 0:
+            trainer = self.store.trainer.name
+            await steps.commit_initial(state, JOB, trainer, token, 0, manifest, name)
+        else:
+            await self.store.commit(step, manifest, name)
+        self.names.append(name)
+        self.weights.append(weights)
+        self.manifests.append(manifest)
+
+    async def usable(self) -> int:
+        """Which checkpoint is gone on from; the learner has its weights and its state."""
+        name, checkpoint = await self.restoring.usable(self.names[-1])
+        number = self.names.index(name)
+        found = self.learner.copied_weights()
+        assert all(torch.equal(found[key], self.weights[number][key]) for key in found)
+        assert self.learner.steps == number + 1 and checkpoint.step == number
+        return number
+
+    def manifest(self, number: int) -> Path:
+        return self.store.run_dir / f"checkpoints/{self.names[number]}.json"
+
+    def state(self, number: int) -> Path:
+        (file,) = (self.manifest(number).with_suffix("") / STATE).glob("*.safetensors")
+        return file
+
+    def model(self, number: int) -> Path:
+        return self.manifest(number).with_suffix("") / "model.safetensors"
+
+    async def chunks(self, number: int) -> list[Path]:
+        """The manifest of its weights, and their chunks."""
+        asked = Fetch(self.manifests[number])
+        held = await self.store.trainer.ref(STORE).call(Weights.manifest, asked)
+        names = dict.fromkeys([asked.digest, *(tensor.chunk for tensor in held.tensors)])
+        return [self.store.chunks.path(name) for name in names]
+
+    async def told(self) -> list[dict[str, Any]]:
+        found = await events.read_all(self.store.state)
+        return [event.fields for event in found if event.kind == "damaged"]
+
+
+def trained(
+    root: Path,
+    story: Callable[[Trained], Awaitable[None]],
+    config: JobConfig | None = None,
+    away: bool = False,
+) -> None:
+    async def on(store: StoreBench) -> None:
+        asyncio.get_running_loop().limit = 1e6  # type: ignore[attr-defined]
+        bench = Trained(store, config or config_of(1, 1, 1, 9), away)
+        await bench.begin()
+        await story(bench)
+
+    on_store(root, on)
+
+
+@pytest.mark.rotating(3)
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+@pytest.mark.parametrize("which", ["manifest", "state"])
+def test_the_checkpoint_before_takes_the_place_of_a_damaged_one(
+    tmp_path: Path, which: str, harm: Harm
+) -> None:
+    async def story(bench: Trained) -> None:
+        assert await bench.usable() == 1
+        path = getattr(bench, which)
+        harm(path(1), path(0).read_bytes())
+        assert await bench.usable() == 0
+        [one] = await bench.told()
+        assert one["what"] == "checkpoint" and bench.names[1] in one["path"]
+        assert bench.names[0] in one["then"]
+        kept = bench.store.run_dir / "quarantine/checkpoints"
+        assert (kept / bench.names[1] / STATE).is_dir()
+        assert (kept / f"{bench.names[1]}.json").is_file() or (which, harm) == ("manifest", delete)
+        assert not bench.manifest(1).exists() and not bench.manifest(1).with_suffix("").exists()
+
+    trained(tmp_path, story)
+
+
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+def test_weights_that_are_damaged_in_the_store_are_made_again_from_the_checkpoint(
+    tmp_path: Path, harm: Harm
+) -> None:
+    async def story(bench: Trained) -> None:
+        for path in await bench.chunks(1):
+            harm(path, b"of another")
+        await bench.store.restart_store()  # which remembers manifests
+        assert await bench.usable() == 1
+        assert await bench.store.stored(bench.manifests[1])
+        assert all("written again from" in one["then"] for one in (await bench.told())[-1:])
+
+    trained(tmp_path, story)
+
+
+def test_adapters_and_what_they_are_added_to_are_made_again_too(tmp_path: Path) -> None:
+    async def story(bench: Trained) -> None:
+        chunks = await bench.chunks(1)
+        assert len(chunks) == 3, "the manifest, the base and the adapters"
+        for path in chunks:
+            path.unlink()
+        await bench.store.restart_store()
+        assert await bench.usable() == 1
+        assert await bench.store.stored(bench.manifests[1])
+
+    trained(tmp_path, story, replace(config_of(1, 1, 1, 9), lora=LoraConfig(rank=2)))
+
+
+def test_what_is_nowhere_whole_gives_its_place_too_and_in_the_end_the_job_fails_by_name(
+    tmp_path: Path,
+) -> None:
+    async def story(bench: Trained) -> None:
+        for path in await bench.chunks(1):
+            path.unlink()
+        HARMS[0](bench.model(1), b"")
+        await bench.store.restart_store()
+        assert await bench.usable() == 0
+        state = bench.state(0)
+        HARMS[0](state, b"")
+        with pytest.raises(ConfigError, match="no checkpoint of the run is whole") as told:
+            await bench.restoring.usable(bench.names[0])
+        assert str(state) in str(told.value) and "quarantine" in told.value.fix
+        assert "the job fails" in (await bench.told())[-1]["then"]
+
+    trained(tmp_path, story)
+
+
+def test_an_older_checkpoint_that_lost_its_manifest_is_set_aside(tmp_path: Path) -> None:
+    async def story(bench: Trained) -> None:
+        bench.manifest(0).unlink()
+        directory = bench.manifest(0).parent
+        unfinished = [directory / f"{bench.names[0]}.cut", directory / "step-000-000009-00000000"]
+        for path in unfinished:
+            path.mkdir()
+        await bench.checkpoints.clear(bench.names[1])
+        aside = tmp_path / "quarantine/checkpoints" / bench.names[0]
+        assert (aside / "model.safetensors").is_file() and bench.model(1).is_file()
+        assert [one["aside"] for one in await bench.told()] == [str(aside)]
+        assert not any(path.exists() for path in unfinished)
+
+    trained(tmp_path, story)
+
+
+@pytest.mark.parametrize("adapters", [0, 2])
+def test_training_goes_on_from_its_own_float32_weights_whatever_is_published(
+    tmp_path: Path, adapters: int
+) -> None:
+    """`usable` compares them bit by bit."""
+
+    async def story(bench: Trained) -> None:
+        asked = Fetch(bench.manifests[1])
+        held = await bench.store.trainer.ref(STORE).call(Weights.manifest, asked)
+        assert {tensor.dtype for tensor in held.tensors} == {"BF16"}
+        assert await bench.usable() == 1
+        for path in await bench.chunks(1):  # nothing of them is needed for that
+            path.unlink()
+        await bench.store.restart_store()
+        assert await bench.usable() == 1
+        assert await bench.store.stored(bench.manifests[1]), "engines need them"
+
+    config = config_of(1, 1, 1, 9)
+    half = replace(config, rollout=replace(config.rollout, dtype="bfloat16"))
+    trained(tmp_path, story, replace(half, lora=LoraConfig(rank=adapters)))
+
+
+@pytest.mark.parametrize("which", range(3), ids=["manifest", "base", "adapters"])
+def test_what_the_store_has_lost_of_a_version_is_there_again_though_masters_are_saved(
+    tmp_path: Path, which: int
+) -> None:
+    async def story(bench: Trained) -> None:
+        lost = (await bench.chunks(1))[which]
+        lost.unlink()
+        assert await bench.usable() == 1
+        assert lost.exists()
+
+    config = config_of(1, 1, 1, 9)
+    half = replace(config, rollout=replace(config.rollout, dtype="bfloat16"))
+    trained(tmp_path, story, replace(half, lora=LoraConfig(rank=2)))
+
+
+def test_the_checkpoint_before_takes_the_place_of_one_whose_model_cannot_be_read(
+    tmp_path: Path,
+) -> None:
+    """Its weights are no numbers any more, and the store has lost them."""
+
+    async def story(bench: Trained) -> None:
+        next(iter(bench.learner.weights().values())).detach().fill_(float("nan"))
+        await bench.checkpoint(2)
+        for path in await bench.chunks(2):
+            path.unlink(missing_ok=True)
+        await bench.store.restart_store()
+        assert await bench.usable() == 1
+
+    trained(tmp_path, story)
+
+
+def planned_helped(bench: Trained, config: JobConfig) -> bool:
+    """Whether the planner would place helpers, once it has read what the core publishes."""
+    assert "published" in COUNTED, "it is read of stats"
+    told = Published("core", "trainer", "1", {"published": bench.publisher.published})
+    row = {"id": JOB, "phase": "training", "groups_per_step": 1, "submitted_ms": 0}
+    row |= {"steps_done": 0, "held": "", "checkpoint": "", "stale_requeued": 0}
+    return planned(row, config.document(), [told]).need.helped
+
+
+def test_adapters_that_are_published_in_float32_from_now_on_keep_the_float32_of_their_base(
+    tmp_path: Path,
+) -> None:
+    """Which was published in bfloat16; `usable` compares bit by bit."""
+    wide = replace(config_of(1, 1, 1, 9), lora=LoraConfig(rank=2))
+    half = replace(wide, rollout=replace(wide.rollout, dtype="bfloat16"))
+
+    async def story(bench: Trained) -> None:
+        assert "bfloat16" in bench.publisher.unhelped and not planned_helped(bench, half)
+        bench.resume(wide)
+        assert not bench.publisher.unhelped, "nobody has looked"
+        assert planned_helped(bench, wide)
+        await bench.publisher.look(bench.manifests[1])
+        assert "bfloat16" in bench.publisher.unhelped
+        assert not planned_helped(bench, wide), "the planner does as the core says"
+        await bench.checkpoint(2)
+        asked = Fetch(bench.manifests[2])
+        held = await bench.store.trainer.ref(STORE).call(Weights.manifest, asked)
+        assert {tensor.dtype for tensor in held.tensors} == {"BF16", "F32"}
+        assert "bfloat16" in bench.publisher.unhelped
+        assert await bench.usable() == 2
+
+    trained(tmp_path, story, half)
+
+
+def test_a_model_that_is_published_in_float32_from_now_on_is_whole_in_its_next_version(
+    tmp_path: Path,
+) -> None:
+    wide = config_of(1, 1, 1, 9)
+    half = replace(wide, rollout=replace(wide.rollout, dtype="bfloat16"))
+
+    async def story(bench: Trained) -> None:
+        bench.resume(wide)
+        await bench.publisher.look(bench.manifests[1])
+        assert bench.publisher.narrow and bench.publisher.unhelped, "that version is in bfloat16"
+        await bench.checkpoint(2)
+        assert not bench.publisher.narrow and not bench.publisher.unhelped
+        assert await bench.usable() == 2
+
+    trained(tmp_path, story, half)
+
+
+def test_masters_that_nobody_saved_are_not_made_of_a_narrower_version(tmp_path: Path) -> None:
+    half = config_of(1, 1, 1, 9)
+    half = replace(half, rollout=replace(half.rollout, dtype="bfloat16"))
+
+    async def story(bench: Trained) -> None:
+        own, empty = bench.learner.rows(bench.learner.weights()), SavedRows(tmp_path / "nothing")
+        about = bench.store.trainer, bench.store.bulk, bench.manifests[1]
+        with pytest.raises(Damaged, match="masters were not saved"):
+            await masters_of(*about, empty, own)
+
+    trained(tmp_path, story, half)
+
+
+def test_a_base_that_others_have_cut_otherwise_is_written_again_from_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    async def story(bench: Trained) -> None:
+        await bench.checkpoint(2, most=64)
+        await bench.checkpoint(3)
+        lost = set(await bench.chunks(3)) & set(await bench.chunks(2))
+        assert len(lost) > 3, "of the base"
+        next(iter(lost)).unlink()
+        await bench.store.restart_store()
+        assert not await bench.publisher.stage_again(0, 3, bench.manifests[3])
+        assert await bench.restoring.mended(bench.names[3], bench.manifests[3])
+        assert await bench.store.stored(bench.manifests[3])
+
+    trained(tmp_path, story, replace(config_of(1, 1, 1, 9), lora=LoraConfig(rank=2)))
