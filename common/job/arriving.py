@@ -18,6 +18,7 @@ from common.errors import Damaged, Refused
 from common.job import bundle_files
 from common.job.config import INITIAL, JobConfig
 from common.job.constraints import File
+from common.job.named_files import TOKENIZER, named_files
 
 FOLDERS = ("data", "model", "models", "modules", "tokenizer")  # of a bundle; see meshrl.job.bundle
 MOST_FILES = 10_000  # of a bundle: sources, rows, and the shards of several models
@@ -71,29 +72,20 @@ def checked_places(config: JobConfig, files: Mapping[str, Any]) -> None:
     """Refused when the job names files otherwise than a bundle has them (a path of another host, or
     of this one that is not the bundle's), or a program or an account of this host.
     """
-    named = {
-        "model.path": (config.model.path, "model"),
-        "model.tokenizer": (config.model.tokenizer, "tokenizer/tokenizer.json"),
-        "dataset.train": (config.dataset.train, "data/train.jsonl"),
-        "dataset.held_out": (config.dataset.held_out, "data/held_out.jsonl"),
-    }
-    initial = set()
-    for role, model in config.models.declared.items():
-        if model.path == INITIAL:
-            initial.add(f"models.{role}.path")
-        else:
-            named[f"models.{role}.path"] = model.path, f"models/{role}"
-    for i, dataset in enumerate(config.evaluation.datasets):
-        named[f"evaluation.datasets[{i}].path"] = (
-            dataset.path,
-            f"data/evaluation-{dataset.name}.jsonl",
-        )
-    for key, (value, place) in named.items():
-        if not value and key != "model.tokenizer":
+    named = {file.key: file for file in named_files(config)}
+    for key, file in named.items():
+        if not file.path and key != TOKENIZER:
             continue
-        there = place in files or any(name.startswith(f"{place}/") for name in files)
-        if value != place or not there:
-            raise Refused(f"{key} = {value!r:.200}: of a job that is handed over it is {place!r}")
+        there = file.place in files or any(name.startswith(f"{file.place}/") for name in files)
+        if file.path != file.place or not there:
+            raise Refused(
+                f"{key} = {file.path!r:.200}: of a job that is handed over it is {file.place!r}"
+            )
+    initial = {
+        f"models.{role}.path"
+        for role, model in config.models.declared.items()
+        if model.path == INITIAL
+    }
     known = named.keys() | initial | OURS
     for key, asked in (*_paths(config), *_of_the_host(config, files)):
         if asked and key not in known:

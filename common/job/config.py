@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Interval, Le, MinLen
@@ -51,6 +52,11 @@ class ModelConfigSection(Table):
     path: File = ""
     config: Options = field(default_factory=dict)  # config.json's keys, used from scratch
     tokenizer: File = ""  # a tokenizer.json, beside its companions; empty: the one in `path`
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The tokenizer.json."""
+        return Path(self.tokenizer or Path(self.path) / "tokenizer.json")
 
 
 INITIAL = "initial"  # as the path of a frozen model: the weights that training begins from

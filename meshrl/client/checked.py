@@ -7,7 +7,7 @@ from pathlib import Path
 from common.job.config import JobConfig
 from meshrl.job import jobfile
 from meshrl.job.checks.machine import all_checks as checks
-from meshrl.job.jobfile import JobFile
+from meshrl.job.loaded import JobFile
 
 
 def job_file(

@@ -19,7 +19,7 @@ from meshrl.directory.claims import claimed, writing
 from meshrl.directory.places import MeshPlace
 from meshrl.job.bundle import pack_run
 from meshrl.job.checks.file.models import size
-from meshrl.job.jobfile import JobFile
+from meshrl.job.loaded import JobFile
 
 
 def submit(found: JobFile, force: bool, place: MeshPlace, job_file: Path | None) -> Submitted:

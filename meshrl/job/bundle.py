@@ -26,12 +26,12 @@ from typing import Any
 
 from common.hardware.shapes import ModelShape
 from common.job import bundle_files
-from common.job.config import INITIAL, JobConfig
+from common.job.config import JobConfig
+from common.job.named_files import TOKENIZER, named_files, put
 from common.model.tokenizer import companions
 from meshrl.directory.places import write_json
 from meshrl.job import edited, references, rows, tasksets
 from meshrl.job.checks.file.models import shape
-from meshrl.job.jobfile import all_references
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
@@ -73,7 +73,7 @@ def pack(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dict[str, 
         if not target.is_dir():
             os.rename(staging, target)
             staging.mkdir()  # the context manager removes it
-    model = shape(config.model.path, config.model.config)
+    model = shape(config)
     document["bundle"] = {
         "dir": str(target.resolve()),
         "digest": digest,
@@ -87,36 +87,39 @@ def pack(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dict[str, 
 def _fill(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:
     document = config.document()
     copy_modules(config, base, staging / "modules")
-    for key, lines in _datasets(config, staging / "modules"):
-        target = staging / "data" / f"{key}.jsonl"
-        target.parent.mkdir(exist_ok=True)
-        with target.open("w", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in lines)
-        document["dataset"][key] = f"data/{key}.jsonl"
-    for number, dataset in enumerate(config.evaluation.datasets):
-        place = Path("data") / f"evaluation-{dataset.name}.jsonl"
-        (staging / place).parent.mkdir(exist_ok=True)
-        with (staging / place).open("w", encoding="utf-8") as file:
-            file.writelines(row.line + "\n" for row in rows.read(Path(dataset.path)))
-        document["evaluation"]["datasets"][number]["path"] = str(place)
-    tokenizer = Path(config.model.tokenizer or Path(config.model.path) / "tokenizer.json")
-    _copy(tokenizer, staging / "tokenizer" / "tokenizer.json")
-    for name in companions(tokenizer):
-        _copy(tokenizer.parent / name, staging / "tokenizer" / name)
-    document["model"]["tokenizer"] = "tokenizer/tokenizer.json"
-    if config.model.path:
-        _copy_model(Path(config.model.path), staging / "model")
-        document["model"]["path"] = "model"
-    for role, model in config.models.declared.items():
-        if model.path != INITIAL:
-            _copy_model(Path(model.path), staging / "models" / role)
-            document["models"][role]["path"] = f"models/{role}"
+    drawn = _of_taskset(config, staging / "modules")
+    for file in named_files(config):
+        target = staging / file.place
+        if lines := drawn.get(file.key):
+            _write(target, lines)
+        elif file.key == TOKENIZER:
+            tokenizer = config.model.tokenizer_file
+            _copy(tokenizer, target)
+            for name in companions(tokenizer):
+                _copy(tokenizer.parent / name, target.parent / name)
+        elif not file.path:
+            continue
+        elif file.has_rows:
+            _write(target, (row.line for row in rows.read(Path(file.path))))
+        else:
+            for pattern in MODEL_FILES:
+                for source in sorted(Path(file.path).glob(pattern)):
+                    _copy(source, target / source.name)
+        put(document, file.key, file.place)
     return document
+
+
+def _of_taskset(config: JobConfig, modules: Path) -> dict[str, list[str]]:
+    """The tasks, by the key of the dataset that they are, of a job that trains on a taskset."""
+    if not config.environment.verifiers or config.dataset.train:
+        return {}
+    held_out, train = tasksets.tasks(config, modules)
+    return {"dataset.train": train, "dataset.held_out": held_out}
 
 
 def copy_modules(config: JobConfig, base: Path, target: Path) -> None:
     """The job's modules with the neighbours that they import, and its MCP servers' files."""
-    modules = [reference.partition(":")[0] for _, reference in all_references(config)]
+    modules = [reference.partition(":")[0] for _, reference in references.all_references(config)]
     if config.environment.verifiers:
         taskset = tasksets.module_of(config.environment.verifiers)
         modules += [taskset] if references.module_file(base, taskset) else []
@@ -136,23 +139,10 @@ def _servers(config: JobConfig, base: Path) -> Iterator[Path]:
                 yield path
 
 
-def _copy_model(source: Path, target: Path) -> None:
-    for pattern in MODEL_FILES:
-        for file in sorted(source.glob(pattern)):
-            _copy(file, target / file.name)
-
-
-def _datasets(config: JobConfig, modules: Path) -> Iterator[tuple[str, Iterable[str]]]:
-    """(train | held_out, its rows as JSON) of all that the job has."""
-    named = {key: getattr(config.dataset, key) for key in ("train", "held_out")}
-    for key, name in named.items():
-        if name:
-            yield key, (row.line for row in rows.read(Path(name)))
-    if config.environment.verifiers and not named["train"]:
-        held_out, train = tasksets.tasks(config, modules)
-        yield "train", train
-        if held_out:
-            yield "held_out", held_out
+def _write(target: Path, lines: Iterable[str]) -> None:
+    target.parent.mkdir(exist_ok=True)
+    with target.open("w", encoding="utf-8") as file:
+        file.writelines(line + "\n" for line in lines)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.job import builtin
+from common.job.config import JobConfig
+from meshrl.job.loaded import at
 
+REFERENCES = ("environment.use", "warm_start.demonstrations")
 _REFERENCE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)\Z")
 
 
@@ -22,6 +26,17 @@ class Reference:
     module: str
     function: str
     path: Path | None  # the module's file beside the job file; None: an installed module
+
+
+def all_references(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """(dotted key, module:function) of all code that a job names."""
+    named = [(key, at(config, key)) for key in (*REFERENCES, "reward.use")]
+    named += [("reward.parts", part.use) for part in config.reward.parts]
+    tools = config.environment.tools.items()
+    named += [(f"environment.tools.{tool}", use) for tool, use in tools]
+    for key, use in named:
+        if (key in REFERENCES and use) or (":" in use and not builtin.is_mcp(use)):
+            yield key, use
 
 
 def resolve(text: str, base: Path) -> Reference:

@@ -16,7 +16,7 @@ from common.state import jobs
 from common.state.server import embedded
 from meshrl.directory.places import write_json
 from meshrl.directory.target import Run
-from meshrl.job.jobfile import JobFile
+from meshrl.job.loaded import JobFile
 from meshrl.launch.checks import mesh_checks
 from meshrl.launch.head.launcher import Launcher, Shape, shape_of
 from meshrl.launch.head.restoring import put_back

@@ -12,7 +12,7 @@ import zmq
 from common.errors import ConfigError
 from common.ports import ANY, ANYWHERE, Taken, bare, ports, refused, shown
 from common.settings import OFF
-from meshrl.job.jobfile import JobFile
+from meshrl.job.loaded import JobFile
 from meshrl.launch import plan
 
 

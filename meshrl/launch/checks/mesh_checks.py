@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshrl.job.checks.machine import all_checks as checks
 from meshrl.job.checks.machine import devices, programs
-from meshrl.job.jobfile import JobFile
+from meshrl.job.loaded import JobFile
 from meshrl.launch.checks import redis_server
 from meshrl.launch.checks.addresses import bind, metrics
 

@@ -7,7 +7,7 @@ import asyncio
 from common.errors import ConfigError, StateUnavailable
 from common.state.client import State
 from common.state.server import embedded
-from meshrl.job.jobfile import JobFile
+from meshrl.job.loaded import JobFile
 from meshrl.launch.redis.network import far_url
 from meshrl.launch.redis.serving import server_for
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from common.job.config import JobConfig
 from common.job.schema import JOB
 from meshrl.cli import app
-from meshrl.job.jobfile import at
+from meshrl.job.loaded import at
 from meshrl.launch.mesh_file import MESH, MeshFile
 
 ROOT = Path(__file__).parents[3]

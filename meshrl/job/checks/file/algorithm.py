@@ -1,43 +1,36 @@
-"""Checks the algorithm's keys of a job file.
-
-`fail(key, message, fix)` makes the error that names the key's line.
-"""
+"""Checks the algorithm's keys of a job file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from common.errors import ConfigError
-from common.job.config import JobConfig
 from common.job.correction_bounds import bounds
+from meshrl.job.loaded import JobFile
 
 REWARDLESS = ("sft", "distill")  # algorithms that learn from something else
 FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # with values that filter nothing
-Fail = Callable[..., ConfigError]
 
 
-def check(config: JobConfig, fail: Fail) -> None:
+def check(job: JobFile) -> None:
     """Values that do not go together."""
-    chosen = config.algorithm
+    chosen = job.config.algorithm
     if chosen.updates > chosen.groups_per_step:
-        raise fail(
+        raise job.fail(
             "algorithm.updates", "algorithm.updates exceeds the groups of a step that they share"
         )
-    if chosen.overlong_buffer > config.rollout.max_tokens:
-        raise fail("algorithm.overlong_buffer", "algorithm.overlong_buffer exceeds max_tokens")
+    if chosen.overlong_buffer > job.config.rollout.max_tokens:
+        raise job.fail("algorithm.overlong_buffer", "algorithm.overlong_buffer exceeds max_tokens")
     if chosen.name in REWARDLESS and chosen.kl_coefficient and chosen.kl_in == "reward":
-        raise fail(
+        raise job.fail(
             "algorithm.kl_in", f"{chosen.name} has no reward to take a divergence off", "Use 'loss'"
         )
-    _correction(config, fail)
-    if not config.supervised:
-        _filters(config, fail)
+    _correction(job)
+    if not job.config.supervised:
+        _filters(job)
 
 
-def _correction(config: JobConfig, fail: Fail) -> None:
-    chosen = config.algorithm
-    if config.supervised and chosen.correction != "none":
-        raise fail(
+def _correction(job: JobFile) -> None:
+    chosen = job.config.algorithm
+    if job.config.supervised and chosen.correction != "none":
+        raise job.fail(
             "algorithm.correction",
             f"no policy sampled the answers of {chosen.name}: there is nothing to correct for",
             "Set algorithm.correction to 'none'",
@@ -45,30 +38,30 @@ def _correction(config: JobConfig, fail: Fail) -> None:
     low, high = bounds(chosen)
     if high < low:
         given = "low" if chosen.correction_high < 0 else "high"
-        raise fail(
+        raise job.fail(
             f"algorithm.correction_{given}",
             f"the largest weight of a correction, {high:g}, is below the lowest, {low:g}",
             "Raise algorithm.correction_high, or lower algorithm.correction_low",
         )
 
 
-def _filters(config: JobConfig, fail: Fail) -> None:
+def _filters(job: JobFile) -> None:
     """Engines tell the probabilities of what filters keep, which add up to 1; the trainer's policy
     has all tokens, so that their ratio on the policy itself is the share that was kept.
     """
-    rollout, chosen = config.rollout, config.algorithm
+    rollout, chosen = job.config.rollout, job.config.algorithm
     used = [f"rollout.{name}" for name, all in FILTERS.items() if getattr(rollout, name) != all]
     if not used:
         return
     if chosen.correction == "none":
-        raise fail(
+        raise job.fail(
             used[0],
             f"with {used[0]} ratios to what was sampled would begin at the share that it keeps, "
             "not at 1, and be clipped for it",
             "Set algorithm.correction, as to 'tis', or sample without filters",
         )
     if chosen.kl_coefficient and chosen.kl_in == "reward":
-        raise fail(
+        raise job.fail(
             used[0],
             f"with {used[0]} a divergence in the reward would also count what it leaves out",
             "Set algorithm.kl_in to 'loss', or sample without filters",

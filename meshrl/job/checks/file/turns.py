@@ -1,46 +1,41 @@
-"""Checks and resolves what begins and ends a turn of a job: its chat format and its end tokens.
-
-`fail(key, message, fix)` makes the error that names the key's line.
-"""
+"""Checks and resolves what begins and ends a turn of a job: its chat format and its end tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
-from common.errors import ConfigError
 from common.job.config import JobConfig
 from common.model.chat import TEMPLATE, Chat, ChatBroken, format_of
 from common.model.end_tokens import end_tokens
 from common.model.messages import conversation_of
 from common.model.tokenizer import Tokenizer
 from meshrl.job import rows
+from meshrl.job.loaded import PLACED, WHOLE, JobFile, at
 
-Fail = Callable[..., ConfigError]
+OF_A_CHAT = {"chat_options": {}, "chat_history": "keep", "chat_date": ""}  # and without one
+OF_A_TEMPLATE = {  # with values that every format takes, and what one of `renderers` does instead
+    "chat_history": ("keep", "always keeps earlier turns as they were sampled"),
+    "chat_date": ("", "takes no date"),
+    "tool_call_parser": ("auto", "reads tool calls in its own way"),
+}
 
 
-def check(config: JobConfig, fail: Fail) -> JobConfig:
+def resolved(job: JobFile) -> JobConfig:
     """The job with its chat format by name, and with all tokens that end a turn."""
-    config = _ends(config, fail)
-    return _chat(config, fail) if config.environment.chat else _plain(config, fail)
-
-
-def _tokenizer(config: JobConfig) -> Path:
-    return Path(config.model.tokenizer or Path(config.model.path) / "tokenizer.json")
-
-
-def _ends(config: JobConfig, fail: Fail) -> JobConfig:
-    """With the model's own end tokens."""
-    model = config.model
-    path = Path(model.path) if model.path else None
-    try:
-        own = end_tokens(path, model.config, _tokenizer(config))
-    except ConfigError as error:
-        where = f" ({error.where})" if error.where else ""
-        raise fail("model", f"model: {error.message}{where}", error.fix) from error
-    return _stopped(config, own)
+    model = job.config.model
+    with job.naming("model", PLACED):
+        own = end_tokens(
+            Path(model.path) if model.path else None, model.config, model.tokenizer_file
+        )
+    job = job.with_config(_stopped(job.config, own))
+    if job.config.environment.chat:
+        return _chat(job)
+    for name, none in OF_A_CHAT.items():
+        if getattr(job.config.environment, name) != none:
+            raise job.fail(f"environment.{name}", f"{name} without environment.chat")
+    return job.config
 
 
 def _stopped(config: JobConfig, tokens: list[str]) -> JobConfig:
@@ -48,21 +43,12 @@ def _stopped(config: JobConfig, tokens: list[str]) -> JobConfig:
     return replace(config, rollout=replace(config.rollout, stop=stop))
 
 
-def _plain(config: JobConfig, fail: Fail) -> JobConfig:
-    environment = config.environment
-    if environment.chat_options:
-        raise fail("environment.chat_options", "chat_options without environment.chat")
-    if environment.chat_history != "keep":
-        raise fail("environment.chat_history", "chat_history without environment.chat")
-    if environment.chat_date:
-        raise fail("environment.chat_date", "chat_date without environment.chat")
-    return config
-
-
-def _chat(config: JobConfig, fail: Fail) -> JobConfig:
+def _chat(job: JobFile) -> JobConfig:
     """With the format's stop tokens."""
-    environment, tokenizer = config.environment, _tokenizer(config)
-    try:
+    config, environment = job.config, job.config.environment
+    tokenizer = config.model.tokenizer_file
+    day = _date(job)
+    with job.naming("environment.chat", WHOLE):
         name = environment.chat
         if name == "auto":
             name = format_of(Path(config.model.path), tokenizer)
@@ -73,67 +59,56 @@ def _chat(config: JobConfig, fail: Fail) -> JobConfig:
             history=environment.chat_history,
             parser=environment.tool_call_parser,
             ends=config.rollout.stop,
-            date=_date(environment.chat_date, fail),
+            date=day,
             special_tokens=environment.special_tokens,
         )
-    except ConfigError as error:
-        raise fail("environment.chat", f"environment.chat: {error}") from error
     # One day for the whole run, so that trajectories can be rebuilt on another.
     day = environment.chat_date or (date.today().isoformat() if chat.dated else "")
     config = replace(config, environment=replace(environment, chat=name, chat_date=day))
     if name == TEMPLATE:
-        _taken(config, chat, fail)
+        _taken(job, chat)
     else:
-        _known(config, fail)
+        _known(job.with_config(config))
     return _stopped(config, chat.stop_tokens)
 
 
-def _date(day: str, fail: Fail) -> str:
+def _date(job: JobFile) -> str:
+    day = job.config.environment.chat_date
     try:
         return day and date.fromisoformat(day).isoformat()
     except ValueError:
         message = f"environment.chat_date = {day!r} is no day"
-        raise fail("environment.chat_date", message, "Write it as 2026-11-22") from None
+        raise job.fail("environment.chat_date", message, "Write it as 2026-11-22") from None
 
 
-def _known(config: JobConfig, fail: Fail) -> None:
+def _known(job: JobFile) -> None:
     """The formats of `renderers` keep what was sampled and read their own calls."""
-    if config.environment.chat_history != "keep":
-        raise fail(
-            "environment.chat_history",
-            f"chat format {config.environment.chat!r} always keeps earlier turns as they were "
-            "sampled",
-            f"Leave it out, or set environment.chat = {TEMPLATE!r}",
-        )
-    if config.environment.chat_date:
-        raise fail(
-            "environment.chat_date",
-            f"chat format {config.environment.chat!r} takes no date",
-            f"Leave it out, or set environment.chat = {TEMPLATE!r}",
-        )
-    if config.environment.tool_call_parser != "auto":
-        raise fail(
-            "environment.tool_call_parser",
-            f"chat format {config.environment.chat!r} reads tool calls in its own way",
-            f"Leave it out, or set environment.chat = {TEMPLATE!r}",
-        )
+    chat = job.config.environment.chat
+    for name, (none, instead) in OF_A_TEMPLATE.items():
+        if getattr(job.config.environment, name) != none:
+            raise job.fail(
+                f"environment.{name}",
+                f"chat format {chat!r} {instead}",
+                f"Leave it out, or set environment.chat = {TEMPLATE!r}",
+            )
 
 
-def _taken(config: JobConfig, chat: Chat, fail: Fail) -> None:
+def _taken(job: JobFile, chat: Chat) -> None:
     """The template takes the job's tools, and the first prompt of each of its files."""
+    config = job.config
     if config.environment.tools and (problem := chat.tool_problem):
-        raise fail(
+        raise job.fail(
             "environment.tools",
             f"environment.tools: {problem}",
             "Leave tools out, take a model whose template has them, or name "
             "environment.tool_call_parser, or a format in environment.chat that knows how to call",
         )
-    if config.environment.use or config.environment.verifiers:
-        return  # which make their own prompts
-    for key in ("train", "held_out"):
-        if name := getattr(config.dataset, key):
+    if not job.own_prompts:
+        return
+    for key in ("dataset.train", "dataset.held_out"):
+        if name := at(config, key):
             row = next(iter(rows.read(Path(name))))
             try:
                 chat.begin(conversation_of(row.value[config.dataset.prompt]))
             except ChatBroken as error:
-                raise fail(f"dataset.{key}", f"{row.place}: {error.message}", error.fix) from error
+                raise job.fail(key, f"{row.place}: {error.message}", error.fix) from error

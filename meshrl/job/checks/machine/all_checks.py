@@ -23,7 +23,7 @@ from meshrl.job.checks.machine import (
     weights,
 )
 from meshrl.job.checks.machine.together import raise_all
-from meshrl.job.jobfile import JobFile
+from meshrl.job.loaded import JobFile
 
 Check = Callable[[JobFile], None]
 

@@ -15,7 +15,7 @@ from common.errors import ConfigError
 from common.gpus.devices import Device
 from common.gpus.found import ANSWER_S, enough
 from common.gpus.visible import CUDA
-from meshrl.job.jobfile import JobFile
+from meshrl.job.loaded import JobFile
 
 IMPORT_S = 60.0  # for torch
 LIST = [sys.executable, "-m", "common.gpus"]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from common.grading import golds
 from common.grading.golds import BadGold
 from common.job.config import RewardPartConfig
-from meshrl.job import row_keys, rows
-from meshrl.job.checks.machine.graded import scored_datasets
-from meshrl.job.jobfile import JobFile
+from meshrl.job import row_keys
+from meshrl.job.checks.machine.timed_rows import TimedRows
+from meshrl.job.checks.machine.together import shown
+from meshrl.job.loaded import JobFile
 
 LOOK_S = 2.0  # for the rows of all datasets: some hundred thousand
 EXTENSION = re.compile(r"\(\?(?!:)|\\[1-9bBAZ]|[$^]")  # in a group, beyond plain matching
@@ -32,27 +31,9 @@ def usable(job: JobFile, look_s: float = LOOK_S) -> None:
     time allows. The reward itself refuses the golds of later ones.
     """
     parts = [part for part in job.config.reward.declared if _compares(part)]
-    datasets = list(scored_datasets(job))
-    until = time.monotonic()
-    for key, path in datasets:
-        until += look_s / len(datasets)
-        _check_rows(job, parts, key, path, until)
-
-
-def _compares(part: RewardPartConfig) -> bool:
-    if part.use == "regex":
-        return row_keys.compares(part.options.get("pattern"))
-    return part.use in READ
-
-
-def _check_rows(
-    job: JobFile, parts: list[RewardPartConfig], key: str, path: Path, until: float
-) -> None:
-    wrong: list[str] = []
-    count, fix = 0, ""
-    for row in rows.read(path) if parts else ():
-        if time.monotonic() > until:
-            break
+    wrong: dict[str, list[str]] = {}  # by the dataset's key
+    fix = ""
+    for key, row in TimedRows(job.scored_datasets if parts else [], look_s):
         for part in parts:
             try:
                 text = READ[part.use](row.value, part.options)
@@ -62,16 +43,20 @@ def _check_rows(
             except BadGold as error:
                 name = part.options.get("answer", "answer")
                 fix = fix or error.fix
-                count += 1
-                if count <= SHOWN:
-                    wrong.append(f"{row.place}: {name!r} is no gold of {part.use!r}: {error}")
-    if count:
-        more = f"; and {count - SHOWN} more" if count > SHOWN else ""
+                said = f"{row.place}: {name!r} is no gold of {part.use!r}: {error}"
+                wrong.setdefault(key, []).append(said)
+    for key, found in wrong.items():
         raise job.fail(
             key,
-            f"{key}: {count} gold answers that no answer can equal: {'; '.join(wrong)}{more}",
+            f"{key}: {len(found)} gold answers that no answer can equal: {shown(found, SHOWN)}",
             fix[:1].upper() + fix[1:],
         )
+
+
+def _compares(part: RewardPartConfig) -> bool:
+    if part.use == "regex":
+        return row_keys.compares(part.options.get("pattern"))
+    return part.use in READ
 
 
 def _refuse_uncaught(part: RewardPartConfig, text: str) -> None:

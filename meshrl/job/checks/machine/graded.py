@@ -8,10 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +17,10 @@ from common.grading import shapes, under_pytest
 from common.grading.cases import BadTests
 from common.grading.support import Unsupported, unsupported
 from common.job import builtin
-from meshrl.job import rows
 from meshrl.job.checks.machine.programs import imports, without
-from meshrl.job.jobfile import JobFile, at
+from meshrl.job.checks.machine.timed_rows import TimedRows
+from meshrl.job.checks.machine.together import shown
+from meshrl.job.loaded import JobFile
 
 LOOK_S = 4.0  # for the rows of all datasets: some thousands in Python, of cases many more
 SHOWN = 5  # rows that an error names
@@ -94,15 +92,6 @@ class _Runners:
         return self._found[package]
 
 
-@dataclass(frozen=True)
-class _Wrong:
-    """A row whose tests cannot be graded by."""
-
-    key: str  # its dataset's
-    place: str
-    said: str
-
-
 class _Look:
     """One pass over the rows."""
 
@@ -111,32 +100,22 @@ class _Look:
         self._kinds: Counter[str] = Counter()
         self._known: dict[str, str] = {}  # tests in Python -> their runner
         self._partly = False  # there were more rows than time
-        self.wrong: list[_Wrong] = []
-        self.most = 0  # rows that are wrong
+        self.wrong: list[str] = []  # rows whose tests cannot be graded by
+        self._first = ""  # key of the dataset that has the first of them
 
     def at_all(self, look_s: float) -> None:
-        datasets = list(scored_datasets(self._job))
-        until = time.monotonic()
-        for key, path in datasets:
-            until += look_s / len(datasets)
-            for row in rows.read(path):
-                if time.monotonic() > until:
-                    self._partly = True
-                    break
-                self._at(key, row)
-
-    def _at(self, key: str, row: rows.Row) -> None:
-        try:
-            self._kinds[self._kind(shapes.column(row.value, self._key))] += 1
-        except (BadTests, Unsupported) as error:
-            self._wrong(key, row, str(error))
-        except Exception as error:  # of reading what somebody wrote: one row stops no other
-            self._wrong(key, row, f"tests that cannot be read: {type(error).__name__}: {error}")
-
-    def _wrong(self, key: str, row: rows.Row, said: str) -> None:
-        self.most += 1
-        if len(self.wrong) < SHOWN:
-            self.wrong.append(_Wrong(key, row.place, said))
+        rows = TimedRows(self._job.scored_datasets, look_s)
+        for key, row in rows:
+            try:
+                self._kinds[self._kind(shapes.column(row.value, self._key))] += 1
+                continue
+            except (BadTests, Unsupported) as error:
+                said = str(error)
+            except Exception as error:  # of reading what somebody wrote: one row stops no other
+                said = f"tests that cannot be read: {type(error).__name__}: {error}"
+            self._first = self._first or key
+            self.wrong.append(f"{row.place}: {said}")
+        self._partly = rows.partly
 
     def _kind(self, tests: Any) -> str:
         kind, found = shapes.read(tests)
@@ -148,31 +127,20 @@ class _Look:
 
     def said(self) -> str:
         """How many rows are of each kind."""
-        count = sum(self._kinds.values()) + self.most
+        count = sum(self._kinds.values()) + len(self.wrong)
         order = (shapes.STDIN, shapes.CALLS, "isolated", "pytest")
         kinds = [f"{kind} {self._kinds[kind]}" for kind in order if self._kinds[kind]]
-        kinds += [f"not gradable {self.most}"] if self.most else []
+        kinds += [f"not gradable {len(self.wrong)}"] if self.wrong else []
         which = f"the first {count} rows" if self._partly else f"{count} rows"
         rest = "; those behind them are looked at when they are graded" if self._partly else ""
         return f"tests: {which}: {', '.join(kinds)}{rest}"
 
     def error(self) -> ConfigError:
-        first = self.wrong[0]
-        shown = "; ".join(f"{wrong.place}: {wrong.said}" for wrong in self.wrong)
-        more = f"; and {self.most - SHOWN} more rows" if self.most > SHOWN else ""
-        rows_have = "a row has" if self.most == 1 else f"{self.most} rows have"
+        count = len(self.wrong)
+        rows_have = "a row has" if count == 1 else f"{count} rows have"
+        places = shown(self.wrong, SHOWN, "; and {} more rows")
         return self._job.fail(
-            first.key,
-            f"{first.key}: {rows_have} tests that cannot be graded by: {shown}{more}",
+            self._first,
+            f"{self._first}: {rows_have} tests that cannot be graded by: {places}",
             "Mend these rows or leave them out; what is missing in jails can be in sandbox.python",
         )
-
-
-def scored_datasets(job: JobFile) -> Iterator[tuple[str, Path]]:
-    """Yield (key, path) of the datasets whose rows are scored."""
-    for key in ("dataset.train", "dataset.held_out"):
-        scored = not (job.config.supervised and key == "dataset.train")
-        if scored and (name := at(job.config, key)):
-            yield key, Path(name)
-    for i, dataset in enumerate(job.config.evaluation.datasets):
-        yield f"evaluation.datasets[{i}].path", Path(dataset.path)

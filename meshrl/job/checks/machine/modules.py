@@ -25,10 +25,12 @@ from typing import Any
 from common.errors import ConfigError, MeshError
 from common.model.messages import conversation_of
 from common.process import child
-from meshrl.job import bundle, rows
+from meshrl.job import bundle
 from meshrl.job.checks.machine import prompts, texts, tokens, trial
+from meshrl.job.checks.machine.timed_rows import TimedRows
 from meshrl.job.checks.machine.together import raise_all
-from meshrl.job.jobfile import JobFile, all_references
+from meshrl.job.loaded import JobFile
+from meshrl.job.references import all_references
 
 IMPORT_S = 30.0  # as long as a sandbox lets a worker import
 SAMPLED = 64  # rows of a dataset that an environment opens beside its first one
@@ -84,18 +86,11 @@ def _kind(key: str) -> str:
 
 def _sample(job: JobFile) -> list[dict[str, Any]]:
     """The first row of each dataset, and then more of them, as far as there is time."""
-    first, more = [], []
-    until = time.monotonic()
-    named = list(prompts.datasets(job))
-    for key, path in named:
-        until += SAMPLE_S / len(named)
-        read = []
-        for row in rows.read(path):
-            read.append({"key": key, "place": row.place, "value": row.value})
-            if time.monotonic() > until:
-                break
-        first += read[:1]
-        more.append(random.Random(0).sample(read[1:], min(SAMPLED, len(read[1:]))))
+    read: dict[str, list[dict[str, Any]]] = {key: [] for key, _ in job.datasets}
+    for key, row in TimedRows(job.datasets, SAMPLE_S):
+        read[key].append({"key": key, "place": row.place, "value": row.value})
+    first = [found[0] for found in read.values() if found]
+    more = [random.Random(0).sample(f[1:], min(SAMPLED, len(f[1:]))) for f in read.values()]
     turns = itertools.chain.from_iterable(itertools.zip_longest(*more))
     return first + [row | {"more": True} for row in turns if row is not None]
 

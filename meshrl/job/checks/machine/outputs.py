@@ -6,7 +6,7 @@ import uuid
 
 from common.errors import ConfigError, MeshError
 from common.records.at_url import AtUrl, without_secrets
-from meshrl.job.jobfile import JobFile
+from meshrl.job.loaded import JobFile
 
 
 def writable(job: JobFile) -> None:

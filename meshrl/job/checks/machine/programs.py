@@ -13,7 +13,7 @@ from common.generation.served_by_sglang import served_by_sglang
 from common.process import containment
 from common.process.interpreters import home, interpreter
 from meshrl.job.checks.machine.tokens import known_model, model_at
-from meshrl.job.jobfile import JobFile
+from meshrl.job.loaded import JobFile
 
 ANSWER_S = 20.0  # for an interpreter that looks for a package, on a slow disk
 IMPORT_S = 60.0  # for the imports of a jail's interpreter

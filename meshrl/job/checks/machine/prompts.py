@@ -10,8 +10,9 @@ from typing import Any
 from common.errors import ConfigError
 from common.model.tokenizer import Tokenizer
 from meshrl.job import rows
+from meshrl.job.checks.machine.together import shown
 from meshrl.job.checks.machine.tokens import tokenizer_of
-from meshrl.job.jobfile import JobFile, at
+from meshrl.job.loaded import JobFile
 
 LOOK_S = 1.5  # for all rows together: the longest ones come first, and the rest as far as it lasts
 SHOWN = 3  # rows that an error names
@@ -23,13 +24,12 @@ def lengths(job: JobFile) -> None:
     Of a chat only the messages' texts are counted: what the format adds comes on top.
     """
     config = job.config
-    if config.environment.use or config.environment.verifiers:
+    if not job.own_prompts:
         return
     tokenizer, room = tokenizer_of(job), config.rollout.max_tokens
     until = time.monotonic() + LOOK_S
-    for key, path in datasets(job):
-        answer = config.dataset.response if config.supervised and key == "dataset.train" else ""
-        read = list(texts_of(path, config.dataset.prompt, answer, until))
+    for key, path in job.datasets:
+        read = list(texts_of(job, key, path, until))
         read.sort(key=lambda entry: -sum(map(len, entry[1])))
         long: list[tuple[str, int]] = []
         for place, texts in read:
@@ -42,21 +42,21 @@ def lengths(job: JobFile) -> None:
             if not counts[0]:
                 raise job.fail(key, f"{place}: the prompt is empty", "Leave the row out")
             count = sum(counts)
-            if count + (not answer) > room:
+            if count + (not job.learns(key)) > room:
                 long.append((place, count))
-        refuse_long(job, key, long, "prompt and answer have" if answer else "the prompt has")
+        what = "prompt and answer have" if job.learns(key) else "the prompt has"
+        refuse_long(job, key, long, what)
 
 
 def refuse_long(job: JobFile, key: str, long: list[tuple[str, int]], what: str) -> None:
     """Raises when there are prompts, (place, tokens), that are too long."""
     if not long:
         return
-    shown = ", ".join(f"{place} ({count} tokens)" for place, count in long[:SHOWN])
-    more = f" and {len(long) - SHOWN} more rows" if len(long) > SHOWN else ""
+    places = [f"{place} ({count} tokens)" for place, count in long]
     raise job.fail(
         key,
         f"{key}: {what} no room in rollout.max_tokens = {job.config.rollout.max_tokens}: "
-        f"{shown}{more}",
+        + shown(places, SHOWN, " and {} more rows", ", "),
         "Raise rollout.max_tokens, which counts prompt and answer together, or leave these rows "
         "out",
     )
@@ -74,18 +74,10 @@ def count_tokens(
         raise job.fail(key, f"{place}: {error.message}", error.fix) from error
 
 
-def datasets(job: JobFile) -> Iterator[tuple[str, Path]]:
-    """The key and path of each dataset."""
-    for key in ("dataset.train", "dataset.held_out"):
-        if name := at(job.config, key):
-            yield key, Path(name)
-    for i, dataset in enumerate(job.config.evaluation.datasets):
-        yield f"evaluation.datasets[{i}].path", Path(dataset.path)
-
-
-def texts_of(path: Path, prompt: str, answer: str, until: float) -> Iterator[tuple[str, list[str]]]:
-    """(place, what is to be encoded) of the rows that are read in time."""
-    keys = [prompt, answer] if answer else [prompt]
+def texts_of(job: JobFile, key: str, path: Path, until: float) -> Iterator[tuple[str, list[str]]]:
+    """(place, the prompt and perhaps the answer) of a dataset's rows that are read in time."""
+    dataset = job.config.dataset
+    keys = [dataset.prompt, dataset.response] if job.learns(key) else [dataset.prompt]
     for row in rows.read(path):
         yield row.place, [said(row.value.get(key)) for key in keys]
         if time.monotonic() > until:

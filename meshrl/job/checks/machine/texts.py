@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from common.errors import ConfigError
 from common.model.chat import ANYWHERE
 from meshrl.job.checks.machine import prompts
-from meshrl.job.checks.machine.together import raise_all
+from meshrl.job.checks.machine.together import raise_all, shown
 from meshrl.job.checks.machine.tokens import tokenizer_of
-from meshrl.job.jobfile import JobFile
+from meshrl.job.loaded import JobFile
 
 LOOK_S = 1.0  # for all rows together
 SHOWN = 3  # rows, and pieces of a text, that an error names
@@ -21,14 +21,12 @@ SHOWN = 3  # rows, and pieces of a text, that an error names
 
 def written(job: JobFile) -> None:
     """The rows' own prompts and answers, of jobs whose environment is not the author's."""
-    config = job.config
-    if config.environment.use or config.environment.verifiers:
+    if not job.own_prompts:
         return
     texts = Texts(job)
     until = time.monotonic() + LOOK_S
-    for key, path in prompts.datasets(job):
-        answer = config.dataset.response if config.supervised and key == "dataset.train" else ""
-        for place, said in prompts.texts_of(path, config.dataset.prompt, answer, until):
+    for key, path in job.datasets:
+        for place, said in prompts.texts_of(job, key, path, until):
             texts.look(key, place, said)
     raise_all(texts.errors())
     texts.tell()
@@ -95,9 +93,8 @@ class Texts:
 
 
 def _shown(found: list[tuple[str, list[str]]]) -> str:
-    rows = "; ".join(
+    places = [
         f"{place}: {', '.join(map(repr, list(dict.fromkeys(pieces))[:SHOWN]))}"
-        for place, pieces in found[:SHOWN]
-    )
-    more = len(found) - SHOWN
-    return rows + (f"; and {more} more rows" if more > 0 else "")
+        for place, pieces in found
+    ]
+    return shown(places, SHOWN, "; and {} more rows")

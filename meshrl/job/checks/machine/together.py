@@ -1,8 +1,8 @@
-"""Several errors as one."""
+"""Several errors, or several parts of one, as one text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from common.errors import ConfigError, MeshError
 
@@ -14,3 +14,9 @@ def raise_all(errors: Iterable[MeshError]) -> None:
         raise found[0]
     if found:
         raise ConfigError("\nerror: ".join(map(str, found)))
+
+
+def shown(found: Sequence[str], most: int, more: str = "; and {} more", between: str = "; ") -> str:
+    """Return the first texts, and how many more there are."""
+    left = len(found) - most
+    return between.join(found[:most]) + (more.format(left) if left > 0 else "")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 
 from common.errors import ConfigError
 from common.job.config import INITIAL, RolloutConfig
 from common.model.config import ModelConfig
 from common.model.tokenizer import Tokenizer
 from common.model.vocabulary import absent_ids
-from meshrl.job.checks.file.models import loaded, shape
-from meshrl.job.jobfile import JobFile
+from meshrl.job.checks.file.models import loaded, shape_at
+from meshrl.job.loaded import JobFile
 
 MODELS = 8  # of one job, which several checks ask for
 
@@ -20,7 +19,7 @@ MODELS = 8  # of one job, which several checks ask for
 @lru_cache(MODELS)
 def model_at(job: JobFile, path: str) -> ModelConfig:
     """The shape of the model in a directory; without one, of the model that begins from scratch."""
-    return shape(path, job.config.model.config)
+    return shape_at(path, job.config.model.config)
 
 
 def known_model(job: JobFile) -> ModelConfig:
@@ -33,9 +32,7 @@ def known_model(job: JobFile) -> ModelConfig:
 @lru_cache(MODELS)
 def tokenizer_of(job: JobFile) -> Tokenizer:
     """The job's tokenizer; ConfigError when the file is none."""
-    model = job.config.model
-    file = model.tokenizer or str(Path(model.path) / "tokenizer.json")
-    return loaded(Path(file), "model.tokenizer", job.fail)
+    return loaded(job, job.config.model.tokenizer_file, "model.tokenizer")
 
 
 def positions(job: JobFile) -> None:

@@ -12,6 +12,7 @@ from common.job.isolation import ORDER
 from common.job.schema import JOB
 from common.process import containment
 from meshrl.job import jobfile
+from meshrl.job.references import all_references
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "calculator.toml"
 
@@ -84,7 +85,7 @@ def test_parts_of_all_kinds_and_tools_of_all_kinds_are_accepted() -> None:
         ("calculator:reward", 0.5),
     ]
     assert sorted(config.jailed) == ["python", "shell"]
-    references = dict(jobfile.all_references(config))
+    references = dict(all_references(config))
     assert references["reward.parts"] == "calculator:reward"
     assert "environment.tools.p" not in references
 

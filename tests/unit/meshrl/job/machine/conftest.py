@@ -10,7 +10,7 @@ import pytest
 from common.errors import MeshError
 from common.model.tokenizer import character_tokenizer
 from meshrl.job import jobfile
-from meshrl.job.jobfile import JobFile
+from meshrl.job.loaded import JobFile
 
 Check = Callable[[JobFile], None]
 

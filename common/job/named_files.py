@@ -1,0 +1,70 @@
+"""Files that a job names, by key, and the place of each in the job's bundle."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from common.job.config import INITIAL, JobConfig
+
+TOKENIZER = "model.tokenizer"
+DATASETS = ("dataset.", "evaluation.")  # how keys of files of rows begin
+
+
+@dataclass(frozen=True)
+class NamedFile:
+    """One key that names a file or a directory."""
+
+    key: str  # dotted
+    path: str  # as the job has it; empty: it names none
+    place: str  # in the bundle
+
+    @property
+    def has_rows(self) -> bool:
+        """True for a file of rows."""
+        return self.key.startswith(DATASETS)
+
+    @property
+    def has_model(self) -> bool:
+        """True for the directory of a model."""
+        return not self.has_rows and self.key != TOKENIZER
+
+
+def named_files(config: JobConfig) -> list[NamedFile]:
+    """Return all keys that name a file of the bundle, those without a path too."""
+    dataset = config.dataset
+    return [
+        NamedFile("model.path", config.model.path, "model"),
+        NamedFile(TOKENIZER, config.model.tokenizer, "tokenizer/tokenizer.json"),
+        NamedFile("dataset.train", dataset.train, "data/train.jsonl"),
+        NamedFile("dataset.held_out", dataset.held_out, "data/held_out.jsonl"),
+        *(
+            NamedFile(f"models.{role}.path", model.path, f"models/{role}")
+            for role, model in config.models.declared.items()
+            if model.path != INITIAL
+        ),
+        *(
+            NamedFile(f"evaluation.datasets[{i}].path", d.path, f"data/evaluation-{d.name}.jsonl")
+            for i, d in enumerate(config.evaluation.datasets)
+        ),
+    ]
+
+
+def with_paths(config: JobConfig, path_of: Callable[[NamedFile], str]) -> JobConfig:
+    """Return the job with another path for each file that it names."""
+    document = config.document()
+    for file in named_files(config):
+        if file.path:
+            put(document, file.key, path_of(file))
+    return JobConfig.from_document(document)
+
+
+def put(document: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value of a dotted key, which may be of a table in a list."""
+    *tables, last = re.findall(r"\w+", key)
+    table: Any = document
+    for name in tables:
+        table = table[int(name) if name.isdigit() else name]
+    table[last] = value

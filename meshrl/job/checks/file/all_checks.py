@@ -1,0 +1,83 @@
+"""Runs the checks of what a job file says; the first mistake is told.
+
+A check is a function of the job file that raises a ConfigError with the line and what to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshrl.job.checks.file import (
+    algorithm,
+    engines,
+    experts,
+    extras,
+    files,
+    judges,
+    models,
+    sandbox,
+    sizes,
+)
+from meshrl.job.loaded import Check, JobFile
+
+ALL: tuple[Check, ...] = (
+    sizes.buckets,
+    sizes.paces,
+    engines.degrees,
+    sizes.workers,
+    sizes.pool,
+    models.declared,
+    judges.judge,
+    judges.evaluation,
+    algorithm.check,
+    sandbox.check,  # options of rewards, before the rows that they name
+    files.model,
+    files.rows_of_all,
+    models.shapes,
+    engines.divides,
+    experts.check,
+    extras.check,
+    files.taskset,
+    files.rewards,
+    files.references_of_all,
+)
+# Checks of keys that a run's files say, which do not change.
+OF_FILES = {
+    models.declared,
+    judges.judge,
+    files.model,
+    files.rows_of_all,
+    files.taskset,
+    files.rewards,
+    files.references_of_all,
+}
+
+
+def completed(job: JobFile) -> JobFile:
+    """Return a job of given answers with groups of one trajectory; another one as it is."""
+    config = job.config
+    if not config.supervised:
+        if config.algorithm.group_size < 2 and config.algorithm.name not in algorithm.REWARDLESS:
+            raise job.fail(
+                "algorithm.group_size",
+                "algorithm.group_size must be at least 2: an advantage compares",
+            )
+        return job
+    if job.given.get("algorithm", {}).get("group_size", 1) != 1:
+        raise job.fail("algorithm.group_size", "algorithm.group_size: of sft it is 1")
+    if config.environment.verifiers:
+        raise job.fail("environment.verifiers", "sft learns rows, which tasks of verifiers are not")
+    return job.with_config(replace(config, algorithm=replace(config.algorithm, group_size=1)))
+
+
+def check(job: JobFile) -> None:
+    """Check all that a job file says."""
+    for one in ALL:
+        one(job)
+
+
+def check_changed(job: JobFile) -> None:
+    """Check what may change of a run whose files stay."""
+    for one in ALL:
+        if one not in OF_FILES:
+            one(job)

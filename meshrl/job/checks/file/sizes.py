@@ -1,0 +1,69 @@
+"""Checks that numbers of a job go together: buckets, paces, workers, the job's part of a pool."""
+
+from __future__ import annotations
+
+from common.job.pace import profile, training_pace
+from common.pool.asking import need_of
+from common.pool.fitting import tight_floor
+from meshrl.job.loaded import JobFile
+
+
+def buckets(job: JobFile) -> None:
+    """Check that buckets rise, and that engines have slots for their batches."""
+    rollout = job.config.rollout
+    lengths = [bucket.max_tokens for bucket in rollout.buckets]
+    if lengths != sorted(set(lengths)):
+        raise job.fail("rollout.buckets", "rollout.buckets must rise in max_tokens")
+    for i, bucket in enumerate(rollout.buckets):
+        if bucket.batch > rollout.slots:
+            key = f"rollout.buckets[{i}].batch"
+            wrong = f"{key} = {bucket.batch} must lie in 1 to rollout.slots = {rollout.slots}"
+            raise job.fail(key, wrong)
+
+
+def paces(job: JobFile) -> None:
+    """Check that accelerators which the job is paced by are known."""
+    config = job.config
+    for key, pace, read in (
+        ("rollout.pace", config.rollout.pace, profile),
+        ("training.pace", config.training.pace, training_pace),
+    ):
+        if pace:
+            with job.naming(key, "{error.message}"):
+                read(pace)
+
+
+def workers(job: JobFile) -> None:
+    """Check that the mesh has the workers that the job's roles take, and groups enough members."""
+    config = job.config
+    if config.min_group > config.algorithm.group_size:
+        raise job.fail("algorithm.min_group", "algorithm.min_group exceeds the group size")
+    scoring = int(bool(config.models.declared))
+    training = config.planner.training + config.training.ranks - 1
+    rollout = config.planner.min_rollout * min(config.rollout.tensor_parallel)
+    if training + rollout + scoring > config.mesh.workers:
+        raise job.fail(
+            "mesh.workers",
+            f"mesh.workers = {config.mesh.workers} are too few for {training} "
+            f"that train and {rollout} that roll out"
+            + (", and one for the job's frozen models" if scoring else ""),
+        )
+
+
+def pool(job: JobFile) -> None:
+    """Check that the bounds of the job's workers leave room for its roles."""
+    least, most = job.config.pool.workers.least, job.config.pool.workers.most
+    floor = tight_floor(need_of(job.config.document()))
+    if most and most < least:
+        raise job.fail(
+            "pool.workers.most",
+            f"pool.workers.most = {most} is below pool.workers.least = {least}",
+        )
+    if most and most < floor:
+        raise job.fail(
+            "pool.workers.most",
+            f"pool.workers.most = {most}, and the job takes {floor}: one for each rank of its "
+            "core, one for frozen models, and those of an engine that takes no turns (sglang, "
+            "or rollout.tensor_parallel above 1)",
+            "Give it more, or 0 for as many as there are",
+        )

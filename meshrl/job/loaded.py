@@ -1,0 +1,76 @@
+"""A job as its file describes it, with the line of each key for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+from common.job.config import JobConfig
+from common.job.named_files import NamedFile, named_files
+
+Fail = Callable[..., ConfigError]  # (key, message, fix): the error that names the key's line
+PLACED = "{key}: {error.message}{place}"
+WHOLE = "{key}: {error}"  # with what to do
+
+
+@dataclass(frozen=True, eq=False)
+class JobFile:
+    """A job file as it was read; equal to itself alone."""
+
+    config: JobConfig  # its paths are absolute
+    base: Path  # the directory that it lies in
+    fail: Fail
+    given: Mapping[str, Any] = field(default_factory=dict)  # the tables and keys of the file
+
+    def with_config(self, config: JobConfig) -> JobFile:
+        """Return the same file with another configuration."""
+        return replace(self, config=config)
+
+    @contextmanager
+    def naming(self, key: str, form: str = "{key}: {error.message}") -> Iterator[None]:
+        """Name the line of `key` in a ConfigError of the block; `form` makes the message of `key`,
+        `error` and `place`, which is where the error says that it was, in brackets.
+        """
+        try:
+            yield
+        except ConfigError as error:
+            place = f" ({error.where})" if error.where else ""
+            message = form.format(key=key, error=error, place=place)
+            raise self.fail(key, message, "" if form == WHOLE else error.fix) from error
+
+    @property
+    def datasets(self) -> list[tuple[str, Path]]:
+        """The key and path of each dataset."""
+        return [(f.key, Path(f.path)) for f in named_files(self.config) if f.has_rows and f.path]
+
+    @property
+    def scored_datasets(self) -> list[tuple[str, Path]]:
+        """The datasets whose rows are scored."""
+        return [(key, path) for key, path in self.datasets if not self.learns(key)]
+
+    def learns(self, key: str) -> bool:
+        """Return True for the dataset whose answers are learned."""
+        return self.config.supervised and key == "dataset.train"
+
+    @property
+    def models(self) -> list[NamedFile]:
+        """The directories of models that the job names."""
+        return [file for file in named_files(self.config) if file.has_model and file.path]
+
+    @property
+    def own_prompts(self) -> bool:
+        """True if the prompts are those of the rows, and not an environment's."""
+        return not (self.config.environment.use or self.config.environment.verifiers)
+
+
+Check = Callable[[JobFile], None]
+
+
+def at(config: Any, key: str) -> Any:
+    """Return the value of a dotted key."""
+    return attrgetter(key)(config)
