@@ -11,17 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from common.errors import MeshError
-from meshrl.job.checks.machine import (
-    golds,
-    graded,
-    modules,
-    outputs,
-    programs,
-    prompts,
-    texts,
-    tokens,
-    weights,
-)
+from meshrl.job.checks.machine import modules, outputs, programs, tokens, weights
+from meshrl.job.checks.machine.rows import golds, graded, prompts, texts
 from meshrl.job.checks.machine.together import raise_all
 from meshrl.job.loaded import JobFile
 

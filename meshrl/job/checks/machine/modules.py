@@ -26,8 +26,9 @@ from common.errors import ConfigError, MeshError
 from common.model.messages import conversation_of
 from common.process import child
 from meshrl.job import bundle
-from meshrl.job.checks.machine import prompts, texts, tokens, trial
-from meshrl.job.checks.machine.timed_rows import TimedRows
+from meshrl.job.checks.machine import tokens, trial
+from meshrl.job.checks.machine.rows import prompts, texts
+from meshrl.job.checks.machine.rows.timed_rows import TimedRows
 from meshrl.job.checks.machine.together import raise_all
 from meshrl.job.loaded import JobFile
 from meshrl.job.references import all_references

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshrl.job.checks.machine import golds
+from meshrl.job.checks.machine.rows import golds
 from tests.unit.meshrl.job.machine.conftest import read, refusal
 
 DIGITS = r"reward.options={pattern='#(?P<answer>[0-9]+)'}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from meshrl.job.checks.machine import graded
+from meshrl.job.checks.machine.rows import graded
 from tests.unit.meshrl.job.machine.conftest import read, refusal
 
 CODE = ["reward.use=code_tests"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from meshrl.job.checks.machine import prompts
+from meshrl.job.checks.machine.rows import prompts
 from tests.unit.meshrl.job.machine.conftest import read, refusal
 
 

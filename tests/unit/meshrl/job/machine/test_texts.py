@@ -9,7 +9,8 @@ import pytest
 from tokenizers import AddedToken, Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from meshrl.job.checks.machine import modules, texts
+from meshrl.job.checks.machine import modules
+from meshrl.job.checks.machine.rows import texts
 from tests.unit.meshrl.job.machine.conftest import read, refusal
 
 ROOM = """\

@@ -18,7 +18,7 @@ from common.grading.cases import BadTests
 from common.grading.support import Unsupported, unsupported
 from common.job import builtin
 from meshrl.job.checks.machine.programs import imports, without
-from meshrl.job.checks.machine.timed_rows import TimedRows
+from meshrl.job.checks.machine.rows.timed_rows import TimedRows
 from meshrl.job.checks.machine.together import shown
 from meshrl.job.loaded import JobFile
 

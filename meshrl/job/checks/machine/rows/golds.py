@@ -10,7 +10,7 @@ from common.grading import golds
 from common.grading.golds import BadGold
 from common.job.config import RewardPartConfig
 from meshrl.job import row_keys
-from meshrl.job.checks.machine.timed_rows import TimedRows
+from meshrl.job.checks.machine.rows.timed_rows import TimedRows
 from meshrl.job.checks.machine.together import shown
 from meshrl.job.loaded import JobFile
 

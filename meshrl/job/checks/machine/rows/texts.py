@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from common.errors import ConfigError
 from common.model.chat import ANYWHERE
-from meshrl.job.checks.machine import prompts
+from meshrl.job.checks.machine.rows import prompts
 from meshrl.job.checks.machine.together import raise_all, shown
 from meshrl.job.checks.machine.tokens import tokenizer_of
 from meshrl.job.loaded import JobFile

@@ -1,0 +1,1 @@
+"""Checks of the rows of datasets: lengths and texts of prompts, golds, tests."""
