@@ -1,5 +1,5 @@
 """How what a step depends on is saved, some at a time; here by a core of one process. The ranks of
-a gang do so in `gang_saving.py`, each its own rows.
+a gang do so in `gang/saving.py`, each its own rows.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """How a core's weights are staged, some at a time; here by a core of one process. The ranks of a
-gang do so in `gang_staging.py`, each its own rows.
+gang do so in `gang/staging.py`, each its own rows.
 """
 
 from __future__ import annotations

@@ -58,11 +58,11 @@ from services.trainer.compute.saving import Saving
 from services.trainer.compute.staging import Staging
 from services.trainer.gang.group import Group
 from services.trainer.gang.lending import Lending
+from services.trainer.gang.saving import GangSaving
+from services.trainer.gang.staging import GangStaging
 from services.trainer.ranks.rank import Rank, filler
-from services.trainer.ranks.saving import GangSaving
 from services.trainer.ranks.trouble import UNREADABLE, raise_first, tried
 from services.trainer.rows.filling import masters_of
-from services.trainer.rows.gang_staging import GangStaging
 from services.trainer.rows.saved import SavedRows
 
 T = TypeVar("T")

@@ -57,8 +57,8 @@ from services.trainer.ranks.asleep import RankRows
 from services.trainer.ranks.rank import Rank
 from services.trainer.ranks.restoring import RankRestoring
 from services.trainer.ranks.saving import RankSaving
+from services.trainer.ranks.staging import RankStaging
 from services.trainer.ranks.thread import RankThread
-from services.trainer.rows.gang_staging import RankStaging
 
 T = TypeVar("T")
 
