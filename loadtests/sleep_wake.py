@@ -118,7 +118,7 @@ class CoreAlone:
 
     async def sleep(self, keep: Keep) -> None:
         """With nothing to say of itself."""
-        await self._compute.sleep({}, keep)
+        await self._compute.sleep(dict, keep)
 
     async def wake(self, take: Take) -> None:
         """As it was."""

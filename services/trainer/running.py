@@ -19,6 +19,8 @@ from common.runtime.mesh import Mesh, MeshSettings
 from common.runtime.patience import patiently
 from common.runtime.pausing import stands_while_paused
 from common.state import jobs
+from services.trainer.compute.compute import LocalCompute
+from services.trainer.compute.piece_runner import PieceRunner
 from services.trainer.core.core import TrainerCore
 from services.trainer.hybrids.gradient_transfer import hybrid_name
 from services.trainer.hybrids.hybrid import Hybrid
@@ -133,12 +135,13 @@ async def train(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) -
 
 def _core(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) -> TrainerCore:
     check(data)
+    runner = PieceRunner.of(mesh, data, seat)
     if seat.ranks == 1:
-        return TrainerCore(mesh, data, seat, arithmetic.learner(data))
+        return TrainerCore(mesh, data, seat, LocalCompute(mesh, arithmetic.learner(data), runner))
     from services.trainer.gang.running import compute_of
 
     rank = arithmetic.rank(data, seat, mesh.settings.accelerator)
-    return TrainerCore(mesh, data, seat, compute_of(mesh, data, rank))
+    return TrainerCore(mesh, data, seat, compute_of(mesh, data, rank, runner))
 
 
 async def _fail(mesh: Mesh, data: JobData, error: ConfigError) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +26,16 @@ from services.trainer.arithmetic.memory import LearnerMemory, taken_again
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.bins.division import Division, EvenDivision
 from services.trainer.bins.packing import Bin
+from services.trainer.compute.piece_runner import (
+    BEGIN,
+    CHANGE,
+    SCORE,
+    SYNC,
+    TRAIN,
+    UPDATE,
+    PieceRunner,
+    piece,
+)
 from services.trainer.compute.saving import LocalSaving, Saving
 from services.trainer.compute.staging import LocalStaging, Staging
 from services.trainer.rows.filling import masters_of
@@ -39,6 +49,10 @@ Round = Sequence[Bin]  # as many as the division says
 
 class Compute(Protocol):
     """Gradients of rounds are kept, by index, until `apply` adds them up in that order."""
+
+    @property
+    def runner(self) -> PieceRunner:
+        """What its pieces of arithmetic run in."""
 
     @property
     def division(self) -> Division:
@@ -110,14 +124,14 @@ class Compute(Protocol):
     def bytes(self) -> int:
         """That its tensors take on this process's accelerator now."""
 
-    async def sleep(self, about: dict[str, Any], keep: Keep) -> None:
-        """Has all of it kept, with what is said `about` it, and frees its memory. As before when
-        `keep` raises.
+    async def sleep(self, about: Callable[[], dict[str, Any]], keep: Keep) -> None:
+        """Has all of it kept between two pieces, with what is said `about` it as it then stands,
+        and frees its memory. As before when `keep` raises.
         """
 
     async def wake(self, take: Take) -> None:
-        """Takes its memory and what was kept again. Damaged when what was kept is, and its state is
-        to be given anew; whatever else it raises, it sleeps on.
+        """Takes its memory and what was kept again. Damaged when what was kept is, and RankLost for
+        all that waits, and comes, until it is formed anew; whatever else it raises, it sleeps on.
         """
 
     async def move(self, tier: str) -> None:
@@ -136,11 +150,11 @@ class LocalCompute:
 
     division: Division = EvenDivision()
 
-    def __init__(self, mesh: Mesh, learner: Learner) -> None:
+    def __init__(self, mesh: Mesh, learner: Learner, runner: PieceRunner | None = None) -> None:
         self._mesh, self.learner = mesh, learner
+        self.runner = runner or PieceRunner(mesh)
         self._bulk = BulkClient(mesh)
         self._gradients = GradientSum()
-        self._busy = asyncio.Lock()  # one piece of arithmetic at a time
         self._memory: LearnerMemory | None = None  # of a learner that sleeps
         self._taken: dict[str, Tensor] = {}  # weights that it is given
         self._running: set[asyncio.Task[Any]] = set()
@@ -151,40 +165,49 @@ class LocalCompute:
 
     @property
     def late(self) -> Mapping[str, int]:
-        return {}
+        return self.runner.late
 
     async def form(self) -> None:
         """There is nobody to meet."""
+        async with self.runner.forming():
+            return
 
+    @piece(BEGIN)
     async def begin(self) -> None:
         self._gradients = GradientSum()
 
+    @piece(TRAIN)
     async def compute(self, index: int, round: Round) -> BinStats:
         (bin,), gradients = round, self._gradients
-        async with self._busy:
-            gradient, stats = await self._run(self.learner.gradient, bin)
+        gradient, stats = await self._run(self.learner.gradient, bin)
         assert isinstance(stats, BinStats)
         await self._run(gradients.keep, index, gradient)
         return stats
 
     async def keep(self, index: int, gradient: NDArray[np.float32]) -> None:
-        there, gradients = torch.from_numpy(gradient), self._gradients
-        await self._run(lambda: gradients.keep(index, there.to(self.learner.device)))
+        async with self.runner.keeping:
+            there, gradients = torch.from_numpy(gradient), self._gradients
+            await self._run(lambda: gradients.keep(index, there.to(self.learner.device)))
 
+    @piece(CHANGE)
     async def adopt(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
-        async with self._busy:
-            await self._run(self.learner.adopt, algorithm, optimizer)
+        await self._run(self.learner.adopt, algorithm, optimizer)
 
+    @piece(UPDATE)
     async def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
         total = self._gradients.total(rounds)
-        async with self._busy:
-            norm: float = await self._run(self.learner.apply, total, denominator, lr_factor)
-        await self.begin()
+        norm: float = await self._run(self.learner.apply, total, denominator, lr_factor)
+        self._gradients = GradientSum()
         return norm
 
     async def score(self, bins: Sequence[Bin], what: str) -> list[NDArray[np.float32]]:
-        async with self._busy:
-            return [await self._run(self.learner.score, bin, what) for bin in bins]
+        return [await self._score([bin], what) for bin in bins]
+
+    @piece(SCORE)
+    async def _score(self, bins: Sequence[Bin], what: str) -> NDArray[np.float32]:
+        (bin,) = bins
+        found: NDArray[np.float32] = await self._run(self.learner.score, bin, what)
+        return found
 
     @property
     def outline(self) -> Mapping[str, Tensor]:
@@ -192,55 +215,60 @@ class LocalCompute:
 
     def staging(self, how: How, what: str) -> Staging:
         stager = Stager(self._mesh, self._bulk, how, what)
-        return LocalStaging(stager, self.learner, self._busy, self._run)
+        return LocalStaging(stager, self.learner, self.runner, self._run)
 
     def saving(self, path: Path, masters: bool) -> Saving:
-        return LocalSaving(self.learner, self._busy, self._run, path, masters)
+        return LocalSaving(self.learner, self.runner, self._run, path, masters)
 
+    @piece(SYNC)
     async def take(self, weights: dict[str, Tensor]) -> None:
         self._taken |= weights
 
+    @piece(SYNC)
     async def taken(self) -> None:
         weights, self._taken = self._taken, {}
-        async with self._busy:
-            await self._run(self.learner.load_weights, weights)
+        await self._run(self.learner.load_weights, weights)
 
+    @piece(SYNC)
     async def restore(self, name: str, files: dict[str, str], manifest: str, path: Path) -> None:
-        async with self._busy:
-            saved = await self._run(SavedRows, path)
-            own = self.learner.rows(self.learner.weights())
-            fill = await masters_of(self._mesh, self._bulk, manifest, saved, own)
-            await self._run(self.learner.restore, saved, fill)
+        saved = await self._run(SavedRows, path)
+        own = self.learner.rows(self.learner.weights())
+        fill = await masters_of(self._mesh, self._bulk, manifest, saved, own)
+        await self._run(self.learner.restore, saved, fill)
 
     @property
     def bytes(self) -> int:
         return self.learner.bytes if self._memory is None else 0
 
-    async def sleep(self, about: dict[str, Any], keep: Keep) -> None:
-        await self._ended()
-        memory = await self._run(LearnerMemory, self.learner, self._gradients.tensors())
-        await keep(about | {"counts": self.learner.counts()}, memory.kept)
-        await self._run(memory.give_back)
-        self._memory = memory
+    async def sleep(self, about: Callable[[], dict[str, Any]], keep: Keep) -> None:
+        async with self.runner.falling_asleep():
+            told = about() | {"counts": self.learner.counts()}
+            await self._ended()
+            memory = await self._run(LearnerMemory, self.learner, self._gradients.tensors())
+            await keep(told, memory.kept)
+            await self._run(memory.give_back)
+            self._memory = memory
 
     async def wake(self, take: Take) -> None:
         memory = self._memory
         assert memory is not None, "it sleeps"
-        await taken_again(memory, self._run, self._mesh.name)
-        try:
-            await take(memory.kept)
-        except Damaged:
+        async with self.runner.waking():
+            await taken_again(memory, self._run, self._mesh.name)
+            try:
+                await take(memory.kept)
+            except Damaged:
+                self._memory = None
+                raise
+            except BaseException:
+                await self._run(memory.give_back)
+                raise
+            await self._run(memory.filled)
             self._memory = None
-            raise
-        except BaseException:
-            await self._run(memory.give_back)
-            raise
-        await self._run(memory.filled)
-        self._memory = None
 
     async def move(self, tier: str) -> None:
         """There are no others."""
 
+    @piece(CHANGE)
     async def resume(self, about: Mapping[str, Any], take: Take) -> bool:
         memory = await self._run(LearnerMemory, self.learner)
         try:

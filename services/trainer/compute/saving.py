@@ -4,7 +4,6 @@ a gang do so in `gang/saving.py`, each its own rows.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from common.weights.laying import Part
 from services.trainer.arithmetic.learner import Learner
+from services.trainer.compute.piece_runner import SAVE, PieceRunner, piece
 from services.trainer.rows.saved import FIRST, save_rows, sync_all
 
 Run = Callable[..., Awaitable[Any]]  # runs what blocks
@@ -26,7 +26,7 @@ class Saving(Protocol):
         """All that is to be saved, of which only types and shapes are looked at."""
 
     async def copy(self, names: Sequence[str], number: int) -> None:
-        """Takes some of it as it is now; `number` differs from that of all others."""
+        """Takes some of it as it is now, as a piece; `number` differs from that of all others."""
 
     async def end(self) -> dict[str, str]:
         """Returns when all that was copied is durable: digests of the bytes as they were written,
@@ -38,9 +38,9 @@ class LocalSaving:
     """See `Saving`: copies in memory, so that training goes on while they are written."""
 
     def __init__(
-        self, learner: Learner, busy: asyncio.Lock, run: Run, path: Path, masters: bool
+        self, learner: Learner, runner: PieceRunner, run: Run, path: Path, masters: bool
     ) -> None:
-        self._learner, self._busy, self._run = learner, busy, run
+        self._learner, self.runner, self._run = learner, runner, run
         self._path, self._masters = path, masters
         self._copies: dict[str, Part] = {}
 
@@ -48,9 +48,9 @@ class LocalSaving:
     def outline(self) -> Mapping[str, Tensor]:
         return {name: part.rows for name, part in self._learner.saved(self._masters).items()}
 
+    @piece(SAVE)
     async def copy(self, names: Sequence[str], number: int) -> None:
-        async with self._busy:
-            self._copies |= await self._run(self._copied, names)
+        self._copies |= await self._run(self._copied, names)
 
     def _copied(self, names: Sequence[str]) -> dict[str, Part]:
         own = self._learner.saved(self._masters)

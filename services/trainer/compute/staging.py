@@ -4,7 +4,6 @@ gang do so in `gang/staging.py`, each its own rows.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 from common.weights.laying import Laid
 from common.weights.staging import Stager
 from services.trainer.arithmetic.learner import Learner
+from services.trainer.compute.piece_runner import SYNC, PieceRunner, piece
 
 Run = Callable[..., Awaitable[Any]]  # runs what blocks, as the arithmetic of its learner
 
@@ -38,15 +38,14 @@ class Staging(Protocol):
 class LocalStaging:
     """See `Staging`: of a learner that has all rows."""
 
-    def __init__(self, stager: Stager, learner: Learner, busy: asyncio.Lock, run: Run) -> None:
+    def __init__(self, stager: Stager, learner: Learner, runner: PieceRunner, run: Run) -> None:
         self._stager, self._learner = stager, learner
-        self._busy, self._run = busy, run
+        self.runner, self._run = runner, run
 
+    @piece(SYNC)
     async def copy(self, names: Sequence[str], part: int, parts: int) -> None:
-        async with self._busy:
-            rows = partial(self._learner.rows, names, part, parts)
-            chunks = await self._run(self._stager.lay, rows)
-        self._stager.write(chunks)
+        rows = partial(self._learner.rows, names, part, parts)
+        self._stager.write(await self._run(self._stager.lay, rows))
 
     async def settled(self) -> None:
         await self._stager.settled()

@@ -32,7 +32,6 @@ from common.errors import MeshError, NotFound, RankLost, Refused
 from common.job.changing import in_force
 from common.job.config import JobConfig
 from common.job.job_data import JobData
-from common.job.pace import declared_pace, training_profile
 from common.pool import measured
 from common.pool.measured import Work
 from common.pool.seat import Seat
@@ -40,17 +39,13 @@ from common.records import damage
 from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
-from common.runtime.residents.tiers import Nap, Tiers
-from common.runtime.residents.turns import Turns
+from common.runtime.residents.tiers import Tiers
 from common.state import events, jobs, registry, steps
 from common.weights.ways.broadcasting import Broadcasts, files_here
 from common.wire.bulk.port import BulkClient
 from kernels.cost import Calibration, expected
-from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.stats import update_metrics
-from services.trainer.compute.by_turns import ByTurns
 from services.trainer.compute.compute import COMPUTE_S, Compute, LocalCompute
-from services.trainer.compute.paced import PacedCompute
 from services.trainer.core.recovery import Recovery
 from services.trainer.core.sleeping import CoreSleeper
 from services.trainer.gang.lost_ranks import RankLosses
@@ -90,10 +85,10 @@ class TrainerCore(Actor):
         mesh: Mesh,
         data: JobData,
         seat: Seat,
-        arithmetic: Learner | Compute,
+        compute: Compute,
     ) -> None:
         self.mesh, self.data, self.seat = mesh, data, seat
-        self.learner = arithmetic if isinstance(arithmetic, Learner) else None
+        self.learner = compute.learner if isinstance(compute, LocalCompute) else None
         self.bulk = BulkClient(mesh)
         self.ready = False
         self.phase = "starting"  # phase of its work, for its published counters
@@ -111,16 +106,9 @@ class TrainerCore(Actor):
         self.made = 0  # steps that this process has committed
         self.warm_fraction = 0.0
         self._born = 0  # the lineage that the current version was made in
-        self.turns = Turns(mesh, seat.keeper, seat.resident, seat.generation, enabled=seat.turns)
-        compute: Compute = (
-            LocalCompute(mesh, arithmetic) if isinstance(arithmetic, Learner) else arithmetic
-        )
-        pace = data.config.training.pace
-        if pace and declared_pace(pace) is None:  # else each rank has one of its own
-            compute = PacedCompute(compute, training_profile(pace), mesh.clock)
-        self.nap = Nap(mesh.clock)
+        self.compute, self.runner = compute, compute.runner
+        self.turns, self.nap = self.runner.turns, self.runner.nap
         self.parts = StepParts(lambda: mesh.clock.monotonic() - self.nap.total_s)
-        self.compute = ByTurns(compute, self.turns, self.nap)
         training, (model, parameters) = data.config.training, outline(data)
         prior = expected(parameters, model.heads * model.head_dim, model.layers)
         costs = Calibration(prior, training.bin_tokens)

@@ -41,14 +41,14 @@ class CoreSleeper:
         return core.ready and core.checkpoints.step == core.steps_done == core.covered
 
     async def sleep(self, keep: Keep) -> None:
-        """Leases no groups and gives no rounds from now on; see `ByTurns.sleep_as`."""
+        """Leases no groups and gives no rounds from now on; see `Compute.sleep`."""
         core = self._core
         if not core.ready:
             raise Refused("it is starting", where=core.mesh.name, fix="wait until it is ready")
         self._stand_still(True)
         try:
             about = partial(core.standing, tier=core.tiers.heading)
-            await core.compute.sleep_as(about, keep)
+            await core.compute.sleep(about, keep)
         except BaseException:
             self._stand_still(False)
             raise
@@ -90,7 +90,7 @@ class CoreSleeper:
                 await self._checkpoint()
             await core.compute.move(Tier.ABSENT)  # other ranks may end from here on
         except BaseException:
-            core.compute.let_go()
+            core.runner.let_go()
             self._stand_still(stood_still)
             raise
 
@@ -98,7 +98,7 @@ class CoreSleeper:
         core, clock = self._core, self._core.mesh.clock
         until = clock.monotonic() + COMMIT_S
         while True:
-            await core.compute.hold()
+            await core.runner.hold()
             if core.standing()["version"] == core.steps_done:
                 return
             if clock.monotonic() > until:
@@ -107,14 +107,14 @@ class CoreSleeper:
                     where=core.mesh.name,
                     fix="ask again when the job goes on, or its evaluation is there",
                 )
-            core.compute.let_go()  # what it has computed is committed soon
+            core.runner.let_go()  # what it has computed is committed soon
             await clock.sleep(LOOK_S)
 
     async def uncover(self) -> None:
         """Steps go on."""
         with suppress(MeshError):  # a rank that is lost is found so by the next piece
             await self._core.compute.move(Tier.ACCELERATOR)
-        self._core.compute.let_go()
+        self._core.runner.let_go()
         self._stand_still(False)
 
     async def _checkpoint(self) -> None:

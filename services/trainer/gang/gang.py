@@ -54,6 +54,16 @@ from services.trainer.arithmetic.memory import LearnerMemory, taken_again
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.bins.packing import Bin
 from services.trainer.compute.compute import Round
+from services.trainer.compute.piece_runner import (
+    BEGIN,
+    CHANGE,
+    SCORE,
+    SYNC,
+    TRAIN,
+    UPDATE,
+    PieceRunner,
+    piece,
+)
 from services.trainer.compute.saving import Saving
 from services.trainer.compute.staging import Staging
 from services.trainer.gang.group import Group
@@ -75,7 +85,16 @@ _numbers = itertools.count(1)  # of restorings
 class GangCompute:
     """The Compute of a core with more ranks than one; `form` it before anything else."""
 
-    def __init__(self, mesh: Mesh, job: str, rank: Rank, meetings: Path, group_s: float) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        job: str,
+        rank: Rank,
+        meetings: Path,
+        group_s: float,
+        runner: PieceRunner | None = None,
+    ) -> None:
+        self.runner = runner or PieceRunner(mesh)
         self.division = rank.division
         self.bins = self.division.bins
         self._mesh, self._rank = mesh, rank
@@ -99,12 +118,13 @@ class GangCompute:
 
     @property
     def late(self) -> Mapping[str, int]:
-        return self._rank.late
+        return self.runner.late or self._rank.late
 
     async def form(self) -> None:
         """See `Group.form`."""
-        await self._group.form()
-        self._claimed.clear()
+        async with self.runner.forming():
+            await self._group.form()  # it waits for ranks, for minutes if need be
+            self._claimed.clear()
 
     def _ended(self) -> None:
         """The group is none any more."""
@@ -115,26 +135,26 @@ class GangCompute:
 
     # -- orders ----------------------------------------------------------------------------------
 
+    @piece(BEGIN)
     async def begin(self) -> None:
         self._claimed.clear()
-        async with self._group.busy:
-            await self._all_sent()
-            orders = self._group.to_all(Order(self._group.current()))
-            self._rank.begin()
-            await self._group.or_lost(self._group.ask_all(Ranks.begin, orders))
+        await self._all_sent()
+        orders = self._group.to_all(Order(self._group.current()))
+        self._rank.begin()
+        await self._group.or_lost(self._group.ask_all(Ranks.begin, orders))
 
+    @piece(TRAIN)
     async def compute(self, index: int, round: Round) -> BinStats:
         if index in self._claimed:  # by a hybrid: all ranks must keep the same one first
             await self._all_sent()
         self._claimed.add(index)
         like = next(bin for bin in round if bin.trained)
         own, *rest = self.division.dealt([bin if bin.trained else filler(like) for bin in round])
-        async with self._group.busy:
-            generation = self._group.current()
-            parts = [RoundPart(generation, index, [bin.to_arrays() for bin in of]) for of in rest]
-            here, others = await self._group.together(
-                COMPUTE_S, Ranks.compute, parts, self._rank.compute, index, own
-            )
+        generation = self._group.current()
+        parts = [RoundPart(generation, index, [bin.to_arrays() for bin in of]) for of in rest]
+        here, others = await self._group.together(
+            COMPUTE_S, Ranks.compute, parts, self._rank.compute, index, own
+        )
         found = [*here, *(BinStats(**stats) for other in others for stats in other.stats)]
         counted = (stats for stats, bin in zip(found, round, strict=True) if bin.trained)
         return sum(counted, BinStats())
@@ -143,13 +163,14 @@ class GangCompute:
         """Keeps a hybrid's gradient of a round. It is dropped if the ranks compute that round
         themselves: theirs is the same, and all of them must keep the same one.
         """
-        if index in self._claimed:
-            return
-        self._claimed.add(index)
-        sending = self._send_to_all(self._group.current(), index, gradient)
-        task = asyncio.create_task(self._group.or_lost(sending))
-        task.add_done_callback(looked_at)
-        self._sending.add(task)  # until `apply`; a hybrid does not wait for it
+        async with self.runner.keeping:
+            if index in self._claimed:
+                return
+            self._claimed.add(index)
+            sending = self._send_to_all(self._group.current(), index, gradient)
+            task = asyncio.create_task(self._group.or_lost(sending))
+            task.add_done_callback(looked_at)
+            self._sending.add(task)  # until `apply`; a hybrid does not wait for it
 
     async def _send_to_all(
         self, generation: int, index: int, gradient: NDArray[np.float32]
@@ -161,44 +182,47 @@ class GangCompute:
             await self._mesh.host.run_blocking(keep, index, gradient, deadline_s=MOVE_S)
             await self._group.ask_all(Ranks.keep, orders)
 
+    @piece(CHANGE)
     async def adopt(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
-        async with self._group.busy:
-            order = Adopt(self._group.current(), asdict(algorithm), asdict(optimizer))
-            orders = self._group.to_all(order)
-            await self._group.together(
-                ADOPT_S, Ranks.adopt, orders, self._rank.adopt, algorithm, optimizer
-            )
+        order = Adopt(self._group.current(), asdict(algorithm), asdict(optimizer))
+        orders = self._group.to_all(order)
+        await self._group.together(
+            ADOPT_S, Ranks.adopt, orders, self._rank.adopt, algorithm, optimizer
+        )
 
+    @piece(UPDATE)
     async def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
-        async with self._group.busy:
-            await self._all_sent()
-            update = Update(self._group.current(), rounds, denominator, lr_factor)
-            norm, _ = await self._group.together(
-                COMPUTE_S,
-                Ranks.apply,
-                [update] * len(self._group.others),
-                self._rank.apply,
-                rounds,
-                denominator,
-                lr_factor,
-            )
+        await self._all_sent()
+        update = Update(self._group.current(), rounds, denominator, lr_factor)
+        norm, _ = await self._group.together(
+            COMPUTE_S,
+            Ranks.apply,
+            [update] * len(self._group.others),
+            self._rank.apply,
+            rounds,
+            denominator,
+            lr_factor,
+        )
         self._claimed.clear()
         return norm
 
     async def score(self, bins: Sequence[Bin], what: str) -> list[NDArray[np.float32]]:
+        """Others may have their time slices between two rounds of bins."""
         found: list[NDArray[np.float32]] = []
-        at_once, ranks = self.division.scored, self._rank.ranks
+        at_once = self.division.scored
         for start in range(0, len(bins), at_once):
-            some = list(bins[start : start + at_once])
-            some += [filler(some[0])] * (ranks - len(some))
-            async with self._group.busy:
-                generation = self._group.current()
-                parts = [ScorePart(generation, bin.to_arrays(), what) for bin in some[1:]]
-                own, others = await self._group.together(
-                    COMPUTE_S, Ranks.score, parts, self._rank.score, some[0], what
-                )
-            found += [own, *(other.scores for other in others)][:at_once]
-        return found[: len(bins)]
+            found += await self._score(bins[start : start + at_once], what)
+        return found
+
+    @piece(SCORE)
+    async def _score(self, bins: Sequence[Bin], what: str) -> list[NDArray[np.float32]]:
+        own, *rest = [*bins, *[filler(bins[0])] * (self._rank.ranks - len(bins))]
+        generation = self._group.current()
+        parts = [ScorePart(generation, bin.to_arrays(), what) for bin in rest]
+        here, others = await self._group.together(
+            COMPUTE_S, Ranks.score, parts, self._rank.score, own, what
+        )
+        return [here, *(other.scores for other in others)][: len(bins)]
 
     async def _all_sent(self) -> None:
         """Returns when the gradients of hybrids are where they belong."""
@@ -216,36 +240,36 @@ class GangCompute:
 
     def staging(self, how: How, what: str) -> Staging:
         stager = Stager(self._mesh, self._bulk, how, what)
-        return GangStaging(self._group, self._rank, stager, how, what)
+        return GangStaging(self.runner, self._group, self._rank, stager, how, what)
 
     def saving(self, path: Path, masters: bool) -> Saving:
-        return GangSaving(self._mesh, self._group, self._rank, path, masters)
+        return GangSaving(self._mesh, self.runner, self._group, self._rank, path, masters)
 
+    @piece(SYNC)
     async def take(self, weights: dict[str, Tensor]) -> None:
         """Each rank takes its rows of some tensors, which rank 0 has."""
-        async with self._group.busy:
-            names = list(weights)
-            orders = self._group.to_all(Taking(self._group.current(), names))
-            await self._group.together(MOVE_S, Ranks.take, orders, self._rank.take, names, weights)
+        names = list(weights)
+        orders = self._group.to_all(Taking(self._group.current(), names))
+        await self._group.together(MOVE_S, Ranks.take, orders, self._rank.take, names, weights)
 
+    @piece(SYNC)
     async def taken(self) -> None:
-        async with self._group.busy:
-            orders = self._group.to_all(Taking(self._group.current()))
-            await self._group.together(MOVE_S, Ranks.taken, orders, self._rank.taken)
+        orders = self._group.to_all(Taking(self._group.current()))
+        await self._group.together(MOVE_S, Ranks.taken, orders, self._rank.taken)
 
+    @piece(SYNC)
     async def restore(self, name: str, files: dict[str, str], manifest: str, path: Path) -> None:
         """Each rank reads its own rows."""
-        async with self._group.busy:
-            host = self._mesh.settings.host
-            number = next(_numbers)
-            order = RestoreRows(self._group.current(), number, host, name, files, manifest)
-            run = self._mesh.host.run_blocking
-            saved = await run(SavedRows, path, deadline_s=MOVE_S)
-            own = self._rank.rows(self._rank.outline(False))
-            fill = await masters_of(self._mesh, self._bulk, manifest, saved, own)
-            orders = self._group.to_all(order)
-            restore = partial(tried, UNREADABLE, self._rank.restore, saved, fill)
-            here, there = await self._group.together(MOVE_S, Ranks.restore, orders, restore)
+        host = self._mesh.settings.host
+        number = next(_numbers)
+        order = RestoreRows(self._group.current(), number, host, name, files, manifest)
+        run = self._mesh.host.run_blocking
+        saved = await run(SavedRows, path, deadline_s=MOVE_S)
+        own = self._rank.rows(self._rank.outline(False))
+        fill = await masters_of(self._mesh, self._bulk, manifest, saved, own)
+        orders = self._group.to_all(order)
+        restore = partial(tried, UNREADABLE, self._rank.restore, saved, fill)
+        here, there = await self._group.together(MOVE_S, Ranks.restore, orders, restore)
         raise_first([here, *(answer.trouble for answer in there)])
 
     # -- sleep: every rank keeps its own rows, all of them or none ------------------------------
@@ -254,21 +278,28 @@ class GangCompute:
     def bytes(self) -> int:
         return self._rank.bytes if self._memory is None else 0
 
-    async def sleep(self, about: dict[str, Any], keep: Keep) -> None:
-        await self._all_sent()
-        memory = await self._group.thread.run(partial(self._rank.memory, True), deadline_s=MOVE_S)
-        about = about | {"counts": self._rank.learner.counts()}
-        try:
-            await all_of(keep(about, memory.kept), self._rest("keep", about))
-        except BaseException:
-            with suppress(MeshError):
-                await self._rest("discard", about)
-            raise
-        await self._group.or_lost(self._rest("release", about))
-        await self._group.thread.run(memory.give_back, deadline_s=MOVE_S)
-        self._memory, self._about = memory, about
+    async def sleep(self, about: Callable[[], dict[str, Any]], keep: Keep) -> None:
+        async with self.runner.falling_asleep():
+            told = about() | {"counts": self._rank.learner.counts()}
+            await self._all_sent()
+            memory = await self._group.thread.run(
+                partial(self._rank.memory, True), deadline_s=MOVE_S
+            )
+            try:
+                await all_of(keep(told, memory.kept), self._rest("keep", told))
+            except BaseException:
+                with suppress(MeshError):
+                    await self._rest("discard", told)
+                raise
+            await self._group.or_lost(self._rest("release", told))
+            await self._group.thread.run(memory.give_back, deadline_s=MOVE_S)
+            self._memory, self._about = memory, told
 
     async def wake(self, take: Take) -> None:
+        async with self.runner.waking():
+            await self._wake(take)
+
+    async def _wake(self, take: Take) -> None:
         memory, about = self._memory, self._about
         assert memory is not None, "it sleeps"
         try:
@@ -313,6 +344,7 @@ class GangCompute:
                 if entry is None or not entry.alive:
                     return
 
+    @piece(CHANGE)
     async def resume(self, about: Mapping[str, Any], take: Take) -> bool:
         told = dict(about)
         try:

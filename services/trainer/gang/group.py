@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Group:
-    """`async with group.busy:` around an order: all ranks take them one by one, in one sequence."""
+    """Orders are pieces (`PieceRunner`): all ranks take them one by one, in one sequence."""
 
     def __init__(
         self,
@@ -54,7 +54,6 @@ class Group:
         self.generation = 0  # 0: in no group
         self.thread = RankThread(mesh, group_s)
         self.others = [mesh.ref(rank_name(job, other)) for other in range(1, rank.ranks)]
-        self.busy = asyncio.Lock()
         self._mesh, self._job, self._rank = mesh, job, rank
         self._meetings, self._group_s = meetings, group_s
         self._prepare, self._ended = prepare, ended

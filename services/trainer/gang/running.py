@@ -13,6 +13,7 @@ from common.pool.seat import Seat
 from common.runtime.mesh import Mesh
 from common.wire.meeting import meetings_of
 from services.trainer.bins.division import Division, EvenDivision, ZebraDivision
+from services.trainer.compute.piece_runner import PieceRunner
 from services.trainer.gang.gang import GangCompute
 from services.trainer.initial.beginning import DTYPES, outlined
 from services.trainer.ranks.actor import RankActor
@@ -80,11 +81,11 @@ def division_of(data: JobData, ranks: int, apart: Apart | None = None) -> Divisi
     return ZebraDivision(zebra.attention, experts, zebra.micro_batches, tuple(each))
 
 
-def compute_of(mesh: Mesh, data: JobData, rank: Rank) -> GangCompute:
+def compute_of(mesh: Mesh, data: JobData, rank: Rank, runner: PieceRunner) -> GangCompute:
     """The arithmetic of a core of several ranks, of which this process is the first."""
     meetings = meetings_of(mesh.settings)
     within_s = data.config.training.rank_deadline_s
-    return GangCompute(mesh, data.id, rank, meetings, within_s)
+    return GangCompute(mesh, data.id, rank, meetings, within_s, runner)
 
 
 async def obey(mesh: Mesh, data: JobData, seat: Seat, rank: Rank, profile: dict[str, Any]) -> None:

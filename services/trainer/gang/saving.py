@@ -16,6 +16,7 @@ from common.errors import BadMessage, RankLost
 from common.runtime.mesh import Mesh
 from common.wire.bulk.port import BulkClient
 from common.wire.weight_store import fetch_file
+from services.trainer.compute.piece_runner import SAVE, PieceRunner, piece
 from services.trainer.gang.group import Group
 from services.trainer.ranks.rank import Rank
 from services.trainer.ranks.saving import write
@@ -28,9 +29,18 @@ class GangSaving:
     them now is none any more.
     """
 
-    def __init__(self, mesh: Mesh, group: Group, rank: Rank, path: Path, masters: bool) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        runner: PieceRunner,
+        group: Group,
+        rank: Rank,
+        path: Path,
+        masters: bool,
+    ) -> None:
         """`path`: the directory of the state, in a scratch directory of the checkpoint."""
         self._mesh, self._group, self._rank = mesh, group, rank
+        self.runner = runner
         self._path, self._masters = path, masters
         self._bulk = BulkClient(mesh)
         self._generation = group.current()
@@ -40,16 +50,14 @@ class GangSaving:
         weights = self._rank.outline(False).items() if self._masters else ()
         return {**self._rank.outline(True), **{MASTER + name: t for name, t in weights}}
 
+    @piece(SAVE)
     async def copy(self, names: Sequence[str], number: int) -> None:
-        async with self._group.busy:
-            self._check()
-            host, scratch = self._mesh.settings.host, self._path.parent.name
-            order = SaveRows(self._generation, host, scratch, self._masters, list(names), number)
-            about = self._rank, self._path, names, number, self._masters
-            own = partial(tried, UNWRITABLE, write, *about)
-            here, there = await self._group.together(
-                MOVE_S, Ranks.save, self._group.to_all(order), own
-            )
+        self._check()
+        host, scratch = self._mesh.settings.host, self._path.parent.name
+        order = SaveRows(self._generation, host, scratch, self._masters, list(names), number)
+        about = self._rank, self._path, names, number, self._masters
+        own = partial(tried, UNWRITABLE, write, *about)
+        here, there = await self._group.together(MOVE_S, Ranks.save, self._group.to_all(order), own)
         raise_first([here, *there])
 
     async def end(self) -> dict[str, str]:

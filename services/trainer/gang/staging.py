@@ -13,6 +13,7 @@ from common.api.ranks import MOVE_S, Ranks, RowsStaged, StagedRows, StageRows
 from common.errors import RankLost
 from common.weights.laying import How, Laid
 from common.weights.staging import Stager
+from services.trainer.compute.piece_runner import SYNC, PieceRunner, piece
 from services.trainer.gang.group import Group
 from services.trainer.ranks.rank import Rank
 
@@ -24,22 +25,31 @@ class GangStaging:
     none any more.
     """
 
-    def __init__(self, group: Group, rank: Rank, stager: Stager, how: How, what: str) -> None:
+    def __init__(
+        self,
+        runner: PieceRunner,
+        group: Group,
+        rank: Rank,
+        stager: Stager,
+        how: How,
+        what: str,
+    ) -> None:
+        self.runner = runner
         self._group, self._rank, self._stager = group, rank, stager
         self._how, self._what = how, what
         self._generation, self._number = group.current(), next(_numbers)
 
+    @piece(SYNC)
     async def copy(self, names: Sequence[str], part: int, parts: int) -> None:
         how = self._how.dtype, self._how.chunk_bytes, self._how.write
-        async with self._group.busy:
-            self._check()
-            order = StageRows(
-                self._generation, self._number, *how, self._what, list(names), part, parts
-            )
-            rows = partial(self._rank.rows, names, part, parts)
-            chunks, _ = await self._group.together(
-                MOVE_S, Ranks.stage, self._group.to_all(order), self._stager.lay, rows
-            )
+        self._check()
+        order = StageRows(
+            self._generation, self._number, *how, self._what, list(names), part, parts
+        )
+        rows = partial(self._rank.rows, names, part, parts)
+        chunks, _ = await self._group.together(
+            MOVE_S, Ranks.stage, self._group.to_all(order), self._stager.lay, rows
+        )
         self._stager.write(chunks)
 
     async def settled(self) -> None:

@@ -14,6 +14,7 @@ from common.job.config import ModelConfigSection
 from common.job.job_data import JobData
 from common.pool.seat import Seat
 from services.engine.weights.versions import PATIENCE_S, Versions
+from services.trainer.compute.compute import LocalCompute
 from services.trainer.core.core import TrainerCore
 from services.trainer.initial.beginning import fresh_learner
 from services.trainer.versions.publishing import Identity
@@ -40,9 +41,8 @@ def test_a_trainer_that_replays_or_holds_its_next_version_is_waited_for(tmp_path
 
     async def story(bench: StoreBench) -> None:
         trainer, engine = bench.mesh("trainer/other", "trainer"), bench.mesh("engine/g0", "engine")
-        core = TrainerCore(
-            trainer, data, Seat("g1", "g1", data.id, 1, core=True), fresh_learner(data)
-        )
+        seat = Seat("g1", "g1", data.id, 1, core=True)
+        core = TrainerCore(trainer, data, seat, LocalCompute(trainer, fresh_learner(data)))
         await trainer.join(core)
         await engine.join(None)
         versions = Versions(engine, "other")

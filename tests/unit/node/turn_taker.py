@@ -11,12 +11,11 @@ import torch
 
 from common.pool.seat import Seat, parser
 from common.runtime.mesh import Mesh, MeshSettings, run
-from common.runtime.residents.tiers import Nap
 from common.runtime.residents.turns import Turns
 from services.engine.running import Driver
 from services.engine.service import EngineService
-from services.trainer.compute.by_turns import ByTurns
 from services.trainer.compute.compute import LocalCompute
+from services.trainer.compute.piece_runner import PieceRunner
 from tests.unit.common.generation.engines_under_test import built_in, request
 from tests.unit.trainer.ranks.batches_under_test import BINS, bins_of_step, fresh_learner
 
@@ -61,7 +60,7 @@ async def generate(mesh: Mesh, turns: Turns, note: Path) -> None:
 
 async def train(mesh: Mesh, turns: Turns, note: Path) -> None:
     learner: Any = Noted(fresh_learner("plain"), "gradient", note)
-    compute = ByTurns(LocalCompute(mesh, learner), turns, Nap(mesh.clock))
+    compute = LocalCompute(mesh, learner, PieceRunner(mesh, turns))
     while True:
         await compute.begin()
         for index, bin in enumerate(bins_of_step(0)):

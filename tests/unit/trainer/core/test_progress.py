@@ -15,6 +15,7 @@ from common.job.job_data import JobData
 from common.pool.seat import Seat
 from common.process.host import SystemHost
 from common.random import Random
+from services.trainer.compute.compute import LocalCompute
 from services.trainer.core.core import TrainerCore
 from services.trainer.initial.beginning import fresh_learner
 from tests.meshes import alone
@@ -31,7 +32,9 @@ def core(tmp_path: Path) -> TrainerCore:
     mesh = alone("trainer/j", clock, Random(0), SystemHost())
     make_tokenizer(tmp_path)
     data = JobData("j", config, tmp_path, tmp_path)
-    return TrainerCore(mesh, data, Seat("g0", "g0", data.id, 1, core=True), fresh_learner(data))
+    return TrainerCore(
+        mesh, data, Seat("g0", "g0", data.id, 1, core=True), LocalCompute(mesh, fresh_learner(data))
+    )
 
 
 async def test_each_replayed_step_and_each_step_of_a_warm_start_shows(tmp_path: Path) -> None:

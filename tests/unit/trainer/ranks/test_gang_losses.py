@@ -522,7 +522,7 @@ async def test_all_ranks_sleep_and_wake_as_they_were(gang: Gang) -> None:
     drawer = Drawer()
     gradient = np.arange(gang.compute.size, dtype=np.float32)
     await gang.compute.keep(0, gradient)
-    await gang.compute.sleep(dict(ABOUT), drawer.keep)
+    await gang.compute.sleep(lambda: dict(ABOUT), drawer.keep)
     assert first_rank_bytes(gang) == gang.compute.bytes == 0
     await gang.compute.move("disk")
     await gang.compute.wake(drawer.take)
@@ -535,7 +535,7 @@ async def test_no_rank_sleeps_where_another_has_no_room(gang: Gang) -> None:
     for _ in range(2):
         gang.other.raises["rest keep"] = StorageFull("the disk is full")
         with pytest.raises(StorageFull):
-            await gang.compute.sleep(dict(ABOUT), Drawer().keep)
+            await gang.compute.sleep(lambda: dict(ABOUT), Drawer().keep)
         assert gang.other.rested[-2:] == ["keep", "discard"]
         assert gang.in_a_group and first_rank_bytes(gang) > 0
     await gang.compute.begin()
@@ -543,7 +543,7 @@ async def test_no_rank_sleeps_where_another_has_no_room(gang: Gang) -> None:
 
 async def test_no_rank_wakes_where_another_has_no_memory(gang: Gang) -> None:
     drawer = Drawer()
-    await gang.compute.sleep(dict(ABOUT), drawer.keep)
+    await gang.compute.sleep(lambda: dict(ABOUT), drawer.keep)
     gang.other.raises["rest take"] = Refused("no memory")
     with pytest.raises(Refused, match="no memory"):
         await gang.compute.wake(drawer.take)
@@ -555,7 +555,7 @@ async def test_no_rank_wakes_where_another_has_no_memory(gang: Gang) -> None:
 
 async def test_a_rank_that_is_lost_asleep_ends_the_group_when_it_wakes(gang: Gang) -> None:
     drawer = Drawer()
-    await gang.compute.sleep(dict(ABOUT), drawer.keep)
+    await gang.compute.sleep(lambda: dict(ABOUT), drawer.keep)
     gang.other.raises["rest take"] = Fenced("an order of another generation")
     with pytest.raises(Damaged, match="has lost one"):
         await gang.compute.wake(drawer.take)

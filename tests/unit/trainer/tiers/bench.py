@@ -25,6 +25,7 @@ from common.runtime.interface import Interface
 from common.runtime.mesh import Mesh
 from common.state.client import State
 from services.node.residents.segments import KeepsSegments, Segments
+from services.trainer.compute.compute import LocalCompute
 from services.trainer.core.core import TrainerCore
 from services.trainer.initial.beginning import adapt, fresh_learner
 from sim.host import SimulatedHost
@@ -103,7 +104,8 @@ class Bench:
         learner = fresh_learner(data)
         adapt(data, learner)
         seat = Seat("g0", "g0.0", "j", 1, core=True)
-        core = TrainerCore(self.mesh("trainer/j"), data, seat, learner)
+        mesh = self.mesh("trainer/j")
+        core = TrainerCore(mesh, data, seat, LocalCompute(mesh, learner))
         core.tiers.places.segments, core.tiers.places.files = WORKER, str(self.directory)
         core.ready = core._whole = True
         return core

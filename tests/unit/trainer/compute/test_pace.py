@@ -12,7 +12,8 @@ from common.errors import ConfigError
 from common.job.pace import TRAINING_PROFILES, TrainingPace, training_profile
 from common.random import Random
 from services.trainer.compute.compute import LocalCompute
-from services.trainer.compute.paced import PacedCompute, Padding
+from services.trainer.compute.padding import Padding
+from services.trainer.compute.piece_runner import PieceRunner
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
@@ -21,25 +22,24 @@ from tests.unit.trainer.ranks.batches_under_test import BINS, bins_of_step, fres
 PACE = TrainingPace(tokens_per_s=100.0, update_s=2.0)
 
 
-def local(clock: VirtualClock, random: Random) -> LocalCompute:
-    host = SimulatedHost(clock, random.child("host"))
-    return LocalCompute(alone("trainer/j", clock, random, host), fresh_learner("plain"))
+def local(clock: VirtualClock, random: Random, pace: TrainingPace | None = None) -> LocalCompute:
+    mesh = alone("trainer/j", clock, random, SimulatedHost(clock, random.child("host")))
+    return LocalCompute(mesh, fresh_learner("plain"), PieceRunner(mesh, pace=pace))
 
 
 def test_a_step_takes_what_the_pace_says_and_makes_the_same_weights() -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
-        plain, inner = local(clock, random), local(clock, random)
-        paced = PacedCompute(inner, PACE, clock)
+        plain, paced = local(clock, random), local(clock, random, PACE)
         bins = bins_of_step(0)
         weights = []
-        for compute, learner in ((plain, plain.learner), (paced, inner.learner)):
+        for compute in (plain, paced):
             began = clock.monotonic()
             await compute.begin()
             for index, bin in enumerate(bins):
                 await compute.compute(index, [bin])
             await compute.apply(BINS, 1.0, 1.0)
             took = clock.monotonic() - began
-            weights.append(learner.copied_weights())
+            weights.append(compute.learner.copied_weights())
         tokens = sum(len(bin.tokens) for bin in bins)
         assert took == pytest.approx(tokens / 100.0 + 2.0, abs=1e-6)
         for name, tensor in weights[0].items():
