@@ -1,1 +1,1 @@
-"""The terms of a loss, from which algorithms are put together. Open `objective.py` first."""
+"""The terms of a loss, from which algorithms are put together. Open `terms.py` first."""

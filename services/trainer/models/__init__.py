@@ -1,1 +1,3 @@
-"""The models of a trainer: passes, critic, adapters, and copies in a narrower type."""
+"""The models of a trainer: passes, critic, adapters, and copies in a narrower type. Open `forward.py`
+first.
+"""
