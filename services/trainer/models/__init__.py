@@ -1,3 +1,4 @@
-"""The models of a trainer: passes, critic, adapters, and copies in a narrower type. Open `forward.py`
-first.
+"""The models of a trainer: passes, critic, adapters, and copies in a narrower type.
+
+Open `forward.py` first.
 """
