@@ -17,8 +17,8 @@ from common.settings import MeshSettings
 from common.state.client import State
 from common.state.hosts import admission, doors
 from meshrl.directory.asking import ANSWER_S, ask
+from meshrl.directory.joined import joined_hosts
 from meshrl.directory.places import MeshPlace, find_mesh
-from meshrl.launch.head import admitting
 from meshrl.observe.live import printing
 
 EXPEL_S = 20.0
@@ -102,12 +102,12 @@ async def _key(state: State, begins: str) -> tuple[str, str]:
 
 def _named(place: MeshPlace, name: str) -> list[str]:
     """The hosts whose name this is, or begins so."""
-    known = [MeshSettings.from_file(place.settings).host, *admitting.joined(place)]
+    known = [MeshSettings.from_file(place.settings).host, *joined_hosts(place)]
     return [name] if name in known else [host for host in known if host.startswith(name)]
 
 
 def _joined(place: MeshPlace, name: str) -> str:
-    known, named = admitting.joined(place), _named(place, name)
+    known, named = joined_hosts(place), _named(place, name)
     head = MeshSettings.from_file(place.settings).host
     if named == [head]:
         raise Refused(f"{head} is the head of the mesh", fix="`meshrl down` stops the mesh")

@@ -15,9 +15,8 @@ from common.state import pool, registry
 from common.state.client import State
 from common.state.registry import Entry
 from common.transport.address import endpoint_of
+from meshrl.directory.joined import JoinedHost, joined_hosts
 from meshrl.directory.places import MeshPlace
-from meshrl.launch.head import admitting
-from meshrl.launch.head.admitting import Joined
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class HostRow:
 async def rows(state: State, place: MeshPlace) -> list[HostRow]:
     """All hosts, the head first, then in the order in which they joined."""
     settings = MeshSettings.from_file(place.settings)
-    joined = admitting.joined(place)
+    joined = joined_hosts(place)
     known = await registry.entries(state)
     entries = {e.host: e for e in known if e.kind == "node"}
     roles = [e for e in known if e.alive and e.kind in PLACED]
@@ -80,7 +79,7 @@ def _row(
     name: str,
     head: bool,
     entry: Entry | None,
-    about: Joined | None,
+    about: JoinedHost | None,
     workers: list[Worker],
     residents: list[str],
     processes: list[str],

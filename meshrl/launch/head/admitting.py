@@ -9,23 +9,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 from common.access import members
-from common.access.hosts import REPAIR, Admitted
+from common.access.hosts import Admitted
 from common.access.records import FILE
 from common.api.callers import HOST_ROLES, PLANNER
 from common.clock import Clock
 from common.errors import DeadlineExceeded, MeshError, NotFound, Refused, StateUnavailable
 from common.pool.snapshot import LEFT, NOTICE
-from common.records import documents
 from common.state import events, pool, registry
 from common.state.client import State
 from common.state.hosts import admission
 from common.state.hosts.admission import Asked
-from meshrl.directory.places import MeshPlace, write_json
+from meshrl.directory.joined import HostBook, JoinedHost
+from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.absences import Absences
 
 LOOK_S = 0.2
@@ -42,48 +42,6 @@ class Doors(Protocol):
 
     async def expel_host(self, host: str) -> bool:
         """No more, also those that are in; whether it was let in."""
-
-
-@dataclass(frozen=True)
-class Joined:
-    """A host that was let in."""
-
-    host: str
-    address: str
-    prefix: str  # of its workers' names
-    planner: str  # name of the planner that stands by there; empty: none does
-    workers: int
-    joined_s: float  # wall clock
-    key: str  # digest of that by which it is known at the gateway
-    ephemeral: bool = False  # it is forgotten when it has been away for `pool.gone_s`
-
-
-@dataclass(frozen=True)
-class Book:
-    """The hosts that were let in, and how many there have been."""
-
-    count: int = 0
-    hosts: Mapping[str, Joined] = field(default_factory=dict)
-    left: tuple[str, ...] = ()  # names of hosts that are in no more: none comes back
-
-    @classmethod
-    def of(cls, place: MeshPlace) -> Book:
-        """That of a mesh; Damaged."""
-        try:
-            held = documents.read(place.joined, REPAIR.format(other="hosts.json"))
-        except FileNotFoundError:
-            return cls()
-        try:
-            hosts = {name: Joined(**row) for name, row in held["hosts"].items()}
-            return cls(held["count"], hosts, tuple(held["left"]))
-        except (KeyError, TypeError, AttributeError) as error:
-            fix = REPAIR.format(other="hosts.json")
-            why = f"it tells of no hosts: {error!r}"
-            raise documents.damaged(place.joined, why, fix) from error
-
-    def write(self, place: MeshPlace) -> None:
-        """Puts it on record."""
-        write_json(place.joined, asdict(self))
 
 
 class Admitting:
@@ -105,7 +63,7 @@ class Admitting:
         self._head = head
         self._place, self._state, self._clock, self._doors = place, state, clock, doors
         self._about = about
-        self._book = Book.of(place)
+        self._book = HostBook.of(place)
         self._absences, self._gone_s = Absences(gone_s), gone_s
         self._going: dict[str, float] = {}  # hosts that are being let out, away for so many seconds
 
@@ -188,7 +146,7 @@ class Admitting:
         print(f"{joined.host} at {joined.address} has joined", flush=True)
         return {"prefix": joined.prefix, "planner": joined.planner, **self._about()}
 
-    def _let_in_before(self, about: Mapping[str, Any]) -> Joined:
+    def _let_in_before(self, about: Mapping[str, Any]) -> JoinedHost:
         """The row of the host that asks. NotFound: the gateway has its key, from a try to join that
         came to nothing so far.
         """
@@ -197,11 +155,11 @@ class Admitting:
             raise NotFound(f"{host} was not let into the mesh", fix="`meshrl join` does that")
         return self._book.hosts[host]
 
-    def _entered(self, host: str, about: Mapping[str, Any], key: str) -> Joined:
+    def _entered(self, host: str, about: Mapping[str, Any], key: str) -> JoinedHost:
         """Puts a new host on record."""
         standby = bool(about["standby"]) and not any(h.planner for h in self._book.hosts.values())
         count = self._book.count + 1
-        joined = Joined(
+        joined = JoinedHost(
             host,
             str(about["address"]),
             f"h{count}w",
@@ -253,11 +211,6 @@ class Admitting:
             print(f"{host} is at {address} now", flush=True)
         return await pool.mark_host(self._state, host, "", was=NOTICE)
 
-    def _keep(self, book: Book) -> None:
+    def _keep(self, book: HostBook) -> None:
         book.write(self._place)
         self._book = book
-
-
-def joined(place: MeshPlace) -> Mapping[str, Joined]:
-    """The hosts that have joined a mesh, by name; Damaged."""
-    return Book.of(place).hosts

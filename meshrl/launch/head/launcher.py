@@ -36,11 +36,12 @@ from common.state.ended import forget_all
 from common.state.pool import write_settings
 from common.state.server import embedded, home
 from common.state.server.rollback import JobMark
+from meshrl.directory.joined import joined_hosts
 from meshrl.directory.kept import KeptDocument, keep
 from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.launch import plan
 from meshrl.launch.foreground import AGAIN, ENDED, begun
-from meshrl.launch.head import admitting, from_copy, trimming
+from meshrl.launch.head import from_copy, trimming
 from meshrl.launch.head.admitting import Admitting
 from meshrl.launch.head.head import Head, told_to_hosts
 from meshrl.launch.head.restoring import put_all_back
@@ -256,7 +257,7 @@ class Launcher(Root):
 
     async def _refuse_a_second_mesh(self, state: State) -> None:
         """A Redis belongs to one mesh: with a shared one, another mesh may be there already."""
-        joined = admitting.joined(self.place)
+        joined = joined_hosts(self.place)
         alive = [e for e in await registry.entries(state) if e.alive and e.host not in joined]
         if embedded.configured_url() and alive and alive[0].run_root != str(self.place.root):
             raise Refused(

@@ -44,13 +44,14 @@ from common.state.client import State
 from common.state.hosts import admission
 from common.state.registry import Entry, evict, register
 from common.transport.keys import KeyPair
+from meshrl.directory.joined import joined_hosts
 from meshrl.directory.places import MeshPlace
 from meshrl.hosts import membership, notice
 from meshrl.hosts.joining import standing
 from meshrl.hosts.membership import AUTHORITY
 from meshrl.hosts.membership import Membership as HostsMembership
 from meshrl.hosts.told import keep
-from meshrl.launch.head.admitting import Admitting, joined
+from meshrl.launch.head.admitting import Admitting
 from sim.state import simulated_state
 from tests.load import scaled
 from tests.unit.gateway.conftest import House
@@ -148,7 +149,7 @@ async def test_a_host_is_let_in_with_roles_of_its_own_and_a_secret_told_once(mes
     assert mesh.users.known["gpu2-bb"].keys() == HOST_ROLES
     kept = "\n".join(p.read_text() for p in mesh.house.root.rglob("*.json"))
     assert first.secret not in kept and redis_password(first.secret, "node") not in kept
-    assert joined(MeshPlace(mesh.house.root)).keys() == {"gpu1-aa", "gpu2-bb"}
+    assert joined_hosts(MeshPlace(mesh.house.root)).keys() == {"gpu1-aa", "gpu2-bb"}
 
 
 async def test_a_token_lets_in_one_host(mesh: Mesh) -> None:
@@ -198,7 +199,7 @@ async def test_an_answer_that_a_gateway_has_forgotten_is_given_anew(mesh: Mesh) 
     second = await mesh.join(token)
     told = Admitted.of("gpu1-aa", second.secret, mesh.users.known["gpu1-aa"], 0.0)
     assert mesh.users.known == {"gpu1-aa": told.passwords}
-    assert joined(MeshPlace(mesh.house.root))["gpu1-aa"].prefix == "h1w"
+    assert joined_hosts(MeshPlace(mesh.house.root))["gpu1-aa"].prefix == "h1w"
 
 
 async def test_a_host_that_joined_long_ago_is_not_told_its_secret_again(mesh: Mesh) -> None:
@@ -256,7 +257,7 @@ async def test_nobody_joins_under_the_name_of_the_head(mesh: Mesh) -> None:
     }
     with pytest.raises(Refused, match="here is the head of the mesh"):
         await admission.ask(mesh.house.state, SystemClock(), "q", admission.JOIN, about)
-    assert not joined(MeshPlace(mesh.house.root)) and not mesh.users.known
+    assert not joined_hosts(MeshPlace(mesh.house.root)) and not mesh.users.known
 
 
 @pytest.mark.parametrize("host", [HEAD, "gpu1-aa"])
@@ -298,7 +299,9 @@ async def test_a_host_that_left_is_let_in_no_more(mesh: Mesh) -> None:
     async with mesh.line(own) as line:
         assert (await line.call(Gateway.membership, Membership())).host == "gpu1-aa"
         assert (await line.call(Gateway.leave, Leave())).changed
-    assert not mesh.users.known and not joined(MeshPlace(mesh.house.root)) and not mesh.members
+    assert (
+        not mesh.users.known and not joined_hosts(MeshPlace(mesh.house.root)) and not mesh.members
+    )
     async with mesh.line(own) as line:
         with pytest.raises(NotAllowed, match="revoked"):
             await line.call(Gateway.membership, Membership())
@@ -343,7 +346,7 @@ async def test_a_host_has_itself_drained_and_is_used_again_when_it_is_back(mesh:
         assert await pool.draining(state) == {}
         with pytest.raises(Refused, match="no address"):
             await line.call(Gateway.back, Back("a b"))
-    assert joined(MeshPlace(mesh.house.root))["gpu1-aa"].address == "gpu1.example"
+    assert joined_hosts(MeshPlace(mesh.house.root))["gpu1-aa"].address == "gpu1.example"
     async with mesh.line(invitation) as line:
         calls: tuple[tuple[Any, Any], ...] = (
             (Gateway.drain, Drain()),
@@ -398,7 +401,7 @@ async def test_an_ephemeral_host_that_stays_away_is_forgotten(mesh: Mesh) -> Non
         while not [e for e in await events.read_all(state) if e.kind == "host_left"]:
             await asyncio.sleep(0.05)
     assert mesh.users.known.keys() == mesh.members == {there, stays}
-    assert joined(MeshPlace(mesh.house.root)).keys() == {there, stays}
+    assert joined_hosts(MeshPlace(mesh.house.root)).keys() == {there, stays}
     [left] = [e for e in await events.read_all(state) if e.kind == "host_left"]
     assert left.fields["host"] == goes and left.fields["away_s"] > GONE_S
     async with mesh.line(mesh.member(token, goes)) as line:  # it comes back at this moment

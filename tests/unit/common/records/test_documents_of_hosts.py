@@ -13,12 +13,12 @@ import pytest
 from common.access import hosts, identity, owner, records
 from common.errors import Damaged
 from common.records import documents
+from meshrl.directory.joined import HostBook
 from meshrl.directory.places import MeshPlace
 from meshrl.hosts import membership
-from meshrl.launch.head.admitting import Book
 
 READ: dict[str, tuple[Callable[[MeshPlace], Any], str]] = {
-    "joined.json": (Book.of, "remove it and hosts.json"),
+    "joined.json": (HostBook.of, "remove it and hosts.json"),
     "hosts.json": (lambda place: hosts.admitted(place.directory), "remove it and joined.json"),
     "owner.json": (lambda place: owner.owner(place.directory), "`meshrl down`, remove it"),
     "tokens.json": (lambda place: records.read(place.directory / records.FILE), "or remove it"),
