@@ -115,7 +115,7 @@ def samples(
         meshrl samples runs/calculator --failed --follow
     """
     from meshrl.directory.target import run_of
-    from meshrl.observe.report import samples as reading
+    from meshrl.observe.live import printed_samples as reading
 
     asked = [name for name, on in (("best", best), ("worst", worst), ("failed", failed)) if on]
     if len(asked) > 1:

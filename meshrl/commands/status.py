@@ -28,6 +28,7 @@ from meshrl.directory.target import may_live, place_of, run_in
 from meshrl.hosts import showing, standing
 from meshrl.observe.live import gpus, printing, tables
 from meshrl.observe.recording import storage
+from meshrl.observe.recording.recorded import judged_moves
 from meshrl.observe.report import decisions
 from meshrl.observe.standing import moves
 from meshrl.observe.standing.diagnosing import stalls
@@ -158,7 +159,7 @@ def why(subject: str, mesh: Path | None, as_json: bool) -> None:
         return await decisions.recent(state), await explained(state), await jobs.jobs(state)
 
     recent, told_of, rows = ask(find_mesh(mesh), look, ANSWER_S)
-    known = [moves.recorded(Path(row.run_dir)) for row in rows]
+    known = [judged_moves(Path(row.run_dir)) for row in rows]
     judged = moves.judged(moves.merged(*known, recent), subject)
     found = decisions.about(recent, subject)
     present = told_of.get(subject)
@@ -176,7 +177,7 @@ def why(subject: str, mesh: Path | None, as_json: bool) -> None:
         print(decisions.told(event))
     if judged:
         print(f"\nWhat came of the last moves of {subject}, in seconds a step:")
-        table = moves.table(judged)
+        table = tables.moves(judged)
         printing.console(table).print(table)
     if present is not None and (lines := moves.present(present)):
         print("\nNow:")

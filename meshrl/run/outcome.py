@@ -15,10 +15,9 @@ from common.state.lifecycle.accounting import wrong
 from meshrl.directory import job_file
 from meshrl.directory.places import read_json
 from meshrl.directory.target import Run, may_live
-from meshrl.observe.live.watch import told
 from meshrl.observe.recording.audit import audited
-from meshrl.observe.recording.recorded import damaged
-from meshrl.observe.recording.recorder import read_events
+from meshrl.observe.recording.recorded import damaged, read_events
+from meshrl.observe.standing.news import told
 
 FINISHED, FAILED, STOPPED = 0, 1, 3  # exit statuses of commands that follow a run to its end
 INTERRUPTED = 130  # after Ctrl-C, as shells have it

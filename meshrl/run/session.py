@@ -83,7 +83,7 @@ async def session(
         started()
     try:
         recorder = Recorder(launcher, run.job, run_dir)
-        await _follow(recorder, stop)
+        await _follow(recorder, launcher, stop)
         await launcher.stop_services()
         await recorder.close()
         summary = await report.write(recorder)
@@ -102,18 +102,18 @@ async def _bring_in(launcher: Launcher, run_dir: Path, job: str, document: dict[
     await jobs.submit(launcher.state, job, document, str(run_dir), uuid.uuid4().hex)
 
 
-async def _follow(recorder: Recorder, stop: asyncio.Event) -> None:
+async def _follow(recorder: Recorder, launcher: Launcher, stop: asyncio.Event) -> None:
     """Shows the run until it is over, the user stops it, or the mesh gives up."""
     with GuardedView(view_for(recorder.run_dir)) as view:
         async with aclosing(report.LivePage(recorder, view.say)) as page:
-            while not stop.is_set() and not recorder.launcher.failed.is_set():
+            while not stop.is_set() and not launcher.failed.is_set():
                 shot = await recorder.look()
                 if shot is not None:
                     view.show(shot, recorder.rows)
                     if shot.over:
                         return
                 page.look()
-                await recorder.launcher.clock.sleep(LOOK_S)
+                await launcher.clock.sleep(LOOK_S)
         if stop.is_set():
             view.say("stopping; Ctrl-C again ends everything at once")
 

@@ -18,12 +18,8 @@ from meshrl.directory.target import Run, may_live, mesh_meant, row_of, run_of
 from meshrl.observe.live.view import view_for
 from meshrl.observe.live.watch import History, Reading, Snapshot, snapshot
 from meshrl.observe.recording.belonging import Belonging
-from meshrl.observe.recording.recorded import RECENT, last_step
-from meshrl.observe.recording.recorder import (
-    evaluated,
-    read_events,
-    standing,
-)
+from meshrl.observe.recording.evaluations import evaluated, last_standing_step
+from meshrl.observe.recording.recorded import RECENT, last_step, read_events
 from meshrl.observe.standing.pool import pool
 from meshrl.run import watching_mesh
 from meshrl.run.looking import looked
@@ -51,7 +47,7 @@ class Onlooker:
         mine = [event for event in new if self._belonging.takes(event)]
         if new:
             self._last_event = new[-1].id
-        last = standing(row.steps_done, mine, run.job)
+        last = last_standing_step(row.steps_done, mine, run.job)
         self.rows = [r for r in self.rows[-RECENT:] if r["step"] <= last]
         self.rows += await steps.step_rows(state, run.job, since=last_step(self.rows))
         self._evaluated = evaluated([*self._evaluated, *mine], run.job)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from common.state.jobs import Phase
 from meshrl.observe.live import printing
+from meshrl.observe.live.tables import moves as moves_table
 from meshrl.observe.live.view import ROLE_COLORS, sparkline
 from meshrl.observe.standing import moves
 from meshrl.top.frame import Frame, JobFrame, MoveFrame, ResidentFrame
@@ -41,7 +42,7 @@ def tables(frame: Frame) -> list[RenderableType]:
     if frame.moves:
         parts.append(Text("\n".join(map(under_way, frame.moves)), style="cyan"))
     if frame.judged:
-        parts.append(moves.table(frame.judged[-MOVES:]))
+        parts.append(moves_table(frame.judged[-MOVES:]))
     if frame.residents:
         parts.append(_gangs(frame.residents))
     parts += [Text(line, style="dim") for line in _others(frame)]

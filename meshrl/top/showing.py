@@ -19,6 +19,7 @@ from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import MeshPlace, shown
 from meshrl.directory.target import place_of
 from meshrl.observe.live.view import OneScreen
+from meshrl.observe.recording.recorded import judged_moves
 from meshrl.observe.standing import moves
 from meshrl.run.looking import looked
 from meshrl.run.outcome import INTERRUPTED
@@ -61,7 +62,7 @@ class TopOnlooker:
         for row in rows:
             if row.id not in self._read:
                 self._read.add(row.id)
-                found += await asyncio.to_thread(moves.recorded, Path(row.run_dir))
+                found += await asyncio.to_thread(judged_moves, Path(row.run_dir))
         self._judged = moves.merged(self._judged, found)
 
     async def _news(self) -> list[Event]:

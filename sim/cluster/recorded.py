@@ -24,7 +24,7 @@ from common.pool.rows import Role
 from common.records import lines
 from common.state.events import Event
 from meshrl.job.toml_writing import to_toml
-from meshrl.observe.recording.recorder import job_of, read_events
+from meshrl.observe.recording.recorded import job_of, read_events
 from meshrl.observe.report.gangs import Span, spans
 from meshrl.observe.trace.writing import noted
 

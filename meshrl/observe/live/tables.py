@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from datetime import datetime
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from common.pool.explained import Judged
 from common.pool.rows import Resident, Role
 from common.state.ended import Ended
 from common.state.jobs import JobRow
@@ -17,6 +19,7 @@ from meshrl.observe.live import gpus, printing
 from meshrl.observe.live.view import ROLE_COLORS, tier
 from meshrl.observe.live.workers import lines
 from meshrl.observe.standing.held import reason
+from meshrl.observe.standing.moves import outcome, seconds
 from meshrl.observe.standing.pool import Pool
 
 
@@ -149,3 +152,26 @@ def document(pool: Pool, entries: Sequence[Entry] = ()) -> dict[str, Any]:
         "workers": [asdict(worker) | ({"gpu": gpu} if gpu else {}) for worker, gpu in found],
         "gangs": [asdict(gang) for gang in pool.gangs],
     }
+
+
+def moves(found: Iterable[Judged]) -> Table:
+    """A row a move; times are seconds a step."""
+    made = printing.table(*MOVE_COLUMNS, wraps=MOVE_COLUMNS[-1:])
+    for move in found:
+        made.add_row(
+            datetime.fromtimestamp(move.ms / 1000).strftime("%H:%M:%S"),
+            "" if move.step is None else str(move.step),
+            move.gang,
+            f"{move.was} -> {move.to}",
+            move.policy,
+            *map(seconds, (move.before_s, move.expected_s, move.predicted_s, move.observed_s)),
+            seconds(move.regret_s),
+            outcome(move),
+        )
+    return made
+
+
+MOVE_COLUMNS = (
+    *("judged", "step", "gang", "moved", "rule"),
+    *("before", "without", "predicted", "observed", "regret", "outcome"),
+)

@@ -17,8 +17,7 @@ from common.state.events import Event
 from common.state.lifecycle.accounting import WRONG, account, wrong
 from meshrl.directory import job_file
 from meshrl.directory.places import existing_run
-from meshrl.observe.recording.recorded import Mark, damaged
-from meshrl.observe.recording.recorder import job_of, read_events
+from meshrl.observe.recording.recorded import Mark, damaged, job_of, read_events
 from meshrl.observe.standing.held import Going
 from meshrl.terminal import Console
 

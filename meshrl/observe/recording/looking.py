@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from common.state import jobs, registry
 from common.state.jobs import JobRow
 from common.state.registry import Entry
+from meshrl.observe.recording.running_mesh import RunningMesh
 from meshrl.observe.standing.pool import Pool, pool
 from meshrl.observe.standing.processes import Meter, Used, names_of, owner
-
-if TYPE_CHECKING:
-    from meshrl.launch.head.launcher import Launcher
 
 FRESH_S = 0.4  # below the time between two looks of a recorder
 JOBS_S = 2.0  # all jobs, with their documents, are more to read
@@ -37,10 +34,10 @@ class Look:
 
 
 class Looks:
-    """The last look at the mesh of a launcher, taken again when it is no longer fresh."""
+    """The last look at a mesh, taken again when it is no longer fresh."""
 
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
+    def __init__(self, mesh: RunningMesh) -> None:
+        self._mesh = mesh
         self.last = Look(float("-inf"))
         self._jobs_at = self._metered_at = float("-inf")
         self._jobs: tuple[JobRow, ...] = ()
@@ -53,7 +50,7 @@ class Looks:
     async def look(self) -> Look:
         """The mesh now. StateUnavailable, DeadlineExceeded."""
         async with self._turn:  # its holder's deadline bounds the wait
-            now, state = self._launcher.clock.monotonic(), self._launcher.state
+            now, state = self._mesh.clock.monotonic(), self._mesh.state
             if now - self.last.at >= FRESH_S:
                 entries = await registry.entries(state)
                 found = await pool(state)
@@ -67,17 +64,17 @@ class Looks:
     async def live(self) -> list[JobRow]:
         """The jobs that have not ended, as they are now. StateUnavailable, DeadlineExceeded."""
         async with self._turn:
-            await self._read_jobs(self._launcher.clock.monotonic())
+            await self._read_jobs(self._mesh.clock.monotonic())
             return [row for row in self._jobs if not row.ended]
 
     async def _read_jobs(self, now: float) -> None:
-        self._jobs, self._jobs_at = tuple(await jobs.jobs(self._launcher.state)), now
+        self._jobs, self._jobs_at = tuple(await jobs.jobs(self._mesh.state)), now
 
     def measure(self, force: bool = False) -> float:
         """When `used` was read, which is now if it is time again, or by `force`."""
-        now = self._launcher.clock.monotonic()
+        now = self._mesh.clock.monotonic()
         if force or now - self._metered_at >= TALLY_S:
-            names: Mapping[int, str] = {**self._names, **self._launcher.pids}
+            names: Mapping[int, str] = {**self._names, **self._mesh.pids}
             self.used = self._meter.read(names, list(names))
             self._metered_at = now
         return self._metered_at

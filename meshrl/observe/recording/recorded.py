@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import Damaged, HistoryLost
+from common.pool.explained import JUDGED
 from common.process.host import Host
 from common.records import damage
 from common.records.lines import LineFile, Row, read, whole
 from common.state import events, readers, steps
 from common.state.client import State
 from common.state.events import Event
+from meshrl.directory import job_file
 from meshrl.directory.places import read_json
 from meshrl.observe.recording.belonging import Belonging
 
@@ -63,6 +65,15 @@ def rare_events(run_dir: Path) -> Iterator[Event]:
         if kind not in FREQUENT or kind not in seen:
             seen.add(kind)
             yield event_of(row)
+
+
+def judged_moves(run_dir: Path) -> list[Event]:
+    """What the record of a run on this host tells of judged moves: Redis keeps what has happened
+    for some minutes only.
+    """
+    return [
+        event_of(row) for row in whole(run_dir / EVENTS, f'"{JUDGED}"') if row["kind"] == JUDGED
+    ]
 
 
 def last_step(rows: Sequence[Row]) -> int:
@@ -255,3 +266,14 @@ def damaged(run_dir: Path) -> list[str]:
         except Damaged as error:
             found.append(f"{run_dir / name}: {error.message}")
     return found
+
+
+def read_events(run_dir: Path) -> list[Event]:
+    """The events of a run as they were recorded, as far as they can be read."""
+    return [event_of(row) for row in read(run_dir / EVENTS).rows]
+
+
+def job_of(run_dir: Path) -> tuple[str, dict[str, Any]]:
+    """(job id, submitted document) of a run directory; Damaged."""
+    held = job_file.read(run_dir / job_file.NAME)
+    return str(held["job"]), held["document"]

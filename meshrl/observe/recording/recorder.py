@@ -21,18 +21,17 @@ from common.errors import (
     StateUnavailable,
     StorageFull,
 )
-from common.job.evaluation_plan import AFTER
 from common.process.ends.failure import NO_ROOM
-from common.records import damage, lines
+from common.records import damage
 from common.records.at_url import is_url
 from common.records.checkpoints import all_checkpoints, is_first
 from common.state import events, groups, jobs, readers, steps
 from meshrl.directory import job_file
 from meshrl.directory.kept import KeptDocument
 from meshrl.directory.places import read_if_whole, read_json, write_json
-from meshrl.launch.head.launcher import Launcher
 from meshrl.observe.live.watch import History, Reading, Snapshot, snapshot
 from meshrl.observe.recording import prefixes, storage
+from meshrl.observe.recording.evaluations import evaluated, last_standing_step
 from meshrl.observe.recording.looking import Look, Looks
 from meshrl.observe.recording.outlet import Outlet
 from meshrl.observe.recording.recorded import (
@@ -41,10 +40,10 @@ from meshrl.observe.recording.recorded import (
     METRICS,
     Mark,
     Recorded,
-    event_of,
     last_step,
 )
 from meshrl.observe.recording.room import Room
+from meshrl.observe.recording.running_mesh import RunningMesh
 from meshrl.observe.recording.trackers import TRACKING, Trackers
 from meshrl.observe.recording.usage import Tally
 
@@ -56,23 +55,23 @@ NOTE_S = 5.0  # between notes of how far it has read: what it has not noted is n
 
 
 class Recorder:
-    """One job of the mesh that `launcher` runs, recorded into its run directory. Recorders of one
+    """One job of a `mesh`, recorded into its run directory. Recorders of one
     mesh share their `looks` at it.
 
     OSError when the directory is away or full, Damaged when `job.json` cannot be read.
     """
 
     def __init__(
-        self, launcher: Launcher, job: str, run_dir: Path, looks: Looks | None = None
+        self, mesh: RunningMesh, job: str, run_dir: Path, looks: Looks | None = None
     ) -> None:
-        self.launcher, self.job, self.run_dir = launcher, job, run_dir
-        self._looks = looks or Looks(launcher)
+        self.mesh, self.job, self.run_dir = mesh, job, run_dir
+        self._looks = looks or Looks(mesh)
         self.shot: Snapshot | None = None
         self._untold: list[dict[str, Any]] = []  # damage that Redis does not have as an event yet
         self._job_file = KeptDocument("job", run_dir / job_file.NAME, run_dir, job, job_file.read)
         self._take_up()
         self._history = History()
-        self._clock = launcher.clock
+        self._clock = mesh.clock
         self._started, self._began_ms = self._clock.monotonic(), int(1000 * self._clock.wall())
         self._tallied = float("-inf")  # of which reading of the processes it is
         self._reader = readers.recorder_of(job)
@@ -91,7 +90,7 @@ class Recorder:
         self._seen = self.recorded.last  # the last event of the stream
         self._unshown = True  # what is recorded, until this session's trackers have it
         shown = self._unless_damaged("tracking", TRACKING, read_json)
-        host, clock = self.launcher.host, self.launcher.clock
+        host, clock = self.mesh.host, self.mesh.clock
         self.trackers = Trackers.of(self.run_dir, self.held, shown or {}, host, clock)
         out = str(self.held["document"].get("out", ""))
         self._outlet = Outlet(out, self.run_dir, host, clock) if is_url(out) else None
@@ -145,7 +144,7 @@ class Recorder:
             if self.shot is not None:
                 self.shot = replace(self.shot, trouble=silent, elapsed_s=self.wall_s)
         except NotFound:  # Redis went back, and has not been given its jobs again
-            if not self.launcher.going_back:
+            if not self.mesh.going_back:
                 raise
         except StorageFull as error:
             refused = storage.needed(error, self.run_dir)
@@ -160,7 +159,7 @@ class Recorder:
     async def _watch_room(self, refused: str) -> None:
         """Shows a disk that is full while it is, and puts on record that it was."""
         now = self._clock.monotonic()
-        text = refused or storage.full([self.run_dir, self.launcher.place.root])
+        text = refused or storage.full([self.run_dir, self.mesh.place.root])
         if text:
             self._full, self._full_since = text, self._full_since or now
         elif self._full_since is not None:
@@ -168,7 +167,7 @@ class Recorder:
             self._full, self._full_since = "", None
             with contextlib.suppress(StateUnavailable, DeadlineExceeded):
                 async with self._clock.timeout(ANSWER_S, "a note in the event stream"):
-                    await events.append(self.launcher.state, "storage_full", fields)
+                    await events.append(self.mesh.state, "storage_full", fields)
         if self.shot is not None:
             self.shot = replace(self.shot, full=self._full or self.shot.full)
 
@@ -184,7 +183,7 @@ class Recorder:
             await self.look()
         with contextlib.suppress(StateUnavailable, DeadlineExceeded):
             async with self._clock.timeout(ANSWER_S, "a count of what is in flight"):
-                counted = asdict(await groups.in_flight(self.launcher.state, self.job))
+                counted = asdict(await groups.in_flight(self.mesh.state, self.job))
             mark = {"event": self.recorded.last, "events": self.recorded.lines} | counted
             if await room.write(lambda: write_json(self.run_dir / MARK, mark)):
                 async with self._clock.timeout(ANSWER_S, "a note of where the record ends"):
@@ -210,7 +209,7 @@ class Recorder:
             self._in_the_way = trouble
             if trouble:
                 told = {"job": self.job, "error": trouble}
-                await events.append(self.launcher.state, "out_failed", told)
+                await events.append(self.mesh.state, "out_failed", told)
 
     async def abandon(self) -> None:
         """Leaves the record as it is: nothing can be written there."""
@@ -224,7 +223,7 @@ class Recorder:
             self._unshown = False
             if self.trackers.trackers:
                 self.trackers.offer(list(self.recorded.every_row()), self._evaluated)
-        state = self.launcher.state
+        state = self.mesh.state
         row = await jobs.job(state, self.job)
         new_events = await self._new_events()
         self._abandon(row.steps_done, new_events)
@@ -255,7 +254,7 @@ class Recorder:
         How long that takes depends on the files, so no look's deadline is over it; each command to
         Redis has its own.
         """
-        state, host = self.launcher.state, self.launcher.host
+        state, host = self.mesh.state, self.mesh.host
         self.recorded.look()
         if EVENTS in self.recorded.wrong:
             self._untold.append(await self.recorded.mend_events(state, host))
@@ -271,7 +270,7 @@ class Recorder:
 
     async def _new_events(self) -> list[events.Event]:
         """What has happened since the last look. Where events are gone it says so, on record."""
-        state, missed = self.launcher.state, list[events.Event]()
+        state, missed = self.mesh.state, list[events.Event]()
         if self._noted is None:
             missed = await self._join()
         try:
@@ -287,7 +286,7 @@ class Recorder:
         Such damage, as to Redis' own file, precedes the event by which the job goes on, from which
         recorders read.
         """
-        state, recorded = self.launcher.state, self._seen
+        state, recorded = self.mesh.state, self._seen
         self._seen = await readers.join(state, self._reader, recorded, str(self.run_dir))
         self._noted = self._clock.monotonic()
         if events.order(recorded) == (0, 0):  # the run has no earlier session
@@ -299,7 +298,7 @@ class Recorder:
         """Says up to where events are recorded, so that no more of them need be kept in Redis."""
         where = str(self.run_dir)
         await readers.note(
-            self.launcher.state,
+            self.mesh.state,
             self._reader,
             self._seen,
             where,
@@ -318,7 +317,7 @@ class Recorder:
 
     def _abandon(self, steps_done: int, new: list[events.Event]) -> None:
         """Cuts off the rows of steps that a new lineage has left behind."""
-        last = standing(steps_done, new, self.job)
+        last = last_standing_step(steps_done, new, self.job)
         if last < last_step(self.rows):
             self.recorded.keep_rows(last)
             self.trackers.rewind(last)
@@ -353,55 +352,8 @@ class Recorder:
             return
         self._tallied = at
         among = sum(row.id != self.job for row in self._looks.last.live) + 1
-        whole = self.launcher.place.root == self.run_dir
+        whole = self.mesh.place.root == self.run_dir
         owners, used = self._looks.owners, self._looks.used
         self.tally.see_processes(used, owners, self.job, among, whole)
         self.tally.see_session(self._began_ms, int(1000 * self._clock.wall()))
         self.tally.write(self.run_dir / "usage.json", self.session_s)
-
-
-def standing(steps_done: int, new: list[events.Event], job: str) -> int:
-    """The last step that stands: later ones were left behind by a new lineage."""
-    left = [
-        int(event.fields["version"])
-        for event in new
-        if event.kind in ("lineage", "restored") and event.fields.get("job") == job
-    ]
-    return max(0, min([steps_done, *left]))
-
-
-def evaluated(known: list[events.Event], job: str) -> list[events.Event]:
-    """The evaluations among events, where they outlive Redis; not those of versions that a new
-    lineage has abandoned, and no other one is the best then if one of those was.
-    """
-    found: list[events.Event] = []
-    for event in known:
-        if event.fields.get("job") != job:
-            continue
-        if event.kind == "evaluation":
-            found.append(event)
-        elif event.kind == "changed" and event.fields.get("extended"):
-            found = [_on_the_way(e) if e.fields["tag"] == AFTER else e for e in found]
-        elif event.kind == "lineage":
-            version = int(event.fields["version"])
-            best = next((e for e in reversed(found) if e.fields.get("best")), None)
-            found = [e for e in found if int(e.fields["step"]) <= version]
-            if best not in found:
-                found = [replace(e, fields=e.fields | {"best": False}) for e in found]
-    return found
-
-
-def _on_the_way(after: events.Event) -> events.Event:
-    """The evaluation after training of a run that has gone on since."""
-    return replace(after, fields=after.fields | {"tag": f"step-{after.fields['step']}"})
-
-
-def read_events(run_dir: Path) -> list[events.Event]:
-    """The events of a run as they were recorded, as far as they can be read."""
-    return [event_of(row) for row in lines.read(run_dir / EVENTS).rows]
-
-
-def job_of(run_dir: Path) -> tuple[str, dict[str, Any]]:
-    """(job id, submitted document) of a run directory; Damaged."""
-    held = job_file.read(run_dir / job_file.NAME)
-    return str(held["job"]), held["document"]

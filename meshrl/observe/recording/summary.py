@@ -9,11 +9,12 @@ from common.pool.explained import OPENING, PLANNED
 from common.pool.rows import Role
 from common.state.events import Event
 from common.state.jobs import Phase
-from meshrl.observe.live.watch import Evaluation, unforeseen
+from meshrl.observe.live.watch import Evaluation
 from meshrl.observe.recording import prefixes
 from meshrl.observe.recording.usage import Tally
 from meshrl.observe.standing.failures import listed
 from meshrl.observe.standing.held import held_s
+from meshrl.observe.standing.news import unforeseen
 
 TRADED = {Role.ROLLOUT, Role.TRAINING}
 

@@ -8,7 +8,6 @@ says how far each tracker has come, and a resumed run goes on from there.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
 import json
 import sys
@@ -20,11 +19,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import ConfigError, MeshError, PeerLost, StorageFull
-from common.job.config import JobConfig
+from common.errors import MeshError, PeerLost, StorageFull
 from meshrl.directory.places import write_json
+from meshrl.job.checks.file.extras import TRACKERS
 from meshrl.observe.guard import Guard
-from meshrl.observe.report import samples
+from meshrl.observe.recording import samples
 
 if TYPE_CHECKING:
     from common.clock import Clock
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from common.state.events import Event
 
 TRACKING = "tracking.json"  # of a run: how far its trackers are
-NAMES = ("tensorboard", "wandb", "trackio")
 NICE = 10
 
 BATCH = 64  # records in one frame
@@ -65,20 +63,6 @@ class TrackerProgress:
     evaluations: list[str] = field(default_factory=list)  # tags that are shown
     dropped: int = 0  # records that were never shown
     trouble: str = ""  # the last
-
-
-def wanted(config: JobConfig) -> list[str]:
-    """The trackers that a job asks for."""
-    return [name for name in NAMES if getattr(config.tracking, name)]
-
-
-def present(name: str) -> None:
-    """ConfigError, with the command that installs it, when a tracker's package is not there."""
-    if importlib.util.find_spec(name) is None:
-        raise ConfigError(
-            f"tracking.{name}: the package {name} is not installed",
-            fix=f"`{sys.executable} -m pip install 'meshrl[tracking]'`",
-        )
 
 
 def scalars(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -236,7 +220,7 @@ class Trackers:
         path, guard = run_dir / TRACKING, Guard()
         asked = held["document"].get("tracking", {})
         made = []
-        for name in NAMES:
+        for name in TRACKERS:
             if not asked.get(name):
                 continue
             with guard(f"tracking by {name}"):

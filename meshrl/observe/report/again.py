@@ -8,13 +8,15 @@ from common.errors import NotFound
 from common.records.lines import whole
 from common.state.events import Event
 from meshrl.directory.places import read_json, shown
-from meshrl.observe.live.watch import Evaluation, evaluation, told, unforeseen
-from meshrl.observe.recording.recorded import METRICS, thinned
-from meshrl.observe.recording.recorder import evaluated, job_of, read_events
-from meshrl.observe.report import figures, gangs, png, samples
+from meshrl.observe.live.watch import Evaluation, evaluation
+from meshrl.observe.recording import samples
+from meshrl.observe.recording.evaluations import evaluated
+from meshrl.observe.recording.recorded import METRICS, job_of, read_events, thinned
+from meshrl.observe.report import figures, gangs, png
 from meshrl.observe.report.gangs import Mark
 from meshrl.observe.report.page import TIMELINE, html
 from meshrl.observe.report.report import write_page
+from meshrl.observe.standing.news import told, unforeseen
 
 SUMMARY = "summary.json"
 

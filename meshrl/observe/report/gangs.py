@@ -8,8 +8,8 @@ from typing import Any
 
 from common.pool.rows import Doing, Role, Tier
 from common.state.events import Event
-from meshrl.observe.live.watch import told
 from meshrl.observe.report.decided import decisions, figures
+from meshrl.observe.standing.news import told
 
 JUDGED = "move_judged"  # what a move has come to, some steps after it
 LEAVING = "leaving"

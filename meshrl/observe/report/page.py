@@ -7,12 +7,13 @@ from html import escape
 from typing import Any
 
 from common.state.events import Event
-from meshrl.observe.live.watch import Evaluation, told, unforeseen
-from meshrl.observe.report import figures, gangs, samples, sections, timeline
+from meshrl.observe.live.watch import Evaluation
+from meshrl.observe.report import figures, gangs, sections, timeline
 from meshrl.observe.report.decided import decisions
 from meshrl.observe.report.facts import facts
 from meshrl.observe.report.gangs import Mark
 from meshrl.observe.standing.failures import Failure, counted
+from meshrl.observe.standing.news import told, unforeseen
 
 TIMELINE = "Which worker did what when"
 STYLE = """
@@ -77,7 +78,7 @@ def html(
 
 def _read(kept: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """Trajectories of evaluations, for reading."""
-    shown = samples.section(kept)
+    shown = sections.trajectories(kept)
     return [("Trajectories of evaluations", shown)] if shown else []
 
 

@@ -18,14 +18,13 @@ from common.state.jobs import Phase
 from common.state.lifecycle.accounting import WRONG
 from meshrl.directory.exporting import command
 from meshrl.directory.places import write_json
-from meshrl.launch.head.launcher import Launcher
 from meshrl.observe.guard import Guard
 from meshrl.observe.live.watch import Evaluation, Snapshot
-from meshrl.observe.recording import audit, summary
-from meshrl.observe.recording.recorded import rare_events, thinned
-from meshrl.observe.recording.recorder import Recorder, read_events
+from meshrl.observe.recording import audit, samples, summary
+from meshrl.observe.recording.recorded import rare_events, read_events, thinned
+from meshrl.observe.recording.recorder import Recorder
 from meshrl.observe.recording.room import Room
-from meshrl.observe.report import samples
+from meshrl.observe.recording.running_mesh import RunningMesh
 from meshrl.observe.report.page import html
 from meshrl.observe.trace import writing as traced
 
@@ -39,7 +38,7 @@ async def write(recorder: Recorder, given_up: Callable[[], bool] = lambda: False
     """Writes what a run leaves behind, whatever its end; returns the summary. Waits for room on a
     full disk, until it is `given_up`.
     """
-    room, guard = Room(recorder.launcher.clock, given_up), Guard()
+    room, guard = Room(recorder.mesh.clock, given_up), Guard()
     run_dir, document = recorder.run_dir, recorder.held["document"]
     events = read_events(run_dir)
     evaluations = list(recorder.shot.evaluations) if recorder.shot else []
@@ -54,7 +53,7 @@ async def write(recorder: Recorder, given_up: Callable[[], bool] = lambda: False
             await asyncio.to_thread(traced.write, run_dir, run_dir / traced.NAME, events)
     if found["phase"] in EXPORTED_PHASES and found["steps"]:
         with guard("the export of the model, which `meshrl export` repeats,"):
-            await export_model(recorder.launcher, run_dir)
+            await export_model(recorder.mesh, run_dir)
     # Last: who waits for it finds all the rest.
     await room.write(lambda: write_json(run_dir / "summary.json", found))
     return found
@@ -104,7 +103,7 @@ class LivePage:
         recorder = self._recorder
         if self._making is not None and not self._making.done():
             return
-        if recorder.shot is None or recorder.launcher.clock.monotonic() < self._due:
+        if recorder.shot is None or recorder.mesh.clock.monotonic() < self._due:
             return
         making = self._make(recorder.shot)
         self._making = asyncio.create_task(making, name="live page")
@@ -118,7 +117,7 @@ class LivePage:
             await asyncio.wait([self._making])
 
     async def _make(self, shot: Snapshot) -> None:
-        clock = self._recorder.launcher.clock
+        clock = self._recorder.mesh.clock
         started, trouble = clock.monotonic(), ""
         try:
             await asyncio.to_thread(self._write, shot, self._recorder.wall_s)
@@ -165,13 +164,13 @@ def write_page(run_dir: Path, page: str) -> None:
     documents.put(run_dir / "report.html", page.encode(), durable=False)
 
 
-async def export_model(launcher: Launcher, run_dir: Path) -> bool:
+async def export_model(mesh: RunningMesh, run_dir: Path) -> bool:
     """Write the last weights in Hugging Face's layout to `<run>/model`; print why if they cannot be
     written. Return True if they were.
     """
-    log = launcher.place.log(EXPORT)
+    log = mesh.place.log(EXPORT)
     try:
-        exporting = launcher.start_program(command(run_dir, run_dir / "model"), EXPORT)
+        exporting = mesh.start_program(command(run_dir, run_dir / "model"), EXPORT)
         try:
             status = await exporting.wait(EXPORT_S)
         finally:

@@ -12,6 +12,7 @@ from common.job.evaluation_plan import GREEDY, SAMPLED
 from common.state.events import Event
 from meshrl.job.toml_writing import to_toml
 from meshrl.observe.live.watch import Evaluation
+from meshrl.observe.recording.samples import Sample, heading, of_evaluations, parts
 from meshrl.observe.report import charts, figures, gangs
 from meshrl.observe.report.charts import Figure
 from meshrl.observe.standing.failures import of_share
@@ -98,3 +99,15 @@ def differing(document: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[
         elif value != default:
             found[key] = value
     return found
+
+
+def trajectories(kept: Sequence[Sample]) -> str:
+    """Evaluated trajectories as HTML, each folded under its heading."""
+    found = []
+    for sample in of_evaluations(kept):
+        told = "".join(
+            f'<p><b>{escape(title)}</b></p><pre class="{role}">{escape(text)}</pre>'
+            for role, title, text in parts(sample)
+        )
+        found.append(f"<details><summary>{escape(heading(sample))}</summary>{told}</details>")
+    return "".join(found)

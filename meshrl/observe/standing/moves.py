@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import datetime
-from pathlib import Path
-
-from rich.table import Table
 
 from common.pool.explained import JUDGED, Explained, Judged, judged_of
-from common.records import lines
 from common.state.events import Event, order
-from meshrl.observe.live import printing
-from meshrl.observe.recording.recorded import EVENTS, event_of
 
 MOST = 10  # judged moves that are shown, the last ones
 
@@ -23,44 +16,10 @@ def judged(events: Iterable[Event], subject: str = "") -> list[Judged]:
     return [m for m in found if subject in ("", m.job, m.resident, m.gang)][-MOST:]
 
 
-def recorded(run_dir: Path) -> list[Event]:
-    """What the record of a run on this host tells of judged moves: Redis keeps what has happened
-    for some minutes only.
-    """
-    return [
-        event_of(row)
-        for row in lines.whole(run_dir / EVENTS, f'"{JUDGED}"')
-        if row["kind"] == JUDGED
-    ]
-
-
 def merged(*sources: Iterable[Event]) -> list[Event]:
     """Events of several sources, each once, in their order."""
     found = {event.id: event for source in sources for event in source if event.kind == JUDGED}
     return sorted(found.values(), key=lambda event: order(event.id))
-
-
-def table(moves: Iterable[Judged]) -> Table:
-    """A row a move; times are seconds a step."""
-    made = printing.table(*_COLUMNS, wraps=_COLUMNS[-1:])
-    for move in moves:
-        made.add_row(
-            datetime.fromtimestamp(move.ms / 1000).strftime("%H:%M:%S"),
-            "" if move.step is None else str(move.step),
-            move.gang,
-            f"{move.was} -> {move.to}",
-            move.policy,
-            *map(seconds, (move.before_s, move.expected_s, move.predicted_s, move.observed_s)),
-            seconds(move.regret_s),
-            outcome(move),
-        )
-    return made
-
-
-_COLUMNS = (
-    *("judged", "step", "gang", "moved", "rule"),
-    *("before", "without", "predicted", "observed", "regret", "outcome"),
-)
 
 
 def seconds(value: float | None) -> str:

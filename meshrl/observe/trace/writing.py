@@ -17,7 +17,7 @@ from common.records import documents
 from common.records.lines import whole
 from common.state.events import Event
 from meshrl.directory.places import shown
-from meshrl.observe.recording.recorder import read_events
+from meshrl.observe.recording.recorded import read_events
 from meshrl.observe.trace.drawing import Noted, Row, drawn, name_of
 from meshrl.observe.trace.tracks import Event as TraceEvent
 

@@ -15,7 +15,7 @@ from common.records.checkpoints import all_checkpoints, verified
 from common.state import events, jobs, pool, registry
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher, Shape
-from meshrl.observe.report import samples
+from meshrl.observe.recording import samples
 from meshrl.observe.trace import writing
 from meshrl.remote_logs import RemoteLogs
 from tests.mesh.hosts.hidden import HiddenHost

@@ -13,7 +13,7 @@ from common.runtime.patience import waited_for
 from common.state import events, jobs
 from common.state.events import Event
 from common.state.lifecycle import deleting
-from meshrl.observe.live import watch
+from meshrl.observe.standing import news
 from services.weights.keeping.pins import Pin, all_pins, names, pin, pins, unpin
 from services.weights.keeping.sweeping import GRACE_S, SWEEP_S
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
@@ -194,7 +194,7 @@ def test_a_version_that_is_refused_for_long_is_told_once_and_swept_for_ever_more
         assert store.store.stats()["quota_trouble"] == ""
 
     def line(store: StoreBench, fields: dict[str, object]) -> str:
-        return watch.told(Event("1-0", 0, "weights_refused", fields))
+        return news.told(Event("1-0", 0, "weights_refused", fields))
 
     on_store(tmp_path, story)
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+
 from common.errors import ConfigError
+from common.job.config import JobConfig
 from common.model.projections import check_adapters
 from common.ports import ports
 from common.settings import OFF
 from meshrl.job.checks.file.models import shape
 from meshrl.job.loaded import JobFile
-from meshrl.observe.recording import trackers
+
+TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
 def check(job: JobFile) -> None:
     """Refuse what would otherwise end the job after it has begun."""
     config = job.config
-    for name in trackers.wanted(config):
+    for name in wanted_trackers(config):
         with job.naming(f"tracking.{name}"):
-            trackers.present(name)
+            require_tracker(name)
     if config.mesh.metrics != OFF:
         with job.naming("mesh.metrics"):
             ports(config.mesh.metrics, "mesh.metrics")
@@ -26,3 +31,17 @@ def check(job: JobFile) -> None:
         except ConfigError as error:
             place = error.where if error.where.startswith("lora.") else "lora"
             raise job.fail(place, f"{place}: {error.message}", error.fix) from error
+
+
+def wanted_trackers(config: JobConfig) -> list[str]:
+    """The trackers that a job asks for."""
+    return [name for name in TRACKERS if getattr(config.tracking, name)]
+
+
+def require_tracker(name: str) -> None:
+    """ConfigError, with the command that installs it, when a tracker's package is not there."""
+    if importlib.util.find_spec(name) is None:
+        raise ConfigError(
+            f"tracking.{name}: the package {name} is not installed",
+            fix=f"`{sys.executable} -m pip install 'meshrl[tracking]'`",
+        )

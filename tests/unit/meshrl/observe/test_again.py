@@ -12,7 +12,7 @@ from common.errors import NotFound
 from common.job.config import JobConfig
 from common.records.lines import line
 from meshrl.directory.places import write_json
-from meshrl.observe.recording.recorder import read_events
+from meshrl.observe.recording.recorded import read_events
 from meshrl.observe.report import again
 from tests.unit.meshrl.observe.test_report import EVENTS, ROWS, summary
 

@@ -42,7 +42,8 @@ class Followed:
         await self.recorder.look()
 
     def follow(self) -> None:
-        self.following = asyncio.create_task(session._follow(self.recorder, self.stop))
+        following = session._follow(self.recorder, self.launcher, self.stop)
+        self.following = asyncio.create_task(following)
 
     async def until(self, look: Callable[[], bool]) -> None:
         async with asyncio.timeout(scaled(PATIENCE_S)):

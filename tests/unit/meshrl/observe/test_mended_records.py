@@ -24,8 +24,8 @@ from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.directory.target import run_in
 from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.launch.head.restoring import put_back
-from meshrl.observe.recording.recorded import Recorded
-from meshrl.observe.recording.recorder import Recorder, read_events
+from meshrl.observe.recording.recorded import Recorded, read_events
+from meshrl.observe.recording.recorder import Recorder
 from meshrl.observe.report import report
 from meshrl.run.outcome import outcome_of
 from sim.state import simulated_as

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from common.pool.explained import Explained, explained_of
 from common.state.events import Event
-from meshrl.observe.live.watch import told
+from meshrl.observe.live import tables
 from meshrl.observe.standing import moves
+from meshrl.observe.standing.news import told
 
 FIELDS: dict[str, Any] = {
     "job": "sums",
@@ -35,7 +36,7 @@ def event(number: int = 1, **fields: Any) -> Event:
 
 def printed(*events: Event) -> list[str]:
     out = StringIO()
-    Console(file=out, width=200).print(moves.table(moves.judged(events)))
+    Console(file=out, width=200).print(tables.moves(moves.judged(events)))
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
 
@@ -53,7 +54,7 @@ def test_a_row_has_what_was_predicted_and_what_came_of_it() -> None:
     head, paid, undone = printed(
         event(), event(paid=False, undone=True, regret_s=0.12, reason="it did not pay in 8 steps")
     )
-    assert head.split() == list(moves._COLUMNS)
+    assert head.split() == list(tables.MOVE_COLUMNS)
     assert paid.partition(" ")[2] == (
         "8 g2 rollout -> training stage_time 0.95 s 0.96 s 0.81 s 0.78 s 0 s paid"
     )

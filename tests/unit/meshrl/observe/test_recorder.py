@@ -16,8 +16,9 @@ from common.records.lines import LineFile, read
 from common.state.events import Event
 from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch.head.launcher import Launcher, Shape
-from meshrl.observe.live import watch
-from meshrl.observe.recording.recorder import Recorder, evaluated
+from meshrl.observe.recording.evaluations import evaluated
+from meshrl.observe.recording.recorder import Recorder
+from meshrl.observe.standing import news
 
 JOB = "j"
 
@@ -58,7 +59,7 @@ def test_what_was_evaluated_after_training_is_one_on_the_way_once_the_run_is_ext
     assert told([after, more, end]) == [("step-3", False), ("after", False)]
     other = event("changed", lineage=0, version=3, extended=False, changes={})
     assert told([after, other]) == [("after", False)]
-    assert watch.told(more) == "from step 4 on: budget.steps 3 -> 6"
+    assert news.told(more) == "from step 4 on: budget.steps 3 -> 6"
 
 
 @contextmanager

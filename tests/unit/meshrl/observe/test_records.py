@@ -20,9 +20,10 @@ from common.state import events, jobs
 from common.state.registry import Entry, register
 from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.launch.head.launcher import Launcher, Shape
-from meshrl.observe.recording import records
-from meshrl.observe.recording.recorder import Recorder, read_events
-from meshrl.observe.recording.records import record_all
+from meshrl.observe import records
+from meshrl.observe.recording.recorded import read_events
+from meshrl.observe.recording.recorder import Recorder
+from meshrl.observe.records import record_all
 from meshrl.observe.report import report
 from meshrl.run.outcome import INTERRUPTED
 from meshrl.run.session import _conclude

@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from meshrl.cli import app
-from meshrl.observe.report.samples import come, ends, heading, parts, read, section
+from meshrl.observe.recording.samples import come, ends, heading, parts, read
+from meshrl.observe.report.sections import trajectories
 
 
 def sample(n: int, reward: float | None, step: int = 1, **more: Any) -> dict[str, Any]:
@@ -115,7 +116,7 @@ def test_a_new_shards_file_and_one_that_has_started_again_are_followed(run: Path
 
 def test_the_report_shows_trajectories_of_evaluations_with_their_text_as_text() -> None:
     more: dict[str, Any] = {"set": "held_out.greedy", "evaluation": "step-10"}
-    page = section([sample(0, 0.5), sample(1, 1.0, **more), sample(2, None, **more)])
+    page = trajectories([sample(0, 0.5), sample(1, 1.0, **more), sample(2, None, **more)])
     assert page.count("<details>") == 2
     assert "it is &lt;1&gt;" in page and "no reward | reward: raised: ValueError" in page
     assert heading(sample(1, 1.0, **more)).startswith("step 1 | evaluation step-10, held_out.gr")

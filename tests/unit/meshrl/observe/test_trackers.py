@@ -22,7 +22,7 @@ from common.process.host import SystemHost
 from common.state.events import Event
 from meshrl.directory.places import read_json
 from meshrl.job import jobfile
-from meshrl.observe.recording import trackers
+from meshrl.job.checks.file.extras import wanted_trackers
 from meshrl.observe.recording.trackers import (
     TrackerLimits,
     TrackerProcess,
@@ -360,7 +360,7 @@ def test_each_is_a_line_of_the_job_file(job: Path) -> None:
     lines = ["tracking.tensorboard=true", "tracking.wandb=one", "tracking.trackio=two"]
     config, _ = jobfile.load(job, lines)
     assert config.tracking == TrackingConfig(True, "one", "two")
-    assert trackers.wanted(config) == ["tensorboard", "wandb", "trackio"]
+    assert wanted_trackers(config) == ["tensorboard", "wandb", "trackio"]
     assert JobConfig.from_document(config.document()).tracking == config.tracking
     assert jobfile.load(job, ["tracking.tensorboard=some/where"])[0].tracking == TrackingConfig(
         "some/where"

@@ -15,7 +15,8 @@ from common.state.events import Event
 from common.state.jobs import JobRow, Phase
 from common.state.registry import Entry
 from meshrl.observe.live.view import Lines, clock, screen, sparkline
-from meshrl.observe.live.watch import History, Reading, snapshot, time_to_go, told
+from meshrl.observe.live.watch import History, Reading, snapshot, time_to_go
+from meshrl.observe.standing.news import told
 from meshrl.observe.standing.pool import Pool
 
 

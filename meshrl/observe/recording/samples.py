@@ -1,56 +1,19 @@
-"""`meshrl samples`: the trajectories that a run has kept, which `services/rollout/samples` chose.
+"""Trajectories that a run has kept, which `services/rollout/samples` chose.
 
 Read from the files of the run's shards, while it goes on and after it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
-import time
 from collections.abc import Iterator, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
-from common.errors import NotFound
 from common.records.lines import row_of
-from common.terminal import visible
-from meshrl.terminal import Console
 
 Sample = dict[str, Any]
 OLDER = ".older.jsonl"  # ends the name of a file that another has followed
-LOOK_S = 0.5  # between two looks for what is new
-STYLES = {"prompt": "dim", "model": "cyan", "tool": "yellow", "environment": "green"}
-
-
-def show(
-    run_dir: Path, step: int | None, order: str, most: int, follow: bool, as_json: bool
-) -> None:
-    """Prints samples of a run; NotFound when it has none and is not followed."""
-    read_to = ends(run_dir)
-    for line in damaged(run_dir):
-        print(f"damaged: {line}; the others are shown", file=sys.stderr)
-    found = [s for s in read(run_dir) if step is None or s["step"] == step]
-    if not found and not follow:
-        of = "" if step is None else f" of step {step}"
-        raise NotFound(
-            f"{run_dir} has no samples{of} yet",
-            fix="they come as trajectories end; --follow waits for them",
-        )
-    console = Console(highlight=False, soft_wrap=True)
-    for sample in chosen(found, order, most):
-        _print(console, sample, as_json)
-    if follow:
-        with contextlib.suppress(KeyboardInterrupt):
-            while True:
-                for sample in come(run_dir, read_to):
-                    if (step is None or sample["step"] == step) and fits(sample, order):
-                        _print(console, sample, as_json)
-                time.sleep(LOOK_S)
 
 
 def files(run_dir: Path) -> list[Path]:
@@ -124,18 +87,6 @@ def fits(sample: Sample, order: str) -> bool:
     return order == "" or (sample["reward"] is None) == (order == "failed")
 
 
-def _print(console: Console, sample: Sample, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(sample), flush=True)
-        return
-    console.print(Text(visible(heading(sample)), style="bold red" if sample["error"] else "bold"))
-    for role, title, text in parts(sample):
-        label = Text(f"{title}: ", style=f"bold {STYLES[role]}")
-        console.print(label.append(Text(visible(text), style=STYLES[role])))
-    console.print()
-    sys.stdout.flush()
-
-
 def heading(sample: Sample) -> str:
     """What there is to know of a sample in one line."""
     where = f"evaluation {sample['evaluation']}, " if sample.get("evaluation") else ""
@@ -197,15 +148,3 @@ def table(samples: Sequence[Sample]) -> list[dict[str, Any]]:
         }
         for s in samples
     ]
-
-
-def section(samples: Sequence[Sample]) -> str:
-    """Evaluated trajectories as HTML, each folded under its heading."""
-    found = []
-    for sample in of_evaluations(samples):
-        told = "".join(
-            f'<p><b>{escape(title)}</b></p><pre class="{role}">{escape(text)}</pre>'
-            for role, title, text in parts(sample)
-        )
-        found.append(f"<details><summary>{escape(heading(sample))}</summary>{told}</details>")
-    return "".join(found)
