@@ -25,8 +25,8 @@ from meshrl.client.client import Client
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import MeshPlace, find_mesh
 from meshrl.directory.target import may_live, place_of, run_in
-from meshrl.hosts import showing, standing
-from meshrl.observe.live import gpus, printing, tables
+from meshrl.hosts import standing
+from meshrl.observe.live import gpus, hosts_table, printing, tables
 from meshrl.observe.recording import storage
 from meshrl.observe.recording.recorded import judged_moves
 from meshrl.observe.report import decisions
@@ -86,7 +86,7 @@ def status(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
         print(json.dumps(content))
         return
     shown = [tables.jobs(rows, found), tables.processes(entries, leading, now_ms)]
-    shown += [tables.workers(found, entries), showing.table(hosts)]
+    shown += [tables.workers(found, entries), hosts_table.table(hosts)]
     console = printing.console(*shown)
     console.print(shown[0])
     for line in tables.whys(rows):

@@ -13,23 +13,11 @@ from typing import Any
 from common.pool.names import service
 from common.pool.rows import Role
 from common.state.events import Event
+from meshrl.observe.standing.processes import BY_RESIDENT, job_in
 
 # What a write of the planner tells together may be in any order: a worker that is lost, and the
 # resident that leaves it.
 TOGETHER_MS = 1_000
-BY_JOB = ("trainer", "scoring")  # KIND/JOB
-BY_NUMBER = ("rank", "rollout", "sandbox")  # KIND/JOB/NUMBER
-BY_RESIDENT = ("engine", "hybrid")  # KIND/RESIDENT
-
-
-def job_in(name: str) -> str:
-    """The job that a process's name tells; empty for one that serves several, or a resident."""
-    kind, _, rest = name.partition("/")
-    if kind in BY_JOB:
-        return rest
-    if kind in BY_NUMBER and "/" in rest:
-        return rest.rpartition("/")[0]
-    return ""
 
 
 class Belonging:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.state.registry import Entry
-from meshrl.observe.recording.belonging import BY_RESIDENT, job_in
 
 TICKS = os.sysconf("SC_CLK_TCK")
+BY_JOB = ("trainer", "scoring")  # KIND/JOB
+BY_NUMBER = ("rank", "rollout", "sandbox")  # KIND/JOB/NUMBER
+BY_RESIDENT = ("engine", "hybrid")  # KIND/RESIDENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,16 @@ class Used:
     key: str  # pid and start: one process, even after the pid was reused
     name: str
     cpu_s: float
+
+
+def job_in(name: str) -> str:
+    """The job that a process's name tells; empty for one that serves several, or a resident."""
+    kind, _, rest = name.partition("/")
+    if kind in BY_JOB:
+        return rest
+    if kind in BY_NUMBER and "/" in rest:
+        return rest.rpartition("/")[0]
+    return ""
 
 
 def owner(entry: Entry) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from common.state.events import Event
-from meshrl.observe.recording.belonging import Belonging, job_in
+from meshrl.observe.recording.belonging import Belonging
+from meshrl.observe.standing.processes import job_in
 
 Told = list[tuple[str, dict[str, Any]]]
 
