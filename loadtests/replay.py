@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshrl.observe.recording.audit import audit
+from meshrl.view.recording.audit import audit
 
 # A worker's budget is five restarts a minute, so the deaths are spread over two runs.
 STEPS, CHECKPOINT_EVERY = 8, 4

@@ -17,7 +17,7 @@ from common.access.ticket import Ticket
 from common.errors import ConfigError, Refused
 from common.settings import MeshSettings
 from meshrl.directory.places import MeshPlace, find_mesh
-from meshrl.observe.live import printing
+from meshrl.view.live import printing
 
 DAY_S, HOUR_S = 86_400.0, 3600.0
 GOOD = "good"

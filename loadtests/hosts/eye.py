@@ -20,7 +20,7 @@ from common.state import jobs, leader, pool, registry
 from common.state.client import State
 from loadtests.jobs.mesh import workers_by_job
 from meshrl.directory.places import MeshPlace
-from meshrl.observe.standing.diagnosing import stalls
+from meshrl.view.mesh.diagnosing import stalls
 
 LOOK_S = 0.4
 PLANNER = "planner"  # the election that planners stand for

@@ -16,7 +16,7 @@ from typing import Any
 from common.state import events, jobs
 from common.state.client import State
 from loadtests.measuring.meter import Meter
-from meshrl.observe.recording.recorded import read_events
+from meshrl.view.recording.recorded import read_events
 
 LOOK_S = 0.02  # how soon a commit is seen; a step takes half a second or more
 START_S = 120.0  # until Redis is there; native code may have to be compiled before

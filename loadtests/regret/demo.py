@@ -16,7 +16,7 @@ from common.pool.explained import PLANNED
 from common.records import lines
 from common.state.events import Event
 from loadtests.jobs.host import HostMeter
-from meshrl.observe.recording.recorded import EVENTS, event_of
+from meshrl.view.recording.recorded import EVENTS, event_of
 from sim.mesh.paced.running import rl_s
 
 JOB = Path(__file__).parents[2] / "examples" / "calculator.toml"

@@ -35,7 +35,7 @@ def watch(
         from meshrl.commands import by_token
 
         raise typer.Exit(by_token.watch(token, str(run)))
-    from meshrl.run import watching
+    from meshrl.run.following import watching
 
     raise typer.Exit(watching.watch(run, mesh))
 
@@ -115,7 +115,7 @@ def samples(
         meshrl samples runs/calculator --failed --follow
     """
     from meshrl.directory.target import run_of
-    from meshrl.observe.live import printed_samples as reading
+    from meshrl.view.live import printed_samples as reading
 
     asked = [name for name, on in (("best", best), ("worst", worst), ("failed", failed)) if on]
     if len(asked) > 1:
@@ -137,7 +137,7 @@ def audit(run: RunOrUrl = None, json: AsJson = False, mesh: MeshOption = None) -
         meshrl audit runs/calculator
     """
     from meshrl.directory.target import run_of
-    from meshrl.observe.recording import audit as auditing
+    from meshrl.view.recording import audit as auditing
 
     raise typer.Exit(auditing.show(run_of(run, mesh).directory, json))
 
@@ -161,7 +161,7 @@ def report(
         meshrl report runs/calculator --png figures
     """
     from meshrl.directory.target import run_of
-    from meshrl.observe.report import again
+    from meshrl.view.report import again
 
     again.show(run_of(run, mesh).directory, png)
 
@@ -184,7 +184,7 @@ def trace(
         meshrl trace runs/calculator --out calculator-trace.json
     """
     from meshrl.directory.target import run_of
-    from meshrl.observe.trace import writing
+    from meshrl.view.trace import writing
 
     writing.show(run_of(run, mesh).directory, out)
 
@@ -255,10 +255,10 @@ def top(
         meshrl top --json
     """
     if token and not mesh:
-        from meshrl.top import by_token
+        from meshrl.run.following import top_by_token as by_token
 
         raise typer.Exit(by_token.top(token, once, json))
-    from meshrl.top import showing
+    from meshrl.run.following import top as showing
 
     raise typer.Exit(showing.top(run, mesh, once, json))
 

@@ -148,10 +148,10 @@ def join(
 
         MESHRL_JOIN=/run/secrets/join meshrl join --foreground
     """
-    from meshrl.hosts import joining
-    from meshrl.hosts.returning import Offer
     from meshrl.launch import roles
     from meshrl.launch.foreground import ended
+    from meshrl.launch.hosts import joining
+    from meshrl.launch.hosts.returning import Offer
 
     named = {name for name in context.params if _is_named(context, name)}
     slots = 0 if no_workers and "workers" not in named else workers
@@ -202,7 +202,7 @@ def leave(
 
         meshrl leave
     """
-    from meshrl.hosts import leaving
+    from meshrl.launch.hosts import leaving
 
     leaving.leave(root, force)
 
@@ -215,7 +215,7 @@ def hosts(json: AsJson = False, mesh: MeshOption = None) -> None:
 
         meshrl hosts
     """
-    from meshrl.hosts import showing
+    from meshrl.commands import hosts as showing
 
     showing.show(mesh, json)
 
@@ -242,7 +242,7 @@ def drain(
 
         meshrl drain gpu2 --off
     """
-    from meshrl.hosts import draining
+    from meshrl.commands import draining
 
     if off:
         draining.undrain(host, json, mesh)
@@ -267,7 +267,7 @@ def _keys(context: typer.Context, json: AsJson = False, mesh: MeshOption = None)
         meshrl keys revoke gpu2-1f3a9c
     """
     if context.invoked_subcommand is None:
-        from meshrl.hosts import keys as showing
+        from meshrl.commands import host_keys as showing
 
         showing.show(mesh, json)
 
@@ -280,7 +280,7 @@ def list_(json: AsJson = False, mesh: MeshOption = None) -> None:
 
         meshrl keys list
     """
-    from meshrl.hosts import keys as showing
+    from meshrl.commands import host_keys as showing
 
     showing.show(mesh, json)
 
@@ -302,6 +302,6 @@ def revoke(
 
         meshrl keys revoke gpu2-1f3a9c
     """
-    from meshrl.hosts import keys as revoking
+    from meshrl.commands import host_keys as revoking
 
     revoking.revoke(which, mesh)

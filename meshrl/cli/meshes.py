@@ -106,9 +106,9 @@ def up(
 
         meshrl down
     """
-    from meshrl.hosts.returning import MB
     from meshrl.launch import roles, up_down
     from meshrl.launch.foreground import ended
+    from meshrl.launch.hosts.returning import MB
 
     def starting() -> int:
         return up_down.up(

@@ -18,8 +18,9 @@ from common.errors import ConfigError, DeadlineExceeded, MeshError, PeerLost, St
 from common.job.config import JobConfig
 from common.state.events import Event
 from meshrl.client.door import Door
+from meshrl.job.jobfile import JobFile
 from meshrl.job.loaded import JobFile
-from meshrl.observe.standing.pool import Pool
+from meshrl.view.mesh.pool import Pool
 
 T = TypeVar("T")
 

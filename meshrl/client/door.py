@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 from common.api.gateway import JobState, Submitted
 from common.state.events import Event
+from meshrl.job.jobfile import JobFile
 from meshrl.job.loaded import JobFile
-from meshrl.observe.standing.pool import Pool
+from meshrl.view.mesh.pool import Pool
 
 
 class Door(Protocol):

@@ -32,8 +32,9 @@ from common.digest import digest_of_file
 from common.errors import Damaged, NotAllowed, Refused
 from common.state.events import Event
 from meshrl.job import bundle
+from meshrl.job.jobfile import JobFile
 from meshrl.job.loaded import JobFile
-from meshrl.observe.standing.pool import Pool
+from meshrl.view.mesh.pool import Pool
 
 REACH_S = 8.0  # for the first answer: a gateway that ends is back in less
 GATEWAY_ENV = "MESHRL_GATEWAY"  # NAME:PORT of the mesh from here, instead of the token's

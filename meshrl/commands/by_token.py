@@ -14,10 +14,10 @@ from common.api.gateway import JobState
 from common.errors import DeadlineExceeded, Refused
 from common.state.jobs import Phase
 from meshrl.client.client import Client
-from meshrl.observe.live import printing
-from meshrl.observe.report import decisions
 from meshrl.run.outcome import FAILED, FINISHED, STOPPED
 from meshrl.run.waiting import TIMED_OUT
+from meshrl.view.history import decisions
+from meshrl.view.live import printing
 
 T = TypeVar("T")
 

@@ -25,18 +25,18 @@ from meshrl.client.client import Client
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import MeshPlace, find_mesh
 from meshrl.directory.target import may_live, place_of, run_in
-from meshrl.hosts import standing
-from meshrl.observe.live import gpus, hosts_table, printing, tables
-from meshrl.observe.recording import storage
-from meshrl.observe.recording.recorded import judged_moves
-from meshrl.observe.report import decisions
-from meshrl.observe.standing import moves
-from meshrl.observe.standing.diagnosing import stalls
-from meshrl.observe.standing.pool import Pool, pool
-from meshrl.observe.standing.processes import owner
-from meshrl.observe.standing.quiet import doing, working
-from meshrl.observe.standing.stalled import JOB_WORD, Stall, redis_silent
 from meshrl.run.outcome import outcome_of
+from meshrl.view import storage
+from meshrl.view.history import decisions, moves
+from meshrl.view.live import hosts_table, printing, tables
+from meshrl.view.mesh import gpus
+from meshrl.view.mesh import hosts as standing
+from meshrl.view.mesh.diagnosing import stalls
+from meshrl.view.mesh.pool import Pool, pool
+from meshrl.view.mesh.processes import owner
+from meshrl.view.mesh.quiet import doing, working
+from meshrl.view.mesh.stalled import JOB_WORD, Stall, redis_silent
+from meshrl.view.recording.recorded import judged_moves
 
 QUICK_S = 3.0  # with the start of this program below the 5 s that a stall is named in
 

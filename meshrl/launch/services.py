@@ -25,10 +25,9 @@ from common.state import registry
 from common.state.client import State
 from common.state.ended import Report, Reports, ended
 from meshrl.directory.places import MeshPlace
-from meshrl.launch import leftovers, plan
-from meshrl.launch.head import absolving
+from meshrl.launch import absolving, leftovers, plan
 from meshrl.launch.nursery import MeshNursery
-from meshrl.observe.recording import storage
+from meshrl.view import storage
 
 BUDGET = (20, 120.0)  # restarts of a service in seconds: faults come every few seconds at worst
 READY_S = 60.0  # until every service has registered; imports on a busy machine are slow

@@ -20,7 +20,7 @@ from meshrl.job.loaded import JobFile
 from meshrl.launch.checks import mesh_checks
 from meshrl.launch.head.launcher import Launcher, Shape, shape_of
 from meshrl.launch.head.restoring import put_back
-from meshrl.run.resuming import finished, too_few
+from meshrl.run.refusals import finished, too_few
 from meshrl.run.session import session, shape_for
 
 

@@ -15,9 +15,9 @@ from common.state.lifecycle.accounting import wrong
 from meshrl.directory import job_file
 from meshrl.directory.places import read_json
 from meshrl.directory.target import Run, may_live
-from meshrl.observe.recording.audit import audited
-from meshrl.observe.recording.recorded import damaged, read_events
-from meshrl.observe.standing.news import told
+from meshrl.view.history.news import told
+from meshrl.view.recording.audit import audited
+from meshrl.view.recording.recorded import damaged, read_events
 
 FINISHED, FAILED, STOPPED = 0, 1, 3  # exit statuses of commands that follow a run to its end
 INTERRUPTED = 130  # after Ctrl-C, as shells have it

@@ -16,6 +16,7 @@ from meshrl.directory.claims import locked, runs
 from meshrl.directory.target import Run
 from meshrl.job import edited
 from meshrl.run import whole
+from meshrl.run.refusals import finished, too_few
 from meshrl.run.restoring import record_of
 
 
@@ -74,13 +75,6 @@ def _allowed(run: Run, was: dict[str, Any], now: dict[str, Any]) -> dict[str, tu
     return changes
 
 
-def too_few(steps: int, done: int) -> ConfigError:
-    """The error of a budget of fewer steps than are done."""
-    return ConfigError(
-        f"budget.steps = {steps}, and {done} steps are done", fix=f"Set it to {done} or more"
-    )
-
-
 def _refuse_if_done(run: Run, was: dict[str, Any], now: dict[str, Any]) -> None:
     """Refused when the run has finished and gets no more steps: no mesh need start to say so."""
     summary = run.directory / "summary.json"
@@ -89,15 +83,6 @@ def _refuse_if_done(run: Run, was: dict[str, Any], now: dict[str, Any]) -> None:
     told = places.read_if_whole(summary)
     if told.get("phase") == jobs.Phase.FINISHED and told.get("steps", 0) >= was["budget"]["steps"]:
         raise finished(run, was)
-
-
-def finished(run: Run, document: dict[str, Any]) -> Refused:
-    """The error of a run that has nothing left to do."""
-    steps = document["budget"]["steps"]
-    return Refused(
-        f"{run.shown} is finished, after {steps} steps",
-        fix=f"To extend it: meshrl resume {run.shown} --set budget.steps=N, N above {steps}",
-    )
 
 
 def _on_the_mesh(run: Run, settings: list[str]) -> int:

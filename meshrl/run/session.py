@@ -26,14 +26,14 @@ from meshrl.directory.versions import copied
 from meshrl.job.bundle import pack_run
 from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.launch.holding import interruptible
-from meshrl.observe.guard import Guard
-from meshrl.observe.live.guarded import GuardedView
-from meshrl.observe.live.view import view_for
-from meshrl.observe.recording.audit import accused
-from meshrl.observe.recording.recorder import LOOK_S, Recorder
-from meshrl.observe.report import report
-from meshrl.observe.report.facts import show
 from meshrl.run.outcome import FAILED, FINISHED, INTERRUPTED
+from meshrl.view.guard import Guard
+from meshrl.view.live.guarded import GuardedView
+from meshrl.view.live.view import view_for
+from meshrl.view.recording.audit import accused
+from meshrl.view.recording.recorder import LOOK_S, Recorder
+from meshrl.view.report import report
+from meshrl.view.report.facts import show
 
 
 def run(config: JobConfig, base: Path, force: bool, job_file: Path | None = None) -> int:

@@ -10,7 +10,7 @@ from common.records.lines import whole
 from common.state import registry
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.target import Run, may_live, run_of
-from meshrl.observe.live import printing
+from meshrl.view.live import printing
 
 WAY = "weights_way"  # a counter of processes that receive versions, and an event when it changes
 MIB = 1 << 20

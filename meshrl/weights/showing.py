@@ -14,7 +14,7 @@ from meshrl.client.client import Client
 from meshrl.directory import places
 from meshrl.directory.target import Run, run_of
 from meshrl.directory.versions import asked, words
-from meshrl.observe.live import printing
+from meshrl.view.live import printing
 
 TYPES = ("float32", "bfloat16")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # as `name` of a job file

@@ -7,9 +7,9 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
-from meshrl.observe.report import charts, png
-from meshrl.observe.report.charts import Figure, Series
-from meshrl.observe.report.page import STYLE
+from meshrl.view.report import charts, png
+from meshrl.view.report.charts import Figure, Series
+from meshrl.view.report.page import STYLE
 from sim.cluster.cluster import Cluster
 from sim.cluster.job import SimJob
 

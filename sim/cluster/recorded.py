@@ -24,9 +24,9 @@ from common.pool.rows import Role
 from common.records import lines
 from common.state.events import Event
 from meshrl.job.toml_writing import to_toml
-from meshrl.observe.recording.recorded import job_of, read_events
-from meshrl.observe.report.gangs import Span, spans
-from meshrl.observe.trace.writing import noted
+from meshrl.view.history.gangs import Span, spans
+from meshrl.view.recording.recorded import job_of, read_events
+from meshrl.view.trace.writing import noted
 
 LEAST = 16  # trajectories from which something is said
 READY = "ready"

@@ -9,8 +9,7 @@ from common.process.supervision.lease_watch import LeaseWatch
 from common.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.state.client import State
 from common.state.ended import Report, Reports
-from meshrl.launch import plan
-from meshrl.launch.head import absolving
+from meshrl.launch import absolving, plan
 from meshrl.launch.services import BUDGET, GRACE_S
 from sim.loop import VirtualClock
 from sim.machine import ProcessHost

@@ -12,8 +12,8 @@ from common.errors import StateUnavailable, StorageFull
 from common.records.lines import LineFile
 from common.state import events
 from common.state.client import State
-from meshrl.observe.recording.recorded import EVENTS, event_of
-from meshrl.observe.recording.recorder import LOOK_S
+from meshrl.view.recording.recorded import EVENTS, event_of
+from meshrl.view.recording.recorder import LOOK_S
 
 
 class VirtualRecorder:

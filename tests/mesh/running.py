@@ -18,7 +18,7 @@ from redis import Redis
 
 from common.records import ledger
 from common.records.ledger import Kind
-from meshrl.observe.recording.audit import audit
+from meshrl.view.recording.audit import audit
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[2]

@@ -373,7 +373,7 @@ async def serve(
 
 
 async def _served(launcher: Launcher, stop: asyncio.Event, ready: Callable[[], None]) -> int:
-    from meshrl.observe.records import record_all
+    from meshrl.view.records import record_all
 
     brought = from_copy.to_put_back(launcher.place)
     begin = (lambda: brought(launcher.state)) if brought is not None else None

@@ -12,10 +12,10 @@ from typing import Any
 from common.clock import Clock
 from common.telemetry.exposition import Exposition
 from meshrl.launch.outward.merging import Merged
-from meshrl.launch.outward.mesh_gauges import families
 from meshrl.launch.outward.scraping import Scraped, scrape
 from meshrl.launch.outward.standing import Standing
-from meshrl.observe.recording import storage
+from meshrl.view import storage
+from meshrl.view.metrics.mesh_gauges import families
 
 KEPT_S = 1.0  # several monitors, and one that asks in haste, cost the processes one answer
 SHARED_MEMORY = Path("/dev/shm")

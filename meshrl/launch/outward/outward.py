@@ -13,10 +13,10 @@ from functools import partial
 
 from common.settings import MeshSettings
 from common.telemetry.endpoint import MetricsEndpoint, health
-from meshrl.launch.outward import mesh_look
 from meshrl.launch.outward.host_page import HostPage
 from meshrl.launch.outward.root import Root
 from meshrl.launch.outward.standing import LOOK_S, Standing
+from meshrl.view.metrics import mesh_look
 
 SETTING = "--health"
 

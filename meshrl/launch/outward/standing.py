@@ -15,9 +15,9 @@ from common.settings import MeshSettings
 from common.state import pool, registry
 from common.state.client import State
 from common.telemetry.watchdog import Watchdog
-from meshrl.launch.outward.mesh_look import MeshLook
 from meshrl.launch.outward.root import Root
 from meshrl.launch.outward.scraping import Process
+from meshrl.view.metrics.mesh_look import MeshLook
 
 LOOK_S = 5.0  # between two looks: each reads the whole registry, which may have thousands of rows
 SOON_S = 1.0  # while the host is not as it should be

@@ -16,7 +16,7 @@ from common.pool.explained import PLANNED
 from common.random import Random
 from common.records import lines
 from common.state.events import Event
-from meshrl.observe.recording.recorded import EVENTS, event_of
+from meshrl.view.recording.recorded import EVENTS, event_of
 from sim.loop import VirtualLoop
 from sim.mesh.paced.workload import Workload
 from sim.mesh.running import MEMORY, keeping_path, run_in

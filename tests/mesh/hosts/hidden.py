@@ -19,7 +19,7 @@ from common.settings import REDIS_ENV, MeshSettings
 from meshrl.directory.places import MeshPlace
 from meshrl.launch import leftovers
 from meshrl.launch.head.launcher import Launcher
-from meshrl.launch.hosting import HostShape
+from meshrl.launch.hosts.hosting import HostShape
 from tests.load import scaled
 from tests.mesh.hosts.joining import END_S, JoinedHost
 from tests.mesh.running import ROOT
@@ -50,7 +50,13 @@ class HiddenHost(JoinedHost):
         """Runs what `meshrl join` runs, where the head's files are not."""
         self.place.logs.mkdir(parents=True, exist_ok=True)
         self._redis.mkdir(exist_ok=True)
-        hosting = [sys.executable, "-m", "meshrl.launch.hosting", "--root", str(self.place.root)]
+        hosting = [
+            sys.executable,
+            "-m",
+            "meshrl.launch.hosts.hosting",
+            "--root",
+            str(self.place.root),
+        ]
         steps = [
             ["mount", "--bind", str(self._head.redis.resolve()), str(self._redis)],
             ["mount", "-t", "tmpfs", "none", str(self._head.root.resolve())],

@@ -19,10 +19,11 @@ from common.state import jobs
 from meshrl.directory.places import MeshPlace
 from meshrl.job import bundle, jobfile
 from meshrl.launch.head.launcher import Launcher
-from meshrl.launch.hosting import HostShape
+from meshrl.launch.hosts.hosting import HostShape
 from tests.load import scaled
 from tests.mesh.running import JOB, ROOT
 
+HOSTING = (sys.executable, "-m", "meshrl.launch.hosts.hosting")
 WITHIN_S = 90.0
 END_S = 60.0
 
@@ -46,7 +47,13 @@ class JoinedHost:
         environment = {k: v for k, v in os.environ.items() if k != REDIS_ENV}
         with self.place.log("hosting").open("ab") as log:
             self.program = subprocess.Popen(
-                [sys.executable, "-m", "meshrl.launch.hosting", "--root", str(self.place.root)],
+                [
+                    sys.executable,
+                    "-m",
+                    "meshrl.launch.hosts.hosting",
+                    "--root",
+                    str(self.place.root),
+                ],
                 env={**environment, "PYTHONPATH": str(ROOT)},
                 stdout=log,
                 stderr=log,

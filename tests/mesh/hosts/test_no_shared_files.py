@@ -15,9 +15,9 @@ from common.records.checkpoints import all_checkpoints, verified
 from common.state import events, jobs, pool, registry
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher, Shape
-from meshrl.observe.recording import samples
-from meshrl.observe.trace import writing
 from meshrl.remote_logs import RemoteLogs
+from meshrl.view.recording import samples
+from meshrl.view.trace import writing
 from tests.mesh.hosts.hidden import HiddenHost
 from tests.mesh.hosts.joining import submitted, until
 from tests.mesh.running import ROOT

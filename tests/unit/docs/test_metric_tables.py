@@ -14,10 +14,10 @@ from typing import Any
 from common.job.config import JobConfig
 from common.state.jobs import Phase
 from common.state.steps import step_row
-from meshrl.launch.outward.mesh_gauges import families
-from meshrl.launch.outward.mesh_look import MeshLook
-from meshrl.observe.recording.summary import summarize
-from meshrl.observe.recording.usage import Tally
+from meshrl.view.metrics.mesh_gauges import families
+from meshrl.view.metrics.mesh_look import MeshLook
+from meshrl.view.recording.summary import summarize
+from meshrl.view.recording.usage import Tally
 from services.trainer.arithmetic.stats import BinStats, update_metrics
 from services.trainer.steps.batch import Batch
 from services.trainer.steps.step_parts import PAUSE, StepTook

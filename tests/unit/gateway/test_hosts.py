@@ -46,12 +46,12 @@ from common.state.registry import Entry, evict, register
 from common.transport.keys import KeyPair
 from meshrl.directory.joined import joined_hosts
 from meshrl.directory.places import MeshPlace
-from meshrl.hosts import membership, notice
-from meshrl.hosts.joining import standing
-from meshrl.hosts.membership import AUTHORITY
-from meshrl.hosts.membership import Membership as HostsMembership
-from meshrl.hosts.told import keep
 from meshrl.launch.head.admitting import Admitting
+from meshrl.launch.hosts import membership, notice
+from meshrl.launch.hosts.joining import standing
+from meshrl.launch.hosts.membership import AUTHORITY
+from meshrl.launch.hosts.membership import Membership as HostsMembership
+from meshrl.launch.hosts.told import keep
 from sim.state import simulated_state
 from tests.load import scaled
 from tests.unit.gateway.conftest import House

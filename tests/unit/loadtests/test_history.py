@@ -19,8 +19,8 @@ from common.records.token_record import TokenRows
 from common.state.events import Event
 from common.state.lifecycle.accounting import WRONG
 from loadtests.history.checking import check
-from meshrl.observe.recording.audit import audit, show
-from meshrl.observe.recording.belonging import Belonging
+from meshrl.view.history.belonging import Belonging
+from meshrl.view.recording.audit import audit, show
 
 SAMPLES = 2
 Told = list[tuple[str, dict[str, Any]]]

@@ -22,7 +22,7 @@ from meshrl.cli import app
 from meshrl.directory.places import MeshPlace
 from meshrl.terminal import Console
 from tests.unit.common.test_terminal import ATTACKS, is_plain
-from tests.unit.meshrl.observe.test_samples import sample
+from tests.unit.meshrl.view.test_samples import sample
 
 ATTACK = "".join(ATTACKS)
 # What rich itself writes: styles, cursor movements and erasures, without links and titles.

@@ -15,9 +15,9 @@ import pytest
 from common.job.config import JobConfig
 from common.pool.rows import Doing
 from common.state import jobs, pool, registry
-from meshrl.observe.live import gpus as told
-from meshrl.observe.live import tables
-from meshrl.observe.standing.pool import Pool
+from meshrl.view.live import tables
+from meshrl.view.mesh import gpus as told
+from meshrl.view.mesh.pool import Pool
 from tests.gpus.driver import GIB, LOST, Gpus
 from tests.load import scaled
 from tests.unit.node.smallmesh import LOOK_S, SOON_S, SmallMesh

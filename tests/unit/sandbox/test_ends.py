@@ -12,8 +12,8 @@ from common.process.host import SystemHost
 from common.random import Random
 from common.state import events
 from common.state.events import Event
-from meshrl.observe.recording.belonging import Belonging
-from meshrl.observe.standing.news import unforeseen
+from meshrl.view.history.belonging import Belonging
+from meshrl.view.history.news import unforeseen
 from services.sandbox.outcomes.ends import TELL_S, Ends, ToldEnds
 from services.sandbox.workers.pool import Pool, PoolLimits, Work
 from sim.host import SimulatedHost

@@ -33,7 +33,7 @@ from common.state import events, jobs, registry, steps
 from common.state.lifecycle import deleting
 from meshrl.directory.places import MeshPlace, read_json
 from meshrl.launch.head import from_copy
-from meshrl.observe.live import tables
+from meshrl.view.live import tables
 from services.weights.copying import DAY_S, LATEST_AGAIN_S, LOOK_S, OLD_S, SILENT_S, Copying
 from sim.host import SimulatedHost
 from sim.mesh.job import config_of, document_of

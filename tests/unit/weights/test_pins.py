@@ -13,7 +13,7 @@ from common.runtime.patience import waited_for
 from common.state import events, jobs
 from common.state.events import Event
 from common.state.lifecycle import deleting
-from meshrl.observe.standing import news
+from meshrl.view.history import news
 from services.weights.keeping.pins import Pin, all_pins, names, pin, pins, unpin
 from services.weights.keeping.sweeping import GRACE_S, SWEEP_S
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store

@@ -15,7 +15,7 @@ from common.errors import Damaged
 from common.records import documents
 from meshrl.directory.joined import HostBook
 from meshrl.directory.places import MeshPlace
-from meshrl.hosts import membership
+from meshrl.launch.hosts import membership
 
 READ: dict[str, tuple[Callable[[MeshPlace], Any], str]] = {
     "joined.json": (HostBook.of, "remove it and hosts.json"),

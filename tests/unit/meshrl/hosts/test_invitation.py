@@ -10,10 +10,10 @@ import pytest
 
 from common.access.ticket import Ticket
 from common.errors import ConfigError, NotFound
-from meshrl.hosts import invitation
-from meshrl.hosts.joining import join
-from meshrl.hosts.returning import Offer
 from meshrl.launch.checks import addresses
+from meshrl.launch.hosts import invitation
+from meshrl.launch.hosts.joining import join
+from meshrl.launch.hosts.returning import Offer
 
 TICKET = Ticket("tcp://10.0.0.5:7100", "g" * 40, "s" * 40)
 

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from common.settings import MeshSettings
 from meshrl.cli import app
 from meshrl.directory.places import MeshPlace
-from meshrl.hosts.membership import Membership
-from meshrl.hosts.returning import GIB, Offer, as_told
-from meshrl.launch.hosting import HostShape
+from meshrl.launch.hosts.hosting import HostShape
+from meshrl.launch.hosts.membership import Membership
+from meshrl.launch.hosts.returning import GIB, Offer, as_told
 
 SHAPE = HostShape(
     workers=2, market="spot", memory_bytes=GIB, planner="planner/2", takes=("shards",)

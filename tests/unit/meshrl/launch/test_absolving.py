@@ -14,7 +14,7 @@ from common.random import Random
 from common.runtime.mesh import Mesh
 from common.state import jobs
 from common.state.ended import Reports
-from meshrl.launch.head.absolving import PATIENCE_S, PROGRESS_S, absolved
+from meshrl.launch.absolving import PATIENCE_S, PROGRESS_S, absolved
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone

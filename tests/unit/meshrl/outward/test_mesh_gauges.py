@@ -7,10 +7,10 @@ from typing import Any
 from common.pool.rows import Gang, Resident, Role, Worker
 from common.state.ended import Ended
 from common.state.jobs import JobRow, Phase
-from meshrl.launch.outward.mesh_gauges import families
-from meshrl.launch.outward.mesh_look import MeshLook
-from meshrl.observe.standing.pool import Pool
-from meshrl.observe.standing.stalled import Stall
+from meshrl.view.mesh.pool import Pool
+from meshrl.view.mesh.stalled import Stall
+from meshrl.view.metrics.mesh_gauges import families
+from meshrl.view.metrics.mesh_look import MeshLook
 
 NOW_MS = 1_000_000.0
 

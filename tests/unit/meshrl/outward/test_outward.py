@@ -22,9 +22,9 @@ from common.state import pool
 from common.state.client import State
 from common.state.registry import Entry, register
 from meshrl.directory.places import MeshPlace
-from meshrl.launch.outward.mesh_look import MeshLook
 from meshrl.launch.outward.outward import outward
 from meshrl.launch.outward.standing import OLD_S, Standing
+from meshrl.view.metrics.mesh_look import MeshLook
 from sim.redis.client import SimulatedRedis
 from sim.state import simulated_state
 from tests.load import scaled

@@ -25,8 +25,8 @@ from meshrl.cli import app
 from meshrl.directory.claims import claimed
 from meshrl.directory.places import MeshPlace
 from meshrl.directory.target import Run
+from meshrl.run.following.watching import Onlooker
 from meshrl.run.outcome import outcome_of
-from meshrl.run.watching import Onlooker
 from sim.state import simulated_state
 from tests.contract.state.state_bench import JOB as STEPPED
 from tests.contract.state.state_bench import SHARD, TRAINER, Bench, Seats

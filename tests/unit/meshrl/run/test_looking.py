@@ -14,7 +14,7 @@ from common.settings import MeshSettings
 from common.state.client import State
 from common.state.server import embedded
 from meshrl.directory.places import MeshPlace, write_json
-from meshrl.run.looking import looked
+from meshrl.run.following.looking import looked
 from tests.contract.state.state_bench import Server, running_server
 from tests.load import scaled
 

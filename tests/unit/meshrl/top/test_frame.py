@@ -14,11 +14,11 @@ from common.pool.explained import Explained, judged_of
 from common.pool.snapshot import Move
 from common.state.jobs import Phase
 from common.state.registry import Entry
-from meshrl.observe.live.mesh_view import shot
-from meshrl.top.frame import Frame
-from meshrl.top.making import Seen, frame, steps_per_min, wait_share
-from meshrl.top.screen import screen, tables
-from tests.unit.meshrl.observe.test_tables import POOL, WAITS, row
+from meshrl.view.live.mesh_view import shot
+from meshrl.view.top.frame import Frame
+from meshrl.view.top.making import Seen, frame, steps_per_min, wait_share
+from meshrl.view.top.screen import screen, tables
+from tests.unit.meshrl.view.test_tables import POOL, WAITS, row
 
 NOW_MS = 1_000_000
 ENTRIES = [

@@ -13,8 +13,8 @@ from common.state import events, leader, pool
 from common.state.client import State
 from common.state.keys import EVENTS, PLANNER
 from meshrl.cli import app
-from meshrl.top.frame import Frame, JobFrame
-from meshrl.top.showing import TopScreen
+from meshrl.run.following.top import TopScreen
+from meshrl.view.top.frame import Frame, JobFrame
 from tests.unit.meshrl.run.conftest import JOB, HeldMesh, held
 
 __all__ = ["held"]

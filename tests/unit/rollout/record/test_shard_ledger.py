@@ -18,7 +18,7 @@ from common.records.ledger import HEADER, Kind, frame, read, segments, trajector
 from common.records.token_record import MEMBER_BITS, TokenRows
 from common.runtime.mesh import Mesh
 from common.state import events, groups, jobs, registry, steps
-from meshrl.observe.recording.audit import without_fate
+from meshrl.view.recording.audit import without_fate
 from services.rollout.record.shard_ledger import ShardLedger
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual

@@ -1,0 +1,104 @@
+"""`meshrl drain`: a host is to become empty, so that it may leave; or may be used again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+import uuid
+from pathlib import Path
+
+from common.errors import DeadlineExceeded, NotFound, Refused
+from common.pool.snapshot import NOTICE, Request
+from common.state import pool
+from common.state.client import State
+from meshrl.directory.asking import ANSWER_S, ask
+from meshrl.directory.places import MeshPlace, find_mesh
+from meshrl.view.mesh.hosts import HostRow, rows
+
+LOOK_S = 0.25
+NEVER_S = 1e8  # the question ends itself
+
+
+def drain(name: str, wait: bool, timeout_s: float | None, as_json: bool, mesh: Path | None) -> None:
+    """Asks that everything moves away from a host; with `wait` it returns when it has."""
+    place, began = find_mesh(mesh), time.monotonic()
+
+    async def asked(state: State) -> HostRow:
+        found = await _host(state, place, name)
+        if found.draining in ("", NOTICE):  # that of a person outlasts its return
+            others = [r for r in await rows(state, place) if _takes(r) and r.host != found.host]
+            if not others:
+                raise Refused(
+                    f"{found.host} is the only host that runs anything",
+                    fix="Join another one first, or `meshrl down`",
+                )
+            await pool.request(state, Request(uuid.uuid4().hex, "drain", host=found.host))
+        return found
+
+    host = ask(place, asked, ANSWER_S).host
+    if wait:
+        _await_empty(place, host, began, timeout_s)
+    took_s = round(time.monotonic() - began, 3)
+    row = ask(place, lambda state: _host(state, place, host), ANSWER_S)
+    if as_json:
+        told = {"host": host, "state": row.state, "residents": row.residents}
+        print(json.dumps(told | {"services": row.services, "drain_s": took_s if wait else None}))
+    elif wait:
+        then = "is the head, and stays" if row.head else "may `meshrl leave`, and nothing is lost"
+        print(f"{host} is drained after {took_s:.1f} s; it {then}")
+    else:
+        print(f"{host} drains; `meshrl hosts` shows when it has, `meshrl drain --off` ends it")
+
+
+def undrain(name: str, as_json: bool, mesh: Path | None) -> None:
+    """Lets a host be used again."""
+    place = find_mesh(mesh)
+
+    async def asked(state: State) -> tuple[str, bool]:
+        found = await _host(state, place, name)
+        return found.host, await pool.mark_host(state, found.host, "")
+
+    host, changed = ask(place, asked, ANSWER_S)
+    if as_json:
+        print(json.dumps({"host": host, "changed": changed}))
+    else:
+        print(f"{host} is used again" if changed else f"{host} was not draining")
+
+
+def _await_empty(place: MeshPlace, host: str, began: float, timeout_s: float | None) -> None:
+    until = math.inf if timeout_s is None else began + timeout_s
+
+    async def empty(state: State) -> bool:
+        while time.monotonic() < until:
+            found = await _host(state, place, host)
+            if not found.draining:
+                raise Refused(f"{host} does not drain any more", fix="`meshrl drain` asks again")
+            left = found.residents or found.services
+            if found.state == "drained" or (found.state == "away" and not left):
+                return True
+            await asyncio.sleep(LOOK_S)
+        return False
+
+    if not ask(place, empty, NEVER_S):
+        raise DeadlineExceeded(
+            f"{host} is not empty after {timeout_s:g} s", fix="`meshrl hosts` shows what is there"
+        )
+
+
+async def _host(state: State, place: MeshPlace, name: str) -> HostRow:
+    """The host of that name, or the one that begins so."""
+    found = await rows(state, place)
+    named = [row for row in found if row.host == name] or [
+        row for row in found if row.host.startswith(name)
+    ]
+    if len(named) != 1:
+        known = ", ".join(row.host for row in found)
+        many = "several hosts are" if named else "no host is"
+        raise NotFound(f"{many} called {name}", fix=f"There are: {known}")
+    return named[0]
+
+
+def _takes(row: HostRow) -> bool:
+    return row.state == "up" and bool(row.workers)

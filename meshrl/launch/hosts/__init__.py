@@ -1,0 +1,1 @@
+"""A host that joins a mesh: how it joins, runs, comes back and leaves. Open `hosting.py` first."""

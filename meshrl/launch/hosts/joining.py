@@ -1,0 +1,282 @@
+"""`meshrl join`: this host gives its accelerators to a mesh, from now on or again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from common.access.line import Line
+from common.access.ticket import GATEWAY_PORT, Ticket, named
+from common.api.gateway import Gateway, Join, Joined, Whereabouts
+from common.api.gateway import Membership as IsMember
+from common.errors import ConfigError, DeadlineExceeded, MeshError, NotAllowed, Refused
+from common.pool import taking
+from common.process.interfaces import address_of, interface_behind
+from common.release import release
+from common.settings import BY_PROCESS, MeshSettings, advertised_host
+from meshrl import logs
+from meshrl.directory import places, user
+from meshrl.directory.liveness import running_launcher
+from meshrl.directory.ownership import made_private
+from meshrl.directory.places import MeshPlace, read_if_whole
+from meshrl.job.checks.machine import devices
+from meshrl.launch import plan
+from meshrl.launch.checks import addresses
+from meshrl.launch.console import console
+from meshrl.launch.foreground import point_to
+from meshrl.launch.holding import Held
+from meshrl.launch.hosts import hosting, invitation, membership
+from meshrl.launch.hosts.hosting import HostShape
+from meshrl.launch.hosts.membership import Membership
+from meshrl.launch.hosts.returning import GIB, MARKETS, MB, Offer, as_told
+from meshrl.launch.hosts.told import authority_in, keep, shared
+
+T = TypeVar("T")
+
+START_S = 120.0
+POLL_S = 0.1
+LOG = "hosting"  # of the root process
+
+
+def join(
+    given: str | None,
+    root: Path | None,
+    offer: Offer,
+    foreground: bool,
+    head: str = "",
+    health: str = "",
+    drain_s: float = 0.0,
+) -> int:
+    """Joins, or comes back where it had joined before; with `foreground` it returns when this
+    host's part of the mesh has ended, with its exit status. `head`: NAME[:PORT] by which this host
+    reaches the gateway from now on; empty: as the token says, or as it did before. `health`:
+    HOST:PORT, where the host as a whole is asked how it is; empty: nowhere. `drain_s`: with
+    `foreground` it drains for so long when it is told to end.
+    """
+    began_s = time.time()
+    place = MeshPlace((root or places.home()).absolute())
+    user.settle(place.home)
+    if foreground:
+        console.begin(place, LOG)
+    if offer.interface and not address_of(offer.interface):
+        raise ConfigError(
+            f"no interface {offer.interface} with an address",
+            where="--interface",
+            fix="Take one that `ip address` shows with an address",
+        )
+    known = membership.known(place)
+    if place.settings.is_file() and known is None:
+        raise Refused(
+            f"{place.root} is the head of a mesh of its own", fix="Name another directory: --root"
+        )
+    if running_launcher(place):
+        host = known.host if known is not None else "a host"
+        raise Held(
+            f"{host} runs in {place.root} already, and is in its mesh",
+            fix="`meshrl leave` ends that; --root DIR joins as another host",
+        )
+    devices.usable(offer.device, offer.workers)
+    if offer.market not in MARKETS:
+        raise ConfigError(f"{offer.market!r} is no market", fix=f"Take one of {', '.join(MARKETS)}")
+    if known is not None and offer.ephemeral and (given or os.environ.get(invitation.JOIN_ENV)):
+        known = standing(place, known.at(_elsewhere(head, known.address)))
+    if known is not None and place.settings.is_file():
+        back = HostShape.of(place)
+        if (now := replace(known.at(_elsewhere(head, known.address)), invitation="")) != known:
+            now.write(place)
+        if head:
+            _ask_anew(place, now)
+        _write_where(place, now, back, offer)
+        print(f"{known.host} comes back", flush=True)
+    else:
+        back = None
+        _become_member(place, _invited(known, given, head), offer, began_s)
+    point_to(place)
+    os.environ.pop(invitation.JOIN_ENV, None)  # nothing that runs here needs the token
+    if foreground:
+        return asyncio.run(hosting.serve(place.root, health, drain_s))
+    _start(place, health)
+    took = "" if back is not None else f" in {time.time() - began_s:.1f} s"
+    print(f"{_member(place).host} is in the mesh{took}; `meshrl leave` ends that")
+    return 0
+
+
+def standing(place: MeshPlace, known: Membership) -> Membership | None:
+    """`known`, or None when the mesh has forgotten that host: then so does the host, to join as
+    another. A container that is started again finds what it wrote before, however long it was away.
+    """
+    if not place.settings.is_file():
+        return known  # it has not been answered yet
+    try:
+        at_gateway(known.ticket, lambda line: line.call(Gateway.membership, IsMember()))
+    except NotAllowed:
+        print(f"the mesh knows {known.host} no more", flush=True)
+        membership.forget(place)
+        return None
+    return known
+
+
+def _invited(begun: Membership | None, given: str | None, head: str) -> Membership:
+    """By the token of a try that was interrupted, unless another one is given."""
+    if begun is not None and given is None and not os.environ.get(invitation.JOIN_ENV):
+        return begun.at(_elsewhere(head, begun.address))
+    token = invitation.found(given)
+    same = begun is not None and begun.invitation == token.secret
+    member = begun if begun is not None and same else Membership.new(token)
+    return member.at(_elsewhere(head, token.address))
+
+
+def _elsewhere(head: str, address: str) -> str:
+    """The address of --head, whose port is by default that of `address`; empty: none was named."""
+    port = urlsplit(address).port or GATEWAY_PORT
+    return named(head, port, "--head") if head else ""
+
+
+def _become_member(place: MeshPlace, member: Membership, offer: Offer, began_s: float) -> None:
+    """Asks the gateway to let this host in, and writes what it is told. Its name and its own key
+    are written first: asked again after an interruption, the mesh knows them.
+    """
+    ticket = member.token
+    bind = _bind(ticket, offer.listen, offer.advertise, offer.workers)
+    made_private(place.directory)
+    member.write(place)
+    address = advertised_host(offer.advertise or bind)
+    print(f"asks the mesh at {ticket.address} to let this host in", flush=True)
+    about = (address, offer.workers, offer.standby, release(), offer.ephemeral)
+    request = Join(member.host, member.public, *about)
+    try:
+        told = at_gateway(ticket, lambda line: line.call(Gateway.join, request))
+    except (Refused, NotAllowed, ConfigError):
+        place.membership.unlink()
+        raise
+    _write(place, member, bind, offer, told, began_s)
+    replace(member, invitation="").write(place)
+
+
+def _write(
+    place: MeshPlace,
+    member: Membership,
+    bind: str,
+    offer: Offer,
+    told: Joined,
+    began_s: float,
+) -> None:
+    shape = HostShape(
+        workers=offer.workers,
+        device=offer.device,
+        prefix=told.prefix,
+        market=offer.market,
+        memory_bytes=int(offer.memory_gib * GIB),
+        disk_bytes=int(offer.disk_gib * GIB),
+        planner=told.planner,
+        listen=offer.listen,
+        ephemeral=offer.ephemeral,
+        takes=taking.ALL if offer.takes is None else offer.takes,
+        asked_s=began_s,
+    )
+    shape.write(place)
+    settings = MeshSettings(
+        redis_url=told.redis_url,
+        run_root=str(place.root),
+        bind=bind,
+        host=member.host,
+        metrics=offer.metrics,
+        secret=told.secret,
+        doors=BY_PROCESS,
+        authority=authority_in(place, told.authority),
+        advertise=offer.advertise,
+        interface=offer.interface or interface_behind(bind, offer.advertise),
+        network=offer.network,
+        chunks_bytes=int(offer.cache_gib * GIB),
+        rate_up=int(offer.rate_up_mb * MB),
+        rate_down=int(offer.rate_down_mb * MB),
+    )
+    replace(settings, **shared(told.settings)).to_file(place.settings)
+
+
+def _write_where(place: MeshPlace, member: Membership, shape: HostShape, offer: Offer) -> None:
+    """Takes what the command was told, and works out anew where this host is reached: a container
+    has another address at each start.
+    """
+    shape, settings, kept = as_told(shape, MeshSettings.from_file(place.settings), offer)
+    if kept:
+        print(
+            f"{member.host} stays what it joined as: {', '.join(kept)}. For something else "
+            "`meshrl leave` first, then join with a new token",
+            flush=True,
+        )
+    listen, advertise = offer.listen or shape.listen, offer.advertise or settings.advertise
+    bind = _bind(member.ticket, listen, advertise, shape.workers)
+    replace(shape, listen=listen).write(place)
+    interface = offer.interface or interface_behind(bind, advertise) or settings.interface
+    replace(settings, bind=bind, advertise=advertise, interface=interface).to_file(place.settings)
+
+
+def _bind(ticket: Ticket, listen: str, advertise: str, workers: int) -> str:
+    """Where the processes of this host listen, which has room for them. ConfigError."""
+    bind = addresses.reachable(listen or addresses.towards(ticket.address), advertise)
+    addresses.room(bind, plan.ports_of_host(max(1, workers)))
+    return bind
+
+
+def _ask_anew(place: MeshPlace, member: Membership) -> None:
+    """Where Redis is may have changed with the head."""
+    print(f"asks the mesh at {member.address} where it is now", flush=True)
+    asked = Whereabouts()
+    try:
+        told = at_gateway(member.ticket, lambda line: line.call(Gateway.whereabouts, asked))
+    except NotAllowed as error:
+        raise hosting.expelled(member.host) from error
+    keep(place, told)
+
+
+def at_gateway(ticket: Ticket, question: Callable[[Line], Awaitable[T]]) -> T:
+    """What the gateway of a mesh answers to the holder of a token."""
+
+    async def asking() -> T:
+        line = Line(ticket)
+        line.open()
+        try:
+            return await question(line)
+        finally:
+            await line.close()
+
+    return asyncio.run(asking())
+
+
+def _member(place: MeshPlace) -> Membership:
+    found = membership.known(place)
+    assert found is not None, "it has just joined"
+    return found
+
+
+def _start(place: MeshPlace, health: str) -> None:
+    """Starts the root process in the background, and waits until it is up."""
+    place.logs.mkdir(parents=True, exist_ok=True)
+    log = place.log(LOG)
+    command = [sys.executable, "-m", "meshrl.launch.hosts.hosting", "--root", str(place.root)]
+    command += ["--health", health]
+    with log.open("a") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    until = time.monotonic() + START_S
+    while not (running_launcher(place) == process.pid and read_if_whole(place.launcher)["ready"]):
+        if process.poll() is not None:
+            said = "\n".join(logs.tail(log, 5))
+            raise MeshError(f"this host's part did not start:\n{said}", fix=f"The log is {log}")
+        if time.monotonic() > until:
+            raise DeadlineExceeded(f"it is not up after {START_S:g} s", where=str(log))
+        time.sleep(POLL_S)

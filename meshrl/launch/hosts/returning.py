@@ -1,0 +1,74 @@
+"""What a host that comes back gives from then on: what it was when it joined, but for what it is
+told now and the head need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from common.settings import MeshSettings
+from meshrl.launch.hosts.hosting import HostShape
+
+GIB, MB = 1 << 30, 10**6
+MARKETS = ("reserved", "spot", "lent")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a host gives, as the command was told."""
+
+    workers: int = 1
+    device: str = "cpu"
+    listen: str = ""  # by which others reach it; empty: as it reaches the head
+    metrics: str = "127.0.0.1:*"
+    market: str = "reserved"
+    memory_gib: float = 0.0
+    disk_gib: float = 0.0
+    standby: bool = True
+    interface: str = ""  # by which ranks on other hosts reach this one's; empty: that of `listen`
+    network: str = ""  # of hosts that a gang may span; empty: the head's
+    cache_gib: float = 64.0  # of chunks of weights
+    takes: tuple[str, ...] | None = None  # services that may be placed here; None: as before, all
+    advertise: str = ""  # the name by which others reach it; empty: the address in `listen`
+    ephemeral: bool = False  # it leaves when it ends; away for `pool.gone_s`, it is forgotten
+    rate_up_mb: float = 0.0  # megabytes a second that its processes send; 0: as many as can be
+    rate_down_mb: float = 0.0  # and receive
+    named: Collection[str] = ()  # parameters of the command that were given; others are defaults
+
+
+def as_told(
+    shape: HostShape, settings: MeshSettings, offer: Offer
+) -> tuple[HostShape, MeshSettings, list[str]]:
+    """Shape and settings of a host that joined with these, and has come back with `offer`; and the
+    options which say something that the head would have to know, as they were when it joined.
+    """
+    named = offer.named
+    if offer.takes is not None:
+        shape = replace(shape, takes=offer.takes)
+    if "market" in named:
+        shape = replace(shape, market=offer.market)
+    if "memory" in named:
+        shape = replace(shape, memory_bytes=int(offer.memory_gib * GIB))
+    if "disk" in named:
+        shape = replace(shape, disk_bytes=int(offer.disk_gib * GIB))
+    if "cache" in named:
+        settings = replace(settings, chunks_bytes=int(offer.cache_gib * GIB))
+    if "rate_up" in named:
+        settings = replace(settings, rate_up=int(offer.rate_up_mb * MB))
+    if "rate_down" in named:
+        settings = replace(settings, rate_down=int(offer.rate_down_mb * MB))
+    if "metrics" in named:
+        settings = replace(settings, metrics=offer.metrics)
+    if "network" in named:
+        settings = replace(settings, network=offer.network)
+    kept = []
+    if {"workers", "no_workers"} & set(named) and offer.workers != shape.workers:
+        kept.append(f"--workers {shape.workers}")
+    if "device" in named and offer.device != shape.device:
+        kept.append(f"--device {shape.device}")
+    if offer.ephemeral and not shape.ephemeral:
+        kept.append("not --ephemeral")
+    if not offer.standby and shape.planner:
+        kept.append("--standby")
+    return shape, settings, kept

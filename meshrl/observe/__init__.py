@@ -1,1 +1,0 @@
-"""Observation of a mesh and its jobs: rooms for records, reports, views and how they stand."""

@@ -1,1 +1,0 @@
-"""What a terminal shows of a run or of a mesh while it goes on. Open `watch.py` first."""

@@ -1,0 +1,1 @@
+"""What the events and step rows of a run tell. Open `run_snapshot.py` first."""

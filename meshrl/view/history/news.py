@@ -1,0 +1,109 @@
+"""Events of a run as lines for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.pool.explained import JUDGED, PLANNED, judged_of
+from common.process.ends.failure import told as failure_text
+from common.records import damage
+from common.state.events import Event
+from common.state.jobs import Phase
+from meshrl.view.history import moves
+from meshrl.view.history.held import ADMISSION
+from meshrl.view.mesh import gpus
+
+STOPPED = "stopped"  # why a process ended that its supervisor was told to stop
+ALERTS = {
+    "process_ended",
+    "worker_gave_up",
+    "host_lost",
+    "unrecorded",
+    "storage_full",
+    "history_lost",
+    "gpu",
+    "durable_failed",
+    "durable_taken_over",
+    "version_copy_failed",
+    "weights_quota",
+    "weights_refused",
+    damage.EVENT,
+}  # worth a line anywhere
+
+
+def unforeseen(event: Event) -> bool:
+    """Whether it tells of a process that ended though nobody had asked it to."""
+    return event.kind == "process_ended" and not event.fields["why"].startswith(STOPPED)
+
+
+def told(event: Event) -> str:
+    """An event as a line for people; empty for those that are no news."""
+    f = event.fields
+    if event.kind == "move":
+        line = f"{f['gang']} moved from {f['from']} to {f['to']}"
+        if f.get("undone"):
+            return f"{f['gang']} is {f['from']} again: it did not become {f['to']} in time"
+        if f.get("policy") in PLANNED:
+            times = f"rollout {float(f['rollout_s']):.2f} s, training {float(f['train_s']):.2f} s"
+            return f"{line}: {times} a step"
+        return f"{line} ({f.get('policy', '')})"
+    if unforeseen(event):
+        return _ended(f)
+    if event.kind == ADMISSION:
+        return f"the job is {f['held']}" if f["held"] else "the job runs"
+    if event.kind == "lost":
+        return f"worker {f['worker']} is lost: {f['reason']}"
+    if event.kind == "host_lost":
+        return f"host {f['host']} is lost, with {', '.join(f['workers']) or 'no worker'}"
+    if event.kind == "host_back":
+        return f"host {f['host']} is back"
+    if event.kind == "worker_gave_up":
+        return f"{f['name']} does not stay up: {f['why']}"
+    if event.kind == "gpu":
+        return gpus.told(f)
+    if event.kind == "phase" and f["phase"] == Phase.FAILED:
+        return f"the job failed: {f['error']}"
+    if event.kind == "changed":
+        changes = [f"{key} {was} -> {now}" for key, (was, now) in f["changes"].items()]
+        return f"from step {int(f['version']) + 1} on: {', '.join(changes)}"
+    if event.kind == damage.EVENT:
+        return damage.sentence(f)
+    if event.kind == "unrecorded":
+        return f"the run is not recorded: {f['why']}"
+    if event.kind == "durable_failed":
+        return f"what another head would go on from is not copied: {f['error']}"
+    if event.kind == "durable_taken_over":
+        return f"another mesh has taken over {f['url']}: nothing is copied there any more"
+    if event.kind == "version_copy_failed":
+        return f"a version is not copied to {f['url']}: {f['error']}"
+    if event.kind == "weights_quota":
+        return f"weights.quota_gb: {f['why']}. {f['fix']}"
+    if event.kind == "weights_refused":
+        return f"training waits, as weights.quota_gb is too little: {f['why']}. {f['fix']}"
+    if event.kind == "storage_full":
+        return f"{f['why']} It was so for {float(f['seconds']):.0f} s"
+    if event.kind == "history_lost":
+        span = f"events after {f['since']} up to {f['through']}"
+        return f"history_lost: {span} are on no record; the account goes on from Redis' rows"
+    if event.kind == "move_declined":
+        return f"a move was declined: {f['reason']}"
+    if event.kind == JUDGED:
+        return moves.line(judged_of(event.ms, f))
+    if event.kind == "epoch":
+        return f"redis was away for {float(f.get('away_ms', 0)) / 1000:.0f} s; leases were kept"
+    return ""
+
+
+def is_worth_a_line(times: int) -> bool:
+    """Whether it is told that something has happened again: the more often, the more rarely."""
+    return times <= 3 or times & (times - 1) == 0
+
+
+def _ended(fields: dict[str, Any]) -> str:
+    """Who ended, why, and how often already."""
+    error = failure_text(fields.get("error", {}))
+    how = f"ended by {error}" if error else f"ended ({fields['why']})"
+    times = int(fields.get("times", 1))
+    often = f", {times} times so far" if times > 1 else ""
+    then = "it is not started again" if fields.get("final") else f"it starts again{often}"
+    return f"{fields['name']} {how}; {then}"

@@ -1,0 +1,232 @@
+"""Reads the progress of a run from Redis as plain data, which `recorder` keeps and `view` shows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from common.state.events import Event
+from common.state.jobs import ENDED, JobRow, Phase
+from common.state.lifecycle.accounting import COUNTED
+from common.state.registry import Entry
+from meshrl.view.history.failures import Failure, Heard
+from meshrl.view.history.held import OtherLine, others, reason
+from meshrl.view.history.news import ALERTS, is_worth_a_line, told
+from meshrl.view.mesh import prefixes
+from meshrl.view.mesh.pool import Pool
+from meshrl.view.mesh.processes import owner
+from meshrl.view.mesh.quiet import quiet_ms
+from meshrl.view.mesh.quiet import told as no_progress
+from meshrl.view.mesh.workers import WorkerLine, WorkerSums, worker_lines, worker_sums
+
+RATE_WINDOW_S = 6.0  # rates are over this long; shorter flickers, longer lags
+CURVE = 500  # the last steps whose rewards are shown
+ETA_STEPS = 8  # the last steps that the time to go is judged by
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    tag: str  # before | step-10 | after
+    step: int
+    sampled: float | None  # mean reward on the held-out set; None: the job has none
+    greedy: float | None  # before, after, and when the best version is chosen by it
+    figures: dict[str, float] = field(default_factory=dict)  # figures of all datasets, by name
+    best: bool = False  # it is the best version so far
+    shares: dict[str, float] = field(default_factory=dict)  # of the samples that each figure is of
+    reasons: dict[str, int] = field(default_factory=dict)  # why samples are in no figure
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run at one moment."""
+
+    job: str
+    phase: Phase
+    seed: int
+    step: int
+    steps: int
+    elapsed_s: float
+    eta_s: float | None = None  # None: too early to say
+    warm_start: float = 0.0  # share done
+    rewards: tuple[float, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+    rolled_out_s: float = 0.0  # tokens/s
+    trained_s: float = 0.0
+    staleness: float = 0.0
+    max_staleness: int = 0
+    logprob_gap: float | None = None  # gap in the last step that could be measured
+    entropy: float = 0.0
+    workers: tuple[WorkerLine, ...] = ()  # those of the job, and idle ones
+    elsewhere: WorkerSums = field(default_factory=WorkerSums)  # the others
+    others: tuple[OtherLine, ...] = ()  # jobs on the same mesh that have not ended
+    held: str = ""  # why the job waits or is paused; empty: it runs
+    prefixes: dict[str, float] = field(default_factory=dict)  # loaded, of the engines that live
+    in_flight: int = 0
+    counts: dict[str, int] = field(default_factory=dict)  # trajectories by what became of them
+    bounds: tuple[int, ...] = ()  # upper lengths of the histogram's buckets
+    histogram: tuple[int, ...] = ()
+    news: tuple[str, ...] = ()  # the last events worth a line
+    alerts: tuple[str, ...] = ()  # every process that ended unasked, and the like, so far
+    failures: tuple[Failure, ...] = ()  # what failed in the job's own code in this session
+    trouble: str = ""  # why this is not up to date
+    full: str = ""  # which disk is full, and what to do
+    quiet: str = ""  # since when the job has made no progress, if that is too long
+    error: str = ""  # why the job failed
+
+    @property
+    def over(self) -> bool:
+        return self.phase in ENDED
+
+
+@dataclass
+class Reading:
+    """What one look at Redis returned."""
+
+    at: float  # seconds since the run's start
+    job: JobRow
+    rows: Sequence[dict[str, Any]]  # all step rows so far
+    entries: Sequence[Entry]
+    pool: Pool
+    evaluations: Sequence[dict[str, Any]]
+    events: Sequence[Event]  # new since the last look
+    jobs: Sequence[JobRow] = ()  # all of the mesh
+
+    @property
+    def own(self) -> list[Entry]:
+        """The processes of this job, and those that serve all."""
+        return [entry for entry in self.entries if owner(entry) in ("", self.job.id)]
+
+
+@dataclass
+class History:
+    """What a series of readings needs to remember for rates and news."""
+
+    tokens: deque[tuple[float, float]] = field(default_factory=deque)
+    news: deque[str] = field(default_factory=lambda: deque(maxlen=4))
+    alerts: list[str] = field(default_factory=list)
+    failures: Heard = field(default_factory=Heard)
+
+    def rate(self, at: float, total: float) -> float:
+        """Tokens/s over the last seconds; a counter that fell back belongs to a new process."""
+        if self.tokens and total < self.tokens[-1][1]:
+            self.tokens.clear()
+        self.tokens.append((at, total))
+        while len(self.tokens) > 2 and at - self.tokens[0][0] > RATE_WINDOW_S:
+            self.tokens.popleft()
+        (start, first), (end, last) = self.tokens[0], self.tokens[-1]
+        return (last - first) / (end - start) if end > start else 0.0
+
+    def hear(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.failures.hear(event)
+            if line := told(event):
+                self.news.append(line)
+                if event.kind in ALERTS and is_worth_a_line(int(event.fields.get("times", 1))):
+                    self.alerts.append(line)
+
+
+def snapshot(reading: Reading, history: History) -> Snapshot:
+    """The run at the time of `reading`; `history` is brought up to date."""
+    history.hear(reading.events)
+    document = reading.job.document
+    rows, steps = reading.rows, int(document["budget"]["steps"])
+    own = reading.own
+    rollouts = [e for e in own if e.alive and e.kind == "rollout"]
+    last = rows[-1] if rows else {}
+    shot = Snapshot(
+        job=reading.job.id,
+        phase=reading.job.phase,
+        seed=int(document["seed"]),
+        step=reading.job.steps_done,
+        steps=steps,
+        elapsed_s=reading.at,
+        eta_s=time_to_go(rows, steps),
+        warm_start=max((float(e.stats.get("warm_start", 0)) for e in own), default=0),
+        rewards=tuple(float(row["reward"]) for row in rows[-CURVE:]),
+        evaluations=tuple(map(evaluation, reading.evaluations)),
+        rolled_out_s=history.rate(reading.at, sum(e.stats.get("tokens", 0) for e in rollouts)),
+        trained_s=trained_rate(rows),
+        staleness=float(last.get("staleness", 0)),
+        max_staleness=int(document["algorithm"]["max_staleness"]),
+        logprob_gap=next((r["logprob_gap"] for r in reversed(rows) if r["logprob_gap"]), None),
+        entropy=float(last.get("entropy", 0)),
+        workers=tuple(worker_lines(reading.pool, reading.entries, reading.job.id)),
+        elsewhere=worker_sums(reading.pool, reading.job.id),
+        others=tuple(others(reading.jobs, reading.pool, reading.job.id)),
+        held=reason(reading.job),
+        prefixes=prefixes.of_engines(own),
+        in_flight=sum(int(e.stats.get("in_flight", 0)) for e in rollouts),
+        counts={term: getattr(reading.job, term) for term in COUNTED},
+        news=tuple(history.news),
+        alerts=tuple(history.alerts),
+        failures=history.failures.all,
+        error=reading.job.error,
+    )
+    quiet, full = _quiet(reading), _without_room(own) or prefixes.trouble(own)
+    return replace(shot, full=full, quiet=quiet, **_histogram(rollouts))
+
+
+def evaluation(row: dict[str, Any]) -> Evaluation:
+    """The evaluation that the fields of an event `evaluation` tell of."""
+    sampled, greedy = row.get("sampled"), row.get("greedy")
+    return Evaluation(
+        tag=str(row["tag"]),
+        step=int(row["step"]),
+        sampled=None if sampled is None else float(sampled),
+        greedy=None if greedy is None else float(greedy),
+        figures={name: float(value) for name, value in row.get("figures", {}).items()},
+        best=bool(row.get("best", False)),
+        shares={name: float(share) for name, share in row.get("shares", {}).items()},
+        reasons={kind: int(n) for kind, n in row.get("reasons", {}).items()},
+    )
+
+
+def time_to_go(rows: Sequence[dict[str, Any]], steps: int) -> float | None:
+    """Seconds for the steps that are left, by the median of the last; None before the third."""
+    walls = [float(row["wall"]) for row in rows[-ETA_STEPS - 1 :]]
+    if len(walls) < 3:
+        return None
+    spans = sorted(b - a for a, b in pairwise(walls))
+    return spans[len(spans) // 2] * (steps - int(rows[-1]["step"]))
+
+
+def trained_rate(rows: Sequence[dict[str, Any]]) -> float:
+    """Tokens/s trained over the last steps."""
+    recent = rows[-ETA_STEPS:]
+    if len(recent) < 2:
+        return 0.0
+    span = float(recent[-1]["wall"]) - float(recent[0]["wall"])
+    return sum(float(row["tokens_trained"]) for row in recent[1:]) / span if span > 0 else 0.0
+
+
+def _quiet(reading: Reading) -> str:
+    """That the job has made no progress for long; empty while it does. Now is when somebody last
+    renewed a lease, by the server's time.
+    """
+    now_ms = max((entry.renewed_ms for entry in reading.entries), default=0)
+    since_s = quiet_ms(reading.job, now_ms) / 1000
+    if not since_s:
+        return ""
+    return f"for {since_s:.0f} s {no_progress(reading.job)}. `meshrl status --stalled` says more."
+
+
+def _without_room(entries: Sequence[Entry]) -> str:
+    """Which process waits for room on a disk, if one does."""
+    waits = ((e.name, str(w["what"])) for e in entries if e.alive for w in e.waits)
+    found = next(((n, what) for n, what in waits if what.startswith("room ")), None)
+    if found is None:
+        return ""
+    return f"a disk is full: {found[0]} waits for {found[1]}. Make room: it goes on by itself."
+
+
+def _histogram(rollouts: Sequence[Entry]) -> dict[str, Any]:
+    """Trajectories in flight by length, summed over the shards (all have the same buckets)."""
+    counted = [e.stats for e in rollouts if e.stats.get("histogram")]
+    if not counted:
+        return {}
+    columns = zip(*(stats["histogram"] for stats in counted), strict=False)
+    bounds = tuple(int(b) for b in counted[0].get("bounds", ()))
+    return {"histogram": tuple(int(sum(column)) for column in columns), "bounds": bounds}

@@ -1,0 +1,67 @@
+"""`meshrl samples`: prints the trajectories that a run has kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+
+from rich.text import Text
+
+from common.errors import NotFound
+from common.terminal import visible
+from meshrl.terminal import Console
+from meshrl.view.recording.samples import (
+    Sample,
+    chosen,
+    come,
+    damaged,
+    ends,
+    fits,
+    heading,
+    parts,
+    read,
+)
+
+LOOK_S = 0.5  # between two looks for what is new
+STYLES = {"prompt": "dim", "model": "cyan", "tool": "yellow", "environment": "green"}
+
+
+def show(
+    run_dir: Path, step: int | None, order: str, most: int, follow: bool, as_json: bool
+) -> None:
+    """Prints samples of a run; NotFound when it has none and is not followed."""
+    read_to = ends(run_dir)
+    for line in damaged(run_dir):
+        print(f"damaged: {line}; the others are shown", file=sys.stderr)
+    found = [s for s in read(run_dir) if step is None or s["step"] == step]
+    if not found and not follow:
+        of = "" if step is None else f" of step {step}"
+        raise NotFound(
+            f"{run_dir} has no samples{of} yet",
+            fix="they come as trajectories end; --follow waits for them",
+        )
+    console = Console(highlight=False, soft_wrap=True)
+    for sample in chosen(found, order, most):
+        _print(console, sample, as_json)
+    if follow:
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                for sample in come(run_dir, read_to):
+                    if (step is None or sample["step"] == step) and fits(sample, order):
+                        _print(console, sample, as_json)
+                time.sleep(LOOK_S)
+
+
+def _print(console: Console, sample: Sample, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(sample), flush=True)
+        return
+    console.print(Text(visible(heading(sample)), style="bold red" if sample["error"] else "bold"))
+    for role, title, text in parts(sample):
+        label = Text(f"{title}: ", style=f"bold {STYLES[role]}")
+        console.print(label.append(Text(visible(text), style=STYLES[role])))
+    console.print()
+    sys.stdout.flush()

@@ -1,0 +1,113 @@
+"""The figures of a mesh as a whole: its jobs, gangs, workers and hosts. Pure: one look in, families
+of metrics out. They have no label `service`, as they are of no process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from common.pool.rows import Gang, Role, Worker
+from common.state.jobs import COUNTS, JobRow
+from meshrl.view.mesh.pool import Pool
+from meshrl.view.metrics.mesh_look import MeshLook
+
+HOSTS = ("up", "away", "joining", "draining", "drained")  # as `meshrl hosts` has them
+BUSY, IDLE, AWAY = "busy", "idle", "away"
+Rows = Iterable[tuple[tuple[str, ...], float]]
+
+
+def families(look: MeshLook) -> Iterator[Any]:
+    """Gauges of `prometheus_client`, each once."""
+    yield from _jobs(look)
+    yield _gauge("leader", "1 while one of the planners leads", (), [((), bool(look.leader))])
+    yield _gauge("gangs", "Gangs by what resides on them", ("role",), _gangs(look.pool))
+    yield _gauge("workers", "Workers by state", ("state",), _workers(look.pool))
+    states = Counter(look.hosts.values())
+    yield _gauge("hosts", "Hosts by state", ("state",), [((s,), states[s]) for s in HOSTS])
+    whats = Counter(stall.what for stall in look.stalls)
+    yield _gauge(
+        *("stalls", "What is waited for too long, as `meshrl status --stalled` says"),
+        *(("what",), [((what,), n) for what, n in whats.items()]),
+    )
+    yield _gauge(
+        *("process_ends", "Times that a process of this name has ended unasked"),
+        *(("service", "job"), [((e.name, e.job), e.times) for e in look.ended]),
+    )
+
+
+def _jobs(look: MeshLook) -> Iterator[Any]:
+    job, rows = ("job",), look.jobs
+    yield _gauge("job_steps", "Steps done", job, [((r.id,), r.steps_done) for r in rows])
+    yield _gauge("job_steps_budget", "Steps that it is to do", job, list(_budgets(rows)))
+    yield _gauge(
+        *("job_phase", "1 for the phase that a job is in"),
+        *(("job", "phase"), [((r.id, str(r.phase)), 1.0) for r in rows]),
+    )
+    held = [((r.id, r.held.partition(":")[0]), 1.0) for r in rows if r.held and not r.ended]
+    yield _gauge("job_held", "1 for a job that waits or is paused", ("job", "why"), held)
+    yield _gauge(
+        *("job_step_age_seconds", "Since its last step, or since it began or went on"),
+        *(job, [((r.id,), _age_s(r, look)) for r in rows if not (r.ended or r.held)]),
+    )
+    yield _gauge(
+        *("job_trajectories", "Trajectories of a job by their fate"),
+        ("job", "fate"),
+        [((r.id, fate), getattr(r, fate)) for r in rows for fate in COUNTS],
+    )
+    yield _gauge(
+        *("job_last_step", "Figures of a job's newest step"),
+        ("job", "of"),
+        [((id, of), n) for id, row in look.newest.items() for of, n in _numbers(row)],
+    )
+
+
+def _budgets(rows: Iterable[JobRow]) -> Iterator[tuple[tuple[str, ...], float]]:
+    for row in rows:
+        steps = row.document.get("budget", {}).get("steps")
+        if isinstance(steps, int | float):
+            yield (row.id,), steps
+
+
+def _age_s(row: JobRow, look: MeshLook) -> float:
+    """A job that was held begins to be waited for anew when it goes on."""
+    committed_ms = int(look.newest.get(row.id, {}).get("committed_ms", 0))
+    return max(0.0, (look.now_ms - max(committed_ms, row.held_ms, row.since_ms)) / 1000)
+
+
+def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in row.items():
+        if isinstance(value, int | float) and math.isfinite(value):
+            yield name, float(value)
+
+
+def _gangs(pool: Pool) -> Rows:
+    """A gang counts once for each role on it; one without residents is idle."""
+    roles = Counter(role for gang in pool.gangs for role in _roles(gang))
+    return [((str(role),), roles[role]) for role in Role]
+
+
+def _roles(gang: Gang) -> set[Role]:
+    return {resident.role for resident in gang.residents} or {Role.IDLE}
+
+
+def _workers(pool: Pool) -> Rows:
+    states = Counter(_state(worker) for worker in pool.workers)
+    return [((state,), states[state]) for state in (BUSY, IDLE, AWAY)]
+
+
+def _state(worker: Worker) -> str:
+    if not worker.alive:
+        return AWAY
+    return BUSY if worker.gang else IDLE
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...], rows: Rows) -> Any:
+    from prometheus_client.metrics_core import GaugeMetricFamily
+
+    family = GaugeMetricFamily(f"meshrl_{name}", text, labels=labels)
+    for values, number in rows:
+        family.add_metric(list(values), float(number))
+    return family

@@ -1,0 +1,188 @@
+"""`meshrl audit`: accounts for every trajectory, from the run's events and ledger alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from common.errors import Damaged, Refused
+from common.records import ledger
+from common.state.events import Event
+from common.state.lifecycle.accounting import WRONG, account, wrong
+from meshrl.directory import job_file
+from meshrl.directory.places import existing_run
+from meshrl.terminal import Console
+from meshrl.view.history.held import Going
+from meshrl.view.recording.recorded import Mark, damaged, job_of, read_events
+
+BEGUN_WITHIN_MS = 10_000  # a group is in the ledger so soon after its admission
+
+EXPLAINED = {
+    "opened": "trajectories admitted",
+    "trained": "in exactly one optimizer step of the final lineage",
+    "filtered": "consumed by a step, without variance in their group",
+    "stale_requeued": "older than the staleness bound; their prompts went back",
+    "host_lost": "their host or environment was lost; their prompts went back",
+    "typed_drops": "a tool, reward or rollout failed for good",
+    "in_flight": "without a fate yet",
+    **WRONG,
+}
+
+
+def audit(run_dir: Path) -> dict[str, Any]:
+    """The account of a run, from its record alone; what is `WRONG` is 0 in a run that is right.
+    Refused when what would tell of groups under way is on another host.
+    """
+    events = read_events(run_dir)
+    job = _job(run_dir, events)
+    if _marked(run_dir, events) is None and (url := _brought(run_dir)):
+        raise Refused(
+            f"the run at {url} had not ended when it was copied last: what tells of its groups "
+            "under way is on the host that runs it",
+            fix="Audit it there; or, when it has ended, move this directory away and audit the URL",
+        )
+    return audited(run_dir, events, job)
+
+
+def audited(run_dir: Path, events: list[Event], job: str) -> dict[str, Any]:
+    """The same of a job and events that are known already."""
+    counted: dict[str, Any] = account(events, in_flight(run_dir, events, job), job)
+    return counted
+
+
+def accused(run_dir: Path, bad: str) -> str:
+    """What a person is told of a run whose account is wrong."""
+    return (
+        f"the account of {run_dir.name} is wrong: {bad}. Do not rely on what was trained since. "
+        f"Keep {run_dir} as it is, see its events.jsonl for `damaged` and `restored`, and start "
+        "over with `meshrl run JOB`, or go on from a copy that was made before"
+    )
+
+
+def in_flight(run_dir: Path, events: list[Event], job: str) -> int:
+    """Trajectories without a fate: counted from the rows of groups when the mesh stopped cleanly.
+
+    After a crash they are counted from what the ledger and the events tell of each group.
+    """
+    if (marked := _marked(run_dir, events)) is not None:
+        return marked
+    return sum(without_fate(events, job, mentioned(run_dir / "ledger")).values())
+
+
+def _marked(run_dir: Path, events: list[Event]) -> int | None:
+    """Trajectories in flight, of a record that was closed; None: it goes on, or was cut off."""
+    with suppress(Damaged):
+        mark = Mark.of(run_dir)
+        if mark is not None and (not events or mark.event == events[-1].id):
+            return mark.samples
+    return None
+
+
+def _brought(run_dir: Path) -> str:
+    """The URL of a run that was brought from it, and has not gone on here."""
+    if (run_dir / "mesh").is_dir():
+        return ""
+    with suppress(Damaged, FileNotFoundError):
+        return str(job_file.read(run_dir / job_file.NAME).get(job_file.BROUGHT, ""))
+    return ""
+
+
+def _job(run_dir: Path, events: list[Event]) -> str:
+    """The run's job: as its events have it, when `job.json` is damaged."""
+    try:
+        return job_of(run_dir)[0]
+    except Damaged:
+        named = (str(e.fields["job"]) for e in events if e.kind == "opened")
+        if found := next(named, ""):
+            return found
+        raise
+
+
+def mentioned(directory: Path) -> set[int]:
+    """Groups of which the ledgers below `directory` tell."""
+    shards = {path.parent for path in directory.rglob("*.ledger")}
+    return {
+        group
+        for shard in shards
+        for record in ledger.read(shard)
+        for group in ledger.groups_of(record)
+    }
+
+
+def without_fate(events: list[Event], job: str, in_ledger: set[int]) -> dict[int, int]:
+    """Group -> trajectories, of groups whose fate is still to come.
+
+    Those are finished and not trained (their bytes are in the store), or in the ledger, or have
+    theirs on another host, which says so when it is lost, or were admitted so shortly before the
+    end that nothing of them was made yet; a pause is no time.
+    """
+    opened: dict[int, tuple[int, int]] = {}  # group -> trajectories, when
+    ready: set[int] = set()
+    elsewhere: set[int] = set()
+    given_back: set[int] = set()
+    steps: dict[int, set[int]] = {}
+    going, now_ms = Going(job), 0
+    for event in events:
+        fields, now_ms = event.fields, going.at(event)
+        if fields.get("job") != job:
+            continue
+        match event.kind:
+            case "opened":
+                opened |= dict.fromkeys(fields["groups"], (fields["samples"], now_ms))
+                elsewhere |= set(fields["groups"]) if fields.get("ledger") else set()
+            case "ready":
+                ready.add(fields["group"])
+            case "stale":
+                given_back |= {row["group"] for row in fields["groups"]}
+            case "requeued" | "dropped":
+                given_back.add(fields["group"])
+            case "step":
+                steps[fields["step"]] = {row["group"] for row in fields["groups"]}
+            case "lineage":
+                for step, took in steps.items():
+                    if fields["version"] < step <= fields.get("lost_through", 0):
+                        given_back |= took  # nothing tells of these groups any more
+                steps = {step: took for step, took in steps.items() if step <= fields["version"]}
+            case "restored":
+                opened, steps = {}, {}
+            case "history_lost":
+                told = fields["in_flight"]
+                opened = {row["group"]: (row["samples"], now_ms) for row in told}
+                ready = {row["group"] for row in told if row["ready"]}
+                given_back = set()
+                steps = {
+                    row["step"]: {g["group"] for g in row["groups"]} for row in fields["steps"]
+                }
+    known = ready | in_ledger | elsewhere
+    ended = given_back.union(*steps.values())
+    return {
+        group: samples
+        for group, (samples, ms) in opened.items()
+        if group not in ended and (group in known or now_ms - ms < BEGUN_WITHIN_MS)
+    }
+
+
+def show(run_dir: Path, as_json: bool) -> int:
+    """Prints the account; 1 when something was lost or done twice."""
+    run_dir = existing_run(run_dir)
+    for line in damaged(run_dir):
+        print(f"damaged: {line}; what can be read of it is counted", file=sys.stderr)
+    counted = audit(run_dir)
+    if as_json:
+        print(json.dumps(counted))
+    else:
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
+        for key, meaning in EXPLAINED.items():
+            bad = key in WRONG and counted[key]
+            color = "red" if bad else "bold"
+            table.add_row(key, Text(str(counted[key]), style=color), meaning)
+        Console().print(table)
+    if bad := wrong(counted):
+        print(f"error: {accused(run_dir, bad)}", file=sys.stderr)
+    return int(bool(bad))

@@ -1,0 +1,157 @@
+"""Sums what a job has used, over all incarnations of its processes and all its sessions.
+
+A process that works for one job is that job's, from its first second. What serves all jobs of a
+mesh (Redis, the store, planners, agents, workers, the launcher) is divided equally between those
+that go on at the time, so that the sum over jobs is what the mesh has used. A process that dies
+takes its counters with it, so the last value seen of each (name, pid, start) is kept, and the whole
+tally is kept in the run directory: a resumed run goes on counting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.state.registry import Entry
+from meshrl.directory.places import read_json, write_json
+from meshrl.view.mesh.pool import Pool
+from meshrl.view.mesh.processes import Used
+from meshrl.view.mesh.residency import accelerators
+
+
+@dataclass
+class Tally:
+    """Sums by process name; `cpu` and `tokens` map name -> {incarnation: last value seen}."""
+
+    cpu: dict[str, dict[str, float]] = field(default_factory=dict)  # of the job's own processes
+    tokens: dict[str, dict[str, float]] = field(default_factory=dict)
+    shared: dict[str, float] = field(default_factory=dict)  # its part of what serves all, CPU-s
+    accelerator_s: float = 0.0  # of workers
+    wall_s: float = 0.0  # wall time of earlier sessions
+    warm_start_cached: bool = False
+    sessions: list[list[int]] = field(default_factory=list)  # first and last ms (wall) of each
+    prefixes: dict[str, dict[str, float]] = field(default_factory=dict)  # by engine's incarnation
+    _seen: dict[str, float] = field(default_factory=dict)  # of what serves all: key -> CPU-s
+    _charged: dict[str, tuple[str, float]] = field(default_factory=dict)  # key -> name, CPU-s
+    _turns: dict[str, float] = field(default_factory=dict)  # incarnation -> seconds of its turns
+    _has: tuple[float, float] | None = None  # when it was looked last, and what the job had then
+
+    @classmethod
+    def read(cls, path: Path) -> Tally:
+        if not path.is_file():
+            return cls()
+        held = read_json(path)
+        return cls(
+            held["cpu"],
+            held["tokens"],
+            held["shared"],
+            held["accelerator_s"],
+            held["wall_s"],
+            held["warm_start_cached"],
+            held["sessions"],
+            held.get("prefixes", {}),
+        )
+
+    def write(self, path: Path, wall_s: float) -> None:
+        """Keeps the tally, with the wall time of this session added."""
+        content = {
+            "cpu": self.cpu,
+            "tokens": self.tokens,
+            "shared": self.shared,
+            "accelerator_s": self.accelerator_s,
+            "wall_s": self.wall_s + wall_s,
+            "warm_start_cached": self.warm_start_cached,
+            "sessions": self.sessions,
+            "prefixes": self.prefixes,
+        }
+        write_json(path, content, durable=False)  # it is written every other second
+
+    def see_session(self, began_ms: int, now_ms: int) -> None:
+        """The session that began then lasts still."""
+        if not self.sessions or self.sessions[-1][0] != began_ms:
+            self.sessions.append([began_ms, now_ms])
+        self.sessions[-1][1] = now_ms
+
+    def see_tokens(self, name: str, incarnation: str, tokens: float) -> None:
+        seen = self.tokens.setdefault(name, {})
+        seen[incarnation] = max(tokens, seen.get(incarnation, 0.0))
+
+    def see_pool(self, pool: Pool, entries: Sequence[Entry], job: str, now_s: float) -> None:
+        """Counts what the job has had of the workers' accelerators since the look before: by turns
+        what its processes say that they have computed, else by where its residents are.
+        """
+        measured: dict[str, float] = {}
+        by_turns = {resident.id for _, resident in pool.residents(job) if resident.turns}
+        for entry in entries:
+            resident = str(entry.stats.get("resident", ""))
+            if entry.alive and resident in by_turns and "turn_held_s" in entry.stats:
+                measured[resident] = float(entry.stats["turn_held_s"])
+                before = self._turns.get(entry.incarnation, 0.0 if self._has else None)
+                if before is not None:
+                    more = max(0.0, measured[resident] - before)
+                    self.accelerator_s += more
+                self._turns[entry.incarnation] = measured[resident]
+        if self._has is not None:
+            before_s, had = self._has
+            self.accelerator_s += had * max(0.0, now_s - before_s)
+        self._has = now_s, accelerators(pool, job, measured)
+
+    def see_processes(
+        self,
+        used: Iterable[Used],
+        owners: Mapping[str, str],
+        job: str,
+        among: int = 1,
+        whole: bool = True,
+    ) -> None:
+        """Counts what processes have used; `owners` maps the names of those that work for one job
+        to that job, and the others' is divided `among` so many jobs.
+
+        `whole`: what those had used before they were seen first counts, as their mesh was started
+        for the job. A process that gets its name later, when it has started, takes along what it
+        used until then.
+        """
+        holders = {key: name for name, seen in self.cpu.items() for key in seen}
+        for process in used:
+            key, name = process.key, process.name
+            owner = owners.get(name, "")
+            if owner:
+                self._give_back(key)
+            if owner == job != "":
+                before = self.cpu.get(holders.get(key, name), {}).pop(key, 0.0)
+                self.cpu.setdefault(name, {})[key] = max(process.cpu_s, before)
+            elif not owner:
+                before = self._seen.get(key, 0.0 if whole else process.cpu_s)
+                self._charge(key, name, max(0.0, process.cpu_s - before) / max(1, among))
+                self._seen[key] = max(process.cpu_s, before)
+
+    def _charge(self, key: str, name: str, seconds: float) -> None:
+        before, charged = self._charged.get(key, (name, 0.0))
+        if before != name:
+            self._give_back(key)
+            seconds += charged
+            charged = 0.0
+        self._charged[key] = name, charged + seconds
+        self.shared[name] = self.shared.get(name, 0.0) + seconds
+
+    def _give_back(self, key: str) -> None:
+        """A process that was taken for one that serves all is another one's after all."""
+        name, charged = self._charged.pop(key, ("", 0.0))
+        if charged:
+            self.shared[name] -= charged
+
+    def cpu_by_name(self) -> dict[str, float]:
+        """CPU-seconds of the job's processes, and its part of those that serve all, by name."""
+        own = {name: sum(seen.values()) for name, seen in self.cpu.items()}
+        both = own | {n: own.get(n, 0.0) + s for n, s in self.shared.items()}
+        return {name: round(seconds, 2) for name, seconds in sorted(both.items())}
+
+    @property
+    def shared_s(self) -> float:
+        """CPU-seconds of what serves all jobs that are this one's part."""
+        return sum(self.shared.values())
+
+    def total_tokens(self, prefix: str) -> int:
+        sums = (sum(s.values()) for name, s in self.tokens.items() if name.startswith(prefix))
+        return int(sum(sums))

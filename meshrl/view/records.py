@@ -1,0 +1,124 @@
+"""Keeps the records of all jobs of a mesh that stays up, each by a task of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from common.errors import Damaged, DeadlineExceeded, MeshError, StateUnavailable
+from common.records import damage
+from common.state import events
+from common.state.lifecycle.accounting import wrong
+from meshrl.directory import job_file
+from meshrl.view.recording.audit import accused
+from meshrl.view.recording.looking import Looks
+from meshrl.view.recording.recorder import ANSWER_S, LOOK_S, Recorder
+from meshrl.view.recording.running_mesh import RunningMesh
+from meshrl.view.report import report
+
+STOPPING_S = 5.0  # that a full disk is waited for when the mesh is to stop
+RETRY_S = 5.0  # a run directory that cannot be read or written is tried again: disks get emptied
+
+
+async def record_all(mesh: RunningMesh, stop: asyncio.Event) -> None:
+    """Records every job of a mesh until `stop`, each by itself, so that one with a bad directory or
+    a slow tracker holds up no other.
+    """
+    recording: dict[str, asyncio.Task[None]] = {}
+    looks = Looks(mesh)
+    while not stop.is_set():
+        try:
+            async with mesh.clock.timeout(ANSWER_S, "a look at the jobs"):
+                known = await looks.live()
+        except (StateUnavailable, DeadlineExceeded):
+            known = []
+        for row in known:
+            if row.id not in recording:
+                work = record(mesh, row.id, Path(row.run_dir), stop, looks)
+                recording[row.id] = asyncio.create_task(work, name=f"record {row.id}")
+        for job in [job for job, task in recording.items() if task.done()]:
+            recording.pop(job).result()  # raises what is a fault of ours; it may be resumed
+        await mesh.clock.sleep(LOOK_S)
+    await asyncio.gather(*recording.values())
+
+
+async def record(
+    mesh: RunningMesh, job: str, run_dir: Path, stop: asyncio.Event, looks: Looks | None = None
+) -> None:
+    """Records one job until it is over or `stop`, and writes its report.
+
+    While its directory cannot be used it says so once, in the log and as the event `unrecorded`,
+    and tries again.
+    """
+    said = ""
+    while True:
+        recorder: Recorder | None = None
+        try:
+            await _whole_job_file(mesh, run_dir)
+            recorder = Recorder(mesh, job, run_dir, looks)
+            async with contextlib.aclosing(report.LivePage(recorder, _say_of(job))) as page:
+                while not stop.is_set():
+                    shot = await recorder.look()
+                    said = ""
+                    if shot is not None and shot.over:
+                        break
+                    page.look()
+                    await mesh.clock.sleep(LOOK_S)
+            given_up = _in_a_while(mesh, stop)
+            await recorder.close(given_up)
+            summary = await report.write(recorder, given_up)
+            if bad := wrong(summary):
+                _say_of(job)(accused(run_dir, bad))
+            if missing := await recorder.delivered(stop):
+                _say_of(job)(missing)
+            return
+        except (OSError, MeshError) as error:
+            if str(error) != said:
+                said = str(error)
+                await _unrecorded(mesh, job, said)
+            if recorder is not None:
+                await recorder.abandon()
+        with contextlib.suppress(DeadlineExceeded):
+            async with mesh.clock.timeout(RETRY_S, "the next try"):
+                await stop.wait()
+                return
+
+
+async def _whole_job_file(mesh: RunningMesh, run_dir: Path) -> None:
+    """Puts a damaged `job.json` back from Redis; one that is gone may be so for a reason."""
+    try:
+        job_file.read(run_dir / job_file.NAME)
+    except Damaged as error:
+        async with mesh.clock.timeout(ANSWER_S, "a look at the job"):
+            about = {"mesh": str(mesh.place.root)}
+            told = await job_file.put_back(mesh.state, run_dir, about, error.message)
+            if told is not None:
+                await events.append(mesh.state, damage.EVENT, told)
+
+
+def _in_a_while(mesh: RunningMesh, stop: asyncio.Event) -> Callable[[], bool]:
+    """Whether the mesh has been stopping for so long that a full disk is not waited for longer."""
+    stopping: list[float] = []
+
+    def given_up() -> bool:
+        now = mesh.clock.monotonic()
+        if stop.is_set() and not stopping:
+            stopping.append(now)
+        return bool(stopping) and now - stopping[0] > STOPPING_S
+
+    return given_up
+
+
+def _say_of(job: str) -> Callable[[str], None]:
+    """Says something of a job in the mesh's log."""
+    return lambda text: print(f"{job}: {text}", file=sys.stderr, flush=True)
+
+
+async def _unrecorded(mesh: RunningMesh, job: str, why: str) -> None:
+    print(f"{job} is not recorded: {why}", file=sys.stderr, flush=True)
+    with contextlib.suppress(StateUnavailable, DeadlineExceeded):
+        async with mesh.clock.timeout(ANSWER_S, "a note in the event stream"):
+            await events.append(mesh.state, "unrecorded", {"job": job, "why": why})

@@ -1,0 +1,113 @@
+"""Draws the figures of a report as PNG files, by matplotlib, which is imported here alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import NotFound
+from meshrl.view.history import gangs
+from meshrl.view.history.gangs import Mark, Span
+from meshrl.view.report import timeline
+from meshrl.view.report.charts import Figure, color
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+INCHES = 7.2, 3.6
+DPI = 150
+ROW_INCHES = 0.4  # of a worker in the timeline
+
+
+def needed() -> None:
+    """NotFound, with the command that installs it, when matplotlib is not there."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise NotFound(
+            "PNG files are drawn by matplotlib, which is not installed",
+            fix=f"`{sys.executable} -m pip install 'meshrl[plots]'`",
+        )
+
+
+def lines(figure: Figure, directory: Path, x_label: str = "step") -> Path | None:
+    """Writes one line chart; None where nothing was measured."""
+    measured = {s.label: [p for p in s.points if math.isfinite(p[1])] for s in figure.series}
+    if not any(measured.values()):
+        return None
+    canvas, axes = _canvas(figure.title, INCHES[1])
+    for index, series in enumerate(figure.series):
+        points = measured[series.label]
+        xs, ys = [x for x, _ in points], [y for _, y in points]
+        style = {"marker": "o", "linewidth": 1.0} if series.dots else {"linewidth": 2.0}
+        axes.plot(xs, ys, color=color(index), label=series.label, **style)
+    low, _ = axes.get_ylim()
+    axes.set_ylim(bottom=min(0.0, low))
+    axes.grid(color="#e4e4e4")
+    axes.set_xlabel(x_label)
+    axes.legend(frameon=False, fontsize=8)
+    return _saved(canvas, figure.title, directory)
+
+
+def workers(
+    title: str,
+    spans: Sequence[Span],
+    moves: Sequence[Mark],
+    faults: Sequence[Mark],
+    end: float,
+    directory: Path,
+) -> Path | None:
+    """Writes the timeline of a run that has lasted `end` seconds; None where no roles were
+    recorded.
+    """
+    rows = gangs.rows(spans)
+    if not rows:
+        return None
+    canvas, axes = _canvas(title, 1.4 + ROW_INCHES * len(rows))
+    for y, row in enumerate(rows):
+        for lane, lanes, span in timeline.laned(spans, row):
+            at = y - 0.4 + 0.8 * lane / lanes, 0.8 / lanes
+            color = timeline.COLORS.get(span.role, timeline.OTHER)
+            alpha = 1.0 if span.state == "ready" else timeline.PALE
+            width = max(0.0, min(span.end, end) - span.start)
+            label = span.role if span.state == "ready" else None
+            axes.broken_barh([(span.start, width)], at, color=color, alpha=alpha, label=label)
+        at_s = [mark.at for mark in moves if not mark.workers or row in mark.workers]
+        axes.plot(at_s, [y] * len(at_s), "^", color="#222222", label="a move" if at_s else None)
+    for fault in faults:
+        axes.axvline(fault.at, color="#cc0000", linestyle=":")
+    axes.set_yticks(range(len(rows)), rows)
+    axes.invert_yaxis()
+    axes.set_xlim(0.0, end or 1.0)
+    axes.set_xlabel("seconds")
+    handles, labels = axes.get_legend_handles_labels()
+    every = dict(zip(labels, handles, strict=True))
+    axes.legend(every.values(), every, frameon=False, fontsize=8, loc="upper left", ncols=4)
+    return _saved(canvas, title, directory)
+
+
+def _canvas(title: str, inches: float) -> tuple[Canvas, Axes]:
+    """A canvas without any window: it can draw PNG files alone."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(INCHES[0], inches), layout="constrained")
+    FigureCanvasAgg(canvas)
+    axes = canvas.add_subplot()
+    axes.set_title(title, fontsize=11)
+    return canvas, axes
+
+
+def _saved(canvas: Canvas, title: str, directory: Path) -> Path:
+    path = directory / f"{named(title)}.png"
+    canvas.savefig(path, dpi=DPI)
+    return path
+
+
+def named(title: str) -> str:
+    """A title as the name of a file."""
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")

@@ -1,0 +1,83 @@
+"""Draws who was on which worker when: a row for each worker, a colour for each role, a mark for
+each move with its reason in the text that the pointer shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from common.pool.rows import Role
+from meshrl.view.history import gangs
+from meshrl.view.history.gangs import Mark, Span
+from meshrl.view.report.charts import BOTTOM, LEFT, TOP, Plot, legend, svg, ticks
+
+COLORS: dict[str, str] = {
+    Role.ROLLOUT: "#56b4e9",
+    Role.TRAINING: "#e69f00",
+    Role.SCORING: "#cc79a7",
+}
+OTHER = "#bbbbbb"  # of a role that has none
+ROW = 26  # height of a row
+PALE = 0.35  # how a resident shows that starts, drains or sleeps
+
+
+def drawn(spans: Sequence[Span], moves: Sequence[Mark], faults: Sequence[Mark], end: float) -> str:
+    """The chart of a run that has lasted `end` seconds; an empty one says so."""
+    rows = gangs.rows(spans)
+    if not rows:
+        return '<p class="none">no roles were recorded</p>'
+    x_ticks = ticks(0.0, end)
+    height = TOP + ROW * len(rows) + BOTTOM
+    plot = Plot((0.0, x_ticks[-1]), (0.0, 1.0), height)
+    parts = [plot.grid(x_ticks, [], "seconds")]
+    for index, row in enumerate(rows):
+        top = TOP + ROW * index
+        y = top + ROW / 2 + 4
+        parts.append(f'<text x="{LEFT - 8}" y="{y}" text-anchor="end">{escape(row)}</text>')
+        parts += (_span(plot, lane, lanes, top, span) for lane, lanes, span in laned(spans, row))
+        parts += (
+            _move(plot, top, mark) for mark in moves if not mark.workers or row in mark.workers
+        )
+    for mark in faults:
+        x = plot.x(mark.at)
+        parts.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - BOTTOM}" class="mark">'
+            f"<title>{escape(mark.text)}</title></line>"
+        )
+    there = [role for role in COLORS if any(span.role == role for span in spans)]
+    keys = [(role, COLORS[role]) for role in there]
+    return svg(height, parts) + legend(keys + ([("a move", "#222")] if moves else []))
+
+
+def laned(spans: Sequence[Span], row: str) -> list[tuple[int, int, Span]]:
+    """The spans of a row, each with its lane and how many there are: those at the same time lie
+    below each other.
+    """
+    free: list[float] = []
+    found: list[tuple[int, Span]] = []
+    for span in sorted((s for s in spans if row in s.workers), key=lambda s: (s.start, s.end)):
+        lane = next((i for i, until in enumerate(free) if until <= span.start), len(free))
+        free[lane : lane + 1] = [span.end]
+        found.append((lane, span))
+    return [(lane, len(free), span) for lane, span in found]
+
+
+def _span(plot: Plot, lane: int, lanes: int, top: float, span: Span) -> str:
+    high = (ROW - 6) / lanes
+    y = top + 3 + lane * high
+    left, right = plot.x(span.start), plot.x(min(span.end, plot.xs[1]))
+    opacity = 1 if span.state == "ready" else PALE
+    return (
+        f'<rect x="{left:.1f}" y="{y:.1f}" width="{max(0.5, right - left):.1f}" '
+        f'height="{high:.1f}" fill="{COLORS.get(span.role, OTHER)}" '
+        f'opacity="{opacity:g}"><title>{escape(span.text)}</title></rect>'
+    )
+
+
+def _move(plot: Plot, top: float, mark: Mark) -> str:
+    x = plot.x(mark.at)
+    y = top + ROW - 4
+    points = f"{x - 5:.1f},{y:.1f} {x + 5:.1f},{y:.1f} {x:.1f},{y - 10:.1f}"
+    title = f"<title>{mark.at:.1f} s: {escape(mark.text)}</title>"
+    return f'<polygon class="move" points="{points}">{title}</polygon>'

@@ -1,0 +1,358 @@
+"""Damaged files of a run's record are made again, at rest and in mid-run, and it is said."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.clock import SystemClock
+from common.errors import StateUnavailable
+from common.job.config import JobConfig
+from common.records.damage import EVENT, QUARANTINE, fields
+from common.records.lines import read
+from common.state import events, jobs, readers
+from common.state.client import State
+from common.state.server.rollback import JobMark
+from meshrl.directory.places import MeshPlace, read_json, write_json
+from meshrl.directory.target import run_in
+from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.launch.head.restoring import put_back
+from meshrl.run.outcome import outcome_of
+from meshrl.view.recording.recorded import Recorded, read_events
+from meshrl.view.recording.recorder import Recorder
+from meshrl.view.report import report
+from sim.state import simulated_as
+from tests.load import scaled
+
+JOB = "one"
+
+
+def flip(path: Path, _: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path, _: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path, _: Path) -> None:
+    path.write_bytes(b"")
+
+
+def delete(path: Path, _: Path) -> None:
+    path.unlink()
+
+
+def older(path: Path, copy: Path) -> None:
+    path.write_bytes(copy.read_bytes())
+
+
+HARM: dict[str, Callable[[Path, Path], None]] = {
+    harm.__name__: harm for harm in (flip, truncate, empty, delete, older)
+}
+
+
+class Run:
+    """A recorded job on a mesh without processes."""
+
+    def __init__(self, directory: Path, state: type[State] = State) -> None:
+        self.directory = directory
+        self.launcher = Launcher(MeshPlace(directory), Shape())
+        self.launcher.state = simulated_as(state, self.launcher.clock)
+
+    async def begin(self) -> None:
+        document = JobConfig(name=JOB).document()
+        write_json(self.directory / "job.json", {"job": JOB, "document": document})
+        await jobs.submit(self.launcher.state, JOB, document, str(self.directory), JOB)
+
+    async def happen(self, *texts: str) -> None:
+        for text in texts:
+            await events.append(self.launcher.state, "note", {"job": JOB, "text": text})
+
+    def recorder(self) -> Recorder:
+        return Recorder(self.launcher, JOB, self.directory)
+
+    @property
+    def notes(self) -> list[str]:
+        return [e.fields["text"] for e in read_events(self.directory) if e.kind == "note"]
+
+    def told(self) -> list[dict[str, Any]]:
+        return [e.fields for e in read_events(self.directory) if e.kind == EVENT]
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> AsyncIterator[Run]:
+    made = Run(tmp_path / "run")
+    await made.begin()
+    yield made
+    await made.launcher.state.close()
+
+
+async def test_damage_found_between_two_sessions_is_in_the_record_report_and_status(
+    run: Run,
+) -> None:
+    recorder = run.recorder()
+    await run.happen("a")
+    await recorder.look()
+    await recorder.close()
+    lost = fields("redis", run.directory / "mesh/redis", "it is empty", "set aside")
+    [last] = [e.id for e in read_events(run.directory)][-1:]
+    await run.launcher.state.close()
+    run.launcher.state = simulated_as(State, run.launcher.clock)  # another Redis, without the job
+    await events.append_above(run.launcher.state, last, EVENT, lost)
+    await put_back(run.launcher.state, run.directory, JOB, recorder.held["document"], JobMark(0, 1))
+    recorder = run.recorder()
+    await recorder.look()
+    assert run.told() == [lost]
+    assert [e.kind for e in read_events(run.directory)][-2:] == [EVENT, "restored"]
+    await report.write(recorder)
+    assert "is damaged: it is empty" in (run.directory / "report.html").read_text()
+    assert "is damaged: it is empty" in outcome_of(run_in(run.directory), live=False).lines()[-1]
+
+
+@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize("at_rest", [True, False], ids=["at rest", "in mid-run"])
+async def test_events_are_made_again_from_the_stream(run: Run, harm: str, at_rest: bool) -> None:
+    path, copy = run.directory / "events.jsonl", run.directory / "copy"
+    recorder = run.recorder()
+    await run.happen("a", "b")
+    await recorder.look()
+    shutil.copy(path, copy)
+    await run.happen("c", "d", "e")
+    await recorder.look()
+    if at_rest:
+        await recorder.close()
+    HARM[harm](path, copy)
+    if at_rest:
+        recorder = run.recorder()
+    await run.happen("f")
+    for _ in range(2):  # what has been mended is recorded by the next look
+        assert await recorder.look() is not None
+    assert run.notes == ["a", "b", "c", "d", "e", "f"]
+    assert not read(path).damage
+    (told,) = run.told()
+    assert (told["what"], told["path"]) == ("events", str(path))
+    assert "made again from the event stream" in told["then"]
+    assert (run.directory / QUARANTINE / "events.jsonl").exists() == (harm != "delete")
+    assert [e.kind for e in read_events(run.directory)].count(EVENT) == 1
+
+
+async def test_what_redis_has_no_more_either_is_said_to_be_lost(run: Run) -> None:
+    path = run.directory / "events.jsonl"
+    recorder = run.recorder()
+    await run.happen("a", "b", "c", "d", "e")
+    await recorder.look()
+    await recorder.close()
+    assert await readers.trim(run.launcher.state, 0, keep_ms=0) > 0
+    flip(path, path)
+    recorder = run.recorder()
+    for _ in range(2):
+        assert await recorder.look() is not None
+    (told,) = run.told()
+    assert "1 of its events are lost" in told["then"]
+    assert len(run.notes) in (4, 5) and not read(path).damage
+    assert [e.kind for e in read_events(run.directory)].count("history_lost") == 1
+
+
+class Away(State):
+    """A Redis that does not answer when it is to say for the first two times what is lost."""
+
+    tries = 2
+
+    async def run(self, script: str, keys: list[str], *args: Any) -> Any:
+        if script == "history_lost" and self.tries:
+            self.tries -= 1
+            raise StateUnavailable("Redis does not answer")
+        return await super().run(script, keys, *args)
+
+
+async def test_a_redis_that_is_away_costs_a_mend_no_second_file_that_is_set_aside(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path / "run", Away)
+    await run.begin()
+    noted(run.directory, 3)
+    path = run.directory / "events.jsonl"
+    flip(path, path)
+    recorder = run.recorder()
+    for _ in range(5):
+        await recorder.look()
+    assert [p.name for p in (run.directory / QUARANTINE).iterdir()] == ["events.jsonl"]
+    assert [told["what"] for told in run.told()] == ["events"] and not read(path).damage
+    assert [e.kind for e in read_events(run.directory)].count("history_lost") == 1
+    await run.launcher.state.close()
+
+
+class Deadlines(SystemClock):
+    """Knows how many deadlines run."""
+
+    running = 0
+
+    @asynccontextmanager
+    async def timeout(self, seconds: float, what: str) -> AsyncIterator[None]:
+        self.running += 1
+        try:
+            async with super().timeout(seconds, what):
+                yield
+        finally:
+            self.running -= 1
+
+
+async def test_a_long_mend_has_no_deadline_and_leaves_the_loop_to_others(run: Run) -> None:
+    noted(run.directory, 10_000)
+    path = run.directory / "events.jsonl"
+    flip(path, path)
+    run.launcher.clock = clock = Deadlines()
+    recorder = run.recorder()
+    turns, most = 0, 0
+    looking = asyncio.create_task(recorder.look())
+    while not looking.done() and not (run.directory / QUARANTINE).exists():
+        turns, most = turns + 1, max(most, clock.running)
+        await asyncio.sleep(0)
+    assert turns > 100, "the file is read and written while others have their turns"
+    assert most == 0, "however long that takes"
+    assert await looking is not None
+    assert not read(path).damage
+
+
+def noted(directory: Path, count: int) -> None:
+    """Records events that Redis does not have."""
+    told = [
+        events.Event(f"{n}-0", n, "note", {"job": JOB, "text": str(n)}) for n in range(1, count + 1)
+    ]
+    Recorded(directory, JOB).add_events(told)
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "empty"])
+@pytest.mark.parametrize("name", ["usage.json", "in_flight.json", "tracking.json"])
+async def test_a_document_that_is_damaged_is_set_aside_and_the_run_goes_on(
+    run: Run, name: str, harm: str
+) -> None:
+    recorder = run.recorder()
+    await recorder.look()
+    await recorder.close()
+    path = run.directory / name
+    if not path.exists():
+        write_json(path, {"tensorboard": {"id": "one-1234"}})
+    HARM[harm](path, path)
+    recorder = run.recorder()
+    assert await recorder.look() is not None
+    (told,) = run.told()
+    assert told["path"] == str(path) and Path(told["aside"]).parent.name == QUARANTINE
+    await recorder.close()
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "delete"])
+async def test_the_job_file_is_put_back_while_the_run_goes_on(run: Run, harm: str) -> None:
+    recorder = run.recorder()
+    await recorder.look()
+    path = run.directory / "job.json"
+    before = read_json(path)
+    HARM[harm](path, path)
+    await recorder.look()
+    assert read_json(path) == before
+    (told,) = run.told()
+    assert told["then"] == "written again from memory"
+
+
+async def test_a_torn_tail_alarms_nobody(run: Run) -> None:
+    path = run.directory / "events.jsonl"
+    recorder = run.recorder()
+    await run.happen("a", "b")
+    await recorder.look()
+    content = path.read_bytes()
+    path.write_bytes(content[:-20])  # a crash: there is no mark of a clean end
+    assert read(path).damage == "" and path.read_bytes() == content[:-20], "a reader cuts nothing"
+    recorder = run.recorder()
+    await recorder.look()
+    assert run.notes == ["a", "b"] and not run.told()
+
+
+async def test_the_end_of_a_run_waits_for_room_says_for_which_file_and_loses_nothing(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = run.recorder()
+    await run.happen("a")
+    await recorder.look()
+    await run.happen("b", "c")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file of this process may grow
+    try:
+        ending = asyncio.create_task(recorder.close())
+        said = ""
+        async with asyncio.timeout(scaled(20)):
+            while "waiting for room" not in said:
+                await asyncio.sleep(0.01)
+                said += capsys.readouterr().err
+        assert not ending.done() and "bytes" in said and str(run.directory) in said
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    async with asyncio.timeout(scaled(20)):
+        await ending
+        await report.write(recorder)
+    assert run.notes == ["a", "b", "c"]
+    assert read_json(run.directory / "in_flight.json")["events"] == len(read_events(run.directory))
+    assert read_json(run.directory / "summary.json")["job"] == JOB
+
+
+async def test_a_mesh_that_is_to_stop_leaves_the_rest_to_the_next_start(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = run.recorder()
+    await recorder.look()
+    await run.happen("a")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        async with asyncio.timeout(scaled(20)):
+            await recorder.close(lambda: True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert run.notes == [] and "waiting for room" in capsys.readouterr().err
+    recorder = run.recorder()
+    await recorder.look()
+    assert run.notes == ["a"] and not run.told()
+
+
+def trained(directory: Path, steps: int) -> Recorded:
+    """The record of a run that has done as many steps."""
+    recorded = Recorded(directory, JOB)
+    for step in range(1, steps + 1):
+        recorded.add_rows([{"step": step}])
+        at = events.Event(f"{step}-0", step, "step", {"job": JOB, "step": step, "groups": []})
+        recorded.add_events([at])
+    return recorded
+
+
+@pytest.mark.parametrize("harm", HARM)
+async def test_metrics_that_lack_steps_are_noticed_and_what_is_left_is_kept(
+    run: Run, harm: str
+) -> None:
+    path, copy = run.directory / "metrics.jsonl", run.directory / "copy"
+    trained(run.directory, 2)
+    shutil.copy(path, copy)
+    path.unlink()
+    (run.directory / "events.jsonl").unlink()
+    trained(run.directory, 5)
+    HARM[harm](path, copy)
+    recorded = Recorded(run.directory, JOB)
+    assert list(recorded.wrong) == ["metrics.jsonl"]
+    told = await recorded.mend_metrics(run.launcher.state, run.launcher.host)
+    assert told["what"] == "metrics"
+    assert not read(path).damage
+
+
+def test_steps_that_a_new_lineage_has_left_are_not_missed(run: Run) -> None:
+    recorded = trained(run.directory, 5)
+    recorded.keep_rows(2)
+    recorded.add_events([events.Event("9-0", 9, "lineage", {"job": JOB, "version": 2})])
+    assert not Recorded(run.directory, JOB).wrong

@@ -1,0 +1,241 @@
+"""The records of several jobs: what is wrong with one's costs the others nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from asyncio import Event
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.job.config import JobConfig, TrackingConfig
+from common.records.damage import EVENT
+from common.state import events, jobs
+from common.state.registry import Entry, register
+from meshrl.directory.places import MeshPlace, read_json, write_json
+from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.run.outcome import INTERRUPTED
+from meshrl.run.session import _conclude
+from meshrl.view import records
+from meshrl.view.recording.recorded import read_events
+from meshrl.view.recording.recorder import Recorder
+from meshrl.view.records import record_all
+from meshrl.view.report import report
+from sim.state import simulated_state
+from tests.load import scaled
+
+PATIENCE_S = 40.0
+HANGING = """
+import os, time
+open(os.environ["HUNG"], "w").write(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+class Recorded:
+    """A launcher without processes, and what is recorded of the jobs that its mesh has."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.launcher = Launcher(MeshPlace(directory), Shape())
+        self.launcher.state = simulated_state(self.launcher.clock)
+        self.stop = asyncio.Event()
+        self.recording = asyncio.create_task(record_all(self.launcher, self.stop))
+
+    async def submit(self, job: str, config: JobConfig | None = None) -> Path:
+        run_dir = self.directory / job
+        document = replace(config or JobConfig(), name=job).document()
+        write_json(run_dir / "job.json", {"job": job, "document": document})
+        await jobs.submit(self.launcher.state, job, document, str(run_dir), job)
+        return run_dir
+
+    async def note(self, job: str, text: str) -> None:
+        await events.append(self.launcher.state, "note", {"job": job, "text": text})
+
+    async def until(self, look: Callable[[], bool], what: str) -> None:
+        async with asyncio.timeout(scaled(PATIENCE_S)):
+            while not look():
+                assert not self.recording.done(), self.recording.exception()
+                await asyncio.sleep(0.01)
+
+    async def noted(self, run_dir: Path, text: str) -> None:
+        """Waits until the event is in the record of the run."""
+
+        def look() -> bool:
+            return any(e.fields.get("text") == text for e in read_events(run_dir))
+
+        await self.until(look, text)
+
+    async def unrecorded(self, job: str) -> None:
+        async with asyncio.timeout(scaled(PATIENCE_S)):
+            while not any(
+                e.kind == "unrecorded" and e.fields["job"] == job
+                for e in await events.read_all(self.launcher.state)
+            ):
+                assert not self.recording.done(), self.recording.exception()
+                await asyncio.sleep(0.01)
+
+    async def end(self) -> None:
+        self.stop.set()
+        async with asyncio.timeout(scaled(PATIENCE_S)):
+            await self.recording
+
+
+@pytest.fixture
+async def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Recorded]:
+    monkeypatch.setattr(records, "RETRY_S", 0.3)
+    made = Recorded(tmp_path)
+    yield made
+    if not made.recording.done():
+        made.recording.cancel()
+        await asyncio.wait([made.recording])
+    await made.launcher.state.close()
+
+
+def barred(path: Path) -> None:
+    """Puts a file there, so that nothing can be written below it; what comes in between leaves."""
+    while True:
+        try:
+            return path.touch(exist_ok=False)
+        except (FileExistsError, IsADirectoryError):
+            shutil.rmtree(path)
+
+
+async def test_a_run_directory_that_is_deleted_costs_the_other_jobs_nothing(
+    recorded: Recorded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = await recorded.submit("one"), await recorded.submit("other")
+    await recorded.note("one", "first")
+    await recorded.noted(one, "first")
+    one.rename(one.with_name("deleted"))  # at once: its report may just be written
+    barred(one)
+    await recorded.unrecorded("one")
+    await recorded.note("other", "second")
+    await recorded.noted(other, "second")
+    one.unlink()
+    write_json(one / "job.json", read_json(other / "job.json"))
+    await recorded.noted(one, "first")
+    await recorded.end()
+    assert read_json(one / "summary.json") and read_json(other / "summary.json")
+    said = [line for line in capsys.readouterr().err.splitlines() if "one is not recorded" in line]
+    assert said and len(said) == len(set(said)), "each trouble once, however often it was tried"
+
+
+async def test_the_report_is_there_while_the_job_goes_on_and_a_resumed_job_is_recorded_again(
+    recorded: Recorded,
+) -> None:
+    run_dir = await recorded.submit("one")
+    page = run_dir / "report.html"
+    await recorded.until(page.is_file, "the report of a run that goes on")
+    assert "http-equiv" in page.read_text() and not (run_dir / "summary.json").exists()
+    await jobs.cancel(recorded.launcher.state, "one", "cancelled")
+    await recorded.until((run_dir / "summary.json").is_file, "the summary")
+    assert read_json(run_dir / "summary.json")["phase"] == "stopped"
+    assert "http-equiv" not in page.read_text()
+    await jobs.reopen(recorded.launcher.state, "one", "reopened")
+    await recorded.until(lambda: "http-equiv" in page.read_text(), "the report of the resumed run")
+    await recorded.note("one", "goes on")
+    await recorded.noted(run_dir, "goes on")
+    await recorded.end()
+
+
+@pytest.mark.parametrize("damage", ["{}", "no JSON", '{"job": "one"}'])
+async def test_a_damaged_job_file_is_written_again_from_redis(
+    recorded: Recorded, damage: str
+) -> None:
+    one = recorded.directory / "one"
+    one.mkdir()
+    (one / "job.json").write_text(damage)
+    document = JobConfig(name="one").document()
+    await jobs.submit(recorded.launcher.state, "one", document, str(one), "one")
+    await recorded.note("one", "first")
+    await recorded.noted(one, "first")
+    held = read_json(one / "job.json")
+    assert held == {"job": "one", "document": document, "mesh": str(recorded.directory)}
+    (told,) = [e for e in read_events(one) if e.kind == EVENT]
+    assert (one / "quarantine/job.json").read_text() == damage
+    assert told.fields["path"] == str(one / "job.json")
+    await recorded.end()
+
+
+async def test_a_tracker_that_hangs_at_the_end_of_a_job_holds_up_no_other(
+    recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "wandb.py").write_text(HANGING)
+    hung = tmp_path / "hung"
+    monkeypatch.setenv("HUNG", str(hung))
+    root = Path(__file__).parents[4]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'packages'}{os.pathsep}{root}")
+    state = recorded.launcher.state
+    one = await recorded.submit("one", JobConfig(tracking=TrackingConfig(wandb="project")))
+    other = await recorded.submit("other")
+    evaluated = {"job": "one", "tag": "before", "step": 0, "sampled": 0.5}
+    await events.append(state, "evaluation", evaluated)
+    await recorded.until(lambda: hung.exists() and bool(hung.read_text()), "a hung tracker")
+    leader = Entry("planner/0", "planner", incarnation="1")
+    lease = await register(state, leader, ttl_ms=600_000)
+    await jobs.set_phase(state, "one", jobs.Phase.FAILED, lease, "planner/0", error="enough")
+    await recorded.until((one / "in_flight.json").exists, "the last look at a job")
+    await recorded.note("other", "goes on")
+    await recorded.noted(other, "goes on")
+    assert not (one / "summary.json").exists()
+    os.kill(int(hung.read_text()), signal.SIGKILL)
+    await recorded.until((one / "summary.json").exists, "the report")
+    assert json.loads((one / "tracking.json").read_text())["wandb"]["dropped"] == 1
+    await recorded.end()
+
+
+async def test_what_is_recorded_of_a_job_is_at_the_url_that_it_names(
+    recorded: Recorded, tmp_path: Path
+) -> None:
+    there = tmp_path / "there"
+    there.write_text("in the way")
+    run_dir = await recorded.submit("one", JobConfig(out=f"file://{there}"))
+    told: list[str] = []
+
+    def look() -> bool:
+        told[:] = [e.kind for e in read_events(run_dir)]
+        return "out_failed" in told
+
+    await recorded.until(look, "what is in the way")
+    there.unlink()
+    await recorded.note("one", "last")
+    await recorded.noted(run_dir, "last")
+    await recorded.end()
+    for name in ("summary.json", "events.jsonl", "report.html", "job.json", "in_flight.json"):
+        assert (there / name).read_bytes() == (run_dir / name).read_bytes(), name
+
+
+async def test_a_recorder_that_is_left_copies_nothing_more_and_who_waits_is_told_of_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher, run_dir, stop = Launcher(MeshPlace(tmp_path), Shape()), tmp_path / "one", Event()
+    document = JobConfig(name="one", out=f"file://{tmp_path}/there").document()
+    write_json(run_dir / "job.json", {"job": "one", "document": document})
+    recorder = Recorder(launcher, "one", run_dir)
+    summary = await report.write(recorder)
+    assert await _conclude(recorder, summary, launcher, stop) == INTERRUPTED
+    said = capsys.readouterr().out
+    assert 0 < said.index("To go on") < said.index(f"copying what is left to file://{tmp_path}/")
+    assert (tmp_path / "there/summary.json").is_file()
+    recorder = Recorder(launcher, "one", run_dir)
+    await recorder.abandon()
+    assert "its copying has ended" in await recorder.delivered(stop)
+
+
+async def test_a_model_that_cannot_be_exported_is_named_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher, run_dir = Launcher(MeshPlace(tmp_path), Shape()), tmp_path / "one"
+    run_dir.mkdir()
+    assert not await report.export_model(launcher, run_dir)
+    said = capsys.readouterr().err
+    assert said.startswith("the model was not exported: ") and str(run_dir) in said
+    assert not (run_dir / "model").exists()

@@ -1,0 +1,356 @@
+"""The summary and the report say what the record says."""
+
+from __future__ import annotations
+
+from html import unescape
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from common.job.config import BudgetConfig, JobConfig
+from common.state.events import Event
+from common.state.jobs import Phase
+from meshrl.job.toml_writing import to_toml
+from meshrl.view.history.decided import decisions
+from meshrl.view.history.gangs import Mark, Span, moves, spans
+from meshrl.view.history.gangs import rows as rows_of
+from meshrl.view.history.run_snapshot import Evaluation
+from meshrl.view.recording.summary import planned_moves, summarize
+from meshrl.view.recording.usage import Tally
+from meshrl.view.report import charts, figures, sections, timeline
+from meshrl.view.report.page import html
+
+ACCOUNT = {
+    "opened": 512,
+    "trained": 400,
+    "filtered": 80,
+    "stale_requeued": 16,
+    "host_lost": 16,
+    "typed_drops": 0,
+    "in_flight": 0,
+    "lost": 0,
+    "trained_twice": 0,
+    "opened_twice": 0,
+    "committed_twice": 0,
+}
+EVALUATIONS = [
+    Evaluation("before", 0, 0.3, 0.02),
+    Evaluation("step-10", 10, 0.6, None),
+    Evaluation("after", 12, 0.85, 0.9),
+]
+
+
+def move(ms: int, policy: str = "stage_time", to: str = "training", undone: bool = False) -> Event:
+    source = "rollout" if to == "training" else "training"
+    fields = {"gang": "g1", "from": source, "to": to, "policy": policy, "started_ms": ms - 5}
+    fields |= {"resident": f"g1.{ms}", "undone": undone, "job": "tiny"}
+    return Event(f"{ms}-0", ms, "move", {**fields, "rollout_s": 1.0, "train_s": 2.0})
+
+
+def desired(ms: int, resident: str, role: str, *workers: str, **more: Any) -> Event:
+    fields = {"gang": "g1", "resident": resident, "job": "tiny", "role": role, "core": False}
+    fields |= {"tier": "accelerator", "reason": "share", "workers": list(workers)}
+    return Event(f"{ms}-0", ms, "desired", fields | more)
+
+
+def actual(ms: int, resident: str, role: str, status: str, tier: str = "accelerator") -> Event:
+    fields = {"gang": "g1", "resident": resident, "job": "tiny", "role": role}
+    return Event(f"{ms}-0", ms, "actual", fields | {"status": status, "tier": tier})
+
+
+def admission(ms: int, held: str, rule: str) -> Event:
+    fields = {"job": "tiny", "held": held, "rule": rule, "idle": 1, "needed": 2}
+    return Event(f"{ms}-0", ms, "admission", fields)
+
+
+GROUPS = [{"group": 0, "samples": 8, "scored": 6}, {"group": 1, "samples": 8, "scored": 8}]
+EVENTS = [
+    admission(0, "waiting: it needs 2 workers, and 1 is idle", "floor"),
+    admission(1000, "", "floor"),
+    desired(1000, "g1.0", "rollout", "w1", entitled=2.5),
+    actual(1000, "g1.0", "rollout", "starting"),
+    actual(3000, "g1.0", "rollout", "ready"),
+    move(3500),
+    Event("4000-0", 4000, "step", {"step": 1, "groups": GROUPS}),
+    desired(4500, "g1.0", "idle", "w1", from_role="rollout"),
+    desired(4500, "g1.1", "training", "w1", tier="memory"),
+    actual(5000, "g1.0", "rollout", "draining"),
+    actual(5500, "g1.0", "idle", "gone"),
+    actual(6000, "g1.1", "training", "ready", "memory"),
+    move(6010),
+    move(6015),
+    move(6020, undone=True),
+    move(7000, policy="user"),
+    admission(7500, "paused: job big has priority 1", "preempt"),
+    move(8000, to="idle"),
+]
+ROWS: list[dict[str, Any]] = [
+    {
+        "step": step,
+        "reward": 0.1 * step,
+        "tokens": 120,
+        "tokens_trained": 100,
+        "logprob_gap": None if step == 1 else 1e-4 * step,
+        "length_mean": 40,
+        "length_max": 200,
+        "staleness": 1.0,
+        "train_s": 1.0,
+        "wait_s": 0.5,
+        "reward_spread": 0.2,
+        "entropy": 1.5,
+        "kl": 1e-4,
+        "grad_norm": 0.5,
+        "clipped_high": 0.01,
+        "clipped_low": 0.02,
+        "wall": 1000.0 + 2.0 * step,
+    }
+    for step in range(1, 5)
+]
+
+
+def summary() -> dict[str, Any]:
+    tally = Tally(
+        cpu={"trainer/tiny": {"1-1": 1.0, "2-2": 2.5}},
+        tokens={"rollout/tiny/0": {"a": 5, "b": 6}},
+        shared={"redis": 0.75},
+        accelerator_s=90.0,
+    )
+    return summarize(
+        job="tiny",
+        phase=Phase.FINISHED,
+        seed=3,
+        wall_s=61.23,
+        warm_start_cached=True,
+        rows=ROWS,
+        evaluations=EVALUATIONS,
+        events=EVENTS,
+        tally=tally,
+        account=ACCOUNT,
+    )
+
+
+def test_a_summary_has_the_keys_that_are_promised() -> None:
+    found = summary()
+    assert found["held_out"] == {
+        "before": {"sampled": 0.3, "greedy": 0.02},
+        "after": {"sampled": 0.85, "greedy": 0.9},
+    }
+    assert found["cpu_s"] == {"redis": 0.75, "trainer/tiny": 3.5}
+    assert (found["cpu_total_s"], found["cpu_shared_s"], found["accelerator_s"]) == (4.2, 0.8, 90.0)
+    assert (found["waiting_s"], found["paused_s"]) == (1.0, 0.5)
+    assert (found["tokens_rolled_out"], found["tokens_trained"]) == (480, 400)
+    assert found["tokens_sampled"] == 11
+    assert (found["lost"], found["trained_twice"], found["typed_drops"]) == (0, 0, 0)
+    assert found["logprob_gap_max"] == pytest.approx(4e-4)
+    assert (found["steps"], found["seed"], found["warm_start_cached"]) == (4, 3, True)
+
+
+def test_only_moves_for_faster_steps_count() -> None:
+    assert [e.ms for e in planned_moves(EVENTS)] == [6010, 6015]
+    assert summary()["workers_moved"] == 2
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.outside: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "!doctype"):
+            self.open.append(tag)
+        self.outside += [v or "" for k, v in attrs if k in ("src", "href")]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        return None
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_report_is_one_page_that_needs_nothing_else() -> None:
+    document = JobConfig(name="<b>&").document()
+    page = html(summary(), ROWS, EVALUATIONS, EVENTS, document)
+    parsed = _Page()
+    parsed.feed(page)
+    assert parsed.open == []
+    assert parsed.outside == []
+    assert "<b>&" not in page
+    assert page.count("<svg") == 13
+
+
+def test_the_health_of_steps_is_charted_from_their_rows_and_events() -> None:
+    charted = sections.charted(figures.health(ROWS, EVENTS))
+    titles = [title for title, content in charted if "<svg" in content]
+    assert titles == [
+        "Failed trajectories, share",
+        "Reward spread",
+        "Entropy",
+        "KL divergence, nats",
+        "Gradient norm",
+        "Clipped tokens, share",
+        "Tokens a second",
+    ]
+    assert figures.failures(EVENTS) == [(1.0, 2 / 16)]
+    assert figures.per_second(ROWS, "tokens") == [(2.0, 60.0), (3.0, 60.0), (4.0, 60.0)]
+
+
+def test_what_was_measured_is_told_point_by_point() -> None:
+    [_, (title, table)] = sections.learning(ROWS, EVALUATIONS)
+    assert title == "Held-out"
+    assert all(f"<td class=n>{value:.3f}</td>" in table for value in (0.3, 0.02, 0.6, 0.85, 0.9))
+
+
+def test_the_defaults_of_a_job_are_folded_away() -> None:
+    document = JobConfig(name="mine", budget=BudgetConfig(steps=7)).document()
+    shown, folded = sections.job(document).split("<details>")
+    assert 'name = "mine"' in unescape(shown) and "steps = 7" in shown
+    assert "group_size" not in shown and "group_size" in folded
+
+
+def test_only_the_page_of_a_run_that_goes_on_loads_itself_again() -> None:
+    document = JobConfig().document()
+    ended = html(summary(), ROWS, EVALUATIONS, EVENTS, document)
+    live = html(summary(), ROWS, EVALUATIONS, EVENTS, document, refresh_s=10)
+    assert "http-equiv" not in ended and '<meta http-equiv="refresh" content="10">' in live
+
+
+def test_the_timeline_has_a_span_for_each_state_of_a_resident() -> None:
+    lost = Event("6500-0", 6500, "lost", {"worker": "w1", "reason": "gone"})
+    shown = spans([*EVENTS, lost], 1000, 7.0)
+    assert [(s.row, s.role, s.state, s.start, s.end) for s in shown] == [
+        ("w1", "rollout", "starting", 0.0, 2.0),
+        ("w1", "rollout", "ready", 2.0, 3.5),
+        ("w1", "rollout", "leaving", 3.5, 4.0),
+        ("w1", "rollout", "draining", 4.0, 4.5),
+        ("w1", "training", "ready, memory", 5.0, 5.5),
+    ]
+
+
+def test_who_is_removed_leaves_until_another_comes_or_the_gang_is_dissolved() -> None:
+    first = desired(0, "g1.0", "rollout", "w1"), actual(1000, "g1.0", "rollout", "ready")
+    removed = desired(2000, "g1.0", "idle", "w1", from_role="rollout")
+    second = desired(2000, "g1.1", "training", "w1"), actual(2500, "g1.1", "training", "ready")
+    shown = spans([*first, removed, *second], 0, 60.0)
+    assert [(s.resident, s.state, s.start, s.end) for s in shown] == [
+        ("g1.0", "ready", 1.0, 2.0),
+        ("g1.0", "leaving", 2.0, 2.5),
+        ("g1.1", "ready", 2.5, 60.0),
+    ]
+    dissolved = Event("4000-0", 4000, "gang", {"gang": "g1", "dissolved": True, "workers": ["w1"]})
+    assert spans([*first, removed, dissolved], 0, 60.0)[-1].end == 4.0
+    assert spans([*first, removed], 0, 60.0)[-1].end == 12.0
+
+
+def test_a_worker_has_a_row_of_its_own_with_lanes_for_those_that_are_there_together() -> None:
+    wide = Span("w9 w10", "training", "ready", 0.0, 9.0, "g1.0", "tiny")
+    beside = Span("w10", "rollout", "ready", 4.0, 6.0, "g2.0", "tiny")
+    after = Span("w10", "rollout", "draining", 6.0, 8.0, "g2.0", "tiny")
+    assert rows_of([wide, beside, after]) == ["w9", "w10"]
+    assert [(lane, lanes) for lane, lanes, _ in timeline.laned([wide, beside, after], "w10")] == [
+        (0, 2),
+        (1, 2),
+        (1, 2),
+    ]
+    drawn = timeline.drawn([wide, beside, after], [Mark(5.0, "g2 <moved>", ("w10",))], [], 9.0)
+    assert drawn.count("<rect") == 4 and drawn.count("<polygon") == 1
+    assert "g2 &lt;moved&gt;" in drawn and "scoring" not in drawn
+
+
+def test_a_move_is_told_with_its_rule_its_figures_and_what_it_took() -> None:
+    [mark, *_] = moves(EVENTS, 1000)
+    assert mark.workers == () and mark.at == 2.5
+    said = "g1 moved from rollout to training: rollout 1.00 s, training 2.00 s a step"
+    assert mark.text == f"{said}; it took 0.0 s; stage_time (rollout_s 1, train_s 2)"
+
+
+JUDGEMENT = {
+    "job": "tiny",
+    "resident": "g1.1",
+    "policy": "stage_time",
+    "from": "rollout",
+    "to": "training",
+    "step": 7,
+    "before_s": 1.2,
+    "predicted_s": 0.9,
+    "observed_s": 1.0,
+    "expected_s": 0.95,
+    "regret_s": 0.05,
+    "paid": True,
+    "undone": False,
+}
+
+
+def test_moves_that_were_judged_have_a_table_and_others_have_none() -> None:
+    bad = JUDGEMENT | {"paid": False, "undone": True, "observed_s": 1.4, "regret_s": None}
+    events = [Event(f"{n}-0", n, "move_judged", f) for n, f in ((1, JUDGEMENT), (2, bad))]
+    [(title, table)] = sections.moves(events)
+    assert title == "Moves: predicted, observed, regret"
+    assert table.count("<tr>") == 3
+    first, second = table.split("<tr>")[2:]
+    assert "g1.1 from rollout to training" in first and "<td class=n>0.05</td><td>it paid" in first
+    assert "<td class=n>1.40</td>" in second and "it did not pay, and was undone" in second
+    assert sections.moves(EVENTS) == []
+    [told, _] = moves(events, 0)
+    assert told.text.startswith("g1.1 from rollout to training: it paid (before 1.20 s, predicted")
+
+
+def test_the_report_has_each_decision_with_its_rule_and_figures() -> None:
+    assert [d.text for d in decisions(EVENTS)] == [
+        "waiting: it needs 2 workers, and 1 is idle: floor (idle 1, needed 2)",
+        "it runs: floor (idle 1, needed 2)",
+        "rollout on w1: share (entitled 2.5)",
+        "rollout leaves w1: share",
+        "training on w1, asleep in memory: share",
+        "paused: job big has priority 1: preempt (idle 1, needed 2)",
+    ]
+    assert not list(decisions(EVENTS, job="big"))
+    assert len(list(decisions(EVENTS, gang="g1"))) == 3
+    page = html(summary(), ROWS, EVALUATIONS, EVENTS, JobConfig(name="tiny").document())
+    assert "What the planner decided" in page and "entitled 2.5" in page
+    assert "90 accelerator-seconds, 0:01 waiting" in page
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.0, 1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (0.0, 47.0, [0, 10, 20, 30, 40, 50]),
+        (3.0, 3.0, [3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0]),
+    ],
+)
+def test_axes_have_round_ticks(low: float, high: float, expected: list[float]) -> None:
+    assert charts.ticks(low, high) == pytest.approx(expected)
+
+
+def test_axes_and_charts_draw_every_number_of_series_and_every_size_of_value() -> None:
+    sizes = (0.0, 5e-324, 1e-310, 1e-9, 1.0, 1e17, 1e17 + 16, 1e300, 1.7e308, float("inf"))
+    values = [sign * size for size in (*sizes, float("nan")) for sign in (1, -1)]
+    for low in values:
+        for high in values:
+            points = [(0.0, low), (1.0, high)]
+            charts.lines([charts.Series("x", points), charts.Series("y", points, dots=True)], "s")
+    for count in range(40):
+        series = [charts.Series(f"set {i}", [(1.0, float(i))], dots=True) for i in range(count)]
+        assert charts.lines(series, "step").count("<i style") == count
+
+
+def test_a_run_of_many_evaluation_datasets_has_a_report() -> None:
+    names = [f"set{i}.{mode}" for i in range(12) for mode in ("sampled", "greedy", "pass@4")]
+    many = [Evaluation(f"step-{n}", n, 0.5, None, dict.fromkeys(names, 0.25)) for n in range(3)]
+    page = html(summary(), ROWS, many, EVENTS, JobConfig(name="tiny").document())
+    assert all(name in page for name in names)
+
+
+def test_a_chart_without_points_says_so() -> None:
+    assert "nothing was measured" in charts.lines([charts.Series("x", [])], "step")
+
+
+def test_the_resolved_job_reads_back_as_it_was() -> None:
+    import tomllib
+
+    document = JobConfig().document()
+    document["environment"]["tools"] = {"odd name": "a:b"}
+    document["model"]["config"] = {"nested": {"x": [1, "two"]}, "eps": 1e-6}
+    assert tomllib.loads(to_toml(document)) == document

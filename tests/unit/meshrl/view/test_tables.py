@@ -1,0 +1,151 @@
+"""What `meshrl status` and `meshrl workers` print of a mesh with several jobs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from io import StringIO
+from typing import Any, cast
+
+from rich.console import Console
+from rich.table import Table
+
+from common.job.config import JobConfig
+from common.pool.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
+from common.state.ended import Ended
+from common.state.jobs import COUNTS, JobRow, Phase
+from common.state.registry import Entry
+from meshrl.view.live import printing, tables
+from meshrl.view.mesh.pool import Pool
+
+WAITS = "waiting: it needs 2 workers, and 1 is idle"
+
+
+def row(name: str, held: str = "", phase: Phase = Phase.TRAINING, **pool: Any) -> JobRow:
+    document = JobConfig(name=name).document()
+    return JobRow(
+        id=name,
+        phase=phase,
+        document=document | {"pool": document["pool"] | pool},
+        run_dir=f"/runs/{name}",
+        lineage=0,
+        version=3,
+        manifest="",
+        checkpoint="",
+        steps_done=3,
+        cursor=0,
+        admitted=0,
+        error="it broke" if phase == Phase.FAILED else "",
+        held=held,
+        **cast(dict[str, Any], dict.fromkeys(COUNTS, 0)),
+    )
+
+
+def resident(id: str, job: str, role: Role, **more: Any) -> Resident:
+    report = Report(0, 1, 1, 7, Doing.READY, more.get("tier", Tier.ACCELERATOR))
+    return Resident(id, job, role, reports={0: report}, **more)
+
+
+POOL = Pool(
+    tuple(Worker(f"w{n}", "h0", f"cpu:{n}", 7, alive=n != 3) for n in range(4)),
+    (
+        Gang(
+            "g0",
+            ("w0",),
+            1,
+            (
+                resident("g0.0", "a", Role.TRAINING, core=True, turns=True),
+                resident("g0.1", "a", Role.ROLLOUT, turns=True),
+            ),
+        ),
+        Gang("g4", ("w1",), 1, (resident("g4.2", "b", Role.ROLLOUT, tier=Tier.DISK, pinned=True),)),
+    ),
+)
+
+
+def printed(table: Table) -> list[list[str]]:
+    """The cells of each line, as they are on a wide terminal."""
+    console = Console(width=240, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table)
+    lines = console.export_text().splitlines()
+    return [[cell.strip() for cell in line.split("   ") if cell.strip()] for line in lines]
+
+
+def test_jobs_stand_beside_each_other_with_what_they_have_and_why_not() -> None:
+    rows = [
+        row("a", priority=2, share=3.0),
+        row("b", WAITS, Phase.QUEUED),
+        row("c", "paused: job a has priority 2", Phase.FINISHED),
+    ]
+    shown = printed(tables.jobs(rows, replace(POOL, entitled={"a": 2, "b": 0})))
+    assert shown[1:] == [
+        ["a", "training", "3/48", "1/2", "2", "3", "0", "/runs/a"],
+        ["b", "waiting", "3/48", "1/0", "0", "1", "0", "/runs/b"],
+        ["c", "finished", "3/48", "0", "1", "0", "/runs/c"],
+    ]
+    assert printed(tables.jobs(rows[:1], POOL))[1][3] == "1"
+    assert tables.whys(rows) == [f"b is {WAITS}"]
+
+
+def test_workers_are_listed_with_all_that_resides_on_them() -> None:
+    said = {"running": 31, "version": 9, "job": "a"}
+    engine = Entry(name="engine/g0.1", kind="engine", alive=True, stats=said)
+    shown = printed(tables.workers(POOL, [engine]))
+    on = "accelerator"
+    assert shown[1:] == [
+        ["w0", "cpu:0", "g0", "g0.0", "a", "training", on, "ready", "core, by turns"],
+        [
+            "w0",
+            "cpu:0",
+            "g0",
+            "g0.1",
+            "a",
+            "rollout",
+            on,
+            "ready",
+            "31 running, version 9, by turns",
+        ],
+        [
+            "w1",
+            "cpu:1",
+            "g4",
+            "g4.2",
+            "b",
+            "rollout",
+            "disk",
+            "ready",
+            "asleep, placed by hand",
+        ],
+        ["w2", "cpu:2", "idle", "idle"],
+        ["w3", "cpu:3", "idle", "lost"],
+    ]
+
+
+def test_the_same_is_json() -> None:
+    found = json.loads(json.dumps(tables.document(POOL)))
+    assert [w["id"] for w in found["workers"]] == ["w0", "w1", "w2", "w3"]
+    assert found["gangs"][1]["residents"][0]["tier"] == "disk"
+
+
+LONG = "a-name-that-somebody-has-given-to-a-job-of-his-and-has-to-type-again"
+
+
+def test_no_name_is_cut_however_narrow_the_terminal_and_nothing_where_a_program_reads() -> None:
+    notes = {0: Report(0, 1, 1, 7, Doing.STARTING, Tier.ACCELERATOR, "so " * 40)}
+    starts = replace(resident("g0.0", LONG, Role.TRAINING), reports=notes)
+    table = tables.workers(Pool(POOL.workers, (Gang("g0", ("w0",), 1, (starts,)),)))
+    for terminal in (80, None):
+        console = Console(width=printing.width(table, terminal), file=StringIO())
+        console.print(table)
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert LONG in text and "…" not in text
+        assert (("so " * 40).strip() in text) == (terminal is None), "a note may take several lines"
+    assert printing.width(table, 400) == 400
+
+
+def test_what_went_wrong_is_said_below() -> None:
+    end = Ended("rollout/a/0", "a", 1, "exit status 1", 98_000, 3, final=False)
+    assert tables.troubles([row("a"), row("b", phase=Phase.FAILED)], [end], 100_000) == [
+        "b failed: it broke",
+        "rollout/a/0 ended 2 s ago, 3 times in all: exit status 1",
+    ]

@@ -1,0 +1,304 @@
+"""Snapshots: what a reading of Redis says about a run, and how it is shown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from common.job.config import JobConfig
+from common.pool.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
+from common.state.events import Event
+from common.state.jobs import JobRow, Phase
+from common.state.registry import Entry
+from meshrl.view.history.news import told
+from meshrl.view.history.run_snapshot import History, Reading, snapshot, time_to_go
+from meshrl.view.live.view import Lines, clock, screen, sparkline
+from meshrl.view.mesh.pool import Pool
+
+
+def row(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "reward": 0.1 * step,
+        "tokens_trained": 1000,
+        "wall": 100.0 + 2 * step,
+        "staleness": 0.5,
+        "logprob_gap": None,
+        "length_mean": 40.0,
+        "length_max": 200,
+        "train_s": 0.5,
+        "wait_s": 0.2,
+        **more,
+    }
+
+
+def job(phase: str, steps_done: int) -> JobRow:
+    names = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")
+    counts: dict[str, Any] = dict.fromkeys(names, 0)
+    return JobRow(
+        id="tiny",
+        phase=Phase(phase),
+        document=JobConfig().document(),
+        run_dir="/run",
+        lineage=0,
+        version=steps_done,
+        manifest="",
+        checkpoint="",
+        steps_done=steps_done,
+        cursor=0,
+        admitted=0,
+        error="",
+        **counts,
+    )
+
+
+def resident(gang: str, number: int, of: str, role: Role, **more: Any) -> Resident:
+    """One that is ready where it is to be, unless `more` says otherwise."""
+    report = Report(0, 1, 1, 7, more.pop("doing", Doing.READY), more.pop("at", Tier.ACCELERATOR))
+    return Resident(f"{gang}.{number}", of, role, reports={0: report}, **more)
+
+
+POOL = Pool(
+    tuple(Worker(f"w{n}", "h0", f"cpu:{n}", 7) for n in range(4)),
+    (
+        Gang("g0", ("w0",), 1, (resident("g0", 0, "tiny", Role.TRAINING, core=True),)),
+        Gang(
+            "g1",
+            ("w1",),
+            1,
+            (
+                resident("g1", 0, "tiny", Role.ROLLOUT),
+                resident("g1", 1, "big", Role.ROLLOUT, tier=Tier.MEMORY, doing=Doing.MOVING),
+            ),
+        ),
+        Gang("g2", ("w2",), 1, (resident("g2", 0, "big", Role.TRAINING, core=True),)),
+    ),
+)
+
+WAITS = "waiting: it needs 2 workers, and 1 is idle"
+EVALUATIONS = [
+    {"tag": "before", "step": 0, "sampled": 0.25, "greedy": 0.01},
+    {"tag": "step-10", "step": 10, "sampled": 0.6},
+]
+
+
+def reading(at: float, tokens: float, *events: Event) -> Reading:
+    rollout = Entry(
+        name="rollout/tiny/0",
+        kind="rollout",
+        alive=True,
+        stats={"tokens": tokens, "in_flight": 7, "bounds": [64, 128], "histogram": [5, 1, 1]},
+    )
+    other = Entry(
+        name="rollout/big/0",
+        kind="rollout",
+        alive=True,
+        stats={"tokens": 10 * tokens, "in_flight": 90, "bounds": [64, 128], "histogram": [9, 9, 9]},
+    )
+    said = {"running": 31, "version": 9, "job": "tiny"}
+    engine = Entry(name="engine/g1.0", kind="engine", alive=True, stats=said)
+    return Reading(
+        at=at,
+        job=job("training", 3),
+        rows=[row(1), row(2), row(3)],
+        entries=[rollout, other, engine],
+        pool=POOL,
+        jobs=[job("training", 3), replace(job("queued", 0), id="big", held=WAITS)],
+        evaluations=EVALUATIONS,
+        events=events,
+    )
+
+
+def test_a_snapshot_says_where_the_run_stands() -> None:
+    shot = snapshot(reading(10.0, 0), History())
+    assert (shot.step, shot.steps, shot.phase) == (3, JobConfig().budget.steps, "training")
+    assert shot.rewards == pytest.approx((0.1, 0.2, 0.3))
+    assert shot.trained_s == pytest.approx(500.0)
+    assert shot.eta_s == 2.0 * (JobConfig().budget.steps - 3)
+    assert [e.greedy for e in shot.evaluations] == [0.01, None]
+    assert (shot.in_flight, shot.histogram, shot.bounds) == (7, (5, 1, 1), (64, 128))
+
+
+def test_workers_are_shown_with_all_that_resides_on_them() -> None:
+    shot = snapshot(reading(10.0, 0), History())
+    told = [(w.worker, w.gang, w.job, w.role, w.tier, w.state, w.doing) for w in shot.workers]
+    on, training, rollout = Tier.ACCELERATOR, Role.TRAINING, Role.ROLLOUT
+    assert told == [
+        ("w0", "g0", "tiny", training, on, "ready", "core"),
+        ("w1", "g1", "tiny", rollout, on, "ready", "31 running, version 9"),
+        ("w1", "g1", "big", rollout, on, "moving", ""),
+        ("w3", "", "", Role.IDLE, Tier.ABSENT, "idle", ""),
+    ]
+    assert shot.workers[2].wanted == Tier.MEMORY
+    assert (shot.elsewhere.others, shot.elsewhere.idle) == (1, 0), "w2 serves the other job alone"
+
+
+def test_another_job_is_one_line_and_none_of_its_figures_is_this_one_s() -> None:
+    shot = snapshot(reading(10.0, 0), History())
+    assert [(o.job, o.state, o.workers) for o in shot.others] == [("big", WAITS, 2)]
+    assert (shot.in_flight, shot.histogram) == (7, (5, 1, 1))
+
+
+def test_a_job_that_waits_or_is_paused_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    paused = "paused: job big has priority 1"
+    lines, history = Lines(), History()
+    for held in ("", paused, paused, ""):
+        look = reading(10.0, 0)
+        look.job = replace(look.job, held=held)
+        shot = snapshot(look, history)
+        lines.show(shot, [])
+        if held:
+            console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+            console.print(screen(shot, Path("runs/tiny")))
+            assert paused in console.export_text()
+    printed = capsys.readouterr().out
+    assert printed.count(paused) == 1 and printed.count("the job runs") == 1
+
+
+def test_the_rate_is_over_the_last_seconds_and_survives_a_restart() -> None:
+    history = History()
+    for second in range(20):
+        shot = snapshot(reading(float(second), second * 100.0), history)
+    assert shot.rolled_out_s == pytest.approx(100.0)
+    assert snapshot(reading(20.0, 5.0), history).rolled_out_s == 0.0
+    assert snapshot(reading(21.0, 105.0), history).rolled_out_s == pytest.approx(100.0)
+
+
+def test_the_time_to_go_is_of_the_steps_that_are_left_though_the_first_are_not_shown() -> None:
+    assert time_to_go([row(5), row(6), row(7)], 10) == 2.0 * 3
+
+
+def test_no_time_to_go_before_three_steps() -> None:
+    assert time_to_go([row(1), row(2)], 10) is None
+
+
+MOVE = Event(
+    "1-0",
+    1,
+    "move",
+    {
+        "gang": "g1",
+        "from": "rollout",
+        "to": "training",
+        "policy": "stage_time",
+        "rollout_s": 0.8,
+        "train_s": 1.3,
+    },
+)
+
+
+def test_events_become_news_for_people() -> None:
+    assert told(MOVE) == (
+        "g1 moved from rollout to training: rollout 0.80 s, training 1.30 s a step"
+    )
+    late = replace(MOVE, fields=MOVE.fields | {"undone": True})
+    assert told(late) == "g1 is rollout again: it did not become training in time"
+    paused = Event("2-0", 2, "admission", {"job": "tiny", "held": "paused: job big"})
+    assert told(paused) == "the job is paused: job big"
+    assert told(replace(paused, fields={"job": "tiny", "held": ""})) == "the job runs"
+    killed = Event("2-0", 2, "process_ended", {"name": "weights", "why": "signal 9", "code": -9})
+    asked = Event("3-0", 3, "process_ended", {"name": "weights", "why": "stopped", "code": 0})
+    assert "weights ended (signal 9)" in told(killed)
+    assert told(asked) == ""
+
+
+def test_the_live_view_holds_everything_that_was_asked_for() -> None:
+    console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    shot = snapshot(reading(65.0, 0, MOVE), History())
+    console.print(screen(shot, Path("runs/tiny")))
+    text = console.export_text()
+    for wanted in (
+        "step 3/48",
+        "1:05",
+        "about 1:30 to go",
+        "reward",
+        "0.250 (0.010 greedy)",
+        "10: 0.600",
+        "rolled out",
+        "trained",
+        "staleness 0.50 (at most 2)",
+        "log-probability gap",
+        "w1",
+        "accelerator -> memory",
+        "job big",
+        "beside",
+        WAITS,
+        "workers not shown: 1 for other jobs",
+        "7 trajectories",
+        "128",
+        "more",
+        "g1 moved",
+    ):
+        assert wanted in text, wanted
+
+
+def test_without_a_terminal_there_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines()
+    first = reading(10.0, 0)
+    shot = snapshot(first, History())
+    lines.show(shot, [row(1)])
+    lines.show(shot, [row(1), row(2)])
+    lines.show(shot, [row(1), row(2)])
+    printed = capsys.readouterr().out
+    assert printed.count("step 1/48") == 1
+    assert printed.count("step 2/48") == 1
+    assert printed.count("held-out after step 10: 0.600 sampled") == 1
+
+
+def test_a_sparkline_shows_small_values_as_something() -> None:
+    assert sparkline([0, 1, 100]) == " ▁█"
+    assert sparkline([]) == ""
+
+
+def test_durations_are_written_as_clocks() -> None:
+    assert [clock(5), clock(65), clock(3665)] == ["0:05", "1:05", "1:01:05"]
+
+
+REFUSED = {
+    "type": "ConfigError",
+    "text": "slots of 320 tokens exceed the model's 256 positions",
+    "where": "rollout.max_tokens",
+    "fix": "lower it",
+}
+
+
+def ended(name: str, **more: Any) -> Event:
+    fields = {"name": name, "why": "exit status 1", "code": 1, "job": "tiny", "times": 1} | more
+    return Event("4-0", 4, "process_ended", fields)
+
+
+def test_the_end_of_a_process_is_told_with_its_error_and_how_often() -> None:
+    again = told(ended("rollout/0", error={"type": "ValueError", "text": "odd"}, times=3))
+    assert again == "rollout/0 ended by ValueError: odd; it starts again, 3 times so far"
+    final = told(ended("engine/g1", error=REFUSED, final=True))
+    assert "ConfigError: slots of 320 tokens" in final and "(at rollout.max_tokens)" in final
+    assert final.endswith("it is not started again")
+    failed = Event("5-0", 5, "phase", {"job": "tiny", "phase": "failed", "error": "so"})
+    assert told(failed) == "the job failed: so"
+
+
+def test_without_a_terminal_every_end_has_its_line_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines, history = Lines(), History()
+    first = snapshot(reading(10.0, 0, ended("engine/g1")), history)
+    lines.show(first, [row(1)])
+    lines.show(first, [row(1)])
+    lines.show(snapshot(reading(11.0, 0, ended("engine/g1", times=2)), history), [row(1)])
+    printed = capsys.readouterr().out
+    assert printed.count("[0:10] engine/g1 ended (exit status 1); it starts again\n") == 1
+    assert printed.count("it starts again, 2 times so far") == 1
+
+
+def test_a_process_that_ends_again_and_again_is_told_of_ever_more_rarely(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines, history = Lines(), History()
+    for times in range(1, 101):
+        look = reading(10.0, 0, ended("environment-rollout-0-0", times=times))
+        lines.show(snapshot(look, history), [])
+    assert capsys.readouterr().out.count("environment-rollout-0-0 ended") == 3 + 5
