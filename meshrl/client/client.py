@@ -18,7 +18,6 @@ from common.errors import ConfigError, DeadlineExceeded, MeshError, PeerLost, St
 from common.job.config import JobConfig
 from common.state.events import Event
 from meshrl.client.door import Door
-from meshrl.job.jobfile import JobFile
 from meshrl.job.loaded import JobFile
 from meshrl.view.mesh.pool import Pool
 

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from common.api.gateway import JobState, Submitted
 from common.state.events import Event
-from meshrl.job.jobfile import JobFile
 from meshrl.job.loaded import JobFile
 from meshrl.view.mesh.pool import Pool
 

@@ -23,7 +23,6 @@ from common.state.server.embedded import without_password
 from meshrl.client.submitting import submit
 from meshrl.directory import exporting, places, versions
 from meshrl.directory.places import MeshPlace
-from meshrl.job.jobfile import JobFile
 from meshrl.job.loaded import JobFile
 from meshrl.view.mesh.pool import Pool
 from meshrl.view.mesh.pool import pool as pool_of

@@ -32,7 +32,6 @@ from common.digest import digest_of_file
 from common.errors import Damaged, NotAllowed, Refused
 from common.state.events import Event
 from meshrl.job import bundle
-from meshrl.job.jobfile import JobFile
 from meshrl.job.loaded import JobFile
 from meshrl.view.mesh.pool import Pool
 
