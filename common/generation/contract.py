@@ -394,3 +394,22 @@ def check(
             where="engine",
             fix="check the tokenizer against the model's vocabulary, and the sampling settings",
         )
+
+
+def in_use(adapter: str) -> Refused:
+    """The error of an adapter that requests in work have."""
+    return Refused(f"adapter {adapter!r} is in use", where="engine", fix="abort its requests first")
+
+
+def too_long(tokens: int, most: int) -> Refused:
+    """The error of a sequence that is longer than a slot."""
+    return Refused(
+        f"{tokens} tokens are more than a slot of {most} holds",
+        where="engine",
+        fix="raise rollout.max_tokens",
+    )
+
+
+def no_weights() -> Refused:
+    """The error of an engine that has no whole version, or sleeps."""
+    return Refused("the engine has no weights", where="engine", fix="wake it first")

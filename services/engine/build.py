@@ -21,7 +21,7 @@ from services.engine.service import FLUSH_S, FLUSH_STEPS
 
 if TYPE_CHECKING:
     from services.engine.sglang.engine import SGLangEngine
-    from services.engine.sglang.tiers import Tiers
+    from services.engine.sglang.server import HierarchicalCache
 
 
 async def opened(mesh: Mesh, data: JobData, seat: Seat) -> TokenEngine:
@@ -45,16 +45,16 @@ async def opened(mesh: Mesh, data: JobData, seat: Seat) -> TokenEngine:
 
 
 async def _sglang(mesh: Mesh, data: JobData, resident: str, degree: int) -> SGLangEngine:
-    from services.engine.sglang import startup
+    from services.engine.sglang.server import Adapting, Launch, SGLangServer
+    from services.engine.sglang.startup import attach
 
     limits, lora = data.config.rollout, data.config.lora
     model = model_config(data)
     adapters = None
     if lora.rank and lora.engines == "beside":
-        adapters = startup.Adapting(lora.rank, tuple(targeted(model, lora.targets)))
-    how = startup.launch(
+        adapters = Adapting(lora.rank, tuple(targeted(model, lora.targets)))
+    how = Launch(
         limits.sglang_python or str(interpreter(home("sglang"))),
-        model,
         data.here / "sglang" / resident,
         limits.slots,
         limits.max_tokens,
@@ -62,15 +62,15 @@ async def _sglang(mesh: Mesh, data: JobData, resident: str, degree: int) -> SGLa
         dtype=limits.dtype,
         device=data.config.mesh.device,
         seed=data.config.seed,
-        kv_on_update=limits.kv_on_update,
+        exact_switch=limits.kv_on_update == "keep",
         adapters=adapters,
         read_back=limits.read_back,
         options=tuple(limits.sglang_options),
         degree=degree,
         tiers=_tiers(mesh, data),
     )
-    server = await startup.start(mesh.host, mesh.clock, how, limits.sglang_weights)
-    return startup.attach(
+    server = await SGLangServer.start(mesh.host, mesh.clock, how, model, limits.sglang_weights)
+    return attach(
         server,
         model,
         limits.slots,
@@ -78,13 +78,12 @@ async def _sglang(mesh: Mesh, data: JobData, resident: str, degree: int) -> SGLa
         weights=limits.sglang_weights,
         kv_on_update=limits.kv_on_update,
         decode=_decode(data),
-        clock=mesh.clock,
     )
 
 
-def _tiers(mesh: Mesh, data: JobData) -> Tiers | None:
+def _tiers(mesh: Mesh, data: JobData) -> HierarchicalCache | None:
     """Where SGLang's own cache goes on; None: nowhere."""
-    from services.engine.sglang.tiers import Tiers
+    from services.engine.sglang.server import HierarchicalCache
 
     limits = data.config.rollout
     if not limits.kv_memory and not limits.kv.disk:
@@ -96,7 +95,9 @@ def _tiers(mesh: Mesh, data: JobData) -> Tiers | None:
             directory = own_directory(root) / f"{data.config.name}-sglang"
         except ConfigError as error:  # another user has taken the name
             not_kept(mesh, "rollout.kv.disk", error)
-    return Tiers(limits.kv_memory, directory) if limits.kv_memory or directory else None
+    if not limits.kv_memory and directory is None:
+        return None
+    return HierarchicalCache(limits.kv_memory, directory)
 
 
 def _decode(data: JobData) -> Callable[[Sequence[int]], str] | None:

@@ -29,7 +29,9 @@ from common.generation.contract import (
     Unshared,
     check,
     flush_of,
+    in_use,
     joined,
+    no_weights,
     replacing,
 )
 from common.generation.counter import draws, key_of, uniforms
@@ -327,9 +329,7 @@ class SimulatedEngine(Unshared):
         self._advance()
         requests = [r for r in self._slots.requests if r is not None]
         if any(request.adapter == name for request in [*requests, *self._queue]):
-            raise Refused(
-                f"adapter {name!r} is in use", where="engine", fix="abort its requests first"
-            )
+            raise in_use(name)
         self._loaded.pop(name, None)
 
     def sleep(self) -> None:
@@ -344,7 +344,7 @@ class SimulatedEngine(Unshared):
 
     def score(self, tokens: Ints, adapter: str = "") -> NDArray[np.float32]:
         if self.version == NO_VERSION:
-            raise Refused("the engine has no weights", where="engine", fix="wake it first")
+            raise no_weights()
         return np.full(len(tokens) - 1, self._logprob, np.float32)
 
     # -- what has come ---------------------------------------------------------------------------

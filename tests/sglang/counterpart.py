@@ -22,16 +22,17 @@ from safetensors.torch import load
 from torch import Tensor
 
 from common.api.engine import Finish
-from common.clock import Clock
+from common.clock import Clock, SystemClock
 from common.errors import MeshError, PeerLost, Refused
 from common.generation.contract import Piece, Request
 from common.model.config import ModelConfig
 from common.model.hf import state_from_hf, state_to_hf
 from services.engine.sglang import reading_back, v0_5
 from services.engine.sglang.control import Control
-from services.engine.sglang.engine import SGLangEngine
+from services.engine.sglang.engine import ServedEngine, SGLangEngine
 from services.engine.sglang.health import HealthWatch
 from services.engine.sglang.http import Http
+from services.engine.sglang.requests import Requests
 from services.engine.sglang.weights import FromDisk, WeightTransport
 from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import TINY, built_in, decoder, text_of
@@ -298,8 +299,9 @@ def engine(
     """The adapter, with the weights of `decoder()` in place as version 0."""
     watch = HealthWatch(server.http, server.lost)
     way = transport or FromDisk(server.http, directory)
-    control = Control(server.http, watch, way, clock=clock)
-    about = server.http, control, config, slots, max_length
-    made = SGLangEngine(*about, decode=text_of, adapters=adapters, read_back=read_back)
+    control, clock = Control(server.http, watch, way, clock=clock), clock or SystemClock()
+    requests = Requests(server.http, config.ids_end, slots, max_length, text_of, clock)
+    served = ServedEngine(adapters=adapters, read_back=read_back)
+    made = SGLangEngine(server.http, control, config, requests, served)
     made.wake(decoder(config=config).state_dict(), 0)
     return made

@@ -15,8 +15,9 @@ from typing import Any
 
 from common.clock import SystemClock
 from common.process.host import SystemHost
-from services.engine.sglang import startup
-from services.engine.sglang.startup import SGLangEngine, SGLangServer
+from services.engine.sglang.engine import SGLangEngine
+from services.engine.sglang.server import Launch, SGLangServer
+from services.engine.sglang.startup import attach
 from tests.load import scaled
 from tests.sglang.interpreter import python
 from tests.unit.common.generation.engines_under_test import TINY, decoder, text_of
@@ -29,10 +30,10 @@ def start(place: Path | None = None, **more: Any) -> SGLangServer:
     """From the main thread, as the server ends with the thread that started it. Afterwards the loop
     runs on another one: tests take the place of an engine's thread."""
     place = place or Path(tempfile.mkdtemp(prefix="sglang-"))
-    how = startup.launch(str(python()), TINY, place, SLOTS, MAX_LENGTH, **more)
+    how = Launch(str(python()), place, SLOTS, MAX_LENGTH, **more)
     loop = asyncio.new_event_loop()
     server = loop.run_until_complete(
-        startup.start(SystemHost(), SystemClock(), how, "auto", scaled(START_S))
+        SGLangServer.start(SystemHost(), SystemClock(), how, TINY, deadline_s=scaled(START_S))
     )
     threading.Thread(target=loop.run_forever, name="loop", daemon=True).start()
     return server
@@ -40,7 +41,7 @@ def start(place: Path | None = None, **more: Any) -> SGLangServer:
 
 def stop(server: SGLangServer) -> None:
     server.http.spawn(server.stop()).result(scaled(STOP_S))
-    shutil.rmtree(server.launch.model.parent)
+    shutil.rmtree(server.launch.directory)
 
 
 class Shared:
@@ -61,7 +62,7 @@ def engine(slots: int = 4, max_length: int = 128, seed: int = 0, **more: Any) ->
     """An engine with the weights of `decoder(seed)`; the one before has left its server idle."""
     release()
     more = {"decode": text_of, **more}
-    Shared.engine = startup.attach(server(), TINY, slots, max_length, **more)
+    Shared.engine = attach(server(), TINY, slots, max_length, **more)
     Shared.engine.wake(decoder(seed).state_dict(), 0)
     return Shared.engine
 

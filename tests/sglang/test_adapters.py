@@ -13,8 +13,10 @@ from common.errors import RemoteFailure
 from common.generation.contract import Request
 from common.model.hf import state_to_hf
 from common.model.projections import targeted
-from services.engine.sglang import reading_back, startup, v0_5
-from services.engine.sglang.startup import Adapting, SGLangEngine, SGLangServer
+from services.engine.sglang import reading_back, v0_5
+from services.engine.sglang.engine import SGLangEngine
+from services.engine.sglang.server import Adapting, SGLangServer
+from services.engine.sglang.startup import attach
 from services.engine.sglang.weights import inline
 from tests.load import scaled
 from tests.sglang import served
@@ -43,7 +45,7 @@ def server() -> Iterator[SGLangServer]:
 
 @pytest.fixture
 def engine(server: SGLangServer) -> Iterator[SGLangEngine]:
-    made = startup.attach(server, TINY, 4, 128)
+    made = attach(server, TINY, 4, 128)
     made.wake(decoder().state_dict(), 0)
     yield made
     try:

@@ -16,8 +16,8 @@ from common.api.engine import Finish
 from common.errors import DeadlineExceeded, PeerLost
 from services.engine.sglang import v0_5
 from services.engine.sglang.control import RETRACT, Control
+from services.engine.sglang.engine import SGLangEngine
 from services.engine.sglang.health import STRIKES, HealthWatch
-from services.engine.sglang.startup import SGLangEngine
 from services.engine.sglang.weights import transport
 from tests.load import scaled
 from tests.sglang import served
@@ -81,7 +81,7 @@ def works(engine: SGLangEngine) -> bool:
 def test_a_request_that_is_ended_here_is_not_left_at_work_there() -> None:
     engine = served.engine(max_length=1000)
     listener = started(engine, 900)
-    stream = engine._sent[engine._rids[1]].stream
+    stream = engine.requests.sent[engine.requests._rids[1]].stream
     assert stream is not None
     with hanging():
         engine.abort([1])
@@ -98,7 +98,7 @@ def test_a_request_that_is_ended_here_is_not_left_at_work_there() -> None:
 def test_what_is_aborted_while_it_stands_is_hung_up_on() -> None:
     engine = served.engine(max_length=1000)
     started(engine, 900)
-    stream = engine._sent[engine._rids[1]].stream
+    stream = engine.requests.sent[engine.requests._rids[1]].stream
     assert stream is not None
     engine.pause()
     engine.abort([1])

@@ -15,8 +15,8 @@ import pytest
 from common.clock import SystemClock
 from common.errors import ConfigError, PeerLost, RemoteFailure
 from common.process.host import SystemHost
-from services.engine.sglang import startup, v0_5
-from services.engine.sglang.server import free_port
+from services.engine.sglang import v0_5
+from services.engine.sglang.server import Launch, SGLangServer, free_port
 from tests.load import scaled
 from tests.sglang import served
 from tests.sglang.interpreter import REPOSITORY, python
@@ -55,18 +55,19 @@ def test_a_server_lives_outside_our_tree_and_our_paths() -> None:
     assert environment_of(server.pid).keys().isdisjoint({"PYTHONPATH", "VIRTUAL_ENV"})
 
 
-def start(how: startup.Launch, weights: str = "auto", deadline_s: float = 200.0) -> None:
-    asyncio.run(startup.start(SystemHost(), SystemClock(), how, weights, scaled(deadline_s)))
+def start(how: Launch) -> None:
+    deadline_s = scaled(200.0)
+    asyncio.run(SGLangServer.start(SystemHost(), SystemClock(), how, TINY, deadline_s=deadline_s))
 
 
 def test_a_server_that_does_not_start_says_why_and_is_gone(tmp_path: Path) -> None:
-    how = startup.launch(str(python()), TINY, tmp_path, 4, 64, options=("--no-such-flag", "1"))
+    how = Launch(str(python()), tmp_path, 4, 64, options=("--no-such-flag", "1"))
     with pytest.raises(ConfigError, match="no-such-flag"):
         start(how)
 
 
 def test_without_an_interpreter_the_fix_is_named(tmp_path: Path) -> None:
-    how = startup.launch(str(tmp_path / "python"), TINY, tmp_path, 4, 64)
+    how = Launch(str(tmp_path / "python"), tmp_path, 4, 64)
     with pytest.raises(ConfigError, match="meshrl engine install sglang"):
         start(how)
 
@@ -85,7 +86,7 @@ def test_a_server_that_took_the_port_first_is_not_taken_for_ours(
     port = int(other.http.url.rpartition(":")[2])
     monkeypatch.setattr("services.engine.sglang.server.free_port", lambda: port)
     with pytest.raises(PeerLost, match="another server has taken the port"):
-        start(startup.launch(str(python()), TINY, tmp_path, 4, 64))
+        start(Launch(str(python()), tmp_path, 4, 64))
     other.http.spawn(other._examine("disk")).result(scaled(20.0))
     assert other.ranks == served.engine().tensor_parallel == 1
 
@@ -99,7 +100,7 @@ def test_an_answer_that_is_no_json_is_an_error_of_the_server() -> None:
 
 def test_slots_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="positions"):
-        startup.launch(str(python()), TINY, tmp_path, 4, TINY.max_positions + 1)
+        start(Launch(str(python()), tmp_path, 4, TINY.max_positions + 1))
 
 
 def test_features_are_read_from_the_servers_own_description() -> None:

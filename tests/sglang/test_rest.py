@@ -7,7 +7,7 @@ import pytest
 
 from common.api.engine import Finish
 from common.errors import Refused
-from services.engine.sglang.startup import SGLangEngine
+from services.engine.sglang.engine import SGLangEngine
 from tests.sglang import served
 from tests.unit.common.generation.engines_under_test import Listener, built_in, decoder, request
 
@@ -62,7 +62,7 @@ def test_it_wakes_with_other_weights_and_what_ran_goes_on_under_them() -> None:
         assert h.versions == [0] * had[i] + [7] * (100 - had[i])
         again = request(i, [i, 2, *h.tokens[: had[i]]], max_new=100 - had[i], temperature=0.0)
         assert h.tokens[had[i] :] == Listener(other).run(again)[i].tokens
-    assert engine.relabelled == 0
+    assert engine.requests.relabelled == 0
 
 
 def test_resting_twice_and_resuming_asleep_is_as_once() -> None:

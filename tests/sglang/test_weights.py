@@ -20,9 +20,11 @@ from common.errors import MeshError, PeerLost, Refused, RemoteFailure
 from common.generation.contract import NO_VERSION, Quarantined
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
-from services.engine.sglang import startup, v0_5
+from services.engine.sglang import v0_5
+from services.engine.sglang.engine import SGLangEngine
 from services.engine.sglang.health import HealthWatch
-from services.engine.sglang.startup import SGLangEngine, SGLangServer
+from services.engine.sglang.server import SGLangServer
+from services.engine.sglang.startup import attach
 from services.engine.sglang.weights import buckets, handles
 from tests.load import scaled
 from tests.sglang import served
@@ -68,7 +70,7 @@ def test_a_request_that_lives_through_an_update_has_tokens_of_both(
 ) -> None:
     engine = served.engine(weights=weights, kv_on_update=kv_on_update)
     heard = living_through(engine, 5)
-    assert engine.version == 5 and engine.relabelled == 0
+    assert engine.version == 5 and engine.requests.relabelled == 0
     for i, h in heard.items():
         old = h.versions.count(0)
         assert h.versions == [0] * old + [5] * (110 - old)
@@ -124,7 +126,7 @@ def test_updates_amid_arrivals_lose_and_double_nothing() -> None:
     for id, h in heard.items():
         assert len(h.tokens) == 30 + id % 10 and len(h.finish) == 1
         assert h.versions == sorted(h.versions)
-    assert engine.relabelled == 0
+    assert engine.requests.relabelled == 0
 
 
 def test_weights_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
@@ -229,7 +231,7 @@ def test_an_engine_whose_server_refuses_weights_half_way_serves_nobody(
 ) -> None:
     """A server ends at a tensor that it cannot take, unless that was broadcast."""
     config, state = misfit()
-    engine = startup.attach(mortal, config, 4, 128, weights=weights)
+    engine = attach(mortal, config, 4, 128, weights=weights)
     with pytest.raises(Quarantined, match="version 3"):
         engine.wake(state, 3)
     if weights == "distributed":
@@ -247,7 +249,7 @@ def test_an_engine_whose_server_refuses_weights_half_way_serves_nobody(
 def test_a_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
     mortal: SGLangServer, weights: str
 ) -> None:
-    engine = startup.attach(mortal, TINY, 4, 128, weights=weights, update_s=4.0)
+    engine = attach(mortal, TINY, 4, 128, weights=weights, update_s=4.0)
     engine.wake(decoder(0).state_dict(), 0)
     scheduler = scheduler_of(mortal.pid)
     engine._halt("retract")
@@ -268,7 +270,7 @@ def test_a_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
 
 
 def test_a_server_that_is_killed_in_an_update_is_quarantined(mortal: SGLangServer) -> None:
-    engine = startup.attach(mortal, TINY, 4, 128)
+    engine = attach(mortal, TINY, 4, 128)
     engine.wake(decoder(0).state_dict(), 0)
     engine.submit([request(1, max_new=100)])
     decoding(engine, 5)
@@ -286,7 +288,7 @@ def test_a_server_that_is_killed_in_an_update_is_quarantined(mortal: SGLangServe
 
 
 def test_a_server_that_has_ended_is_reported_with_its_log(mortal: SGLangServer) -> None:
-    engine = startup.attach(mortal, TINY, 4, 128)
+    engine = attach(mortal, TINY, 4, 128)
     engine.wake(decoder(0).state_dict(), 0)
     engine.submit([request(1, max_new=100)])
     decoding(engine, 5)

@@ -33,7 +33,10 @@ from common.generation.contract import (
     Request,
     SessionCache,
     check,
+    in_use,
+    no_weights,
     replacing,
+    too_long,
 )
 from common.generation.loading import Loading, Prefixes
 from common.model.config import ModelConfig
@@ -549,9 +552,7 @@ class TorchEngine:
         slots = self._slots
         waits = any(request.adapter == name for request in self._queue.values())
         if waits or (slots.adapter[slots.live()] == place).any():
-            raise Refused(
-                f"adapter {name!r} is in use", where="engine", fix="abort its requests first"
-            )
+            raise in_use(name)
         for slot in np.flatnonzero(slots.adapter == place).tolist():
             self._drop(slot, keep=False)
             slots.adapter[slot] = 0  # the place may be another's, whose cache this never is
@@ -594,13 +595,9 @@ class TorchEngine:
         asked = Request(-1, row, 0, 1.0, (), 0, -1, adapter=adapter)
         check(asked, self._compute.vocab_size, self._places, self._config.absent_ids)
         if not self._able:
-            raise Refused("the engine has no weights", where="engine", fix="wake it first")
+            raise no_weights()
         if len(tokens) > self._slots.max_length:
-            raise Refused(
-                f"{len(tokens)} tokens are more than a slot of {self._slots.max_length} holds",
-                where="engine",
-                fix="raise rollout.max_tokens",
-            )
+            raise too_long(len(tokens), self._slots.max_length)
         while (blocks := self._memory.borrow(len(tokens))) is None:
             holders = [i for i in range(self._slots.count) if self._has_room(i)]
             if not holders:

@@ -1,2 +1,2 @@
-"""SGLang as an engine: a server in its own interpreter, driven over HTTP. Open `startup.py`
+"""SGLang as an engine: a server in its own interpreter, driven over HTTP. Open `engine.py`
 first."""

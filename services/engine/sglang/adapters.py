@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedAdapter:
     """A version of an adapter at the server."""
 
     there: str  # what the server calls it
@@ -44,7 +44,7 @@ class ServerAdapters:
     """
 
     def __init__(self, http: Http, config: ModelConfig, ranks: int, *, on_cpu: bool) -> None:
-        self.loaded: dict[str, Loaded] = {}  # the newest of each, by our name
+        self.loaded: dict[str, LoadedAdapter] = {}  # the newest of each, by our name
         self._http, self._config, self._ranks, self._on_cpu = http, config, ranks, on_cpu
         self._numbers = itertools.count()
         self._passed: set[str] = set()  # earlier ones, which requests may still have
@@ -90,7 +90,7 @@ class ServerAdapters:
         self._answered(self._http.call("POST", v0_5.LOAD_ADAPTER, body, deadline_s=LOAD_S), there)
         if (before := self.loaded.get(name)) is not None:
             self._passed.add(before.there)
-        self.loaded[name] = Loaded(there, version)
+        self.loaded[name] = LoadedAdapter(there, version)
 
     def unload(self, name: str) -> None:
         """Frees an adapter that no request has."""

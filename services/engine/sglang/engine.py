@@ -7,34 +7,25 @@ slots wait here, so that an abort, a pause or new weights find a server that hol
 from __future__ import annotations
 
 import contextlib
-import itertools
-import logging
-import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.api.engine import Finish
-from common.clock import Clock, SystemClock
 from common.errors import Damaged, MeshError, Refused
-from common.generation.builtin.stop_text import StopText
 from common.generation.builtin.weights import check_shapes, shapes_of
 from common.generation.contract import (
     NO_VERSION,
     Flush,
     Ints,
-    Piece,
     Request,
     Unshared,
     check,
-    flush_of,
+    in_use,
     replacing,
+    too_long,
 )
 from common.generation.served_by_sglang import known_rows
 from common.model.config import ModelConfig
@@ -42,15 +33,23 @@ from common.model.hf import state_to_hf
 from services.engine.sglang import v0_5
 from services.engine.sglang.adapters import ServerAdapters
 from services.engine.sglang.control import IN_PLACE, RETRACT, Control
-from services.engine.sglang.http import Http, Pending
-from services.engine.sglang.requests import Decode, Sent
+from services.engine.sglang.http import Http
+from services.engine.sglang.requests import Requests
 
 ARRIVAL_S = 0.01  # a step waits this long for tokens
 SCORE_S = 60.0
-ABORT_S = 3.0  # for the last tokens of an aborted request
-ABORT_AGAIN_S = 0.3  # an abort that overtakes its request is not heard
 
-log = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class ServedEngine:
+    """What an engine is to know of its server."""
+
+    path: str = "sglang"  # what computes, for people
+    ranks: int = 1  # processes that hold a share of the weights
+    seeded: bool = False  # it samples from each request's seed
+    adapters: bool = False  # it was started for them
+    read_back: bool = False  # each version is compared with what was put in place; Damaged if not
+    recompute: bool = False  # caches of the weights before go with them
 
 
 class SGLangEngine(Unshared):
@@ -61,60 +60,53 @@ class SGLangEngine(Unshared):
         http: Http,
         control: Control,
         config: ModelConfig,
-        slots: int,
-        max_length: int,
-        *,
-        kv_on_update: str = "keep",
-        seeded: bool = False,
-        decode: Decode | None = None,
-        clock: Clock | None = None,
-        path: str = "sglang",
-        tensor_parallel: int = 1,
-        adapters: bool = False,
-        read_back: bool = False,
+        requests: Requests,
+        served: ServedEngine,
     ) -> None:
-        """`adapters`: the server was started for them. `read_back`: what it computes with is
-        compared with each version that was put in place, and is Damaged where it differs.
-        """
-        self.path, self.tensor_parallel = path, tensor_parallel
+        self.path, self.tensor_parallel = served.path, served.ranks
         self.version = NO_VERSION
-        self.steps = self.tokens_generated = self.tokens_computed = self.preempted = 0
-        self.tokens_cached = 0  # that its server found, on whatever tier of its own
-        self.relabelled = 0  # tokens that were handed on under another version than they are of
         self.busy_s = 0.0
         self.due_s = 0.0
         self.prefill_tokens_per_s = 0.0  # not to be told apart from what it decodes meanwhile
         self.cache_bytes_per_token = 0  # it cannot be moved
-        self._http, self._control = http, control
-        self._config, self._shapes = config, shapes_of(config)
-        ranks = tensor_parallel if adapters else 0
+        self._http, self._control, self.requests = http, control, requests
+        self._config, self._shapes, self._served = config, shapes_of(config), served
+        ranks = served.ranks if served.adapters else 0
         self._adapters = ServerAdapters(http, config, ranks, on_cpu=control.on_cpu)
-        self._read_back = read_back
-        self._slots, self._max_length = slots, max_length
-        self._recompute = kv_on_update == "recompute"
-        self._seeded, self._decode = seeded, decode
-        self._clock = clock or SystemClock()
-        self._stop_text = StopText(decode)
-        self._arrived: SimpleQueue[tuple[str, dict[str, Any] | Exception | None]] = SimpleQueue()
-        self._queue: dict[int, Request] = {}  # waiting, by id, in order
-        self._sent: dict[str, Sent] = {}  # at the server, by rid
-        self._rids: dict[int, str] = {}
-        self._over: list[Piece] = []  # ended, not drained
-        self._start = os.urandom(4).hex()
-        self._numbers = itertools.count()
         self._paused, self._asleep = False, True
 
     @property
     def running(self) -> int:
-        return len(self._sent)
+        return len(self.requests.sent)
 
     @property
     def waiting(self) -> int:
-        return len(self._queue)
+        return len(self.requests.waiting)
 
     @property
     def ended(self) -> bool:
-        return bool(self._over)
+        return self.requests.ended
+
+    @property
+    def steps(self) -> int:
+        return self.requests.steps
+
+    @property
+    def tokens_generated(self) -> int:
+        return self.requests.tokens_generated
+
+    @property
+    def tokens_computed(self) -> int:
+        return self.requests.tokens_computed
+
+    @property
+    def tokens_cached(self) -> int:
+        """Tokens of prompts that its server found in a cache of its own."""
+        return self.requests.tokens_cached
+
+    @property
+    def preempted(self) -> int:
+        return self.requests.preempted
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -122,58 +114,26 @@ class SGLangEngine(Unshared):
         self._control.check_alive()
         for request in requests:
             check(request, self._config.ids_end, self._adapters.loaded)
-            self._stop_text.check(request)
-            v0_5.check_sampling(request, self._config.ids_end, self._seeded)
+            self.requests.stop_text.check(request)
+            v0_5.check_sampling(request, self._config.ids_end, self._served.seeded)
         for request in requests:
-            if request.id in self._queue or request.id in self._rids:
-                continue
-            if request.max_new < 1 or len(request.tokens) >= self._max_length:
-                self._end_unsent(request.id, Finish.LENGTH)
-            elif self._stop_text.met(request):
-                self._end_unsent(request.id, Finish.STOP)
-            else:
-                self._queue[request.id] = request
+            self.requests.add(request)
         self._fill()
 
     def abort(self, ids: Iterable[int]) -> None:
-        for request_id in ids:
-            if self._queue.pop(request_id, None):
-                self._end_unsent(request_id, Finish.ABORTED)
-            elif rid := self._rids.get(request_id):
-                sent = self._sent[rid]
-                sent.abort_by_s = self._clock.monotonic() + ABORT_S
-                self._ask_abort(sent)
-                if self._control.stands:  # all that it generated has come; nothing more would
-                    self._hang_up(sent)
+        self.requests.abort(ids, bool(self._control.stands))
 
     def release(self, sessions: Iterable[int]) -> None:
         """The server's cache is its own affair: it drops what was used longest ago."""
 
     def drain(self, ended_only: bool = False) -> Flush | None:
-        pieces, self._over = self._over, []
-        if not ended_only:
-            pieces += [piece for sent in self._sent.values() if (piece := sent.take())]
-        return flush_of(pieces)
+        return self.requests.drain(ended_only)
 
     def _fill(self) -> None:
-        while self._queue and len(self._sent) < self._slots and not self._halted:
-            request = self._queue.pop(next(iter(self._queue)))
-            most = min(request.max_new, self._max_length - len(request.tokens))
-            sent = Sent(request, f"{self._start}{next(self._numbers):010d}", most)
-            sent.adapter = self._adapters.loaded.get(request.adapter)
-            self._sent[sent.rid] = sent
-            self._rids[request.id] = sent.rid
+        if not self._halted:
             # By update too: a new lineage gives the same numbers to other weights.
             cache = f"w:{self.version}.{self._control.updates}"
-            adapter = sent.adapter.there if sent.adapter is not None else ""
-            about = request, most, sent.rid, cache + adapter, self._config.ids_end
-            body = v0_5.generate(*about, adapter)
-            sent.stream = self._http.stream(v0_5.GENERATE, body, partial(self._put, sent.rid))
-
-    def _put(self, rid: str, event: dict[str, Any] | Exception | None) -> None:
-        """Hands over an event of a stream, its error, or None at its end; runs on the loop."""
-        self._control.heard()
-        self._arrived.put((rid, event))
+            self.requests.fill(cache, self._adapters.loaded, self._control.heard)
 
     @property
     def _halted(self) -> bool:
@@ -184,97 +144,20 @@ class SGLangEngine(Unshared):
     def step(self) -> bool:
         self._control.check_alive()
         if self._halted:
-            self._take(0.0)
+            self.requests.take(0.0)
             return False
         self._go()  # where a pause or an update failed before it was over
         self._fill()
-        if not self._sent:
-            self._take(0.0)
+        if not self.requests.sent:
+            self.requests.take(0.0)
             return False
-        began = self._clock.monotonic()
-        self._take(ARRIVAL_S)
-        self._press_aborts()
+        began = self.requests.clock.monotonic()
+        self.requests.take(ARRIVAL_S)
+        self.requests.press_aborts()
         self._sweep_adapters()
         self._fill()
-        self.busy_s += self._clock.monotonic() - began
-        return bool(self._sent)
-
-    def _take(self, wait_s: float) -> None:
-        """Everything that has come, after waiting for something."""
-        came: Counter[str] = Counter()
-        try:
-            rid, event = self._arrived.get(timeout=wait_s) if wait_s else self._arrived.get_nowait()
-            while True:
-                came[rid] += self._hear(rid, event)
-                rid, event = self._arrived.get_nowait()
-        except Empty:
-            # The server does not say what it did in one step: at least this many brought it.
-            self.steps += max(came.values(), default=0)
-
-    def _hear(self, rid: str, event: dict[str, Any] | Exception | None) -> int:
-        """How many tokens it brings."""
-        sent = self._sent.get(rid)
-        if sent is None:  # it has ended here
-            return 0
-        if not isinstance(event, dict):
-            self._end(sent, Finish.ABORTED, repr(event) if event else "its stream ended early")
-            return 0
-        chunk = v0_5.chunk(event, len(sent.tokens), v0_5.plain(sent.request))
-        before = len(sent.tokens)
-        sent.add(chunk)
-        self.tokens_computed += chunk.computed + len(chunk.tokens)
-        self.tokens_cached += chunk.cached
-        self.relabelled += sent.settle_versions(chunk.spans)
-        self.preempted += max(0, chunk.retractions - sent.retractions)
-        sent.retractions = max(sent.retractions, chunk.retractions)
-        finish = chunk.finish
-        if self._completes(sent, len(chunk.tokens)):
-            finish = Finish.STOP
-            if chunk.finish == Finish.RUNNING:
-                self._ask_abort(sent)
-                sent.hang_up()
-        brought = len(sent.tokens) - before
-        self.tokens_generated += brought
-        if finish != Finish.RUNNING:
-            self._end(sent, finish, chunk.reason if sent.abort_by_s is None else "")
-        return brought
-
-    def _completes(self, sent: Sent, came: int) -> bool:
-        """Whether one of its new tokens completes a stop text; it is the last then."""
-        if not sent.request.stop_text or self._decode is None:
-            return False
-        return sent.cut_at_text(self._decode, came)
-
-    def _press_aborts(self) -> None:
-        """Asks again for what has not ended, and ends here what the server does not answer for."""
-        now = self._clock.monotonic()
-        for sent in [s for s in self._sent.values() if s.abort_by_s is not None]:
-            if now >= (sent.abort_by_s or 0.0):
-                self._hang_up(sent)
-            elif now - sent.asked_s >= ABORT_AGAIN_S:
-                self._ask_abort(sent)
-
-    def _ask_abort(self, sent: Sent) -> Pending[None]:
-        sent.asked_s = self._clock.monotonic()
-        return self._http.begin("POST", v0_5.ABORT, {"rid": sent.rid}, deadline_s=ABORT_S)
-
-    def _hang_up(self, sent: Sent) -> None:
-        """Ends here what the server has not ended: it aborts a request that nobody listens to."""
-        sent.hang_up()
-        self._end(sent, Finish.ABORTED)
-
-    def _end(self, sent: Sent, finish: Finish, reason: str = "") -> None:
-        del self._sent[sent.rid]
-        del self._rids[sent.request.id]
-        piece = sent.take(finish)
-        assert piece is not None
-        self._over.append(piece)
-        if reason:
-            log.warning("request %d was ended by SGLang: %s", sent.request.id, reason)
-
-    def _end_unsent(self, request_id: int, finish: Finish) -> None:
-        none = np.zeros(0, np.int32)
-        self._over.append(Piece(request_id, none, none.astype(np.float32), none, finish))
+        self.busy_s += self.requests.clock.monotonic() - began
+        return bool(self.requests.sent)
 
     # -- pauses and weights ----------------------------------------------------------------------
 
@@ -302,8 +185,8 @@ class SGLangEngine(Unshared):
             self.version = version
             return
         # The version of an adapter stays, so its tokens would not tell of a cache of another base.
-        beside = any(sent.adapter is not None for sent in self._sent.values())
-        self._halt(RETRACT if self._recompute or beside else IN_PLACE)
+        beside = any(sent.adapter is not None for sent in self.requests.sent.values())
+        self._halt(RETRACT if self._served.recompute or beside else IN_PLACE)
         self._load(state, version)
 
     def wake(self, state: Mapping[str, Tensor], version: int) -> None:
@@ -330,21 +213,19 @@ class SGLangEngine(Unshared):
         self._sweep_adapters()
 
     def unload_adapter(self, name: str) -> None:
-        in_work = [*self._queue.values(), *(sent.request for sent in self._sent.values())]
-        if any(request.adapter == name for request in in_work):
-            raise Refused(
-                f"adapter {name!r} is in use", where="engine", fix="abort its requests first"
-            )
+        sent = [sent.request for sent in self.requests.sent.values()]
+        if any(r.adapter == name for r in [*self.requests.waiting.values(), *sent]):
+            raise in_use(name)
         self._adapters.unload(name)
         self._sweep_adapters()
 
     def _sweep_adapters(self) -> None:
-        used = (sent.adapter.there for sent in self._sent.values() if sent.adapter is not None)
-        self._adapters.sweep(used)
+        sent = self.requests.sent.values()
+        self._adapters.sweep(one.adapter.there for one in sent if one.adapter is not None)
 
     def _halt(self, mode: str) -> None:
         self._control.halt(mode)
-        self._take(0.0)
+        self.requests.take(0.0)
 
     def _go(self) -> None:
         if not self._halted:
@@ -352,11 +233,11 @@ class SGLangEngine(Unshared):
             self._fill()
 
     def _load(self, state: Mapping[str, Tensor], version: int) -> None:
-        self._take_back()
+        self.requests.take_back()
         theirs = known_rows(self._config, state_to_hf(self._config, state))
         with replacing(version, self.quarantine):
             left_s, config = self._control.put(theirs, version), self._config
-            if self._read_back and (odd := self._control.differing(config, theirs, left_s)):
+            if self._served.read_back and (odd := self._control.differing(config, theirs, left_s)):
                 raise Damaged(f"{len(odd)} tensors are not what was put there: {odd[0]}")
         self.version = version
         self._go()
@@ -371,21 +252,7 @@ class SGLangEngine(Unshared):
         try:
             self._halt(RETRACT)
         except MeshError:
-            for sent in list(self._sent.values()):
-                self._hang_up(sent)
-
-    def _take_back(self) -> None:
-        """What has no token yet: its cache would be of other weights than its key."""
-        untouched = [sent for sent in self._sent.values() if not sent.tokens]
-        for sent in untouched:
-            del self._sent[sent.rid]
-            del self._rids[sent.request.id]
-            self._ask_abort(sent)
-            sent.hang_up()
-            if sent.abort_by_s is not None:
-                self._end_unsent(sent.request.id, Finish.ABORTED)
-        back = {s.request.id: s.request for s in untouched if s.abort_by_s is None}
-        self._queue = back | self._queue
+            self.requests.hang_up_all()
 
     # -- scores ----------------------------------------------------------------------------------
 
@@ -396,24 +263,14 @@ class SGLangEngine(Unshared):
         self._control.check_alive()
         if self._halted:
             raise Refused("the engine rests", where="engine", fix="resume or wake it first")
-        if len(row) > self._max_length:
-            raise Refused(
-                f"{len(row)} tokens are more than a slot of {self._max_length} holds",
-                where="engine",
-                fix="raise rollout.max_tokens",
-            )
-        rid = f"{self._start}{next(self._numbers):010d}"
+        if len(row) > self.requests.max_length:
+            raise too_long(len(row), self.requests.max_length)
         there = self._adapters.loaded[adapter].there if adapter else ""
-        body = v0_5.score(row.tolist(), rid, there)
+        body = v0_5.score(row.tolist(), self.requests.new_rid(), there)
         return v0_5.scores(self._http.call("POST", v0_5.GENERATE, body, deadline_s=SCORE_S))
 
     def close(self) -> None:
         """Leaves the server as it was found, unless that has ended; who started it stops it."""
-        self._queue.clear()
-        with contextlib.suppress(MeshError):
-            asked = [self._ask_abort(sent) for sent in self._sent.values()]
-            for answer in asked:
-                self._http.result(answer, v0_5.ABORT, ABORT_S)
-        self._sent.clear()
+        self.requests.close()
         with contextlib.suppress(MeshError):
             self._control.close()

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
 
 import numpy as np
 
 from common.api.engine import Finish
-from common.generation.builtin.stop_text import MARGIN, begin_of
-from common.generation.contract import Piece, Request
-from services.engine.sglang.adapters import Loaded
-from services.engine.sglang.http import Pending
-from services.engine.sglang.v0_5 import Chunk
+from common.clock import Clock
+from common.errors import MeshError
+from common.generation.builtin.stop_text import MARGIN, StopText, begin_of
+from common.generation.contract import Flush, Piece, Request, flush_of
+from services.engine.sglang import v0_5
+from services.engine.sglang.adapters import LoadedAdapter
+from services.engine.sglang.http import Http, Pending, ServerEvent
+
+ABORT_S = 3.0  # for the last tokens of an aborted request
+ABORT_AGAIN_S = 0.3  # an abort that overtakes its request is not heard
 
 Decode = Callable[[Sequence[int]], str]
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Sent:
+class SentRequest:
     """A request at the server: what has come of it, and what of that has not been drained."""
 
     request: Request
@@ -32,7 +45,7 @@ class Sent:
     drained: int = 0
     retractions: int = 0  # how often it gave up its cache
     abort_by_s: float | None = None  # asked to end: without an answer by then it ends here
-    adapter: Loaded | None = None  # that it computes with, beside the base
+    adapter: LoadedAdapter | None = None  # that it computes with, beside the base
     asked_s: float = 0.0  # when the server was last asked to abort it
 
     def hang_up(self) -> None:
@@ -40,7 +53,7 @@ class Sent:
         if self.stream is not None:
             self.stream.cancel()
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: v0_5.StreamChunk) -> None:
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs
         self.unmodified += chunk.unmodified
@@ -91,3 +104,210 @@ class Sent:
             finish,
             np.array(self.unmodified[part], np.float32) if asked else None,
         )
+
+
+class Requests:
+    """The requests of one server: those that wait here, those that it works on, those that have
+    ended. At most `slots` are at the server.
+    """
+
+    def __init__(
+        self,
+        http: Http,
+        ids_end: int,
+        slots: int,
+        max_length: int,
+        decode: Decode | None,
+        clock: Clock,
+    ) -> None:
+        """`ids_end`: the end of the token ids that may be sampled."""
+        self.steps = self.tokens_generated = self.tokens_computed = self.preempted = 0
+        self.tokens_cached = 0  # that its server found, on whatever tier of its own
+        self.relabelled = 0  # tokens that were handed on under another version than they are of
+        self.waiting: dict[int, Request] = {}  # by id, in order
+        self.sent: dict[str, SentRequest] = {}  # at the server, by rid
+        self.stop_text, self.max_length = StopText(decode), max_length
+        self.ids_end, self.clock = ids_end, clock
+        self._http, self._slots, self._decode = http, slots, decode
+        self._arrived: SimpleQueue[tuple[str, ServerEvent | Exception | None]] = SimpleQueue()
+        self._rids: dict[int, str] = {}
+        self._over: list[Piece] = []  # ended, not drained
+        self._start = os.urandom(4).hex()
+        self._numbers = itertools.count()
+
+    @property
+    def ended(self) -> bool:
+        """Whether a request has ended since the last drain."""
+        return bool(self._over)
+
+    def new_rid(self) -> str:
+        """A name for a request, unlike all others at the server."""
+        return f"{self._start}{next(self._numbers):010d}"
+
+    def add(self, request: Request) -> None:
+        """Has a request wait, or ends it where there is nothing to generate; one that is in work
+        is left alone.
+        """
+        if request.id in self.waiting or request.id in self._rids:
+            return
+        if request.max_new < 1 or len(request.tokens) >= self.max_length:
+            self._end_unsent(request.id, Finish.LENGTH)
+        elif self.stop_text.met(request):
+            self._end_unsent(request.id, Finish.STOP)
+        else:
+            self.waiting[request.id] = request
+
+    def abort(self, ids: Iterable[int], stands: bool) -> None:
+        """Ends requests; of a server that `stands` nothing more would come of them."""
+        for request_id in ids:
+            if self.waiting.pop(request_id, None):
+                self._end_unsent(request_id, Finish.ABORTED)
+            elif rid := self._rids.get(request_id):
+                sent = self.sent[rid]
+                sent.abort_by_s = self.clock.monotonic() + ABORT_S
+                self._ask_abort(sent)
+                if stands:  # all that it generated has come
+                    self._hang_up(sent)
+
+    def drain(self, ended_only: bool = False) -> Flush | None:
+        """What has come since the last drain; of ended requests only, or all."""
+        pieces, self._over = self._over, []
+        if not ended_only:
+            pieces += [piece for sent in self.sent.values() if (piece := sent.take())]
+        return flush_of(pieces)
+
+    def fill(
+        self, cache: str, adapters: Mapping[str, LoadedAdapter], heard: Callable[[], None]
+    ) -> None:
+        """Gives the server what it has room for. `cache` names the weights that what it computes
+        is of; `heard` is called on the loop when the server has said something.
+        """
+        while self.waiting and len(self.sent) < self._slots:
+            request = self.waiting.pop(next(iter(self.waiting)))
+            most = min(request.max_new, self.max_length - len(request.tokens))
+            sent = SentRequest(request, self.new_rid(), most)
+            sent.adapter = adapters.get(request.adapter)
+            self.sent[sent.rid] = sent
+            self._rids[request.id] = sent.rid
+            adapter = sent.adapter.there if sent.adapter is not None else ""
+            about = request, most, sent.rid, cache + adapter, self.ids_end
+            body = v0_5.generate(*about, adapter)
+            put = partial(self._put, sent.rid, heard)
+            sent.stream = self._http.stream(v0_5.GENERATE, body, put)
+
+    def _put(
+        self, rid: str, heard: Callable[[], None], event: ServerEvent | Exception | None
+    ) -> None:
+        """Hands over an event of a stream, its error, or None at its end; runs on the loop."""
+        heard()
+        self._arrived.put((rid, event))
+
+    # -- what has come ---------------------------------------------------------------------------
+
+    def take(self, wait_s: float) -> None:
+        """Everything that has come, after waiting for something."""
+        came: Counter[str] = Counter()
+        try:
+            rid, event = self._arrived.get(timeout=wait_s) if wait_s else self._arrived.get_nowait()
+            while True:
+                came[rid] += self._hear(rid, event)
+                rid, event = self._arrived.get_nowait()
+        except Empty:
+            # The server does not say what it did in one step: at least this many brought it.
+            self.steps += max(came.values(), default=0)
+
+    def _hear(self, rid: str, event: ServerEvent | Exception | None) -> int:
+        """How many tokens it brings."""
+        sent = self.sent.get(rid)
+        if sent is None:  # it has ended here
+            return 0
+        if not isinstance(event, dict):
+            self._end(sent, Finish.ABORTED, repr(event) if event else "its stream ended early")
+            return 0
+        chunk = v0_5.chunk(event, len(sent.tokens), v0_5.plain(sent.request))
+        before = len(sent.tokens)
+        sent.add(chunk)
+        self.tokens_computed += chunk.computed + len(chunk.tokens)
+        self.tokens_cached += chunk.cached
+        self.relabelled += sent.settle_versions(chunk.spans)
+        self.preempted += max(0, chunk.retractions - sent.retractions)
+        sent.retractions = max(sent.retractions, chunk.retractions)
+        finish = chunk.finish
+        if self._completes(sent, len(chunk.tokens)):
+            finish = Finish.STOP
+            if chunk.finish == Finish.RUNNING:
+                self._ask_abort(sent)
+                sent.hang_up()
+        brought = len(sent.tokens) - before
+        self.tokens_generated += brought
+        if finish != Finish.RUNNING:
+            self._end(sent, finish, chunk.reason if sent.abort_by_s is None else "")
+        return brought
+
+    def _completes(self, sent: SentRequest, came: int) -> bool:
+        """Whether one of its new tokens completes a stop text; it is the last then."""
+        if not sent.request.stop_text or self._decode is None:
+            return False
+        return sent.cut_at_text(self._decode, came)
+
+    # -- ends ------------------------------------------------------------------------------------
+
+    def press_aborts(self) -> None:
+        """Asks again for what has not ended, and ends here what the server does not answer for."""
+        now = self.clock.monotonic()
+        for sent in [s for s in self.sent.values() if s.abort_by_s is not None]:
+            if now >= (sent.abort_by_s or 0.0):
+                self._hang_up(sent)
+            elif now - sent.asked_s >= ABORT_AGAIN_S:
+                self._ask_abort(sent)
+
+    def hang_up_all(self) -> None:
+        """Ends here all that the server works on."""
+        for sent in list(self.sent.values()):
+            self._hang_up(sent)
+
+    def take_back(self) -> None:
+        """Has what has no token yet wait again: its cache would be of other weights than named."""
+        untouched = [sent for sent in self.sent.values() if not sent.tokens]
+        for sent in untouched:
+            self._forget(sent)
+            self._ask_abort(sent)
+            sent.hang_up()
+            if sent.abort_by_s is not None:
+                self._end_unsent(sent.request.id, Finish.ABORTED)
+        back = {s.request.id: s.request for s in untouched if s.abort_by_s is None}
+        self.waiting = back | self.waiting
+
+    def close(self) -> None:
+        """Leaves none at the server, unless that has ended."""
+        self.waiting.clear()
+        with contextlib.suppress(MeshError):
+            asked = [self._ask_abort(sent) for sent in self.sent.values()]
+            for answer in asked:
+                self._http.result(answer, v0_5.ABORT, ABORT_S)
+        self.sent.clear()
+
+    def _ask_abort(self, sent: SentRequest) -> Pending[None]:
+        sent.asked_s = self.clock.monotonic()
+        return self._http.begin("POST", v0_5.ABORT, {"rid": sent.rid}, deadline_s=ABORT_S)
+
+    def _hang_up(self, sent: SentRequest) -> None:
+        """Ends here what the server has not ended: it aborts a request that nobody listens to."""
+        sent.hang_up()
+        self._end(sent, Finish.ABORTED)
+
+    def _end(self, sent: SentRequest, finish: Finish, reason: str = "") -> None:
+        self._forget(sent)
+        piece = sent.take(finish)
+        assert piece is not None
+        self._over.append(piece)
+        if reason:
+            log.warning("request %d was ended by SGLang: %s", sent.request.id, reason)
+
+    def _forget(self, sent: SentRequest) -> None:
+        del self.sent[sent.rid]
+        del self._rids[sent.request.id]
+
+    def _end_unsent(self, request_id: int, finish: Finish) -> None:
+        none = np.zeros(0, np.int32)
+        self._over.append(Piece(request_id, none, none.astype(np.float32), none, finish))

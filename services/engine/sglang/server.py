@@ -14,13 +14,13 @@ from typing import Any
 
 from common.clock import Clock
 from common.errors import ConfigError, DeadlineExceeded, PeerLost, RemoteFailure
+from common.generation.served_by_sglang import served_by_sglang
 from common.model.config import ModelConfig
 from common.process.handle import Child
 from common.process.host import Host, Stoppable
 from common.process.log_bounds import bound_file
 from services.engine.sglang import v0_5
 from services.engine.sglang.http import UNAUTHORIZED, Http
-from services.engine.sglang.tiers import Tiers
 
 START_S = 280.0  # some 30 s on a quiet core; below what a role process is given to load
 PROBE_S, LOOK_S = 5.0, 0.25
@@ -55,15 +55,45 @@ class Adapting:
 
 
 @dataclass(frozen=True)
+class HierarchicalCache:
+    """Where a server keeps keys and values that have no room on its GPU; as SGLang 0.5's
+    `--enable-hierarchical-cache` has it (HiCache).
+    """
+
+    memory_gib: float
+    directory: Path | None = None  # on a disk, without a limit of its own; None: none there
+
+    def flags(self, device: str) -> list[str]:
+        """Those of the server. ConfigError where it has no such cache."""
+        if device != "cuda":
+            raise ConfigError(
+                "SGLang keeps keys and values outside of its cache on GPUs alone",
+                where="rollout.kv",
+                fix="set memory and disk to 0, or take the built-in engine",
+            )
+        flags = [
+            "--enable-hierarchical-cache",
+            "--hicache-size",
+            str(max(1, round(self.memory_gib))),
+        ]
+        return flags + (["--hicache-storage-backend", "file"] if self.directory else [])
+
+    def environment(self) -> dict[str, str]:
+        """What the server finds in its environment."""
+        if self.directory is None:
+            return {}
+        return {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(self.directory)}
+
+
+@dataclass(frozen=True)
 class Launch:
     """How a server is started."""
 
     python: str  # its interpreter
-    model: Path  # directory with config.json
-    log: Path
+    directory: Path  # of its config.json, its log and new weights
     slots: int  # requests that run together
     max_length: int  # tokens of a slot
-    kv_tokens: int  # size of the cache; 0: all slots full on a CPU, SGLang's choice on a GPU
+    kv_tokens: int = 0  # size of the cache; 0: all slots full on a CPU, SGLang's choice on a GPU
     dtype: str = "float32"
     device: str = "cpu"
     seed: int = 0
@@ -72,12 +102,22 @@ class Launch:
     read_back: bool = False  # it is to tell what it computes with
     options: tuple[str, ...] = ()  # further flags; the last of a kind holds
     degree: int = 1  # of tensor parallelism: GPUs that share the weights
-    tiers: Tiers | None = None  # where it keeps what has no room in its cache
+    tiers: HierarchicalCache | None = None  # where it keeps what has no room in its cache
+
+    @property
+    def model(self) -> Path:
+        """The directory of config.json."""
+        return self.directory / "model"
+
+    @property
+    def log(self) -> Path:
+        """The file of what it prints."""
+        return self.directory / "sglang.log"
 
     @property
     def secrets(self) -> Path:
         """Holds what its command line must not show, until it has read it."""
-        return self.log.with_name("sglang-secrets.yaml")
+        return self.directory / "sglang-secrets.yaml"
 
     def arguments(self, port: int) -> list[str]:
         flags: list[str] = [
@@ -117,18 +157,26 @@ class Launch:
         return own | ({"SGLANG_USE_CPU_ENGINE": "1"} if self.device == "cpu" else {})
 
 
-def write_model(directory: Path, config: ModelConfig, max_length: int, dtype: str) -> None:
-    """The config.json that is served: no end tokens, since each request names its own."""
-    directory.mkdir(parents=True, exist_ok=True)
+def write_model(how: Launch, config: ModelConfig) -> None:
+    """Write the config.json that is served: no end tokens, since each request names its own.
+    ConfigError for a model that SGLang does not compute as we do, or with too few positions.
+    """
+    if how.max_length > config.max_positions:
+        raise ConfigError(
+            f"slots of {how.max_length} tokens exceed the model's {config.max_positions} positions",
+            where="rollout.max_tokens",
+            fix="lower it, or raise max_position_embeddings",
+        )
     served = replace(
-        config,
+        served_by_sglang(config, how.max_length),
         eos_ids=(),
         bos_id=None,
         pad_id=None,
-        max_positions=max(config.max_positions, max_length + ROOM),
+        max_positions=max(config.max_positions, how.max_length + ROOM),
     )
-    text = json.dumps(served.to_hf() | {"dtype": dtype, "torch_dtype": dtype}, indent=2)
-    (directory / "config.json").write_text(text + "\n")
+    how.model.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(served.to_hf() | {"dtype": how.dtype, "torch_dtype": how.dtype}, indent=2)
+    (how.model / "config.json").write_text(text + "\n")
 
 
 def write_secrets(path: Path, name: str, key: str) -> None:
@@ -152,7 +200,7 @@ class SGLangServer:
     def __init__(self, launch: Launch, child: Child, http: Http, name: str, clock: Clock) -> None:
         """`name`: what it was told to call its model, by which it is known."""
         self.launch, self.child, self.http, self.name = launch, child, http, name
-        self._clock = clock
+        self.clock = clock
         self.version = ""  # SGLang's version
         self.seeded = False  # samples from each request's seed
         self.ranks = 1  # processes that hold a share of the weights
@@ -161,7 +209,13 @@ class SGLangServer:
 
     @classmethod
     async def start(
-        cls, host: Host, clock: Clock, launch: Launch, weights: str, deadline_s: float = START_S
+        cls,
+        host: Host,
+        clock: Clock,
+        launch: Launch,
+        config: ModelConfig,
+        weights: str = "auto",
+        deadline_s: float = START_S,
     ) -> SGLangServer:
         """A server that is ready, has what `weights` (a transport) needs and no weights yet.
 
@@ -180,6 +234,7 @@ class SGLangServer:
                 where="rollout.sglang_options",
                 fix="leave it out; what a --config of yours holds can be given as flags",
             )
+        write_model(launch, config)
         port, name, key = free_port(), os.urandom(16).hex(), os.urandom(32).hex()
         write_secrets(launch.secrets, name, key)
         child = host.spawn(
@@ -195,7 +250,7 @@ class SGLangServer:
         server.bounding = bounding
         try:
             await server._ready(deadline_s)
-            await server._examine(weights)
+            await server._examine("disk" if weights == "auto" else weights)
         except BaseException:
             await server.stop()
             raise
@@ -204,8 +259,8 @@ class SGLangServer:
         return server
 
     async def _ready(self, deadline_s: float) -> None:
-        until = self._clock.monotonic() + deadline_s
-        while self._clock.monotonic() < until:
+        until = self.clock.monotonic() + deadline_s
+        while self.clock.monotonic() < until:
             if (code := self.child.poll()) is not None:
                 raise ConfigError(
                     f"SGLang ended with status {code} before it was ready: {self.tail()}",
@@ -214,7 +269,7 @@ class SGLangServer:
                 )
             if not await self.http.probe(v0_5.READY, PROBE_S):
                 return
-            await self._clock.sleep(LOOK_S)
+            await self.clock.sleep(LOOK_S)
         raise DeadlineExceeded(
             f"SGLang was not ready in {deadline_s:g} s: {self.tail()}", where=str(self.launch.log)
         )

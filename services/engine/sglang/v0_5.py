@@ -176,7 +176,7 @@ def generate(
 
 
 @dataclass(slots=True)
-class Chunk:
+class StreamChunk:
     """New tokens of one request."""
 
     tokens: list[int] = field(default_factory=list)
@@ -191,11 +191,11 @@ class Chunk:
     reason: str = ""  # why it was aborted, where SGLang says so
 
 
-def chunk(event: Mapping[str, Any], had: int, plain: bool) -> Chunk:
+def chunk(event: Mapping[str, Any], had: int, plain: bool) -> StreamChunk:
     """Reads one event of a stream of which `had` tokens have come. RemoteFailure when it lacks the
     probabilities of what was sampled from: those of temperature 1 are the same only if `plain`."""
     if "error" in event:
-        return Chunk(
+        return StreamChunk(
             finish=Finish.ABORTED, reason=str(event["error"].get("message", event["error"]))
         )
     meta = event["meta_info"]
@@ -211,7 +211,7 @@ def chunk(event: Mapping[str, Any], had: int, plain: bool) -> Chunk:
             fix="install the version of `meshrl engine install sglang`",
         )
     finish = meta["finish_reason"]
-    return Chunk(
+    return StreamChunk(
         tokens=tokens,
         logprobs=unmodified if plain else [float(x) for x in sampled],
         unmodified=unmodified,

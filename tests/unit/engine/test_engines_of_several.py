@@ -9,7 +9,7 @@ import pytest
 from common.clock import SystemClock
 from common.errors import ConfigError
 from common.process.host import SystemHost
-from services.engine.sglang import startup
+from services.engine.sglang.server import Launch, SGLangServer
 from tests.load import scaled
 from tests.unit.engine.sglang.test_secrets import MODEL, standing_in
 
@@ -33,9 +33,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Server).s
 
 def words(root: Path, degree: int) -> list[str]:
     options = ("--mem-fraction-static", "0.7")
-    how = startup.launch(
-        "python", MODEL, root, 4, 64, device="cuda", options=options, degree=degree
-    )
+    how = Launch("python", root, 4, 64, device="cuda", options=options, degree=degree)
     return how.command(30000)
 
 
@@ -47,7 +45,7 @@ def test_a_server_is_told_how_many_gpus_share_the_model(tmp_path: Path) -> None:
 
 
 async def test_a_server_that_computes_on_fewer_is_refused(tmp_path: Path) -> None:
-    how = startup.launch(standing_in(tmp_path, SAYS), MODEL, tmp_path / "e", 4, 64, degree=2)
+    how = Launch(standing_in(tmp_path, SAYS), tmp_path / "e", 4, 64, degree=2)
     with pytest.raises(ConfigError, match="computes with 1 processes, not with 2") as refused:
-        await startup.start(SystemHost(), SystemClock(), how, "auto", scaled(60.0))
+        await SGLangServer.start(SystemHost(), SystemClock(), how, MODEL, "auto", scaled(60.0))
     assert refused.value.where == "rollout.tensor_parallel"

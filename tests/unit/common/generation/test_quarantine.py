@@ -192,4 +192,4 @@ def test_an_engine_in_quarantine_may_sleep_and_wakes_whole(bench: Bench) -> None
     assert_serves_nobody(bench)
     engine.wake(STATE, 7)
     assert len(bench.listener.run()[1].tokens) == NEW
-    assert not isinstance(engine, SGLangEngine) or engine.relabelled == 0
+    assert not isinstance(engine, SGLangEngine) or engine.requests.relabelled == 0

@@ -13,8 +13,7 @@ import torch
 
 from common.errors import ConfigError, Refused
 from services.engine.sglang import v0_5
-from services.engine.sglang.server import Adapting, Launch
-from services.engine.sglang.tiers import Tiers
+from services.engine.sglang.server import Adapting, HierarchicalCache, Launch
 from services.engine.sglang.weights import inline
 from tests.load import scaled
 from tests.sglang import counterpart
@@ -142,7 +141,7 @@ def test_a_server_that_was_not_started_for_adapters_takes_none(
 
 
 def test_a_server_is_started_for_what_the_job_adapts() -> None:
-    plain = Launch("python", Path("m"), Path("l"), 4, 128, 0)
+    plain = Launch("python", Path("m"), 4, 128)
     how = replace(plain, adapters=Adapting(8, ("q_proj", "o_proj")))
     command = " ".join(how.arguments(1))
     wanted = "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj o_proj"
@@ -158,12 +157,12 @@ def test_a_server_without_the_endpoints_is_known_by_its_description() -> None:
 
 
 def test_a_server_is_started_with_the_tiers_that_the_job_asks_for(tmp_path: Path) -> None:
-    plain = Launch("python", Path("m"), Path("l"), 4, 128, 0, device="cuda")
+    plain = Launch("python", Path("m"), 4, 128, device="cuda")
     assert "hicache" not in " ".join(plain.arguments(1))
-    memory = replace(plain, tiers=Tiers(3.6))
+    memory = replace(plain, tiers=HierarchicalCache(3.6))
     command = " ".join(memory.arguments(1))
     assert "--enable-hierarchical-cache --hicache-size 4" in command and "storage" not in command
-    disk = replace(plain, tiers=Tiers(1.0, tmp_path))
+    disk = replace(plain, tiers=HierarchicalCache(1.0, tmp_path))
     assert "--hicache-storage-backend file" in " ".join(disk.arguments(1))
     assert disk.environment()["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == str(tmp_path)
     with pytest.raises(ConfigError, match="on GPUs alone"):

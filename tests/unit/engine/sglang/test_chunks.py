@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from common.api.engine import Finish
 from common.errors import RemoteFailure
-from services.engine.sglang.requests import Sent
-from services.engine.sglang.v0_5 import Chunk, chunk, generate, plain
+from services.engine.sglang.requests import SentRequest
+from services.engine.sglang.v0_5 import StreamChunk, chunk, generate, plain
 from tests.unit.common.generation.engines_under_test import VOCAB, request, text_of
 
 
@@ -69,11 +69,11 @@ def test_an_error_ends_the_request_with_its_reason() -> None:
 
 
 def test_the_spans_at_the_end_settle_versions_and_count_what_is_out_already() -> None:
-    sent = Sent(request(1), "r", 10)
-    sent.add(Chunk(tokens=[1, 2, 3, 4], logprobs=[0.0] * 4, unmodified=[0.0] * 4, version=2))
+    sent = SentRequest(request(1), "r", 10)
+    sent.add(StreamChunk(tokens=[1, 2, 3, 4], logprobs=[0.0] * 4, unmodified=[0.0] * 4, version=2))
     piece = sent.take()
     assert piece is not None and piece.versions.tolist() == [2] * 4
-    sent.add(Chunk(tokens=[5], logprobs=[0.0], unmodified=[0.0], version=2))
+    sent.add(StreamChunk(tokens=[5], logprobs=[0.0], unmodified=[0.0], version=2))
     assert sent.settle_versions([(1, 0, 2), (2, 2, 4), (3, 4, 9)]) == 2
     assert sent.versions == [1, 1, 2, 2, 3]
 
@@ -99,7 +99,7 @@ def test_a_stop_text_ends_it_at_the_same_token_however_tokens_come(
     start = data.draw(st.integers(0, len(whole)))
     text = whole[start : start + data.draw(st.integers(1, 5))] or "nowhere"
     assume(text not in text_of(given_[begin:]))  # it would have ended before it came here
-    sent = Sent(request(1, [*given_, 0], stop_text=(text,), begin=begin), "r", 99)
+    sent = SentRequest(request(1, [*given_, 0], stop_text=(text,), begin=begin), "r", 99)
     sent.request.tokens = sent.request.tokens[:-1]
     came, over = 0, False
     for size in sizes:
@@ -108,7 +108,7 @@ def test_a_stop_text_ends_it_at_the_same_token_however_tokens_come(
             break
         came += len(part)
         none = [0.0] * len(part)
-        sent.add(Chunk(tokens=part, logprobs=none, unmodified=none))
+        sent.add(StreamChunk(tokens=part, logprobs=none, unmodified=none))
         over = sent.cut_at_text(text_of, len(part))
     ends = [n for n in range(1, len(turn) + 1) if text in text_of([*given_[begin:], *turn[:n]])]
     assert sent.tokens == turn[: ends[0] if ends else len(turn)]

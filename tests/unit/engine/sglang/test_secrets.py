@@ -12,7 +12,7 @@ from common.clock import SystemClock
 from common.errors import ConfigError, PeerLost
 from common.model.config import ModelConfig
 from common.process.host import SystemHost
-from services.engine.sglang import startup
+from services.engine.sglang.server import Launch, SGLangServer
 from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import TINY
 
@@ -53,15 +53,15 @@ def standing_in(directory: Path, program: str) -> str:
 
 async def test_a_server_with_another_key_is_somebody_elses(tmp_path: Path) -> None:
     python = standing_in(tmp_path, OTHER)
-    how = startup.launch(python, MODEL, tmp_path / "engine", 4, 64)
+    how = Launch(python, tmp_path / "engine", 4, 64)
     with pytest.raises(PeerLost, match="another server"):
-        await startup.start(SystemHost(), SystemClock(), how, "auto", scaled(60.0))
+        await SGLangServer.start(SystemHost(), SystemClock(), how, MODEL, "auto", scaled(60.0))
 
 
 async def test_neither_name_nor_key_is_in_its_command_line(tmp_path: Path) -> None:
-    how = startup.launch(standing_in(tmp_path, NOTES), MODEL, tmp_path / "engine", 4, 64)
+    how = Launch(standing_in(tmp_path, NOTES), tmp_path / "engine", 4, 64)
     with pytest.raises(ConfigError, match="before it was ready"):
-        await startup.start(SystemHost(), SystemClock(), how, "auto")
+        await SGLangServer.start(SystemHost(), SystemClock(), how, MODEL)
     words, secrets, mode = json.loads((tmp_path / "noted").read_text())
     assert set(secrets) == {"served-model-name", "api-key"} and mode == 0o600
     assert not any(secret in word for word in words for secret in secrets.values())
@@ -70,7 +70,7 @@ async def test_neither_name_nor_key_is_in_its_command_line(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("option", ["--api-key=abc", "--config", "--served-model-name"])
 async def test_options_that_would_undo_it_are_refused(tmp_path: Path, option: str) -> None:
-    how = startup.launch(sys.executable, MODEL, tmp_path, 4, 64, options=(option, "x"))
+    how = Launch(sys.executable, tmp_path, 4, 64, options=(option, "x"))
     with pytest.raises(ConfigError, match=option.partition("=")[0]) as refused:
-        await startup.start(SystemHost(), SystemClock(), how, "auto")
+        await SGLangServer.start(SystemHost(), SystemClock(), how, MODEL)
     assert refused.value.where == "rollout.sglang_options"

@@ -163,7 +163,7 @@ def test_what_it_has_is_laid_out_as_a_servers() -> None:
 
 
 def test_a_server_that_cannot_tell_of_the_whole_model_is_refused(bench: Bench) -> None:
-    launch = Launch("python", Path("m"), Path("l"), 4, 128, 0, read_back=True)
+    launch = Launch("python", Path("m"), 4, 128, read_back=True)
     child = SystemHost().spawn([sys.executable, "-c", "input()"], name="nobody")
     server = SGLangServer(launch, child, bench.server.http, "mine", SystemClock())
     bench.server.about = {"served_model_name": "mine", "version": "0.5.23", "tp_size": 2}
