@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from common.generation.builtin.engine import TorchEngine
+from common.generation.builtin.schedule import Schedule
 from common.generation.contract import Request
 from common.generation.loading import CHUNK
 from loadtests.kvload.scene import VOCAB, LoadOnly, Scene, scene
@@ -21,11 +21,11 @@ LENGTHS, NEW = (32, 448), 48  # tokens of theirs, and that each generates
 DECODED = 150  # tokens of each while nothing, or one prefix, is loaded
 
 
-class Unprioritised(TorchEngine):
+class Unprioritised(Schedule):
     """The oldest request has the budget first, whether its prefix is being loaded or not."""
 
     def _in_turn(self) -> list[int]:
-        return list(self._joining)
+        return list(self.joining)
 
 
 def busy(directory: Path, rounds: int, model: str, long: int) -> dict[str, Any]:
@@ -39,17 +39,17 @@ def busy(directory: Path, rounds: int, model: str, long: int) -> dict[str, Any]:
         made.files.settle(0.0)
         compute_s = made.first_token_s(tokens, "compute")
         rate = size / compute_s  # loading takes as long as computing
-        plain = type(made.engine)
+        plain = type(made.engine.schedule)
         for turn in range(rounds):
-            arms: list[tuple[str, type[TorchEngine]]]
+            arms: list[tuple[str, type[Schedule]]]
             arms = [("ours", plain), ("without", Unprioritised)]
             for name, kind in arms[:: 1 if turn % 2 else -1]:
-                made.engine.__class__ = kind
+                made.engine.schedule.__class__ = kind
                 made.files.settle(rate)
                 first_s, per_s = _together(made, tokens, turn)
                 found.setdefault(f"{name}_ttft_s", []).append(first_s)
                 found.setdefault(f"{name}_tokens_per_s", []).append(per_s)
-            made.engine.__class__ = plain
+            made.engine.schedule.__class__ = plain
             for name, loads in [("alone", False), ("loading", True)][:: 1 if turn % 2 else -1]:
                 made.files.settle(8 * rate)
                 found.setdefault(f"{name}_decoded_per_s", []).append(_decoding(made, tokens, loads))
@@ -99,7 +99,7 @@ def _decoding(made: Scene, tokens: np.ndarray, loads: bool) -> float:
     made.forget()
     made.engine.prefixes = LoadOnly(made.cache)
     made.engine.submit(_short(made, 0, DECODED))
-    while made.engine.tokens_generated and made.engine._joining:
+    while made.engine.tokens_generated and made.engine.schedule.joining:
         made.engine.step()
     made.engine.step()
     if loads:

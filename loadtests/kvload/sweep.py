@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from common.generation.builtin.engine import PREFILL_TOKENS
+from common.generation.builtin.schedule import PREFILL_TOKENS
 from common.generation.loading import CHUNK
 from loadtests.kvload.scene import VOCAB, Scene, scene
 

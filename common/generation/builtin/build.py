@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.generation.batch.blocks import BLOCK
 from common.generation.batch.paged import PagedMemory
 from common.generation.batch.slots import Slots
-from common.generation.builtin.engine import TorchEngine
+from common.generation.builtin.engine import EngineOptions, TorchEngine
 from common.generation.builtin.paths import PATHS, chosen
 from common.generation.steps.eager import ContiguousMemory, EagerCompute
 from common.generation.steps.graphs import GraphCompute
@@ -38,7 +38,7 @@ def build(
 
     `path`: `native` needs a C++ compiler, `eager` only torch, `graphs` is for a GPU, and runs on a
     CPU as well; `auto` is what `device`, "cpu" or "cuda", has for it (`paths.py`). `kv_tokens`: of
-    the paged cache; 0: all slots full. `options` are TorchEngine's. ConfigError for what cannot be
+    the paged cache; 0: all slots full. `options` are EngineOptions'. ConfigError for what cannot be
     had, a GPU among it.
     """
     if max_length > config.max_positions:
@@ -56,6 +56,7 @@ def build(
             where="rollout",
             fix=f"path: one of {', '.join(PATHS)}; dtype: one of {', '.join(DTYPES)}",
         )
+    how = EngineOptions(**options)
     places = Slots(slots, max_length, math.prod(config.expert_shape))
     width = -(-max_length // BLOCK)
     blocks = max(-(-kv_tokens // BLOCK) or slots * width, width + 1)
@@ -63,7 +64,7 @@ def build(
     def paged(compute: NativeCompute | GraphCompute, name: str) -> TorchEngine:
         memory = PagedMemory(places, blocks, compute.copy)
         compute.attach(memory.table)
-        return TorchEngine(places, compute, memory, config, path=name, **options)
+        return TorchEngine(places, compute, memory, config, name, how)
 
     taken = chosen(path, device, config, dtype)
     behind = f" ({taken.why})" if taken.why else ""
@@ -74,5 +75,6 @@ def build(
         native = NativeCompute(taken.library, config, places, blocks)
         return paged(native, f"native, {dtype}")
     eager = EagerCompute(config, getattr(torch, dtype), places)
+    memory = ContiguousMemory(places, eager)
     slow = f"torch eager, {dtype}{behind}"
-    return TorchEngine(places, eager, ContiguousMemory(places, eager), config, path=slow, **options)
+    return TorchEngine(places, eager, memory, config, slow, how)

@@ -6,7 +6,7 @@ holes between them; the slot jumps over them when it gets there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -15,6 +15,7 @@ from common.clock import Clock
 from common.generation.batch.parts import Memory, StepCompute
 from common.generation.batch.slots import Slots
 from common.generation.builtin.cache_moves import OLDER, shown
+from common.generation.builtin.loaded import LoadedWeights
 from common.generation.contract import SessionCache
 from common.generation.loading import WORTH, Kept, Loading, Origin, Prefixes, Sought
 
@@ -24,9 +25,8 @@ LEAVE_S = 2.0  # to copy what all slots have computed, when nothing decodes any 
 
 
 class PrefixLoads:
-    """Those of one engine. `joining` are its slots that prefill, `places` its adapters. `mixed`:
-    caches of several versions are allowed. `whole` and `able` tell whether it has a whole version,
-    and whether it computes with it.
+    """Those of one engine. `joining` are its slots that prefill. `mixed`: caches of several
+    versions are allowed.
     """
 
     def __init__(
@@ -36,19 +36,16 @@ class PrefixLoads:
         memory: Memory,
         clock: Clock,
         joining: Sequence[int],
-        places: Mapping[str, int],
+        weights: LoadedWeights,
         *,
         mixed: bool,
-        whole: Callable[[], bool],
-        able: Callable[[], bool],
     ) -> None:
         self.prefixes: Prefixes | None = None  # where caches are kept that have no room here
         self.unsought: set[int] = set()  # joining slots whose prefix was not looked for yet
         self.under_way: dict[int, Loading] = {}  # by slot
         self.offered: dict[int, Loading] = {}  # by session, whose request is not here yet
         self._slots, self._compute, self._memory, self._clock = slots, compute, memory, clock
-        self._joining, self._places, self._mixed = joining, places, mixed
-        self._whole, self._able = whole, able
+        self._joining, self._weights, self._mixed = joining, weights, mixed
 
     def __contains__(self, slot: int) -> bool:
         return slot in self.under_way
@@ -60,9 +57,6 @@ class PrefixLoads:
         if self.prefixes is not None:
             self.prefixes.release(sessions)
 
-    def _name(self, place: int) -> str:
-        return next(name for name, at in self._places.items() if at == place)
-
     def expect(self, session: int, load: Loading) -> None:
         """The session's next request, or the one that is being prefilled, may be loaded by `load`:
         an `offer` follows, or its end.
@@ -71,7 +65,7 @@ class PrefixLoads:
         slots = self._slots
         running = [slot for slot in slots.live() if slots.session[slot] == session]
         late = bool(running) and running[0] not in self._joining
-        if session < 0 or late or not self._able():
+        if session < 0 or late or not self._weights.able:
             load.cancelled = True
             return
         self.offered[session] = load
@@ -97,9 +91,9 @@ class PrefixLoads:
 
     def _takes(self, cache: SessionCache, load: Loading) -> bool:
         """Whether another engine's cache may be used here."""
-        slots, place = self._slots, self._places.get(cache.adapter)
+        slots, place = self._slots, self._weights.places.get(cache.adapter)
         fits = cache.layout == self._compute.layout and len(cache.tokens) < slots.max_length
-        if place is None or not self._able() or not fits:
+        if place is None or not self._weights.able or not fits:
             return False
         version = int(slots.loaded[place])
         if load.alone:
@@ -136,7 +130,7 @@ class PrefixLoads:
         known, computed = int(slots.known[slot]), int(slots.computed[slot])
         if self.prefixes is None or known - 1 - computed < WORTH:
             return None
-        adapter = self._name(int(slots.adapter[slot]))
+        adapter = self._weights.name(int(slots.adapter[slot]))
         tokens = slots.tokens[slot, :known].astype(np.int32)
         session = int(slots.session[slot])
         return self.prefixes.find(Sought(tokens, computed, session, adapter))
@@ -155,7 +149,7 @@ class PrefixLoads:
         if fits and load.cache is not None:
             n = min(len(load.cache.tokens), known)
             fits = bool((slots.tokens[slot, :n] == load.cache.tokens[:n]).all())
-            fits &= self._places.get(load.cache.adapter) == slots.adapter[slot]
+            fits &= self._weights.places.get(load.cache.adapter) == slots.adapter[slot]
         load.cancelled = not fits
         if fits:
             self.under_way[slot] = load
@@ -220,7 +214,7 @@ class PrefixLoads:
         """Offers what a slot has computed to who keeps it elsewhere."""
         slots = self._slots
         n = int(slots.computed[slot])
-        if self.prefixes is None or n < WORTH or not self._whole():
+        if self.prefixes is None or n < WORTH or not self._weights.whole:
             return
         pure = bool(slots.weights[slot] == slots.current(slot))
         first = min(int(slots.first_sampled[slot]), n)
@@ -229,7 +223,7 @@ class PrefixLoads:
         kept = Kept(
             tokens=slots.tokens[slot, :n].astype(np.int32),
             session=int(slots.session[slot]),
-            adapter=self._name(int(slots.adapter[slot])),
+            adapter=self._weights.name(int(slots.adapter[slot])),
             pure=pure,
             lost=lost,
             stop_s=stop_s,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.generation.builtin.engine import PREFILL_TOKENS
+from common.generation.builtin.schedule import PREFILL_TOKENS
 from common.generation.loading import CHUNK
 from sim.prefixes.__main__ import A100, GBPS_32, H100, TABLE, TOKEN_BYTES, main
 from sim.prefixes.meeting import Curve, closed_form, events

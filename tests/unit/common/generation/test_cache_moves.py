@@ -401,7 +401,7 @@ def test_a_request_that_ends_while_it_is_loaded_holds_no_room(path: str) -> None
     load = offered(cache, target)
     assert load is not None
     load.expected_s, load._last_s = 1e-9, target._clock.monotonic()
-    target._prefill_rate.add(1000, 1000, 1.0)
+    target.schedule.prefill.add(1000, 1000, 1.0)
     target.submit([next_turn(context)])
     target.step()
     memory = target._memory

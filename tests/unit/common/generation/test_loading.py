@@ -150,7 +150,7 @@ def assert_goes_on(
         assert steps < 400, "it waits for what does not come"
     found = listener.of(2)
     if stops == "is cancelled" and found.finish != full.finish:
-        assert not engine.running and not engine.loads.under_way
+        assert not engine.running and not engine.schedule.loads.under_way
         return
     assert found.tokens == full.tokens
     np.testing.assert_allclose(found.logprobs, full.logprobs, atol=1e-4)

@@ -12,7 +12,7 @@ import pytest
 
 from common.generation.batch.paged import PagedMemory
 from common.generation.batch.slots import Slots
-from common.generation.builtin.build import TorchEngine
+from common.generation.builtin.engine import EngineOptions, TorchEngine
 from common.generation.steps.native import NativeCompute
 from kernels.build import COMPILERS, FLAGS, SOURCES, Library
 from tests.load import scaled
@@ -37,7 +37,7 @@ def test_it_computes_what_the_model_says(target: str, storage: str, tmp_path: Pa
     compute = NativeCompute(Library(path), TINY, slots, 80)
     memory = PagedMemory(slots, 80, compute.copy)
     compute.attach(memory.table)
-    engine = TorchEngine(slots, compute, memory, TINY, path=target)
+    engine = TorchEngine(slots, compute, memory, TINY, target, EngineOptions())
     engine.wake(decoder().state_dict(), 0)
     contexts = {i: words(i, 3 + 45 * i) for i in range(5)}
     heard = Listener(engine).run(*(request(i, c, max_new=20) for i, c in contexts.items()))

@@ -67,7 +67,7 @@ def on_shelves(cache: HostCache) -> list[Found]:
 def arrived(engine: TorchEngine) -> None:
     """All has come that is wanted of what the engine is loading."""
     until = time.monotonic() + scaled(20)
-    while any(not load.over for load in engine.loads.under_way.values()):
+    while any(not load.over for load in engine.schedule.loads.under_way.values()):
         time.sleep(0.001)
         assert time.monotonic() < until, "a load does not end"
 

@@ -272,7 +272,9 @@ def test_a_source_that_dies_half_way_leaves_what_came() -> None:
 
 def copied(bench: Bench) -> bool:
     """Whether some of the session is at engine b."""
-    return any(load.waiting_bytes for load in bench.engines["engine/b"].loads.offered.values())
+    return any(
+        load.waiting_bytes for load in bench.engines["engine/b"].schedule.loads.offered.values()
+    )
 
 
 def test_a_silent_source_is_given_up_on() -> None:
@@ -302,7 +304,7 @@ def test_a_move_that_nobody_waits_for_ends_at_both_engines() -> None:
             await bench.clock.sleep(STEP_S / 10)
         later.cancel()
         await bench.clock.sleep(0.5)
-        (load,) = bench.engines["engine/b"].loads.offered.values()
+        (load,) = bench.engines["engine/b"].schedule.loads.offered.values()
         assert load.over and load.waiting_bytes
         assert bench.services["engine/a"].mesh._server.running == 1, "the shard's own stream"
         await recomputes(bench, context, 1)

@@ -1,0 +1,76 @@
+"""The weights that an engine has: the base's version, and the adapters beside it."""
+
+from __future__ import annotations
+
+from common.errors import Refused
+from common.generation.batch.adapters import MOST_ADAPTERS
+from common.generation.batch.slots import Slots
+from common.generation.contract import NO_VERSION
+
+
+class LoadedWeights:
+    """The weights of one engine. They get a number each time that others come, by which `slots`
+    tell whose a cache is.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self.version = NO_VERSION
+        self.asleep = True
+        self.places: dict[str, int] = {"": 0}  # of adapters that are loaded; the base has none
+        self.broken: set[int] = set()  # of which some tensors are of one version, some of another
+        self._slots, self._numbered = slots, 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is a whole version."""
+        return self.version != NO_VERSION and not self.broken
+
+    @property
+    def able(self) -> bool:
+        """Whether a whole version is in place."""
+        return not self.asleep and self.version != NO_VERSION and not self.broken
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """The versions of the adapters that are loaded beside the base, by their names."""
+        whole = {name: at for name, at in self.places.items() if at and at not in self.broken}
+        return {name: int(self._slots.loaded[at]) for name, at in whole.items()}
+
+    def name(self, place: int) -> str:
+        """The name of the adapter in a place; empty: the base alone."""
+        return next(name for name, at in self.places.items() if at == place)
+
+    def place_for(self, name: str) -> int:
+        """The place of an adapter that is to be loaded. Refused when none is left."""
+        taken = self.places.values()
+        place = self.places.get(name) or next(
+            (i for i in range(1, MOST_ADAPTERS + 1) if i not in taken), 0
+        )
+        if not name or not place:
+            raise Refused(
+                f"adapter {name!r} has no place beside {len(taken) - 1} others",
+                where="engine",
+                fix=f"an engine takes {MOST_ADAPTERS} with names: unload one",
+            )
+        return place
+
+    def loaded_base(self, version: int) -> None:
+        """Other weights have come, for the base and for what is computed with each adapter."""
+        self.version = self._slots.loaded[0] = version
+        for place in self.places.values():
+            self._number(place)
+
+    def loaded_adapter(self, name: str, place: int, version: int) -> None:
+        """Another version of an adapter has come."""
+        self.broken.discard(place)
+        self.places[name] = place
+        self._slots.loaded[place] = version
+        self._number(place)
+
+    def unloaded(self, name: str) -> None:
+        """An adapter is gone."""
+        self.broken.discard(self.places.pop(name))
+
+    def _number(self, place: int) -> None:
+        self._numbered += 1
+        self._slots.numbers[place] = self._numbered
