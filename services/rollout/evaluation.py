@@ -13,7 +13,8 @@ from common.job.evaluation_plan import HELD_OUT, Plan, comparable, estimates, me
 from common.runtime.patience import patiently
 from common.runtime.tasks import all_of
 from common.state import jobs
-from services.rollout.job import EVALUATION_GROUP, ShardJob
+from services.rollout.job import ShardJob
+from services.rollout.runner import EVALUATION_GROUP
 from services.rollout.trajectories.buffers import NOT_SAMPLED
 from services.rollout.trajectories.failures import OTHER
 from services.rollout.trajectories.trajectory import Trajectory
@@ -123,7 +124,8 @@ class EvaluationRun:
             ]
             for i in range(len(rows))
         ]
-        await all_of(shard.run(t, row) for ts, row in zip(every, rows, strict=True) for t in ts)
+        each = [(t, row) for ts, row in zip(every, rows, strict=True) for t in ts]
+        await all_of(shard.runner.run(t, row) for t, row in each)
         drawn = Drawn([[] for _ in rows])
         for rewards, ts in zip(drawn.rewards, every, strict=True):
             for t in ts:
@@ -137,7 +139,6 @@ class EvaluationRun:
                 else:
                     rewards.append(t.ending.reward)
         self._drawn.append(drawn)
-        each = [(t, row) for ts, row in zip(every, rows, strict=True) for t in ts]
         shard.samples.evaluated(self._plan.tag, name, version, each)
         return drawn
 

@@ -24,6 +24,7 @@ from common.state import jobs, pool
 from common.state.jobs import ACTIVE, Phase
 from services.rollout.evaluation import evaluate
 from services.rollout.job import LOOK_S, ShardJob
+from services.rollout.runner import TrajectoryRunner
 
 BROKEN = 70  # exit status after an error that nobody foresaw
 
@@ -103,7 +104,7 @@ class RolloutShard(Actor):
             return
 
     async def _serve(self, data: JobData) -> None:
-        shard = ShardJob(self.mesh, data, self.logs)
+        shard = ShardJob(self.mesh, data, TrajectoryRunner(self.mesh, data, self.logs))
         self.serving = shard
         try:
             await shard.broken.guard(self._served(shard))
@@ -117,9 +118,9 @@ class RolloutShard(Actor):
                 await shard.close()
 
     async def _served(self, shard: ShardJob) -> None:
-        await patiently(self.mesh.clock, shard.sandbox.load)
+        await patiently(self.mesh.clock, shard.runner.sandbox.load)
         await patiently(self.mesh.clock, shard.take_over)
-        self._start(shard.ledger.sync_forever())
+        self._start(shard.runner.ledger.sync_forever())
         self._start(shard.admit_forever())
         while await self._turn(shard):
             await self._pause()

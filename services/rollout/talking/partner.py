@@ -4,6 +4,7 @@ mesh.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -38,16 +39,26 @@ from common.wire.messages import decode, encode
 from services.rollout.environments.pool import command
 from services.rollout.environments.process import START_S, answer_of, dismissed, message_of
 from services.rollout.rewards.sandboxes import KEPT, load_request
-from services.rollout.trajectories.trajectory import Trajectory, Turn
+from services.rollout.trajectories.trajectory import Trajectory
 from services.rollout.trajectories.transcript import Transcript, tool_turn
+from services.rollout.trajectories.turns import Turns
 
 CONVERSATION = 4096  # tokens of a conversation, where the model has positions for so many
 CONVERSE = "services.environment.person:conversation"
 LOAD_S = 120.0  # for the sandbox to import the job's modules
-CALLS = 1024  # most tool calls in a turn, as in training
 
 Hear = Callable[[], Awaitable[str | None]]  # what the person says; None: nothing more
 Show = Callable[[dict[str, Any]], None]  # a turn, as rewards get it, when it has happened
+
+
+@dataclass(frozen=True)
+class PlaySettings:
+    """How a trajectory is played."""
+
+    temperature: float
+    most_new: int  # tokens that the model samples of it
+    show: Show
+    hear: Hear | None = None  # None: nobody is asked
 
 
 @dataclass
@@ -123,7 +134,7 @@ class Partner:
         no room.
         """
         t = Trajectory(key, 0, 0, 0, seed)
-        t.begin(await self._ask(key, "begin", row))
+        t.begin(await self.ask(key, "begin", row))
         if t.length >= self.most:
             raise Refused(
                 f"the prompt is too long: it has {t.length} tokens, and a trajectory at most "
@@ -132,66 +143,15 @@ class Partner:
             )
         show({"role": "prompt", "text": self.transcript.prompt(t)})
         most_new = self.most if most_new is None else most_new
-        reason, score = await self._turns(t, temperature, most_new, show, hear)
-        await self._ask(key, "close", None)
+        turns_of = PartnerTurns(self, t, PlaySettings(temperature, most_new, show, hear))
+        reason, score = await turns_of.play()
+        await self.ask(key, "close", None)
         turns = self.transcript.turns(t, reason)
         if reward and self.job.config.reward.declared:
             score = await self.reward(row, turns)
         return Played(self.transcript.prompt(t), turns, reason, score, t.length, _sampled(t))
 
-    async def _turns(
-        self, t: Trajectory, temperature: float, most_new: int, show: Show, hear: Hear | None
-    ) -> tuple[str, float | None]:
-        while True:
-            left = min(self.most - t.length, most_new - _sampled(t))
-            cut = self._generate(t, temperature, left) is Finish.LENGTH
-            if cut:
-                said, score = await self._ask(t.group, "cut", t.turn.tolist())
-                t.open_turn = Turn(said, 0, cut=True)
-                show({"role": "model", "text": said, "truncated": True})
-                return "length", score
-            text, action, value = await self._ask(t.group, "step", t.turn.tolist())
-            t.open_turn = Turn(text, len(t.turn))
-            show({"role": "model", "text": text})
-            while action == "tool":
-                action, value = await self._called(t, value, show, hear)
-            if action == "done":
-                return "done", value
-            if action == "last":
-                ids, score = value
-                if t.length + len(ids) <= self.most:
-                    t.ended_with(ids)
-                    show({"role": "environment", "text": self.tokenizer.decode(ids)})
-                return "done", score
-            # A person says when a conversation ends; other trajectories are as in training.
-            turns = len(t.past_turns) + 1
-            spent = hear is None and turns >= self.job.config.rollout.max_turns
-            full = t.length + len(value) >= self.most or _sampled(t) >= most_new
-            if spent or full:
-                _, score = await self._ask(t.group, "cut", [])
-                return "turns" if spent else "length", score
-            t.appended(value)
-            show({"role": "environment", "text": self.tokenizer.decode(value)})
-
-    async def _called(
-        self, t: Trajectory, call: list[Any], show: Show, hear: Hear | None
-    ) -> tuple[str, Any]:
-        """What the environment does after a call that it asked for."""
-        name, argument = call
-        assert t.open_turn is not None
-        if name == PERSON:
-            answer: Any = await hear() if hear is not None else None
-        else:
-            if len(t.open_turn.calls()) >= CALLS:
-                raise ToolFailed(f"the environment asked for over {CALLS} tool calls in a turn")
-            begun = any(n == name and _kept(value) for n, _, value in t.called())
-            answer = await self._tool(name, argument, str(t.id), begun)
-            t.open_turn.called(name, argument, answer)
-            show(tool_turn(name, argument, answer))
-        action, value = await self._ask(t.group, "result", answer)
-        return action, value
-
-    def _generate(self, t: Trajectory, temperature: float, most: int) -> Finish:
+    def generate(self, t: Trajectory, temperature: float, most: int) -> Finish:
         """Samples a turn of the model of `most` tokens onto the trajectory; why it ended."""
         rollout = self.job.config.rollout
         request = Request(
@@ -219,7 +179,7 @@ class Partner:
 
     # -- the environment and the sandbox ---------------------------------------------------------
 
-    async def _ask(self, key: int, operation: str, argument: Any) -> Any:
+    async def ask(self, key: int, operation: str, argument: Any) -> Any:
         """What the environment process answers to one operation."""
         deadline_s = self.job.config.environment.step_deadline_s
         if self._environment is None:
@@ -251,7 +211,7 @@ class Partner:
         lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
         return lines[-1] if lines else ""
 
-    async def _tool(self, name: str, argument: Any, session: str, begun: bool) -> Any:
+    async def tool(self, name: str, argument: Any, session: str, begun: bool) -> Any:
         """A tool's value; ToolFailed when it raises, hangs or is not there."""
         config = self.job.config
         if name not in config.environment.tools:
@@ -300,6 +260,56 @@ class Partner:
         for child in (self._environment, self._sandbox):
             if child is not None:
                 await dismissed(child)
+
+
+class PartnerTurns(Turns):
+    """The turns of a trajectory with one engine here, each shown when it has happened."""
+
+    def __init__(self, partner: Partner, t: Trajectory, told: PlaySettings) -> None:
+        # A person says when a conversation ends; other trajectories are as in training.
+        turns = partner.job.config.rollout.max_turns if told.hear is None else math.inf
+        super().__init__(t, partner.most, turns)
+        self._partner, self._told = partner, told
+
+    @property
+    def _room(self) -> int:
+        return self._told.most_new - _sampled(self.t)
+
+    async def generate(self) -> Finish:
+        most = min(self.max_tokens - self.t.length, self._room)
+        return self._partner.generate(self.t, self._told.temperature, most)
+
+    async def step(self, ids: list[int]) -> tuple[str, str, Any]:
+        text, action, value = await self._partner.ask(self.t.group, "step", ids)
+        return text, action, value
+
+    async def result(self, value: Any) -> tuple[str, Any]:
+        action, then = await self._partner.ask(self.t.group, "result", value)
+        return action, then
+
+    async def cut(self, ids: list[int], answered: bool) -> tuple[str, float | None]:
+        said, score = await self._partner.ask(self.t.group, "cut", ids)
+        return said, score
+
+    async def call(self, name: str, argument: Any) -> Any:
+        t, hear = self.t, self._told.hear
+        if name == PERSON:
+            return await hear() if hear is not None else None
+        begun = any(n == name and _kept(value) for n, _, value in t.called())
+        answer = await self._partner.tool(name, argument, str(t.id), begun)
+        assert t.open_turn is not None
+        t.open_turn.called(name, argument, answer)
+        self._told.show(tool_turn(name, argument, answer))
+        return answer
+
+    def said(self, text: str, *, cut: bool = False) -> None:
+        self._told.show({"role": "model", "text": text} | ({"truncated": True} if cut else {}))
+
+    def appended(self, ids: list[int], *, last: bool = False) -> None:
+        self._told.show({"role": "environment", "text": self._partner.tokenizer.decode(ids)})
+
+    def full(self, ids: list[int]) -> bool:
+        return super().full(ids) or self._room <= 0
 
 
 def _sampled(t: Trajectory) -> int:

@@ -30,12 +30,12 @@ def test_trajectories_wait_for_room_and_none_is_lost(tmp_path: Path) -> None:
         assert isinstance(shard, RolloutShard) and shard.serving is not None
         world.machine.disk.room = 0
         await clock.sleep(FULL_S / 2)
-        halfway = {t.id: t.tokens.tolist() for t in shard.serving.active}
+        halfway = {t.id: t.tokens.tolist() for t in shard.serving.runner.active}
         await clock.sleep(FULL_S / 2)
         restored = Restored()
-        for record in ledger.read(shard.serving.ledger.directory):
+        for record in ledger.read(shard.serving.runner.ledger.directory):
             restored.apply(record, shard.serving.seed_of)
-        waiting = {t.id: t.tokens.tolist() for t in shard.serving.active}
+        waiting = {t.id: t.tokens.tolist() for t in shard.serving.runner.active}
         entry = await registry.lookup(mesh.state, "rollout/simulated/0")
         row = await jobs.job(mesh.state, JOB)
         assert entry is not None and row is not None
@@ -44,7 +44,9 @@ def test_trajectories_wait_for_room_and_none_is_lost(tmp_path: Path) -> None:
             "halfway": halfway,
             "waiting": waiting,
             "sampled": {
-                t.id: t.tokens.tolist() for t in shard.serving.active if t.length > t.prompt_length
+                t.id: t.tokens.tolist()
+                for t in shard.serving.runner.active
+                if t.length > t.prompt_length
             },
             "written": {t.id: t.tokens.tolist() for t in restored.trajectories.values()},
             "waits": [wait["what"] for wait in entry.waits],

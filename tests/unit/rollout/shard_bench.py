@@ -47,6 +47,7 @@ from common.wire.bulk.port import ChunkStore
 from services.engine.service import EngineService
 from services.environment.environments import Environments
 from services.rollout.job import ShardJob
+from services.rollout.runner import TrajectoryRunner
 from services.weights.store import WeightStore
 from sim.engines.simulated import SimulatedEngine
 from sim.host import SimulatedChannel, SimulatedHost
@@ -125,13 +126,17 @@ class TrivialSandbox(Actor):
         self.sessions -= set(request.sessions)
 
 
-class WatchedJob(ShardJob):
-    """Its groups and trajectories may be interrupted at any await."""
-
-    interruption = Interruption()
+class WatchedRunner(TrajectoryRunner):
+    """Its trajectories may be interrupted at any await."""
 
     async def run(self, t: Any, row: dict[str, Any]) -> None:
-        await self.interruption.watch(super().run(t, row))
+        await WatchedJob.interruption.watch(super().run(t, row))
+
+
+class WatchedJob(ShardJob):
+    """Its groups may be interrupted at any await."""
+
+    interruption = Interruption()
 
     async def _group(self, *which: Any) -> None:
         await self.interruption.watch(super()._group(*which))
@@ -165,7 +170,7 @@ class ShardBench:
         mesh.state = shard_state
         self.mesh = mesh
         data = JobData(JOB, config, self.root / "bundle", self.root)
-        self.job = WatchedJob(mesh, data, self.root)
+        self.job = WatchedJob(mesh, data, WatchedRunner(mesh, data, self.root))
         await self.job.take_over()
         self.job.enter(0, 0)
         self.tasks.append(asyncio.create_task(self._look()))
@@ -284,11 +289,11 @@ class ShardBench:
 
     def left(self) -> dict[str, Any]:
         """What somebody holds, by holder; empty when nothing goes on."""
-        router = self.job.router
+        router = self.job.runner.router
         found: dict[str, Any] = {
             "stays": list(router.stays),
             "queue": router.waiting,
-            "requests": self.job.commits.out,
+            "requests": self.job.runner.commits.out,
             "waits": [w for w in self.mesh.waits.published([]) if w["what"] != "a hint"],
             "environments": OneCall.open_now,
             "sessions": sorted(self.sandbox.sessions),

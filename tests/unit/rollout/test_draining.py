@@ -29,7 +29,7 @@ def test_a_shard_rests_when_its_groups_are_finished_and_goes_on_when_its_host_do
 
         admits = asyncio.create_task(bench.job.admit_forever())
         await look()
-        while not bench.job.active:
+        while not bench.job.runner.active:
             await look()
         assert not shard.rests
 

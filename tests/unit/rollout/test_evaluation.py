@@ -80,7 +80,7 @@ def evaluation(
         t.buffer.sampled(sampled, np.zeros(2, np.float32), np.array([VERSION, version], np.int32))
         t.ending = Ending("done", reward)
 
-    shard.run = run  # type: ignore[method-assign]
+    shard.runner = SimpleNamespace(run=run)  # type: ignore[assignment]
     shard.mesh = SimpleNamespace(  # type: ignore[assignment]
         name="rollout/job/0",
         clock=SystemClock(),

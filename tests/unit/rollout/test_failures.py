@@ -52,7 +52,7 @@ def test_the_first_failure_is_told_at_once_with_its_place_and_the_others_by_thei
 
 def test_what_two_tell_at_the_same_time_is_counted_whole(tmp_path: Path) -> None:
     async def story(bench: ShardBench) -> None:
-        failures = bench.job.failures
+        failures = bench.job.runner.failures
         for text in (RAISES, SLEEPS, RAISES):
             failures.failed(TrajectoryFailed(text, kind="reward raised"))
             await asyncio.gather(*(failures.tell(last=True) for _ in range(3)))
@@ -63,7 +63,7 @@ def test_what_two_tell_at_the_same_time_is_counted_whole(tmp_path: Path) -> None
 
 def test_a_kind_that_comes_up_while_others_are_told_is_told_next(tmp_path: Path) -> None:
     async def story(bench: ShardBench) -> None:
-        failures = bench.job.failures
+        failures = bench.job.runner.failures
         failures.failed(TrajectoryFailed("one", kind="reward raised"))
         telling = asyncio.ensure_future(failures.tell(last=True))
         await asyncio.sleep(0)
@@ -77,7 +77,7 @@ def test_a_kind_that_comes_up_while_others_are_told_is_told_next(tmp_path: Path)
 
 def test_a_second_job_of_a_shard_tells_its_own_first_failure(tmp_path: Path) -> None:
     async def story(bench: ShardBench) -> None:
-        for failures in (bench.job.failures, Failures(bench.job.mesh, "another")):
+        for failures in (bench.job.runner.failures, Failures(bench.job.mesh, "another")):
             failures.failed(TrajectoryFailed("one", kind="reward raised"))
             await failures.tell(last=True)
         assert [event["job"] for event in await told(bench)] == [JOB, "another"]
@@ -89,7 +89,7 @@ def test_a_tool_that_hangs_in_some_trajectories_does_not_end_a_job_that_scores_o
     tmp_path: Path,
 ) -> None:
     async def story(bench: ShardBench) -> None:
-        failures = bench.job.failures
+        failures = bench.job.runner.failures
         for _ in range(3 * HUNG_CALLS):
             failures.gave_up("look", "look timed out", "slow", 10.0, "environment.tool_deadline_s")
             await bench.clock.sleep(10.0)

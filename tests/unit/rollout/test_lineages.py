@@ -23,6 +23,7 @@ from common.random import Random
 from common.state import groups, jobs, steps
 from services.rollout.job import ShardJob
 from services.rollout.routing.stay import Stay
+from services.rollout.runner import TrajectoryRunner
 from services.rollout.shard import RolloutShard
 from services.rollout.trajectories.trajectory import Ending, Trajectory
 from services.rollout.worked import Worked
@@ -71,11 +72,13 @@ class World:
         )
         job.mesh, job.job = self.mesh, JobData(JOB, job.config, Path(), Path())
         job.held_out = [{"n": 0}]
-        job.worked = Worked(Occupancy(self.mesh.clock.monotonic))
         job.lineage, job._beginning, job._groups = -1, 0, {}
-        job.router = SimpleNamespace(enter=self.entered.append, stays={})  # type: ignore[assignment]
+        router = SimpleNamespace(enter=self.entered.append, stays={})
+        job.runner = TrajectoryRunner.__new__(TrajectoryRunner)
+        job.runner.worked = Worked(Occupancy(self.mesh.clock.monotonic))
+        job.runner.router = router  # type: ignore[assignment]
         job.samples = SimpleNamespace(evaluated=lambda *drawn: None)  # type: ignore[assignment]
-        job.run, job.look = run, look  # type: ignore[method-assign]
+        job.runner.run, job.look = run, look  # type: ignore[method-assign]
         return job
 
     async def begin(self) -> None:
@@ -156,7 +159,8 @@ def test_nobody_waits_for_a_version_that_was_abandoned() -> None:
     async def story(world: World) -> None:
         job = world.job
         under_way = Trajectory(0, 0, 0, 15, seed=0)
-        job.router.stays[under_way.id] = Stay(job.router, under_way)
+        router = job.runner.router
+        router.stays[under_way.id] = Stay(router, under_way)
         job.enter(0, 15)
         assert under_way.version == 15
         job.enter(1, 8)

@@ -89,7 +89,7 @@ def test_it_closes_what_it_has_open_when_its_job_has_ended(tmp_path: Path) -> No
         living = asyncio.create_task(shard.serve())
         await bench.clock.sleep(1.0)
         assert shard.serving is not None and shard.stats()["job"] == JOB
-        ledger, tasks = shard.serving.ledger, shard._background
+        ledger, tasks = shard.serving.runner.ledger, shard._background
         trainer = await Bench(bench.state, None).seat(TRAINER)
         await jobs.set_phase(bench.state, JOB, jobs.Phase.FINISHED, trainer, TRAINER)
         await bench.clock.sleep(15.0)  # environments get some time to clean up

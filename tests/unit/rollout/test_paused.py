@@ -49,7 +49,7 @@ def test_a_paused_job_goes_on_with_the_same_trajectories_and_sessions(tmp_path: 
         assert await shard._turn(bench.job)
         await bench.leave()
         await bench.clock.sleep(10.0)
-        before = {t.id: (t, t.length) for t in bench.job.active}
+        before = {t.id: (t, t.length) for t in bench.job.runner.active}
         sessions, rest = set(bench.sandbox.sessions), [t for t in tasks if not t.done()]
         assert len(before) > ENGINES and sessions and tasks[-1] in rest
 

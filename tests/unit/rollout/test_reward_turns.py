@@ -18,7 +18,7 @@ from common.model.tokenizer import Tokenizer, character_tokenizer
 from common.records.ledger import Kind
 from services.environment.environments import Environments
 from services.environment.tools import BuiltIn, JobTool
-from services.rollout.job import ShardJob
+from services.rollout.runner import TrajectoryRunner
 from services.rollout.trajectories.failures import TrajectoryFailed
 from services.rollout.trajectories.trajectory import Trajectory
 from services.rollout.trajectories.transcript import Transcript
@@ -86,7 +86,9 @@ class Speaking:
         assert self.trajectory.ending is None
 
 
-def job_of(served: Environments, tokenizer: Tokenizer, stop: str, **rollout: Any) -> ShardJob:
+def job_of(
+    served: Environments, tokenizer: Tokenizer, stop: str, **rollout: Any
+) -> TrajectoryRunner:
     async def perform(operation: str, key: int, argument: Any, *_: Any) -> Any:
         status, answer = served.perform(key, operation, argument)
         assert status == "ok", answer
@@ -104,7 +106,7 @@ def job_of(served: Environments, tokenizer: Tokenizer, stop: str, **rollout: Any
         assert status == OK, error
         return float(value)
 
-    job = ShardJob.__new__(ShardJob)
+    job = TrajectoryRunner.__new__(TrajectoryRunner)
     job.config = JobConfig(
         rollout=RolloutConfig(**rollout),
         reward=RewardConfig(use="m:reward"),
@@ -122,12 +124,12 @@ def job_of(served: Environments, tokenizer: Tokenizer, stop: str, **rollout: Any
 
 
 def to_end(
-    job: ShardJob, t: Trajectory, tokenizer: Tokenizer, says: list[str], row: Any = None
+    job: TrajectoryRunner, t: Trajectory, tokenizer: Tokenizer, says: list[str], row: Any = None
 ) -> str:
     """Runs a trajectory that says these turns; why it ended."""
     t.recorded = False
     stay = Speaking(t, [tokenizer.encode(text) for text in says])
-    ending = asyncio.run(job._to_end(stay, ROW if row is None else row))  # type: ignore[arg-type]
+    ending = asyncio.run(job.to_end(stay, ROW if row is None else row))  # type: ignore[arg-type]
     assert ending.reward == 0.5, ending.error
     return ending.reason
 
@@ -300,7 +302,7 @@ def test_a_reward_that_is_not_finite_is_a_named_failure(tokenizer: Tokenizer, sc
 
     job.sandbox = SimpleNamespace(reward=overflowed)  # type: ignore[assignment]
     with pytest.raises(TrajectoryFailed, match=f"the reward is {score}") as failed:
-        asyncio.run(job._reward(fresh(), ROW, "done", None))
+        asyncio.run(job.reward(fresh(), ROW, "done", None))
     assert failed.value.kind == "reward is not finite"
 
 

@@ -13,7 +13,7 @@ from tests.unit.rollout.shard_bench import ENGINES, ShardBench, on_shard
 
 
 async def told(bench: ShardBench) -> list[dict[str, Any]]:
-    await bench.job.times.close()
+    await bench.job.runner.times.close()
     return list(whole(bench.root / "trace" / "shard-0.jsonl"))
 
 
@@ -79,12 +79,12 @@ def test_a_trajectory_that_is_cut_off_is_told_without_an_ending(tmp_path: Path) 
 
 def test_a_group_that_is_not_traced_costs_no_line(tmp_path: Path) -> None:
     async def story(bench: ShardBench) -> None:
-        bench.job.times._traces.share = 0.5  # every other group
+        bench.job.runner.times._traces.share = 0.5  # every other group
         await (await bench.group())
         await (await bench.group())
         assert {row["group"] % 2 for row in await told(bench)} == {1}
         t = Trajectory(0, 0, 0, 0, 0)
-        with bench.job.times.of(t):
+        with bench.job.runner.times.of(t):
             assert not hasattr(t.watch, "parts")
 
     on_shard(tmp_path, story)

@@ -17,8 +17,9 @@ from common.model.tokenizer import Tokenizer
 from common.records.ledger import Kind, Record
 from common.records.token_record import TokenRows
 from services.environment.environments import Environments
-from services.rollout.job import CALLS, ShardJob
+from services.rollout.runner import JobTurns, TrajectoryRunner
 from services.rollout.trajectories.trajectory import Restored, Trajectory
+from services.rollout.trajectories.turns import CALLS
 
 ROOT = Path(__file__).parents[3]
 TOKENIZER = Tokenizer.load(str(ROOT / "examples/calculator/tokenizer.json"))
@@ -97,17 +98,17 @@ class Saying:
         return self._ends
 
 
-async def turns(job: ShardJob, t: Trajectory, said: str) -> tuple[str, float | None]:
+async def turns(runner: TrajectoryRunner, t: Trajectory, said: str) -> tuple[str, float | None]:
     """Runs the trajectory, which says that in each turn."""
-    return await job._turns(Saying(t, said), {})  # type: ignore[arg-type]
+    return await JobTurns(runner, Saying(t, said), {}).play()  # type: ignore[arg-type]
 
 
-def shard_job(pool: Rebuilt, **rollout: Any) -> ShardJob:
+def runner_of(pool: Rebuilt, **rollout: Any) -> TrajectoryRunner:
 
     async def tool(name: str, argument: str, session: str, earlier: Any) -> str:
         return argument
 
-    job = ShardJob.__new__(ShardJob)
+    job = TrajectoryRunner.__new__(TrajectoryRunner)
     job.config = JobConfig(rollout=RolloutConfig(**rollout))
     job.environments = pool  # type: ignore[assignment]
     job.router = SimpleNamespace(returned=lambda stay: None)  # type: ignore[assignment]
@@ -146,7 +147,7 @@ async def test_an_environment_that_is_rebuilt_for_its_cut_knows_the_last_tools_v
     t = Trajectory(0, 0, 0, 0, 0)
     t.recorded = False
     t.begin(await pool.begin({}))
-    job = shard_job(pool, max_turns=3)
+    job = runner_of(pool, max_turns=3)
     assert await turns(job, t, "2") == ("turns", 0.5)
     assert Asking.seen == ["step 2", "result 2"] * 3 + ["cut "]
 
@@ -160,7 +161,7 @@ async def test_a_turn_that_ended_where_there_is_no_more_room_is_not_told_twice(
     call = [(Kind.TOOL, [KEY, "echo", "2", "7"])] if answered else []
     t = restored(opening, (TOKENIZER.encode("2"), "2"), *call)
     value = "7" if answered else "2"
-    job = shard_job(pool, max_tokens=t.length)
+    job = runner_of(pool, max_tokens=t.length)
     assert await turns(job, t, "3") == ("length", 0.5)
     assert Asking.seen == ["step 2", f"result {value}", "cut "]
     (turn,) = t.every_turn
@@ -176,7 +177,7 @@ async def test_an_environment_that_never_stops_calling_tools_fails(
     t.recorded = False
     t.begin(await pool.begin({}))
     with pytest.raises(ToolFailed, match=f"over {CALLS} tool calls"):
-        await turns(shard_job(pool), t, "2")
+        await turns(runner_of(pool), t, "2")
 
 
 @pytest.mark.parametrize("member, length", [(0, 3), (1, 1), (2, 3)])
@@ -187,9 +188,9 @@ async def test_a_trajectory_is_cut_at_the_length_that_its_job_forces(
     t = Trajectory(0, member, 0, 0, 0)
     t.recorded = False
     t.begin(await pool.begin({}))
-    job = shard_job(pool, lengths=[3, 1])
+    job = runner_of(pool, lengths=[3, 1])
     stay = Saying(t, "234567", Finish.LENGTH)
-    assert await job._turns(stay, {}) == ("length", 0.5)  # type: ignore[arg-type]
+    assert await JobTurns(job, stay, {}).play() == ("length", 0.5)  # type: ignore[arg-type]
     assert stay.limits == [t.prompt_length + length]
     assert t.length == t.prompt_length + length
     assert Asking.seen == [f"cut {'234567'[:length]}"]
@@ -208,7 +209,7 @@ async def test_a_last_observation_is_in_the_ledger_with_the_end() -> None:
     t = Trajectory(0, 0, 0, 0, 0)
     t.recorded = False
     t.begin(opening)
-    assert await turns(shard_job(pool), t, "2") == ("done", 0.5)
+    assert await turns(runner_of(pool), t, "2") == ("done", 0.5)
     assert TOKENIZER.decode(t.tokens.tolist()) == "1+1=2=4"
     said = (TOKENIZER.encode("2"), "2")
     again = restored(

@@ -17,7 +17,7 @@ SCORE_S = 3.0
 
 
 def work(bench: ShardBench) -> Work:
-    return bench.job.worked.work(bench.job.commits.recorded)
+    return bench.job.runner.worked.work(bench.job.runner.commits.recorded)
 
 
 def test_time_is_at_engines_in_queues_or_in_tools_and_what_is_in_flight_counts(
@@ -48,7 +48,7 @@ def test_time_is_at_engines_in_queues_or_in_tools_and_what_is_in_flight_counts(
 def test_evaluation_counts_into_nothing(tmp_path: Path) -> None:
     async def story(bench: ShardBench) -> None:
         await evaluate(bench.job, Plan("step-0", 0, ("sampled",)), 0)
-        assert bench.job.commits.sampled > 0
+        assert bench.job.runner.commits.sampled > 0
         assert work(bench) == Work() and bench.job.stats()["work"] == {}
 
     on_shard(tmp_path, story)
@@ -74,11 +74,11 @@ def test_the_gate_is_shut_while_it_holds_back_what_there_is_room_for(tmp_path: P
         job = bench.job
         admits = asyncio.create_task(job.admit_forever())
         job.admitting = True
-        job.hungry.set()
+        job.runner.freed.set()
         await bench.clock.sleep(2.0)
         assert work(bench).shut_s == 0, "the gate lets through more than there is room for"
         await close(bench)
-        while job.active:
+        while job.runner.active:
             await bench.clock.sleep(0.01)
         shut_s = work(bench).shut_s
         await bench.clock.sleep(10.0)
@@ -103,8 +103,8 @@ def test_lengths_of_training_trajectories_that_ended_well_are_kept(tmp_path: Pat
     async def story(bench: ShardBench) -> None:
         await asyncio.gather(*[await bench.group() for _ in range(5)])
         await asyncio.gather(*[await bench.group() for _ in range(5)])
-        lengths = bench.job.worked.lengths
-        assert lengths is not None and lengths.count == bench.job.worked.trajectories == 30
+        lengths = bench.job.runner.worked.lengths
+        assert lengths is not None and lengths.count == bench.job.runner.worked.trajectories == 30
         sampled = work(bench).sampled
         assert lengths.sampled[0] <= sampled / 30 <= lengths.sampled[-1] and lengths.prompt > 0
         assert bench.job.stats()["lengths"] == lengths.told()

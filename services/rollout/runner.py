@@ -1,0 +1,308 @@
+"""The runner of a job's trajectories on a shard: each from its prompt, or from where the ledger has
+it, to its reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+from common.api.engine import Finish, Sampling
+from common.errors import ConfigError, ToolFailed
+from common.job.job_data import JobData
+from common.model.tokenizer import Tokenizer
+from common.records.ledger import Kind
+from common.runtime.mesh import Mesh
+from services.rollout.environments.pool import EnvironmentPool
+from services.rollout.record.group_commit import GroupCommit
+from services.rollout.record.shard_ledger import ShardLedger
+from services.rollout.rewards.judge import judge_of
+from services.rollout.rewards.sandboxes import SandboxClient
+from services.rollout.rewards.scoring import Scorer
+from services.rollout.routing.cmlfq import Scheduler
+from services.rollout.routing.length_history import LengthHistory
+from services.rollout.routing.lengths import Lengths
+from services.rollout.routing.queues import LengthBucket
+from services.rollout.routing.router import Router
+from services.rollout.routing.stay import Stay
+from services.rollout.supervised import supervise
+from services.rollout.timing import TrajectoryTimes
+from services.rollout.trajectories.buffers import NOT_SAMPLED
+from services.rollout.trajectories.failures import Failures, TrajectoryFailed
+from services.rollout.trajectories.trajectory import Ending, Trajectory
+from services.rollout.trajectories.transcript import Transcript
+from services.rollout.trajectories.turns import Turns
+from services.rollout.worked import IN_FLIGHT, Worked
+
+EVALUATION_GROUP = 1 << 40  # evaluation's groups are numbered from here, off the books
+
+
+class TrajectoryRunner:
+    """All that trajectories of a job are run with: engines, environments, tools, rewards and the
+    ledger. Training trajectories are in the ledger before their tokens count; evaluation's start
+    over when the shard does.
+    """
+
+    def __init__(self, mesh: Mesh, job: JobData, logs: Path) -> None:
+        self.mesh, self.job, self.config = mesh, job, job.config
+        rollout = job.config.rollout
+        self.failures = Failures(mesh, job.id)
+        self.sandbox = SandboxClient(mesh, job, self.failures)
+        self.environments = EnvironmentPool(mesh, job, logs, self.failures)
+        self.ledger = ShardLedger(mesh, job)
+        buckets = self._buckets()
+        follows = not rollout.buckets and len(set(rollout.tensor_parallel)) > 1
+        self.history = (
+            LengthHistory(mesh.host, self.ledger.directory, root=job.here)
+            if len(buckets) > 1 or follows
+            else None
+        )
+        lengths = Lengths(self.history.latest if self.history else ())
+        scheduler = Scheduler(buckets, len(job.rows("train")), lengths, follows)
+        self.commits = GroupCommit(mesh, self.ledger)
+        self.router = Router(mesh, self.commits, self._sampling(), rollout.slots, scheduler)
+        tokenizer = Tokenizer.load(str(job.tokenizer))
+        self.transcript = Transcript(tokenizer.decode, self.router.stop, rollout.stop_text)
+        self.times = TrajectoryTimes(mesh, job)
+        self.scorer = Scorer(mesh, job)
+        self.judge = judge_of(mesh, job, self.scorer)
+        self.worked = Worked(self.router.spent)
+        self.freed = asyncio.Event()  # there is room for another trajectory
+
+    def _sampling(self) -> Sampling:
+        rollout = self.config.rollout
+        forced = bool(rollout.lengths)  # then nothing else ends a turn
+        return Sampling(
+            stop=[] if forced else self._stop_ids(),
+            stop_text=[] if forced else rollout.stop_text,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+        )
+
+    def _buckets(self) -> list[LengthBucket]:
+        rollout = self.config.rollout
+        if not rollout.buckets:
+            return [LengthBucket(rollout.max_tokens, rollout.slots)]
+        return [LengthBucket(b.max_tokens, b.batch, b.engines) for b in rollout.buckets]
+
+    def _stop_ids(self) -> list[int]:
+        tokenizer = Tokenizer.load(str(self.job.tokenizer))
+        found = {text: tokenizer.token_to_id(text) for text in self.config.rollout.stop}
+        unknown = [text for text, token in found.items() if token is None]
+        if unknown:
+            raise ConfigError(
+                f"{unknown[0]!r} is no token of the tokenizer",
+                where="rollout.stop",
+                fix="name one of its tokens, or put the text into rollout.stop_text",
+            )
+        return [token for token in found.values() if token is not None]
+
+    @property
+    def active(self) -> list[Trajectory]:
+        """The trajectories that are under way."""
+        return [stay.trajectory for stay in self.router.stays.values()]
+
+    # -- a trajectory ----------------------------------------------------------------------------
+
+    async def train(self, t: Trajectory, row: dict[str, Any]) -> None:
+        """A trajectory of training to its end, and what the job's frozen models make of it; one
+        that the ledger has ended is only scored.
+        """
+        if t.ending is not None:
+            return await self._scored(t)
+        with self.worked.spent.within(IN_FLIGHT), self.times.of(t):
+            await self._lived(t, row)
+        self.worked.trajectories += 1
+        if t.ending is not None and not t.ending.error:
+            self.worked.ended(int((t.versions != NOT_SAMPLED).sum()), t.prompt_length)
+
+    async def _lived(self, t: Trajectory, row: dict[str, Any]) -> None:
+        if self.config.supervised:
+            dataset, most = self.config.dataset, self.config.rollout.max_tokens
+            await supervise(t, row, dataset.response, self.environments, most)
+            if t.ending is not None and t.ending.error:
+                row_failed = TrajectoryFailed(t.ending.error, kind="row that cannot be learned")
+                t.ending = self._failed(t, row_failed)
+            self.freed.set()
+        else:
+            await self.run(t, row)
+        await self._scored(t)
+
+    async def _scored(self, t: Trajectory) -> None:
+        """What the job's frozen models make of a trajectory that has a reward."""
+        if t.ending is not None and t.ending.reward is not None:
+            t.watch.enter("scoring")
+            try:
+                t.scores = await self.scorer.score(t.tokens)
+            except ToolFailed as error:
+                t.ending = self._failed(t, error)
+
+    async def run(self, t: Trajectory, row: dict[str, Any]) -> None:
+        """A trajectory to its end, from wherever the ledger has it."""
+        if t.ending is None:
+            with self.times.of(t):
+                await self._run(t, row)
+
+    async def _run(self, t: Trajectory, row: dict[str, Any]) -> None:
+        stay = self.router.stay(t)
+        try:
+            async with stay:
+                ending = await self.to_end(stay, row)
+        finally:
+            self.environments.close_one(t.id)
+            self.sandbox.ended(str(t.id))
+            self.freed.set()
+        if t.recorded:
+            if t.last:  # with the end, so that a trajectory is never taken up between both
+                self.ledger.defer(Kind.APPEND, [t.id, t.last], t.group)
+            end = [t.id, ending.reason, ending.reward, ending.error]
+            self.ledger.defer(Kind.END, end, t.group)
+        t.ending = ending
+        past = self.router.scheduler.ended(t, stay.course)
+        if past is not None and self.history is not None:
+            self.history.append(past)
+
+    async def to_end(self, stay: Stay, row: dict[str, Any]) -> Ending:
+        """How a trajectory ends that stays at the engines."""
+        t = stay.trajectory
+        try:
+            if t.length == 0:
+                prompt = await self.environments.begin(t.id, row)
+                self._fits(t, prompt)
+                t.begin(prompt)
+                if t.recorded:
+                    head = [t.group, t.member, t.prompt, t.version, t.tokens.tolist()]
+                    await self.ledger.log((Kind.OPEN, head), groups=(t.group,))
+            reason, score = await JobTurns(self, stay, row).play()
+            stay.end()
+            return Ending(reason, await self.reward(t, row, reason, score))
+        except ToolFailed as error:
+            self.mesh.telemetry.log.warning("trajectory failed", trajectory=t.id, error=str(error))
+            return self._failed(t, error)
+
+    def _failed(self, t: Trajectory, error: ToolFailed) -> Ending:
+        """The ending of a trajectory that fails by type, which is told."""
+        kind = self.failures.failed(error, evaluation=t.group >= EVALUATION_GROUP)
+        return Ending("failed", None, str(error), kind)
+
+    def _fits(self, t: Trajectory, prompt: list[int]) -> None:
+        """TrajectoryFailed when a prompt leaves no room for an answer."""
+        most = self.config.rollout.max_tokens
+        if len(prompt) >= most:
+            raise TrajectoryFailed(
+                f"row {t.prompt}: its prompt has {len(prompt)} tokens",
+                kind="prompt too long",
+                fix=f"leave out what is longer than rollout.max_tokens = {most}, or raise it",
+            )
+
+    # -- its reward ------------------------------------------------------------------------------
+
+    async def reward(
+        self, t: Trajectory, row: dict[str, Any], reason: str, score: float | None
+    ) -> float:
+        """Return the job's reward or judge's verdict, or else the environment's own score.
+        TrajectoryFailed if that is no finite number.
+        """
+        found = await self._score(t, row, reason, score)
+        if not math.isfinite(found):
+            raise TrajectoryFailed(
+                f"the reward is {found}, which is no finite number",
+                kind="reward is not finite",
+                fix="see what the reward, its weights or the environment return",
+            )
+        return found
+
+    async def _score(
+        self, t: Trajectory, row: dict[str, Any], reason: str, score: float | None
+    ) -> float:
+        environment = self.config.environment
+        t.watch.enter("reward")
+        if self.judge is not None:
+            return await self.judge.verdict(row, self.transcript.turns(t, reason))
+        if self.config.reward.declared:
+            return await self.sandbox.reward(row, self.transcript.turns(t, reason))
+        if not (environment.use or environment.verifiers):
+            return 0.0
+        if score is None:
+            raise TrajectoryFailed(
+                f"the environment has no score for the trajectory, which ended by {reason}",
+                kind=f"ungradable, ended by {reason}",
+                fix="set reward.use, or return {'done': True, 'reward': x}, and from cut(text)",
+            )
+        return score
+
+    async def close(self) -> None:
+        """Leaves what is in flight to the ledger."""
+        await self.times.close()
+        await self.router.close()
+        await self.commits.close()
+        await self.sandbox.close()
+        await self.scorer.close()
+        if self.judge is not None:
+            await self.judge.close()
+        await self.environments.close()
+        await self.ledger.close()
+        if self.history is not None:
+            self.history.close()
+
+
+class JobTurns(Turns):
+    """The turns of a trajectory that stays at a shard's engines."""
+
+    def __init__(self, runner: TrajectoryRunner, stay: Stay, row: dict[str, Any]) -> None:
+        rollout = runner.config.rollout
+        super().__init__(stay.trajectory, rollout.max_tokens, rollout.max_turns)
+        self._runner, self._stay, self._row = runner, stay, row
+
+    def _replay(self, answered: bool = False) -> Any:
+        t = self.t
+        return [self._row, t.replay(answered=answered), t.tokens[: t.turn_start].tolist()]
+
+    async def generate(self) -> Finish:
+        return await self._stay.generate(self._limit)
+
+    @property
+    def _limit(self) -> int:
+        """Tokens at which the trajectory is cut, its prompt included."""
+        t, config = self.t, self._runner.config
+        if not config.rollout.lengths:
+            return config.rollout.max_tokens
+        index = t.group * config.algorithm.group_size + t.member
+        forced = config.rollout.lengths[index % len(config.rollout.lengths)]
+        return min(t.prompt_length + forced, config.rollout.max_tokens)
+
+    async def step(self, ids: list[int]) -> tuple[str, str, Any]:
+        self.t.watch.enter("environment")
+        return await self._runner.environments.step(self.t.id, ids, self._replay)
+
+    async def result(self, value: Any) -> tuple[str, Any]:
+        self.t.watch.enter("environment")
+        return await self._runner.environments.result(self.t.id, value, self._replay)
+
+    async def cut(self, ids: list[int], answered: bool) -> tuple[str, float | None]:
+        self.t.watch.enter("environment")
+        replay = lambda: self._replay(answered)  # noqa: E731
+        return await self._runner.environments.cut(self.t.id, ids, replay)
+
+    async def call(self, name: str, argument: Any) -> Any:
+        t, runner = self.t, self._runner
+        earlier = t.called()
+        t.watch.enter("tool")
+        answer = await runner.sandbox.tool(name, argument, str(t.id), earlier)
+        if t.recorded:
+            await runner.ledger.log((Kind.TOOL, [t.id, name, argument, answer]), groups=(t.group,))
+        if t.open_turn is not None:
+            t.open_turn.called(name, argument, answer)
+            runner.router.returned(self._stay)
+        return answer
+
+    def said(self, text: str, *, cut: bool = False) -> None:
+        if self.t.recorded and not cut:
+            self._runner.ledger.defer(Kind.TURN, [self.t.id, text], self.t.group)
+
+    def appended(self, ids: list[int], *, last: bool = False) -> None:
+        if self.t.recorded and not last:
+            self._runner.ledger.defer(Kind.APPEND, [self.t.id, ids], self.t.group)
