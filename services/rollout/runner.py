@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.api.engine import Finish, Sampling
-from common.errors import ConfigError, ToolFailed
+from common.errors import ToolFailed
 from common.job.job_data import JobData
 from common.model.tokenizer import Tokenizer
 from common.records.ledger import Kind
@@ -32,7 +32,7 @@ from services.rollout.timing import TrajectoryTimes
 from services.rollout.trajectories.buffers import NOT_SAMPLED
 from services.rollout.trajectories.failures import Failures, TrajectoryFailed
 from services.rollout.trajectories.trajectory import Ending, Trajectory
-from services.rollout.trajectories.transcript import Transcript
+from services.rollout.trajectories.transcript import Transcript, stop_ids
 from services.rollout.trajectories.turns import Turns
 from services.rollout.worked import IN_FLIGHT, Worked
 
@@ -62,8 +62,9 @@ class TrajectoryRunner:
         lengths = Lengths(self.history.latest if self.history else ())
         scheduler = Scheduler(buckets, len(job.rows("train")), lengths, follows)
         self.commits = GroupCommit(mesh, self.ledger)
-        self.router = Router(mesh, self.commits, self._sampling(), rollout.slots, scheduler)
         tokenizer = Tokenizer.load(str(job.tokenizer))
+        sampling = self._sampling(tokenizer)
+        self.router = Router(mesh, self.commits, sampling, rollout.slots, scheduler)
         self.transcript = Transcript(tokenizer.decode, self.router.stop, rollout.stop_text)
         self.times = TrajectoryTimes(mesh, job)
         self.scorer = Scorer(mesh, job)
@@ -71,11 +72,11 @@ class TrajectoryRunner:
         self.worked = Worked(self.router.spent)
         self.freed = asyncio.Event()  # there is room for another trajectory
 
-    def _sampling(self) -> Sampling:
+    def _sampling(self, tokenizer: Tokenizer) -> Sampling:
         rollout = self.config.rollout
         forced = bool(rollout.lengths)  # then nothing else ends a turn
         return Sampling(
-            stop=[] if forced else self._stop_ids(),
+            stop=[] if forced else stop_ids(tokenizer, rollout.stop),
             stop_text=[] if forced else rollout.stop_text,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
@@ -87,18 +88,6 @@ class TrajectoryRunner:
         if not rollout.buckets:
             return [LengthBucket(rollout.max_tokens, rollout.slots)]
         return [LengthBucket(b.max_tokens, b.batch, b.engines) for b in rollout.buckets]
-
-    def _stop_ids(self) -> list[int]:
-        tokenizer = Tokenizer.load(str(self.job.tokenizer))
-        found = {text: tokenizer.token_to_id(text) for text in self.config.rollout.stop}
-        unknown = [text for text, token in found.items() if token is None]
-        if unknown:
-            raise ConfigError(
-                f"{unknown[0]!r} is no token of the tokenizer",
-                where="rollout.stop",
-                fix="name one of its tokens, or put the text into rollout.stop_text",
-            )
-        return [token for token in found.values() if token is not None]
 
     @property
     def active(self) -> list[Trajectory]:

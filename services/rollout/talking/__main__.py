@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, MeshError, NotFound, ToolFailed
-from common.job.job_data import JobData
+from common.errors import MeshError, NotFound, ToolFailed
 from common.process.host import SystemHost
-from common.random import Random
-from common.terminal import guarded_output, print_traceback, visible
 from services.rollout.talking.console import Console
 from services.rollout.talking.partner import Partner
-
-INTERRUPTED = 130
+from services.rollout.talking.program import job_of, parser_of, run, seed_of
 
 
 async def main(a: argparse.Namespace) -> None:
     host = SystemHost()
-    document = json.loads((a.run / "job.json").read_text(encoding="utf-8"))
-    job = JobData.of(document["job"], document["document"], str(a.run))
+    job = job_of(a.run, "talked with")
     config = job.config
-    if config.environment.verifiers:
-        raise ConfigError(
-            "a verifiers environment cannot be talked with", fix="`meshrl eval` evaluates it"
-        )
     converse = bool(config.environment.chat and not config.environment.use and a.row is None)
     partner = Partner(host, job, a.model, a.scratch, converse=converse)
     console = Console(host, quiet=a.json)
-    seed = a.seed if a.seed is not None else int(Random.system().token(7), 16)
+    seed = seed_of(a)
     held_out = job.rows("held_out") or job.rows("train")
     try:
         if a.prompt is not None or a.row is not None:
@@ -107,24 +95,11 @@ def row_of(
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__)
-    found.add_argument("--run", type=Path, required=True, help="the run, whose job it is")
-    found.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
-    found.add_argument("--scratch", type=Path, required=True, help="for logs")
+    found = parser_of(__doc__)
     found.add_argument("--prompt", help="one trajectory of this prompt")
     found.add_argument("--row", type=int, help="one trajectory of a held-out row, from 0")
-    found.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
-    found.add_argument("--seed", type=int)
-    found.add_argument("--json", action="store_true", help="a trajectory a line")
     return found
 
 
 if __name__ == "__main__":
-    sys.excepthook = print_traceback
-    try:
-        with guarded_output():
-            asyncio.run(main(parser().parse_args()))
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-    except MeshError as error:
-        sys.exit(visible(f"error: {error}"))
+    run(main(parser().parse_args()))

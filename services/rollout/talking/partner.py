@@ -25,7 +25,7 @@ from common.api.sandbox import (
     RunTools,
     ToolCall,
 )
-from common.errors import ConfigError, MeshError, Refused, ToolFailed, from_wire
+from common.errors import MeshError, Refused, ToolFailed, from_wire
 from common.generation.builtin.build import TorchEngine, build
 from common.generation.contract import Request
 from common.job.builtin import PERSON
@@ -40,7 +40,7 @@ from services.rollout.environments.pool import command
 from services.rollout.environments.process import START_S, answer_of, dismissed, message_of
 from services.rollout.rewards.sandboxes import KEPT, load_request
 from services.rollout.trajectories.trajectory import Trajectory
-from services.rollout.trajectories.transcript import Transcript, tool_turn
+from services.rollout.trajectories.transcript import Transcript, stop_ids, tool_turn
 from services.rollout.trajectories.turns import Turns
 
 CONVERSATION = 4096  # tokens of a conversation, where the model has positions for so many
@@ -91,7 +91,7 @@ class Partner:
         shape, decoder = load_model(model)
         wanted = max(rollout.max_tokens, CONVERSATION) if converse else rollout.max_tokens
         self.most = min(wanted, shape.max_positions)
-        self.stop = tuple(self._stop_id(text) for text in rollout.stop)
+        self.stop = tuple(stop_ids(self.tokenizer, rollout.stop))
         self.transcript = Transcript(self.tokenizer.decode, self.stop, rollout.stop_text)
         torch.set_num_threads(1)
         self._engine: TorchEngine = build(
@@ -106,12 +106,6 @@ class Partner:
         self._environment: Child | None = None
         self._sandbox: Child | None = None
         self._fresh = True
-
-    def _stop_id(self, text: str) -> int:
-        token = self.tokenizer.token_to_id(text)
-        if token is None:
-            raise ConfigError(f"rollout.stop: {text!r} is no token of the tokenizer")
-        return token
 
     # -- a trajectory ----------------------------------------------------------------------------
 

@@ -7,27 +7,22 @@ A line of the input is `{"prompt": TEXT}` or `{"row": {...}}`, a whole row.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, MeshError, ToolFailed
+from common.errors import ToolFailed
 from common.job.job_data import JobData
 from common.process.host import SystemHost
-from common.random import Random
-from common.terminal import guarded_output, print_traceback, visible
 from services.rollout.talking.console import Console
 from services.rollout.talking.partner import Partner, Played
-
-INTERRUPTED = 130
+from services.rollout.talking.program import job_of, parser_of, run, seed_of
 
 
 @dataclass(frozen=True)
-class Asked:
+class SampledPrompt:
     """What trajectories are to be of. `whole`: the row is one of the job's, or was given as one, so
     that a reward which fails on it is an error; of a bare prompt there may be none.
     """
@@ -45,21 +40,26 @@ class Sampled:
     note: str = ""  # why there is no reward, where that is no error
 
 
-def asked_of(line: str, job: JobData) -> Asked:
+def prompt_of(line: str, job: JobData) -> SampledPrompt:
     """What a line of the input means. A prompt that rows of the job have is that row."""
     told = json.loads(line)
     if "row" in told:
-        return Asked(told["row"], True)
+        return SampledPrompt(told["row"], True)
     prompt, key = str(told["prompt"]), job.config.dataset.prompt
     for which in ("held_out", "train"):
         for row in job.rows(which):
             if row.get(key) == prompt:
-                return Asked(row, True)
-    return Asked({key: prompt}, False)
+                return SampledPrompt(row, True)
+    return SampledPrompt({key: prompt}, False)
 
 
 async def sample(
-    partner: Partner, key: int, asked: Asked, a: argparse.Namespace, seed: int, console: Console
+    partner: Partner,
+    key: int,
+    asked: SampledPrompt,
+    a: argparse.Namespace,
+    seed: int,
+    console: Console,
 ) -> Sampled:
     """One trajectory; what fails in the job's own code is told and not raised. Refused when the
     prompt is too long.
@@ -88,7 +88,7 @@ async def sample(
     return found
 
 
-def document(asked: Asked, found: Sampled, temperature: float, seed: int) -> dict[str, Any]:
+def document(asked: SampledPrompt, found: Sampled, temperature: float, seed: int) -> dict[str, Any]:
     """The line of `meshrl sample --json`; its names are those of `samples.jsonl`."""
     played = found.played
     return {
@@ -120,16 +120,11 @@ def told(found: Sampled) -> Iterable[str]:
 async def main(a: argparse.Namespace) -> int:
     """The exit status: 1 when a trajectory or its reward failed."""
     host = SystemHost()
-    held = json.loads((a.run / "job.json").read_text(encoding="utf-8"))
-    job = JobData.of(held["job"], held["document"], str(a.run))
-    if job.config.environment.verifiers:
-        raise ConfigError(
-            "a verifiers environment cannot be sampled from", fix="`meshrl eval` evaluates it"
-        )
-    asked = [asked_of(line, job) for line in sys.stdin if line.strip()]
+    job = job_of(a.run, "sampled from")
+    asked = [prompt_of(line, job) for line in sys.stdin if line.strip()]
     partner = Partner(host, job, a.model, a.scratch, converse=False)
     console = Console(host, quiet=a.json)
-    begin = a.seed if a.seed is not None else int(Random.system().token(7), 16)
+    begin = seed_of(a)
     failed = False
     try:
         for key, one in enumerate(one for one in asked for _ in range(a.n)):
@@ -148,24 +143,11 @@ async def main(a: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__)
-    found.add_argument("--run", type=Path, required=True, help="the run, whose job it is")
-    found.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
-    found.add_argument("--scratch", type=Path, required=True, help="for logs")
+    found = parser_of(__doc__)
     found.add_argument("--n", type=int, default=1, help="trajectories of each")
-    found.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
     found.add_argument("--max-tokens", type=int, help="that the model samples of each at most")
-    found.add_argument("--seed", type=int)
-    found.add_argument("--json", action="store_true", help="a trajectory a line")
     return found
 
 
 if __name__ == "__main__":
-    sys.excepthook = print_traceback
-    try:
-        with guarded_output():
-            sys.exit(asyncio.run(main(parser().parse_args())))
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-    except MeshError as error:
-        sys.exit(visible(f"error: {error}"))
+    run(main(parser().parse_args()))

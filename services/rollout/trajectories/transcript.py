@@ -9,9 +9,24 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from common.errors import ConfigError
+from common.model.tokenizer import Tokenizer
 from services.rollout.trajectories.trajectory import Trajectory
 
 CUT_SHORT = ("length", "turns")  # why trajectories end that their environment has not ended
+
+
+def stop_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
+    """The ids of `rollout.stop`. ConfigError for a text that is no token."""
+    found = {text: tokenizer.token_to_id(text) for text in texts}
+    unknown = [text for text, token in found.items() if token is None]
+    if unknown:
+        raise ConfigError(
+            f"{unknown[0]!r} is no token of the tokenizer",
+            where="rollout.stop",
+            fix="name one of its tokens, or put the text into rollout.stop_text",
+        )
+    return [token for token in found.values() if token is not None]
 
 
 class Transcript:
