@@ -1,1 +1,1 @@
-"""Hosts that share nothing but a network, made on this one. Open `hosts.py` first."""
+"""A mesh over several hosts. Open `__main__.py` first."""

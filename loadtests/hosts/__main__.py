@@ -32,10 +32,10 @@ from typing import Any
 
 from loadtests.hosts import arms
 from loadtests.hosts.flooded import flooded
-from loadtests.hosts.hosts import lacking
 from loadtests.hosts.plan import BOOKS, Arm, Plan
 from loadtests.jobs.mesh import Paces
 from loadtests.measuring.rotating import measured
+from loadtests.namespaces.hosts import lacking
 
 JOB = Path(__file__).parents[2] / "examples" / "calculator.toml"
 LEARNT = 0.85  # held-out accuracy that the demo reaches

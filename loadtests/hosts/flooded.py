@@ -11,10 +11,10 @@ import psutil
 from common.process.peers import listeners
 from loadtests.hosts.flood.growth import between, read
 from loadtests.hosts.flood.pouring import Pour, Poured
-from loadtests.hosts.host import Host
-from loadtests.hosts.init import HOME
 from loadtests.hosts.mesh import ROOT, Honest, HostsMesh, mesh_over, step_of
 from loadtests.hosts.plan import Arm, Plan, books
+from loadtests.namespaces.host import Host
+from loadtests.namespaces.init import HOME
 
 STRANGER = 2  # number of the host that floods
 FOREVER, BEGUN = 100_000, 3  # steps

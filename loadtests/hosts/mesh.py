@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from common.state.jobs import ENDED
 from loadtests.hosts.eye import Look
-from loadtests.hosts.host import Host
-from loadtests.hosts.hosts import Hosts
-from loadtests.hosts.init import HOME
-from loadtests.jobs.host import MOST_CORES, HostMeter
+from loadtests.measuring.host import MOST_CORES, HostMeter
+from loadtests.namespaces.host import Host
+from loadtests.namespaces.hosts import Hosts
+from loadtests.namespaces.init import HOME
 
 ROOT = f"{HOME}/m"  # of the mesh, on each host
 TOKEN = f"{HOME}/join.token"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadtests.hosts.hosts import Hosts
 from loadtests.jobs.mesh import Paces
+from loadtests.namespaces.hosts import Hosts
 
 Arm = dict[str, Any]  # what one arm found, flat
 BOOKS = ("lost", "trained_twice", "typed_drops", "host_lost", "hosts_lost")

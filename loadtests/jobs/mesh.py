@@ -18,7 +18,7 @@ from common.pool.rows import Gang
 from common.state import events, pool, registry
 from common.state.client import State
 from common.state.events import Event
-from loadtests.jobs.host import MOST_CORES, HostMeter
+from loadtests.measuring.host import MOST_CORES, HostMeter
 from loadtests.measuring.meter import Meter
 from meshrl.client.client import Client, JobHandle
 from meshrl.directory.places import MeshPlace, read_json

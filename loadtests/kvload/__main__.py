@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loadtests.jobs.host import MOST_CORES, HostMeter
 from loadtests.kvload.busy import LONG, busy
 from loadtests.kvload.link import linked
 from loadtests.kvload.sweep import OVER_SOCKETS, POINTS, Point, sweep
 from loadtests.kvload.turns import PROMPT, cost, turns
 from loadtests.measuring.flat import flat
+from loadtests.measuring.host import MOST_CORES, HostMeter
 
 QUICK = (Point("30M", 2048, (0.2, 1.0, 5.0)),)
 

@@ -24,7 +24,7 @@ START_S = 120.0  # native code may have to be compiled
 
 
 class EngineProcesses:
-    """Engines by name; `loadtests.workers.engine_member` says what their options are."""
+    """Engines by name; `loadtests.measuring.engine_member` says what their options are."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory  # of their logs, and of the mesh's settings
@@ -32,7 +32,7 @@ class EngineProcesses:
 
     def start(self, name: str, *options: str) -> None:
         log = (self._directory / f"{name.replace('/', '-')}.log").open("ab")
-        argv = [sys.executable, "-m", "loadtests.workers.engine_member", "--name", name]
+        argv = [sys.executable, "-m", "loadtests.measuring.engine_member", "--name", name]
         env = {**os.environ, SETTINGS_ENV: str(self._directory / "settings.json")}
         self.running[name] = subprocess.Popen([*argv, *options], stdout=log, stderr=log, env=env)
         log.close()

@@ -15,7 +15,7 @@ from typing import Any
 from common.pool.explained import PLANNED
 from common.records import lines
 from common.state.events import Event
-from loadtests.jobs.host import HostMeter
+from loadtests.measuring.host import HostMeter
 from meshrl.view.recording.recorded import EVENTS, event_of
 from sim.mesh.paced.running import rl_s
 

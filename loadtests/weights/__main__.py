@@ -22,8 +22,8 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 
-from loadtests.hosts.hosts import lacking
 from loadtests.measuring.flat import flat
+from loadtests.namespaces.hosts import lacking
 from loadtests.weights.arms.adapters import adapters
 from loadtests.weights.arms.codec import codec
 from loadtests.weights.arms.fanout import fanout

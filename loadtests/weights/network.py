@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from loadtests.hosts.network import Network, address
+from loadtests.namespaces.network import Network, address
 
 CLONE_NEWNET = 0x40000000
 END_S = 10.0
@@ -45,7 +45,7 @@ class Links:
 
     async def __aenter__(self) -> Links:
         try:
-            router = await self._holder(sys.executable, "-m", "loadtests.hosts.router", "0")
+            router = await self._holder(sys.executable, "-m", "loadtests.namespaces.router", "0")
             holders = [self._holder("sh", "-c", HELD) for _ in self._rates]
             self.pids = list(await asyncio.gather(*holders))
             for number, (pid, rate) in enumerate(zip(self.pids, self._rates, strict=True)):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadtests.jobs.host import MOST_CORES, HostMeter
+from loadtests.measuring.host import MOST_CORES, HostMeter
 
 Arm = dict[str, Any]  # what one arm found, flat
 MIB = 1 << 20

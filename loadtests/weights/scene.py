@@ -47,8 +47,8 @@ FORKED = (
     "services.weights.store",
     "services.engine.running",
     "services.node.agent",
-    "loadtests.weights.member",
-    "loadtests.weights.serving",
+    "loadtests.weights.members.member",
+    "loadtests.weights.members.serving",
     "torch.distributed",
     "numpy.ma",
     "encodings.idna",
@@ -212,7 +212,7 @@ class Scene:
         log = self.root(host) / f"{name.replace('/', '-')}.log"
         settings = self.settings(host)
         net = str(self.links.pids[host] if self.links is not None else 0)
-        argv = [sys.executable, "-m", "loadtests.weights.within", net, module, *words]
+        argv = [sys.executable, "-m", "loadtests.weights.members.within", net, module, *words]
         about = {SETTINGS_ENV: str(settings), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         about |= {"MALLOC_ARENA_MAX": "2"} | env
         child = self._host.spawn(argv, name=name, env=about, log=log, pipe=pipe)
@@ -227,9 +227,9 @@ class Scene:
         return member
 
     async def member(self, kind: str, name: str, host: int, *words: str, **env: str) -> Member:
-        """A process of `loadtests.weights.member` that takes orders."""
-        words = (kind, name, *words)
-        member = self.start(name, host, "loadtests.weights.member", *words, pipe=True, **env)
+        """A process of `loadtests.weights.members.member` that takes orders."""
+        module = "loadtests.weights.members.member"
+        member = self.start(name, host, module, kind, name, *words, pipe=True, **env)
         await member.begun()
         return member
 
@@ -255,9 +255,9 @@ class Scene:
         return await self.serving("shard", f"rollout/{job}/{number}", host, job)
 
     async def serving(self, kind: str, name: str, host: int, *words: str) -> Member:
-        """A process of `loadtests.weights.serving` that takes orders."""
-        words = (kind, name, *words)
-        member = self.start(name, host, "loadtests.weights.serving", *words, pipe=True)
+        """A process of `loadtests.weights.members.serving` that takes orders."""
+        module = "loadtests.weights.members.serving"
+        member = self.start(name, host, module, kind, name, *words, pipe=True)
         await member.begun()
         return member
 

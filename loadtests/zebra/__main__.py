@@ -27,8 +27,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from loadtests.jobs.host import HostMeter
 from loadtests.measuring.flat import flat
+from loadtests.measuring.host import HostMeter
 from loadtests.zebra.arms import COUNT, LONGEST_S, MICROS, TOKENS, Setting, arms
 
 SETTINGS = ("D1:4096", "D1:16384", "D1:20480")

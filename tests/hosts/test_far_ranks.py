@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from loadtests.hosts.hosts import CODE, Hosts
-from loadtests.hosts.init import HOME
+from loadtests.namespaces.hosts import CODE, Hosts
+from loadtests.namespaces.init import HOME
 from tests.load import scaled
 
 DEADLINE_S = 6.0  # for a meeting of ranks, and for each collective

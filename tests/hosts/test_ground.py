@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loadtests.hosts import leftovers
-from loadtests.hosts.host import Host
-from loadtests.hosts.hosts import Hosts
+from loadtests.namespaces import leftovers
+from loadtests.namespaces.host import Host
+from loadtests.namespaces.hosts import Hosts
 from tests.hosts.conftest import PORT, probed, serving
 from tests.load import scaled
 
@@ -93,7 +93,7 @@ async def test_a_share_of_packets_is_lost_and_connections_bear_it() -> None:
 @pytest.mark.deep
 async def test_a_partition_cuts_one_host_off_and_an_open_connection_outlives_it() -> None:
     async with Hosts(3) as hosts, serving(hosts[0]):
-        words = ("loadtests.hosts.probe", "ask", hosts[0].address, str(PORT))
+        words = ("loadtests.namespaces.probe", "ask", hosts[0].address, str(PORT))
         async with hosts[1].started("python", "-m", *words, "800", pipes=True) as asking:
             assert asking.stdout and await asking.stdout.readline()
             async with hosts.partition(1):
@@ -116,7 +116,7 @@ async def test_a_killed_host_is_silent_and_comes_back_with_its_disk() -> None:
             _, left = await asyncio.to_thread(psutil.wait_procs, processes, timeout=scaled(20.0))
             assert not left
         refused = await hosts[0].run(
-            *("python", "-m", "loadtests.hosts.probe", "ask", "10.77.1.2", str(PORT), "1"),
+            *("python", "-m", "loadtests.namespaces.probe", "ask", "10.77.1.2", str(PORT), "1"),
             check=False,
         )
         assert "timed out" in refused.err, "a dead host answers nothing, not even a refusal"
@@ -160,7 +160,7 @@ async def test_nothing_is_left_when_a_test_is_cancelled() -> None:
 async def test_nothing_is_left_when_a_test_is_killed() -> None:
     program = """
 import asyncio, sys
-from loadtests.hosts.hosts import Hosts
+from loadtests.namespaces.hosts import Hosts
 async def main():
     async with Hosts(2) as hosts, hosts[1].started("sleep", "604"):
         print(hosts.router, hosts[0].init, hosts[1].init, flush=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.hosts.hosts import Hosts
 from loadtests.hosts.mesh import ROOT, HostsMesh, mesh_over
+from loadtests.namespaces.hosts import Hosts
 from tests.load import scaled
 
 JOB = Path(__file__).parents[1] / "mesh" / "jobs" / "digits.toml"

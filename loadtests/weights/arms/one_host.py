@@ -16,7 +16,7 @@ import statistics
 from pathlib import Path
 
 from loadtests.weights import contents
-from loadtests.weights.peers import serving, written
+from loadtests.weights.members.peers import serving, written
 from loadtests.weights.plan import Arm, Honest, Plan, ratios, spread
 from loadtests.weights.scene import Member, Scene
 
@@ -43,7 +43,7 @@ class Ends:
         for rank in range(2):
             words = (str(rank), meeting)
             member = self.scene.start(
-                f"gloo{rank}", 0, "loadtests.weights.peers", *words, pipe=True
+                f"gloo{rank}", 0, "loadtests.weights.members.peers", *words, pipe=True
             )
             await member.begun()
             self.ranks.append(member)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 LEAST = 256  # groups: plans take some 1 % longer than of trajectories one by one,
-PER_WORKER = 16  # and with so many for each accelerator 0.1 % (`loadtests/plan.py`)
+PER_WORKER = 16  # and with so many for each accelerator 0.1 % (`loadtests.plan`)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadtests.hosts.hosts import CODE
-from loadtests.hosts.hosts import lacking as namespaces_lack
+from loadtests.namespaces.hosts import CODE
+from loadtests.namespaces.hosts import lacking as namespaces_lack
 from tests.deploy.slurm import cluster
 from tests.deploy.slurm.cluster import Cluster
 from tests.load import scaled

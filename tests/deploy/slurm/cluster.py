@@ -18,8 +18,8 @@ import shutil
 from pathlib import Path
 from types import TracebackType
 
-from loadtests.hosts.host import Host
-from loadtests.hosts.hosts import Hosts
+from loadtests.namespaces.host import Host
+from loadtests.namespaces.hosts import Hosts
 from tests.load import scaled
 
 USER, UID = "researcher", 20001

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loadtests.replay import DEATHS, JOB, one_run
+from loadtests.replay.runs import DEATHS, JOB, one_run
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.group("replayed steps")]
 

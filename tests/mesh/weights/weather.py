@@ -19,8 +19,8 @@ from common.generation.builtin.build import build
 from common.generation.contract import Request
 from common.state import registry
 from loadtests.weights import models
+from loadtests.weights.members.serving import PROMPT
 from loadtests.weights.scene import Member, Scene
-from loadtests.weights.serving import PROMPT
 from tests.load import scaled
 from tests.unit.common.wire.road import Road
 

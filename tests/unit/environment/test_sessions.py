@@ -10,7 +10,7 @@ import pytest
 
 from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
-from loadtests.chat_templates import directory_of
+from loadtests.chat_templates.comparing import directory_of
 from services.environment.environments import Environments
 from services.environment.tools import BadCall, BuiltIn, JobTool
 from tests.unit.common.model.chatting import qwen3_tokenizer

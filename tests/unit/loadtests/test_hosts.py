@@ -7,9 +7,9 @@ from typing import Any
 from loadtests.hosts.__main__ import result
 from loadtests.hosts.arms import named_s
 from loadtests.hosts.eye import Look
-from loadtests.hosts.hosts import Hosts
 from loadtests.hosts.mesh import HostsMesh
 from loadtests.hosts.plan import Arm
+from loadtests.namespaces.hosts import Hosts
 
 SOUND: Arm = {"valid": 1, "late_share": 0.0, "host_cores": 1.0, "steal_cores": 0.0, "load": 1.0}
 BOOKS: Arm = {"lost": 0, "trained_twice": 0, "typed_drops": 0, "host_lost": 0, "hosts_lost": 0}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from loadtests.checkpoints.drawn import CLASSES
-from loadtests.models import SHORT, TOLERANCE, run
+from loadtests.models.comparing import SHORT, TOLERANCE, run
+from loadtests.models.drawn import CLASSES
 
 pytestmark = [pytest.mark.group("transformers"), pytest.mark.needs("compiler")]
 

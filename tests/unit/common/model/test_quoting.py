@@ -16,7 +16,7 @@ from common.model.chat import Chat
 from common.model.messages import Message
 from common.model.quoting import ALIAS, MARK
 from common.model.tokenizer import Tokenizer
-from loadtests.chat_templates import ADD, CALL, SYSTEM, USER, VALUE, directory_of
+from loadtests.chat_templates.comparing import ADD, CALL, SYSTEM, USER, VALUE, directory_of
 from services.environment.environments import Environments
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.common.model.templates.formats import FORMATS

@@ -17,7 +17,7 @@ from common.errors import PeerLost
 from common.state import registry
 from common.transport.zmq import ZmqTransport
 from common.wire.messages import Frame
-from loadtests.rpc import PING, Echo
+from loadtests.rpc.echo import PING, Echo
 from tests.load import scaled
 from tests.meshes import SECRET, begun, keys_of
 from tests.unit.common.runtime.talking import Join, call_until_refused, until

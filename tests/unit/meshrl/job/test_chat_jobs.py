@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from loadtests.chat_templates import directory_of
+from loadtests.chat_templates.comparing import directory_of
 from meshrl.job.jobfile import load
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.common.model.templates.formats import FORMATS

@@ -22,7 +22,7 @@ from common.process.host import SystemHost
 from common.random import Random
 from common.secret import SECRET_BYTES
 from common.settings import REDIS_ENV, SETTINGS_ENV, MeshSettings
-from loadtests.chat_templates import directory_of
+from loadtests.chat_templates.comparing import directory_of
 from services.environment.environments import made, parser
 from services.rollout.environments.pool import EnvironmentPool, command
 from services.rollout.trajectories.failures import TrajectoryFailed

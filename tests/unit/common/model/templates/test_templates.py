@@ -16,7 +16,15 @@ from common.errors import ConfigError
 from common.model.chat import Chat, ChatBroken
 from common.model.templates.conversation import MARK
 from common.model.tokenizer import Tokenizer
-from loadtests.chat_templates import ADD, AGAIN, ANSWER, SYSTEM, USER, compared, directory_of
+from loadtests.chat_templates.comparing import (
+    ADD,
+    AGAIN,
+    ANSWER,
+    SYSTEM,
+    USER,
+    compared,
+    directory_of,
+)
 from tests.unit.common.model.templates.formats import FORMATS, QWEN3
 
 pytestmark = pytest.mark.group("transformers")  # which one worker imports for all

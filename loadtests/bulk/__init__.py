@@ -1,0 +1,1 @@
+"""The bulk port beside TLS."""

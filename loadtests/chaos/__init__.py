@@ -1,0 +1,1 @@
+"""Faults of a running mesh. Open `faults.py` first."""

@@ -1,0 +1,392 @@
+"""Faults of a running mesh, and the verdict on its run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from common.errors import MeshError
+from common.state import jobs, registry
+from common.state.client import State
+from loadtests.damage.files import KINDS, LAUNCHER
+from loadtests.damage.harms import harm
+
+GAP_S = (2.0, 5.0)  # between the end of one fault and the next
+STOPPED_S = 8.0  # a stop lasts until the lease is gone, and at least a second more
+WITHOUT_LEASE_S = 12.0  # of a process that holds none
+RUN_S = 1800.0  # the whole run, faults included
+MORE_STEPS = 24  # for a run that has finished before all faults were made
+FULL_S = (2.0, 8.0)  # how long there is no room
+DISK = "1g"  # of a run whose disk is filled
+HARMFUL = ("flip", "truncate", "empty")
+NAMED_S = 30.0  # by when a stop that holds somebody up must be named
+UP_S = 120.0
+UNREGISTERED = {
+    "redis-server": "redis",
+    "valkey": "redis",
+    "module:common.process.forking.nursery": "nursery",
+}
+WAITED_FOR = ("engine", "trainer", "rollout", "sandbox", "weights", "environment", "redis")
+
+
+@dataclass(frozen=True)
+class Target:
+    name: str
+    kind: str
+    pid: int
+
+
+@dataclass
+class Report:
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    named_s: list[float] = field(default_factory=list)  # of stops that somebody waited for
+    unnamed: list[str] = field(default_factory=list)
+
+
+class Chaos:
+    """The faults of one run."""
+
+    def __init__(self, run_dir: Path, seed: int, kinds: list[str], count: int) -> None:
+        self.run_dir, self.kinds, self.count = run_dir, kinds, count
+        self.random = random.Random(seed)
+        self.report = Report()
+        # What a running mesh reads again and has another copy of.
+        self.damageable = [k for k in KINDS if k.recovers and LAUNCHER not in k.readers]
+
+    async def wreak(self) -> None:
+        """Injects the faults one after the other while the run trains, until all are made."""
+        while len(self.report.faults) < self.count:
+            await self._until_training()
+            await asyncio.sleep(self.random.uniform(*GAP_S))
+            phase = await self._phase()
+            if phase in jobs.ENDED:
+                continue
+            fault = self.random.choice(self.kinds)
+            entry = {"fault": fault, "phase": phase, "at": time.time()}
+            match fault:
+                case "damage":
+                    made = await self._damage()
+                case "full":
+                    made = await self._fill()
+                case _:
+                    made = await self._hit(fault)
+            if made:
+                self.report.faults.append(entry | made)
+            else:
+                _say(f"no {fault} was made")
+
+    async def _hit(self, fault: str) -> dict[str, Any]:
+        """Kills or stops one process; empty when there was none, or it ended by itself just now."""
+        target = self._choose(await self._targets())
+        if target is None:
+            return {}
+        _say(f"{fault} {target.name} ({target.pid})")
+        try:
+            if fault == "kill":
+                os.kill(target.pid, signal.SIGKILL)
+                return {"name": target.name}
+            return {"name": target.name} | await self._stop(target)
+        except ProcessLookupError:
+            return {}
+
+    async def _damage(self) -> dict[str, Any]:
+        """Damages a file that a process of the mesh reads again, and kills that process."""
+        kind = self.random.choice(self.damageable)
+        targets = await self._targets()
+        path = next(iter(kind.found(self.run_dir)), None)
+        how = self.random.choice(HARMFUL)
+        if path is None or harm(how, path, None, kind.at_head):
+            return {}
+        _say(f"{how} {path}")
+        for target in targets:
+            if target.name in kind.readers or target.kind in kind.readers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(target.pid, signal.SIGKILL)
+        return {"name": f"{kind.name} {how}"}
+
+    async def _fill(self) -> dict[str, Any]:
+        """Takes all room of the run's disk for some seconds."""
+        lasts = self.random.uniform(*FULL_S)
+        _say(f"no room for {lasts:.1f} s")
+        filler = self.run_dir.parent / "filler"
+        try:
+            with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(bytes(1 << 20)):
+                    pass
+            await asyncio.sleep(lasts)
+        finally:
+            filler.unlink(missing_ok=True)
+        return {"name": f"{lasts:.1f} s"}
+
+    async def _stop(self, target: Target) -> dict[str, Any]:
+        """Stops a process until its lease has expired; how soon it was named as the culprit."""
+        os.kill(target.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        lasts = STOPPED_S if target.kind in LEASED else WITHOUT_LEASE_S
+        named: float | None = None
+        waited = False
+        polls: list[dict[str, Any]] = []
+        try:
+            while (passed := time.monotonic() - began) < lasts:
+                stalls = await self._stalls()
+                polls.append(_poll(time.monotonic() - began, passed, stalls))
+                for stall in stalls:
+                    if stall["culprit"] == target.name and not waited:
+                        named, waited = time.monotonic() - began, bool(stall["waiter"])
+                await asyncio.sleep(max(0.0, min(0.5, lasts - passed)))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(target.pid, signal.SIGCONT)
+        if named is not None and waited:
+            self.report.named_s.append(named)
+        elif named is None and target.kind in WAITED_FOR:
+            self.report.unnamed.append(target.name)
+            _say(f"never named {target.name}: {json.dumps(polls)}")
+        return {"named_s": named, "waited_for": waited}
+
+    async def _stalls(self) -> list[dict[str, Any]]:
+        """What `meshrl status --stalled` says, as a user would ask."""
+        asked = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "meshrl", "status", "--stalled", "--json"),
+            *("--mesh", str(self.run_dir)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        async with asyncio.timeout(30.0):
+            out, _ = await asked.communicate()
+        try:
+            found: list[dict[str, Any]] = json.loads(out)
+        except ValueError:
+            return []
+        return found
+
+    # -- what there is to hit --------------------------------------------------------------------
+
+    async def _targets(self) -> list[Target]:
+        found = [*self._unregistered()]
+        with contextlib.suppress(MeshError):
+            state = await State.open(self._url, connect_s=2.0)
+            try:
+                for entry in await registry.entries(state):
+                    if entry.alive:
+                        found.append(Target(entry.name, entry.kind, entry.pid))
+                        environments = entry.stats.get("environments", {})
+                        found += [Target(n, "environment", p) for n, p in environments.items() if p]
+            finally:
+                await state.close()
+        return [t for t in found if psutil.pid_exists(t.pid)]
+
+    def _unregistered(self) -> list[Target]:
+        """Redis and the nursery, by their command lines."""
+        found = []
+        directory = str(self.run_dir / "mesh")
+        for process in psutil.process_iter(["pid", "cmdline", "cwd"]):
+            line = " ".join(process.info["cmdline"] or [])
+            ours = directory in line or (process.info["cwd"] or "").startswith(directory)
+            for mark, name in UNREGISTERED.items():
+                if ours and mark in line:
+                    found.append(Target(name, name, process.info["pid"]))
+        return found
+
+    def _choose(self, targets: list[Target]) -> Target | None:
+        """First a kind, then one of it, so that the many of one kind do not hide the few."""
+        kinds = sorted({t.kind for t in targets} - {"launcher"})
+        if not kinds:
+            return None
+        kind = self.random.choice(kinds)
+        return self.random.choice(sorted((t for t in targets if t.kind == kind), key=repr))
+
+    async def _until_training(self) -> None:
+        settings = self.run_dir / "mesh" / "settings.json"
+        async with asyncio.timeout(UP_S):
+            while not settings.exists():
+                await asyncio.sleep(0.2)
+        while await self._phase() != jobs.Phase.TRAINING:  # until this task is ended
+            await asyncio.sleep(0.5)
+
+    @property
+    def _url(self) -> str:
+        """Of the mesh that runs now: one that was resumed has another."""
+        settings = self.run_dir / "mesh" / "settings.json"
+        return str(json.loads(settings.read_text())["redis_url"])
+
+    async def _phase(self) -> str:
+        try:
+            state = await State.open(self._url, connect_s=2.0)
+        except (MeshError, OSError, ValueError):
+            return "unknown"
+        try:
+            phases = [row.phase for row in await jobs.jobs(state)] or [jobs.Phase.QUEUED]
+            return jobs.Phase.TRAINING if jobs.Phase.TRAINING in phases else phases[-1]
+        except MeshError:
+            return "unknown"
+        finally:
+            await state.close()
+
+
+LEASED = (
+    "planner",
+    "rollout",
+    "weights",
+    "sandbox",
+    "node",
+    "worker",
+    "engine",
+    "trainer",
+    "hybrid",
+)
+
+
+async def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The verdict on a run under faults."""
+    kinds = arguments.faults.split(",")
+    folder = Path(tempfile.mkdtemp(prefix="meshrl-chaos-"))
+    with _disk_of_its_own(folder) if "full" in kinds else contextlib.nullcontext():
+        out = arguments.out or folder / "run"
+        chaos = Chaos(out, arguments.seed, kinds, arguments.count)
+        faults = asyncio.create_task(chaos.wreak())
+        log = folder.with_name(f"{folder.name}.log")
+        status = await _followed(arguments, chaos, faults, log)
+        if faults.done():
+            faults.result()  # what went wrong with the injection is no verdict on the mesh
+        faults.cancel()
+        await asyncio.gather(faults, return_exceptions=True)
+        return verdict(out, status, chaos.report, arguments.count)
+
+
+async def _followed(
+    arguments: argparse.Namespace, chaos: Chaos, faults: asyncio.Task[None], log: Path
+) -> int:
+    """The exit status of the run, which goes on until `faults` are made; -1: it hangs."""
+    out = chaos.run_dir
+    words = ["run", str(arguments.job), "--set", f"out={out}"]
+    for change in arguments.set or []:
+        words += ["--set", change]
+    try:
+        async with asyncio.timeout(RUN_S):
+            while True:
+                status = await _ran(words, log)
+                _say(_end_of(log))
+                if status != 0 or faults.done():
+                    return status
+                held = json.loads((out / "job.json").read_text())
+                steps = held["document"]["budget"]["steps"] + MORE_STEPS
+                words = ["resume", str(out), "--set", f"budget.steps={steps}"]
+    except TimeoutError:
+        _say(_end_of(log))
+        return -1
+
+
+async def _ran(words: list[str], log: Path) -> int:
+    """The exit status of a command; one that is given up gets SIGINT, and a minute."""
+    with log.open("wb") as stream:
+        run = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "meshrl", *words, stdout=stream, stderr=stream
+        )
+    try:
+        return await run.wait()
+    except asyncio.CancelledError:
+        run.send_signal(signal.SIGINT)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(60.0):
+                await run.wait()
+        raise
+
+
+@contextlib.contextmanager
+def _disk_of_its_own(folder: Path) -> Iterator[None]:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "run", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def _poll(at_s: float, asked_s: float, stalls: list[dict[str, Any]]) -> dict[str, Any]:
+    """One answer of `meshrl status --stalled`, as evidence for a stop that it never named."""
+    named = [f"{stall['waiter']} -> {stall['culprit']}: {stall['reason']}" for stall in stalls]
+    return {"at_s": round(at_s, 2), "took_s": round(at_s - asked_s, 2), "stalls": named}
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text()[-6000:]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def verdict(out: Path, status: int, report: Report, count: int) -> dict[str, Any]:
+    """One flat object; `ok` is what the exit status says."""
+    try:
+        summary = json.loads((out / "summary.json").read_text())
+    except (OSError, ValueError):
+        summary = {}
+    first = min((f["at"] for f in report.faults), default=float("inf"))
+    after = (summary.get("held_out") or {}).get("after") or {}
+    named = max(report.named_s, default=0.0)
+    if report.unnamed:
+        named = float("inf")
+    answer = {
+        "faults": len(report.faults),
+        "count": count,
+        "kills": sum(f["fault"] == "kill" for f in report.faults),
+        "stops": sum(f["fault"] == "stop" for f in report.faults),
+        "damages": sum(f["fault"] == "damage" for f in report.faults),
+        "full_disks": sum(f["fault"] == "full" for f in report.faults),
+        "hit": ",".join(f"{f['fault']}:{f['name']}" for f in report.faults),
+        "completed": int(status == 0 and summary.get("phase") == jobs.Phase.FINISHED),
+        "continued": continued(out, first),
+        "lost": summary.get("lost"),
+        "trained_twice": summary.get("trained_twice"),
+        "typed_drops": summary.get("typed_drops"),
+        "held_out_greedy": after.get("greedy"),
+        "wall_s": summary.get("wall_s"),
+        "stall_named_s": round(named, 2) if named < float("inf") else None,
+        "stalls_checked": len(report.named_s) + len(report.unnamed),
+        "stalls_unnamed": ",".join(report.unnamed),
+        "run": str(out),
+    }
+    answer["ok"] = int(
+        answer["completed"] == 1
+        and (answer["lost"], answer["trained_twice"], answer["typed_drops"]) == (0, 0, 0)
+        and (answer["held_out_greedy"] or 0) >= 0.85
+        and answer["continued"] >= 1
+        and answer["faults"] == count
+        and (answer["stops"] == 0 or answer["stalls_checked"] >= 1)
+        and (answer["stall_named_s"] is not None and answer["stall_named_s"] <= NAMED_S)
+    )
+    return answer
+
+
+def continued(out: Path, first_fault: float) -> int:
+    """Trajectories that were opened before the first fault and trained in a step after it."""
+    opened: dict[int, int] = {}
+    trained = 0
+    try:
+        lines = (out / "events.jsonl").read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        event = json.loads(line)
+        fields = event["fields"]
+        if event["kind"] == "opened" and event["ms"] / 1000 < first_fault:
+            opened |= dict.fromkeys(fields["groups"], fields["samples"])
+        elif event["kind"] == "step" and event["ms"] / 1000 > first_fault:
+            trained += sum(row["scored"] for row in fields["groups"] if row["group"] in opened)
+    return trained

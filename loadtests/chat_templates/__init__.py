@@ -1,0 +1,1 @@
+"""Conversations in published chat templates. Open `comparing.py` first."""

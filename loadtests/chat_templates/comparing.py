@@ -1,0 +1,156 @@
+"""Conversations in a chat template, by ours and by `transformers`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from common.model.chat import Chat, ChatBroken
+from common.model.messages import Message
+from common.model.tokenizer import Tokenizer
+
+NAMED = {"bos_token": "<s>", "eos_token": "</s>"}  # where the template writes none of its own
+ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "</s>", "<|return|>")
+MARKS = re.compile(  # what looks like a special token
+    r"<\|?[a-zA-Z_▁｜/]+\|?>|<｜[^｜]+｜>|\[/?[A-Z_]{4,}\]|<\|[^|<>\s]+\|>|\[\|[a-z]+\|\]"
+)
+PLAIN = (  # and is a token that is not special, as in Qwen's tokenizers
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
+OUTCOMES = ("equal", "kept", "unread", "refused", "unequal")
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+USER: Message = {"role": "user", "content": "What is 1 + 2?"}
+ANSWER: Message = {"role": "assistant", "content": "It is 3."}
+AGAIN: Message = {"role": "user", "content": 'And <b>2 + 2</b>, "é"?'}
+ADD: Message = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "call00001",
+            "type": "function",
+            "function": {"name": "add", "arguments": {"a": 1, "b": 2}},
+        }
+    ],
+}
+VALUE: Message = {"role": "tool", "tool_call_id": "call00001", "name": "add", "content": "3"}
+ORDER = ("equal", "kept", "unread", "refused", "unequal")  # a conversation is as its worst step
+CONVERSATIONS: dict[str, tuple[list[Message], list[Message], list[Message]]] = {
+    # name: tools, the prompt, then a turn of the model and what follows it, and so on
+    "prompt": ([], [USER], []),
+    "system": ([], [SYSTEM, USER], [ANSWER, AGAIN]),
+    "turns": ([], [USER], [ANSWER, AGAIN, ANSWER, USER]),
+    "tools": ([ADD], [USER], [CALL, VALUE, ANSWER, AGAIN]),
+}
+
+
+def directory_of(template: str, place: Path) -> Path:
+    """Writes a tokenizer of bytes with the template's special tokens, and the template, to
+    `place`.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    marks = dict.fromkeys([*NAMED.values(), *MARKS.findall(template)])
+    special = [AddedToken(m, special=True, normalized=False) for m in marks if m not in PLAIN]
+    backend.add_special_tokens(special)
+    backend.add_tokens([AddedToken(m, special=False, normalized=False) for m in PLAIN])
+    place.mkdir(parents=True, exist_ok=True)
+    backend.save(str(place / "tokenizer.json"))
+    end = next((e for e in ENDS if e in template), NAMED["eos_token"])
+    named = NAMED | {"eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (place / "tokenizer_config.json").write_text(json.dumps(named))
+    (place / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return place
+
+
+def compared(directory: Path, options: dict[str, Any] | None = None) -> dict[str, str]:
+    """What became of each conversation: equal, kept, refused, or what is unequal."""
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(directory)
+    chat = Chat.load("template", options or {}, Tokenizer.load(directory))
+    found = {}
+    for name, (tools, prompt, rest) in CONVERSATIONS.items():
+        if tools and chat.tool_problem:
+            found[name] = f"refused: {chat.tool_problem}"
+            continue
+        try:
+            outcomes = list(_held(chat, theirs, tools, prompt, rest, options or {}))
+        except ChatBroken as error:
+            outcomes = [f"refused: {error.message[:120]}"]
+        found[name] = max(outcomes, key=lambda outcome: ORDER.index(outcome.partition(":")[0]))
+    return found
+
+
+def _held(
+    chat: Chat,
+    theirs: Any,
+    tools: list[Message],
+    messages: list[Message],
+    rest: list[Message],
+    options: dict[str, Any],
+) -> Iterator[str]:
+    """The outcome of each step of a conversation whose turns are the template's own."""
+
+    def whole(said: list[Message]) -> list[int]:
+        given: dict[str, Any] = {"tools": tools or None, "add_generation_prompt": True}
+        encoded = theirs.apply_chat_template(said, **given, **options)
+        ids: list[int] = encoded["input_ids"]
+        return ids
+
+    conversation = chat.begin(messages, tools)
+    yield "equal" if conversation.ids == whole(messages) else "unequal: the prompt"
+    for turn, message in zip(rest[::2], rest[1::2], strict=True):
+        before = list(conversation.ids)
+        try:
+            ids = chat.answer(messages, turn, tools)
+        except ChatBroken:  # its prompt begins the turn otherwise, such as with reasoning
+            if turn is CALL:
+                raise
+            thinks = chat.tokenizer.decode(before).rstrip().endswith("<think>")
+            said = ("Easy.\n</think>\n\n" if thinks else "") + turn["content"]
+            ids = chat.tokenizer.encode(said + chat.stop_tokens[0])
+        reply = conversation.sampled(ids)
+        if turn is CALL:
+            call = CALL["tool_calls"][0]["function"]
+            if [(c.name, c.arguments, c.problem) for c in reply.calls] != [
+                (call["name"], call["arguments"], "")
+            ]:
+                yield f"unread: the call was read as {reply}"
+        elif reply.content != turn["content"]:
+            yield f"unread: the turn was read as {reply}"
+        added = conversation.extend([message])
+        if conversation.ids != before + ids + added:
+            yield "unequal: earlier ids changed"
+        messages = [*messages, turn, message]
+        expected = whole(messages)
+        if conversation.ids == expected:
+            yield "equal"
+        else:
+            kept = expected[-len(added) :] == added
+            yield "kept" if kept else f"unequal: after {message['role']}"

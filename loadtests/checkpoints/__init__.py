@@ -1,1 +1,0 @@
-"""Random checkpoints as `transformers` writes them, and what is changed in them."""

@@ -1,0 +1,1 @@
+"""The built-in engine beside other generators. Open `contestants.py` first."""

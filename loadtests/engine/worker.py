@@ -1,0 +1,108 @@
+"""The built-in engine behind a pipe, by the protocol of `loadtests.peers.vllm_worker`.
+
+    python -m loadtests.engine.worker --model DIR --path native --dtype float32 \\
+        --max-length 4352
+
+As in an engine process, a call runs up to 8 steps and tokens are drained as they come. Answers also
+hold `compute_s`, seconds inside the model, and `steps`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.generation.builtin.build import TorchEngine, build
+from common.generation.contract import Request
+from common.model.hf import load_model
+
+SLOTS = 64
+STEPS = 8  # of a call, as an engine process flushes
+BUDGET_S = 0.02
+
+
+def start(model: Path, path: str, dtype: str, max_length: int) -> TorchEngine:
+    """The engine with the weights of a Hugging Face directory."""
+    torch.set_num_threads(1)
+    config, decoder = load_model(model)
+    engine = build(
+        config, SLOTS, max_length, path=path, dtype=dtype, steps=STEPS, budget_s=BUDGET_S
+    )
+    engine.wake(decoder.state_dict(), 0)
+    return engine
+
+
+def requests(
+    prompts: list[list[int]], new_tokens: list[int], greedy: bool, first_id: int
+) -> list[Request]:
+    return [
+        Request(
+            id=first_id + i,
+            tokens=np.array(prompt, np.int32),
+            max_new=count,
+            temperature=0.0 if greedy else 1.0,
+            stop_ids=(),
+            seed=first_id + i,
+            session=-1,
+        )
+        for i, (prompt, count) in enumerate(zip(prompts, new_tokens, strict=True))
+    ]
+
+
+class Worker:
+    def __init__(self, engine: TorchEngine) -> None:
+        self.engine = engine
+        self._next = 0
+
+    def generate(
+        self, prompts: list[list[int]], new_tokens: list[int], greedy: bool
+    ) -> dict[str, Any]:
+        engine = self.engine
+        asked = requests(prompts, new_tokens, greedy, self._next)
+        self._next += len(asked)
+        steps, compute_s, got = engine.steps, engine.compute_s, 0
+        wall, cpu = time.perf_counter(), time.process_time()
+        engine.submit(asked)
+        drained = engine.steps
+        while engine.step():
+            if engine.ended or engine.steps - drained >= STEPS:
+                flush, drained = engine.drain(), engine.steps
+                got += len(flush.tokens) if flush is not None else 0
+        answer = {
+            "wall_s": time.perf_counter() - wall,
+            "cpu_s": time.process_time() - cpu,
+            "compute_s": engine.compute_s - compute_s,
+            "steps": engine.steps - steps,
+            "tokens": got,
+        }
+        if got != sum(new_tokens):
+            raise RuntimeError(f"asked for {sum(new_tokens)} tokens, got {got}")
+        return answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--path", choices=("native", "eager"), default="native")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--max-length", type=int, default=4352)
+    chosen = parser.parse_args()
+    worker = Worker(start(chosen.model, chosen.path, chosen.dtype, chosen.max_length))
+    worker.generate([[1] * 4] * SLOTS, [8] * SLOTS, False)
+    ready = {"ready": True, "peer": "meshrl", "path": worker.engine.path, "dtype": chosen.dtype}
+    print(json.dumps(ready), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = worker.generate(request["prompts"], request["new_tokens"], request["greedy"])
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

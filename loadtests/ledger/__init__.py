@@ -1,0 +1,1 @@
+"""A rollout shard's ledger under load. Open `shard.py` first."""

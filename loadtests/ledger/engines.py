@@ -1,0 +1,202 @@
+"""Engines of `loadtests.ledger`, each an actor with its own place in the mesh.
+
+    python -m loadtests.ledger.engines simulated --first 0 --count 32
+    python -m loadtests.ledger.engines native --log FILE
+    python -m loadtests.ledger.engines reference --trajectories 40 --out FILE
+
+`simulated` hosts many engines without compute; `native` is one built-in engine at a declared pace,
+which joins under the name that it reads once it is ready, and notes each request that it is asked
+to generate; `reference` generates what an undisturbed
+engine would, and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.generation.contract import Request, TokenEngine
+from common.job.pace import profile
+from common.runtime.mesh import Mesh, MeshSettings, run
+from loadtests.ledger.traffic import (
+    GREEDY_NEW,
+    LENGTH_MEDIAN,
+    LENGTH_SIGMA,
+    MAX_TOKENS,
+    RATE,
+    SLOTS,
+    VOCABULARY,
+    greedy_prompt,
+)
+from services.engine.running import SWITCH_S, Driver
+from services.engine.service import EngineService
+from services.engine.stepping.emulation import EmulatedSteps
+from sim.engines.simulated import SimulatedEngine
+
+PACE = "10/32/20000"  # of the native engine: 100 tokens/s for each request
+ASKED = struct.Struct("<qqq")  # monotonic ns, trajectory, tokens of its context
+FOREVER_S = 3600.0
+
+
+def published(service: EngineService) -> dict[str, Any]:
+    """What the registry shows of an engine."""
+    return {
+        "ready": not service.draining,
+        "running": service.engine.running,
+        "waiting": service.engine.waiting,
+        "version": service.engine.version,
+        "tokens": service.engine.tokens_generated,
+        "plateau": service.throughput.plateau,
+    }
+
+
+# ---------------------------------------------------------------- without compute
+
+
+async def simulated(first: int, count: int) -> None:
+    settings = MeshSettings.from_env()
+    meshes = [
+        await Mesh.open(f"engine/s{number:02d}", "engine", settings)
+        for number in range(first, first + count)
+    ]
+    await asyncio.gather(*(serve(mesh, n / RATE / count) for n, mesh in enumerate(meshes)))
+
+
+async def serve(mesh: Mesh, phase_s: float) -> None:
+    """One engine that steps and flushes at the pace of its requests, as an accelerator would: all
+    engines of the process one after the other."""
+    clock = mesh.clock
+    engine = SimulatedEngine(
+        clock,
+        SLOTS,
+        RATE,
+        seed=1,
+        vocab_size=VOCABULARY,
+        max_length=MAX_TOKENS,
+        median_length=LENGTH_MEDIAN,
+        sigma=LENGTH_SIGMA,
+    )
+    service = EngineService(mesh, engine, lambda action: action())
+    await mesh.join(service, stats=lambda: published(service))
+    due = clock.monotonic() + phase_s
+    try:
+        while True:
+            await clock.sleep(due - clock.monotonic())
+            service.turn()
+            due = max(due + 1 / RATE, clock.monotonic())
+    finally:
+        await mesh.leave()
+
+
+# ---------------------------------------------------------------- the built-in engine
+
+
+def tiny() -> TokenEngine:
+    """The same weights in every process."""
+    import torch
+
+    from common.generation.builtin.build import build
+    from common.model.config import ModelConfig
+    from common.model.decoder import Decoder
+
+    torch.set_num_threads(1)
+    config = ModelConfig(
+        architecture="qwen3",
+        vocab_size=512,
+        hidden_size=64,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        ffn_size=128,
+        qk_norm=True,
+        max_positions=1024,
+    )
+    model = Decoder(config)
+    model.initialise(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.unembedding.mul_(4)  # sharp enough that tokens differ
+    engine = build(config, SLOTS, 1024, path="native", dtype="float32")
+    engine.wake(model.state_dict(), 0)
+    return engine
+
+
+class NotingService(EngineService):
+    """Notes what it is asked to generate: a note outlives a SIGKILL."""
+
+    def __init__(self, mesh: Mesh, engine: TokenEngine, driver: Driver, log: Path) -> None:
+        emulated = EmulatedSteps(engine, profile(PACE), mesh.clock)
+        super().__init__(mesh, engine, driver.deliver, emulated=emulated)
+        self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def admit(self, requests: list[Request], ended: list[int]) -> None:
+        now = time.monotonic_ns()
+        os.write(self._log, b"".join(ASKED.pack(now, r.session, len(r.tokens)) for r in requests))
+        super().admit(requests, ended)
+
+
+async def native(inner: TokenEngine, name: str, log: Path) -> None:
+    sys.setswitchinterval(SWITCH_S)
+    mesh = await Mesh.open(name, "engine", MeshSettings.from_env())
+    driver = Driver(asyncio.get_running_loop())
+    service = NotingService(mesh, inner, driver, log)
+    driver.start(service)
+    await mesh.join(service, stats=lambda: published(service))
+    try:
+        await asyncio.sleep(FOREVER_S)
+    finally:
+        driver.stop()
+        await mesh.leave()
+
+
+def reference(trajectories: int, out: Path) -> None:
+    """What each prompt becomes when nothing disturbs it, as rows of tokens."""
+    engine = tiny()
+    requests = [
+        Request(n, greedy_prompt(n), GREEDY_NEW, 0.0, (), n, -1) for n in range(trajectories)
+    ]
+    engine.submit(requests)
+    found: dict[int, list[int]] = {n: [] for n in range(trajectories)}
+    busy = True
+    while busy:
+        busy = engine.step()
+        flush = engine.drain()
+        if flush is not None:
+            parts = np.split(flush.tokens, np.cumsum(flush.counts)[:-1])
+            for request, part in zip(flush.ids.tolist(), parts, strict=True):
+                found[request] += part.tolist()
+    np.save(out, np.array([found[n] for n in range(trajectories)], np.int32))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=("simulated", "native", "reference"))
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--nice", type=int, default=0)
+    parser.add_argument("--log", type=Path)
+    parser.add_argument("--trajectories", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    os.nice(chosen.nice)
+    if chosen.kind == "simulated":
+        run(lambda: simulated(chosen.first, chosen.count))
+    elif chosen.kind == "native":
+        engine = tiny()
+        name = sys.stdin.readline().strip()
+        if name:
+            run(lambda: native(engine, name, chosen.log))
+    else:
+        reference(chosen.trajectories, chosen.out)
+
+
+if __name__ == "__main__":
+    main()

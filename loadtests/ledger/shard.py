@@ -1,0 +1,333 @@
+"""The rollout shard that `loadtests.ledger` loads: router, links, group commit and ledger as a
+job has them, over the real transport, Redis and files.
+
+    python -m loadtests.ledger.shard load --engines 64 --trajectories 2000 --warm 15 \\
+        --seconds 45
+    python -m loadtests.ledger.shard greedy --engines 3 --trajectories 64 --seconds 120
+
+Prints `ready` when all is in flight, and its figures as the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.api.engine import Finish, Sampling
+from common.errors import MeshError, ToolFailed
+from common.job.config import JobConfig
+from common.job.job_data import JobData
+from common.records.ledger import Kind, read, trajectory_id
+from common.records.token_record import TokenRows
+from common.runtime.mesh import Mesh, MeshSettings, run
+from common.state import jobs, registry
+from loadtests.ledger.traffic import (
+    GREEDY_NEW,
+    GREEDY_PROMPT,
+    MAX_TOKENS,
+    SLOTS,
+    STOP,
+    Traffic,
+    greedy_prompt,
+)
+from services.rollout.record.group_commit import GroupCommit
+from services.rollout.record.shard_ledger import ShardLedger
+from services.rollout.routing.router import Router
+from services.rollout.routing.stay import Stay
+from services.rollout.trajectories.trajectory import Ending, Restored, Trajectory, Turn
+
+JOB = "ledger-load"
+GROUP = 8  # trajectories of a prompt
+LOOK_S = 0.5  # as a job's shard looks
+PROBE_S = 0.005  # of the loop's lag
+START_S = 60.0
+REST_S = 120.0  # for what is in flight to end
+
+
+@dataclass
+class Noting:
+    """The ledger, with a note of when it had which token."""
+
+    ledger: ShardLedger
+    on: bool
+    times_ns: list[int] = field(default_factory=list)
+    rows: list[TokenRows] = field(default_factory=list)
+    tokens_written: int = 0
+
+    async def tokens(self, new: TokenRows) -> None:
+        await self.ledger.tokens(new)
+        self.tokens_written += len(new.tokens)
+        if self.on:
+            self.times_ns.append(time.monotonic_ns())
+            self.rows.append(new)
+
+    def save(self, path: Path) -> None:
+        """Columns: monotonic ns, trajectory, tokens."""
+        counts = [len(new.ids) for new in self.rows]
+        columns = (
+            np.repeat(np.array(self.times_ns, np.int64), counts),
+            np.concatenate([new.ids for new in self.rows]),
+            np.concatenate([new.counts for new in self.rows]).astype(np.int64),
+        )
+        np.save(path, np.stack(columns))
+
+
+class Shard:
+    """Keeps a number of trajectories in flight: when one ends, another begins."""
+
+    def __init__(self, mesh: Mesh, data: JobData, stop: list[int], notes: bool) -> None:
+        self.mesh, self.data = mesh, data
+        self.ledger = ShardLedger(mesh, data)
+        self.written = Noting(self.ledger, notes)
+        self.commits = GroupCommit(mesh, self.written)
+        self.router = Router(mesh, self.commits, Sampling(stop, []), SLOTS)
+        self.traffic = Traffic(0)
+        self.opened = self.ended = self.failed = self.turns = 0
+        self.engines = 0
+        self.going = True
+        self._open_members: dict[int, int] = {}
+
+    async def look_forever(self) -> None:
+        while True:
+            await self.look()
+            await self.mesh.clock.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        found = await registry.entries(self.mesh.state, "engine")
+        alive = {e.name: e.stats for e in found if e.alive and e.stats.get("ready")}
+        self.engines = len(alive)
+        self.router.observe(alive)
+
+    async def keep_one(self, greedy: bool) -> None:
+        while self.going:
+            group, member = divmod(self.opened, GROUP)
+            t = Trajectory(group, member, group, 0, seed=self.opened)
+            self._open_members[group] = self._open_members.get(group, 0) + 1
+            number, self.opened = self.opened, self.opened + 1
+            try:
+                async with self.router.stay(t) as stay:
+                    await (self.greedy(stay, number) if greedy else self.with_tools(stay))
+                t.ending = Ending("done", 0.0)
+            except ToolFailed as error:
+                self.failed += 1
+                t.ending = Ending("failed", None, str(error))
+            end = [t.id, t.ending.reason, t.ending.reward, t.ending.error]
+            self.ledger.defer(Kind.END, end, t.group)
+            self.ended += 1
+            await self._closed(group, keep=greedy)
+
+    async def _closed(self, group: int, keep: bool) -> None:
+        """The last member's end closes a group; its segments go unless they are to be read."""
+        self._open_members[group] -= 1
+        if not self._open_members[group] and (group + 1) * GROUP <= self.opened:
+            del self._open_members[group]
+            await self.ledger.log((Kind.CLOSE, [group, "ready"]))
+            if not keep:
+                await self.ledger.forget(group)
+
+    async def _begin(self, t: Trajectory, prompt: list[int]) -> None:
+        t.begin(prompt)
+        head = [t.group, t.member, t.prompt, t.version, t.tokens.tolist()]
+        await self.ledger.log((Kind.OPEN, head), groups=(t.group,))
+
+    async def with_tools(self, stay: Stay) -> None:
+        t, plan = stay.trajectory, self.traffic.plan()
+        await self._begin(t, plan.prompt.tolist())
+        while True:
+            finish = await stay.generate(MAX_TOKENS)
+            self.turns += 1
+            text = self.traffic.text(len(t.turn))
+            t.open_turn = Turn(text, len(t.turn))
+            self.ledger.defer(Kind.TURN, [t.id, text], t.group)
+            if finish is Finish.LENGTH or len(t.past_turns) + 1 >= plan.turns:
+                return
+            await self.mesh.clock.sleep(self.traffic.tool_s())
+            r = t.open_turn
+            r.tool, r.input, r.value, r.answered = "search", {"query": text[:40]}, text[:80], True
+            record = (Kind.TOOL, [t.id, r.tool, r.input, r.value])
+            await self.ledger.log(record, groups=(t.group,))
+            self.router.returned(stay)
+            value = self.traffic.answer()
+            if t.length + len(value) >= MAX_TOKENS:
+                return
+            self.ledger.defer(Kind.APPEND, [t.id, value], t.group)
+            t.appended(value)
+
+    async def greedy(self, stay: Stay, number: int) -> None:
+        t = stay.trajectory
+        t.temperature = 0.0
+        await self._begin(t, greedy_prompt(number).tolist())
+        await stay.generate(GREEDY_PROMPT + GREEDY_NEW)
+        self.turns += 1
+
+    async def close(self) -> None:
+        await self.router.close()
+        await self.commits.close()
+        await self.ledger.close()
+
+
+async def opened(chosen: argparse.Namespace) -> Shard:
+    """A shard of a job that is on record, with its engines in reach."""
+    settings = MeshSettings.from_env()
+    mesh = await Mesh.open("rollout/job/0", "rollout", settings)
+    config = JobConfig(name=JOB)
+    data = JobData(JOB, config, Path(settings.run_root), Path(settings.run_root) / "run")
+    await jobs.submit(mesh.state, JOB, config.document(), str(data.run_dir), "submit")
+    await mesh.join(None)
+    shard = Shard(mesh, data, [] if chosen.kind == "greedy" else [STOP], chosen.kind == "greedy")
+    await shard.ledger.take_over(lambda group, member: 0)
+    until = mesh.clock.monotonic() + START_S
+    while shard.engines < chosen.engines:
+        if mesh.clock.monotonic() > until:
+            raise SystemExit(f"{shard.engines} of {chosen.engines} engines came up")
+        await mesh.clock.sleep(LOOK_S)
+        await shard.look()
+    return shard
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+class Lag:
+    """How late the loop runs what is due; `own` is what this process computed meanwhile, so that
+    waiting for a core behind other processes is told apart.
+    """
+
+    def __init__(self) -> None:
+        self.late_s: list[float] = []
+        self.own_s: list[float] = []
+
+    async def probe_forever(self) -> None:
+        while True:
+            due, cpu = time.monotonic() + PROBE_S, time.thread_time()
+            await asyncio.sleep(PROBE_S)
+            late = max(0.0, time.monotonic() - due)
+            self.late_s.append(late)
+            self.own_s.append(min(late, time.thread_time() - cpu))
+
+    def clear(self) -> None:
+        self.late_s.clear()
+        self.own_s.clear()
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process, all its threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+async def load(shard: Shard, warm_s: float, seconds: float, lag: Lag) -> dict[str, Any]:
+    ledger = shard.ledger
+    await asyncio.sleep(warm_s)
+    print("ready", flush=True)
+    before = cpu_s(), time.monotonic(), ledger.bytes_written, shard.written.tokens_written
+    turns, ended = shard.turns, shard.ended
+    lag.clear()
+    in_flight = []
+    for _ in range(max(1, round(seconds))):
+        await asyncio.sleep(seconds / max(1, round(seconds)))
+        in_flight.append(shard.opened - shard.ended)
+    wall = time.monotonic() - before[1]
+    tokens = shard.written.tokens_written - before[3]
+    written = ledger.bytes_written - before[2]
+    return {
+        "service_cores": round((cpu_s() - before[0]) / wall, 3),
+        "loop_lag_p99_ms": round(1e3 * float(np.percentile(lag.late_s, 99)), 1),
+        "loop_lag_own_p99_ms": round(1e3 * float(np.percentile(lag.own_s, 99)), 1),
+        "write_amplification": round(written / (10 * tokens), 3),
+        "tokens_per_s": round(tokens / wall),
+        "cpu_us_per_token": round(1e6 * (cpu_s() - before[0]) / tokens, 2),
+        "in_flight": min(in_flight),
+        "turns_per_s": round((shard.turns - turns) / wall, 1),
+        "trajectories_per_s": round((shard.ended - ended) / wall, 1),
+        "failed": shard.failed,
+        "seconds": round(wall, 1),
+    }
+
+
+async def greedy(shard: Shard, seconds: float, out: Path) -> dict[str, Any]:
+    """Until `seconds` have passed and all that is in flight has ended; the ledger is then read back
+    as a successor would.
+    """
+    print("ready", flush=True)
+    await asyncio.sleep(seconds)
+    shard.going = False
+    until = time.monotonic() + REST_S
+    while shard.ended < shard.opened and time.monotonic() < until:
+        await asyncio.sleep(0.1)
+    await shard.ledger.log()
+    shard.written.save(out / "written.npy")
+    restored = Restored()
+    for record in read(shard.ledger.directory):
+        restored.apply(record, lambda group, member: 0)
+    ids = [trajectory_id(*divmod(n, GROUP)) for n in range(shard.opened)]
+    whole = [restored.trajectories[i] for i in ids if i in restored.trajectories]
+    finished = [t for t in whole if t.ending is not None]
+    outputs: dict[str, Any] = {str(t.id): t.tokens for t in finished}
+    np.savez(out / "outputs.npz", **outputs)
+    return {
+        "opened": shard.opened,
+        "finished": sum(t.ending is not None and not t.ending.error for t in whole),
+        "failed": shard.failed,
+        "in_flight": shard.opened - shard.ended,
+        "continued": shard.router.continued,
+        "moved": shard.router.moved,
+    }
+
+
+async def serve(chosen: argparse.Namespace) -> None:
+    shard = await opened(chosen)
+    lag = Lag()
+    background = [
+        asyncio.create_task(work)
+        for work in (shard.look_forever(), shard.ledger.sync_forever(), lag.probe_forever())
+    ]
+    flights = [
+        asyncio.create_task(shard.keep_one(chosen.kind == "greedy"))
+        for _ in range(chosen.trajectories)
+    ]
+    try:
+        work = (
+            greedy(shard, chosen.seconds, chosen.out)
+            if chosen.kind == "greedy"
+            else load(shard, chosen.warm, chosen.seconds, lag)
+        )
+        report = asyncio.create_task(work)
+        await asyncio.wait([report, *background], return_when=asyncio.FIRST_COMPLETED)
+        for task in (*background, *flights):
+            if task.done() and (error := task.exception()) is not None:
+                raise error
+        print(json.dumps(await report), flush=True)
+    finally:
+        for task in (*background, *flights):
+            task.cancel()
+        await asyncio.gather(*background, *flights, return_exceptions=True)
+        try:
+            await shard.close()
+        except MeshError as error:
+            shard.mesh.log.warning("closing", error=str(error))
+        await shard.mesh.leave()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=("load", "greedy"))
+    parser.add_argument("--engines", type=int, required=True)
+    parser.add_argument("--trajectories", type=int, required=True)
+    parser.add_argument("--warm", type=float, default=0.0)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    run(lambda: serve(chosen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Generation of long-tailed lengths."""

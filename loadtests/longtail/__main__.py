@@ -1,0 +1,156 @@
+"""Long-tailed generation: what the longest requests cost the others, and the schedule its bound.
+
+    python -m loadtests.longtail
+
+512 requests, lognormal lengths of mean 64 whose longest tenth holds half the tokens, 64 slots, on
+one core, in CPU-seconds.
+
+- `ratio_static`: static batches of 64 with transformers' `generate`, each of which waits for its
+  longest, over the built-in engine.
+- `schedule_efficiency`: the list-scheduling bound over the engine's time. The bound gives each
+  request in order to the first free slot and adds up what steps of so many sequences of such
+  lengths, and prompts computed 64 at a time, cost by the engine's own measured table; scheduling,
+  prompts that come one by one and everything else are free.
+- `context_cost_ratio`: CPU-seconds of 63 short requests that decode beside one at 4,096 tokens of
+  context, over the same without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import math
+import random
+import tempfile
+from pathlib import Path
+from statistics import NormalDist, median
+from typing import Any
+
+import numpy as np
+
+from loadtests.engine.contestants import (
+    LONG,
+    SHORT,
+    Contestant,
+    Prompts,
+    generate,
+    make_model,
+    one_core,
+    ours,
+    prompts,
+)
+
+REQUESTS, SLOTS, MEAN = 512, 64, 64.0
+SIGMA = 1.2816  # of the logarithm: the share of the longest tenth is then normal_cdf(0) = 1/2
+MOST = 2048
+RUNNING = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+CONTEXTS = (32, 512)
+TABLE_STEPS = 48
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=REQUESTS)
+    parser.add_argument("--mean", type=float, default=MEAN, help="tokens of a request")
+    parser.add_argument("--context", type=int, default=LONG, help="tokens beside short requests")
+    parser.add_argument("--table-steps", type=int, default=TABLE_STEPS, help="of each cell")
+    parser.add_argument("--contexts", type=int, nargs=2, default=CONTEXTS, help="of the table")
+    chosen = parser.parse_args()
+    one_core()
+    lengths = drawn(chosen.requests, chosen.mean, seed=0)
+    random.seed(0)
+    with tempfile.TemporaryDirectory(prefix="meshrl-longtail-") as folder:
+        model = make_model(Path(folder) / "qwen2")
+        engine, static = ours(model, "native"), generate(model)
+        times: list[float] = []
+        tables: list[Table] = []
+        contexts: list[float] = []
+        for _ in range(chosen.rounds):
+            tables.append(Table(engine, chosen.table_steps, tuple(chosen.contexts)))
+            times.append(engine.ask(prompts(len(lengths), SHORT), lengths).cpu_s)
+            contexts.append(context_cost(engine, chosen.context))
+        in_batches = static_s(static, prompts(len(lengths), SHORT), lengths)
+        for contestant in (engine, static):
+            contestant.close()
+    bound = median(table.list_schedule_s(lengths) for table in tables)
+    spent = median(times)
+    result: dict[str, Any] = {
+        "ratio_static": round(in_batches / spent, 3),
+        "schedule_efficiency": round(bound / spent, 3),
+        "context_cost_ratio": round(median(contexts), 3),
+        "tokens_per_cpu_s": round(sum(lengths) / spent, 1),
+        "tokens": sum(lengths),
+        "longest": max(lengths),
+        "share_of_longest_tenth": round(
+            sum(sorted(lengths)[-len(lengths) // 10 :]) / sum(lengths), 3
+        ),
+    }
+    print(json.dumps(result))
+
+
+def drawn(requests: int, mean: float, seed: int) -> list[int]:
+    """New tokens of each request: quantiles of the lognormal, so that no draw is a lucky one."""
+    mu = math.log(mean) - SIGMA**2 / 2
+    quantiles = [NormalDist().inv_cdf((i + 0.5) / requests) for i in range(requests)]
+    lengths = [min(MOST, max(1, round(math.exp(mu + SIGMA * z)))) for z in quantiles]
+    random.Random(seed).shuffle(lengths)
+    return lengths
+
+
+def static_s(static: Contestant, asked: Prompts, lengths: list[int]) -> float:
+    """Batches in order of arrival, each as long as its longest."""
+    starts = range(0, len(lengths), SLOTS)
+    return sum(static.ask(asked[i : i + SLOTS], lengths[i : i + SLOTS]).cpu_s for i in starts)
+
+
+def context_cost(engine: Contestant, context: int) -> float:
+    shorts, long = prompts(SLOTS - 1, SHORT), prompts(1, context)
+    alone = engine.decode_s(shorts, 128)
+    return engine.decode_s(shorts + long, 128) / alone
+
+
+class Table:
+    """Seconds of a decode step by running sequences and the sum of their contexts, measured."""
+
+    def __init__(self, engine: Contestant, steps: int, contexts: tuple[int, int]) -> None:
+        self._steps, self._least = steps, contexts[0]
+        short, long = ([self._step_s(engine, n, context) for n in RUNNING] for context in contexts)
+        self._steps_s = np.array(short)
+        self._prompt_s = median(  # of one prompt and the first token behind it
+            engine.ask(prompts(SLOTS, SHORT), [1] * SLOTS).cpu_s / SLOTS for _ in range(5)
+        )
+        extra = np.array(RUNNING) * (contexts[1] - contexts[0])
+        # of one token of context: the slope through the origin of what longer contexts add
+        self._context_s = float(((np.array(long) - self._steps_s) * extra).sum() / (extra**2).sum())
+
+    def _step_s(self, engine: Contestant, running: int, context: int) -> float:
+        asked = prompts(running, context - self._steps // 2)
+        return engine.decode_s(asked, self._steps) / self._steps
+
+    def step_s(self, running: int, contexts: int) -> float:
+        base = float(np.interp(running, RUNNING, self._steps_s))
+        return base + self._context_s * (contexts - running * self._least)
+
+    def list_schedule_s(self, lengths: list[int]) -> float:
+        """The time of the list schedule (Graham 1966) on SLOTS slots."""
+        free = [0] * SLOTS  # the step at which a slot is free
+        heapq.heapify(free)
+        spans = []
+        for length in lengths:
+            start = heapq.heappop(free)
+            spans.append((start, start + length - 1))  # the first token comes with the prompt
+            heapq.heappush(free, start + length - 1)
+        last = max(end for _, end in spans)
+        running, contexts = np.zeros(last, int), np.zeros(last, int)
+        for start, end in spans:
+            running[start:end] += 1
+            contexts[start:end] += SHORT + 1 + np.arange(end - start)
+        pairs = zip(running.tolist(), contexts.tolist(), strict=True)
+        steps_s = sum(self.step_s(n, total) for n, total in pairs)
+        return steps_s + self._prompt_s * len(lengths)
+
+
+if __name__ == "__main__":
+    main()

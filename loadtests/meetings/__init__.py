@@ -1,0 +1,1 @@
+"""Ranks of a gang that meet."""

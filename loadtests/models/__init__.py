@@ -1,0 +1,1 @@
+"""Random checkpoints of all supported kinds. Open `drawn.py` first."""

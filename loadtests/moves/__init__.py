@@ -1,0 +1,1 @@
+"""Sessions that go on at another engine."""

@@ -1,0 +1,1 @@
+"""The mesh beside the plain loop."""

@@ -1,0 +1,162 @@
+"""What the mesh costs: CPU-seconds per trained token beside a plain loop in one process.
+
+    python -m loadtests.overhead [examples/calculator.toml] [--steps 40] [--seed 0]
+
+Same seed, same warm-started weights, same number of steps. The mesh is charged for every process
+of its own from the first admission to the last step commit, and for all that its role processes
+have used since they started; evaluation is left out on both sides. Tokens are those of all
+sequences of the groups that were trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.job.job_data import JobData
+from common.state import jobs
+from common.state.client import State
+from loadtests.measuring.meter import Meter
+from loadtests.measuring.metered import all_events
+from loadtests.plain.loop import Job, run_plain, warmed_up
+from meshrl.job import bundle, jobfile
+from services.trainer.initial import warm_start
+from services.trainer.initial.beginning import cache_key, sources
+
+LOOK_S = 0.05
+RUN_S = 900.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("job", type=Path, nargs="?", default=Path("examples/calculator.toml"))
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="on both")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    job = Job(chosen.job, chosen.set)
+    with tempfile.TemporaryDirectory(prefix="meshrl-overhead-") as scratch:
+        state = warmed_up(job, chosen.seed)
+        cache = Path(scratch) / "cache"
+        mesh = asyncio.run(run_mesh(chosen, Path(scratch), cache, state))
+        plain = run_plain(job, chosen.seed, chosen.steps, state)
+    print(json.dumps(compare(mesh, plain, chosen.steps)))
+
+
+def compare(mesh: dict[str, Any], plain: dict[str, Any], steps: int) -> dict[str, Any]:
+    """The flat answer; `share_<kind>` is where the mesh's CPU time goes."""
+    mesh_token = mesh["cpu_s"] / mesh["tokens_trained"]
+    plain_token = plain["cpu_s"] / plain["tokens_trained"]
+    answer = {
+        "steps": steps,
+        "plain_cpu_s_per_step": plain["cpu_s"] / steps,
+        "mesh_cpu_s_per_step": mesh["cpu_s"] / steps,
+        "plain_cpu_us_per_token": 1e6 * plain_token,
+        "mesh_cpu_us_per_token": 1e6 * mesh_token,
+        "ratio_cpu_per_token": mesh_token / plain_token,
+        "plain_tokens_trained": plain["tokens_trained"],
+        "mesh_tokens_trained": mesh["tokens_trained"],
+        "mesh_wall_s": mesh["wall_s"],
+    }
+    for kind, used in sorted(mesh["by_kind"].items(), key=lambda item: -item[1]):
+        answer[f"share_{kind}"] = used / mesh["cpu_s"]
+    return {k: round(v, 4) if isinstance(v, float) else v for k, v in answer.items()}
+
+
+async def run_mesh(
+    chosen: argparse.Namespace, scratch: Path, cache: Path, state: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Runs the job without evaluation, from weights that lie in its cache."""
+    out = scratch / "run"
+    fill_cache(chosen, scratch, cache, state)
+    changes = {
+        "out": str(out),
+        "seed": chosen.seed,
+        "cache": str(cache),
+        "budget.steps": chosen.steps,
+        "evaluation.every": 0,
+        "evaluation.before": "false",
+        "evaluation.after": "false",
+    }
+    command = [sys.executable, "-m", "meshrl", "run", str(chosen.job)]
+    for key, value in changes.items():
+        command += ["--set", f"{key}={value}"]
+    command += [word for change in chosen.set for word in ("--set", change)]
+    log = scratch / "run.log"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with log.open("wb") as stream:
+        run = await asyncio.create_subprocess_exec(
+            *command, stdout=stream, stderr=stream, env=environment
+        )
+    meter = Meter(run.pid)
+    try:
+        async with asyncio.timeout(RUN_S):
+            return await measure(out, meter, run)
+    except BaseException:
+        print(log.read_text()[-4000:], file=sys.stderr)
+        raise
+    finally:
+        if run.returncode is None:
+            run.send_signal(signal.SIGINT)
+        async with asyncio.timeout(60.0):
+            await run.wait()
+
+
+async def measure(out: Path, meter: Meter, run: asyncio.subprocess.Process) -> dict[str, Any]:
+    """Reads the meter at the first admission and at the last commit."""
+    settings = out / "mesh" / "settings.json"
+    async with asyncio.timeout(60.0):
+        while not settings.exists():
+            await asyncio.sleep(LOOK_S)
+    state = await State.open(json.loads(settings.read_text())["redis_url"], connect_s=20.0)
+    try:
+        first = None
+        while True:
+            meter.look()
+            row = next(iter(await jobs.jobs(state)), None)
+            if row is not None and row.opened and first is None:
+                first = meter.reading(roles=False)
+            if row is not None and row.phase in (jobs.Phase.EVALUATION, *jobs.ENDED):
+                break
+            if run.returncode is not None:
+                raise RuntimeError(f"the run ended with {run.returncode}")
+            await asyncio.sleep(LOOK_S)
+        last = meter.reading(roles=True)
+        found = await all_events(state, out)
+    finally:
+        await state.close()
+    opened = next(e.ms for e in found if e.kind == "opened")
+    steps = [e for e in found if e.kind == "step"]
+    before = first or {}
+    by_kind = {kind: used - before.get(kind, 0.0) for kind, used in last.items()}
+    return {
+        "cpu_s": sum(by_kind.values()),
+        "by_kind": by_kind,
+        "tokens_trained": sum(e.fields["metrics"]["tokens_trained"] for e in steps),
+        "wall_s": (steps[-1].ms - opened) / 1000,
+    }
+
+
+def fill_cache(
+    chosen: argparse.Namespace, scratch: Path, cache: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    """Puts the plain loop's weights where the run will look for its warm start."""
+    config, base = jobfile.load(chosen.job, [f"seed={chosen.seed}", *chosen.set])
+    _, document = bundle.pack(config, base, scratch / "probe")
+    data = JobData.of(config.name, document, "")
+    path = warm_start.cache_path(str(cache), cache_key(data), sources(data))
+    warm_start.save(path, weights)
+
+
+if __name__ == "__main__":
+    main()

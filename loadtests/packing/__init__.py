@@ -1,0 +1,1 @@
+"""Plans and passes without padding. Open `comparing.py` first."""

@@ -1,0 +1,231 @@
+"""Plans of a step beside other ways to plan it, and its passes beside padded ones."""
+
+from __future__ import annotations
+
+import time
+import tomllib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from common.model.attention import causal_attention
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from kernels.cost import BinCost
+from kernels.packing import Round, RoundPacker, makespan, pack_rounds
+from loadtests.measuring.flat import flat
+from loadtests.packing.peers import PEERS
+from services.trainer.bins.packing import Bin, Sequence, make_bins
+from services.trainer.models.forward import forward, fuse
+
+JOB = Path(__file__).parents[2] / "examples" / "calculator.toml"
+SEQUENCES, BUDGET, MEDIAN, LONGEST = 4096, 32_768, 1000.0, 16_384
+COST = BinCost(token=1.0, square=1 / 32_768, bin=0.01 * BUDGET)
+RANKS = (1, 2, 4, 8)
+GROUP = 16
+SIGMA = 1.0  # of the logarithm of lengths of plans
+TRAINED = 256  # sequences of a step of the example
+TRAINED_MEDIAN, TRAINED_SIGMA, TRAINED_LONGEST, TRAINED_SHORTEST = 40.0, 0.8, 320, 8
+BIN_TOKENS = 2560
+PROMPT = 0.3  # share of a sequence that carries no loss
+
+
+def lognormal(
+    count: int, middle: float, sigma: float, least: int, most: int, seed: int
+) -> list[int]:
+    drawn = np.random.default_rng(seed).lognormal(np.log(middle), sigma, count)
+    return [int(n) for n in np.clip(drawn, least, most)]
+
+
+# --- Plans ----------------------------------------------------------------------------------------
+
+
+def plans(seed: int, sequences: int = SEQUENCES) -> dict[str, Any]:
+    lengths = lognormal(sequences, MEDIAN, SIGMA, 16, LONGEST, seed)
+    found: dict[str, Any] = {}
+    ratios, streams, times = [], [], []
+    for ranks in RANKS:
+        plan = partial(pack_rounds, lengths, BUDGET, ranks, COST)
+        milliseconds = [timed(plan) for _ in "abc"]
+        ours = plan()
+        takes = makespan(ours, lengths, COST)
+        others = {name: peer(lengths, BUDGET, ranks, COST) for name, peer in PEERS.items()}
+        spans = {name: lockstep(name, rounds, lengths) for name, rounds in others.items()}
+        ratios.append(takes / min(spans.values()))
+        streams.append(makespan(streamed(lengths, ranks), lengths, COST) / takes)
+        times.append(1e3 * median(milliseconds))
+        level = sum(map(COST.sequence, lengths)) / ranks
+        found[f"makespan_{ranks}"] = {
+            name: round(span / level, 4) for name, span in {"ours": takes, **spans}.items()
+        }
+        found[f"fill_{ranks}"] = {
+            name: round(fill(name, rounds, lengths), 3)
+            for name, rounds in {"ours": ours, **others}.items()
+        }
+    by_ranks = zip(RANKS, ratios, times, strict=True)
+    return flat(found) | {
+        "lockstep_ratio_best_peer": round(max(ratios), 5),
+        "stream_ratio": round(max(streams), 4),
+        f"plan_ms_{sequences}": round(max(times), 1),
+        **{
+            f"{name}_ranks_{ranks}": round(figure, 5)
+            for ranks, ratio, milliseconds in by_ranks
+            for name, figure in (("lockstep_ratio", ratio), ("plan_ms", milliseconds))
+        },
+    }
+
+
+def streamed(lengths: list[int], ranks: int) -> list[Round]:
+    packer = RoundPacker(BUDGET, ranks, COST)
+    rounds = [
+        one for i in range(0, len(lengths), GROUP) for one in packer.add(lengths[i : i + GROUP])
+    ]
+    return rounds + packer.flush()
+
+
+def lockstep(name: str, rounds: list[Round], lengths: list[int]) -> float:
+    """Padded sequences cost what the longest of their batch costs."""
+    if name != "padding":
+        return makespan(rounds, lengths, COST)
+    longest = [max((lengths[i] for bin in one for i in bin), default=0) for one in rounds]
+    most = [max(map(len, one)) for one in rounds]
+    return sum(COST.of([n] * count) for n, count in zip(longest, most, strict=True))
+
+
+def fill(name: str, rounds: list[Round], lengths: list[int]) -> float:
+    bins = [bin for one in rounds for bin in one]
+    if name == "padding":
+        return sum(lengths) / sum(len(bin) * max(lengths[i] for i in bin) for bin in bins if bin)
+    return sum(lengths) / (BUDGET * len(bins))
+
+
+def timed(work: Callable[[], object]) -> float:
+    """CPU-seconds."""
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+# --- Passes ---------------------------------------------------------------------------------------
+
+
+def passes(rounds: int, seed: int, trained: int = TRAINED) -> dict[str, Any]:
+    sequences = trajectories(seed, trained)
+    model = example_model()
+    bins = make_bins(sequences, BIN_TOKENS)
+    count = -(-len(sequences) // len(bins))
+    batches = [Padded(sequences[i : i + count]) for i in range(0, len(sequences), count)]
+    packed_step(model, bins), padded_step(model, batches)  # warm
+    loss, gradient = packed_step(model, bins), gradient_of(model)
+    expected, reference = padded_step(model, batches), gradient_of(model)
+    times: dict[str, list[float]] = {"packed": [], "padded": []}
+    for _ in range(rounds):
+        times["packed"].append(timed(lambda: packed_step(model, bins)))
+        times["padded"].append(timed(lambda: padded_step(model, batches)))
+    speedup = median(b / a for a, b in zip(times["packed"], times["padded"], strict=True))
+    real = sum(s.places for s in sequences)
+    bound = sum(batch.tokens.numel() for batch in batches) / real
+    return {
+        "packed_speedup": round(speedup, 3),
+        "padding_bound": round(bound, 3),
+        "packed_share_of_bound": round(speedup / bound, 3),
+        "packed_tokens_per_cpu_s": round(real / median(times["packed"])),
+        "padded_tokens_per_cpu_s": round(real / median(times["padded"])),
+        "passes": len(bins),
+        "tokens": real,
+        "loss_difference": abs(loss / expected - 1),
+        "gradient_difference": float((gradient - reference).norm() / reference.norm()),
+    }
+
+
+def example_model() -> Decoder:
+    config = tomllib.loads(JOB.read_text())["model"]["config"]
+    model = Decoder(ModelConfig.from_hf(config))
+    model.initialise(torch.Generator().manual_seed(0))
+    fuse(model)  # for padded passes too
+    return model
+
+
+def trajectories(seed: int, count: int) -> list[Sequence]:
+    random = np.random.default_rng(seed)
+    made = []
+    for length in lognormal(
+        count, TRAINED_MEDIAN, TRAINED_SIGMA, TRAINED_SHORTEST, TRAINED_LONGEST, seed
+    ):
+        mask = np.arange(length) >= PROMPT * length
+        made.append(
+            Sequence(
+                tokens=random.integers(0, 64, length).astype(np.int32),
+                logprobs=np.where(mask, random.normal(-4.1, 0.1, length), 0).astype(np.float32),
+                mask=mask,
+                versions=np.where(mask, 0, -1).astype(np.int32),
+                advantages=np.array(random.normal(), np.float32),
+            )
+        )
+    return made
+
+
+class Padded:
+    """A minibatch of rows, each a sequence and padding behind it."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        width = max(s.places for s in sequences)
+        shape = len(sequences), width
+        arrays = {name: np.zeros(shape, np.float32) for name in ("behaviour", "advantage")}
+        tokens, targets = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        mask = np.zeros(shape, np.bool_)
+        for row, s in enumerate(sequences):
+            tokens[row, : s.places], targets[row, : s.places] = s.tokens[:-1], s.tokens[1:]
+            mask[row, : s.places] = s.mask[1:]
+            arrays["behaviour"][row, : s.places] = s.logprobs[1:]
+            arrays["advantage"][row, : s.places] = s.advantages
+        self.tokens = torch.from_numpy(tokens)
+        self.positions = torch.arange(width).expand(shape)
+        self.places = torch.from_numpy(np.flatnonzero(mask))
+        self.targets = torch.from_numpy(targets).view(-1)[self.places]
+        self.behaviour, self.advantage = (
+            torch.from_numpy(array).view(-1)[self.places] for array in arrays.values()
+        )
+
+
+def padded_step(model: Decoder, batches: list[Padded]) -> float:
+    model.zero_grad()
+    total = 0.0
+    for batch in batches:
+        hidden = model(batch.tokens, batch.positions, causal_attention)
+        logits = model.logits(hidden.flatten(0, 1).index_select(0, batch.places))
+        logprobs = -cross_entropy(logits, batch.targets, reduction="none")
+        loss = objective(logprobs, batch.behaviour, batch.advantage)
+        torch.autograd.backward(loss)
+        total += float(loss.detach())
+    return total
+
+
+def packed_step(model: Decoder, bins: list[Bin]) -> float:
+    model.zero_grad()
+    total = 0.0
+    for bin in bins:
+        out = forward(model, bin)
+        behaviour = torch.from_numpy(bin.behaviour)[out.places]
+        advantage = torch.from_numpy(bin.advantage)[out.places]
+        loss = objective(out.logprobs, behaviour, advantage)
+        torch.autograd.backward(loss)
+        total += float(loss.detach())
+    return total
+
+
+def objective(logprobs: Tensor, behaviour: Tensor, advantage: Tensor) -> Tensor:
+    """PPO's, clipped."""
+    ratio = (logprobs - behaviour).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).sum()
+
+
+def gradient_of(model: Decoder) -> Tensor:
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])

@@ -1,0 +1,1 @@
+"""Memory of the ranks of a core."""

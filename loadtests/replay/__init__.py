@@ -1,0 +1,1 @@
+"""Runs whose trainer dies and repeats steps. Open `runs.py` first."""

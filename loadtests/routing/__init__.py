@@ -1,0 +1,1 @@
+"""Makespans by routing policy."""

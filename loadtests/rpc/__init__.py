@@ -1,0 +1,1 @@
+"""Calls between two processes. Open `payloads.py` first."""

@@ -1,0 +1,121 @@
+"""Code that the model wrote, in a container for each call: what a runner costs beside a fresh jail.
+
+Calls run one after the other, kinds take turns in each round, and all runs a program that prints.
+`--escapes` runs the families of the corpus of escapes in runsc's containers, too.
+`python -m loadtests.runners [--runner NAME]...`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common.api.sandbox import JailSettings
+from common.clock import SystemClock
+from common.job.runners import RUNSC
+from common.process.host import SystemHost
+from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.outer_jail.interpreters import interpreter_of
+from services.sandbox.isolation.resources import cgroups
+from services.sandbox.isolation.resources.limits import JailLimits
+from tests.unit.sandbox.escapes.corpus import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+STANDIN = str(ROOT / "tests" / "unit" / "sandbox" / "isolation" / "standin")
+PROGRAM = {"mode": "program", "source": "print(sum(i * i for i in range(1000)))"}
+SAID = str(sum(i * i for i in range(1000))).encode()
+ROUNDS = 20
+LIMITS = JailLimits(wall_s=30.0)
+ESCAPES_S = 1800.0
+
+
+def launcher(kind: str, log: Path) -> JailLauncher:
+    """Of jails by bubblewrap, or of a runner's containers."""
+    runner = {"jail": [], "standin": [STANDIN]}.get(kind, [kind])
+    python = "/usr/bin/python3" if kind == "standin" else ""
+    interpreter = interpreter_of(JailSettings(runner=runner, python=python))
+    tier = "runner" if runner else "bwrap"
+    return JailLauncher(SystemHost(), SystemClock(), tier, interpreter, cgroups.find(), log)
+
+
+async def measured(kinds: list[str], rounds: int) -> dict[str, float]:
+    """Median milliseconds by the clock of a call, by kind."""
+    took: dict[str, list[float]] = {kind: [] for kind in kinds}
+    with tempfile.TemporaryDirectory() as scratch:
+        async with contextlib.AsyncExitStack() as stack:
+            made = {}
+            for kind in kinds:
+                made[kind] = launcher(kind, Path(scratch) / "log")
+                stack.push_async_callback(made[kind].stop)
+                await made[kind].run(PROGRAM, LIMITS)  # its zygote or spawner starts
+            for _ in range(rounds):
+                for kind in kinds:
+                    began = time.monotonic()
+                    ran = await made[kind].run(PROGRAM, LIMITS)
+                    took[kind].append(1000 * (time.monotonic() - began))
+                    if ran.stdout.strip() != SAID:
+                        raise RuntimeError(f"{kind}: {ran}")
+    return {f"{kind}_p50_ms": statistics.median(times) for kind, times in took.items()}
+
+
+def bare(rounds: int) -> dict[str, float]:
+    """`runsc` alone, which starts a container with this host's files and prints."""
+    took, before = [], resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [RUNSC, "--network=none", "--ignore-cgroups", "--overlay2=none", "do", "true"]
+    for _ in range(rounds):
+        began = time.monotonic()
+        subprocess.run(command, capture_output=True, timeout=60, check=True)
+        took.append(1000 * (time.monotonic() - began))
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
+    return {
+        "runsc_do_p50_ms": statistics.median(took),
+        "runsc_do_cpu_ms": 1000 * spent / rounds,
+    }
+
+
+def escapes() -> dict[str, object]:
+    """How many programs of the corpus there were in runsc's containers, and which got out."""
+    with tempfile.TemporaryDirectory(prefix="canary-") as scratch:
+        Path(scratch).chmod(0o755)
+        canary = Path(scratch) / "canary"
+        canary.write_text("untouched")
+        module = "tests.unit.sandbox.escapes.runner"
+        command = [sys.executable, "-m", module, RUNSC, str(canary), *FAMILIES]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=ESCAPES_S, check=True)
+    said = json.loads(done.stdout.splitlines()[-1])
+    results = [result for family in said["families"] for result in family["results"]]
+    out = [result["name"] for result in results if not result["contained"]]
+    harm = [harm for family in said["families"] for harm in family["harm"]]
+    return {"escape_programs": len(results), "escaped": out, "harm": harm}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--runner", action="append", default=[], help="beside the stand-in")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--escapes", action="store_true")
+    a = parser.parse_args()
+    runners = a.runner or ([RUNSC] if shutil.which(RUNSC) else [])
+    found: dict[str, object] = {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    found |= asyncio.run(measured(["jail", "standin", *runners], a.rounds))
+    if RUNSC in runners:
+        found |= bare(max(3, a.rounds // 5))
+    if a.escapes:
+        found |= escapes()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Programs in fresh jails. Open `sandboxed.py` first."""

@@ -1,0 +1,192 @@
+"""Code that the model wrote, in fresh jails, beside a bubblewrap and a bare interpreter per call.
+
+All three run the same program and read its output. Ours is asked through a real sandbox process
+over ZeroMQ; the two peers are started by asyncio, as many at a time as the concurrency says. Rounds
+alternate; rates are medians over rounds, latencies of all calls. What jails that spin do to their
+limits and neighbours is `loadtests.sandbox_cpu`, and part of it. `python -m loadtests.sandbox`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+from common.clock import SystemClock
+from common.process.host import SystemHost
+from loadtests.sandbox.sandboxed import Place, sandboxed
+from loadtests.sandbox_cpu import spinning
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter
+from services.sandbox.jobs import TRUSTED as TRUSTED_TOOLS
+from services.sandbox.workers.pool import Pool, PoolLimits, Work
+from services.sandbox.workers.worker import TOOL
+
+PROGRAM = "print(sum(i * i for i in range(1000)))"
+SAID = str(sum(i * i for i in range(1000)))
+ISOLATED = ("-I", "-S")  # as in our jails: no site packages, which take long to look for
+CONCURRENCY = (1, 8, 64)
+PEER_SHARE = 0.4  # of the time that ours gets in a round
+ROUNDS = 6
+TRUSTED = 2000  # calls of the calculator, one after the other
+LEAK_CALLS = 10_000
+WARM_S = 2.0
+JAILS = 8  # of the sandbox at a time
+
+One = Callable[[], Awaitable[None]]
+
+
+def bare(*flags: str) -> list[str]:
+    return [Interpreter.own().python, *flags, "-c", PROGRAM]
+
+
+def cold(*flags: str) -> list[str]:
+    """As in our profile, but made anew for each call."""
+    interpreter = Interpreter.own()
+    argv = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
+    argv += ["--new-session", "--clearenv", "--ro-bind", "/usr", "/usr"]
+    for link in ("/bin", "/lib", "/lib64"):
+        if os.path.islink(link):
+            argv += ["--symlink", os.readlink(link), link]
+    for place in interpreter.places:
+        argv += ["--ro-bind", place, place]
+    argv += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--remount-ro", "/"]
+    return [*argv, "--cap-drop", "ALL", interpreter.python, *flags, "-c", PROGRAM]
+
+
+async def started(argv: list[str]) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *argv, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
+    )
+    said, _ = await process.communicate()
+    if said.decode().strip() != SAID:
+        raise RuntimeError(f"{argv[0]} said {said!r}")
+
+
+async def jailed(place: Place) -> None:
+    status, value = await place.run("load", "python", PROGRAM)
+    if status != "ok" or value != {"status": "ok", "output": f"{SAID}\n"}:
+        raise RuntimeError(f"the sandbox said {status}: {value}")
+
+
+async def sustained(one: One, concurrency: int, seconds: float) -> tuple[float, list[float]]:
+    """(calls per second, latencies) of `concurrency` callers that ask again as soon as answered."""
+    latencies: list[float] = []
+    until = time.perf_counter() + seconds
+
+    async def caller() -> None:
+        while time.perf_counter() < until:
+            begun = time.perf_counter()
+            await one()
+            latencies.append(time.perf_counter() - begun)
+
+    begun = time.perf_counter()
+    await asyncio.gather(*(caller() for _ in range(concurrency)))
+    return len(latencies) / (time.perf_counter() - begun), latencies
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+async def measure(place: Place, concurrency: int, seconds: float, rounds: int) -> dict[str, float]:
+    kinds: dict[str, tuple[One, float]] = {
+        "fresh": (lambda: jailed(place), 1.0),
+        "cold_bwrap": (lambda: started(cold()), PEER_SHARE),
+        "bare": (lambda: started(bare()), PEER_SHARE),
+        "cold_isolated": (lambda: started(cold(*ISOLATED)), PEER_SHARE),
+        "bare_isolated": (lambda: started(bare(*ISOLATED)), PEER_SHARE),
+    }
+    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+    latencies: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(rounds):
+        for kind, (one, share) in kinds.items():
+            rate, took = await sustained(one, concurrency, share * seconds / rounds)
+            rates[kind].append(rate)
+            latencies[kind] += took
+    found: dict[str, float] = {}
+    for kind in kinds:
+        found[f"{kind}_calls_per_s_{concurrency}"] = statistics.median(rates[kind])
+        for name, share in (("p50", 0.5), ("p99", 0.99)):
+            found[f"{kind}_{name}_ms_{concurrency}"] = 1e3 * percentile(latencies[kind], share)
+    for peer in [kind for kind in kinds if kind != "fresh"]:
+        pairs = zip(rates["fresh"], rates[peer], strict=True)
+        name = peer.removesuffix("_bwrap")
+        found[f"ratio_{name}_{concurrency}"] = statistics.median(ours / its for ours, its in pairs)
+    found[f"fresh_calls_{concurrency}"] = len(latencies["fresh"])
+    return found
+
+
+async def trusted(place: Place, calls: int) -> float:
+    """Median milliseconds of a call of the calculator, over the wire, one at a time."""
+    took = []
+    for number in range(calls):
+        begun = time.perf_counter()
+        status, value = await place.run("load", "calculator", f"{number} * 2")
+        took.append(time.perf_counter() - begun)
+        if value != str(2 * number):
+            raise RuntimeError(f"the calculator said {status}: {value}")
+    return 1e3 * statistics.median(took[calls // 10 :])
+
+
+async def in_worker(place: Place, calls: int) -> float:
+    """The same as the sandbox sees it: from a call's arrival at its pool to its answer."""
+    functions = {f"{TOOL}c": TRUSTED_TOOLS["calculator"]}
+    directory = str(place.directory)
+    pool = Pool(SystemHost(), SystemClock(), "load", directory, functions, None, PoolLimits())
+    await pool.start()
+    took = []
+    try:
+        for number in range(calls):
+            begun = time.perf_counter()
+            (answer,) = await pool.run([Work(f"{TOOL}c", [f"{number} * 2"], 5.0)])
+            took.append(time.perf_counter() - begun)
+            if answer.value != str(2 * number):
+                raise RuntimeError(f"the calculator said {answer}")
+    finally:
+        await pool.stop()
+    return 1e3 * statistics.median(took[calls // 10 :])
+
+
+async def main(sizes: argparse.Namespace) -> dict[str, float]:
+    async with sandboxed("--jails", str(JAILS)) as place:
+        await place.load("load")
+        warm_s = min(WARM_S, sizes.seconds)
+        await sustained(lambda: jailed(place), 64, warm_s)  # every slot has had a jail
+        before = place.leavings()
+        found: dict[str, float] = {"pool_size": JAILS, "cores": os.cpu_count() or 1}
+        for concurrency in sizes.concurrency:
+            found |= await measure(place, concurrency, sizes.seconds, sizes.rounds)
+            print(json.dumps(found), file=sys.stderr, flush=True)
+        found |= await spinning.measured(place, sizes)
+        calls = sum(int(found[f"fresh_calls_{c}"]) for c in sizes.concurrency)
+        while calls < sizes.leak_calls:
+            _, took = await sustained(lambda: jailed(place), 64, min(5.0, sizes.seconds))
+            calls += len(took)
+        found["trusted_wire_p50_ms"] = await trusted(place, sizes.trusted)
+        found["trusted_p50_ms"] = await in_worker(place, sizes.trusted)
+        await asyncio.sleep(1.0)
+        after = place.leavings()
+        print(before, after, sep="\n", file=sys.stderr)
+        found["leaked"] = after.beyond(before)
+        found["leak_calls"] = calls
+    alone = ("fresh_p50_ms", "fresh_p99_ms", "cold_bwrap_p50_ms", "bare_p50_ms")
+    short = {key: found[f"{key}_1"] for key in alone if 1 in sizes.concurrency}
+    if 64 in sizes.concurrency:
+        short["calls_per_s_64"] = found["fresh_calls_per_s_64"]
+    return {key: round(value, 3) for key, value in {**found, **short}.items()}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of ours, at each concurrency")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=CONCURRENCY)
+    parser.add_argument("--trusted", type=int, default=TRUSTED, help="calls of the calculator")
+    parser.add_argument("--leak-calls", type=int, default=LEAK_CALLS)
+    spinning.add_sizes(parser)
+    print(json.dumps(asyncio.run(main(parser.parse_args()))))

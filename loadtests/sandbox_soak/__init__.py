@@ -1,0 +1,1 @@
+"""A sandbox under minutes of load."""

@@ -1,0 +1,232 @@
+"""Minutes of full load on a sandbox, a share of it hostile: no wrong answer, none lost, no growth.
+
+Callers draw from all kinds of tools and rewards, each of which has a known answer; hostile programs
+(bombs, endless loops, floods, forgeries) must end by a type that is theirs. `python -m
+loadtests.sandbox_soak`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.api.sandbox import JailSettings, LoadJob, RewardBatch, RewardCall, RewardPart, Sandbox
+from common.errors import MeshError
+from loadtests.sandbox.sandboxed import CALL_S, JOB, START_S, TOOLS, Place, sandboxed
+from tests.unit.sandbox.escapes.corpus import FAMILIES
+from tests.unit.sandbox.escapes.program import Escape
+from tests.unit.sandbox.escapes.runner import says
+
+HOSTILE = 0.1
+FORGED, CORPUS = 0.3, 0.6  # of the hostile: below forgeries, above programs of the corpus
+CALLERS = 64
+SAMPLE_S = 5.0
+LEAST_SAMPLES = 16  # of memory, however short it takes
+SESSIONS = 40
+REWARDS = [RewardPart("code_tests", 1.0, {"case_s": 2.0}), RewardPart("exact", 0.0, {})]
+
+PROGRAMS = {  # hostile source -> how it may end
+    "import os\nwhile True: os.fork()": ("refused", "timeout", "crashed", "out_of_memory"),
+    "x = []\nwhile True: x.append(bytearray(1 << 20))": ("out_of_memory",),
+    "while True: print('x' * 4000)": ("output_limit",),
+    "while True: pass": ("timeout",),
+    "import time\ntime.sleep(1e6)": ("timeout",),
+    "import socket\nsocket.create_connection(('127.0.0.1', 22))": ("refused",),
+    "import os\nos.kill(1, 9)\nos.kill(os.getpid(), 9)": ("crashed",),
+    "open('/tmp/x', 'wb').write(bytes(1 << 30))": ("refused", "out_of_memory", "crashed"),
+    "import os\nif os.fork() == 0:\n    os.setsid()\n    while True: pass": ("ok",),
+}
+# Not what fills memory by the clock of a machine at rest, or looks for files of a test's.
+ESCAPES = [
+    entry
+    for family in ("network", "kernel", "identity", "output", "processes")
+    for entry in FAMILIES[family]
+    if isinstance(entry, Escape) and "timeout" not in entry.ends[:1]
+]
+FORGERIES = (
+    "import os\nos._exit(0)",
+    "class E:\n    def __eq__(self, o): return True\ndef f(x): return E()",
+    "print('PASSED')\nraise SystemExit(0)",
+    "def f(x):\n    while True: pass",
+)
+
+
+@dataclass
+class Tally:
+    calls: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    lost: int = 0
+    memory: list[tuple[float, int]] = field(default_factory=list)  # (seconds, bytes)
+    latencies: dict[str, list[float]] = field(default_factory=dict)
+
+    def checked(self, kind: str, right: bool, what: object) -> None:
+        self.calls[kind] += 1
+        if not right:
+            self.wrong.append(f"{kind}: {what!s:.300}")
+
+
+class Soak:
+    def __init__(self, place: Place, seed: int) -> None:
+        self.place, self.random, self.tally = place, random.Random(seed), Tally()
+        self._notes: dict[str, int] = {}
+        self._locks = {f"s{i}": asyncio.Lock() for i in range(SESSIONS)}
+        self._honest: list[Callable[[], Awaitable[None]]] = [
+            self.program,
+            self.program,
+            self.shell,
+            self.calculator,
+            self.session,
+            self.score,
+        ]
+
+    async def load(self) -> None:
+        jail = JailSettings(
+            wall_s=4.0,
+            cpu_s=1.0,
+            memory_bytes=128 << 20,
+            processes=16,
+            sessions=SESSIONS,
+        )
+        request = LoadJob(JOB, str(self.place.directory), TOOLS, REWARDS, jail=jail)
+        await self.place.sandbox.call(Sandbox.load, request, deadline_s=START_S)
+
+    async def one(self) -> None:
+        hostile = self.random.random() < HOSTILE
+        work = self.hostile if hostile else self.random.choice(self._honest)
+        begun = time.perf_counter()
+        try:
+            await work()
+        except MeshError as error:
+            self.tally.lost += 1
+            print(f"lost: {error}", file=sys.stderr)
+        took = self.tally.latencies.setdefault(work.__name__, [])
+        took.append(time.perf_counter() - begun)
+
+    async def program(self) -> None:
+        n = self.random.randrange(1000)
+        _, value = await self.place.run(JOB, "python", f"print({n} * {n} + 1)")
+        right = value == {"status": "ok", "output": f"{n * n + 1}\n"}
+        self.tally.checked("python", right, value)
+
+    async def shell(self) -> None:
+        n = self.random.randrange(1000)
+        _, value = await self.place.run(JOB, "shell", f"echo $(({n} * 3)) > f; cat f")
+        self.tally.checked("shell", value == {"status": "ok", "output": f"{n * 3}\n"}, value)
+
+    async def calculator(self) -> None:
+        n = self.random.randrange(1000)
+        status, value = await self.place.run(JOB, "calculator", f"{n} + 2 * 3")
+        self.tally.checked("calculator", (status, value) == ("ok", str(n + 6)), value)
+
+    async def session(self) -> None:
+        """Each session holds the sum of what it was given; one call of it at a time."""
+        name = self.random.choice(list(self._locks))
+        async with self._locks[name]:
+            n = self.random.randrange(1000)
+            total = self._notes.get(name, 0) + n
+            source = f"total = globals().get('total', 0) + {n}\ntotal"
+            _, value = await self.place.run(JOB, "session", source, name)
+            self._notes[name] = total
+            self.tally.checked("session", value == {"status": "ok", "output": f"{total}\n"}, value)
+
+    async def score(self) -> None:
+        n, right = self.random.randrange(2, 100), self.random.random() < 0.5
+        cases = [{"args": [x], "output": x * n} for x in range(4)]
+        row = {"answer": "", "tests": {"function": "f", "cases": cases}}
+        # The wrong one is right of 0 only.
+        source = f"def f(x):\n    return x * {n if right else n + 1}"
+        await self._score("score", row, source, 1.0 if right else 0.25)
+
+    async def hostile(self) -> None:
+        """A forgery, a bomb whose end is known, or a program of the corpus, which must not say that
+        it has escaped.
+        """
+        drawn = self.random.random()
+        if drawn > CORPUS:
+            escape = self.random.choice(ESCAPES)
+            tool = "shell" if escape.mode == "shell" else "python"
+            status, value = await self.place.run(JOB, tool, escape.source)
+            output = value["output"] if isinstance(value, dict) else str(value)
+            right = status in escape.ends and not says(output.encode())
+            self.tally.checked("corpus", right, (escape.name, status, value))
+            return
+        if drawn < FORGED:
+            cases = [{"args": [x], "output": x + 7} for x in range(2)]
+            row = {"answer": "", "tests": {"function": "f", "cases": cases}}
+            await self._score("forgery", row, self.random.choice(FORGERIES), 0.0)
+            return
+        source, ends = self.random.choice(list(PROGRAMS.items()))
+        status, value = await self.place.run(JOB, "python", source)
+        self.tally.checked("hostile", status in ends, (source, status, value))
+
+    async def _score(self, kind: str, row: dict[str, Any], source: str, wanted: float) -> None:
+        turns = [{"role": "model", "text": source}]
+        asked = RewardBatch([RewardCall(0, JOB, row, turns, 10.0)])
+        call = self.place.sandbox.call(Sandbox.score, asked, deadline_s=CALL_S)
+        outcome = (await call).outcomes[0]
+        found = (outcome.status, outcome.value)
+        self.tally.checked(kind, found == ("ok", wanted), (source, found, outcome.error))
+
+    async def until(self, end: float) -> None:
+        while time.perf_counter() < end:
+            await self.one()
+
+    async def watch(self, begun: float, end: float) -> None:
+        every_s = min(SAMPLE_S, (end - begun) / LEAST_SAMPLES)
+        while time.perf_counter() < end:
+            await asyncio.sleep(every_s)
+            memory = await asyncio.to_thread(self.place.memory)
+            self.tally.memory.append((time.perf_counter() - begun, memory))
+
+
+def growth(samples: list[tuple[float, int]]) -> float:
+    """Of memory from the second quarter of the time to the last, as a share, medians of both."""
+    end = samples[-1][0]
+    early = [m for t, m in samples if 0.25 * end <= t < 0.5 * end]
+    late = [m for t, m in samples if t >= 0.75 * end]
+    return statistics.median(late) / statistics.median(early) - 1.0
+
+
+async def main(seconds: float, seed: int, callers: int) -> dict[str, Any]:
+    async with sandboxed("--jails", "8") as place:
+        soak = Soak(place, seed)
+        await soak.load()
+        begun = time.perf_counter()
+        end = begun + seconds
+        await asyncio.gather(soak.watch(begun, end), *(soak.until(end) for _ in range(callers)))
+        tally = soak.tally
+        for wrong in tally.wrong[:20]:
+            print(f"wrong: {wrong}", file=sys.stderr)
+        return {
+            "seconds": round(time.perf_counter() - begun, 1),
+            "callers": callers,
+            "calls": sum(tally.calls.values()),
+            **{f"calls_{kind}": count for kind, count in sorted(tally.calls.items())},
+            "calls_per_s": round(sum(tally.calls.values()) / seconds, 1),
+            **{
+                f"p50_ms_{kind}": round(1e3 * statistics.median(took), 1)
+                for kind, took in sorted(tally.latencies.items())
+            },
+            "wrong": len(tally.wrong),
+            "lost": tally.lost,
+            "memory_mb": round(tally.memory[-1][1] / 2**20, 1),
+            "memory_growth": round(growth(tally.memory), 4),
+        }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=480.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--callers", type=int, default=CALLERS)
+    a = parser.parse_args()
+    print(json.dumps(asyncio.run(main(a.seconds, a.seed, a.callers))))

@@ -1,0 +1,1 @@
+"""A core that sleeps and wakes. Open `sleeping_rank.py` first."""

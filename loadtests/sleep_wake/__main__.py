@@ -1,0 +1,349 @@
+"""What it takes a training core to sleep and to wake, and whether it goes on bit by bit.
+
+    python -m loadtests.sleep_wake [--rounds 7] [--large-rounds 3] [--no-speed] [--no-run]
+
+`speed`: a learner of 0.3M and one of 200M parameters (weights and both moments, float32) goes to
+`memory` and to `disk` and back, by Settle, beside copying as many bytes (`memcpy`: between pages
+that are there; `memcpy_fresh`: into a new segment, whose pages the kernel clears first) and beside
+`dd` on the same file system. What is read from the disk is dropped from the page cache before. Arms
+take turns in an order that rotates; seconds are medians, with the least and the most; `cpu_s` is
+this process's own.
+
+`run`: the job of loadtests.replay (deterministic, no staleness, no helpers) undisturbed, and with a
+core that sleeps in memory and on disk, and moves between the two, after each step; and one whose
+core is killed while it sleeps, in memory and on disk, and goes on from what it kept, and once when
+it is absent, from a checkpoint of that very step.
+
+Prints one flat JSON object, in which figures of `speed` begin with the size of their model, such
+as `200M_disk_wake_s`; exit status 1 unless the manifests of all steps are equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from common.api.node import Worker
+from common.api.role import Settle
+from common.job.config import AlgorithmConfig, OptimizerConfig
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from common.pool.rows import Tier
+from common.records.kept import Mapped
+from common.runtime.interface import Interface
+from common.runtime.residents.tiers import Keep, Take, Tiers
+from loadtests.measuring.flat import flat
+from loadtests.measuring.unrenewed import knows, unrenewed
+from loadtests.replay import runs as replay
+from services.node.residents.segments import KeepsSegments, Segments
+from services.trainer.arithmetic.learner import Learner
+from services.trainer.compute.compute import LocalCompute
+
+WORKER = "worker/w0"
+CPU = ".cpu"  # behind an arm's name: its CPU-seconds
+DD_BYTES = 1 << 20  # of its blocks
+DEATHS = ("memory@3", "absent@5", "disk@6")
+SMALL = ModelConfig(
+    architecture="llama",
+    vocab_size=64,
+    hidden_size=96,
+    layers=3,
+    heads=4,
+    kv_heads=4,
+    head_dim=24,
+    ffn_size=224,
+    tie_embeddings=True,
+    max_positions=512,
+)
+LARGE = ModelConfig(
+    architecture="llama",
+    vocab_size=32000,
+    hidden_size=1024,
+    layers=13,
+    heads=16,
+    kv_heads=16,
+    head_dim=64,
+    ffn_size=2816,
+    tie_embeddings=True,
+    max_positions=512,
+)
+
+
+class SegmentCalls(Interface):
+    """What of a worker's interface is about segments."""
+
+
+SegmentCalls.methods = {
+    name: method for name, method in Worker.methods.items() if name.endswith("_segment")
+}
+
+
+class Keeper(KeepsSegments):
+    """A worker that does nothing else."""
+
+    interface = SegmentCalls
+
+    def __init__(self, segments: Segments) -> None:
+        self.segments = segments
+
+
+class CoreAlone:
+    """Of a training core its arithmetic."""
+
+    covered = True
+
+    def __init__(self, compute: LocalCompute) -> None:
+        self._compute = compute
+
+    @property
+    def bytes(self) -> int:
+        """Of its tensors."""
+        return self._compute.bytes
+
+    async def sleep(self, keep: Keep) -> None:
+        """With nothing to say of itself."""
+        await self._compute.sleep(dict, keep)
+
+    async def wake(self, take: Take) -> None:
+        """As it was."""
+        await self._compute.wake(take)
+
+    async def move(self, tier: Tier) -> None:
+        """Nobody else keeps anything."""
+
+    async def uncover(self) -> None:
+        """It has never stopped."""
+
+    async def cover(self) -> None:
+        """Not asked for."""
+
+
+class Sleepy:
+    """A learner that is told to go from tier to tier."""
+
+    def __init__(self, tiers: Tiers, directory: Path) -> None:
+        self._tiers, self._directory, self._epoch = tiers, directory, 0
+
+    async def to(self, tier: Tier) -> None:
+        """Returns when it is there."""
+        self._epoch += 1
+        wish = Settle(tier, self._epoch, False, WORKER, str(self._directory))
+        await self._tiers.settle(wish)
+
+
+def summary(seconds: list[float], size: int) -> dict[str, float]:
+    """Median, least and most, and what that is in GB/s."""
+    median = statistics.median(seconds)
+    return {
+        "s": round(median, 5),
+        "least_s": round(min(seconds), 5),
+        "most_s": round(max(seconds), 5),
+        "gb_s": round(size / median / 1e9, 3),
+    }
+
+
+@contextmanager
+def noted(took: dict[str, list[float]], name: str) -> Iterator[None]:
+    """Notes the seconds of the block, and those of CPU that this process has used meanwhile."""
+    began, used = time.monotonic(), time.process_time()
+    yield
+    took.setdefault(name, []).append(time.monotonic() - began)
+    took.setdefault(f"{name}{CPU}", []).append(time.process_time() - used)
+
+
+def drop_caches() -> bool:
+    """Whether the page cache could be dropped; what is not on the disk yet goes there first."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+    except OSError:
+        return False
+    return True
+
+
+def dd(*words: str) -> None:
+    """Runs it."""
+    subprocess.run(["dd", f"bs={DD_BYTES}", *words], check=True, stderr=subprocess.DEVNULL)
+
+
+async def speed(model: ModelConfig, rounds: int, directory: Path) -> dict[str, Any]:
+    """Seconds and GB/s of each arm."""
+    worker, process = unrenewed(WORKER), unrenewed("trainer/j")
+    host, found = process.host, {}
+    async with Segments(lambda: host.room(directory).memory) as segments:
+        await worker.join(Keeper(segments))
+        await process.join(None)
+        await knows(process, WORKER, worker.transport.address, worker.incarnation)
+        decoder = Decoder(model)
+        decoder.initialise(torch.Generator().manual_seed(0))
+        learner = Learner(decoder, OptimizerConfig(), AlgorithmConfig())
+        tiers = Tiers(process, CoreAlone(LocalCompute(process, learner)))
+        sleepy, size = Sleepy(tiers, directory), learner.bytes
+        found = await arms(sleepy, size, rounds, directory)
+        before = psutil.Process().memory_info().rss
+        await sleepy.to(Tier.DISK)
+        released = before - psutil.Process().memory_info().rss
+        await sleepy.to(Tier.ACCELERATOR)
+        found |= {"parameters": learner.size, "bytes": size, "rss_released": released}
+        await process.leave()
+        await worker.leave()
+    return found
+
+
+async def arms(sleepy: Sleepy, size: int, rounds: int, directory: Path) -> dict[str, Any]:
+    """All of them, round after round."""
+    took: dict[str, list[float]] = {}
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    scratch, blocks = directory / "dd", max(1, size // DD_BYTES)
+    cold: list[bool] = []
+
+    async def memory() -> None:
+        with noted(took, "memory_sleep"):
+            await sleepy.to(Tier.MEMORY)
+        with noted(took, "memory_wake"):
+            await sleepy.to(Tier.ACCELERATOR)
+
+    async def disk() -> None:
+        with noted(took, "disk_sleep"):
+            await sleepy.to(Tier.DISK)
+        cold.append(drop_caches())
+        with noted(took, "disk_wake"):
+            await sleepy.to(Tier.ACCELERATOR)
+
+    async def memcpy() -> None:
+        with noted(took, "memcpy"):
+            np.copyto(target, source)
+        descriptor = os.memfd_create("fresh")
+        os.ftruncate(descriptor, size)
+        medium = Mapped(f"/proc/self/fd/{descriptor}")
+        with noted(took, "memcpy_fresh"):  # no page of it is there
+            medium.put(0, source)
+        medium.close()
+        os.close(descriptor)
+
+    async def disk_dump() -> None:
+        with noted(took, "dd_write"):
+            dd("if=/dev/zero", f"of={scratch}", f"count={blocks}", "conv=fsync")
+        cold.append(drop_caches())
+        with noted(took, "dd_read"):
+            dd(f"if={scratch}", "of=/dev/null")
+        scratch.unlink()
+
+    every: list[Callable[[], Awaitable[None]]] = [memory, memcpy, disk, disk_dump]
+    for number in range(rounds):
+        for arm in every[number % 4 :] + every[: number % 4]:
+            await arm()
+    told: dict[str, Any] = {
+        name: summary(seconds, size) | {"cpu_s": round(statistics.median(took[name + CPU]), 5)}
+        for name, seconds in took.items()
+        if not name.endswith(CPU)
+    }
+    beside = {
+        "memory_sleep": "memcpy_fresh",
+        "memory_wake": "memcpy_fresh",
+        "disk_sleep": "dd_write",
+        "disk_wake": "dd_read",
+    }
+    ratios = {
+        f"{name}_over_{other}": round(told[name]["s"] / told[other]["s"], 3)
+        for name, other in beside.items()
+    }
+    return told | ratios | {"cold": all(cold), "rounds": rounds}
+
+
+def slept_run(job: Path, directory: Path, deaths: Sequence[str], steps: int) -> dict[str, Any]:
+    """The run of loadtests.replay with a core that sleeps after each step, and dies asleep at
+    steps as `deaths` says.
+    """
+    marks = directory / "marks"
+    marks.mkdir(parents=True)
+    command = [sys.executable, "-m", "loadtests.sleep_wake.sleeping_rank", "--marks", str(marks)]
+    command += ["--die", *deaths] if deaths else []
+    words = replay.SETTINGS | {"out": directory / "run", "budget.steps": steps}
+    environment = {k: v for k, v in os.environ.items() if k != "MESHRL_REDIS_URL"}
+    environment["MESHRL_ROLE_COMMANDS"] = f"training={shlex.join(command)}"
+    argv = [sys.executable, "-m", "meshrl", "run", str(job)]
+    argv += [f"--set={key}={value}" for key, value in words.items()]
+    with (directory / "said").open("a") as said:
+        program = subprocess.Popen(argv, env=environment, stdout=said, stderr=said)
+    with program:
+        replay.ended(program, directory)
+    (directory / "deaths").mkdir()  # of which `found_in` tells
+    told = replay.found_in(directory)
+    seen = sorted(mark.name for mark in marks.iterdir())
+    return told | {
+        "slept": sum(name.startswith("slept-") for name in seen),
+        "died": [name for name in seen if name.startswith("died-")],
+        "resumed": [name for name in seen if name.startswith("resumed-")],
+        "began": [name for name in seen if name.startswith("began-")],
+    }
+
+
+def run(job: Path, scratch: Path, steps: int, deaths: Sequence[str]) -> dict[str, Any]:
+    """Whether sleep leaves the versions as they are."""
+    plain = replay.one_run(job, scratch / "plain", steps=steps)
+    slept = slept_run(job, scratch / "slept", (), steps)
+    died = slept_run(job, scratch / "died", deaths, steps)
+    same = [one["manifests"] == plain["manifests"] for one in (slept, died)]
+    return {
+        "steps": len(plain["manifests"]),
+        "bit_identical": int(same[0]),
+        "bit_identical_after_death": int(same[1]),
+        "slept": slept["slept"],
+        "died": died["died"],
+        "resumed": died["resumed"],
+        "began": died["began"],
+        "lineages": sorted({*slept["lineages"], *died["lineages"]}),
+        "lost": slept["lost"] + died["lost"],
+        "trained_twice": slept["trained_twice"] + died["trained_twice"],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("job", type=Path, nargs="?", default=replay.JOB)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--large-rounds", type=int, default=3)
+    parser.add_argument("--no-speed", action="store_true")
+    parser.add_argument("--no-run", action="store_true")
+    parser.add_argument("--steps", type=int, default=replay.STEPS, help="of the run")
+    parser.add_argument("--die", nargs="+", default=DEATHS, metavar="TIER@STEP", help="of the run")
+    parser.add_argument("--directory", type=Path, help="on the file system to measure")
+    a = parser.parse_args()
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {"load": os.getloadavg()[0], "steal_s": -psutil.cpu_times().steal}
+    with tempfile.TemporaryDirectory(prefix="meshrl-", dir=a.directory) as scratch:
+        if not a.no_speed:
+            sizes = {"0.3M": (SMALL, a.rounds), "200M": (LARGE, a.large_rounds)}
+            with redirect_stdout(sys.stderr):  # the log
+                for name, (model, rounds) in sizes.items():
+                    if rounds:
+                        result[name] = asyncio.run(speed(model, rounds, Path(scratch)))
+        if not a.no_run:
+            result |= run(a.job.resolve(), Path(scratch), a.steps, a.die)
+    result["steal_s"] = round(result["steal_s"] + psutil.cpu_times().steal, 1)
+    print(json.dumps(flat(result)))
+    good = a.no_run or (
+        result["bit_identical"] and result["bit_identical_after_death"] and not result["lost"]
+    )
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Growth of a mesh that trains. Open `growing.py` first."""

@@ -1,0 +1,1 @@
+"""Starts of processes, and what they leave. Open `roles.py` first."""

@@ -1,0 +1,177 @@
+"""What is left when an owner or the nursery dies at a random moment of a start.
+
+Owners start processes that wait, have stopped themselves, or hold the interpreter's lock. An owner
+gets SIGKILL, or SIGSTOP and then SIGKILL; or the nursery does, and the owner, which is this
+process, must see how each of its processes ended; or both get SIGKILL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from common.process.forking.birth import ANSWER_S, NURSERY_ENV, OFF
+from common.process.handle import UNKNOWN_EXIT, SystemChild
+from common.process.host import SystemHost
+from loadtests.start.nursed import nursery, starting
+from loadtests.start.owner import IN_THE_WAY
+from loadtests.start.traces import LOOK_S, left
+
+CHILDREN = 4  # of an owner
+AT_ONCE = 4  # trials
+MOMENTS_S = 0.4  # until the fault, at most: starts take about as long
+STOPPED_S = 0.3  # of an owner, before it is killed
+WITHIN_S = 10.0  # for nothing to be left
+BEGIN_S = 60.0
+HOWS = ("kill", "stop", "nursery", "both")
+
+
+@dataclass
+class Found:
+    """What trials have found."""
+
+    trials: int = 0
+    orphans: int = 0
+    hung: int = 0
+    told: list[str] = field(default_factory=list)
+
+
+class Trials:
+    """Trials beside each other; those that kill a nursery have one of their own, which is small."""
+
+    def __init__(self, host: SystemHost, folder: Path, nursery: str) -> None:
+        self._host, self._folder, self._nursery = host, folder, nursery
+        self.found = Found()
+
+    async def one(self, how: str, seed: int) -> None:
+        chance, mark = random.Random(f"{how}{seed}"), uuid.uuid4().hex
+        if how in ("kill", "stop"):
+            await self._owner(self._nursery, mark, seed, chance, how, 0)
+        else:
+            async with self._small_nursery(mark) as (socket, pid):
+                if how == "both":
+                    await self._owner(socket, mark, seed, chance, how, pid)
+                else:
+                    await self._nursery_dies(socket, mark, chance, pid)
+        remain = await left(mark, WITHIN_S)
+        self.found.trials += 1
+        self.found.orphans += len(remain)
+        if remain:
+            self.found.told.append(f"{how} {seed}: {len(remain)} left")
+        for pid in remain:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    async def _owner(
+        self, nursery: str, mark: str, seed: int, chance: random.Random, how: str, pid: int
+    ) -> None:
+        """An owner of another process, which dies at a random moment."""
+        owner = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "loadtests.start.owner", str(CHILDREN), str(seed)),
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {NURSERY_ENV: nursery, "MESHRL_TRIAL": mark},
+        )
+        assert owner.stdout is not None
+        async with asyncio.timeout(BEGIN_S):
+            await owner.stdout.readline()
+        await asyncio.sleep(chance.uniform(0.0, MOMENTS_S))
+        if how == "stop":
+            owner.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(STOPPED_S)
+        victims = [owner.pid, *([pid] if pid else [])]
+        chance.shuffle(victims)
+        for victim in victims:
+            os.kill(victim, signal.SIGKILL)
+        # Not its output: its processes have that too.
+        async with asyncio.timeout(WITHIN_S):
+            while owner.returncode is None:
+                await asyncio.sleep(0.02)
+
+    async def _nursery_dies(self, nursery: str, mark: str, chance: random.Random, pid: int) -> None:
+        """The nursery dies at a random moment; every process of ours is ended, and must tell."""
+        fault = threading.Timer(chance.uniform(0.0, MOMENTS_S), os.kill, (pid, signal.SIGKILL))
+        fault.start()
+        children: list[SystemChild] = []
+        with starting(nursery):
+            for _ in range(CHILDREN):
+                began = time.perf_counter()
+                children.append(self._spawn(mark, chance.choice(IN_THE_WAY)))
+                self.found.hung += time.perf_counter() - began > 2 * ANSWER_S
+        fault.join()
+        for child in children:
+            child.kill()
+        for child in children:
+            code = await child.wait(WITHIN_S)
+            self.found.hung += code is None
+            if code not in (-signal.SIGKILL, UNKNOWN_EXIT):  # the nursery could not tell any more
+                self.found.told.append(f"{child.name} ended with {code}")
+
+    def _spawn(self, mark: str, how: str) -> SystemChild:
+        argv = [sys.executable, "-m", "loadtests.start.brief", how]
+        return self._host.spawn(argv, name=how, env={"MESHRL_TRIAL": mark})
+
+    @contextlib.asynccontextmanager
+    async def _small_nursery(self, mark: str) -> AsyncIterator[tuple[str, int]]:
+        """With little imported; its socket has the mark in its name, and so it is in its trial."""
+        socket = self._folder / mark
+        argv = [
+            sys.executable,
+            "-m",
+            "common.process.forking.nursery",
+            str(socket),
+            "common.process.host",
+        ]
+        child = self._host.spawn(argv, name="nursery", env={NURSERY_ENV: OFF})
+        async with asyncio.timeout(BEGIN_S):
+            while not socket.exists():
+                await asyncio.sleep(0.01)
+        try:
+            yield str(socket), child.pid
+        finally:
+            child.kill()
+            await child.wait(WITHIN_S)
+
+
+async def tried(folder: Path, trials: int) -> dict[str, Any]:
+    host = SystemHost()
+    async with nursery(host, folder) as (socket, process):
+        found = Trials(host, folder, socket)
+        numbers = iter(range(trials))
+
+        async def work() -> None:
+            for number in numbers:
+                await found.one(HOWS[number % len(HOWS)], number)
+
+        await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+        # Forks that have not begun look like the nursery, and have no mark of a trial.
+        until = time.monotonic() + WITHIN_S
+        while remain := len(psutil.Process(process.pid).children()):
+            if time.monotonic() > until:
+                break
+            await asyncio.sleep(LOOK_S)
+    total = found.found
+    return {
+        "orphans": total.orphans + remain,
+        "orphan_trials": total.trials,
+        "hung": total.hung,
+        "orphans_told": total.told[:5],
+    }
+
+
+def orphans(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    """`orphans` after ten seconds, of `orphan_trials`; `hung`: processes whose end was not told."""
+    return asyncio.run(tried(folder, chosen.trials))

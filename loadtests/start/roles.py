@@ -1,0 +1,215 @@
+"""From a worker's decision until a role process is ready: seconds, and CPU-seconds of the process.
+
+Forked and executed in turn, on a mesh of Redis, weight store and nursery. The model has half a
+million parameters, whose loading takes milliseconds. A core goes on at version 0 of its job; the
+helper and the rank find no core, which they do not need in order to be ready.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common.job.job_data import JobData
+from common.pool.names import shard, worker_process
+from common.pool.rows import Budget, Resident, Role, Worker
+from common.process.forking.birth import OFF
+from common.process.supervision.lease_watch import LeaseWatch
+from common.process.supervision.supervisor import ChildSpec, Supervisor
+from common.runtime.mesh import Mesh
+from common.settings import SETTINGS_ENV
+from common.state import jobs, registry
+from loadtests.measuring.meshed import START_S, meshed
+from loadtests.start.nursed import cpu_s, nursery, starting
+from loadtests.trainer import digits
+from meshrl.job import bundle, jobfile
+from services.node.gpus.room import GpuRoom
+from services.node.residents.budgets import Budgets
+from services.node.residents.process import Around, RoleProcess
+from services.node.residents.roles import Wish, with_overrides
+from services.node.residents.segments import Segments
+from services.node.worker import GangWorker
+from services.rollout.environments.pool import command
+from services.rollout.environments.process import EnvironmentProcess
+
+LOOK_S = 0.004  # how soon readiness is seen
+WORKER = Worker("loadtest", "one", "cpu:0", 0)
+ALONE, PAIR = "alone", "pair"  # jobs, of one rank and of two
+LENGTH = 16
+STEP_S = 30.0
+
+
+@dataclass
+class Started:
+    """What a start took."""
+
+    ready_s: float
+    cpu_s: float
+    nursery_cpu_s: float = 0.0
+
+
+def a_worker_of(mesh: Mesh) -> Around:
+    """What role processes of this process as a worker have in common."""
+    logs = Path(mesh.settings.run_root) / "logs"
+    segments = Segments(lambda: mesh.host.room(logs).memory)
+    budgets = Budgets(Budget(), mesh.host, logs)
+    return Around(mesh, WORKER.id, with_overrides([]), logs, budgets, segments, GpuRoom(mesh))
+
+
+class Starts:
+    """Starts processes of each kind, one at a time, and ends them again."""
+
+    def __init__(self, mesh: Mesh, directory: Path, nursery_pid: int) -> None:
+        self._mesh, self._logs = mesh, directory / "logs"
+        self._nursery = nursery_pid
+        self._jobs: dict[str, JobData] = {}
+        self._services = Supervisor(mesh.host, mesh.clock)
+        self.kinds: dict[str, Callable[[], Awaitable[Started]]] = {
+            "engine": lambda: self._role(Resident("g0.0", ALONE, Role.ROLLOUT)),
+            "trainer": lambda: self._role(Resident("g0.1", ALONE, Role.TRAINING, core=True)),
+            "helper": lambda: self._role(Resident("g0.2", ALONE, Role.TRAINING)),
+            "rank": lambda: self._role(
+                Resident("g0.3", PAIR, Role.TRAINING, core=True, ranks=(0, 1)), rank=1
+            ),
+            "shard": self._shard,
+            "environment": self._environment,
+        }
+
+    async def open(self, folder: Path) -> None:
+        """The weight store, and both jobs, whose first core has committed version 0."""
+        argv = [sys.executable, "-m", "services.weights"]
+        await self._services.add(ChildSpec("weights", argv, log=self._logs / "weights.log"))
+        task = digits.write(folder / "task", (LENGTH,))
+        for job, changes in {ALONE: [], PAIR: ["training.ranks=2", "mesh.workers=3"]}.items():
+            out = folder / job
+            config, base = jobfile.load(task.job_file(out, steps=10), changes)
+            _, document = bundle.pack(config, base, out)
+            await jobs.submit(self._mesh.state, job, document, str(out), uuid.uuid4().hex)
+            self._jobs[job] = JobData.of(job, document, str(out))
+        await self.kinds["trainer"]()
+
+    async def close(self) -> None:
+        await self._services.stop(1.0)
+
+    async def _role(self, resident: Resident, rank: int = 0) -> Started:
+        mesh = self._mesh
+        around = a_worker_of(mesh)
+        leases = LeaseWatch(mesh.state, mesh.clock, mesh.settings.host, list)
+        wish = Wish("g0", resident, rank, mesh.name)
+        role = RoleProcess(around, wish, leases, lambda: None)
+        try:
+            return await self._timed(role.name, role.start, lambda: role.pid)
+        finally:
+            await role.stop("measured", leaving=True)
+
+    async def _shard(self) -> Started:
+        name = shard(ALONE, 0)
+        argv = [sys.executable, "-m", "services.rollout", "--job", ALONE, "--shard", "0"]
+        spec = ChildSpec(name, argv, log=self._logs / "shard.log")
+        found = Supervisor(self._mesh.host, self._mesh.clock)
+        try:
+            return await self._timed(
+                name, lambda: found.add(spec), lambda: found.children[name].pid
+            )
+        finally:
+            await found.stop(0.0)
+            entry = await registry.lookup(self._mesh.state, name)
+            assert entry is not None
+            await registry.evict(self._mesh.state, name, entry.incarnation)
+
+    async def _timed(
+        self, name: str, start: Callable[[], Awaitable[Any]], pid: Callable[[], int]
+    ) -> Started:
+        """Until `name` is ready in the registry; a service is when it is there."""
+        nursing, began = cpu_s(self._nursery), time.perf_counter()
+        await start()
+        async with asyncio.timeout(START_S):
+            while True:
+                entry = await registry.lookup(self._mesh.state, name)
+                if entry and entry.alive and entry.pid == pid() and entry.stats.get("ready", True):
+                    break
+                await asyncio.sleep(LOOK_S)
+        used = cpu_s(pid())
+        return Started(time.perf_counter() - began, used, cpu_s(self._nursery) - nursing)
+
+    async def _environment(self) -> Started:
+        """Until it has answered its first operation."""
+        process = EnvironmentProcess(
+            self._mesh, command(self._jobs[ALONE]), "environment", self._logs / "e.log", STEP_S
+        )
+        try:
+            nursing, began = cpu_s(self._nursery), time.perf_counter()
+            await process.put((1, "begin", {"prompt": "1+1="}))
+            took, used = time.perf_counter() - began, cpu_s(process.pid)
+            return Started(took, used, cpu_s(self._nursery) - nursing)
+        finally:
+            await process.close()
+
+
+@contextlib.asynccontextmanager
+async def opened(folder: Path) -> AsyncIterator[tuple[Starts, str]]:
+    """The mesh, and the nursery's socket."""
+
+    def worker(mesh: Mesh) -> GangWorker:
+        return GangWorker(mesh, WORKER, a_worker_of(mesh))
+
+    async with meshed(worker_process(WORKER.id), worker) as (mesh, _, directory):
+        (directory / "mesh").mkdir()
+        mesh.settings.to_file(directory / "mesh" / "settings.json")
+        os.environ[SETTINGS_ENV] = str(directory / "mesh" / "settings.json")
+        async with nursery(mesh.host, directory) as (socket, process):
+            starts = Starts(mesh, directory, process.pid)
+            try:
+                with starting(socket):
+                    await starts.open(folder)
+                yield starts, socket
+            except BaseException:
+                for log in sorted((directory / "logs").glob("*")):
+                    print(f"--- {log.name}\n{log.read_text()[-2000:]}", file=sys.stderr)
+                raise
+            finally:
+                await starts.close()
+
+
+async def measured(folder: Path, repeats: int, only: list[str]) -> dict[str, Any]:
+    forked: dict[str, list[Started]] = {}
+    executed: dict[str, list[Started]] = {}
+    async with opened(folder) as (starts, socket):
+        for _ in range(repeats):
+            for kind, start in starts.kinds.items():
+                if only and kind not in only:
+                    continue
+                for how, found in ((socket, forked), (OFF, executed)):
+                    with starting(how):
+                        found.setdefault(kind, []).append(await start())
+    figures: dict[str, Any] = {}
+    for kind in forked:
+        for mark, found in (("", forked), ("spawned_", executed)):
+            figures[f"{kind}_{mark}ready_s"] = median(x.ready_s for x in found[kind])
+            figures[f"{kind}_{mark}cpu_s"] = median(x.cpu_s for x in found[kind])
+    figures |= {
+        worst: max(figures[f"{kind}_{key}"] for kind in forked)
+        for worst, key in (
+            ("role_ready_s", "ready_s"),
+            ("role_cpu_s", "cpu_s"),
+            ("spawned_ready_s", "spawned_ready_s"),
+            ("spawned_cpu_s", "spawned_cpu_s"),
+        )
+    }
+    births = [x.nursery_cpu_s for found in forked.values() for x in found]
+    return figures | {"nursery_cpu_s_per_start": median(births)}
+
+
+def roles(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    """Medians by kind of process, and the worst of all kinds."""
+    return asyncio.run(measured(folder, chosen.repeats, chosen.kinds))

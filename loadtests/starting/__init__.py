@@ -1,1 +1,0 @@
-"""Parts of the load test of starts. Open `roles.py` first."""

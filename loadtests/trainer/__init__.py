@@ -1,0 +1,1 @@
+"""The trainer beside others. Open `elastic.py` first."""

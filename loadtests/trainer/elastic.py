@@ -1,0 +1,194 @@
+"""A core of two ranks, a core with a hybrid, one that joins, checkpoints, and a trainer that dies.
+
+All on the digits task with every step's groups there before it begins (`training.deterministic`),
+no staleness and enough rounds to share, so that `train_s`, a step's time without waiting for
+groups, is of training alone and engines rest meanwhile. Needs as many quiet cores as train.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import time
+import uuid
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common.pool.rows import Role
+from common.pool.snapshot import Request
+from common.state import jobs, pool, registry
+from common.state.client import State
+from loadtests.measuring.metered import LOOK_S, run_job, started, steps_of
+from loadtests.start.nursed import cpu_s
+from loadtests.trainer import digits
+from loadtests.trainer.digits import Task
+
+LENGTH = 128  # tokens of each completion: a step trains for a second or two
+BIN_TOKENS = 1100  # 8 sequences: 8 rounds a step, 4 of two ranks each
+ROUNDS = 8
+WARM_STEPS = 2  # not measured
+JOIN_AT = 6  # the step after which a worker joins
+JOIN_STEPS = 40  # within which it has to be at work
+KILL_AT = 4
+DEADLINE_S = 300.0
+SETTINGS = ("training.deterministic=true", f"training.bin_tokens={BIN_TOKENS}")
+STAY = "planner.imbalance=1000000.0"  # the planner leaves every worker where it is
+Row = dict[str, Any]
+
+
+def two_ranks(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    """`speedup_2_ranks`: a step's time with one rank over that with two."""
+    changes = ("mesh.workers=3", "training.ranks=2")
+    return speedup("2_ranks", folder, chosen, changes)
+
+
+def hybrid(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    """`speedup_hybrid`: a step's time of the core alone over that with one hybrid."""
+    changes = ("mesh.workers=3", "planner.training=2", STAY)
+    return speedup("hybrid", folder, chosen, changes)
+
+
+def speedup(
+    name: str, folder: Path, chosen: argparse.Namespace, changes: tuple[str, ...]
+) -> dict[str, Any]:
+    """Medians over the steps of runs of each kind, in turn."""
+    task = digits.write(folder / "task", (LENGTH,))
+    alone: list[float] = []
+    together: list[float] = []
+    last = WARM_STEPS + chosen.steps
+    for repeat in range(chosen.repeats):
+        rows = run(task, last, folder / f"alone-{repeat}")
+        alone += [row["train_s"] for row in rows[WARM_STEPS:]]
+        rows = run(task, last, folder / f"together-{repeat}", *changes)
+        together += [row["train_s"] for row in helped(rows[WARM_STEPS:], name)]
+    return {
+        f"speedup_{name}": median(alone) / median(together),
+        f"speedup_{name}_ideal": 2.0,  # the rounds of a step are as many for both, and alike
+        f"train_s_{name}": median(together),
+        f"train_s_beside_{name}": median(alone),
+    }
+
+
+def run(task: Task, last: int, out: Path, *changes: str) -> list[Row]:
+    """Metrics of the steps of a run."""
+    job = task.job_file(out, steps=last + 1, staleness=0)
+    return asyncio.run(run_job(job, out, last, *SETTINGS, *changes)).rows
+
+
+def helped(rows: list[Row], name: str) -> list[Row]:
+    """Those of a hybrid's steps that it had a part in: processes do not start at one moment."""
+    found = [row for row in rows if name != "hybrid" or len(row["workers"]) > 1]
+    if not found:
+        raise RuntimeError("the hybrid had a part in no step")
+    return found
+
+
+# -- a hybrid that joins ---------------------------------------------------------------------------
+
+
+def join(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    """`join_pause_share`: what the worst step while a hybrid joins makes the core wait, beyond what
+    steps before do, as a share of a step.
+    """
+    task = digits.write(folder / "task", (LENGTH,))
+    rows, moved = asyncio.run(joined(task, folder / "run"))
+    before = rows[WARM_STEPS:moved]
+    core = next(iter(before[-1]["workers"]))
+    first = next((i for i, row in enumerate(rows) if len(row["workers"]) > 1), None)
+    if first is None:
+        raise RuntimeError("nobody joined")
+    usual_s = median(idle_s(row, core) for row in before)
+    worst_s = max((idle_s(row, core) for row in rows[moved:first]), default=usual_s)
+    return {
+        "join_pause_share": max(0.0, worst_s - usual_s) / median(r["train_s"] for r in before),
+        "join_steps": first - moved,
+    }
+
+
+def idle_s(row: Row, core: str) -> float:
+    """Of a step's time, what the core did not spend on gradients."""
+    return float(row["train_s"] - row["workers"][core])
+
+
+async def joined(task: Task, out: Path) -> tuple[list[Row], int]:
+    """The steps of a run in which a worker is moved to training, and after which one."""
+    job = task.job_file(out, steps=JOIN_AT + JOIN_STEPS + 1, staleness=0, workers=3)
+    async with started(job, out, *SETTINGS, STAY) as (state, _), asyncio.timeout(DEADLINE_S):
+        await committed(state, JOIN_AT)
+        worker = next(
+            gang.workers[resident.ranks[0]]
+            for gang in await pool.gangs(state)
+            for resident in gang.residents
+            if resident.role == Role.ROLLOUT
+        )
+        moved = (await row_of(state)).version
+        asked = Request(uuid.uuid4().hex, "move", worker=worker, role=Role.TRAINING)
+        await pool.request(state, asked)
+        while True:
+            rows = await steps_of(state, out)
+            if len(rows) >= JOIN_AT + JOIN_STEPS or (rows and len(rows[-1]["workers"]) > 1):
+                return rows, moved
+            await asyncio.sleep(LOOK_S)
+
+
+# -- checkpoints and recovery ----------------------------------------------------------------------
+
+
+def checkpoint(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    """`checkpoint_pause_s`: what a checkpoint keeps a step from being committed for."""
+    task = digits.write(folder / "task", (LENGTH,))
+    last = WARM_STEPS + chosen.steps
+    rows = run(task, last, folder / "run", "training.checkpoint_every=2")
+    pauses = [row["checkpoint_pause_s"] for row in rows[WARM_STEPS:] if "checkpoint_pause_s" in row]
+    return {"checkpoint_pause_s": median(pauses), "checkpoint_pause_s_max": max(pauses)}
+
+
+def recovery(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    """`recovery_s`: from a trainer's SIGKILL in mid-step to its successor's first commit, steps
+    since the last checkpoint included; `recovery_replayed` says how many. `recovery_cpu_s` is what
+    the successor used by then, `recovery_steps_s` what the same steps took when they were trained.
+    """
+    task = digits.write(folder / "task", (LENGTH,))
+    found = [asyncio.run(recovered(task, folder / f"run-{i}")) for i in range(chosen.repeats)]
+    took, used, steps = zip(*found, strict=True)
+    return {
+        "recovery_s": median(took),
+        "recoveries_s": [round(seconds, 2) for seconds in took],
+        "recovery_cpu_s": median(used),
+        "recovery_steps_s": median(steps),
+        "recovery_replayed": KILL_AT,
+    }
+
+
+async def recovered(task: Task, out: Path) -> tuple[float, float, float]:
+    job = task.job_file(out, steps=KILL_AT + 4, staleness=0)
+    async with started(job, out, *SETTINGS) as (state, _), asyncio.timeout(DEADLINE_S):
+        await committed(state, KILL_AT)
+        trainers = await registry.entries(state, "trainer")
+        pid = next(e.pid for e in trainers if e.alive)
+        os.kill(pid, signal.SIGKILL)
+        killed = time.perf_counter()
+        await committed(state, KILL_AT + 1)
+        took = time.perf_counter() - killed
+        trainers = await registry.entries(state, "trainer")
+        used = cpu_s(next(e.pid for e in trainers if e.alive))
+        rows = await steps_of(state, out)
+        return took, used, sum(row["train_s"] for row in rows[: KILL_AT + 1])
+
+
+async def committed(state: State, version: int) -> None:
+    """Until a step is committed; RuntimeError if the job fails instead."""
+    while (row := await row_of(state)).version < version:
+        if row.phase == jobs.Phase.FAILED:
+            raise RuntimeError(f"the job failed: {row.error}")
+        await asyncio.sleep(LOOK_S)
+
+
+async def row_of(state: State) -> jobs.JobRow:
+    """The job's, once it is submitted."""
+    while not (rows := await jobs.jobs(state)):
+        await asyncio.sleep(LOOK_S)
+    return rows[0]

@@ -1,0 +1,1 @@
+"""Processes of a scene. Open `member.py` first."""

@@ -1,0 +1,253 @@
+"""An engine that follows a job's versions as engines do, and a shard that reads its tokens.
+
+python -m loadtests.weights.members.serving engine engine/g0 JOB MODEL
+python -m loadtests.weights.members.serving shard rollout/JOB/0 JOB
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.api.engine import Attach, Engine, Finish, Sampling, Submit, Tokens
+from common.generation.builtin.build import build
+from common.runtime.mesh import Mesh, MeshSettings
+from loadtests.weights import models
+from loadtests.weights.members.orders import obey
+from services.engine.running import SWITCH_S, Driver, follow
+from services.engine.service import FLUSH_S, FLUSH_STEPS, EngineService
+from services.engine.weights.versions import Versions
+
+SLOTS, LENGTH = 8, 4096
+PROMPT = [1, 2, 3, 4]
+
+
+class Serving:
+    """An engine process, which joins the mesh when it is told to."""
+
+    def __init__(self, mesh: Mesh, job: str, model: str) -> None:
+        self._mesh, self._job, self._model = mesh, job, model
+        self._driver = Driver(asyncio.get_running_loop())
+        self._engine = build(
+            models.MODELS[model], SLOTS, LENGTH, steps=FLUSH_STEPS, budget_s=FLUSH_S
+        )
+        self._service = EngineService(mesh, self._engine, self._driver.deliver)
+        self._following: asyncio.Task[None] | None = None
+
+    def stats(self) -> dict[str, Any]:
+        return {"version": self._engine.version, "manifest": self._service.weights.manifest}
+
+    async def begin(self, look_s: float = 1.0) -> float:
+        """Joins, and follows the job from now on; when, by the clock that processes share."""
+        at = time.monotonic()
+        self._driver.start(self._service)
+        await self._mesh.join(self._service, stats=self.stats)
+        versions = Versions(self._mesh, self._job)
+        following = follow(self._mesh, self._service, self._job, versions, look_s)
+        self._following = asyncio.create_task(following)
+        self._following.add_done_callback(self._ended)
+        return at
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            print(f"following ended: {error!r}", file=sys.stderr, flush=True)
+
+    def serves(self) -> dict[str, Any]:
+        """The version that it computes with; -1: none. `error`: why it follows no more."""
+        ended = self._following is not None and self._following.done()
+        error = repr(self._following.exception()) if ended and self._following else ""
+        return self.stats() | {"lineage": self._service.weights.lineage, "error": error}
+
+    async def looks(self) -> None:
+        """As a hint that a step was committed."""
+        self._service.weights.changed.set()
+
+    async def puts(self, seeds: list[int]) -> list[float]:
+        """Seconds that putting whole versions in place takes, which are in memory, between two
+        steps and with nothing to generate.
+        """
+        took = []
+        for seed in seeds:
+            tensors = models.drawn(self._model, seed)
+            version = self._engine.version
+
+            def put(tensors: Any = tensors, version: int = version) -> float:
+                began = time.monotonic()
+                self._engine.swap(tensors, version)
+                return time.monotonic() - began
+
+            took.append(
+                await self._service.commands.between_steps(put, "a version to be put in place")
+            )
+        return took
+
+
+@dataclass
+class Heard:
+    """What flushes brought: when, how many tokens, of which versions."""
+
+    at: list[float] = field(default_factory=list)
+    tokens: int = 0
+    versions: list[int] = field(default_factory=list)  # the highest of each flush's tokens
+
+
+class Shard:
+    """Reads one engine's tokens."""
+
+    def __init__(self, mesh: Mesh, job: str) -> None:
+        self._mesh, self._owner = mesh, mesh.name
+        self._listening: dict[str, asyncio.Task[None]] = {}
+        self._attached: dict[str, asyncio.Event] = {}
+        self._heard: dict[str, Heard] = {}
+        self._last = 0
+        self._over: dict[int, asyncio.Future[int]] = {}
+        self._said: dict[int, list[tuple[int, float, int]]] = {}
+        self._first: asyncio.Future[float] | None = None
+        self._wanted = 0
+
+    async def attach(self, engine: str) -> None:
+        """Once the engine is there; its flushes are noted from now on, by nobody but this."""
+        if (before := self._listening.pop(engine, None)) is not None:
+            before.cancel()
+            await asyncio.wait([before])
+        self._heard[engine], self._attached[engine] = Heard(), asyncio.Event()
+        self._listening[engine] = asyncio.create_task(self._listen(engine))
+        async with asyncio.timeout(60.0):
+            await self._attached[engine].wait()
+
+    async def _listen(self, engine: str) -> None:
+        asked = Attach(self._owner, self._mesh.incarnation)
+        async for flush in self._mesh.ref(engine).stream(Engine.attach, asked):
+            self._attached[engine].set()
+            self._note(self._heard[engine], flush)
+
+    def _note(self, heard: Heard, flush: Tokens) -> None:
+        now, start = time.monotonic(), 0
+        if len(flush.tokens):
+            heard.at.append(now)
+            heard.tokens += len(flush.tokens)
+            heard.versions.append(int(flush.versions.max()))
+            newest = heard.versions[-1] >= self._wanted
+            if self._first is not None and not self._first.done() and newest:
+                self._first.set_result(now)
+        for request, count, finish in zip(
+            flush.ids.tolist(), flush.counts.tolist(), flush.finish.tolist(), strict=True
+        ):
+            part = slice(start, start + count)
+            start += count
+            said = zip(
+                flush.tokens[part].tolist(),
+                flush.logprobs[part].tolist(),
+                flush.versions[part].tolist(),
+                strict=True,
+            )
+            self._said.setdefault(request, []).extend(said)
+            over = self._over.get(request)
+            if finish and over is not None and not over.done():
+                over.set_result(finish)
+
+    async def _submit(self, engine: str, count: int, most: int, greedy: bool) -> list[int]:
+        ids = list(range(self._last + 1, self._last + 1 + count))
+        self._last += count
+        loop = asyncio.get_running_loop()
+        self._over |= {i: loop.create_future() for i in ids}
+        await self._mesh.ref(engine).call(
+            Engine.submit,
+            Submit(
+                owner=self._owner,
+                incarnation=self._mesh.incarnation,
+                ids=np.array(ids),
+                sessions=np.array(ids),
+                lengths=np.full(count, len(PROMPT), np.int32),
+                tokens=np.array(PROMPT * count, np.int32),
+                begins=np.full(count, len(PROMPT), np.int32),
+                max_new=np.full(count, most, np.int32),
+                temperature=np.full(count, 0.0 if greedy else 1.0, np.float32),
+                seeds=np.array(ids),
+                sampling=Sampling([], []),
+                ended=np.zeros(0, np.int64),
+            ),
+        )
+        return ids
+
+    async def generates(self, engine: str, count: int, most: int) -> None:
+        """Keeps so many requests running for `most` tokens each; does not wait for them."""
+        await self._submit(engine, count, most, greedy=False)
+
+    async def greedy(self, engine: str, most: int, within_s: float = 60.0) -> dict[str, Any]:
+        """What the engine says to the prompt: tokens, log-probabilities and versions."""
+        (request,) = await self._submit(engine, 1, most, greedy=True)
+        over, listening = self._over[request], self._listening[engine]
+        either: set[asyncio.Future[Any]] = {over, listening}
+        async with asyncio.timeout(within_s):
+            await asyncio.wait(either, return_when="FIRST_COMPLETED")
+        del self._over[request]
+        if not over.done():
+            raise RuntimeError(f"the stream of {engine} ended") from listening.exception()
+        finish = over.result()
+        tokens, logprobs, versions = zip(*self._said[request], strict=True)
+        return {
+            "tokens": tokens,
+            "logprobs": logprobs,
+            "versions": versions,
+            "finish": Finish(finish).name,
+        }
+
+    async def first_token(self, engine: str, version: int, within_s: float = 120.0) -> float:
+        """When the first token of this version or a later one has come, by the shared clock."""
+        self._wanted = version
+        self._first = asyncio.get_running_loop().create_future()
+        await self.attach(engine)
+        await self._submit(engine, 1, 8, greedy=True)
+        async with asyncio.timeout(within_s):
+            return await self._first
+
+    def pauses(self, engine: str) -> dict[str, Any]:
+        """Since the last time this was asked: milliseconds between two flushes with tokens, those
+        between which the version changed apart.
+        """
+        heard = self._heard[engine]
+        plain: list[float] = []
+        changed: list[float] = []
+        for number in range(1, len(heard.at)):
+            gap = 1e3 * (heard.at[number] - heard.at[number - 1])
+            same = heard.versions[number] == heard.versions[number - 1]
+            (plain if same else changed).append(gap)
+        self._heard[engine] = Heard()
+        return {
+            "step_ms": statistics.median(plain) if plain else 0.0,
+            "plain_ms": plain,
+            "changed_ms": changed,
+            "tokens": heard.tokens,
+        }
+
+
+async def main(which: str, name: str, job: str, *words: str) -> None:
+    torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_S)
+    mesh = await Mesh.open(name, which if which == "engine" else "rollout", settings(), job)
+    member: object
+    if which == "engine":
+        member = Serving(mesh, job, *words)
+    else:
+        await mesh.join(None)
+        member = Shard(mesh, job)
+    await obey(member)
+    os._exit(0)  # without a word to the mesh: whoever made it ends it
+
+
+def settings() -> MeshSettings:
+    """Of the process's host."""
+    return MeshSettings.from_env()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

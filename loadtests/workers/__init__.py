@@ -1,1 +1,0 @@
-"""Processes that load tests start. Open `engine_member.py` first."""
