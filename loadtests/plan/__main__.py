@@ -35,7 +35,7 @@ from services.planner.layouts.allocation import NO_TRAINING, Plan, allocate
 from services.planner.layouts.grouping import Group, groups_for, quantiles
 from services.planner.layouts.nodes import Node
 from services.planner.layouts.serving import Served, Server
-from services.planner.layouts.training import Trainable, Trains
+from sim.cluster.ways import Trainable, Trains
 
 KINDS = ("A800", "H100")
 REQUESTS = 4096

@@ -33,10 +33,10 @@ from loadtests.measuring.meshed import START_S, meshed
 from loadtests.start.nursed import cpu_s, nursery, starting
 from loadtests.trainer import digits
 from meshrl.job import bundle, jobfile
-from services.node.gpus.room import GpuRoom
 from services.node.residents.budgets import Budgets
 from services.node.residents.process import Around, RoleProcess
 from services.node.residents.roles import Wish, with_overrides
+from services.node.residents.room import GpuRoom
 from services.node.residents.segments import Segments
 from services.node.worker import GangWorker
 from services.rollout.environments.pool import command

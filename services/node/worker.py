@@ -26,11 +26,11 @@ from common.runtime.mesh import Mesh, MeshSettings, run
 from common.runtime.orphan import ORPHAN_S, until_orphaned
 from common.runtime.tasks import first_of
 from common.state import pool
-from services.node.gpus.room import GpuRoom
 from services.node.residents.budgets import Budgets
 from services.node.residents.process import Around
 from services.node.residents.residents import Residents
 from services.node.residents.roles import Wish, clashes, wishes, with_overrides
+from services.node.residents.room import GpuRoom
 from services.node.residents.segments import KeepsSegments, Segments
 from services.node.residents.turn_keeper import KeepsTurns, TurnKeeper
 

@@ -16,22 +16,22 @@ from common.pool.decisions import Decision
 from common.pool.fitting import fitted
 from common.pool.needs import PlannedJob
 from common.pool.snapshot import Snapshot
+from services.planner.admission.feasibility import runnable, shortfalls
+from services.planner.admission.sharing import Claim, Division, divide
+from services.planner.admission.takers import Takers
 from services.planner.balance.balancing import Plays, balance
 from services.planner.balance.learning import learned
 from services.planner.balance.watch import Watch
-from services.planner.draft import Draft
 from services.planner.memory import Memory
 from services.planner.policies import moves, pausing
 from services.planner.policies.engines import nowhere
-from services.planner.policies.feasibility import runnable, shortfalls
 from services.planner.policies.leaving import leave, lose, release
 from services.planner.policies.mixtures import divided
 from services.planner.policies.placement import end_turns, give_back, grow, place_floor
 from services.planner.policies.requests import answer
 from services.planner.policies.serving import serve
-from services.planner.policies.sharing import Claim, Division, divide
-from services.planner.presence import Presence, present
-from services.planner.takers import Takers
+from services.planner.pool.draft import Draft
+from services.planner.pool.presence import Presence, present
 
 
 def decide(snapshot: Snapshot, memory: Memory) -> tuple[list[Decision], Memory]:

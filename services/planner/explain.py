@@ -32,10 +32,10 @@ from common.pool.decisions import (
 from common.pool.reading import snapshot_of
 from common.pool.snapshot import Snapshot
 from common.terminal import guarded_output
+from services.planner.admission.takers import Takers
 from services.planner.decide import decide
 from services.planner.memory import Memory
-from services.planner.presence import present
-from services.planner.takers import Takers
+from services.planner.pool.presence import present
 
 
 def told(decision: Decision) -> str:

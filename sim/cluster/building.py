@@ -14,11 +14,10 @@ from common.job.pace import TrainingPace, profile, training_profile
 from common.pool.measured import Curve
 from common.pool.needs import Need, PlannedJob
 from common.state.jobs import Phase
-from services.planner.balance import degrees
 from services.planner.costs.correction import Correction
 from services.planner.costs.rollout import Gang
+from services.planner.forecast import degrees
 from services.planner.layouts.nodes import Node
-from services.planner.layouts.training import Trainable
 from sim.cluster.cluster import Cluster, Failure, Hosts, Switches
 from sim.cluster.job import LONGEST, JobSpec
 from sim.cluster.planned import Asked, Layout, layout, planned
@@ -27,6 +26,7 @@ from sim.cluster.speeds import MeasuredSpeed, ModelSpeed, PacedSpeed, Speed
 from sim.cluster.tabled import workload_of
 from sim.cluster.trained import ModelTraining, PacedTraining
 from sim.cluster.training import Trains
+from sim.cluster.ways import Trainable
 from sim.cluster.workload import Workload
 
 FRAMED = 1 << 30  # tokens of a bin, where none are declared

@@ -33,9 +33,9 @@ from common.runtime.mesh import Mesh
 from common.settings import ACCELERATOR_ENV, DEVICE_ENV, WORKER_ENV
 from common.state import jobs, registry
 from common.state.ended import Report, Reports
-from services.node.gpus.room import GpuFull, GpuRoom
 from services.node.residents.budgets import Budgets, OverBudget
 from services.node.residents.roles import Wish
+from services.node.residents.room import GpuFull, GpuRoom
 from services.node.residents.segments import Segments
 
 NICE = 5  # below the services: a step may wait, a heartbeat may not

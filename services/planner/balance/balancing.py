@@ -13,11 +13,8 @@ from common.pool.needs import PlannedJob
 from common.pool.rows import Role
 from common.state.jobs import Phase
 from services.planner.balance import trials
-from services.planner.balance.accounts import Mark, Window, between
 from services.planner.balance.learning import noted
 from services.planner.balance.opening import opened, opens
-from services.planner.balance.prediction import demand, predicted, rates
-from services.planner.balance.quantities import Split
 from services.planner.balance.reshaping import back, pursue, reshape
 from services.planner.balance.standing import (
     LEAST_STEPS,
@@ -35,9 +32,12 @@ from services.planner.balance.standing import (
 from services.planner.balance.trials import Shown, Trial, Verdict
 from services.planner.balance.watch import Watch
 from services.planner.costs.correction import Correction
-from services.planner.draft import Draft
+from services.planner.forecast.accounts import Mark, Window, between
+from services.planner.forecast.prediction import demand, predicted, rates
+from services.planner.forecast.quantities import Split
 from services.planner.policies.moves import move
-from services.planner.team import Seated, Team
+from services.planner.pool.draft import Draft
+from services.planner.pool.team import Seated, Team
 
 UNDO = "unpaid"
 PLAYED_MS, PLAYED = 3000, 4  # between two looks at which a job's steps are played; jobs at a look

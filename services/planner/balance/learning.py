@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from common.pool.needs import PlannedJob
-from services.planner.balance import degrees
-from services.planner.balance.accounts import between
 from services.planner.balance.opening import asked_of
 from services.planner.balance.watch import Watch
 from services.planner.costs.correction import Correction
 from services.planner.costs.foretold import Asked, training
-from services.planner.draft import Draft
+from services.planner.forecast import degrees
+from services.planner.forecast.accounts import between
+from services.planner.pool.draft import Draft
 
 
 def noted(

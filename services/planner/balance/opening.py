@@ -12,15 +12,15 @@ from dataclasses import replace
 from common.pool.explained import OPENING
 from common.pool.measured import kind_of
 from common.pool.needs import PlannedJob
-from services.planner.balance.accounts import Mark, Window
-from services.planner.balance.prediction import mean, predicted
-from services.planner.balance.quantities import Demand, Rates
 from services.planner.balance.standing import Pressed, curves_of, host_cores, terms_of
 from services.planner.balance.watch import Watch
 from services.planner.costs.correction import Correction
 from services.planner.costs.foretold import Asked, believed
-from services.planner.draft import Draft
-from services.planner.team import Team
+from services.planner.forecast.accounts import Mark, Window
+from services.planner.forecast.prediction import mean, predicted
+from services.planner.forecast.quantities import Demand, Rates
+from services.planner.pool.draft import Draft
+from services.planner.pool.team import Team
 
 ENDED = 2 / 3  # of those trajectories
 

@@ -19,20 +19,21 @@ import numpy as np
 from common.pool.decisions import Place, Why
 from common.pool.measured import LEVELS, Lengths, kind_of
 from common.pool.needs import PlannedJob
-from services.planner.balance import degrees, shapes
-from services.planner.balance.accounts import Mark
-from services.planner.balance.prediction import predicted
-from services.planner.balance.quantities import Split, Terms
+from services.planner.balance import shapes
 from services.planner.balance.shapes import Room, Shape
 from services.planner.balance.standing import Pressed, explained, refused, terms_of
 from services.planner.balance.trials import RESHAPED, Trial
 from services.planner.balance.watch import Watch, Wish
 from services.planner.costs.correction import Correction
-from services.planner.draft import Draft
+from services.planner.forecast import degrees
+from services.planner.forecast.accounts import Mark
+from services.planner.forecast.prediction import predicted
+from services.planner.forecast.quantities import Split, Terms
 from services.planner.layouts.nodes import BLOCK, Node
 from services.planner.layouts.serving import Served, Server
 from services.planner.policies.engines import shape
-from services.planner.team import Seated, Team
+from services.planner.pool.draft import Draft
+from services.planner.pool.team import Seated, Team
 
 RULE = "lengths"
 LATE = 3  # times as long as a move may take, after which a shape is given up

@@ -13,9 +13,10 @@ from common.pool.decisions import Finish
 from common.pool.measured import Curve
 from common.pool.needs import PlannedJob
 from services.planner.balance import triggers
-from services.planner.balance.accounts import Mark, Window
-from services.planner.balance.degrees import NOTED
-from services.planner.balance.prediction import (
+from services.planner.balance.watch import Watch
+from services.planner.forecast.accounts import Mark, Window
+from services.planner.forecast.degrees import NOTED
+from services.planner.forecast.prediction import (
     Prediction,
     corrected,
     demand,
@@ -23,10 +24,9 @@ from services.planner.balance.prediction import (
     rates,
     stepped_s,
 )
-from services.planner.balance.quantities import Demand, Rates, Split, Terms
-from services.planner.balance.watch import Watch
-from services.planner.draft import Draft
-from services.planner.team import Team
+from services.planner.forecast.quantities import Demand, Rates, Split, Terms
+from services.planner.pool.draft import Draft
+from services.planner.pool.team import Team
 
 SWITCH_S = 3.0  # that a move takes where none was measured: to start a role process
 WEIGHT = 0.3  # of the last move, in what a move takes

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from services.planner.balance.accounts import Mark, Window
-from services.planner.balance.prediction import corrected, rates_of, scaled, stepped_s
-from services.planner.balance.quantities import Demand, Rates, Split, Terms
+from services.planner.forecast.accounts import Mark, Window
+from services.planner.forecast.prediction import corrected, rates_of, scaled, stepped_s
+from services.planner.forecast.quantities import Demand, Rates, Split, Terms
 
 SURE = 1.5  # standard errors by which two times differ that are told apart
 LONGEST = 4  # times the window that a verdict may take

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.job.config import PlannerConfig
-from services.planner.balance.accounts import Window
-from services.planner.balance.prediction import OFF, Prediction
-from services.planner.balance.quantities import Split, Terms
+from services.planner.forecast.accounts import Window
+from services.planner.forecast.prediction import OFF, Prediction
+from services.planner.forecast.quantities import Split, Terms
 
 
 @dataclass(frozen=True, slots=True)

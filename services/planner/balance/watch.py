@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from services.planner.balance.accounts import Account, Mark, Times, Window, between
-from services.planner.balance.degrees import Curves, curves_of, told
-from services.planner.balance.quantities import Split
 from services.planner.balance.trials import KEPT, Trial, Verdict, learned, verdict_of
+from services.planner.forecast.accounts import Account, Mark, Times, Window, between
+from services.planner.forecast.degrees import Curves, curves_of, told
+from services.planner.forecast.quantities import Split
 
 
 @dataclass(frozen=True, slots=True)

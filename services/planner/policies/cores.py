@@ -11,8 +11,8 @@ from common.pool.decisions import Why
 from common.pool.documents import numbered
 from common.pool.needs import PlannedJob
 from common.pool.rows import Role, Tier
-from services.planner.draft import Draft
-from services.planner.team import Seated, Team
+from services.planner.pool.draft import Draft
+from services.planner.pool.team import Seated, Team
 
 NEVER = 100  # the cost of a worker that is not to be had
 DEAR = NEVER // 2  # of one whose gang has steps that are in no checkpoint

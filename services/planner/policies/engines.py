@@ -18,10 +18,10 @@ from common.pool.documents import numbered
 from common.pool.needs import PlannedJob
 from common.pool.rows import Role
 from common.pool.snapshot import Move
-from services.planner.draft import Draft
 from services.planner.policies.gathering import NEVER, Gathered, gather, helps, holds, idle
 from services.planner.policies.moves import way_back
-from services.planner.team import Seated
+from services.planner.pool.draft import Draft
+from services.planner.pool.team import Seated
 
 HELPER, PINNED, OTHERS = 2, 5, 6  # what those cost who leave for a job's only engine
 SURPLUS, SPARE = 1, 2  # and for a shape: an engine of another degree, a helper too many

@@ -13,8 +13,8 @@ from common.pool.budgets import room, takes
 from common.pool.documents import numbered
 from common.pool.needs import Need
 from common.pool.rows import Role, Tier
-from services.planner.draft import Draft
-from services.planner.team import Seated
+from services.planner.pool.draft import Draft
+from services.planner.pool.team import Seated
 
 NEVER = 100  # the cost of a resident that does not leave for an engine
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from common.pool.decisions import HostGone, Lose, Why
 from common.pool.needs import PlannedJob
-from services.planner.draft import Draft
-from services.planner.policies.sharing import Division
-from services.planner.presence import Presence, gone_for
-from services.planner.team import Seated
+from services.planner.admission.sharing import Division
+from services.planner.pool.draft import Draft
+from services.planner.pool.presence import Presence, gone_for
+from services.planner.pool.team import Seated
 
 
 def lose(draft: Draft, presence: Presence) -> None:

@@ -19,8 +19,8 @@ from common.pool.measured import Work
 from common.pool.needs import PlannedJob
 from common.pool.rows import Apart, Tier
 from services.planner.costs.mixtures import Foretold, foretold
-from services.planner.draft import Draft
-from services.planner.team import Seated
+from services.planner.pool.draft import Draft
+from services.planner.pool.team import Seated
 
 PAYS = 1.05  # times as fast as what is there, from which something else takes its place
 FIRST = 2  # steps of a core that are not counted: it warms up

@@ -11,8 +11,8 @@ from common.pool.decisions import Finish, Why
 from common.pool.needs import PlannedJob
 from common.pool.rows import Doing, Role
 from common.pool.snapshot import Move
-from services.planner.draft import Draft
-from services.planner.team import Seated
+from services.planner.pool.draft import Draft
+from services.planner.pool.team import Seated
 
 
 def move(

@@ -13,9 +13,9 @@ from common.pool.decisions import Admit, Why
 from common.pool.documents import numbered
 from common.pool.needs import PlannedJob
 from common.pool.rows import Doing, Tier
-from services.planner.draft import Draft
-from services.planner.policies.sharing import Division, started
-from services.planner.team import Seated
+from services.planner.admission.sharing import Division, started
+from services.planner.pool.draft import Draft
+from services.planner.pool.team import Seated
 
 
 def tell(draft: Draft, job: PlannedJob, division: Division) -> None:

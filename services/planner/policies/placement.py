@@ -13,11 +13,11 @@ from common.pool.budgets import room, takes
 from common.pool.decisions import Why
 from common.pool.needs import PlannedJob
 from common.pool.rows import Role, Tier
-from services.planner.draft import Draft
 from services.planner.policies import engines
 from services.planner.policies.cores import place_core
 from services.planner.policies.gathering import helps
-from services.planner.team import Seated
+from services.planner.pool.draft import Draft
+from services.planner.pool.team import Seated
 
 
 def give_back(draft: Draft, job: PlannedJob, share: int, rule: str, wakes: Set[str]) -> None:

@@ -7,12 +7,12 @@ from common.pool.names import service
 from common.pool.needs import PlannedJob
 from common.pool.rows import Role
 from common.pool.snapshot import Request
-from services.planner.draft import Draft
+from services.planner.admission.sharing import Division
+from services.planner.admission.takers import Takers
 from services.planner.policies import engines
 from services.planner.policies.moves import move
-from services.planner.policies.sharing import Division
-from services.planner.presence import Presence
-from services.planner.takers import Takers
+from services.planner.pool.draft import Draft
+from services.planner.pool.presence import Presence
 
 ROLES = (Role.ROLLOUT, Role.TRAINING, Role.IDLE)  # roles that a worker may be given by hand
 

@@ -18,10 +18,10 @@ from common.pool.decisions import Serve, Why
 from common.pool.names import sandbox, service, shard
 from common.pool.needs import PlannedJob
 from common.pool.snapshot import LEFT
-from services.planner.draft import Draft
-from services.planner.policies.sharing import Division, started
-from services.planner.presence import Presence, gone_for
-from services.planner.takers import Takers
+from services.planner.admission.sharing import Division, started
+from services.planner.admission.takers import Takers
+from services.planner.pool.draft import Draft
+from services.planner.pool.presence import Presence, gone_for
 
 
 def serve(

@@ -9,10 +9,10 @@ from pathlib import Path
 from common.pool.rows import Budget, Resident, Role
 from common.process.supervision.lease_watch import LeaseWatch
 from common.runtime.mesh import Mesh
-from services.node.gpus.room import GpuRoom
 from services.node.residents.budgets import Budgets
 from services.node.residents.process import Around, RoleProcess
 from services.node.residents.roles import Wish
+from services.node.residents.room import GpuRoom
 from services.node.residents.segments import Segments
 
 ENGINE = Resident("g0.0", "calc", Role.ROLLOUT, generation=3)

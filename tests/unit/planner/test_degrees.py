@@ -14,10 +14,10 @@ from common.pool.rows import Budget, Doing, Role, Worker
 from common.pool.settings import PoolSettings
 from common.pool.snapshot import Request
 from common.state.jobs import Phase
-from services.planner.draft import Draft
 from services.planner.memory import Memory
 from services.planner.policies.engines import shape
-from services.planner.presence import present
+from services.planner.pool.draft import Draft
+from services.planner.pool.presence import present
 from tests.unit.planner.pools import QUIET, Looks, applied, check, does, job, pool, settled
 
 SHORT_MS = round(1000 * PoolSettings().short_s) + 1

@@ -14,7 +14,7 @@ from common.pool.needs import PlannedJob
 from common.pool.rows import Doing, Tier
 from common.pool.settings import PoolSettings
 from common.state.jobs import Phase
-from services.planner.policies.sharing import Bounds, fill
+from services.planner.admission.sharing import Bounds, fill
 from tests.unit.planner.pools import Looks, does, job, pool
 
 

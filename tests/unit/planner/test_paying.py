@@ -14,9 +14,9 @@ from common.job.config import PlannerConfig
 from common.pool.decisions import Decision, Judge
 from common.pool.measured import Curve, Measured, Work
 from common.pool.snapshot import Host
-from services.planner.balance.accounts import Account
-from services.planner.balance.degrees import noted
 from services.planner.balance.trials import Verdict
+from services.planner.forecast.accounts import Account
+from services.planner.forecast.degrees import noted
 from services.planner.memory import Memory
 from tests.unit.planner.plant import Plant, run, split
 from tests.unit.planner.pools import Looks, job, pool

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.pool.measured import LEVELS, Curve
-from services.planner.balance.pipeline import played_s
-from services.planner.balance.quantities import Demand, Rates, Split, Terms
+from services.planner.forecast.pipeline import played_s
+from services.planner.forecast.quantities import Demand, Rates, Split, Terms
 
 TERMS = Terms(groups=4, group_size=6, max_staleness=2, slots=64, bin_tokens=0)
 ALIKE = Demand(trajectories=24, sampled=50.0, tool_s=0.0, trained=1250.0)

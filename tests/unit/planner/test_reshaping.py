@@ -10,12 +10,12 @@ import pytest
 
 from common.job.config import PlannerConfig
 from common.pool.decisions import Judge
-from services.planner.balance import degrees
 from services.planner.balance.standing import split_of
 from services.planner.costs.correction import Correction
-from services.planner.draft import Draft
 from services.planner.explain import predictions
+from services.planner.forecast import degrees
 from services.planner.memory import Memory
+from services.planner.pool.draft import Draft
 from tests.unit.planner.pools import Looks, job, pool
 from tests.unit.planner.tall import SHORT, SLOTS, Tall, degrees_of, helpers_of, run
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.pool.needs import PlannedJob
 from common.state.jobs import Phase
-from services.planner.policies.sharing import Bounds, Claim, divide, fill
+from services.planner.admission.sharing import Bounds, Claim, divide, fill
 from tests.unit.planner.pools import job
 
 bounds = st.builds(

@@ -20,7 +20,7 @@ from services.planner.layouts.allocation import NO_TRAINING, TOLERANCE, Plan, Ti
 from services.planner.layouts.grouping import alike
 from services.planner.layouts.nodes import Node
 from services.planner.layouts.serving import Ranges, Served
-from services.planner.layouts.training import Trainable, Trains
+from sim.cluster.ways import Trainable, Trains
 
 
 @pytest.mark.rotating(2)

@@ -10,7 +10,7 @@ from common.hardware.profiles import declared
 from loadtests.layouts.cases import QWEN_14B
 from services.planner.costs.training import StepWork, TrainingLayout, step_s
 from services.planner.layouts.nodes import Node
-from services.planner.layouts.training import SIMULATED, Trainable, Trains
+from sim.cluster.ways import SIMULATED, Trainable, Trains
 
 WORK = StepWork(64, 64 * 2000.0, 64 * 2000.0**2)
 NODES = [Node("A800", f"host{n}", 8) for n in range(4)] + [Node("H100", "host4", 8)]

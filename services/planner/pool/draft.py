@@ -11,7 +11,7 @@ from common.pool.decisions import Decision, Dissolve, Form, Place, Remove, Why
 from common.pool.documents import numbered
 from common.pool.rows import Apart, Gang, Resident, Role, Worker
 from common.pool.snapshot import Move, Snapshot
-from services.planner.team import Seated, Team
+from services.planner.pool.team import Seated, Team
 
 
 class Draft:

@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from common.pool.measured import LEVELS
-from services.planner.balance.quantities import Demand, Rates, Split, Terms, share
+from services.planner.forecast.quantities import Demand, Rates, Split, Terms, share
 
 TRAJECTORIES = 800  # that are played in all, and
 STEPS = 9, 36  # the steps that they are, at least and at most

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from common.pool.measured import Curve, Lengths
-from services.planner.balance.accounts import Window
-from services.planner.balance.pipeline import played_s
-from services.planner.balance.quantities import Demand, Rates, Split, Terms, share
+from services.planner.forecast.accounts import Window
+from services.planner.forecast.pipeline import played_s
+from services.planner.forecast.quantities import Demand, Rates, Split, Terms, share
 
 REACHED = 0.95  # share of a host's cores that its processes can keep busy together
 OFF = 0.1  # share of a step that the model is usually off by

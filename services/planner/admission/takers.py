@@ -8,8 +8,8 @@ from common.pool.names import TAKEN, service
 from common.pool.needs import Need, PlannedJob
 from common.pool.snapshot import LEFT, Host, Snapshot
 from common.pool.taking import nowhere, refusal
-from services.planner.policies.sharing import started
-from services.planner.presence import Presence
+from services.planner.admission.sharing import started
+from services.planner.pool.presence import Presence
 
 
 class Takers:
