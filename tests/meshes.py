@@ -16,7 +16,7 @@ from common.state.client import State
 from common.transport.keys import MeshKeys
 from common.transport.zmq import ZmqTransport
 from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests import ends
 
 SECRET = "5e" * SECRET_BYTES  # of the meshes that tests make

@@ -30,7 +30,7 @@ from typing import Any
 from loadtests.elastic.figures import figures, good, moved
 from loadtests.paced.running import Arm, honest, run
 from sim.drift import Drift
-from sim.mesh.paced.workload import Workload
+from sim.mesh.job.workload import Workload
 
 WORKERS = 6
 MOST = 120  # tokens of a completion

@@ -11,7 +11,7 @@ from common.runtime.mesh import Mesh
 from common.state import registry
 from common.transport.keys import Keys, MeshKeys, ProcessKeys
 from common.transport.zmq import ZmqTransport
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 
 FOREVER_S = 3600.0  # lease length
 

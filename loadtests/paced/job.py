@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import NormalDist
 
 from common.model.tokenizer import character_tokenizer
-from sim.mesh.job import CHARACTERS
-from sim.mesh.paced.workload import AHEAD, Workload
+from sim.mesh.job.job import CHARACTERS
+from sim.mesh.job.workload import AHEAD, Workload
 
 PROMPT = 2  # tokens of a row's
 ENGINE_SLOTS = 256

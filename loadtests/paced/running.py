@@ -23,8 +23,8 @@ from common.state.events import Event
 from loadtests.jobs.mesh import RunningMesh, mesh_up
 from loadtests.paced.job import write
 from loadtests.regret.figures import judgement
-from sim.mesh.paced.running import rl_s
-from sim.mesh.paced.workload import Workload
+from sim.mesh.job.workload import Workload
+from sim.mesh.paced import rl_s
 
 JOB = "paced"
 PLANNER = "planner"  # kind of the processes that decide

@@ -17,7 +17,7 @@ from common.records import lines
 from common.state.events import Event
 from loadtests.measuring.host import HostMeter
 from meshrl.view.recording.recorded import EVENTS, event_of
-from sim.mesh.paced.running import rl_s
+from sim.mesh.paced import rl_s
 
 JOB = Path(__file__).parents[2] / "examples" / "calculator.toml"
 RUN_S = 600.0

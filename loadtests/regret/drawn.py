@@ -6,7 +6,7 @@ import math
 
 from common.random import Random
 from sim.drift import Drift
-from sim.mesh.paced.workload import Workload, still
+from sim.mesh.job.workload import Workload, still
 
 STEPS = 48  # as the demo trains
 IN_FLIGHT = 3  # steps whose groups the gate lets through at a time: its staleness and one

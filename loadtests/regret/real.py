@@ -11,7 +11,7 @@ from typing import Any
 from loadtests.paced.running import Arm, honest, run
 from loadtests.regret.figures import Compared, figures
 from sim.drift import Drift
-from sim.mesh.paced.workload import Workload
+from sim.mesh.job.workload import Workload
 
 MOST = 120  # tokens of a completion
 WALL_S = 1200.0  # of all arms

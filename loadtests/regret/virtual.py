@@ -11,8 +11,8 @@ from typing import Any
 from loadtests.regret import figures
 from loadtests.regret.drawn import STEPS, drawn
 from loadtests.regret.figures import Compared
-from sim.mesh.paced.running import Run, run
-from sim.mesh.paced.workload import Workload
+from sim.mesh.job.workload import Workload
+from sim.mesh.paced import Run, run
 
 PLANNER = -1  # in place of how many gangs help
 

@@ -31,11 +31,11 @@ from loadtests.paced.running import honest
 from loadtests.paced.running import run as run_real
 from loadtests.regret.drawn import drawn
 from loadtests.regret.real import JOBS, MOST
-from sim.cluster.cluster import Cluster, Hosts
+from sim.cluster.model.cluster import Cluster, Hosts
 from sim.cluster.paced import spec_of
 from sim.drift import Drift
-from sim.mesh.paced.running import run
-from sim.mesh.paced.workload import LONGEST, Workload
+from sim.mesh.job.workload import LONGEST, Workload
+from sim.mesh.paced import run
 
 ERROR = 0.15
 UNTIL_S = 14_400.0

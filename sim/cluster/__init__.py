@@ -1,1 +1,1 @@
-"""The cluster simulator: what runs a mesh decides for modelled machines; see `cluster.py`."""
+"""The cluster simulator: what runs a mesh decides for modelled machines; see `model/cluster.py`."""

@@ -23,13 +23,13 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from common.errors import ConfigError, MeshError, NotFound
-from sim.cluster.cluster import Cluster
 from sim.cluster.drawing import draw
 from sim.cluster.figures import Figures, compared, flat, table
-from sim.cluster.job import SimJob
-from sim.cluster.recorded import Recorded, recorded, written
+from sim.cluster.model.cluster import Cluster
+from sim.cluster.model.job import SimJob
 from sim.cluster.running import run
-from sim.cluster.scenario import Scenario, read
+from sim.cluster.sources.recorded import Recorded, recorded, written
+from sim.cluster.sources.scenario import Scenario, read
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 

@@ -18,16 +18,16 @@ from services.planner.costs.correction import Correction
 from services.planner.costs.rollout import Gang
 from services.planner.forecast import degrees
 from services.planner.layouts.nodes import Node
-from sim.cluster.cluster import Cluster, Failure, Hosts, Switches
-from sim.cluster.job import LONGEST, JobSpec
+from sim.cluster.model.cluster import Cluster, Failure, Hosts, Switches
+from sim.cluster.model.job import LONGEST, JobSpec
+from sim.cluster.model.speeds import MeasuredSpeed, ModelSpeed, PacedSpeed, Speed
+from sim.cluster.model.trained import ModelTraining, PacedTraining
+from sim.cluster.model.training import Trains
+from sim.cluster.model.workload import Workload
 from sim.cluster.planned import Asked, Layout, layout, planned
-from sim.cluster.scenario import JobTable, ModelTable, Scenario
-from sim.cluster.speeds import MeasuredSpeed, ModelSpeed, PacedSpeed, Speed
-from sim.cluster.tabled import workload_of
-from sim.cluster.trained import ModelTraining, PacedTraining
-from sim.cluster.training import Trains
+from sim.cluster.sources.scenario import JobTable, ModelTable, Scenario
+from sim.cluster.sources.tabled import workload_of
 from sim.cluster.ways import Trainable
-from sim.cluster.workload import Workload
 
 FRAMED = 1 << 30  # tokens of a bin, where none are declared
 

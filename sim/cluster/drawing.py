@@ -10,8 +10,8 @@ from pathlib import Path
 from meshrl.view.report import charts, png
 from meshrl.view.report.charts import Figure, Series
 from meshrl.view.report.page import STYLE
-from sim.cluster.cluster import Cluster
-from sim.cluster.job import SimJob
+from sim.cluster.model.cluster import Cluster
+from sim.cluster.model.job import SimJob
 
 
 def draw(title: str, table: str, arms: Mapping[str, Cluster], out: Path) -> list[Path]:

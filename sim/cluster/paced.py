@@ -1,14 +1,14 @@
-"""A paced workload (`sim/mesh/paced`) as a job of a simulated cluster."""
+"""A paced workload (`sim/mesh/paced.py`) as a job of a simulated cluster."""
 
 from __future__ import annotations
 
 from common.job.config import PlannerConfig
 from common.job.pace import profile, training_profile
-from sim.cluster.job import JobSpec
-from sim.cluster.speeds import PacedSpeed
-from sim.cluster.trained import PacedTraining
-from sim.cluster.workload import LogNormal
-from sim.mesh.paced.workload import LONGEST, SLOTS, Workload
+from sim.cluster.model.job import JobSpec
+from sim.cluster.model.speeds import PacedSpeed
+from sim.cluster.model.trained import PacedTraining
+from sim.cluster.model.workload import LogNormal
+from sim.mesh.job.workload import LONGEST, SLOTS, Workload
 
 
 def spec_of(job: Workload, seed: int, longest: int = LONGEST) -> JobSpec:

@@ -17,8 +17,8 @@ from services.planner.layouts.allocation import Plan, Timed, allocate
 from services.planner.layouts.grouping import Group, groups_for, quantiles
 from services.planner.layouts.nodes import Node
 from services.planner.layouts.serving import Served, Server
+from sim.cluster.model.workload import Script, Workload
 from sim.cluster.ways import Trainable, Trains
-from sim.cluster.workload import Script, Workload
 
 MANY = 1024  # trajectories of the history at most
 

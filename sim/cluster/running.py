@@ -13,10 +13,10 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from sim.cluster.building import cluster_of
-from sim.cluster.cluster import Cluster
 from sim.cluster.figures import Figures, figures_of
-from sim.cluster.job import SimJob
-from sim.cluster.scenario import Arm, ArmTable
+from sim.cluster.model.cluster import Cluster
+from sim.cluster.model.job import SimJob
+from sim.cluster.sources.scenario import Arm, ArmTable
 
 
 @dataclass(frozen=True, slots=True)

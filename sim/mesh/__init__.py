@@ -1,3 +1,3 @@
 """The virtual mesh: the product's own processes in one real process, under virtual time and drawn
-faults. Open `world.py` first.
+faults. Open `running.py` first, then `world/world.py`.
 """

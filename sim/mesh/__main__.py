@@ -10,7 +10,7 @@ from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from sim.mesh.faults import KINDS
+from sim.mesh.faults.faults import KINDS
 from sim.mesh.running import Outcome, Plan, play
 
 

@@ -22,11 +22,11 @@ from common.errors import DeadlineExceeded
 from common.random import Random
 from common.records.durable import simulate_disk
 from sim.loop import VirtualLoop
-from sim.mesh import invariants
-from sim.mesh.faults import Schedule, kinds_of
-from sim.mesh.job import config_of
-from sim.mesh.witness import Facts, Witness
-from sim.mesh.world import Size, World
+from sim.mesh.faults import invariants
+from sim.mesh.faults.faults import Schedule, kinds_of
+from sim.mesh.faults.witness import Facts, Witness
+from sim.mesh.job.job import config_of
+from sim.mesh.world.world import Size, World
 from sim.process import Exited
 from sim.record import Record
 

@@ -16,7 +16,7 @@ from common.state import events, leader, pool
 from common.state.client import State
 from common.state.keys import MESH, PLANNER
 from services.planner.planner import LEASE_MS
-from sim.state import state_on
+from sim.redis.state import state_on
 from tests.mesh.simulated.test_planned_meshes import PlannedMesh, done
 from tests.mesh.simulated.worlds import BareWorld, on_bare_world
 

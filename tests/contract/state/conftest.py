@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from common.state.client import State
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.contract.state.by_script import restricted
 from tests.contract.state.state_bench import Bench, HandClock, Server
 

@@ -23,7 +23,7 @@ from common.records.lineages import NATIVE
 from common.state import events, groups, jobs, steps
 from common.state.client import State
 from common.state.lifecycle import accounting
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.contract.state.state_bench import (
     JOB,
     SHARD,

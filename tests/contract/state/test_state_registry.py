@@ -11,7 +11,7 @@ from common.state import events, leader, registry
 from common.state.client import State
 from common.state.registry import LEASE_MS, Entry
 from common.state.server import epoch
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.contract.state.state_bench import Bench, HandClock
 
 LONG_MS = 600_000

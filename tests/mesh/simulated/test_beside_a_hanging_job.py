@@ -11,8 +11,8 @@ import pytest
 
 from common.state import events, groups, jobs
 from common.state.lifecycle.accounting import account
-from sim.mesh.job import JOB
-from sim.mesh.world import Size, World
+from sim.mesh.job.job import JOB
+from sim.mesh.world.world import Size, World
 from sim.process import VirtualProcess
 from tests.mesh.simulated.worlds import on_world, until_over
 

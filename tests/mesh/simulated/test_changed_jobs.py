@@ -8,8 +8,8 @@ import pytest
 
 from common.job.changing import changed
 from common.state import jobs
-from sim.mesh.job import JOB
-from sim.mesh.world import Size, World
+from sim.mesh.job.job import JOB
+from sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
 
 STEPS, EVERY = 12, 3  # a checkpoint every third step

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.state import events, jobs, registry
-from sim.mesh.job import JOB
-from sim.mesh.world import Size, World
+from sim.mesh.job.job import JOB
+from sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
 
 SEES_S = 300.0  # by then the job has failed

@@ -17,8 +17,8 @@ from common.state import events, groups, jobs
 from common.state.lifecycle.accounting import account
 from common.wire.blob import unpack
 from common.wire.chunks import ChunkStore
-from sim.mesh.job import JOB
-from sim.mesh.world import Size, World
+from sim.mesh.job.job import JOB
+from sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
 
 STEPS = 9

@@ -11,8 +11,8 @@ from common.records import ledger
 from common.records.damage import EVENT, QUARANTINE
 from common.state import events, groups
 from common.state.lifecycle.accounting import account
-from sim.mesh.job import JOB
-from sim.mesh.world import Size, World
+from sim.mesh.job.job import JOB
+from sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
 
 DAMAGED_AT_S = 60.0

@@ -12,8 +12,8 @@ from common.state import events, groups, jobs, registry
 from common.state.lifecycle.accounting import account
 from services.rollout.shard import RolloutShard
 from services.rollout.trajectories.trajectory import Restored
-from sim.mesh.job import JOB
-from sim.mesh.world import Size, World
+from sim.mesh.job.job import JOB
+from sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
 
 FULL_AT_S = 60.0

@@ -20,7 +20,7 @@ from common.runtime.actor import Actor, cast
 from common.runtime.interface import Cast, Interface
 from common.state import events, jobs, pool
 from services.planner.planner import LEASE_MS, LOOK_S, Planner, changed
-from sim.mesh.job import JOB
+from sim.mesh.job.job import JOB
 from tests.mesh.simulated.worlds import Bare, BareWorld, on_bare_world
 
 GATHERED_S = PoolSettings().gather_s + 10.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sim.mesh.world import Size, World
+from sim.mesh.world.world import Size, World
 from sim.process import VirtualProcess
 from tests.mesh.simulated.worlds import on_world
 

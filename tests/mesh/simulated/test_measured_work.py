@@ -9,8 +9,8 @@ import pytest
 from common.pool.measured import Measured, Work, kind_of
 from common.pool.planned import Published, measured
 from common.state import jobs, pool, registry
-from sim.mesh.job import JOB
-from sim.mesh.world import Size, World
+from sim.mesh.job.job import JOB
+from sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
 
 STEPS, LATE = 40, 8

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from common.state import events, jobs
-from sim.mesh.job import JOB
-from sim.mesh.world import Size, World
+from sim.mesh.job.job import JOB
+from sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
 
 

@@ -7,8 +7,8 @@ from statistics import fmean
 import pytest
 
 from sim.drift import Drift
-from sim.mesh.paced.running import run
-from sim.mesh.paced.workload import Workload
+from sim.mesh.job.workload import Workload
+from sim.mesh.paced import run
 
 STEPS = 9  # three times as many as the gate lets in at a time
 TOKENS = 20  # of every turn

@@ -23,7 +23,7 @@ from common.pool.settings import PoolSettings
 from common.runtime.actor import Actor
 from common.state import jobs, pool
 from services.planner.planner import LOOK_S, Planner
-from sim.mesh.job import JOB
+from sim.mesh.job.job import JOB
 from tests.mesh.simulated.worlds import Bare, BareWorld, on_bare_world
 
 HOST = "one"

@@ -9,8 +9,8 @@ from common.errors import Fenced
 from common.pool.decisions import Dissolve, Why
 from common.state import events, groups, jobs, leader, pool
 from common.state.lifecycle.accounting import account
-from sim.mesh.job import JOB
-from sim.mesh.world import Size, World
+from sim.mesh.job.job import JOB
+from sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world
 
 HOUR_S = 3600.0

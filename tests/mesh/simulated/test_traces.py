@@ -11,7 +11,7 @@ import pytest
 from common.state import events
 from common.state.events import Event
 from meshrl.view.trace import writing
-from sim.mesh.world import Size, World
+from sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
 from tests.traced import check, spans_of
 

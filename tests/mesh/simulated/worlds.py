@@ -13,10 +13,10 @@ from common.runtime.mesh import Mesh
 from common.state.client import State
 from sim.loop import VirtualLoop
 from sim.machine import Machine, MachineClock
-from sim.mesh.programs import Surroundings
-from sim.mesh.redis import VirtualRedis, state_of
 from sim.mesh.running import run_in
-from sim.mesh.world import Size, World
+from sim.mesh.world.programs import Surroundings
+from sim.mesh.world.redis import VirtualRedis, state_of
+from sim.mesh.world.world import Size, World
 from sim.network import MemoryNetwork
 from sim.process import VirtualProcess
 from sim.record import Record

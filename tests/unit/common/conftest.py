@@ -9,7 +9,7 @@ import pytest
 
 from common.clock import SystemClock
 from common.runtime.mesh import Mesh
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.meshes import on_sockets
 from tests.unit.common.runtime.talking import Join, Talker
 

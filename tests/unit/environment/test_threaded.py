@@ -13,7 +13,7 @@ import pytest
 from common.process.child import Channel
 from services.environment import threaded
 from services.environment.environments import Environments
-from sim.mesh.job import CHARACTERS
+from sim.mesh.job.job import CHARACTERS
 from tests.load import scaled
 
 WITHIN_S = 30.0  # for what comes at once

@@ -19,7 +19,7 @@ from common.settings import BY_ROLE, MeshSettings
 from common.state.client import State
 from meshrl.starter.creating import create
 from services.gateway.__main__ import serve
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
 

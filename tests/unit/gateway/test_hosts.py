@@ -52,7 +52,7 @@ from meshrl.launch.hosts.joining import standing
 from meshrl.launch.hosts.membership import AUTHORITY
 from meshrl.launch.hosts.membership import Membership as HostsMembership
 from meshrl.launch.hosts.told import keep
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.unit.gateway.conftest import House
 

@@ -29,7 +29,7 @@ from meshrl import Client
 from meshrl.cli import app
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head import handed_out
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.unit.gateway.conftest import House
 
 ELSEWHERE = "127.0.0.1:1"  # where nobody listens

@@ -41,7 +41,7 @@ from common.state.registry import Entry, register
 from common.transport.keys import KeyPair
 from meshrl import Client
 from meshrl.cli import app
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.unit.gateway.conftest import House
 

@@ -24,7 +24,7 @@ from common.process.host import SystemHost
 from common.state import jobs
 from meshrl.job import bundle, jobfile
 from services.gateway.uploads import EACH, INCOMING, Upload, Uploads, config_of
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.unit.gateway.conftest import House
 

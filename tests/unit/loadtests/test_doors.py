@@ -21,7 +21,7 @@ from common.random import Random
 from common.runtime.mesh import Mesh
 from common.transport.zmq import ZmqTransport
 from loadtests.doors.plan import ANSWERED, GREETED, METRICS, REFUSED, Plan, Port, Process, Tried
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import PATIENT, keys_of
 from tests.unit.common.runtime.talking import Talker

@@ -8,8 +8,8 @@ from common.state.events import Event
 from loadtests.regret.drawn import LEAST_STEP_S, drawn, rollout_s, trained_tokens
 from loadtests.regret.figures import Compared, errors, figures, good
 from sim.drift import Drift
-from sim.mesh.paced.running import rl_s
-from sim.mesh.paced.workload import Workload
+from sim.mesh.job.workload import Workload
+from sim.mesh.paced import rl_s
 
 
 def test_a_seed_draws_one_job() -> None:

@@ -22,7 +22,7 @@ from loadtests.doors.matrix import ANSWERS, role_matrix, without_key
 from loadtests.doors.plan import Process
 from sim.redis.client import SimulatedSyncRedis
 from sim.redis.server import RedisServer
-from sim.state import state_on
+from sim.redis.state import state_on
 from tests.answering import answering
 from tests.meshes import PATIENT
 

@@ -18,7 +18,7 @@ from services.node.residents.process import LOADING_S
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.unit.node.standing import CORE, role_process
 
 NAME, HOST, TRAINER = "trainer/j", "here", "services.trainer"

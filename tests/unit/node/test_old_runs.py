@@ -12,7 +12,7 @@ from common.runtime.mesh import MeshSettings
 from common.state import jobs
 from common.state.server import home
 from services.node.old_runs import UNKNOWN_S, sweep
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.meshes import on_sockets
 
 

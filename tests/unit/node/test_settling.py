@@ -21,7 +21,7 @@ from services.node.residents.residents import OLD_LOGS, Residents, Tenancy
 from sim.host import SimulatedChannel, SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.unit.node.standing import around, wish
 
 ENGINE = Resident("g0.0", "j", Role.ROLLOUT)

@@ -26,7 +26,7 @@ from services.node.residents.turns import Leases
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, VirtualLoop, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 
 LEASES = Leases(factor=2.0, floor_s=5.0, cap_s=60.0, unknown_s=20.0)
 MINE = ("take_turn", "give_back", "end_resident")

@@ -53,7 +53,7 @@ from sim.engines.simulated import SimulatedEngine
 from sim.host import SimulatedChannel, SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_as
+from sim.redis.state import simulated_as
 from tests.contract.state.state_bench import JOB, TRAINER
 from tests.contract.state.state_bench import Bench as StateBench
 from tests.unit.rollout.interrupted import Faults, FaultyMesh, FaultyState, Interruption

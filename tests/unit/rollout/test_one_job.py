@@ -18,7 +18,7 @@ from services.rollout.__main__ import serve
 from services.rollout.shard import RolloutShard
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.contract.state.state_bench import JOB, TRAINER, Bench, document
 from tests.meshes import alone
 from tests.unit.rollout.shard_bench import ShardBench, on_shard

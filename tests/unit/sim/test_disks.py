@@ -16,7 +16,7 @@ from common.records.append_file import AppendFile
 from common.records.durable import sync
 from common.wire.chunks import ChunkStore
 from sim.disk import Disk
-from sim.mesh.damage import Spoiler, flip, misdirect
+from sim.mesh.faults.damage import Spoiler, flip, misdirect
 
 
 @pytest.fixture

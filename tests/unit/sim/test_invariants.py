@@ -10,8 +10,8 @@ import pytest
 
 from common.digest import digest_of
 from common.records.ledger import HEADER, Kind, frame
-from sim.mesh.invariants import Terms, check
-from sim.mesh.witness import Facts, Seen
+from sim.mesh.faults.invariants import Terms, check
+from sim.mesh.faults.witness import Facts, Seen
 
 TERMS = Terms(steps=2, max_staleness=2, keep_checkpoints=2)
 CONTENT = b"weights"

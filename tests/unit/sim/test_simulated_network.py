@@ -14,7 +14,7 @@ from common.runtime.mesh import Mesh
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import Faults, MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.unit.common.runtime.talking import Number, Talk, Talker, Text
 
 

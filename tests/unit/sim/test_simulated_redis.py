@@ -20,7 +20,7 @@ from common.state.client import RENEWAL_TIMEOUT_S, RETRIES, SOCKET_TIMEOUT_S, St
 from sim.loop import VirtualClock, run_virtual
 from sim.redis.faults import Full
 from sim.redis.server import NotSimulated, RedisServer
-from sim.state import simulated_state, state_on
+from sim.redis.state import simulated_state, state_on
 from tests.contract.state.state_bench import HandClock
 
 TTL_MS = 600_000

@@ -14,7 +14,7 @@ from common.runtime.mesh import Mesh, MeshSettings
 from common.wire.bulk.port import BulkServer, ChunkStore, SecretDoor
 from services.weights.errands import Errands
 from services.weights.store import WeightStore
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.meshes import on_sockets
 from tests.unit.weights.storing import Store
 

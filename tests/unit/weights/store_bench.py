@@ -28,7 +28,7 @@ from sim.host import SimulatedHost
 from sim.loop import VirtualClock, VirtualLoop, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.redis.server import RedisServer
-from sim.state import state_on
+from sim.redis.state import state_on
 
 JOB, SHARD, TRAINER = "job", "rollout/job/0", "trainer/job"
 EVERY, STEPS = 4, 9

@@ -25,7 +25,7 @@ from common.wire.weight_store import lay_out
 from services.weights.errands import ANSWER_S, STALL_S, Errands, Progress
 from services.weights.store import WeightStore
 from sim.host import SimulatedHost
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store

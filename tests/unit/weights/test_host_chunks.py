@@ -29,7 +29,7 @@ from common.weights.staging import staged_whole
 from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
 from common.wire.host_chunks import UNUSED_S, sweep, through
 from services.weights.store import WeightStore
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
 from tests.unit.common.wire.road import Road

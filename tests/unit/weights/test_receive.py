@@ -33,7 +33,7 @@ from common.wire.blob import pack
 from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
 from common.wire.verified import NAME, TRUSTED_S, Verified
 from services.weights.store import WeightStore
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
 

@@ -25,7 +25,7 @@ from services.weights.keeping.pins import Pin, pin
 from services.weights.keeping.records import JOBS, JobRecords
 from services.weights.keeping.retention import Number
 from services.weights.version_copies import VersionCopies, outcomes
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
 from tests.unit.weights.test_export import CONFIG, Run, logits, model, weights

@@ -37,7 +37,7 @@ from common.state.server import home
 from common.wire.bulk.port import ChunkStore, serve
 from services.weights.errands import Errands
 from services.weights.store import WeightStore
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
 

@@ -14,7 +14,7 @@ from common.state.client import State
 from common.state.registry import Entry
 from sim.host import SimulatedChannel, SimulatedHost
 from sim.loop import run_virtual
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 
 TTL_MS = 6000
 

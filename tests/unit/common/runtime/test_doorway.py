@@ -24,7 +24,7 @@ from common.transport.keys import KeyPair
 from common.transport.zmq import ZmqTransport
 from sim.redis.client import SimulatedSyncRedis
 from sim.redis.server import RedisServer
-from sim.state import state_on
+from sim.redis.state import state_on
 from tests.contract.state.state_bench import HandClock
 from tests.load import scaled
 from tests.meshes import PATIENT

@@ -20,7 +20,7 @@ from common.state import registry
 from common.state.client import State
 from common.state.server.embedded import command
 from common.transport.zmq import ZmqTransport
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import PATIENT, SECRET
 from tests.unit.common.runtime.talking import Number, Talk, Talker, Text, until

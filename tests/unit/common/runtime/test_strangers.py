@@ -24,7 +24,7 @@ from common.transport.keys import MeshKeys
 from common.transport.zmq import ZmqTransport
 from common.wire.frames import CALL, pack_header, unpack_error
 from common.wire.messages import encode
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import PATIENT, begun, curve, keys_of
 from tests.unit.common.runtime.talking import (

@@ -15,7 +15,7 @@ from common.random import Random
 from common.runtime.mesh import Mesh, run
 from common.state import registry
 from common.transport.zmq import ZmqTransport
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 
 LONGEST_S = 600.0  # that it lives, should nobody end it
 

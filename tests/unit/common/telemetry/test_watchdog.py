@@ -19,7 +19,7 @@ from common.clock import SystemClock
 from common.process.host import SystemHost
 from common.runtime.mesh import Mesh, run
 from common.random import Random
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from common.transport.zmq import ZmqTransport
 
 def stand_still(seconds):

@@ -36,7 +36,7 @@ from common.wire.bulk.session import GET, HAS, PUT, REQUEST, REST, Session
 from common.wire.key_handshake import SUITES, AskingByKey
 from sim.redis.client import SimulatedSyncRedis
 from sim.redis.server import RedisServer
-from sim.state import state_on
+from sim.redis.state import state_on
 from tests import ends
 from tests.load import scaled
 from tests.meshes import PATIENT

@@ -31,7 +31,7 @@ from sim.engines.simulated import SimulatedEngine
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.unit.common.generation.engines_under_test import StandingClock, built_in, decoder
 from tests.unit.common.generation.test_torch_engine import words
 

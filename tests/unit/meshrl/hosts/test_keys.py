@@ -14,7 +14,7 @@ from common.errors import NotFound
 from common.state.hosts import doors
 from common.state.hosts.doors import Row
 from meshrl.commands.host_keys import _key, _still_good
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 
 HOST, THIEF = "gpu1-1f3a9c", "gpu2-2e4b8d"
 ONE, OTHER = "a1b2c3d4" + "0" * 56, "a1b2c3d4" + "f" * 56

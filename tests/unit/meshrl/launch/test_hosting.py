@@ -14,7 +14,7 @@ from meshrl.directory.places import MeshPlace, read_if_whole
 from meshrl.launch.ending import STOP_S
 from meshrl.launch.foreground import AGAIN, status_of
 from meshrl.launch.hosts.hosting import Hosting, HostShape
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.contract.state.state_bench import binary_of, running_server
 from tests.load import scaled
 

@@ -26,7 +26,7 @@ from meshrl.launch.redis import note as notes
 from meshrl.launch.redis.note import Note, NoteFile
 from meshrl.launch.redis.progress import Progress
 from sim.disk import Disk
-from sim.state import simulated_as, simulated_state
+from sim.redis.state import simulated_as, simulated_state
 from tests.contract.state.state_bench import JOB, document
 
 

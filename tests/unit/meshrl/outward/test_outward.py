@@ -26,7 +26,7 @@ from meshrl.launch.outward.outward import outward
 from meshrl.launch.outward.standing import OLD_S, Standing
 from meshrl.view.metrics.mesh_look import MeshLook
 from sim.redis.client import SimulatedRedis
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.load import scaled
 
 WITHIN_S = 30.0  # on a busy host; each comes within a second or two

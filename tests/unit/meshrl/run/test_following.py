@@ -27,7 +27,7 @@ from meshrl.directory.places import MeshPlace
 from meshrl.directory.target import Run
 from meshrl.run.following.watching import Onlooker
 from meshrl.run.outcome import outcome_of
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.contract.state.state_bench import JOB as STEPPED
 from tests.contract.state.state_bench import SHARD, TRAINER, Bench, Seats
 from tests.load import scaled

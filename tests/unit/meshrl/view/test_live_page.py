@@ -18,7 +18,7 @@ from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.run import session
 from meshrl.view.recording.recorder import Recorder
 from meshrl.view.report import report
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.load import scaled
 
 PATIENCE_S = 40.0

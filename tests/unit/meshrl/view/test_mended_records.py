@@ -28,7 +28,7 @@ from meshrl.run.outcome import outcome_of
 from meshrl.view.recording.recorded import Recorded, read_events
 from meshrl.view.recording.recorder import Recorder
 from meshrl.view.report import report
-from sim.state import simulated_as
+from sim.redis.state import simulated_as
 from tests.load import scaled
 
 JOB = "one"

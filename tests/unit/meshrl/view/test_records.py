@@ -27,7 +27,7 @@ from meshrl.view.recording.recorded import read_events
 from meshrl.view.recording.recorder import Recorder
 from meshrl.view.records import record_all
 from meshrl.view.report import report
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.load import scaled
 
 PATIENCE_S = 40.0

@@ -24,7 +24,7 @@ from services.scoring.frozen import COMPUTE_S, FrozenModel, FrozenModels, quoted
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.unit.common.generation.engines_under_test import built_in
 from tests.unit.common.model.chatting import qwen3_tokenizer
 

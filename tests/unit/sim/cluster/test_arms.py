@@ -11,10 +11,10 @@ import pytest
 
 from common.errors import ConfigError
 from sim.cluster.building import cluster_of
-from sim.cluster.cluster import Cluster
 from sim.cluster.figures import Figures, compared, table
+from sim.cluster.model.cluster import Cluster
 from sim.cluster.running import run
-from sim.cluster.scenario import Arm, apply, choices, read
+from sim.cluster.sources.scenario import Arm, apply, choices, read
 from tests.unit.sim.cluster.command import ran
 
 MODEL = """

@@ -10,8 +10,8 @@ import pytest
 
 from common.errors import NotFound
 from common.random import Random
-from sim.cluster.recorded import TRACE, recorded, written
-from sim.cluster.scenario import read
+from sim.cluster.sources.recorded import TRACE, recorded, written
+from sim.cluster.sources.scenario import read
 from tests.unit.sim.cluster.command import ran
 
 BASE_S, EACH_S, TOOL_S, STEP_S = 0.01, 0.002, 0.5, 20.0

@@ -12,7 +12,7 @@ import pytest
 from common.errors import ConfigError
 from sim.cluster.__main__ import SCENARIOS
 from sim.cluster.building import cluster_of
-from sim.cluster.scenario import Arm, Scenario, apply, read
+from sim.cluster.sources.scenario import Arm, Scenario, apply, read
 from tests.load import scaled
 from tests.unit.sim.cluster.command import ran
 

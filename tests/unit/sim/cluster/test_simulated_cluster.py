@@ -9,11 +9,11 @@ import pytest
 from common.pool.decisions import Form
 from common.pool.needs import Need
 from services.planner.decide import decide
-from sim.cluster.cluster import Cluster, Failure, Hosts
-from sim.cluster.job import JobSpec
+from sim.cluster.model.cluster import Cluster, Failure, Hosts
+from sim.cluster.model.job import JobSpec
 from sim.cluster.paced import spec_of
 from sim.drift import Drift
-from sim.mesh.paced.workload import Workload
+from sim.mesh.job.workload import Workload
 
 TRAINED = Workload(
     workers=4, steps=16, median=Drift(20.0, 20.0), decode="100/8/4000", training="60/50"
@@ -92,7 +92,7 @@ def test_decisions_are_those_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> Non
         formed.extend(one.gang for one in decisions if isinstance(one, Form))
         return decisions, then
 
-    monkeypatch.setattr("sim.cluster.cluster.decide", watched)
+    monkeypatch.setattr("sim.cluster.model.cluster.decide", watched)
     ran(spec_of(TRAINED, 1))
     assert formed[:4] == ["g0", "g1", "g2", "g3"] and len(formed) == len(set(formed))
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.pool.measured import Curve
-from sim.cluster.agenda import Agenda
-from sim.cluster.engine import Engine, Request
+from sim.cluster.model.agenda import Agenda
+from sim.cluster.model.engine import Engine, Request
 
 
 @dataclass(frozen=True)

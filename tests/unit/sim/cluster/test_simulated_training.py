@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.cluster.agenda import Agenda
-from sim.cluster.training import Training
+from sim.cluster.model.agenda import Agenda
+from sim.cluster.model.training import Training
 
 
 class Costs:

@@ -14,7 +14,7 @@ from common.runtime.mesh import Mesh, MeshSettings
 from common.wire.bulk.port import BulkClient
 from services.trainer.gang.lending import Lending
 from services.trainer.hybrids.gradient_transfer import PIECE_BYTES, collect_rows, read
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.meshes import on_sockets
 
 JOB = "job"

@@ -14,7 +14,7 @@ from common.state.client import State
 from services.trainer.gang.lost_ranks import LOSSES, RankLosses
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
-from sim.state import simulated_as
+from sim.redis.state import simulated_as
 from tests.meshes import alone
 
 LOST = RankLost("rank 1 does not answer")

@@ -14,7 +14,7 @@ from common.process.host import SystemHost
 from common.runtime.mesh import Mesh, MeshSettings
 from common.wire.bulk.port import BulkClient
 from services.trainer.hybrids.gradient_transfer import PIECE_BYTES, Outbox, collect, hybrid_name
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.meshes import on_sockets
 
 GANG = "g1"

@@ -68,7 +68,7 @@ from services.trainer.gang.group import Group
 from services.trainer.hybrids.gradient_transfer import read
 from services.trainer.ranks.rank import Rank, join_group, of_the_group
 from services.trainer.sharding.learners import ShardedLearner
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
 from tests.unit.trainer.ranks.batches_under_test import OPTIMIZER, VARIANTS, bins_of_step

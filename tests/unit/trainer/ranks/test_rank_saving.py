@@ -18,7 +18,7 @@ from common.weights.laying import Part
 from common.wire.bulk.port import BulkClient
 from services.trainer.ranks.rank import Rank
 from services.trainer.ranks.saving import RankSaving
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.meshes import on_sockets
 
 GENERATION = 1

@@ -30,7 +30,7 @@ from services.trainer.steps.intake import Intake
 from services.weights.store import WeightStore
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import alone, on_sockets
 from tests.unit.common.records.harms import flip

@@ -30,7 +30,7 @@ from services.trainer.core.core import TrainerCore
 from services.trainer.initial.beginning import adapt, fresh_learner
 from sim.host import SimulatedHost
 from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.steps.groups_under_test import group, job
 

@@ -30,8 +30,8 @@ from services.trainer.rows.saved import SavedRows
 from services.trainer.versions.checkpointing import Checkpoints
 from services.trainer.versions.publishing import Identity, Publisher
 from services.trainer.versions.restoring import Restoring
-from sim.mesh.arithmetic import MODEL
-from sim.mesh.job import config_of, document_of
+from sim.mesh.job.arithmetic import MODEL
+from sim.mesh.job.job import config_of, document_of
 from tests.unit.common.records.harms import HARMS, Harm, delete
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 

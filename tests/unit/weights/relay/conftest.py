@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.clock import SystemClock
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.unit.weights.relay.hosts import Hosts
 
 

@@ -20,7 +20,7 @@ from common.weights.ways.broadcasting import Broadcasts
 from common.weights.ways.collective import Collective
 from common.wire import host_chunks
 from common.wire.chunks import ChunkStore
-from sim.state import simulated_state
+from sim.redis.state import simulated_state
 from tests.answering import answering
 from tests.meshes import on_sockets
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from common.pool.measured import Work
-from sim.cluster.agenda import Agenda
+from sim.cluster.model.agenda import Agenda
 
 
 class Trains(Protocol):

@@ -23,7 +23,7 @@ from common.job.config import (
     TrainingConfig,
 )
 from sim.drift import Drift
-from sim.mesh.arithmetic import MODEL
+from sim.mesh.job.arithmetic import MODEL
 
 LONGEST = 256  # tokens of a trajectory; a longer one is cut there
 SLOTS = 64  # of an engine: its pace, not its slots, says how many are worth it
@@ -100,7 +100,7 @@ class Workload:
             model=ModelConfigSection(config=MODEL),
             dataset=DatasetConfig(train="train.jsonl", held_out="held_out.jsonl"),
             environment=EnvironmentConfig(
-                use="sim.mesh.task:Talk", step_deadline_s=120.0, threads=AT_ONCE
+                use="sim.mesh.job.task:Talk", step_deadline_s=120.0, threads=AT_ONCE
             ),
             rollout=RolloutConfig(
                 slots=SLOTS,

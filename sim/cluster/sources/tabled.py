@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from sim.cluster.scenario import DriftTable, WorkloadTable
-from sim.cluster.workload import Answer, Chain, LogNormal, Script, Trace, Turn, Workload
+from sim.cluster.model.workload import Answer, Chain, LogNormal, Script, Trace, Turn, Workload
+from sim.cluster.sources.scenario import DriftTable, WorkloadTable
 from sim.drift import Drift
 
 

@@ -17,9 +17,9 @@ from services.rollout.routing.lengths import Lengths, Past, ToolReturn
 from services.rollout.routing.queues import EngineLoad, LengthBucket, QueuedRequest
 from services.rollout.routing.stay import AT_ENGINE, TURN
 from services.rollout.worked import IN_FLIGHT, Worked
-from sim.cluster.agenda import Agenda
-from sim.cluster.engine import Engine, Request
-from sim.cluster.workload import Script
+from sim.cluster.model.agenda import Agenda
+from sim.cluster.model.engine import Engine, Request
+from sim.cluster.model.workload import Script
 
 LOOK_AHEAD = 64  # as of the router
 

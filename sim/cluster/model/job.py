@@ -13,12 +13,12 @@ from common.pool.measured import Measured, together
 from common.pool.needs import Need, PlannedJob
 from common.pool.rows import Resident, Role
 from common.state.jobs import Phase
-from sim.cluster.agenda import Agenda
-from sim.cluster.engine import Engine
-from sim.cluster.shard import Shard, Trajectory
-from sim.cluster.speeds import Speed
-from sim.cluster.training import Training, Trains
-from sim.cluster.workload import Workload
+from sim.cluster.model.agenda import Agenda
+from sim.cluster.model.engine import Engine
+from sim.cluster.model.shard import Shard, Trajectory
+from sim.cluster.model.speeds import Speed
+from sim.cluster.model.training import Training, Trains
+from sim.cluster.model.workload import Workload
 
 LONGEST = 1 << 20  # tokens of a trajectory, where nothing is said
 ENGINES = 64  # of a shard at most

@@ -34,11 +34,11 @@ from services.trainer import running as trainer_running
 from services.weights import __main__ as weights
 from sim.engines.simulated import SimulatedEngine
 from sim.machine import Machine, ProcessHost
-from sim.mesh.arithmetic import TinyArithmetic
-from sim.mesh.paced.computing import PacedArithmetic, SteppedEngine
-from sim.mesh.paced.workload import Workload
-from sim.mesh.redis import VirtualRedis, state_of
-from sim.mesh.task import owed_s
+from sim.mesh.job.arithmetic import TinyArithmetic
+from sim.mesh.job.computing import PacedArithmetic, SteppedEngine
+from sim.mesh.job.task import owed_s
+from sim.mesh.job.workload import Workload
+from sim.mesh.world.redis import VirtualRedis, state_of
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.process import Program, VirtualProcess
 
@@ -178,7 +178,7 @@ class Surroundings:
         served.close()
 
     async def _threaded(self, process: VirtualProcess, served: environments.Environments) -> None:
-        """What each operation takes, it says (`sim.mesh.task.waits`); the others go on."""
+        """What each operation takes, it says (`sim.mesh.job.task.waits`); the others go on."""
         answers: set[asyncio.Task[None]] = set()
 
         async def answer(number: int, *operation: Any) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from common.digest import digest_of
 from common.records.damage import EVENT, QUARANTINE
-from sim.mesh.damage import APPENDED, named_in, unnoticed
-from sim.mesh.witness import Facts
+from sim.mesh.faults.damage import APPENDED, named_in, unnoticed
+from sim.mesh.faults.witness import Facts
 
 Violations = Iterator[str]
 _FRAME = struct.Struct("<IIB")

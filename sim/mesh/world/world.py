@@ -22,13 +22,13 @@ from meshrl.launch import plan
 from meshrl.launch.head.restoring import put_back
 from sim.loop import VirtualLoop
 from sim.machine import Machine, MachineClock
-from sim.mesh.gate import VirtualGate
-from sim.mesh.job import JOB, config_of, document_of, runs_of
-from sim.mesh.launcher import VirtualLauncher
-from sim.mesh.paced.workload import Workload
-from sim.mesh.programs import HOST, Surroundings
-from sim.mesh.recorder import VirtualRecorder
-from sim.mesh.redis import VirtualRedis, state_of
+from sim.mesh.job.job import JOB, config_of, document_of, runs_of
+from sim.mesh.job.workload import Workload
+from sim.mesh.world.gate import VirtualGate
+from sim.mesh.world.launcher import VirtualLauncher
+from sim.mesh.world.programs import HOST, Surroundings
+from sim.mesh.world.recorder import VirtualRecorder
+from sim.mesh.world.redis import VirtualRedis, state_of
 from sim.network import MemoryNetwork
 from sim.process import VirtualProcess
 from sim.record import Record

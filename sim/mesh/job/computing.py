@@ -19,8 +19,8 @@ from services.trainer.arithmetic.stats import BinStats
 from services.trainer.bins.packing import Bin
 from sim.engines.simulated import NORMAL, SimulatedEngine
 from sim.machine import takes
-from sim.mesh.arithmetic import TinyArithmetic, TinyLearner, gradient_of
-from sim.mesh.paced.workload import LONGEST, SLOTS, Workload
+from sim.mesh.job.arithmetic import TinyArithmetic, TinyLearner, gradient_of
+from sim.mesh.job.workload import LONGEST, SLOTS, Workload
 
 AT_ONCE_S = 0.001  # what arithmetic takes without its pace
 

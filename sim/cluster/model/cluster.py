@@ -20,9 +20,9 @@ from common.pool.settings import PoolSettings
 from common.pool.snapshot import Host
 from services.planner.decide import decide
 from services.planner.memory import Memory
-from sim.cluster.agenda import Agenda
-from sim.cluster.job import JobSpec, SimJob
-from sim.cluster.pool import Pool
+from sim.cluster.model.agenda import Agenda
+from sim.cluster.model.job import JobSpec, SimJob
+from sim.cluster.model.pool import Pool
 
 LOOK_S = 0.5  # between two looks of the planner, as of a mesh
 BALANCE_S = 1.0  # and of the router's balancer

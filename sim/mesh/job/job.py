@@ -21,8 +21,8 @@ from common.job.config import (
     TrainingConfig,
 )
 from common.model.tokenizer import character_tokenizer
-from sim.mesh.arithmetic import MODEL
-from sim.mesh.paced.workload import Workload
+from sim.mesh.job.arithmetic import MODEL
+from sim.mesh.job.workload import Workload
 
 JOB = "simulated"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;+-*/=()[]{}<>?!#$%&@^_"
@@ -46,7 +46,7 @@ def config_of(
         mesh=MeshConfig(workers=workers),
         model=ModelConfigSection(config=MODEL),
         dataset=DatasetConfig(train="train.jsonl", held_out="held_out.jsonl"),
-        environment=EnvironmentConfig(use="sim.mesh.task:Question", step_deadline_s=10.0),
+        environment=EnvironmentConfig(use="sim.mesh.job.task:Question", step_deadline_s=10.0),
         rollout=RolloutConfig(shards=shards, slots=8, max_tokens=64, max_turns=2, stop=["#"]),
         algorithm=AlgorithmConfig(group_size=3, groups_per_step=3, max_staleness=2, min_group=2),
         training=TrainingConfig(

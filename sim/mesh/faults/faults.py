@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from common.random import Random
-from sim.mesh.damage import Spoiler
-from sim.mesh.world import World
+from sim.mesh.faults.damage import Spoiler
+from sim.mesh.world.world import World
 from sim.network import Faults
 from sim.process import VirtualProcess
 

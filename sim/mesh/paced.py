@@ -18,9 +18,9 @@ from common.records import lines
 from common.state.events import Event
 from meshrl.view.recording.recorded import EVENTS, event_of
 from sim.loop import VirtualLoop
-from sim.mesh.paced.workload import Workload
+from sim.mesh.job.workload import Workload
 from sim.mesh.running import MEMORY, keeping_path, run_in
-from sim.mesh.world import Size, World
+from sim.mesh.world.world import Size, World
 from sim.record import Record
 
 LONGEST_S = 14_400.0  # of virtual time: far beyond any workload's

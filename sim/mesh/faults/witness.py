@@ -16,8 +16,8 @@ from common.digest import digest_of
 from common.state.keys import EVENTS
 from common.wire.blob import unpack
 from common.wire.chunks import ChunkStore
-from sim.mesh.damage import Damage, unnoticed
-from sim.mesh.redis import VirtualRedis, script_of
+from sim.mesh.faults.damage import Damage, unnoticed
+from sim.mesh.world.redis import VirtualRedis, script_of
 
 Told = tuple[str, dict[str, Any]]  # kind and fields of an event
 

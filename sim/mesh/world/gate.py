@@ -18,7 +18,7 @@ from meshrl.launch.redis import note as notes
 from meshrl.launch.redis.guard import INTERVAL_S
 from meshrl.launch.redis.note import Note, NoteFile
 from meshrl.launch.redis.recorded import RunRecord
-from sim.mesh.redis import VirtualRedis
+from sim.mesh.world.redis import VirtualRedis
 
 
 class VirtualGate:

@@ -13,7 +13,7 @@ from meshrl.launch import absolving, plan
 from meshrl.launch.services import BUDGET, GRACE_S
 from sim.loop import VirtualClock
 from sim.machine import ProcessHost
-from sim.mesh.programs import HOST
+from sim.mesh.world.programs import HOST
 from sim.process import VirtualProcess
 
 

@@ -1,0 +1,1 @@
+"""The jobs of a virtual mesh: their files, tasks and arithmetic. Open `job.py` first."""
