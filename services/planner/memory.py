@@ -12,18 +12,14 @@ from typing import Any
 from services.planner.balance.watch import Watch
 from services.planner.costs.correction import Correction
 from services.planner.policies.mixtures import Mixture, told
+from services.planner.pool.presence import Absences
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(Absences):
     """What one look leaves to the next."""
 
-    missing: Mapping[str, int] = field(default_factory=dict)  # worker -> since when
-    lost: frozenset[str] = frozenset()  # workers that were told lost, and are not back
-    away: Mapping[str, int] = field(default_factory=dict)  # host that has died or drains -> since
-    gone: frozenset[str] = frozenset()  # hosts that were told lost, and are not back
     short: Mapping[str, int] = field(default_factory=dict)  # job that can never fit -> since
-    aside: frozenset[str] = frozenset()  # workers that a person has put aside
     watches: Mapping[str, Watch] = field(default_factory=dict)  # of jobs' splits
     entitled: Mapping[str, int] = field(default_factory=dict)  # job -> workers; people are shown it
     mixtures: Mapping[str, Mixture] = field(default_factory=dict)  # of jobs whose cores divide

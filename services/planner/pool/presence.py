@@ -8,12 +8,22 @@ outage of Redis, when all leases look expired, it is counted anew (`Memory.after
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.pool.documents import numbered
 from common.pool.rows import Worker
 from common.pool.snapshot import LEFT, Snapshot
-from services.planner.memory import Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Absences:
+    """The part of the planner's memory that presence is judged by."""
+
+    missing: Mapping[str, int] = field(default_factory=dict)  # worker -> since when
+    lost: frozenset[str] = frozenset()  # workers that were told lost, and are not back
+    away: Mapping[str, int] = field(default_factory=dict)  # host that has died or drains -> since
+    gone: frozenset[str] = frozenset()  # hosts that were told lost, and are not back
+    aside: frozenset[str] = frozenset()  # workers that a person has put aside
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +43,7 @@ class Presence:
     counted: tuple[Worker, ...]  # those that a job may wait for: all that are not gone
 
 
-def present(snapshot: Snapshot, memory: Memory) -> Presence:
+def present(snapshot: Snapshot, memory: Absences) -> Presence:
     """Who is there at this look."""
     now_ms, settings = snapshot.now_ms, snapshot.settings
     workers = sorted(snapshot.workers, key=lambda w: numbered(w.id))
