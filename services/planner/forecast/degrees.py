@@ -34,7 +34,7 @@ def noted(known: Curves, now: Sequence[Curve]) -> Curves:
     now, where they have been fitted to many more steps, and what was known of others.
     """
     found = dict(known)
-    for which in {(curve.kind, curve.degree) for curve in now}:
+    for which in dict.fromkeys((curve.kind, curve.degree) for curve in now):
         curve = _mean([one for one in now if (one.kind, one.degree) == which])
         before = found.get(which)
         if curve is None:
