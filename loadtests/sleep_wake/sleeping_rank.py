@@ -48,7 +48,7 @@ def main() -> None:
 
     async def begin(self: TrainerCore) -> None:
         await began(self)
-        (own.marks / f"began-{self.steps_done}-covered-{self.checkpoints.step}").touch()
+        (own.marks / f"began-{self.position.version}-covered-{self.checkpoints.step}").touch()
 
     async def resume(self: CoreSleeper, row: Any) -> bool:
         found = await resumed(self, row)

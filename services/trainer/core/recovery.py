@@ -5,7 +5,6 @@ records.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from common.api.weights import Checkpoint
 from common.errors import ConfigError
@@ -18,6 +17,7 @@ from common.state import jobs, steps
 from common.weights.staging import keep
 from common.wire.bulk.port import BulkClient
 from services.trainer.compute.compute import Compute
+from services.trainer.core.position import Committed
 from services.trainer.steps.intake import Intake
 from services.trainer.steps.step import Enter, Step
 from services.trainer.versions.publishing import Identity, Publisher
@@ -25,18 +25,6 @@ from services.trainer.versions.restoring import Restoring
 
 # From a step's number, the manifest that it begins with, and the job as it is or was then.
 MakeStep = Callable[[int, str, JobConfig], Step]
-
-
-@dataclass(frozen=True)
-class Standing:
-    """Where the job stands now, and the learner with it."""
-
-    version: int
-    lineage: int
-    weights: Identity
-    born: int  # the lineage that the version was made in, as its manifest says
-    checkpoint: str
-    checkpoint_step: int
 
 
 class Recovery:
@@ -58,7 +46,7 @@ class Recovery:
         self._enter = enter
         self._adopted = data.config  # what `compute` was made with
 
-    async def recover(self, row: jobs.JobRow) -> Standing:
+    async def recover(self, row: jobs.JobRow) -> Committed:
         """Replays what the job's checkpoint does not cover. When that does not give the committed
         weights bit by bit, or the checkpoint is damaged and an older one takes its place, a new
         lineage opens at the one that is used. ConfigError when none is whole.
@@ -78,12 +66,12 @@ class Recovery:
         if (alike or row.lineage > checkpoint.lineage) and await self._replayed(checkpoint, row):
             born = row.lineage if row.version > checkpoint.step else checkpoint.lineage
             weights = Identity(row.manifest, row.image, row.masters)
-            return Standing(row.version, row.lineage, weights, born, name, checkpoint.step)
+            return Committed(row.version, row.lineage, weights, born, name, checkpoint.step)
         if row.version > checkpoint.step:
             await self._restoring.restore(name, checkpoint)
         return await self._reopened(name, checkpoint, row)
 
-    async def _reopened(self, name: str, checkpoint: Checkpoint, row: jobs.JobRow) -> Standing:
+    async def _reopened(self, name: str, checkpoint: Checkpoint, row: jobs.JobRow) -> Committed:
         """A new lineage at a checkpoint; at an older one than the job's last, what was trained
         between the two is lost, and its prompts come again.
         """
@@ -110,7 +98,7 @@ class Recovery:
         )
         held = checkpoint
         weights = Identity(held.weights, held.image, held.masters)
-        return Standing(held.step, lineage, weights, held.lineage, name, held.step)
+        return Committed(held.step, lineage, weights, held.lineage, name, held.step)
 
     async def _replayed(self, checkpoint: Checkpoint, row: jobs.JobRow) -> bool:
         """Whether the steps since the checkpoint gave the masters of the committed version again.

@@ -15,6 +15,7 @@ from common.pool.rows import Tier
 from common.runtime.patience import patiently
 from common.runtime.residents.tiers import Keep, Take
 from common.state import jobs, steps
+from services.trainer.core.position import committed_of
 
 if TYPE_CHECKING:
     from services.trainer.core.core import TrainerCore
@@ -38,7 +39,9 @@ class CoreSleeper:
     def covered(self) -> bool:
         """Whether the newest checkpoint is of the current version."""
         core = self._core
-        return core.ready and core.checkpoints.step == core.steps_done == core.covered
+        return (
+            core.ready and core.checkpoints.step == core.position.version == core.position.covered
+        )
 
     async def sleep(self, keep: Keep) -> None:
         """Leases no groups and gives no rounds from now on; see `Compute.sleep`."""
@@ -99,11 +102,11 @@ class CoreSleeper:
         until = clock.monotonic() + COMMIT_S
         while True:
             await core.runner.hold()
-            if core.standing()["version"] == core.steps_done:
+            if core.standing()["version"] == core.position.version:
                 return
             if clock.monotonic() > until:
                 raise Refused(
-                    f"step {core.steps_done + 1} is not committed after {COMMIT_S:g} s",
+                    f"step {core.position.version + 1} is not committed after {COMMIT_S:g} s",
                     where=core.mesh.name,
                     fix="ask again when the job goes on, or its evaluation is there",
                 )
@@ -121,15 +124,16 @@ class CoreSleeper:
         core, state, job = self._core, self._core.mesh.state, self._core.data.id
         clock = core.mesh.clock
         account = await patiently(clock, lambda: steps.checkpoint_state(state, job))
-        about = core.lineage, core.steps_done, core.weights, account
+        position = core.position
+        about = position.lineage, position.version, position.weights, account
         await core.checkpoints.begin(*about)
         await core.checkpoints.settled(required=True)
         name, token, checkpoint = core.mesh.name, core.mesh.token, core.checkpoints.name
-        lineage, step = core.lineage, core.steps_done
+        lineage, step = position.lineage, position.version
         await patiently(
             clock, lambda: steps.cover(state, job, name, token, lineage, step, checkpoint)
         )
-        core.covered = step
+        position.covered = step
 
     async def resumed(self, row: jobs.JobRow) -> bool:
         """Whether the core stands where the job does, from what an earlier start of it has kept
@@ -158,5 +162,5 @@ class CoreSleeper:
         core.mesh.telemetry.log.info("kept", tier=tier, of=list(mine), used=went_on)
         await places.forget()
         if went_on:
-            core.stands_at(row, about)
+            core.go_on_from(committed_of(row, about))
         return went_on

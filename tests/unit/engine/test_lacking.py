@@ -48,11 +48,11 @@ def test_a_trainer_that_replays_or_holds_its_next_version_is_waited_for(tmp_path
         versions = Versions(engine, "other")
         await looks(bench, versions, 2 * PATIENCE_S)  # it is not ready
 
-        core.ready, core.weights = True, Identity(LACKING)
+        core.ready, core.position.weights = True, Identity(LACKING)
         core.enter("updating", 1)
         await looks(bench, versions, 2 * PATIENCE_S)
 
-        core.steps_done = 1  # nothing has changed the weights since, and they are others
+        core.position.version = 1  # nothing has changed the weights since, and they are others
         with pytest.raises(ConfigError, match="cannot be had"):
             await looks(bench, versions, 2 * PATIENCE_S)
         for mesh in (engine, trainer):

@@ -50,6 +50,6 @@ async def test_each_replayed_step_and_each_step_of_a_warm_start_shows(tmp_path: 
     for _ in range(2):
         await made._make_step(1, "", made.data.config).replay(groups, updates)
         seen.append(made.stats()["progress"])
-    made.warm_fraction = 0.5
+    made.first.fraction = 0.5
     seen.append(made.stats()["progress"])
     assert all(before != after for before, after in pairwise(seen)), seen

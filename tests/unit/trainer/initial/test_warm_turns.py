@@ -14,7 +14,7 @@ from common.random import Random
 from common.runtime.actor import Actor, call
 from common.runtime.interface import Interface
 from common.runtime.residents.turns import Turns
-from services.trainer.core.core import SLICE_S
+from services.trainer.core.first_version import SLICE_S
 from sim.loop import VirtualLoop, run_virtual
 from tests.unit.trainer.tiers.bench import Bench
 
@@ -53,8 +53,8 @@ def test_every_slice_of_a_warm_start_runs_in_a_turn(tmp_path: Path) -> None:
         async with Bench(clock, random, tmp_path) as bench:
             core, keeper, worker = bench.core, Keeper(), bench.mesh(KEEPER)
             await worker.join(keeper)
-            core.turns = Turns(core.mesh, KEEPER, "g0.0", 1, enabled=True)
-            assert not await core._made(lambda step, loss: None, lambda told: None)
+            core.runner.turns = Turns(core.mesh, KEEPER, "g0.0", 1, enabled=True)
+            assert not await core.first._made(lambda step, loss: None, lambda told: None)
             assert keeper.functions == ["warm_start"]
 
             def pieces() -> Generator[None, None, str]:
@@ -64,7 +64,7 @@ def test_every_slice_of_a_warm_start_runs_in_a_turn(tmp_path: Path) -> None:
                     yield
                 return "made"
 
-            assert await core._by_turns(pieces()) == "made"
+            assert await core.first.in_slices(pieces()) == "made"
             await clock.sleep(1.0)
             assert len(keeper.functions) > 2 and not keeper.held
             await worker.leave()

@@ -25,6 +25,7 @@ from common.runtime.interface import Interface
 from common.runtime.mesh import Mesh
 from common.state.client import State
 from services.node.residents.segments import KeepsSegments, Segments
+from services.trainer.arithmetic.learner import Learner
 from services.trainer.compute.compute import LocalCompute
 from services.trainer.core.core import TrainerCore
 from services.trainer.initial.beginning import adapt, fresh_learner
@@ -107,8 +108,15 @@ class Bench:
         mesh = self.mesh("trainer/j")
         core = TrainerCore(mesh, data, seat, LocalCompute(mesh, learner))
         core.tiers.places.segments, core.tiers.places.files = WORKER, str(self.directory)
-        core.ready = core._whole = True
+        core.ready = core.position.whole = True
         return core
+
+    @property
+    def learner(self) -> Learner:
+        """Of the core."""
+        compute = self.core.compute
+        assert isinstance(compute, LocalCompute)
+        return compute.learner
 
     async def __aenter__(self) -> Bench:
         self.worker = self.mesh(WORKER)
@@ -144,12 +152,11 @@ class Bench:
             await between()
             await asyncio.sleep(0)  # to its next piece
         await task
-        self.core.steps_done = number
+        self.core.position.version = number
 
     def digest(self) -> str:
         """Of all that the next step depends on."""
-        learner = self.core.learner
-        assert learner is not None
+        learner = self.learner
         hashed = xxhash.xxh3_128(repr(sorted(learner.counts().items())).encode())
         tensors: dict[str, Tensor] = learner.tensors() | learner.derived()
         for name, tensor in tensors.items():

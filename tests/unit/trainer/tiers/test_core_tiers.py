@@ -12,6 +12,7 @@ from common.clock import Clock
 from common.errors import Damaged, MeshError, RankLost, Refused, StorageFull
 from common.random import Random
 from common.state.jobs import JobRow
+from services.trainer.core.position import committed_of
 from services.trainer.core.sleeping import COMMIT_S
 from services.trainer.versions.publishing import Identity
 from sim.loop import run_virtual
@@ -77,9 +78,8 @@ def test_a_step_waits_where_it_is_while_the_core_sleeps(tmp_path: Path) -> None:
             await clock.sleep(5000.0)  # no deadline of its own runs
             assert not step.done()
             assert bench.core.nap.total_s == pytest.approx(5000.0)
-            learner = bench.core.learner
-            assert learner is not None
-            sizes = {t.untyped_storage().nbytes() for t in learner.tensors().values()}
+            tensors = bench.learner.tensors().values()
+            sizes = {tensor.untyped_storage().nbytes() for tensor in tensors}
             assert sizes == {0}, "memory that is not given back"
             await bench.settle("accelerator")
             await step
@@ -156,7 +156,8 @@ def test_one_that_was_to_end_goes_on_where_it_is_needed_all_the_same(tmp_path: P
 
     async def main(clock: Clock, random: Random) -> None:
         async with Bench(clock, random, tmp_path) as bench:
-            bench.core.covered = bench.core.checkpoints.step = 0  # of the version that it has
+            covered = 0  # the version that it has
+            bench.core.position.covered = bench.core.checkpoints.step = covered
             await bench.settle("absent")
             step = asyncio.create_task(bench.step(1))
             await bench.settle("memory")
@@ -191,7 +192,7 @@ def test_a_process_that_starts_again_goes_on_from_what_was_kept(tmp_path: Path) 
         for tier in ("memory", "disk"):
             async with Bench(clock, random.child(tier), tmp_path) as bench:
                 await bench.step(1)
-                bench.core.weights = Identity("m1")
+                bench.core.position.weights = Identity("m1")
                 await bench.settle(tier)
                 dead, bench.core = bench.core, bench.started()
                 await dead.mesh.leave()
@@ -199,7 +200,7 @@ def test_a_process_that_starts_again_goes_on_from_what_was_kept(tmp_path: Path) 
                 row = Row(lineage=0, version=1, manifest="m1", checkpoint=dead.checkpoints.name)
                 assert await bench.core.sleeper.resumed(row)
                 assert bench.digest() == expected[0]
-                assert bench.core.steps_done == 1 and bench.core.manifest == "m1"
+                assert bench.core.position.version == 1 and bench.core.position.manifest == "m1"
                 assert not bench.segments.bytes and not files_in(tmp_path)
                 await bench.step(2)
                 assert bench.digest() == expected[1]
@@ -234,7 +235,7 @@ def test_what_is_of_another_version_is_left_alone_and_removed(
     async def main(clock: Clock, random: Random) -> None:
         async with Bench(clock, random, tmp_path) as bench:
             await bench.step(1)
-            bench.core.weights = Identity("m")
+            bench.core.position.weights = Identity("m")
             await bench.settle("memory")
             dead, bench.core = bench.core, bench.started()
             await dead.mesh.leave()
@@ -253,11 +254,11 @@ def test_what_was_kept_within_an_update_is_of_no_version(tmp_path: Path) -> None
             assert bench.core.standing()["version"] == 0
             bench.core.enter("updating", 1)
             assert bench.core.standing()["version"] == -1
-            bench.core._computed = 1
+            bench.core.position.computed = 1
             assert bench.core.standing()["version"] == 1
-            bench.core.steps_done = 1
+            bench.core.position.version = 1
             assert bench.core.standing()["version"] == 1
-            bench.core._whole = False  # it is being restored
+            bench.core.position.whole = False  # it is being restored
             assert bench.core.standing()["version"] == -1
 
     run_virtual(main, limit_s=1e6)
@@ -273,8 +274,9 @@ def test_a_step_that_was_not_committed_counts_if_its_weights_have_been_since(
         async with Bench(clock, random, tmp_path) as bench:
             await bench.step(1)
             core = bench.core
-            core.steps_done, core.weights = 0, Identity("m0")
-            core._computed, core._staged = 1, (1, Identity(staged)) if staged else (0, Identity(""))
+            position = core.position
+            position.version, position.weights, position.computed = 0, Identity("m0"), 1
+            position.staged = (1, Identity(staged)) if staged else (0, Identity(""))
             before = bench.digest()
             await bench.settle("memory")
             dead, bench.core = core, bench.started()
@@ -292,9 +294,9 @@ def test_a_step_that_is_repeated_is_not_taken_for_computed(tmp_path: Path) -> No
         async with Bench(clock, random, tmp_path) as bench:
             core = bench.core
             core.enter("updating", 1)
-            core._computed, core._staged = 1, (1, Identity("m1"))
+            core.position.computed, core.position.staged = 1, (1, Identity("m1"))
             about = {"born": 0, "checkpoint": "", "checkpoint_step": 0}
-            core.stands_at(Row(lineage=0, version=0, manifest="m0"), about)
+            core.go_on_from(committed_of(Row(lineage=0, version=0, manifest="m0"), about))
             core.enter("updating", 1)  # again, and half of its updates are made
             assert core.standing()["version"] == -1
 
@@ -308,7 +310,7 @@ def test_a_step_that_waits_for_its_evaluation_refuses_an_end_and_goes_on(tmp_pat
         async with Bench(clock, random, tmp_path) as bench:
             core = bench.core
             core.enter("updating", 1)
-            core._computed = 1
+            core.position.computed = 1
             asking = asyncio.create_task(bench.settle("absent"))
             await clock.sleep(COMMIT_S / 2)
             assert not asking.done()
@@ -316,7 +318,7 @@ def test_a_step_that_waits_for_its_evaluation_refuses_an_end_and_goes_on(tmp_pat
             with pytest.raises(Refused, match="step 1 is not committed"):
                 await asking
             assert core.tiers.tier == "accelerator" and core.intake.awake.is_set()
-            core._updating = core._computed = 0
+            core.position.updating = core.position.computed = 0
             await bench.step(1)
             assert bench.digest() == expected[0]
 

@@ -57,7 +57,11 @@ async def core_of(bench: Trained) -> tuple[TrainerCore, Slow]:
     seat = Seat("g0", "g0.0", JOB, 1, core=True)
     core = TrainerCore(bench.store.trainer, bench.data, seat, compute)
     last = len(bench.manifests) - 1
-    core.ready, core.steps_done, core.weights = True, last, Identity(bench.manifests[last])
+    core.ready, core.position.version, core.position.weights = (
+        True,
+        last,
+        Identity(bench.manifests[last]),
+    )
     core.checkpoints.name, core.checkpoints.step = bench.names[last], last
     for path in await bench.chunks(last):
         path.unlink()
@@ -132,7 +136,7 @@ def test_a_version_since_the_checkpoint_is_written_again_as_its_manifest_cuts_it
             Seat("g0", "g0.0", JOB, 1, core=True),
             LocalCompute(store.trainer, bench.learner),
         )
-        core.ready, core.steps_done, core.weights = True, step, Identity(manifest)
+        core.ready, core.position.version, core.position.weights = True, step, Identity(manifest)
         await core.publisher.look(manifest)
         its_own, *chunks = await bench.chunks(step)
         before = {path: path.read_bytes() for path in chunks}

@@ -1,0 +1,71 @@
+"""The position of a core: which version its weights are, and what has been computed since."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.state import jobs
+from services.trainer.versions.publishing import NOBODY, Identity
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A committed version that a core goes on from, and the checkpoint that it covers."""
+
+    version: int
+    lineage: int
+    weights: Identity
+    born: int  # the lineage that the version was made in, as its manifest says
+    checkpoint: str
+    checkpoint_step: int
+
+
+@dataclass
+class Position:
+    """The last committed version, and the state of the step under way."""
+
+    version: int = 0  # steps that are committed
+    lineage: int = 0
+    weights: Identity = NOBODY  # of this version
+    covered: int = -1  # version of the committed checkpoint, as far as this process knows
+    born: int = 0  # the lineage that the version was made in
+    whole: bool = False  # the weights are those of a step, and not being restored
+    updating: int = 0  # the last step that has changed the weights
+    computed: int = 0  # the last step whose updates were all made
+    staged: tuple[int, Identity] = field(default=(0, NOBODY))  # the last of these in the store
+
+    @property
+    def manifest(self) -> str:
+        """Names the committed version."""
+        return self.weights.manifest
+
+    def go_on_from(self, there: Committed) -> None:
+        """The weights are those of a committed version; no later step has been computed."""
+        self.version, self.lineage, self.weights = there.version, there.lineage, there.weights
+        self.born, self.covered, self.whole = there.born, there.checkpoint_step, True
+        self.updating, self.computed, self.staged = 0, 0, (0, NOBODY)
+
+    def commit(self, version: int, weights: Identity, covered: int) -> None:
+        """A step is committed, whose weights are those of now."""
+        self.version, self.weights, self.born = version, weights, self.lineage
+        self.covered, self.whole = covered, True
+
+    def described(self) -> dict[str, Any]:
+        """Describe the weights as they are now, for a process that goes on from them: version -1:
+        those of none. `manifest` names them, committed or not; empty: nothing does yet.
+        """
+        version, born, manifest = -1, self.lineage, ""
+        if self.whole and self.updating <= self.version:
+            version, born, manifest = self.version, self.born, self.manifest
+        elif self.whole and self.updating == self.computed:
+            version = self.computed
+            manifest = self.staged[1].manifest if self.staged[0] == version else ""
+        return {"lineage": self.lineage, "version": version, "manifest": manifest, "born": born}
+
+
+def committed_of(row: jobs.JobRow, about: dict[str, Any]) -> Committed:
+    """Return the job's committed version, for weights that were saved as `about` says."""
+    weights = Identity(row.manifest, row.image, row.masters)
+    checkpoint = about["checkpoint"], about["checkpoint_step"]
+    return Committed(row.version, row.lineage, weights, about["born"], *checkpoint)
