@@ -230,9 +230,10 @@ def chat(
 
         meshrl chat runs/mygame --row 0 --temperature 0 --json
     """
-    from meshrl.run.talking import chatting
+    from meshrl.run import talking
 
-    raise typer.Exit(chatting.chat(run, step, best, prompt, row, temperature, seed, json))
+    choice = talking.Choice(step, best, temperature, seed, json)
+    raise typer.Exit(talking.chat(run, choice, prompt, row))
 
 
 @app.command(rich_help_panel="Runs")
@@ -273,8 +274,7 @@ def sample(
 
         meshrl sample runs/mygame - --greedy < prompts.txt
     """
-    from meshrl.run.talking import sampling
+    from meshrl.run import talking
 
-    temperature = 0.0 if greedy else temperature
-    choice = sampling.Choice(step, best, n, temperature, max_tokens, seed)
-    raise typer.Exit(sampling.sample(run, prompt, choice, json))
+    choice = talking.Choice(step, best, 0.0 if greedy else temperature, seed, json)
+    raise typer.Exit(talking.sample(run, prompt, choice, n, max_tokens))

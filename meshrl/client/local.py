@@ -110,8 +110,7 @@ class LocalDoor:
         run_dir = Path((await self.job(name)).run_dir)
         code, _, said = await _run(exporting.command(run_dir, out, step, best))
         if code != 0:
-            told = said.strip().splitlines()
-            raise NotFound(told[-1].removeprefix("error: ") if told else "nothing was written")
+            raise NotFound(exporting.complaint(said))
         return out
 
     async def on_versions(self, name: str, act: str, version: str, note: str) -> dict[str, Any]:

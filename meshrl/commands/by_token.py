@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
 
 from common.api.gateway import JobState
 from common.errors import DeadlineExceeded, Refused
 from common.state.jobs import Phase
+from meshrl.client.blocking import request
 from meshrl.client.client import Client
 from meshrl.run.outcome import FAILED, FINISHED, STOPPED
 from meshrl.run.waiting import TIMED_OUT
 from meshrl.view.history import decisions
 from meshrl.view.live import printing
-
-T = TypeVar("T")
 
 
 def status(token: str, name: str | None, as_json: bool) -> None:
@@ -28,7 +24,7 @@ def status(token: str, name: str | None, as_json: bool) -> None:
     async def look(client: Client) -> list[JobState]:
         return await client.jobs() if name is None else [await client.job(name)]
 
-    found = _with(token, look)
+    found = request(look, token=token)
     if as_json:
         print(json.dumps({"jobs": [asdict(state) for state in found]}))
         return
@@ -48,13 +44,13 @@ def watch(token: str, name: str) -> int:
             print(decisions.told(event), flush=True)
         return await client.job(name)
 
-    return _ended(_with(token, follow), as_json=False)
+    return _ended(request(follow, token=token), as_json=False)
 
 
 def wait(token: str, name: str, timeout_s: float | None, as_json: bool) -> int:
     """Returns when a job is over, with the exit status for its end."""
     try:
-        return _ended(_with(token, lambda client: client.wait(name, timeout_s)), as_json)
+        return _ended(request(lambda client: client.wait(name, timeout_s), token=token), as_json)
     except DeadlineExceeded as error:
         print(f"error: {error}", file=sys.stderr)
         return TIMED_OUT
@@ -66,7 +62,7 @@ def cancel(token: str, name: str, as_json: bool) -> int:
     async def stopped(client: Client) -> tuple[bool, JobState]:
         return await client.stop(name), await client.job(name)
 
-    changed, state = _with(token, stopped)
+    changed, state = request(stopped, token=token)
     if not changed and state.phase != Phase.STOPPED:
         raise Refused(f"{name} has {state.phase} already: there is nothing to cancel")
     _print(state, as_json)
@@ -75,17 +71,8 @@ def cancel(token: str, name: str, as_json: bool) -> int:
 
 def export(token: str, name: str, step: int | None, best: bool, out: Path | None) -> int:
     """Fetches a version of a job's model."""
-    target = _with(token, lambda client: client.weights(name, step, best=best, out=out))
-    print(target)
+    print(request(lambda c: c.weights(name, step, best=best, out=out), token=token))
     return 0
-
-
-def _with(token: str, question: Callable[[Client], Awaitable[T]]) -> T:
-    async def asking() -> T:
-        async with Client(token=token) as client:
-            return await question(client)
-
-    return asyncio.run(asking())
 
 
 def _ended(state: JobState, as_json: bool) -> int:

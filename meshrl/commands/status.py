@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import asdict
 from functools import partial
@@ -21,7 +20,7 @@ from common.state.keys import PLANNER
 from common.state.pool import explained
 from common.state.server.embedded import without_password
 from meshrl.client import checked
-from meshrl.client.client import Client
+from meshrl.client.blocking import request
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import MeshPlace, find_mesh
 from meshrl.directory.target import may_live, place_of, run_in
@@ -32,7 +31,7 @@ from meshrl.view.live import hosts_table, printing, tables
 from meshrl.view.mesh import gpus
 from meshrl.view.mesh import hosts as standing
 from meshrl.view.mesh.diagnosing import stalls
-from meshrl.view.mesh.pool import Pool, pool
+from meshrl.view.mesh.pool import pool
 from meshrl.view.mesh.processes import owner
 from meshrl.view.mesh.quiet import doing, working
 from meshrl.view.mesh.stalled import JOB_WORD, Stall, redis_silent
@@ -46,12 +45,8 @@ def submit(
 ) -> None:
     found = checked.job_file(job, overrides, None)
 
-    async def handed_over() -> str:
-        async with Client(mesh, None if mesh else token) as client:
-            handle = await client.submit(found, job_file=job, force=force)
-            return f"submitted {handle.name}; its run directory is {handle.run_dir}"
-
-    print(asyncio.run(handed_over()))
+    handle = request(lambda c: c.submit(found, job_file=job, force=force), mesh, token)
+    print(f"submitted {handle.name}; its run directory is {handle.run_dir}")
 
 
 def status(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
@@ -120,11 +115,7 @@ def workers(mesh: Path | None, as_json: bool) -> None:
     """Prints the workers of a mesh with all that resides on them."""
     place = find_mesh(mesh)
 
-    async def look() -> Pool:
-        async with Client(place.root) as client:
-            return await client.workers()
-
-    found = asyncio.run(look())
+    found = request(lambda client: client.workers(), place.root)
     entries = ask(place, registry.entries, ANSWER_S)
     if as_json:
         print(json.dumps(tables.document(found, entries)))
@@ -134,19 +125,11 @@ def workers(mesh: Path | None, as_json: bool) -> None:
 
 
 def move(worker: str, role: str, job: str, mesh: Path | None) -> None:
-    async def moved() -> str:
-        async with Client(mesh) as client:
-            return await client.move(worker, role, job)
-
-    print(asyncio.run(moved()))
+    print(request(lambda client: client.move(worker, role, job), mesh))
 
 
 def delete(job: str, mesh: Path | None, token: str | None) -> None:
-    async def deleted() -> None:
-        async with Client(mesh, None if mesh else token) as client:
-            await client.delete(job)
-
-    asyncio.run(deleted())
+    request(lambda client: client.delete(job), mesh, token)
     print(f"{job} is deleted; its run directory stays")
 
 

@@ -18,12 +18,23 @@ def command(run_dir: Path, out: Path, step: int | None = None, best: bool = Fals
     return words + (["--best"] if best else [])
 
 
+def refuse_two(step: int | None, best: bool) -> None:
+    """Raise ConfigError if a step and the best version are wanted."""
+    if best and step is not None:
+        raise ConfigError("--step and --best mean two versions", fix="give one of them")
+
+
+def complaint(printed: str) -> str:
+    """Return why nothing was written, of what the process has printed."""
+    lines = printed.strip().splitlines()
+    return lines[-1].removeprefix("error: ") if lines else "nothing was written"
+
+
 def export(
     run: Path, step: int | None, best: bool, out: Path | None, *, quiet: bool = False
 ) -> int:
     """The exit status; the process says itself what it wrote, unless `quiet`, or what is wrong."""
-    if best and step is not None:
-        raise ConfigError("--step and --best mean two versions", fix="give one of them")
+    refuse_two(step, best)
     run_dir = places.existing_run(run)
     suffix = f"-{step}" if step is not None else "-best" if best else ""
     target = (out or run_dir / f"model{suffix}").absolute()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.records.at_url import is_url
-from meshrl.client.client import Client
+from meshrl.client.blocking import request
 from meshrl.directory import places
 from meshrl.directory.target import Run, run_of
 from meshrl.directory.versions import asked, words
@@ -128,12 +127,7 @@ def _told(
         return asked(*words(act, meant.directory, version, note))
     if run is None:
         raise ConfigError("with a token, which job?", fix="Name one: `meshrl status` lists them")
-
-    async def asking() -> dict[str, Any]:
-        async with Client(token=token) as client:
-            return await client.on_versions(str(run), act, version, note)
-
-    return asyncio.run(asking())
+    return request(lambda c: c.on_versions(str(run), act, version, note), token=token)
 
 
 def _say(found: dict[str, Any], text: str, as_json: bool) -> None:

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 from common.errors import ConfigError, NotFound
 from meshrl.cli import app
 from meshrl.directory.target import run_in
-from meshrl.run.talking.model_of import model_of
-from meshrl.run.talking.sampling import Choice, asked, sample
+from meshrl.run.talking import Choice, asked, model_of, sample
 from tests.unit.meshrl.run.conftest import written_run
 
 
@@ -35,19 +34,19 @@ def test_a_json_object_is_a_row_and_everything_else_a_prompt() -> None:
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="there is no run in"):
-        sample(tmp_path / "nothing", "x", Choice(), False)
+        sample(tmp_path / "nothing", "x", Choice())
 
 
 @pytest.mark.deep
 def test_a_run_without_a_version_says_so(tmp_path: Path) -> None:
     run = written_run(tmp_path / "run", [{"phase": "training", "error": ""}], [])
     with pytest.raises(NotFound, match=r"no model of .* yet: .* has no version\.") as refused:
-        sample(run, "x", Choice(), False)
+        sample(run, "x", Choice())
     assert "warm start" in refused.value.fix
     with pytest.raises(NotFound, match="no best version"):
-        sample(run, "x", Choice(best=True), False)
+        sample(run, "x", Choice(best=True))
     with pytest.raises(ConfigError, match="two versions"):
-        sample(run, "x", Choice(step=3, best=True), False)
+        sample(run, "x", Choice(step=3, best=True))
 
 
 def test_the_model_of_a_run_that_is_over_is_its_own(tmp_path: Path) -> None:

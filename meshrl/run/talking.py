@@ -1,0 +1,120 @@
+"""`meshrl chat` and `meshrl sample`: trajectories with the model of a run, by a process of its own
+and without a mesh.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import ConfigError, NotFound
+from meshrl.directory import exporting
+from meshrl.directory.target import Run, may_live, run_of
+from meshrl.run.outcome import INTERRUPTED
+
+STDIN = "-"
+CHAT, SAMPLE = "services.rollout.talking", "services.rollout.talking.sampling"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """With which version, and how, trajectories are sampled."""
+
+    step: int | None = None
+    best: bool = False
+    temperature: float = 1.0  # 0: greedy
+    seed: int | None = None  # None: another each time
+    as_json: bool = False
+
+
+def chat(chosen: Path, choice: Choice, prompt: str | None, row: int | None) -> int:
+    """The exit status; the process says itself what the model said, or what is wrong."""
+    options = {"--prompt": prompt, "--row": row}
+    return _play(run_of(chosen, None), CHAT, choice, options)
+
+
+def sample(
+    chosen: Path, prompt: str, choice: Choice, n: int = 1, max_tokens: int | None = None
+) -> int:
+    """The exit status: 1 when a trajectory failed, which the process says itself. `n` are sampled
+    of each prompt, each of at most `max_tokens` of the model's; None: what has room.
+    """
+    run = run_of(chosen, None)
+    lines = list(asked(sys.stdin if prompt == STDIN else [prompt]))
+    if not lines:
+        raise ConfigError("there is no prompt", fix="Give one, or lines on standard input")
+    options = {"--n": n, "--max-tokens": max_tokens}
+    return _play(run, SAMPLE, choice, options, "".join(lines))
+
+
+def _play(
+    run: Run,
+    module: str,
+    choice: Choice,
+    options: Mapping[str, str | int | None],
+    lines: str | None = None,
+) -> int:
+    """The exit status of the process that plays; `lines` are its standard input."""
+    with tempfile.TemporaryDirectory(prefix="meshrl-talking-") as made:
+        scratch = Path(made)
+        model = model_of(run, choice.step, choice.best, scratch)
+        words: Sequence[str | Path] = [sys.executable, "-m", module, "--run", run.directory]
+        words = [*words, "--model", model, "--scratch", scratch]
+        options = {**options, "--temperature": str(choice.temperature), "--seed": choice.seed}
+        words += [f"{name}={value}" for name, value in options.items() if value is not None]
+        words += ["--json"] if choice.as_json else []
+        try:
+            return subprocess.run(words, check=False, input=lines, text=True).returncode
+        except KeyboardInterrupt:  # the process has heard it too
+            return INTERRUPTED
+
+
+def model_of(run: Run, step: int | None, best: bool, scratch: Path) -> Path:
+    """The directory of a step's version, the best one or the newest: the run's own where that is
+    the newest, or else one that is written below `scratch`. NotFound when there is no such version.
+    """
+    exporting.refuse_two(step, best)
+    if not (run.directory / "job.json").is_file():
+        raise NotFound(
+            f"the run of {run.job} is in {run.directory}, which this host does not have",
+            fix="Ask on the host that has it, or bring it here by `meshrl export`",
+        )
+    own = run.directory / "model"
+    last = step is None and not best
+    if last and (own / "config.json").is_file() and not may_live(run.place):
+        return own
+    out = scratch / "model"
+    words = exporting.command(run.directory, out, step, best)
+    written = subprocess.run(words, check=False, capture_output=True, text=True)
+    if written.returncode == 0:
+        return out
+    why = exporting.complaint(written.stderr)
+    if not last:
+        raise NotFound(why)
+    raise NotFound(
+        f"there is no model of {run.shown} yet: {why.partition('. ')[0]}",
+        fix="The first version comes with the warm start's end; `meshrl status` says how far it is",
+    )
+
+
+def asked(texts: Iterable[str]) -> Iterator[str]:
+    """The lines that the process reads: of each text a prompt, or a whole row of a JSON object."""
+    for text in texts:
+        text = text.rstrip("\r\n")
+        if text.strip():
+            row = _row(text)
+            yield json.dumps({"prompt": text} if row is None else {"row": row}) + "\n"
+
+
+def _row(text: str) -> dict[str, object] | None:
+    """The JSON object that a text is; None: it is a prompt."""
+    try:
+        found = json.loads(text) if text.lstrip().startswith("{") else None
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
