@@ -29,7 +29,7 @@ class JobState:
 
 
 @message
-class Begin:
+class BeginUpload:
     """Opens an upload: the job as it is to be submitted, and what files its bundle has."""
 
     document: Any
@@ -39,7 +39,7 @@ class Begin:
 
 
 @message
-class Uploading:
+class UploadOpened:
     """The answer to Begin; the upload is given up when the stream that brought it ends."""
 
     upload: str
@@ -47,7 +47,7 @@ class Uploading:
 
 
 @message
-class Piece:
+class UploadPiece:
     """Bytes of one file of an upload."""
 
     upload: str
@@ -57,19 +57,19 @@ class Piece:
 
 
 @message
-class Taken:
+class PieceWritten:
     """The answer to a Piece: it is written."""
 
 
 @message
-class Finish:
+class FinishUpload:
     """Says that all pieces have arrived: the job is to be submitted."""
 
     upload: str
 
 
 @message
-class Submitted:
+class SubmittedJob:
     """The answer to Finish."""
 
     job: str  # its name on the mesh, numbered where the mesh had one of that name
@@ -77,19 +77,19 @@ class Submitted:
 
 
 @message
-class All:
+class ListJobs:
     """Asks for all jobs."""
 
 
 @message
-class Jobs:
+class JobList:
     """The answer to All, in the order of submission."""
 
     jobs: list[JobState]
 
 
 @message
-class One:
+class JobRequest:
     """Names a job; `op` tells repetitions of one request from another request."""
 
     job: str
@@ -97,14 +97,14 @@ class One:
 
 
 @message
-class Done:
+class Changed:
     """The answer to what stops or deletes a job; False: it had ended already."""
 
     changed: bool
 
 
 @message
-class Since:
+class EventsSince:
     """Asks for what has happened to a job after an event, waiting up to `wait_s` for it."""
 
     job: str
@@ -113,7 +113,7 @@ class Since:
 
 
 @message
-class Happened:
+class EventPage:
     """The answer to Since. An event is {id, ms, kind, fields}; `cursor` is where to go on."""
 
     events: list[Any]
@@ -121,7 +121,7 @@ class Happened:
 
 
 @message
-class Want:
+class ModelRequest:
     """Asks for a version of a job's model as a Hugging Face directory: of a step, the best one, or
     the last one (-1).
     """
@@ -132,7 +132,7 @@ class Want:
 
 
 @message
-class Model:
+class ModelFiles:
     """The answer to Want: the files, by name -> [bytes, digest]."""
 
     name: str  # by which its files are read
@@ -140,7 +140,7 @@ class Model:
 
 
 @message
-class Read:
+class ReadModelFile:
     """Asks for bytes of one file of a model."""
 
     job: str
@@ -150,14 +150,14 @@ class Read:
 
 
 @message
-class Content:
+class FilePiece:
     """The answer to Read, at most PIECE_BYTES."""
 
     content: bytes
 
 
 @message
-class OnVersions:
+class VersionsRequest:
     """Asks for the versions of a job (`list`), or has one pinned or unpinned (`pin`, `unpin`)."""
 
     job: str
@@ -167,14 +167,14 @@ class OnVersions:
 
 
 @message
-class Told:
+class VersionsAnswer:
     """The answer to OnVersions, as `meshrl weights --json` prints it."""
 
     answer: Any
 
 
 @message
-class Join:
+class JoinHost:
     """A host with a token asks to be let in; again with the same words while it has no answer."""
 
     host: str  # its name, which no other has had
@@ -187,7 +187,7 @@ class Join:
 
 
 @message
-class Joined:
+class HostAdmitted:
     """The answer to Join: what the host's settings are made of. The secret is told once, to who
     holds the token and names the same key.
     """
@@ -201,19 +201,19 @@ class Joined:
 
 
 @message
-class Leave:
+class LeaveMesh:
     """The host whose member key this is leaves: the mesh forgets it."""
 
 
 @message
-class Drain:
+class DrainHost:
     """The host that has joined with this key is about to end: everything is to move away from it,
     until it is back.
     """
 
 
 @message
-class Back:
+class HostReturned:
     """The host that has joined with this key is there again: it drains no more, unless a person has
     asked for that.
     """
@@ -222,12 +222,12 @@ class Back:
 
 
 @message
-class Remaining:
+class ListRemaining:
     """Asks what is left on the host that has joined with this key."""
 
 
 @message
-class Remains:
+class RemainingNames:
     """The answer to Remaining: names of residents, services and processes; empty: it is drained.
     `drains`: whether it is to become empty.
     """
@@ -237,12 +237,12 @@ class Remains:
 
 
 @message
-class Whereabouts:
+class LocateRedis:
     """A member asks where Redis is now: the head may have moved."""
 
 
 @message
-class There:
+class RedisLocation:
     """The answer to Whereabouts, as in Joined."""
 
     redis_url: str
@@ -251,12 +251,12 @@ class There:
 
 
 @message
-class Membership:
+class DescribeMember:
     """Asks what the mesh knows of the host whose member key this is."""
 
 
 @message
-class Member:
+class HostOfMember:
     """The answer to Membership."""
 
     host: str
@@ -265,21 +265,21 @@ class Member:
 class Gateway(Interface):
     """The methods of the gateway."""
 
-    upload = Stream(Begin, Uploading)
-    put = Call(Piece, Taken, deadline_s=30.0, idempotent=True)
-    finish = Call(Finish, Submitted, deadline_s=300.0, idempotent=True)
-    jobs = Call(All, Jobs, deadline_s=15.0, idempotent=True)
-    job = Call(One, JobState, deadline_s=15.0, idempotent=True)
-    events = Call(Since, Happened, deadline_s=40.0, idempotent=True)
-    stop = Call(One, Done, deadline_s=20.0, idempotent=True)
-    delete = Call(One, Done, deadline_s=60.0, idempotent=True)
-    model = Call(Want, Model, deadline_s=600.0, idempotent=True)
-    read = Call(Read, Content, deadline_s=30.0, idempotent=True)
-    versions = Call(OnVersions, Told, deadline_s=60.0, idempotent=True)
-    join = Call(Join, Joined, deadline_s=60.0, idempotent=True)
-    leave = Call(Leave, Done, deadline_s=60.0, idempotent=True)
-    drain = Call(Drain, Done, deadline_s=60.0, idempotent=True)
-    back = Call(Back, Done, deadline_s=60.0, idempotent=True)
-    remaining = Call(Remaining, Remains, deadline_s=10.0, idempotent=True)
-    whereabouts = Call(Whereabouts, There, deadline_s=60.0, idempotent=True)
-    membership = Call(Membership, Member, deadline_s=10.0, idempotent=True)
+    upload = Stream(BeginUpload, UploadOpened)
+    put = Call(UploadPiece, PieceWritten, deadline_s=30.0, idempotent=True)
+    finish = Call(FinishUpload, SubmittedJob, deadline_s=300.0, idempotent=True)
+    jobs = Call(ListJobs, JobList, deadline_s=15.0, idempotent=True)
+    job = Call(JobRequest, JobState, deadline_s=15.0, idempotent=True)
+    events = Call(EventsSince, EventPage, deadline_s=40.0, idempotent=True)
+    stop = Call(JobRequest, Changed, deadline_s=20.0, idempotent=True)
+    delete = Call(JobRequest, Changed, deadline_s=60.0, idempotent=True)
+    model = Call(ModelRequest, ModelFiles, deadline_s=600.0, idempotent=True)
+    read = Call(ReadModelFile, FilePiece, deadline_s=30.0, idempotent=True)
+    versions = Call(VersionsRequest, VersionsAnswer, deadline_s=60.0, idempotent=True)
+    join = Call(JoinHost, HostAdmitted, deadline_s=60.0, idempotent=True)
+    leave = Call(LeaveMesh, Changed, deadline_s=60.0, idempotent=True)
+    drain = Call(DrainHost, Changed, deadline_s=60.0, idempotent=True)
+    back = Call(HostReturned, Changed, deadline_s=60.0, idempotent=True)
+    remaining = Call(ListRemaining, RemainingNames, deadline_s=10.0, idempotent=True)
+    whereabouts = Call(LocateRedis, RedisLocation, deadline_s=60.0, idempotent=True)
+    membership = Call(DescribeMember, HostOfMember, deadline_s=10.0, idempotent=True)

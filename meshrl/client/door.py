@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from common.api.gateway import JobState, Submitted
+from common.api.gateway import JobState, SubmittedJob
 from common.state.events import Event
 from meshrl.job.loaded import JobFile
 from meshrl.view.mesh.pool import Pool
@@ -16,7 +16,7 @@ from meshrl.view.mesh.pool import Pool
 class Door(Protocol):
     """The requests of a client; each raises a MeshError of its kind."""
 
-    async def submit(self, found: JobFile, force: bool, job_file: Path | None) -> Submitted:
+    async def submit(self, found: JobFile, force: bool, job_file: Path | None) -> SubmittedJob:
         """Hands a checked job to the mesh."""
 
     async def jobs(self) -> list[JobState]:

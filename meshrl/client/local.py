@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.api.gateway import JobState, Submitted
+from common.api.gateway import JobState, SubmittedJob
 from common.clock import SystemClock
 from common.errors import NotFound, Refused, StateUnavailable
 from common.pool.rows import Role
@@ -52,7 +52,7 @@ class LocalDoor:
     async def close(self) -> None:
         await self._state.close()
 
-    async def submit(self, found: JobFile, force: bool, job_file: Path | None) -> Submitted:
+    async def submit(self, found: JobFile, force: bool, job_file: Path | None) -> SubmittedJob:
         # On a thread, which goes on if who waits for it is cancelled: a run directory that is
         # being filled is either handed over or taken back.
         return await asyncio.to_thread(submit, found, force, self._place, job_file)

@@ -15,18 +15,18 @@ from typing import Any
 from common.access import ticket
 from common.access.line import Line
 from common.api.gateway import (
-    All,
-    Begin,
-    Finish,
+    BeginUpload,
+    EventsSince,
+    FinishUpload,
     Gateway,
+    JobRequest,
     JobState,
-    One,
-    OnVersions,
-    Piece,
-    Read,
-    Since,
-    Submitted,
-    Want,
+    ListJobs,
+    ModelRequest,
+    ReadModelFile,
+    SubmittedJob,
+    UploadPiece,
+    VersionsRequest,
 )
 from common.digest import digest_of_file
 from common.errors import Damaged, NotAllowed, Refused
@@ -54,7 +54,7 @@ class RemoteDoor:
         line = Line(_reached_from_here(ticket.read(token)))
         line.open()
         try:
-            await line.call(Gateway.jobs, All(), REACH_S)
+            await line.call(Gateway.jobs, ListJobs(), REACH_S)
         except BaseException:
             await line.close()
             raise
@@ -63,18 +63,18 @@ class RemoteDoor:
     async def close(self) -> None:
         await self._line.close()
 
-    async def submit(self, found: JobFile, force: bool, job_file: Path | None) -> Submitted:
+    async def submit(self, found: JobFile, force: bool, job_file: Path | None) -> SubmittedJob:
         if force:
             raise Refused("runs of another user's mesh are not replaced", fix="Leave --force out")
         with tempfile.TemporaryDirectory(prefix="meshrl-submit-") as made:
             config, base, room = found.config, found.base, Path(made)
             directory, document = await asyncio.to_thread(bundle.pack, config, base, room)
             about = document.pop("bundle")
-            begin = Begin(document, about["digest"], about["files"], about["parameters"])
+            begin = BeginUpload(document, about["digest"], about["files"], about["parameters"])
             async with aclosing(self._line.stream(Gateway.upload, begin)) as held:
                 opened = await anext(held)
                 await self._send(directory, about["files"], opened.upload, opened.piece_bytes)
-                return await self._line.call(Gateway.finish, Finish(opened.upload))
+                return await self._line.call(Gateway.finish, FinishUpload(opened.upload))
 
     async def _send(self, directory: Path, files: Any, upload: str, size: int) -> None:
         """All pieces of all files, a few at a time; the first error ends it."""
@@ -82,7 +82,7 @@ class RemoteDoor:
 
         async def sender() -> None:
             for name, offset, content in pieces:
-                await self._line.call(Gateway.put, Piece(upload, name, offset, content))
+                await self._line.call(Gateway.put, UploadPiece(upload, name, offset, content))
 
         async with asyncio.TaskGroup() as group:
             senders = [group.create_task(sender()) for _ in range(AT_ONCE)]
@@ -90,20 +90,20 @@ class RemoteDoor:
             one.result()
 
     async def jobs(self) -> list[JobState]:
-        return (await self._line.call(Gateway.jobs, All())).jobs
+        return (await self._line.call(Gateway.jobs, ListJobs())).jobs
 
     async def job(self, name: str) -> JobState:
-        return await self._line.call(Gateway.job, One(name))
+        return await self._line.call(Gateway.job, JobRequest(name))
 
     async def happened(self, name: str, since: str, wait_s: float) -> tuple[list[Event], str]:
-        found = await self._line.call(Gateway.events, Since(name, since, wait_s))
+        found = await self._line.call(Gateway.events, EventsSince(name, since, wait_s))
         return [Event(**event) for event in found.events], found.cursor
 
     async def stop(self, name: str, op: str) -> bool:
-        return (await self._line.call(Gateway.stop, One(name, op))).changed
+        return (await self._line.call(Gateway.stop, JobRequest(name, op))).changed
 
     async def delete(self, name: str, op: str) -> None:
-        await self._line.call(Gateway.delete, One(name, op))
+        await self._line.call(Gateway.delete, JobRequest(name, op))
 
     async def workers(self) -> Pool:
         raise NotAllowed("a token shows no workers", fix="Ask the mesh's own user")
@@ -112,27 +112,27 @@ class RemoteDoor:
         raise NotAllowed("a token moves no workers", fix="Ask the mesh's own user")
 
     async def weights(self, name: str, step: int | None, best: bool, out: Path) -> Path:
-        want = Want(name, -1 if step is None else step, best)
+        want = ModelRequest(name, -1 if step is None else step, best)
         with _appearing(out) as scratch:
             model = await self._line.call(Gateway.model, want)
             for file, (size, digest) in model.files.items():
                 place = scratch / _inside(file)
                 place.parent.mkdir(parents=True, exist_ok=True)
-                await self._fetch(Read(name, model.name, file, 0), place, size)
+                await self._fetch(ReadModelFile(name, model.name, file, 0), place, size)
                 if await asyncio.to_thread(digest_of_file, place) != digest:
                     raise Damaged(f"{file} is not what the mesh has", fix="Fetch it again")
         return out
 
     async def on_versions(self, name: str, act: str, version: str, note: str) -> dict[str, Any]:
-        asked = OnVersions(name, act, version, note)
+        asked = VersionsRequest(name, act, version, note)
         told = await self._line.call(Gateway.versions, asked)
         answer: dict[str, Any] = told.answer
         return answer
 
-    async def _fetch(self, first: Read, place: Path, size: int) -> None:
+    async def _fetch(self, first: ReadModelFile, place: Path, size: int) -> None:
         with place.open("xb") as file:
             while file.tell() < size:
-                asked = Read(first.job, first.model, first.name, file.tell())
+                asked = ReadModelFile(first.job, first.model, first.name, file.tell())
                 content = (await self._line.call(Gateway.read, asked)).content
                 if not content:
                     raise Damaged(f"{first.name} ends early", fix="Fetch it again")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
-from common.api.gateway import Submitted
+from common.api.gateway import SubmittedJob
 from common.errors import StateUnavailable
 from common.job.run_names import free_name
 from common.pool.asking import need_of
@@ -22,7 +22,7 @@ from meshrl.job.checks.file.models import size
 from meshrl.job.loaded import JobFile
 
 
-def submit(found: JobFile, force: bool, place: MeshPlace, job_file: Path | None) -> Submitted:
+def submit(found: JobFile, force: bool, place: MeshPlace, job_file: Path | None) -> SubmittedJob:
     """Packs the job into a new run directory and submits it; see `claims.claimed`."""
     config = found.config
     if not MeshSettings.from_file(place.settings).keyed:  # there is one host: this one
@@ -50,4 +50,4 @@ def submit(found: JobFile, force: bool, place: MeshPlace, job_file: Path | None)
             raise
         claim.keep()
         claim.replace()
-    return Submitted(job, str(run_dir))
+    return SubmittedJob(job, str(run_dir))

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.api.gateway import OnVersions
+from common.api.gateway import VersionsRequest
 from common.errors import DeadlineExceeded, MeshError, Refused, from_wire
 from common.process.answers import answer_of
 from common.runtime.mesh import Mesh
@@ -19,7 +19,7 @@ ACTS = ("list", "pin", "unpin")
 LONGEST = 1000  # characters of what a person types
 
 
-async def on_versions(mesh: Mesh, row: JobRow, request: OnVersions) -> Any:
+async def on_versions(mesh: Mesh, row: JobRow, request: VersionsRequest) -> Any:
     """The answer, without this host's directories; the process' own error, Refused for anything
     else than these acts; DeadlineExceeded.
     """

@@ -18,37 +18,37 @@ from common.access.records import FILE
 from common.access.tokens import Tokens
 from common.api.gateway import (
     PIECE_BYTES,
-    All,
-    Back,
-    Begin,
-    Content,
-    Done,
-    Drain,
-    Finish,
+    BeginUpload,
+    Changed,
+    DescribeMember,
+    DrainHost,
+    EventPage,
+    EventsSince,
+    FilePiece,
+    FinishUpload,
     Gateway,
-    Happened,
-    Jobs,
+    HostAdmitted,
+    HostOfMember,
+    HostReturned,
+    JobList,
+    JobRequest,
     JobState,
-    Join,
-    Joined,
-    Leave,
-    Member,
-    Membership,
-    Model,
-    One,
-    OnVersions,
-    Piece,
-    Read,
-    Remaining,
-    Remains,
-    Since,
-    Submitted,
-    Taken,
-    There,
-    Told,
-    Uploading,
-    Want,
-    Whereabouts,
+    JoinHost,
+    LeaveMesh,
+    ListJobs,
+    ListRemaining,
+    LocateRedis,
+    ModelFiles,
+    ModelRequest,
+    PieceWritten,
+    ReadModelFile,
+    RedisLocation,
+    RemainingNames,
+    SubmittedJob,
+    UploadOpened,
+    UploadPiece,
+    VersionsAnswer,
+    VersionsRequest,
 )
 from common.errors import Damaged, DeadlineExceeded, NotFound, Refused, StateUnavailable
 from common.job.run_names import free_name
@@ -88,7 +88,7 @@ class GatewayActor(Actor):
         self._uploads = Uploads(mesh.host, self._runs)
         self._models = Models(mesh, self._root)
         self._hosts = Hosts(mesh, tokens, self._root / "mesh" / FILE)
-        self._submitted: OrderedDict[str, tuple[str, Submitted]] = OrderedDict()
+        self._submitted: OrderedDict[str, tuple[str, SubmittedJob]] = OrderedDict()
         # Of each run, by its directory, with the signature of the record that says so: another job
         # may come to have the name and the directory of one that was deleted.
         self._holders: dict[str, tuple[Any, str]] = {}
@@ -99,7 +99,7 @@ class GatewayActor(Actor):
     # ------------------------------------------------------------ a new job
 
     @stream(Gateway.upload)
-    async def upload(self, request: Begin) -> AsyncIterator[Uploading]:
+    async def upload(self, request: BeginUpload) -> AsyncIterator[UploadOpened]:
         """Opens an upload, and holds it open while the other end is there."""
         token, clock = holder.get(), self.mesh.clock
         config = config_of(request.document)
@@ -108,7 +108,7 @@ class GatewayActor(Actor):
         await refuse_what_never_fits(self.mesh.state, need)
         opened = self._uploads.opened(token, request, clock.monotonic())
         async with opened as upload:
-            yield Uploading(upload.id, PIECE_BYTES)
+            yield UploadOpened(upload.id, PIECE_BYTES)
             while upload.settling or self._goes_on(upload):
                 await clock.sleep(LOOK_S)
             raise DeadlineExceeded(f"nothing of the job arrived for {IDLE_S:g} s")
@@ -126,16 +126,16 @@ class GatewayActor(Actor):
         return silent_s < IDLE_S and self._tokens.good(upload.holder)
 
     @call(Gateway.put)
-    async def put(self, request: Piece) -> Taken:
+    async def put(self, request: UploadPiece) -> PieceWritten:
         upload = self._uploads.of(request.upload, holder.get())
         if len(request.content) > PIECE_BYTES:
             raise Refused(f"a piece has at most {PIECE_BYTES} bytes")
         upload.touched = self.mesh.clock.monotonic()
         await self._uploads.put(upload, request.name, request.offset, request.content)
-        return Taken()
+        return PieceWritten()
 
     @call(Gateway.finish)
-    async def finish(self, request: Finish) -> Submitted:
+    async def finish(self, request: FinishUpload) -> SubmittedJob:
         token, known = holder.get(), self._submitted.get(request.upload)
         if known is not None and known[0] == token:
             return known[1]
@@ -146,7 +146,7 @@ class GatewayActor(Actor):
             upload.submission = asyncio.create_task(self._answered(upload), name="submit a job")
         return await asyncio.shield(upload.submission)
 
-    async def _answered(self, upload: Upload) -> Submitted:
+    async def _answered(self, upload: Upload) -> SubmittedJob:
         """Submits; the answer is remembered for who asks again."""
         try:
             found = await self._submit(upload)
@@ -157,7 +157,7 @@ class GatewayActor(Actor):
             self._submitted.popitem(last=False)
         return found
 
-    async def _submit(self, upload: Upload) -> Submitted:
+    async def _submit(self, upload: Upload) -> SubmittedJob:
         """Makes the run's directory and puts the job on record, under the first free name."""
         state = self.mesh.state
         if not self.mesh.settings.keyed:  # there is one host: this one
@@ -183,47 +183,47 @@ class GatewayActor(Actor):
             shutil.rmtree(run_dir, ignore_errors=True)
             raise
         self.mesh.log.info("a job was handed in", job=job, token=upload.holder)
-        return Submitted(job, str(run_dir))
+        return SubmittedJob(job, str(run_dir))
 
     # ------------------------------------------------------------ a job of the token's
 
     @call(Gateway.jobs)
-    async def jobs(self, request: All) -> Jobs:
+    async def jobs(self, request: ListJobs) -> JobList:
         token = holder.get()
         rows = await jobs.jobs(self.mesh.state)
-        return Jobs([standing(row) for row in rows if self._holder_of(row) == token])
+        return JobList([standing(row) for row in rows if self._holder_of(row) == token])
 
     @call(Gateway.job)
-    async def job(self, request: One) -> JobState:
+    async def job(self, request: JobRequest) -> JobState:
         return standing(await self._own(request.job))
 
     @call(Gateway.events)
-    async def events(self, request: Since) -> Happened:
+    async def events(self, request: EventsSince) -> EventPage:
         await self._own(request.job)
         mesh, wait_s = self.mesh, min(max(request.wait_s, 0.0), WAIT_S)
         found, cursor = await happened(
             mesh.state, mesh.clock, request.job, _event_id(request.since), wait_s
         )
-        return Happened([asdict(event) for event in found], cursor)
+        return EventPage([asdict(event) for event in found], cursor)
 
     @call(Gateway.stop)
-    async def cancel(self, request: One) -> Done:
+    async def cancel(self, request: JobRequest) -> Changed:
         op = _operation(request)
         await self._own(request.job)
-        return Done(await jobs.cancel(self.mesh.state, request.job, op))
+        return Changed(await jobs.cancel(self.mesh.state, request.job, op))
 
     @call(Gateway.delete)
-    async def delete(self, request: One) -> Done:
+    async def delete(self, request: JobRequest) -> Changed:
         op = _operation(request)
         try:
             row = await self._own(request.job)
         except NotFound:
             if await self._deleted(request.job, op):
-                return Done(True)  # the answer was lost
+                return Changed(True)  # the answer was lost
             raise
         await deleting.delete(self.mesh.state, request.job, op)
         self._holders.pop(row.run_dir, None)
-        return Done(True)
+        return Changed(True)
 
     async def _deleted(self, job: str, op: str) -> bool:
         try:
@@ -268,54 +268,54 @@ class GatewayActor(Actor):
     # ------------------------------------------------------------ its weights
 
     @call(Gateway.model)
-    async def model(self, request: Want) -> Model:
+    async def model(self, request: ModelRequest) -> ModelFiles:
         """Writes the model where its files can be read; each version once."""
         return await self._models.written(await self._own(request.job), request)
 
     @call(Gateway.read)
-    async def read(self, request: Read) -> Content:
-        return Content(await self._models.piece(await self._own(request.job), request))
+    async def read(self, request: ReadModelFile) -> FilePiece:
+        return FilePiece(await self._models.piece(await self._own(request.job), request))
 
     @call(Gateway.versions)
-    async def versions(self, request: OnVersions) -> Told:
+    async def versions(self, request: VersionsRequest) -> VersionsAnswer:
         """Refused for words that are none of a token's."""
-        return Told(await on_versions(self.mesh, await self._own(request.job), request))
+        return VersionsAnswer(await on_versions(self.mesh, await self._own(request.job), request))
 
     # ------------------------------------------------------------ hosts
 
     @call(Gateway.join)
-    async def join(self, request: Join) -> Joined:
+    async def join(self, request: JoinHost) -> HostAdmitted:
         return await self._hosts.join(holder.get(), request)
 
     @call(Gateway.leave)
-    async def leave(self, request: Leave) -> Done:
+    async def leave(self, request: LeaveMesh) -> Changed:
         return await self._hosts.leave(holder.get())
 
     @call(Gateway.drain)
-    async def drain(self, request: Drain) -> Done:
+    async def drain(self, request: DrainHost) -> Changed:
         return await self._hosts.drain(holder.get())
 
     @call(Gateway.back)
-    async def back(self, request: Back) -> Done:
+    async def back(self, request: HostReturned) -> Changed:
         return await self._hosts.back(holder.get(), request)
 
     @call(Gateway.remaining)
-    async def remaining(self, request: Remaining) -> Remains:
+    async def remaining(self, request: ListRemaining) -> RemainingNames:
         return await self._hosts.remaining(holder.get())
 
     @call(Gateway.whereabouts)
-    async def whereabouts(self, request: Whereabouts) -> There:
+    async def whereabouts(self, request: LocateRedis) -> RedisLocation:
         return await self._hosts.whereabouts(holder.get())
 
     @call(Gateway.membership)
-    async def membership(self, request: Membership) -> Member:
+    async def membership(self, request: DescribeMember) -> HostOfMember:
         return self._hosts.member(holder.get())
 
     def stats(self) -> dict[str, Any]:
         return {"uploads": len(self._uploads)}
 
 
-def _operation(request: One) -> str:
+def _operation(request: JobRequest) -> str:
     """What the state knows a request by: the token's own, so that none is told another's."""
     if not re.fullmatch(r"[0-9a-zA-Z]{8,64}", request.op):
         raise Refused(f"{request.op!r:.100} tells no request from another", fix="Make up a new one")

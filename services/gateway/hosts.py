@@ -18,7 +18,15 @@ from common.access.members import AGAIN_S
 from common.access.records import digest
 from common.access.tokens import Tokens
 from common.api.callers import HOST_ROLES, PLANNER
-from common.api.gateway import Back, Done, Join, Joined, Member, Remains, There
+from common.api.gateway import (
+    Changed,
+    HostAdmitted,
+    HostOfMember,
+    HostReturned,
+    JoinHost,
+    RedisLocation,
+    RemainingNames,
+)
 from common.errors import NotFound, Refused
 from common.release import release
 from common.runtime.mesh import Mesh
@@ -39,8 +47,8 @@ class Joining:
     """A host that is being let in, or was just now."""
 
     token: str
-    request: Join
-    answer: asyncio.Task[Joined]
+    request: JoinHost
+    answer: asyncio.Task[HostAdmitted]
     since_s: float
 
 
@@ -53,7 +61,7 @@ class Hosts:
         # secret.
         self._joining: dict[str, Joining] = {}
 
-    async def join(self, token: str, request: Join) -> Joined:
+    async def join(self, token: str, request: JoinHost) -> HostAdmitted:
         """Lets a host in. Refused says why not."""
         if (member := self._known.member(token)) is not None:
             raise Refused(
@@ -73,7 +81,7 @@ class Hosts:
             found = self._joining[request.key] = Joining(token, request, answer, now_s)
         return await asyncio.shield(found.answer)
 
-    def _check(self, request: Join) -> None:
+    def _check(self, request: JoinHost) -> None:
         if self._mesh.settings.doors != BY_PROCESS:
             raise Refused(
                 "this mesh is one host's", fix="Start it with `meshrl up --listen HOST` for several"
@@ -90,7 +98,7 @@ class Hosts:
                 fix="Install the same version on both",
             )
 
-    async def _let_in(self, token: str, request: Join, now_s: float) -> Joined:
+    async def _let_in(self, token: str, request: JoinHost, now_s: float) -> HostAdmitted:
         mesh, host, public = self._mesh, request.host, _public(request)
         try:
             await self._on_file(members.let_in, token, host, public, now_s)
@@ -111,7 +119,7 @@ class Hosts:
             self._joining.pop(request.key, None)
             raise
         mesh.log.info("a host has joined", host=host, address=request.address, token=token)
-        return Joined(secret=secret, **told)
+        return HostAdmitted(secret=secret, **told)
 
     async def _admitted(
         self, token: str, host: str, id: str, about: dict[str, Any]
@@ -130,7 +138,7 @@ class Hosts:
         """Changes the tokens, on a thread: another process may have the file locked."""
         await self._mesh.host.run_blocking(change, self._file, *words, deadline_s=FILE_S)
 
-    async def leave(self, id: str) -> Done:
+    async def leave(self, id: str) -> Changed:
         """Forgets the host of a member key; whether there was one."""
         host = self.member(id).host
         asked = f"{id}.leave"
@@ -139,23 +147,23 @@ class Hosts:
             self._mesh.state, self._mesh.clock, asked, admission.LEAVE, about
         )
         self._mesh.log.info("a host has left", host=host)
-        return Done(bool(told["left"]))
+        return Changed(bool(told["left"]))
 
-    async def drain(self, id: str) -> Done:
+    async def drain(self, id: str) -> Changed:
         """Has everything move away from the host of a member key, which is about to end."""
         told = await self._asked(id, admission.DRAIN, {})
-        return Done(bool(told["changed"]))
+        return Changed(bool(told["changed"]))
 
-    async def back(self, id: str, request: Back) -> Done:
+    async def back(self, id: str, request: HostReturned) -> Changed:
         """Ends that, as the host is there again."""
         if not ADDRESS.fullmatch(request.address):
             raise Refused(f"{request.address!r:.60} is no address of a host")
         told = await self._asked(id, admission.BACK, {"address": request.address})
-        return Done(bool(told["changed"]))
+        return Changed(bool(told["changed"]))
 
-    async def whereabouts(self, id: str) -> There:
+    async def whereabouts(self, id: str) -> RedisLocation:
         """What the host of a member key was told when it joined, as it is now."""
-        return There(**await self._asked(id, admission.WHERE, {}))
+        return RedisLocation(**await self._asked(id, admission.WHERE, {}))
 
     async def _asked(self, id: str, kind: str, about: dict[str, Any]) -> dict[str, Any]:
         """The launcher's answer about the host of a member key."""
@@ -163,18 +171,18 @@ class Hosts:
         about["host"] = self.member(id).host
         return await admission.ask(mesh.state, mesh.clock, asked, kind, about)
 
-    async def remaining(self, id: str) -> Remains:
+    async def remaining(self, id: str) -> RemainingNames:
         """What is left on the host of a member key."""
         state, host = self._mesh.state, self.member(id).host
-        return Remains(await remaining_on(state, host), await pool.drains(state, host))
+        return RemainingNames(await remaining_on(state, host), await pool.drains(state, host))
 
-    def member(self, id: str) -> Member:
+    def member(self, id: str) -> HostOfMember:
         """The host of a member key. NotFound for a token, which is nobody's."""
         known = self._known.member(id)
         if known is None:
             raise NotFound("this is the key of no host that has joined", fix="`meshrl join` does")
-        return Member(known.host)
+        return HostOfMember(known.host)
 
 
-def _public(request: Join) -> bytes:
+def _public(request: JoinHost) -> bytes:
     return request.key.encode()

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from common.api.gateway import PIECE_BYTES, Model, Read, Want
+from common.api.gateway import PIECE_BYTES, ModelFiles, ModelRequest, ReadModelFile
 from common.errors import DeadlineExceeded, NotFound, Overloaded
 from common.job import bundle_files
 from common.runtime.mesh import Mesh
@@ -32,7 +32,7 @@ class Models:
         # One at a time for a run: what is there is looked at, written and removed.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def written(self, row: JobRow, want: Want) -> Model:
+    async def written(self, row: JobRow, want: ModelRequest) -> ModelFiles:
         """Writes the version unless it is there; its files. NotFound when the run does not hold it,
         Overloaded while several others are being fetched.
         """
@@ -46,9 +46,9 @@ class Models:
             await host.run_blocking(_tidy, models, self._kept(models), deadline_s=IO_S)
             listed = await host.run_blocking(bundle_files.listed, out, deadline_s=EXPORT_S)
             self._touch(out)
-        return Model(out.name, listed)
+        return ModelFiles(out.name, listed)
 
-    async def piece(self, row: JobRow, request: Read) -> bytes:
+    async def piece(self, row: JobRow, request: ReadModelFile) -> bytes:
         """Bytes of a file of a model; NotFound for anything else."""
         models = (Path(row.run_dir) / EXPORTS).resolve()
         path = (models / request.model / request.name).resolve()
@@ -70,7 +70,7 @@ class Models:
         self._read = {path: at for path, at in self._read.items() if at > since}
         return {path for path in self._read if path.parent == models}
 
-    async def _export(self, row: JobRow, want: Want, models: Path) -> Path:
+    async def _export(self, row: JobRow, want: ModelRequest, models: Path) -> Path:
         words = [sys.executable, "-m", "services.weights.export", "--run", row.run_dir]
         words += ["--below", str(models)]
         words += ["--step", str(want.step)] if want.step >= 0 else []

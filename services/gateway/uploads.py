@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.api.gateway import Begin, Submitted
+from common.api.gateway import BeginUpload, SubmittedJob
 from common.errors import ConfigError, NotFound, Overloaded, Refused, StorageFull
 from common.job import arriving
 from common.job.config import JobConfig
@@ -44,7 +44,7 @@ class Upload:
     directory: Path  # which becomes the run's
     touched: float  # when something of it arrived last
     settling: bool = False  # all of it has arrived: nothing is written to it any more
-    submission: asyncio.Task[Submitted] | None = None  # it becomes a run, whoever is there still
+    submission: asyncio.Task[SubmittedJob] | None = None  # it becomes a run, whoever is there still
     pieces: int = field(default=0)  # that are being written
 
     @property
@@ -80,7 +80,7 @@ class Uploads:
         return found
 
     @asynccontextmanager
-    async def opened(self, holder: str, begin: Begin, now: float) -> AsyncIterator[Upload]:
+    async def opened(self, holder: str, begin: BeginUpload, now: float) -> AsyncIterator[Upload]:
         """A new upload, which is given up at the end of the context unless it has become a run.
         Refused or ConfigError for what is no job; Overloaded; StorageFull.
         """

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common.access.line import Line
-from common.api.gateway import Gateway, Membership
+from common.api.gateway import DescribeMember, Gateway
 from common.clock import SystemClock
 from common.errors import (
     ConfigError,
@@ -239,7 +239,7 @@ class Hosting(Root):
         line = Line(member.ticket)
         line.open()
         try:
-            await line.call(Gateway.membership, Membership(), ANSWER_S)
+            await line.call(Gateway.membership, DescribeMember(), ANSWER_S)
         except (NotAllowed, NotFound):
             return True
         except MeshError:

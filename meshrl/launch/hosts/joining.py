@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 
 from common.access.line import Line
 from common.access.ticket import GATEWAY_PORT, Ticket, named
-from common.api.gateway import Gateway, Join, Joined, Whereabouts
-from common.api.gateway import Membership as IsMember
+from common.api.gateway import DescribeMember, Gateway, HostAdmitted, JoinHost, LocateRedis
 from common.errors import ConfigError, DeadlineExceeded, MeshError, NotAllowed, Refused
 from common.pool import taking
 from common.process.interfaces import address_of, interface_behind
@@ -116,7 +115,7 @@ def standing(place: MeshPlace, known: Membership) -> Membership | None:
     if not place.settings.is_file():
         return known  # it has not been answered yet
     try:
-        at_gateway(known.ticket, lambda line: line.call(Gateway.membership, IsMember()))
+        at_gateway(known.ticket, lambda line: line.call(Gateway.membership, DescribeMember()))
     except NotAllowed:
         print(f"the mesh knows {known.host} no more", flush=True)
         membership.forget(place)
@@ -151,7 +150,7 @@ def _become_member(place: MeshPlace, member: Membership, offer: Offer, began_s: 
     address = advertised_host(offer.advertise or bind)
     print(f"asks the mesh at {ticket.address} to let this host in", flush=True)
     about = (address, offer.workers, offer.standby, release(), offer.ephemeral)
-    request = Join(member.host, member.public, *about)
+    request = JoinHost(member.host, member.public, *about)
     try:
         told = at_gateway(ticket, lambda line: line.call(Gateway.join, request))
     except (Refused, NotAllowed, ConfigError):
@@ -166,7 +165,7 @@ def _write(
     member: Membership,
     bind: str,
     offer: Offer,
-    told: Joined,
+    told: HostAdmitted,
     began_s: float,
 ) -> None:
     shape = HostShape(
@@ -230,7 +229,7 @@ def _bind(ticket: Ticket, listen: str, advertise: str, workers: int) -> str:
 def _ask_anew(place: MeshPlace, member: Membership) -> None:
     """Where Redis is may have changed with the head."""
     print(f"asks the mesh at {member.address} where it is now", flush=True)
-    asked = Whereabouts()
+    asked = LocateRedis()
     try:
         told = at_gateway(member.ticket, lambda line: line.call(Gateway.whereabouts, asked))
     except NotAllowed as error:

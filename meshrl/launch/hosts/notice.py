@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from common.access.line import Line
-from common.api.gateway import Back, Drain, Gateway, Leave, Remaining
+from common.api.gateway import DrainHost, Gateway, HostReturned, LeaveMesh, ListRemaining
 from common.clock import Clock
 from common.errors import MeshError, NotAllowed, NotFound
 from meshrl.launch.hosts.membership import Membership
@@ -49,8 +49,8 @@ async def empty(
             try:
                 limit_s = min(ASK_S, until - now)
                 if not drains:  # what it asked as it came back may be answered after that
-                    await line.call(Gateway.drain, Drain(), limit_s)
-                found = await line.call(Gateway.remaining, Remaining(), limit_s)
+                    await line.call(Gateway.drain, DrainHost(), limit_s)
+                found = await line.call(Gateway.remaining, ListRemaining(), limit_s)
             except (NotAllowed, NotFound) as error:
                 say(f"{member.host} is no member of the mesh any more: {error.message}")
                 return False
@@ -83,7 +83,7 @@ async def tell_back(member: Membership, clock: Clock, address: str) -> None:
     try:
         while True:
             try:
-                if (await line.call(Gateway.back, Back(address))).changed:
+                if (await line.call(Gateway.back, HostReturned(address))).changed:
                     say(f"{member.host} is used again")
                 return
             except (NotAllowed, NotFound):
@@ -102,7 +102,7 @@ async def leave(member: Membership) -> bool:
     line = Line(member.ticket)
     line.open()
     try:
-        await line.call(Gateway.leave, Leave(), LEAVE_S)
+        await line.call(Gateway.leave, LeaveMesh(), LEAVE_S)
     except (NotAllowed, NotFound):
         pass  # it knows the host no more
     except MeshError as error:

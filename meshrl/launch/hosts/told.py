@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from common.api.gateway import There
+from common.api.gateway import RedisLocation
 from common.settings import MeshSettings
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.hosts.membership import AUTHORITY
@@ -26,7 +26,7 @@ def shared(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name in known}
 
 
-def keep(place: MeshPlace, told: There) -> None:
+def keep(place: MeshPlace, told: RedisLocation) -> None:
     """Puts what was told anew into the settings of a host that comes back."""
     authority = authority_in(place, told.authority)
     before = MeshSettings.from_file(place.settings)

@@ -22,16 +22,16 @@ from common.access.records import HOST, digest
 from common.access.ticket import read
 from common.api.callers import HOST_ROLES, PLANNER
 from common.api.gateway import (
-    All,
-    Back,
-    Drain,
+    DescribeMember,
+    DrainHost,
     Gateway,
-    Join,
-    Joined,
-    Leave,
-    Membership,
-    Remaining,
-    Whereabouts,
+    HostAdmitted,
+    HostReturned,
+    JoinHost,
+    LeaveMesh,
+    ListJobs,
+    ListRemaining,
+    LocateRedis,
 )
 from common.clock import SystemClock
 from common.errors import NotAllowed, NotFound, Refused
@@ -49,8 +49,7 @@ from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.admitting import Admitting
 from meshrl.launch.hosts import membership, notice
 from meshrl.launch.hosts.joining import standing
-from meshrl.launch.hosts.membership import AUTHORITY
-from meshrl.launch.hosts.membership import Membership as HostsMembership
+from meshrl.launch.hosts.membership import AUTHORITY, Membership
 from meshrl.launch.hosts.told import keep
 from sim.redis.state import simulated_state
 from tests.load import scaled
@@ -107,9 +106,9 @@ class Mesh:
         finally:
             await line.close()
 
-    async def join(self, token: str, host: str = "gpu1-aa", **about: Any) -> Joined:
+    async def join(self, token: str, host: str = "gpu1-aa", **about: Any) -> HostAdmitted:
         public = self.pair(host).public.decode()
-        request = replace(Join(host, public, "10.0.0.2", 2, True, release()), **about)
+        request = replace(JoinHost(host, public, "10.0.0.2", 2, True, release()), **about)
         async with self.line(token) as line:
             return await line.call(Gateway.join, request)
 
@@ -222,9 +221,9 @@ async def test_a_token_that_is_revoked_lets_nobody_in_and_its_hosts_stay(mesh: M
     with pytest.raises(NotAllowed, match="revoked"):
         await mesh.join(token, "gpu2-bb")
     async with mesh.line(mesh.member(token)) as line:
-        assert (await line.call(Gateway.membership, Membership())).host == "gpu1-aa"
+        assert (await line.call(Gateway.membership, DescribeMember())).host == "gpu1-aa"
         with pytest.raises(Refused, match="gpu1-aa is a member already"):
-            await line.call(Gateway.join, Join("x-1", "k" * 40, "h", 1, False, release()))
+            await line.call(Gateway.join, JoinHost("x-1", "k" * 40, "h", 1, False, release()))
 
 
 async def test_tokens_that_let_nobody_in(mesh: Mesh) -> None:
@@ -238,7 +237,7 @@ async def test_tokens_that_let_nobody_in(mesh: Mesh) -> None:
         await mesh.join(mesh.token("odd"), "a*~&")
     async with mesh.line(mesh.token("curious")) as line:
         with pytest.raises(NotAllowed):
-            await line.call(Gateway.jobs, All())
+            await line.call(Gateway.jobs, ListJobs())
     assert not mesh.users.known
 
 
@@ -269,10 +268,10 @@ async def test_who_was_not_let_in_so_far_has_nothing_drained(mesh: Mesh, host: s
     await pool.mark_host(state, HEAD, NOTICE)
     async with mesh.line(mesh.member(token, host)) as line:
         calls: tuple[tuple[Any, Any], ...] = (
-            (Gateway.drain, Drain()),
-            (Gateway.back, Back("h")),
-            (Gateway.whereabouts, Whereabouts()),
-            (Gateway.leave, Leave()),
+            (Gateway.drain, DrainHost()),
+            (Gateway.back, HostReturned("h")),
+            (Gateway.whereabouts, LocateRedis()),
+            (Gateway.leave, LeaveMesh()),
         )
         for asked, request in calls:
             with pytest.raises(NotFound, match=r"was not let into the mesh|no host is called"):
@@ -281,7 +280,7 @@ async def test_who_was_not_let_in_so_far_has_nothing_drained(mesh: Mesh, host: s
     if host != HEAD:  # it asks again, by the key that is on file
         assert (await mesh.join(token, host)).prefix == "h1w"
         async with mesh.line(mesh.member(token, host)) as line:
-            assert (await line.call(Gateway.drain, Drain())).changed
+            assert (await line.call(Gateway.drain, DrainHost())).changed
 
 
 async def test_a_host_that_left_is_let_in_no_more(mesh: Mesh) -> None:
@@ -289,22 +288,22 @@ async def test_a_host_that_left_is_let_in_no_more(mesh: Mesh) -> None:
     await mesh.join(token)
     async with mesh.line(token) as line:
         calls: tuple[tuple[Any, Any], ...] = (
-            (Gateway.membership, Membership()),
-            (Gateway.leave, Leave()),
+            (Gateway.membership, DescribeMember()),
+            (Gateway.leave, LeaveMesh()),
         )
         for asked, request in calls:
             with pytest.raises(NotFound, match="no host that has joined"):
                 await line.call(asked, request)
     own = mesh.member(token)
     async with mesh.line(own) as line:
-        assert (await line.call(Gateway.membership, Membership())).host == "gpu1-aa"
-        assert (await line.call(Gateway.leave, Leave())).changed
+        assert (await line.call(Gateway.membership, DescribeMember())).host == "gpu1-aa"
+        assert (await line.call(Gateway.leave, LeaveMesh())).changed
     assert (
         not mesh.users.known and not joined_hosts(MeshPlace(mesh.house.root)) and not mesh.members
     )
     async with mesh.line(own) as line:
         with pytest.raises(NotAllowed, match="revoked"):
-            await line.call(Gateway.membership, Membership())
+            await line.call(Gateway.membership, DescribeMember())
     for asking in (token, mesh.token("another")):
         with pytest.raises(Refused, match="or was"):
             await mesh.join(asking, "gpu1-aa")
@@ -320,14 +319,14 @@ async def test_a_member_that_comes_back_is_told_where_redis_is_now(mesh: Mesh) -
     here = MeshSettings(first.redis_url, "here", secret=first.secret, authority="old.pem")
     here.to_file(place.settings)
     async with mesh.line(mesh.member(token)) as line:
-        keep(place, await line.call(Gateway.whereabouts, Whereabouts()))
+        keep(place, await line.call(Gateway.whereabouts, LocateRedis()))
     now = MeshSettings.from_file(place.settings)
     assert (now.redis_url, now.stall_s) == (ABOUT["redis_url"], 7.0)
     assert (place.directory / AUTHORITY).read_text() == "PEM" and now.secret == first.secret
     assert now.authority == str(place.directory / AUTHORITY)
     async with mesh.line(token) as line:
         with pytest.raises(NotFound, match="no host that has joined"):
-            await line.call(Gateway.whereabouts, Whereabouts())
+            await line.call(Gateway.whereabouts, LocateRedis())
 
 
 async def test_a_host_has_itself_drained_and_is_used_again_when_it_is_back(mesh: Mesh) -> None:
@@ -337,20 +336,20 @@ async def test_a_host_has_itself_drained_and_is_used_again_when_it_is_back(mesh:
     for name, kind in (("engine/g1.1", "engine"), ("worker/h1w0", "worker")):
         await register(state, Entry(name, kind, host="gpu1-aa", incarnation=name), 600_000)
     async with mesh.line(mesh.member(invitation)) as line:
-        assert (await line.call(Gateway.drain, Drain())).changed
+        assert (await line.call(Gateway.drain, DrainHost())).changed
         assert await pool.draining(state) == {"gpu1-aa": NOTICE}
-        assert (await line.call(Gateway.remaining, Remaining())).names == ["engine/g1.1"]
+        assert (await line.call(Gateway.remaining, ListRemaining())).names == ["engine/g1.1"]
         await evict(state, "engine/g1.1", "engine/g1.1")
-        assert (await line.call(Gateway.remaining, Remaining())).names == []
-        assert (await line.call(Gateway.back, Back("gpu1.example"))).changed
+        assert (await line.call(Gateway.remaining, ListRemaining())).names == []
+        assert (await line.call(Gateway.back, HostReturned("gpu1.example"))).changed
         assert await pool.draining(state) == {}
         with pytest.raises(Refused, match="no address"):
-            await line.call(Gateway.back, Back("a b"))
+            await line.call(Gateway.back, HostReturned("a b"))
     assert joined_hosts(MeshPlace(mesh.house.root))["gpu1-aa"].address == "gpu1.example"
     async with mesh.line(invitation) as line:
         calls: tuple[tuple[Any, Any], ...] = (
-            (Gateway.drain, Drain()),
-            (Gateway.back, Back("h")),
+            (Gateway.drain, DrainHost()),
+            (Gateway.back, HostReturned("h")),
         )
         for asked, request in calls:
             with pytest.raises(NotFound, match="no host that has joined"):
@@ -363,7 +362,7 @@ async def test_a_notice_outlasts_what_the_host_said_before(mesh: Mesh) -> None:
     await mesh.join(token)
     await register(state, Entry("engine/g1.1", "engine", host="gpu1-aa", incarnation="a"), 600_000)
     ticket = read(mesh.member(token))
-    known = HostsMembership("gpu1-aa", ticket.address, ticket.gateway, ticket.secret)
+    known = Membership("gpu1-aa", ticket.address, ticket.gateway, ticket.secret)
     emptying = asyncio.create_task(notice.empty(known, SystemClock(), scaled(60.0), lambda: ""))
     async with asyncio.timeout(scaled(60)):
         for _ in range(2):
@@ -379,10 +378,10 @@ async def test_a_drain_that_a_person_asked_for_outlasts_the_hosts_own(mesh: Mesh
     state, token = mesh.house.state, mesh.token()
     await mesh.join(token)
     async with mesh.line(mesh.member(token)) as line:
-        await line.call(Gateway.drain, Drain())
+        await line.call(Gateway.drain, DrainHost())
         await pool.request(state, Request("op", "drain", host="gpu1-aa"))
-        assert not (await line.call(Gateway.back, Back("10.0.0.2"))).changed
-        assert not (await line.call(Gateway.drain, Drain())).changed
+        assert not (await line.call(Gateway.back, HostReturned("10.0.0.2"))).changed
+        assert not (await line.call(Gateway.drain, DrainHost())).changed
     assert await pool.draining(state) == {"gpu1-aa": "asked for"}
 
 
@@ -406,7 +405,7 @@ async def test_an_ephemeral_host_that_stays_away_is_forgotten(mesh: Mesh) -> Non
     assert left.fields["host"] == goes and left.fields["away_s"] > GONE_S
     async with mesh.line(mesh.member(token, goes)) as line:  # it comes back at this moment
         with pytest.raises(NotAllowed):
-            await line.call(Gateway.membership, Membership())
+            await line.call(Gateway.membership, DescribeMember())
 
 
 async def test_a_process_between_two_starts_does_not_end_the_drain(
@@ -415,7 +414,7 @@ async def test_a_process_between_two_starts_does_not_end_the_drain(
     token = mesh.token(uses=0)
     await mesh.join(token)
     at = read(mesh.member(token))
-    member = HostsMembership("gpu1-aa", at.address, at.gateway, at.secret)
+    member = Membership("gpu1-aa", at.address, at.gateway, at.secret)
     looks = ["node/gpu1-aa is down"]
     drained = notice.empty(
         member, SystemClock(), scaled(60.0), lambda: looks.pop() if looks else ""
@@ -438,12 +437,12 @@ async def test_a_host_that_was_forgotten_forgets_the_mesh_to_join_as_another(
     member = read(mesh.member(token))
     place = MeshPlace(tmp_path / "host")
     place.directory.mkdir(parents=True)
-    known = HostsMembership("gpu1-aa", member.address, member.gateway, member.secret)
+    known = Membership("gpu1-aa", member.address, member.gateway, member.secret)
     known.write(place)
     assert await asyncio.to_thread(standing, place, known) == known  # it was not answered yet
     place.settings.write_text("{}")
     assert await asyncio.to_thread(standing, place, known) == known
     async with mesh.line(mesh.member(token)) as line:
-        assert (await line.call(Gateway.leave, Leave())).changed
+        assert (await line.call(Gateway.leave, LeaveMesh())).changed
     assert await asyncio.to_thread(standing, place, known) is None
     assert not place.settings.exists() and membership.known(place) is None

@@ -14,7 +14,7 @@ import pytest
 
 from common.access.line import Line
 from common.access.ticket import Ticket, read
-from common.api.gateway import All, Gateway
+from common.api.gateway import Gateway, ListJobs
 from common.errors import PeerLost
 from common.transport.keys import KeyPair
 from tests.load import scaled
@@ -67,7 +67,7 @@ async def forwarded(ticket: Ticket, ended: int) -> AsyncIterator[tuple[Ticket, l
 async def test_a_connection_that_ends_without_a_word_is_tried_again(house: House) -> None:
     ticket = read(house.token())
     async with forwarded(ticket, 2) as (through, came), line_to(through) as line:
-        assert (await line.call(Gateway.jobs, All(), scaled(60.0))).jobs == []
+        assert (await line.call(Gateway.jobs, ListJobs(), scaled(60.0))).jobs == []
     assert len(came) == 3
 
 
@@ -75,9 +75,9 @@ async def test_who_hears_nothing_until_the_end_is_told_what_that_may_be(house: H
     ticket = read(house.token())
     async with forwarded(ticket, FOREVER) as (through, came), line_to(through) as line:
         with pytest.raises(PeerLost, match=r"nobody is behind that address.*has another key"):
-            await line.call(Gateway.jobs, All(), scaled(1.0))
+            await line.call(Gateway.jobs, ListJobs(), scaled(1.0))
     assert len(came) > 1
     another = replace(ticket, gateway=KeyPair.new().public.decode())
     async with line_to(another) as line:
         with pytest.raises(PeerLost, match=r"nobody is behind that address.*has another key"):
-            await line.call(Gateway.jobs, All(), scaled(1.0))
+            await line.call(Gateway.jobs, ListJobs(), scaled(1.0))

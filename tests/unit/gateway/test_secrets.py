@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from common.access import identity, records, tokens
 from common.access.line import Line
 from common.access.ticket import Ticket, named, read
-from common.api.gateway import Gateway, Join
+from common.api.gateway import Gateway, JoinHost
 from common.clock import SystemClock
 from common.errors import ConfigError, NotAllowed, Refused
 from common.records import documents
@@ -91,7 +91,7 @@ async def test_tokens_that_were_handed_out_are_good_before_and_after_a_start(
             line.open()
             try:
                 public = KeyPair.new().public.decode()
-                old = Join("gpu1-aa", public, "10.0.0.2", 1, True, "0.0.1")
+                old = JoinHost("gpu1-aa", public, "10.0.0.2", 1, True, "0.0.1")
                 with pytest.raises(Refused, match=f"0.0.1, and the mesh {release()}"):
                     await line.call(Gateway.join, old)
             finally:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from common.access import records, ticket
 from common.access.line import Line
 from common.api.callers import CALLERS, CLIENT
-from common.api.gateway import All, Gateway, One
+from common.api.gateway import Gateway, JobRequest, ListJobs
 from common.clock import SystemClock
 from common.errors import (
     ConfigError,
@@ -143,13 +143,13 @@ async def test_a_deletion_may_be_asked_for_again_by_who_got_no_answer(
         line.open()
     try:
         for _ in range(2):
-            assert (await alice.call(Gateway.delete, One("game", "a" * 32))).changed
+            assert (await alice.call(Gateway.delete, JobRequest("game", "a" * 32))).changed
         for line, op in ((alice, "b" * 32), (bob, "a" * 32)):
             with pytest.raises(NotFound, match="of yours"):
-                await line.call(Gateway.delete, One("game", op))
+                await line.call(Gateway.delete, JobRequest("game", op))
         for op in ("", "a b", "x" * 1000):
             with pytest.raises(Refused, match="tells no request"):
-                await alice.call(Gateway.delete, One("game", op))
+                await alice.call(Gateway.delete, JobRequest("game", op))
     finally:
         await alice.close()
         await bob.close()
@@ -260,12 +260,12 @@ async def test_nothing_of_the_mesh_but_the_gateway_can_be_called(house: House) -
     line = Line(ticket.read(house.token()))
     line.open()
     try:
-        strange: Call[All, All] = Call(All, All, deadline_s=scaled(5.0))
+        strange: Call[ListJobs, ListJobs] = Call(ListJobs, ListJobs, deadline_s=scaled(5.0))
         for name in ("drain", "look", "stage", "__init__", "start"):
             strange.name = strange.label = name
             with pytest.raises((NotAllowed, UnknownMethod)):
-                await line.call(strange, All())
-        assert (await line.call(Gateway.jobs, All())).jobs == []
+                await line.call(strange, ListJobs())
+        assert (await line.call(Gateway.jobs, ListJobs())).jobs == []
     finally:
         await line.close()
     assert {name.partition(".")[0] for name, who in CALLERS.items() if CLIENT in who} == {"Gateway"}

@@ -14,7 +14,15 @@ import pytest
 
 from common.access import ticket
 from common.access.line import Line
-from common.api.gateway import PIECE_BYTES, Begin, Finish, Gateway, Piece, Submitted, Uploading
+from common.api.gateway import (
+    PIECE_BYTES,
+    BeginUpload,
+    FinishUpload,
+    Gateway,
+    SubmittedJob,
+    UploadOpened,
+    UploadPiece,
+)
 from common.clock import SystemClock
 from common.errors import ConfigError, MeshError, NotFound, Overloaded, Refused
 from common.job import bundle_files
@@ -41,17 +49,17 @@ class Packed:
         self.parameters: int = about["parameters"]
 
     @property
-    def begin(self) -> Begin:
-        return Begin(self.document, self.digest, self.files, self.parameters)
+    def begin(self) -> BeginUpload:
+        return BeginUpload(self.document, self.digest, self.files, self.parameters)
 
-    def listing(self, files: dict[str, Any]) -> Begin:
-        return Begin(self.document, bundle_files.digest_of(files), files, self.parameters)
+    def listing(self, files: dict[str, Any]) -> BeginUpload:
+        return BeginUpload(self.document, bundle_files.digest_of(files), files, self.parameters)
 
     async def send(self, line: Line, upload: str, *left_out: str) -> None:
         for name in self.files.keys() - left_out:
             content = (self.directory / name).read_bytes()
             assert len(content) <= PIECE_BYTES
-            await line.call(Gateway.put, Piece(upload, name, 0, content))
+            await line.call(Gateway.put, UploadPiece(upload, name, 0, content))
 
 
 @pytest.fixture
@@ -68,7 +76,7 @@ async def line(house: House) -> AsyncIterator[Line]:
 
 
 @asynccontextmanager
-async def opened(line: Line, begin: Begin) -> AsyncIterator[Uploading]:
+async def opened(line: Line, begin: BeginUpload) -> AsyncIterator[UploadOpened]:
     async with aclosing(line.stream(Gateway.upload, begin)) as held:
         yield await anext(held)
 
@@ -86,8 +94,8 @@ async def test_a_whole_bundle_becomes_a_run_and_asking_again_gives_the_same(
 ) -> None:
     async with opened(line, packed.begin) as upload:
         await packed.send(line, upload.upload)
-        done = await line.call(Gateway.finish, Finish(upload.upload))
-        assert await line.call(Gateway.finish, Finish(upload.upload)) == done
+        done = await line.call(Gateway.finish, FinishUpload(upload.upload))
+        assert await line.call(Gateway.finish, FinishUpload(upload.upload)) == done
     assert [row.id for row in await jobs.jobs(house.state)] == [done.job] == ["game"]
     assert sorted(path.name for path in house.runs.iterdir()) == ["game"]
 
@@ -126,13 +134,13 @@ async def test_lists_that_contradict_themselves_are_refused(
     twice = packed.files | {"modules/a": [1, "0" * 64], "modules/a/b": [1, "0" * 64]}
     for begin, says in (
         (packed.listing(twice), "both a file and a folder"),
-        (Begin(packed.document, "0" * 64, packed.files, 1), "digest is not that of its list"),
+        (BeginUpload(packed.document, "0" * 64, packed.files, 1), "digest is not that of its list"),
         (packed.listing(packed.files | {"data/x": [1 << 50, "0" * 64]}), "the most is"),
         (packed.listing(packed.files | {"data/x": [-1, "0" * 64]}), "no size and digest"),
-        (Begin(packed.document, packed.digest, {}, 1), "1 to 10000 files"),
-        (Begin(packed.document, packed.digest, [], 1), "1 to 10000 files"),
-        (Begin([], packed.digest, packed.files, 1), "a job is a table"),
-        (Begin(packed.document, packed.digest, packed.files, -1), "-1 parameters"),
+        (BeginUpload(packed.document, packed.digest, {}, 1), "1 to 10000 files"),
+        (BeginUpload(packed.document, packed.digest, [], 1), "1 to 10000 files"),
+        (BeginUpload([], packed.digest, packed.files, 1), "a job is a table"),
+        (BeginUpload(packed.document, packed.digest, packed.files, -1), "-1 parameters"),
     ):
         with pytest.raises(Refused, match=says):
             async with opened(line, begin):
@@ -151,11 +159,11 @@ async def test_a_job_that_names_other_files_or_is_none_is_refused(
     ):
         changed = packed.document | {table: packed.document[table] | {key: value}}
         with pytest.raises(Refused, match=f"{table}.{key}"):
-            async with opened(line, Begin(changed, packed.digest, packed.files, 1)):
+            async with opened(line, BeginUpload(changed, packed.digest, packed.files, 1)):
                 pass
     wrong = packed.document | {"budget": {"steps": -1}}
     with pytest.raises(ConfigError, match=r"budget\.steps = -1 must be at least 0"):
-        async with opened(line, Begin(wrong, packed.digest, packed.files, 1)):
+        async with opened(line, BeginUpload(wrong, packed.digest, packed.files, 1)):
             pass
     await empty(house)
 
@@ -216,16 +224,16 @@ async def test_bytes_outside_of_what_was_listed_are_refused(
     async with opened(line, packed.begin) as upload:
         name, (size, _) = next(iter(packed.files.items()))
         for piece in (
-            Piece(upload.upload, name, size, b"x"),
-            Piece(upload.upload, name, -1, b"x"),
-            Piece(upload.upload, "modules/other.py", 0, b"x"),
-            Piece(upload.upload, "../../../x", 0, b"x"),
-            Piece(upload.upload, name, 0, bytes(PIECE_BYTES + 1)),
+            UploadPiece(upload.upload, name, size, b"x"),
+            UploadPiece(upload.upload, name, -1, b"x"),
+            UploadPiece(upload.upload, "modules/other.py", 0, b"x"),
+            UploadPiece(upload.upload, "../../../x", 0, b"x"),
+            UploadPiece(upload.upload, name, 0, bytes(PIECE_BYTES + 1)),
         ):
             with pytest.raises(Refused):
                 await line.call(Gateway.put, piece)
         with pytest.raises(NotFound):
-            await line.call(Gateway.put, Piece("none", name, 0, b"x"))
+            await line.call(Gateway.put, UploadPiece("none", name, 0, b"x"))
     await empty(house)
 
 
@@ -236,12 +244,12 @@ async def test_a_truncated_or_altered_bundle_becomes_no_run(
     async with opened(line, packed.begin) as upload:
         await packed.send(line, upload.upload, name)
         with pytest.raises(Refused, match=f"did not arrive whole: {name}"):
-            await line.call(Gateway.finish, Finish(upload.upload))
+            await line.call(Gateway.finish, FinishUpload(upload.upload))
         content = bytearray((packed.directory / name).read_bytes())
         content[0] ^= 1
-        await line.call(Gateway.put, Piece(upload.upload, name, 0, bytes(content)))
+        await line.call(Gateway.put, UploadPiece(upload.upload, name, 0, bytes(content)))
         with pytest.raises(Refused, match="digest differs"):
-            await line.call(Gateway.finish, Finish(upload.upload))
+            await line.call(Gateway.finish, FinishUpload(upload.upload))
     await empty(house)
 
 
@@ -315,7 +323,7 @@ async def test_an_upload_is_its_tokens_alone(house: House, line: Line, packed: P
     try:
         async with opened(line, packed.begin) as upload:
             with pytest.raises(NotFound):
-                await other.call(Gateway.finish, Finish(upload.upload))
+                await other.call(Gateway.finish, FinishUpload(upload.upload))
     finally:
         await other.close()
     await empty(house)
@@ -352,11 +360,11 @@ async def test_a_sender_who_leaves_while_it_is_submitted_leaves_a_whole_run(
     known, packed = incoming
     begin, begun, answered = packed.begin, asyncio.Event(), asyncio.Event()
 
-    async def submit(upload: Upload) -> Submitted:
+    async def submit(upload: Upload) -> SubmittedJob:
         begun.set()
         await answered.wait()  # for the state, as it may be
         run = known.settle(upload, "game", {}, tmp_path / "store")
-        return Submitted("game", str(run))
+        return SubmittedJob("game", str(run))
 
     async def sender() -> None:
         async with known.opened("t", begin, 0.0) as upload:

@@ -12,7 +12,7 @@ import pytest
 
 from common.access import ticket
 from common.access.line import Line
-from common.api.gateway import Gateway, Read, Want
+from common.api.gateway import Gateway, ModelRequest, ReadModelFile
 from common.digest import digest_of_file
 from common.errors import NotFound, Refused
 from common.job import bundle_files
@@ -47,7 +47,7 @@ async def test_the_files_that_arrive_are_those_of_an_export_whatever_is_asked_me
     line.open()
     try:
         async with Client(token=trained) as client:
-            asked = line.call(Gateway.model, Want("j", -1, False))
+            asked = line.call(Gateway.model, ModelRequest("j", -1, False))
             first, out = await asyncio.gather(asked, client.weights("j", out=tmp_path / "got"))
             assert bundle_files.listed(out) == bundle_files.listed(tmp_path / "wanted")
             with pytest.raises(Refused, match="not empty"):
@@ -59,12 +59,12 @@ async def test_the_files_that_arrive_are_those_of_an_export_whatever_is_asked_me
         shutil.copytree(newer.directory / "store", run / "store", dirs_exist_ok=True)
         with (run / "events.jsonl").open("a") as file:
             file.write(json.dumps({"id": "2-0", "ms": 0, "kind": "step", "fields": fields}) + "\n")
-        second = await line.call(Gateway.model, Want("j", -1, False))
+        second = await line.call(Gateway.model, ModelRequest("j", -1, False))
         name = "model.safetensors"
         assert second.files[name] != first.files[name]
         for fetched, step in ((first, "0-"), (second, "1-")):
             assert fetched.name.startswith(step)
-            found = await line.call(Gateway.read, Read("j", fetched.name, name, 0))
+            found = await line.call(Gateway.read, ReadModelFile("j", fetched.name, name, 0))
             (tmp_path / "read").write_bytes(found.content)
             assert digest_of_file(tmp_path / "read") == fetched.files[name][1]
     finally:
@@ -78,7 +78,7 @@ async def test_nothing_else_of_the_run_can_be_read(house: House, trained: str) -
     line = Line(ticket.read(trained))
     line.open()
     try:
-        mine = await line.call(Gateway.read, Read("j", "last", "config.json", 1))
+        mine = await line.call(Gateway.read, ReadModelFile("j", "last", "config.json", 1))
         assert mine.content == b"ine"
         for version, name in (
             ("last", "../../job.json"),
@@ -90,7 +90,7 @@ async def test_nothing_else_of_the_run_can_be_read(house: House, trained: str) -
             ("last", ""),
         ):
             with pytest.raises(NotFound):
-                await line.call(Gateway.read, Read("j", version, name, 0))
+                await line.call(Gateway.read, ReadModelFile("j", version, name, 0))
     finally:
         await line.close()
 
