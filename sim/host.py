@@ -110,7 +110,7 @@ class SimulatedChild:
         return None if self._ended.is_set() else Usage(0.0, 0.0, "S")
 
 
-class _Ticker:
+class _SimulatedTicker:
     def __init__(
         self, clock: Clock, interval_s: float, fn: Callable[[], bool | None], name: str
     ) -> None:
@@ -182,8 +182,10 @@ class SimulatedHost:
         child = self.children.get(pid)
         return child if child is not None and child.poll() is None else None
 
-    def every(self, interval_s: float, fn: Callable[[], bool | None], name: str) -> _Ticker:
-        return _Ticker(self._clock, interval_s, fn, name)
+    def every(
+        self, interval_s: float, fn: Callable[[], bool | None], name: str
+    ) -> _SimulatedTicker:
+        return _SimulatedTicker(self._clock, interval_s, fn, name)
 
     async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
         """Runs at once, on the loop: it takes no virtual time, and a seed gives one order."""

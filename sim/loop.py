@@ -25,7 +25,7 @@ T = TypeVar("T")
 EPOCH_S = 1_700_000_000.0  # where virtual wall time starts: any fixed, plausible date
 
 
-class Owner(Protocol):
+class LoopOwner(Protocol):
     """A virtual process, as the loop knows it."""
 
     running: bool
@@ -37,7 +37,7 @@ class Owner(Protocol):
         """Hears of a task that began in it."""
 
 
-OWNER: ContextVar[Owner | None] = ContextVar("owner", default=None)
+OWNER: ContextVar[LoopOwner | None] = ContextVar("owner", default=None)
 
 
 class _Handle(asyncio.Handle):

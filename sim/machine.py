@@ -21,7 +21,7 @@ from sim.disk import Disk
 from sim.host import PLENTY
 from sim.loop import OWNER, VirtualClock, VirtualLoop
 from sim.process import Exited, Program, VirtualProcess
-from sim.record import Record
+from sim.record import EventRecord
 
 T = TypeVar("T")
 GRACELESS = {"services.environment"}  # programs that a SIGTERM ends at once
@@ -49,7 +49,7 @@ class MachineClock(VirtualClock):
 
 
 class Machine:
-    def __init__(self, loop: VirtualLoop, random: Random, record: Record, root: Path) -> None:
+    def __init__(self, loop: VirtualLoop, random: Random, record: EventRecord, root: Path) -> None:
         self.loop, self.random, self.record = loop, random, record
         self.clock = MachineClock(loop)
         self.disk = Disk(root)
@@ -151,7 +151,11 @@ class Ticker:
     """Calls a function at intervals, as a thread of the process would."""
 
     def __init__(
-        self, loop: VirtualLoop, interval_s: float, fn: Callable[[], bool | None], record: Record
+        self,
+        loop: VirtualLoop,
+        interval_s: float,
+        fn: Callable[[], bool | None],
+        record: EventRecord,
     ) -> None:
         self._loop, self._interval_s, self._fn, self._record = loop, interval_s, fn, record
         self._timer = loop.call_later(interval_s, self._fire)

@@ -26,7 +26,7 @@ class Exited(BaseException):
     """What ends the task that calls `Host.exit`: past every `except Exception`."""
 
 
-class Channel:
+class VirtualChannel:
     """The frames between a process and its parent; None ends a direction."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class VirtualProcess:
         self.code: int | None = None
         self.failure: Failure | None = None  # the error that ended it
         self.over = asyncio.Event()
-        self.channel = Channel()
+        self.channel = VirtualChannel()
         self.at_end: list[Callable[[], None]] = []  # what the kernel does for it
         self.at_stop: list[Callable[[bool], None]] = []  # told True when stopped, False when not
         self.context = Context()

@@ -11,7 +11,7 @@ from pathlib import Path
 WRITTEN_AT = 1 << 16  # bytes of lines
 
 
-class Record:
+class EventRecord:
     """`say` takes what is the same on every machine; of paths, those below `root`."""
 
     def __init__(self, now: Callable[[], float], root: Path, log: Path | None = None) -> None:

@@ -30,12 +30,12 @@ from typing import Any
 from loadtests.elastic.figures import figures, good, moved
 from loadtests.paced.running import Arm, honest, run
 from sim.drift import Drift
-from sim.mesh.job.workload import Workload
+from sim.mesh.job.workload import PacedWorkload
 
 WORKERS = 6
 MOST = 120  # tokens of a completion
 KILL_S = 20.0  # between two engines that are killed
-JOB = Workload(
+JOB = PacedWorkload(
     workers=WORKERS,
     groups_per_step=8,
     group_size=6,

@@ -8,12 +8,12 @@ from functools import cache
 from itertools import combinations, pairwise
 
 from services.planner.layouts.allocation import Timed
-from services.planner.layouts.nodes import Node
+from services.planner.layouts.nodes import LayoutNode
 
 Cost = Callable[[int, frozenset[int]], float]  # of a server and the groups that it serves
 
 
-def leftovers(nodes: Sequence[Node], timed: Timed) -> Iterator[tuple[tuple[str, int], ...]]:
+def leftovers(nodes: Sequence[LayoutNode], timed: Timed) -> Iterator[tuple[tuple[str, int], ...]]:
     """What each way to take a layout's accelerators leaves of nodes, as (kind, free)."""
     layout = timed.layout
 
@@ -99,7 +99,7 @@ def rollout_s(
 def iteration_s(
     kinds: Sequence[tuple[str, int]],
     groups: int,
-    nodes: Sequence[Node],
+    nodes: Sequence[LayoutNode],
     ways: Sequence[Timed],
     cost: Cost,
     parts: Callable[[int], Iterator[list[frozenset[int]]]] = partitions,

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from common.hardware.profiles import declared
 from common.hardware.shapes import ModelShape
-from services.planner.costs.rollout import Gang
-from services.planner.costs.training import StepWork, TrainingLayout, step_s
+from services.planner.costs.rollout import EngineGang
+from services.planner.costs.training import TrainingLayout, TrainingWork, step_s
 from services.planner.layouts.allocation import Timed
-from services.planner.layouts.grouping import Group, alike, by_length
-from services.planner.layouts.nodes import Node
-from services.planner.layouts.serving import Served, Server
+from services.planner.layouts.grouping import LengthGroup, alike, by_length
+from services.planner.layouts.nodes import LayoutNode
+from services.planner.layouts.serving import GangServer, Served
 
 QWEN_14B = ModelShape(40, 5120, 40, 8, 128, 14.8e9, 14.8e9)  # Qwen3-14B
 QWEN_30B_A3B = ModelShape(48, 2048, 32, 4, 128, 30.5e9, 3.3e9, 128, 8)  # Qwen3-30B-A3B
@@ -23,9 +23,9 @@ DEGREES = (1, 2, 4, 8)
 class Case:
     """Everything that `allocate` takes, with the servers and groups that its ranges are of."""
 
-    servers: tuple[Server, ...]
-    groups: tuple[Group, ...]
-    nodes: tuple[Node, ...]
+    servers: tuple[GangServer, ...]
+    groups: tuple[LengthGroup, ...]
+    nodes: tuple[LayoutNode, ...]
     ways: tuple[Timed, ...]
 
     @property
@@ -37,15 +37,15 @@ class Case:
         return self.servers[server].serves_s([self.groups[i] for i in sorted(groups)])
 
 
-def servers(shape: ModelShape, kinds: tuple[str, ...], slots: int = 256) -> tuple[Server, ...]:
+def servers(shape: ModelShape, kinds: tuple[str, ...], slots: int = 256) -> tuple[GangServer, ...]:
     return tuple(
-        Server.of(Gang(shape, declared()[kind], degree), slots)
+        GangServer.of(EngineGang(shape, declared()[kind], degree), slots)
         for kind in kinds
         for degree in DEGREES
     )
 
 
-def lengths(rng: random.Random, requests: int, middle: float, sigma: float) -> list[Group]:
+def lengths(rng: random.Random, requests: int, middle: float, sigma: float) -> list[LengthGroup]:
     """Trajectories of lognormal lengths, some with tools, in order of length."""
     found = []
     for _ in range(requests):
@@ -55,7 +55,7 @@ def lengths(rng: random.Random, requests: int, middle: float, sigma: float) -> l
     return by_length(found)
 
 
-def trained(shape: ModelShape, kind: str, workers: int, work: StepWork) -> Timed:
+def trained(shape: ModelShape, kind: str, workers: int, work: TrainingWork) -> Timed:
     layout = TrainingLayout(kind, data=workers)
     return Timed(layout, step_s(shape, declared()[kind], layout, work))
 
@@ -65,16 +65,16 @@ def small(seed: int, groups: int = 6, most: int = 16) -> Case:
     rng = random.Random(seed)
     kinds = tuple(rng.sample(("A100", "A800", "H100", "A40", "L40S"), 2))
     total = rng.randint(3, most)
-    nodes: list[Node] = []
+    nodes: list[LayoutNode] = []
     while total:
         free = min(total, rng.randint(1, 8))
-        nodes.append(Node(rng.choice(kinds), f"host{len(nodes)}", free))
+        nodes.append(LayoutNode(rng.choice(kinds), f"host{len(nodes)}", free))
         total -= free
     found = [
         alike(rng.randint(1, 200), one.prompt, one.longest, one.tool_s)
         for one in lengths(rng, groups, rng.choice((300, 1500, 6000)), rng.uniform(0.3, 1.5))
     ]
-    work = StepWork(
+    work = TrainingWork(
         sum(one.requests for one in found),
         sum(one.prompts + one.generated for one in found),
         sum(one.requests * one.longest_context**2 for one in found),

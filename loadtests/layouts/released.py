@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from services.planner.costs.rollout import FRAGMENTED, REDUCES, SLOTS, WORKSPACE, Gang
-from services.planner.layouts.grouping import Group
-from services.planner.layouts.serving import Server
+from services.planner.costs.rollout import FRAGMENTED, REDUCES, SLOTS, WORKSPACE, EngineGang
+from services.planner.layouts.grouping import LengthGroup
+from services.planner.layouts.serving import GangServer
 
 INSTANCES, LAYOUTS = 32, 500  # of which it looks at no more
 
 
-def step_s(gang: Gang, batch: float, context: float, corrected: bool = False) -> float:
+def step_s(gang: EngineGang, batch: float, context: float, corrected: bool = False) -> float:
     """Its decode step: a rank's bytes over the bandwidth of all ranks, or, `corrected`, of one."""
     shape, on, degree = gang.shape, gang.on, gang.degree
     read = shape.active * shape.dtype_bytes / degree + batch * context * shape.kv_bytes(degree)
@@ -22,18 +22,18 @@ def step_s(gang: Gang, batch: float, context: float, corrected: bool = False) ->
     return read / ((1 if corrected else degree) * on.read_bytes_per_s) + reduces_s
 
 
-def capacity(gang: Gang) -> float:
+def capacity(gang: EngineGang) -> float:
     """Its room for keys and values: that of all ranks, in tokens of one rank's bytes."""
     shape, degree = gang.shape, gang.degree
     pool = degree * gang.on.memory_bytes - shape.bytes - WORKSPACE
     return max(pool, 0.0) / shape.kv_bytes(degree) * (1 - FRAGMENTED)
 
 
-def server(gang: Gang, slots: int = SLOTS, corrected: bool = False) -> Server:
+def server(gang: EngineGang, slots: int = SLOTS, corrected: bool = False) -> GangServer:
     """The server that a gang is by its formulas, or by those with nothing but t corrected."""
     one, zero = step_s(gang, 1, 1, corrected), step_s(gang, 0, 0, corrected)
     curve = replace(gang.curve(), base_s=zero, sequence_s=0.0, context_s=one - zero)
-    return Server(curve, gang.capacity() if corrected else capacity(gang), slots)
+    return GangServer(curve, gang.capacity() if corrected else capacity(gang), slots)
 
 
 def layouts(workers: int) -> list[list[int]]:
@@ -57,7 +57,9 @@ def layouts(workers: int) -> list[list[int]]:
     return found
 
 
-def longest_first(servers: Sequence[Server], groups: Sequence[Group]) -> list[list[Group]]:
+def longest_first(
+    servers: Sequence[GangServer], groups: Sequence[LengthGroup]
+) -> list[list[LengthGroup]]:
     """The trajectories of each gang: longest first, each to the one that would be done with it
     first by its mean throughput.
     """
@@ -70,7 +72,7 @@ def longest_first(servers: Sequence[Server], groups: Sequence[Group]) -> list[li
         batch = max(1.0, min(float(one.slots), one.capacity / held))
         rates.append(batch / one.curve.step_s(batch, held))
     work = [0.0] * len(servers)
-    found: list[list[Group]] = [[] for _ in servers]
+    found: list[list[LengthGroup]] = [[] for _ in servers]
     for group in sorted(groups, key=lambda group: -group.longest_context):
         tokens = group.prompts + group.generated
         chosen = min(range(len(servers)), key=lambda i: (work[i] + tokens) / rates[i])
@@ -79,7 +81,7 @@ def longest_first(servers: Sequence[Server], groups: Sequence[Group]) -> list[li
     return found
 
 
-def best_s(by_degree: dict[int, Server], workers: int, groups: Sequence[Group]) -> float:
+def best_s(by_degree: dict[int, GangServer], workers: int, groups: Sequence[LengthGroup]) -> float:
     """The shortest time of its layouts, each as long as its slowest gang really takes."""
     return min(
         max(

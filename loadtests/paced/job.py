@@ -12,7 +12,7 @@ from statistics import NormalDist
 
 from common.model.tokenizer import character_tokenizer
 from sim.mesh.job.job import CHARACTERS
-from sim.mesh.job.workload import AHEAD, Workload
+from sim.mesh.job.workload import AHEAD, PacedWorkload
 
 PROMPT = 2  # tokens of a row's
 ENGINE_SLOTS = 256
@@ -97,7 +97,7 @@ steps = {steps}
 """
 
 
-def write(folder: Path, job: Workload, seed: int, most: int) -> Path:
+def write(folder: Path, job: PacedWorkload, seed: int, most: int) -> Path:
     """The job file of a workload of one turn, with all that it names; completions have at most
     `most` tokens.
     """
@@ -129,7 +129,7 @@ def write(folder: Path, job: Workload, seed: int, most: int) -> Path:
     return path
 
 
-def lengths(job: Workload, seed: int, most: int) -> list[int]:
+def lengths(job: PacedWorkload, seed: int, most: int) -> list[int]:
     """Tokens of each trajectory's completion, in the order in which groups are opened: of every
     step the same quantiles of its lognormal, in an order of their own, so that no draw is lucky.
     """

@@ -23,7 +23,7 @@ from common.state.events import Event
 from loadtests.jobs.mesh import RunningMesh, mesh_up
 from loadtests.paced.job import write
 from loadtests.regret.figures import judgement
-from sim.mesh.job.workload import Workload
+from sim.mesh.job.workload import PacedWorkload
 from sim.mesh.paced import rl_s
 
 JOB = "paced"
@@ -66,7 +66,9 @@ class Arm:
         }
 
 
-async def run(name: str, job: Workload, seed: int, most: int, kill_every_s: float = 0.0) -> Arm:
+async def run(
+    name: str, job: PacedWorkload, seed: int, most: int, kill_every_s: float = 0.0
+) -> Arm:
     """The job on a mesh of its workers; completions have at most `most` tokens. With
     `kill_every_s` an engine process is killed so often.
     """

@@ -29,13 +29,13 @@ from collections.abc import Sequence
 from common.hardware.profiles import declared
 from loadtests.layouts import brute, released
 from loadtests.layouts.cases import DEGREES, QWEN_14B, lengths, servers, small
-from services.planner.costs.rollout import Gang
-from services.planner.costs.training import StepWork
-from services.planner.layouts.allocation import NO_TRAINING, Plan, allocate
-from services.planner.layouts.grouping import Group, groups_for, quantiles
-from services.planner.layouts.nodes import Node
-from services.planner.layouts.serving import Served, Server
-from sim.cluster.ways import Trainable, Trains
+from services.planner.costs.rollout import EngineGang
+from services.planner.costs.training import TrainingWork
+from services.planner.layouts.allocation import NO_TRAINING, LayoutPlan, allocate
+from services.planner.layouts.grouping import LengthGroup, groups_for, quantiles
+from services.planner.layouts.nodes import LayoutNode
+from services.planner.layouts.serving import GangServer, Served
+from sim.cluster.ways import Trainable, TrainingWays
 
 KINDS = ("A800", "H100")
 REQUESTS = 4096
@@ -43,25 +43,27 @@ SHAPES = ((300.0, 0.5), (1000.0, 1.0), (3000.0, 0.3), (8000.0, 1.0))  # median t
 EXACT = 1e-9
 
 
-def nodes_of(kinds: Sequence[str], workers: int, rng: random.Random | None = None) -> list[Node]:
+def nodes_of(
+    kinds: Sequence[str], workers: int, rng: random.Random | None = None
+) -> list[LayoutNode]:
     """Nodes of as many of each kind, with eight accelerators free, or with any number by `rng`."""
     return [
-        Node(kind, f"{kind}-{index}", rng.randint(1, 8) if rng else 8)
+        LayoutNode(kind, f"{kind}-{index}", rng.randint(1, 8) if rng else 8)
         for kind in kinds
         for index in range(workers // len(kinds) // 8)
     ]
 
 
-def whole_plan_s(groups: Sequence[Group], count: int, nodes: Sequence[Node]) -> float:
+def whole_plan_s(groups: Sequence[LengthGroup], count: int, nodes: Sequence[LayoutNode]) -> float:
     """CPU-seconds of a plan from trajectories on: groups, costs, ways to train, the search."""
     began = time.process_time()
     found = quantiles(groups, count) if count < len(groups) else groups
-    work = StepWork(
+    work = TrainingWork(
         len(groups),
         sum(group.prompts + group.generated for group in groups),
         sum(group.longest_context**2 for group in groups),
     )
-    ways = Trains(QWEN_14B, work, declared(), Trainable(grain=8)).ways(nodes)
+    ways = TrainingWays(QWEN_14B, work, declared(), Trainable(grain=8)).ways(nodes)
     plan = allocate(Served(servers(QWEN_14B, KINDS), found), nodes, ways)
     if plan is None:
         raise RuntimeError("there is no plan: run tests/unit/planner/layouts")
@@ -100,7 +102,9 @@ def optimality(cases: int) -> dict[str, float]:
     }
 
 
-def rollout(of: Sequence[Server], groups: Sequence[Group], nodes: Sequence[Node]) -> Plan:
+def rollout(
+    of: Sequence[GangServer], groups: Sequence[LengthGroup], nodes: Sequence[LayoutNode]
+) -> LayoutPlan:
     """The plan of gangs alone."""
     plan = allocate(Served(of, groups), nodes, [NO_TRAINING])
     if plan is None:
@@ -110,8 +114,11 @@ def rollout(of: Sequence[Server], groups: Sequence[Group], nodes: Sequence[Node]
 
 def peers(rng: random.Random, cases: int) -> dict[str, float]:
     """Plans beside Libra's released search, and by its released formulas."""
-    gangs = [Gang(QWEN_14B, declared()["A800"], degree) for degree in DEGREES]
-    ours, theirs = [Server.of(gang) for gang in gangs], [released.server(gang) for gang in gangs]
+    gangs = [EngineGang(QWEN_14B, declared()["A800"], degree) for degree in DEGREES]
+    ours, theirs = (
+        [GangServer.of(gang) for gang in gangs],
+        [released.server(gang) for gang in gangs],
+    )
     corrected = {gang.degree: released.server(gang, corrected=True) for gang in gangs}
     nodes = nodes_of(("A800",), 16)
     longest_first, formulas, changed = [], [], 0

@@ -25,7 +25,7 @@ from common.pool.rows import Doing, Gang, Report, Worker
 from common.pool.snapshot import Host, Snapshot
 from common.state.jobs import Phase
 from services.planner.decide import decide
-from services.planner.memory import Memory
+from services.planner.memory import PlannerMemory
 
 WORKERS = (16, 256, 1024, 4096)
 JOBS = (1, 64)
@@ -91,9 +91,9 @@ def applied(snapshot: Snapshot, decisions: Sequence[Decision]) -> Snapshot:
     )
 
 
-def at_rest(snapshot: Snapshot) -> tuple[Snapshot, Memory]:
+def at_rest(snapshot: Snapshot) -> tuple[Snapshot, PlannerMemory]:
     """The pool and its planner's memory when nothing is left to place."""
-    memory = Memory()
+    memory = PlannerMemory()
     for _ in range(8):
         decisions, memory = decide(snapshot, memory)
         moved = [d for d in decisions if isinstance(d, Form | Dissolve | Place | Remove)]
@@ -103,7 +103,7 @@ def at_rest(snapshot: Snapshot) -> tuple[Snapshot, Memory]:
     raise RuntimeError("the pool does not come to rest: run tests/unit/planner")
 
 
-def cpu_ms(snapshot: Snapshot, memory: Memory, repeats: int) -> float:
+def cpu_ms(snapshot: Snapshot, memory: PlannerMemory, repeats: int) -> float:
     """The median of the CPU time of one look."""
     took = []
     for _ in range(repeats):
@@ -127,7 +127,7 @@ def measured(workers: int, jobs: int, repeats: int) -> dict[str, float]:
     missing = {w.id: rest.now_ms for w in away.workers if not w.alive}
     figures = {
         "decide_ms": cpu_ms(rest, memory, repeats),
-        "first_ms": cpu_ms(new, Memory(), repeats),
+        "first_ms": cpu_ms(new, PlannerMemory(), repeats),
         "lost_ms": cpu_ms(away, replace(memory, missing=missing), repeats),
         "memory_bytes": len(json.dumps(memory.document())),
     }

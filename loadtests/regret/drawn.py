@@ -6,7 +6,7 @@ import math
 
 from common.random import Random
 from sim.drift import Drift
-from sim.mesh.job.workload import Workload, still
+from sim.mesh.job.workload import PacedWorkload, still
 
 STEPS = 48  # as the demo trains
 IN_FLIGHT = 3  # steps whose groups the gate lets through at a time: its staleness and one
@@ -17,7 +17,7 @@ LEAST_STEP_S = 2.0  # of rollout; a move takes as long
 DRIFTING = 0.3  # share of jobs that are another job at their end
 
 
-def drawn(seed: int) -> Workload:
+def drawn(seed: int) -> PacedWorkload:
     """The job of a seed; a step of it takes long enough for a move to matter."""
     random = Random(seed).child("regret")
     while True:
@@ -26,7 +26,7 @@ def drawn(seed: int) -> Workload:
             return job
 
 
-def _candidate(random: Random) -> tuple[Workload, float]:
+def _candidate(random: Random) -> tuple[PacedWorkload, float]:
     """A job, and the seconds that a step's rollout takes beside its core, roughly."""
     turns = random.choice((1, 1, 2, 3))
     median = math.exp(random.uniform(math.log(12), math.log(45))) / math.sqrt(turns)
@@ -35,7 +35,7 @@ def _candidate(random: Random) -> tuple[Workload, float]:
     drifts = random.random() < DRIFTING
     decode_s, plateau = random.uniform(0.06, 0.15), random.choice((4, 6, 8, 12, 16))
     workers = random.choice((3, 4, 5, 6, 7, 8))
-    job = Workload(
+    job = PacedWorkload(
         workers=workers,
         steps=STEPS,
         groups_per_step=random.choice((3, 4, 5)),
@@ -57,20 +57,20 @@ def _drift(value: float, factor: float) -> Drift:
     return Drift(value, value * factor)
 
 
-def sampled_tokens(job: Workload) -> float:
+def sampled_tokens(job: PacedWorkload) -> float:
     """Tokens of one trajectory's turns, in the mean over the run."""
     sigma = (job.sigma.first + job.sigma.last) / 2
     median = (job.median.first + job.median.last) / 2
     return job.turns * median * math.exp(sigma * sigma / 2)
 
 
-def trained_tokens(job: Workload) -> float:
+def trained_tokens(job: PacedWorkload) -> float:
     """Tokens of a step's trajectories, prompts of two and what follows a turn included."""
     each = sampled_tokens(job) + 2 + job.turns
     return job.groups_per_step * job.group_size * each
 
 
-def rollout_s(job: Workload, engines: int, decode_s: float, plateau: int) -> float:
+def rollout_s(job: PacedWorkload, engines: int, decode_s: float, plateau: int) -> float:
     """Seconds of a step's rollout, roughly: what the engines' rate takes, and not less than a
     trajectory's own time where the gate lets through no more than IN_FLIGHT steps.
     """

@@ -11,15 +11,15 @@ from typing import Any
 from loadtests.paced.running import Arm, honest, run
 from loadtests.regret.figures import Compared, figures
 from sim.drift import Drift
-from sim.mesh.job.workload import Workload
+from sim.mesh.job.workload import PacedWorkload
 
 MOST = 120  # tokens of a completion
 WALL_S = 1200.0  # of all arms
 STEPS = 26
 
 
-def _job(workers: int, decode_ms: int, training: str, **changes: Any) -> Workload:
-    return Workload(
+def _job(workers: int, decode_ms: int, training: str, **changes: Any) -> PacedWorkload:
+    return PacedWorkload(
         workers=workers,
         steps=STEPS,
         groups_per_step=8,
@@ -59,7 +59,7 @@ async def compared(names: Sequence[str], seed: int, steps: int = 0) -> dict[str,
     return figures(rows, "real_") | {f"real_{key}": value for key, value in told.items()}
 
 
-async def _arms(job: Workload, turn: int, seed: int) -> dict[int, Arm]:
+async def _arms(job: PacedWorkload, turn: int, seed: int) -> dict[int, Arm]:
     """All of one job's, by the gangs that help; -1: the planner's."""
     splits = [-1, *job.splits]
     turn %= len(splits)

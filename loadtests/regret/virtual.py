@@ -11,15 +11,15 @@ from typing import Any
 from loadtests.regret import figures
 from loadtests.regret.drawn import STEPS, drawn
 from loadtests.regret.figures import Compared
-from sim.mesh.job.workload import Workload
-from sim.mesh.paced import Run, run
+from sim.mesh.job.workload import PacedWorkload
+from sim.mesh.paced import PacedRun, run
 
 PLANNER = -1  # in place of how many gangs help
 
 
 def compared(seeds: Sequence[int], processes: int, verbose: bool, steps: int = 0) -> dict[str, Any]:
     """Figures of the jobs of these seeds, flat; also told on stderr job by job as they come."""
-    found: dict[int, dict[int, Run]] = {seed: {} for seed in seeds}
+    found: dict[int, dict[int, PacedRun]] = {seed: {} for seed in seeds}
     tasks = [(seed, split, steps) for seed in seeds for split in (PLANNER, *drawn(seed).splits)]
     rows: list[Compared] = []
     with get_context("spawn").Pool(processes) as pool:
@@ -39,19 +39,19 @@ def compared(seeds: Sequence[int], processes: int, verbose: bool, steps: int = 0
     }
 
 
-def _played(task: tuple[int, int, int]) -> tuple[int, int, Run]:
+def _played(task: tuple[int, int, int]) -> tuple[int, int, PacedRun]:
     seed, split, steps = task
-    workload: Workload = drawn(seed).of_steps(steps or STEPS)
+    workload: PacedWorkload = drawn(seed).of_steps(steps or STEPS)
     return seed, split, run(workload if split == PLANNER else workload.held(split), seed)
 
 
-def _compared(seed: int, runs: dict[int, Run]) -> Compared:
+def _compared(seed: int, runs: dict[int, PacedRun]) -> Compared:
     static = {split: one.rl_s for split, one in sorted(runs.items()) if split != PLANNER}
     planner = runs[PLANNER]
     return Compared(str(seed), static, planner.rl_s, len(planner.moves), planner.judged)
 
 
-def _tell(seed: int, row: Compared, runs: dict[int, Run], verbose: bool) -> None:
+def _tell(seed: int, row: Compared, runs: dict[int, PacedRun], verbose: bool) -> None:
     print(json.dumps(row.row()), file=sys.stderr, flush=True)
     if not verbose:
         return

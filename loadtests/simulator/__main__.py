@@ -31,15 +31,15 @@ from loadtests.paced.running import honest
 from loadtests.paced.running import run as run_real
 from loadtests.regret.drawn import drawn
 from loadtests.regret.real import JOBS, MOST
-from sim.cluster.model.cluster import Cluster, Hosts
+from sim.cluster.model.cluster import Cluster, SimHosts
 from sim.cluster.paced import spec_of
 from sim.drift import Drift
-from sim.mesh.job.workload import LONGEST, Workload
+from sim.mesh.job.workload import LONGEST, PacedWorkload
 from sim.mesh.paced import run
 
 ERROR = 0.15
 UNTIL_S = 14_400.0
-BROAD = Workload(
+BROAD = PacedWorkload(
     workers=64,
     steps=8,
     groups_per_step=48,
@@ -54,7 +54,7 @@ BROAD = Workload(
 )
 
 
-def broad(gangs: int) -> Workload:
+def broad(gangs: int) -> PacedWorkload:
     """Return the broad job for so many gangs, each with as much work as of the declared ones."""
     share = gangs / BROAD.workers
     return replace(
@@ -65,10 +65,10 @@ def broad(gangs: int) -> Workload:
     )
 
 
-def simulated(workload: Workload, seed: int, longest: int = LONGEST) -> tuple[float, float]:
+def simulated(workload: PacedWorkload, seed: int, longest: int = LONGEST) -> tuple[float, float]:
     """Seconds of a step of a simulated run, and the CPU time that it took."""
     began_s = time.process_time()
-    cluster = Cluster([Hosts(1, workload.workers)], [spec_of(workload, seed, longest)])
+    cluster = Cluster([SimHosts(1, workload.workers)], [spec_of(workload, seed, longest)])
     cluster.run(UNTIL_S)
     (job,) = cluster.jobs.values()
     if not job.training.over or job.began_s is None:
@@ -76,7 +76,7 @@ def simulated(workload: Workload, seed: int, longest: int = LONGEST) -> tuple[fl
     return (job.training.ended_s[-1] - job.began_s) / workload.steps, time.process_time() - began_s
 
 
-def splits(seed: int, steps: int = 0) -> list[Workload]:
+def splits(seed: int, steps: int = 0) -> list[PacedWorkload]:
     """A random job: with the planner, as it begins, and with a third and two thirds of its gangs
     as helpers.
     """
@@ -85,12 +85,12 @@ def splits(seed: int, steps: int = 0) -> list[Workload]:
     return [job, *(job.held(n) for n in sorted({0, most // 3, 2 * most // 3}))]
 
 
-def shortened(job: Workload, steps: int) -> Workload:
+def shortened(job: PacedWorkload, steps: int) -> PacedWorkload:
     """Return the job with so many steps; 0: with its own."""
     return job.of_steps(steps) if steps else job
 
 
-def _virtual(task: tuple[int, Workload]) -> tuple[int, Workload, float, float]:
+def _virtual(task: tuple[int, PacedWorkload]) -> tuple[int, PacedWorkload, float, float]:
     seed, workload = task
     found = run(workload, seed)
     if found.failures:
@@ -98,7 +98,7 @@ def _virtual(task: tuple[int, Workload]) -> tuple[int, Workload, float, float]:
     return seed, workload, found.rl_s / workload.steps, found.cpu_s
 
 
-def virtual(tasks: Sequence[tuple[int, Workload]], processes: int) -> dict[str, Any]:
+def virtual(tasks: Sequence[tuple[int, PacedWorkload]], processes: int) -> dict[str, Any]:
     """Errors against the virtual mesh."""
     errors, theirs_s, ours_s = [], 0.0, 0.0
     with get_context("spawn").Pool(min(processes, len(tasks))) as pool:

@@ -35,7 +35,7 @@ from loadtests.trainer import digits
 from meshrl.job import bundle, jobfile
 from services.node.residents.budgets import Budgets
 from services.node.residents.process import Around, RoleProcess
-from services.node.residents.roles import Wish, with_overrides
+from services.node.residents.roles import RoleWish, with_overrides
 from services.node.residents.room import GpuRoom
 from services.node.residents.segments import Segments
 from services.node.worker import GangWorker
@@ -105,7 +105,7 @@ class Starts:
         mesh = self._mesh
         around = a_worker_of(mesh)
         leases = LeaseWatch(mesh.state, mesh.clock, mesh.settings.host, list)
-        wish = Wish("g0", resident, rank, mesh.name)
+        wish = RoleWish("g0", resident, rank, mesh.name)
         role = RoleProcess(around, wish, leases, lambda: None)
         try:
             return await self._timed(role.name, role.start, lambda: role.pid)

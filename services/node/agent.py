@@ -31,12 +31,12 @@ from common.state.ended import Report, Reports
 from services.node import old_runs
 from services.node.adopting import Notes
 from services.node.distance import Distance
-from services.node.gpus.accelerators import Accelerator
+from services.node.gpus.accelerators import WorkerAccelerator
 from services.node.gpus.watch import GpuWatch
 from services.node.host_load import HostLoad
 from services.node.isolation import OwnIsolation
 from services.node.job_services import JobServices
-from services.node.log_files import LogFiles
+from services.node.log_files import HostLogFiles
 
 T = TypeVar("T")
 BUDGET = (20, 120.0)  # restarts of a worker in seconds: spot hosts see faults every few seconds
@@ -58,7 +58,7 @@ class NodeAgent(Actor, Hooks):
     def __init__(
         self,
         mesh: Mesh,
-        accelerators: list[Accelerator],
+        accelerators: list[WorkerAccelerator],
         worker_options: list[str],
         prefix: str,
         service_options: list[str] | None = None,
@@ -72,7 +72,7 @@ class NodeAgent(Actor, Hooks):
         self._options = worker_options
         self._root = Path(mesh.settings.run_root) / "mesh"
         self._notes = Notes(mesh, self._root / f"{mesh.name.replace('/', '-')}.json", program)
-        self._files = LogFiles(self._root / "logs")
+        self._files = HostLogFiles(self._root / "logs")
         self._adopted: set[str] = set()
         self._supervisor = Supervisor(mesh.host, mesh.clock, hooks=self)
         self._reports = Reports(mesh.state, mesh.clock)
@@ -150,7 +150,7 @@ class NodeAgent(Actor, Hooks):
     def _children(self) -> list[Child]:
         return [*self._supervisor.children.values(), *self.services.children]
 
-    def _spec(self, worker: str, accelerator: Accelerator) -> ChildSpec:
+    def _spec(self, worker: str, accelerator: WorkerAccelerator) -> ChildSpec:
         name = worker_process(worker)
         module = [sys.executable, "-m", *program(name)]
         place = ["--accelerator", accelerator.name]

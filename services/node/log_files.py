@@ -12,7 +12,7 @@ MOST_BYTES = 1 << 20  # of a part, whatever is asked for
 ENDING = ".log"
 
 
-class LogFiles:
+class HostLogFiles:
     """Those in one directory."""
 
     def __init__(self, directory: Path) -> None:

@@ -29,7 +29,7 @@ from common.state import pool
 from services.node.residents.budgets import Budgets
 from services.node.residents.process import Around
 from services.node.residents.residents import Residents
-from services.node.residents.roles import Wish, clashes, wishes, with_overrides
+from services.node.residents.roles import RoleWish, clashes, wishes, with_overrides
 from services.node.residents.room import GpuRoom
 from services.node.residents.segments import KeepsSegments, Segments
 from services.node.residents.turn_keeper import KeepsTurns, TurnKeeper
@@ -110,7 +110,7 @@ class GangWorker(KeepsTurns, KeepsSegments):
         for wish, holder in clashes(self.gang, self._row.id):
             await self._refuse(wish, holder)
 
-    async def _refuse(self, wish: Wish, holder: str) -> None:
+    async def _refuse(self, wish: RoleWish, holder: str) -> None:
         """Says that a resident has no process, because another one has its name."""
         resident = wish.resident
         why = f"{resident.id} has no process here: {wish.name} is that of {holder}, on this worker"

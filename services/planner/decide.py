@@ -17,12 +17,12 @@ from common.pool.fitting import fitted
 from common.pool.needs import PlannedJob
 from common.pool.snapshot import Snapshot
 from services.planner.admission.feasibility import runnable, shortfalls
-from services.planner.admission.sharing import Claim, Division, divide
+from services.planner.admission.sharing import PoolDivision, ShareClaim, divide
 from services.planner.admission.takers import Takers
 from services.planner.balance.balancing import Plays, balance
 from services.planner.balance.learning import learned
-from services.planner.balance.watch import Watch
-from services.planner.memory import Memory
+from services.planner.balance.watch import SplitWatch
+from services.planner.memory import PlannerMemory
 from services.planner.policies import moves, pausing
 from services.planner.policies.engines import nowhere
 from services.planner.policies.leaving import leave, lose, release
@@ -34,7 +34,7 @@ from services.planner.pool.draft import Draft
 from services.planner.pool.presence import Presence, present
 
 
-def decide(snapshot: Snapshot, memory: Memory) -> tuple[list[Decision], Memory]:
+def decide(snapshot: Snapshot, memory: PlannerMemory) -> tuple[list[Decision], PlannerMemory]:
     """What a leader decides at this look, in order, and what it remembers after it."""
     presence = present(snapshot, memory)
     draft = Draft(snapshot, presence.usable)
@@ -54,7 +54,7 @@ def decide(snapshot: Snapshot, memory: Memory) -> tuple[list[Decision], Memory]:
     division = _divide(draft, jobs, presence, takers)
     _place(draft, jobs, division, presence)
     aside = answer(draft, jobs, division, presence, takers, memory.aside)
-    before = {job.id: memory.watches.get(job.id, Watch()) for job in jobs}
+    before = {job.id: memory.watches.get(job.id, SplitWatch()) for job in jobs}
     running = [job for job in jobs if job.id in division.workers]
     plays = Plays(snapshot.now_ms)
     watches = {
@@ -65,7 +65,7 @@ def decide(snapshot: Snapshot, memory: Memory) -> tuple[list[Decision], Memory]:
     draft.clear()
     serve(draft, jobs, division, presence, takers)
     known = {worker.id for worker in snapshot.workers}
-    return draft.decisions, Memory(
+    return draft.decisions, PlannerMemory(
         missing=presence.missing,
         lost=presence.lost,
         away=presence.away,
@@ -81,7 +81,7 @@ def decide(snapshot: Snapshot, memory: Memory) -> tuple[list[Decision], Memory]:
 
 def _divide(
     draft: Draft, jobs: Sequence[PlannedJob], presence: Presence, takers: Takers
-) -> Division:
+) -> PoolDivision:
     """The shares of jobs; none for those whose services no host takes. While a new mesh gathers
     nobody takes turns: workers may still come.
     """
@@ -97,7 +97,7 @@ def _divide(
     return division
 
 
-def _claim(draft: Draft, job: PlannedJob) -> Claim:
+def _claim(draft: Draft, job: PlannedJob) -> ShareClaim:
     team = draft.team(job.id)
     home = draft.place(team.core.workers[0]) if team.core is not None else ""
     engines = sum(len(seated.workers) for seated in team.engines if seated.resident.pinned)
@@ -106,11 +106,11 @@ def _claim(draft: Draft, job: PlannedJob) -> Claim:
         engines = job.need.smallest
     settled = team.core is not None and team.core.awake and team.core.resident.settled
     stranded = settled and job.checkpointed and nowhere(draft, job)
-    return Claim(home, engines + helpers, stranded)
+    return ShareClaim(home, engines + helpers, stranded)
 
 
 def _place(
-    draft: Draft, jobs: Sequence[PlannedJob], division: Division, presence: Presence
+    draft: Draft, jobs: Sequence[PlannedJob], division: PoolDivision, presence: Presence
 ) -> None:
     """Residents where the shares say: what is given back first, then floors, then the rest."""
     for job in jobs:

@@ -34,7 +34,7 @@ from common.pool.snapshot import Snapshot
 from common.terminal import guarded_output
 from services.planner.admission.takers import Takers
 from services.planner.decide import decide
-from services.planner.memory import Memory
+from services.planner.memory import PlannerMemory
 from services.planner.pool.presence import present
 
 
@@ -78,7 +78,7 @@ def lines(decisions: Iterable[Decision]) -> list[str]:
     return found
 
 
-def predictions(memory: Memory) -> list[str]:
+def predictions(memory: PlannerMemory) -> list[str]:
     """A line for each job whose steps are predicted: what, beside what was observed, and how far
     predictions of its moves have been off; and one for each degree of its engines whose speed was
     predicted and measured.
@@ -112,7 +112,7 @@ def documents(decisions: Iterable[Decision]) -> list[dict[str, Any]]:
     return [{"kind": type(one).__name__.lower(), **asdict(one)} for one in decisions]
 
 
-def unplaced(snapshot: Snapshot, memory: Memory, decisions: Iterable[Decision]) -> list[str]:
+def unplaced(snapshot: Snapshot, memory: PlannerMemory, decisions: Iterable[Decision]) -> list[str]:
     """A line for the shards, and one for the sandboxes, of each job that are on no host when all
     is done that is decided: what the hosts say.
     """
@@ -138,14 +138,14 @@ def main() -> int:
     except (MeshError, json.JSONDecodeError) as error:
         print(error, file=sys.stderr)
         return 2
-    decisions, memory = decide(snapshot, Memory.of(asked.get("memory") or {}))
+    decisions, memory = decide(snapshot, PlannerMemory.of(asked.get("memory") or {}))
     if a.json:
         print(json.dumps({"decisions": documents(decisions), "memory": memory.document()}))
     else:
         print("\n".join(lines(decisions)) or "nothing: all is as it should be")
         for line in predictions(memory):
             print(line)
-        for line in unplaced(snapshot, Memory.of(asked.get("memory") or {}), decisions):
+        for line in unplaced(snapshot, PlannerMemory.of(asked.get("memory") or {}), decisions):
             print(line)
     return 0
 

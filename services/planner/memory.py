@@ -9,18 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from services.planner.balance.watch import Watch
+from services.planner.balance.watch import SplitWatch
 from services.planner.costs.correction import Correction
 from services.planner.policies.mixtures import Mixture, told
-from services.planner.pool.presence import Absences
+from services.planner.pool.presence import PoolAbsences
 
 
 @dataclass(frozen=True, slots=True)
-class Memory(Absences):
+class PlannerMemory(PoolAbsences):
     """What one look leaves to the next."""
 
     short: Mapping[str, int] = field(default_factory=dict)  # job that can never fit -> since
-    watches: Mapping[str, Watch] = field(default_factory=dict)  # of jobs' splits
+    watches: Mapping[str, SplitWatch] = field(default_factory=dict)  # of jobs' splits
     entitled: Mapping[str, int] = field(default_factory=dict)  # job -> workers; people are shown it
     mixtures: Mapping[str, Mixture] = field(default_factory=dict)  # of jobs whose cores divide
     correction: Correction = field(default_factory=Correction)  # of predicted speeds of engines
@@ -49,7 +49,7 @@ class Memory(Absences):
         return {job: about for job, about in found.items() if about}
 
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Memory:
+    def of(cls, document: Mapping[str, Any]) -> PlannerMemory:
         """The memory that was written as this document; an empty one for an empty document."""
         if not document:
             return cls()
@@ -60,13 +60,13 @@ class Memory(Absences):
             gone=frozenset(document["gone"]),
             short=dict(document["short"]),
             aside=frozenset(document["aside"]),
-            watches={job: Watch.of(d) for job, d in document["watches"].items()},
+            watches={job: SplitWatch.of(d) for job, d in document["watches"].items()},
             entitled=dict(document["entitled"]),
             correction=Correction.of(document.get("correction", [])),
             mixtures={job: Mixture.of(d) for job, d in document.get("mixtures", {}).items()},
         )
 
-    def after_outage(self) -> Memory:
+    def after_outage(self) -> PlannerMemory:
         """The memory after Redis was away: all leases look expired then, so who is missing counts
         anew.
         """

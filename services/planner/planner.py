@@ -26,7 +26,7 @@ from common.runtime.mesh import Mesh
 from common.state import leader, pool
 from common.state.lifecycle import deleting
 from services.planner.decide import decide
-from services.planner.memory import Memory
+from services.planner.memory import PlannerMemory
 
 ELECTION = "planner"
 LEASE_MS = 6000
@@ -124,7 +124,7 @@ class Planner(Actor):
         began = clock.monotonic()
         seen = await pool.look(state, token)
         looked = clock.monotonic()
-        memory = Memory.of(seen.memory or {})
+        memory = PlannerMemory.of(seen.memory or {})
         if self._anew:
             memory = memory.after_outage()
         decisions, memory = decide(seen.snapshot, memory)

@@ -28,7 +28,7 @@ from sim.cluster.figures import Figures, compared, flat, table
 from sim.cluster.model.cluster import Cluster
 from sim.cluster.model.job import SimJob
 from sim.cluster.running import run
-from sim.cluster.sources.recorded import Recorded, recorded, written
+from sim.cluster.sources.recorded import RecordedRun, recorded, written
 from sim.cluster.sources.scenario import Scenario, read
 
 SCENARIOS = Path(__file__).parent / "scenarios"
@@ -61,7 +61,7 @@ def _medians(
     return found
 
 
-def _held(run: Recorded, arms: Mapping[str, Mapping[str, Figures]]) -> dict[str, float]:
+def _held(run: RecordedRun, arms: Mapping[str, Mapping[str, Figures]]) -> dict[str, float]:
     """How far the first arm is off the run that it was made of."""
     (figures,) = next(iter(arms.values())).values()
     error = figures.step_s / run.step_s - 1

@@ -15,16 +15,16 @@ from common.pool.measured import Curve
 from common.pool.needs import Need, PlannedJob
 from common.state.jobs import Phase
 from services.planner.costs.correction import Correction
-from services.planner.costs.rollout import Gang
+from services.planner.costs.rollout import EngineGang
 from services.planner.forecast import degrees
-from services.planner.layouts.nodes import Node
-from sim.cluster.model.cluster import Cluster, Failure, Hosts, Switches
+from services.planner.layouts.nodes import LayoutNode
+from sim.cluster.model.cluster import Cluster, SimFailure, SimHosts, Switches
 from sim.cluster.model.job import LONGEST, JobSpec
-from sim.cluster.model.speeds import MeasuredSpeed, ModelSpeed, PacedSpeed, Speed
+from sim.cluster.model.speeds import MeasuredSpeed, ModelSpeed, PacedSpeed, SimSpeed
 from sim.cluster.model.trained import ModelTraining, PacedTraining
-from sim.cluster.model.training import Trains
-from sim.cluster.model.workload import Workload
-from sim.cluster.planned import Asked, Layout, layout, planned
+from sim.cluster.model.training import TrainingSpeed
+from sim.cluster.model.workload import SimWorkload
+from sim.cluster.planned import LayoutQuery, SimLayout, layout, planned
 from sim.cluster.sources.scenario import JobTable, ModelTable, Scenario
 from sim.cluster.sources.tabled import workload_of
 from sim.cluster.ways import Trainable
@@ -34,7 +34,7 @@ FRAMED = 1 << 30  # tokens of a bin, where none are declared
 
 def cluster_of(scenario: Scenario, base: Path) -> Cluster:
     """The cluster; files that are named relatively lie in `base`."""
-    hosts = [Hosts(one.count, one.accelerators, one.kind) for one in scenario.hosts if one.count]
+    hosts = [SimHosts(one.count, one.accelerators, one.kind) for one in scenario.hosts if one.count]
     if not hosts:
         raise ConfigError("the scenario has no hosts", fix="Give one of [[hosts]] a count")
     if len(scenario.jobs) > 1 and any(one.colocated for one in scenario.jobs):
@@ -52,11 +52,11 @@ def cluster_of(scenario: Scenario, base: Path) -> Cluster:
             raise ConfigError(
                 f"host {one.host} fails, and there are {count}", where="[[failures]] host"
             )
-    failures = [Failure(one.host, one.at_s, one.back_s) for one in scenario.failures]
+    failures = [SimFailure(one.host, one.at_s, one.back_s) for one in scenario.failures]
     return Cluster(hosts, jobs, switches, scenario.pool, failures)
 
 
-def _job(job: JobTable, seed: int, hosts: Sequence[Hosts], base: Path) -> JobSpec:
+def _job(job: JobTable, seed: int, hosts: Sequence[SimHosts], base: Path) -> JobSpec:
     shape, kind = _shape(job.model, job.name), hosts[0].kind
     for one in hosts if shape is not None else ():
         _on(one.kind)
@@ -64,7 +64,7 @@ def _job(job: JobTable, seed: int, hosts: Sequence[Hosts], base: Path) -> JobSpe
     engines: tuple[int, ...] = ()
     known = bool(job.measured.base_s)
     if known:
-        trains: Trains = _measured_training(job, kind)
+        trains: TrainingSpeed = _measured_training(job, kind)
     elif shape is None:
         if job.plan:
             raise ConfigError(f"job {job.name} has no model to plan for", where="plan")
@@ -80,12 +80,12 @@ def _job(job: JobTable, seed: int, hosts: Sequence[Hosts], base: Path) -> JobSpe
     allowed = tuple(sorted(set(job.degrees)))
 
     @cache
-    def speed(kind: str, degree: int) -> Speed:
+    def speed(kind: str, degree: int) -> SimSpeed:
         if known:
             return MeasuredSpeed(_measured(job, shape, kind, degree))
         if shape is None:
             return PacedSpeed(profile(job.pace).of_degree(degree), kind, degree)
-        gang = Gang(shape, _on(kind), degree)
+        gang = EngineGang(shape, _on(kind), degree)
         if not gang.fits(1):
             raise ConfigError(
                 f"job {job.name} does not fit on {degree} {kind}",
@@ -185,7 +185,7 @@ def _measured(job: JobTable, shape: ModelShape | None, kind: str, degree: int) -
     return found
 
 
-def _measured_training(job: JobTable, kind: str) -> Trains:
+def _measured_training(job: JobTable, kind: str) -> TrainingSpeed:
     of = job.measured
     if not of.train_tokens_per_s:
         raise ConfigError(
@@ -213,7 +213,7 @@ def _ratio(measured: str, kind: str, job: str) -> tuple[float, float]:
     return here.read_bytes_per_s / there.read_bytes_per_s, here.busy_flops / there.busy_flops
 
 
-def _paced(job: JobTable) -> Trains:
+def _paced(job: JobTable) -> TrainingSpeed:
     if not (job.pace and job.training_pace):
         raise ConfigError(
             f"job {job.name} has neither a model nor a pace of engines and of training",
@@ -223,7 +223,9 @@ def _paced(job: JobTable) -> Trains:
     return PacedTraining(training_profile(job.training_pace), job.bin_tokens or FRAMED)
 
 
-def _asked(job: JobTable, shape: ModelShape, hosts: Sequence[Hosts], workload: Workload) -> Asked:
+def _asked(
+    job: JobTable, shape: ModelShape, hosts: Sequence[SimHosts], workload: SimWorkload
+) -> LayoutQuery:
     """What its layout is searched for, on hosts of the first kind."""
     stages, first = job.tensor * job.pipeline, hosts[0]
     total = first.count * first.accelerators
@@ -238,8 +240,8 @@ def _asked(job: JobTable, shape: ModelShape, hosts: Sequence[Hosts], workload: W
     trainable = Trainable((job.tensor,), (job.pipeline,), sharded=stages == 1, least=1)
     if not job.plan:
         trainable = replace(trainable, least=ranks, most=ranks)
-    nodes = [Node(first.kind, f"host{n}", first.accelerators) for n in range(first.count)]
-    return Asked(
+    nodes = [LayoutNode(first.kind, f"host{n}", first.accelerators) for n in range(first.count)]
+    return LayoutQuery(
         job.name,
         shape,
         _on(first.kind),
@@ -253,7 +255,7 @@ def _asked(job: JobTable, shape: ModelShape, hosts: Sequence[Hosts], workload: W
     )
 
 
-def _laid_out(job: JobTable, found: Layout) -> JobTable:
+def _laid_out(job: JobTable, found: SimLayout) -> JobTable:
     """The job with a planned core; one degree of engines stays the only one, where nobody moves."""
     stays = job.plan == "uniform" and not job.planner.moves
     degrees = sorted(set(found.engines)) if stays else job.degrees

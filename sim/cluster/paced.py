@@ -8,10 +8,10 @@ from sim.cluster.model.job import JobSpec
 from sim.cluster.model.speeds import PacedSpeed
 from sim.cluster.model.trained import PacedTraining
 from sim.cluster.model.workload import LogNormal
-from sim.mesh.job.workload import LONGEST, SLOTS, Workload
+from sim.mesh.job.workload import LONGEST, SLOTS, PacedWorkload
 
 
-def spec_of(job: Workload, seed: int, longest: int = LONGEST) -> JobSpec:
+def spec_of(job: PacedWorkload, seed: int, longest: int = LONGEST) -> JobSpec:
     """The job of a workload, with trajectories of up to so many tokens."""
     pace, training = profile(job.decode), training_profile(job.training)
 

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from common.errors import ConfigError
 from common.hardware.profiles import Accelerator
 from common.hardware.shapes import ModelShape
-from services.planner.costs.rollout import Gang
-from services.planner.costs.training import StepWork, TrainingLayout
-from services.planner.layouts.allocation import Plan, Timed, allocate
-from services.planner.layouts.grouping import Group, groups_for, quantiles
-from services.planner.layouts.nodes import Node
-from services.planner.layouts.serving import Served, Server
-from sim.cluster.model.workload import Script, Workload
-from sim.cluster.ways import Trainable, Trains
+from services.planner.costs.rollout import EngineGang
+from services.planner.costs.training import TrainingLayout, TrainingWork
+from services.planner.layouts.allocation import LayoutPlan, Timed, allocate
+from services.planner.layouts.grouping import LengthGroup, groups_for, quantiles
+from services.planner.layouts.nodes import LayoutNode
+from services.planner.layouts.serving import GangServer, Served
+from sim.cluster.model.workload import Script, SimWorkload
+from sim.cluster.ways import Trainable, TrainingWays
 
 MANY = 1024  # trajectories of the history at most
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SimLayout:
     """Who does what at the beginning."""
 
     training: TrainingLayout
@@ -32,14 +32,14 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LayoutQuery:
     """What a job's layout is searched for."""
 
     name: str
     shape: ModelShape
     on: Accelerator
-    nodes: Sequence[Node]
-    workload: Workload
+    nodes: Sequence[LayoutNode]
+    workload: SimWorkload
     groups: int  # of a step,
     size: int  # of so many trajectories
     slots: int
@@ -47,7 +47,7 @@ class Asked:
     trainable: Trainable
 
 
-def planned(asked: Asked, uniform: bool) -> Layout:
+def planned(asked: LayoutQuery, uniform: bool) -> SimLayout:
     """The layout with the shortest iteration; `uniform`: all engines have one degree. ConfigError
     where nothing fits.
     """
@@ -60,10 +60,10 @@ def planned(asked: Asked, uniform: bool) -> Layout:
             fix="Add hosts, or let engines have more accelerators: degrees = [2, 4]",
         )
     plan, degrees = min(found, key=lambda one: one[0].iteration_s)
-    return Layout(plan.training.layout, _filled(asked.nodes, plan, degrees))
+    return SimLayout(plan.training.layout, _filled(asked.nodes, plan, degrees))
 
 
-def layout(asked: Asked) -> TrainingLayout:
+def layout(asked: LayoutQuery) -> TrainingLayout:
     """The fastest way to train on the core that is asked for; ConfigError where it does not fit."""
     kind, least = asked.on.kind, asked.trainable.least
     ways = _ways(asked, _groups(asked))
@@ -77,25 +77,25 @@ def layout(asked: Asked) -> TrainingLayout:
     return min(ways, key=lambda way: way.seconds).layout
 
 
-def _plan(asked: Asked, degrees: Sequence[int]) -> Plan | None:
+def _plan(asked: LayoutQuery, degrees: Sequence[int]) -> LayoutPlan | None:
     groups = _groups(asked)
     workers = sum(node.free for node in asked.nodes)
-    gangs = [Gang(asked.shape, asked.on, degree) for degree in degrees]
-    servers = [Server.of(gang, asked.slots) for gang in gangs]
+    gangs = [EngineGang(asked.shape, asked.on, degree) for degree in degrees]
+    servers = [GangServer.of(gang, asked.slots) for gang in gangs]
     ranges = Served(servers, quantiles(groups, groups_for(workers)))
     return allocate(ranges, asked.nodes, _ways(asked, groups))
 
 
-def _ways(asked: Asked, groups: Sequence[Group]) -> Sequence[Timed]:
+def _ways(asked: LayoutQuery, groups: Sequence[LengthGroup]) -> Sequence[Timed]:
     """The ways to train a step."""
     tokens = sum(one.generated + one.prompts for one in groups)
     squares = sum(one.requests * one.longest_context**2 for one in groups)
-    work = StepWork(sum(one.requests for one in groups), tokens, squares)
+    work = TrainingWork(sum(one.requests for one in groups), tokens, squares)
     profiles = {asked.on.kind: asked.on}
-    return Trains(asked.shape, work, profiles, asked.trainable).ways(asked.nodes)
+    return TrainingWays(asked.shape, work, profiles, asked.trainable).ways(asked.nodes)
 
 
-def _groups(asked: Asked) -> list[Group]:
+def _groups(asked: LayoutQuery) -> list[LengthGroup]:
     """The trajectories of a step, as from all along the run; each stands for several where they are
     many.
     """
@@ -106,7 +106,7 @@ def _groups(asked: Asked) -> list[Group]:
     return [_group(script, each) for script in scripts]
 
 
-def _group(script: Script, requests: int) -> Group:
+def _group(script: Script, requests: int) -> LengthGroup:
     context, held, prompts, generated = script.prompt, 0.0, script.prompt, 0.0
     for n, turn in enumerate(script.turns):
         held += turn.tokens * (context + turn.tokens / 2)
@@ -116,7 +116,7 @@ def _group(script: Script, requests: int) -> Group:
             context += turn.answer
             prompts += turn.answer
     tool_s = sum(turn.tool_s for turn in script.turns)
-    return Group(
+    return LengthGroup(
         requests,
         requests * prompts,
         requests * generated,
@@ -129,7 +129,9 @@ def _group(script: Script, requests: int) -> Group:
     )
 
 
-def _filled(nodes: Sequence[Node], plan: Plan, degrees: Sequence[int]) -> tuple[int, ...]:
+def _filled(
+    nodes: Sequence[LayoutNode], plan: LayoutPlan, degrees: Sequence[int]
+) -> tuple[int, ...]:
     """The degrees of a plan's gangs, and of those that workers form whom it leaves idle."""
     unit = plan.training.layout.tensor
     used = Counter({place: unit * n for place, n in Counter(plan.trains_at).items()})

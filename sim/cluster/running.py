@@ -20,7 +20,7 @@ from sim.cluster.sources.scenario import Arm, ArmTable
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class RanArm:
     """An arm when its jobs are over."""
 
     about: ArmTable
@@ -30,7 +30,7 @@ class Ran:
     cpu_s: float  # of all tries
 
 
-def run(arm: Arm, base: Path, known: dict[str, Cluster]) -> Ran:
+def run(arm: Arm, base: Path, known: dict[str, Cluster]) -> RanArm:
     """Runs an arm; files that its scenario names relatively lie in `base`. `known` are clusters
     that have run, by their scenario: none runs twice.
     """
@@ -55,7 +55,7 @@ def run(arm: Arm, base: Path, known: dict[str, Cluster]) -> Ran:
         name, one = next(iter(figures.items()))
         figures = {name: _stretched(one, ends, arm.about.stretches)}
         chosen = f"the best of {len(ends)} in each of {arm.about.stretches} parts"
-    return Ran(arm.about, chosen, cluster, figures, time.process_time() - began_s)
+    return RanArm(arm.about, chosen, cluster, figures, time.process_time() - began_s)
 
 
 def _pace(cluster: Cluster) -> float:

@@ -14,14 +14,14 @@ from common.hardware.profiles import Accelerator
 from common.hardware.shapes import ModelShape
 from services.planner.costs.rollout import WORKSPACE
 from services.planner.costs.training import (
-    StepWork,
     TrainingLayout,
+    TrainingWork,
     bubble,
     memory_bytes,
     step_s,
 )
 from services.planner.layouts.allocation import Timed
-from services.planner.layouts.nodes import Node
+from services.planner.layouts.nodes import LayoutNode
 
 BUBBLE = 0.5  # share of a step at most in which a stage waits
 
@@ -61,16 +61,16 @@ SIMULATED = Trainable(DIMENSIONS, DIMENSIONS, DIMENSIONS, sharded=False, even=Tr
 
 
 @dataclass(frozen=True, slots=True)
-class Trains:
+class TrainingWays:
     """A job's training: its model, the work of a step, and what is known of the hardware."""
 
     shape: ModelShape
-    work: StepWork
+    work: TrainingWork
     profiles: Mapping[str, Accelerator]
     by: Trainable = Trainable()
     scale: Mapping[str, float] = field(default_factory=dict)  # by kind: the model's correction
 
-    def ways(self, nodes: Sequence[Node]) -> list[Timed]:
+    def ways(self, nodes: Sequence[LayoutNode]) -> list[Timed]:
         """Those that fit on accelerators of nodes, each on one kind."""
         total: Counter[str] = Counter()
         largest: Counter[str] = Counter()

@@ -46,7 +46,7 @@ NEVER_S = math.inf  # when a slot without a request ends it
 NO_STOP = np.iinfo(np.int32).max  # above every token
 
 
-class _Slots:
+class _SimulatedSlots:
     """Per slot, what runs in it and how far it has come. `produced` counts tokens that are due,
     `flushed` those that have left.
     """
@@ -153,7 +153,7 @@ class SimulatedEngine(Unshared):
         self._clock, self._rate, self._seed = clock, tokens_per_s, seed
         self._median, self._sigma = median_length, sigma
         self._logprob = np.float32(-math.log(vocab_size))
-        self._slots = _Slots(slots)
+        self._slots = _SimulatedSlots(slots)
         self._queue: deque[Request] = deque()
         self._over: list[Piece] = []  # what ended requests had not flushed
         # Earlier versions, of which adapter, and up to where.

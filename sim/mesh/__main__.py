@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from sim.mesh.faults.faults import KINDS
-from sim.mesh.running import Outcome, Plan, play
+from sim.mesh.running import MeshOutcome, MeshPlan, play
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,9 +31,9 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def plan_of(a: argparse.Namespace) -> Plan:
+def plan_of(a: argparse.Namespace) -> MeshPlan:
     shape = a.workers, a.shards, a.ranks
-    return Plan(a.seed, a.faults, a.hours, *shape, a.pace, a.budget, a.mesh_jobs)
+    return MeshPlan(a.seed, a.faults, a.hours, *shape, a.pace, a.budget, a.mesh_jobs)
 
 
 def main() -> int:
@@ -47,7 +47,7 @@ def main() -> int:
     return told([outcome])
 
 
-def many(plans: list[Plan], jobs: int) -> int:
+def many(plans: list[MeshPlan], jobs: int) -> int:
     """Runs plans in so many processes: a line of JSON each, then one of them all."""
     outcomes = []
     for outcome in _played(plans, jobs):
@@ -65,7 +65,7 @@ def many(plans: list[Plan], jobs: int) -> int:
     return told(outcomes)
 
 
-def _played(plans: list[Plan], jobs: int) -> Iterator[Outcome]:
+def _played(plans: list[MeshPlan], jobs: int) -> Iterator[MeshOutcome]:
     if jobs == 1:
         yield from map(play, plans)
         return
@@ -73,7 +73,7 @@ def _played(plans: list[Plan], jobs: int) -> Iterator[Outcome]:
         yield from pool.imap_unordered(play, plans)
 
 
-def told(outcomes: list[Outcome]) -> int:
+def told(outcomes: list[MeshOutcome]) -> int:
     """Says how to replay what failed; the exit status."""
     failed = [outcome for outcome in outcomes if outcome.violations]
     for outcome in failed:

@@ -18,10 +18,10 @@ from common.records import lines
 from common.state.events import Event
 from meshrl.view.recording.recorded import EVENTS, event_of
 from sim.loop import VirtualLoop
-from sim.mesh.job.workload import Workload
+from sim.mesh.job.workload import PacedWorkload
 from sim.mesh.running import MEMORY, keeping_path, run_in
 from sim.mesh.world.world import Size, World
-from sim.record import Record
+from sim.record import EventRecord
 
 LONGEST_S = 14_400.0  # of virtual time: far beyond any workload's
 LOOK_S = 1.0
@@ -29,7 +29,7 @@ RECORDED_S = 5.0  # for the last events to be in the record
 
 
 @dataclass
-class Run:
+class PacedRun:
     """What became of a workload; seconds are virtual, but for `cpu_s`."""
 
     rl_s: float = 0.0  # of its phase of training, to its last committed step
@@ -40,13 +40,13 @@ class Run:
     failures: list[str] = field(default_factory=list)
 
 
-def run(workload: Workload, seed: int = 0, log: Path | None = None) -> Run:
+def run(workload: PacedWorkload, seed: int = 0, log: Path | None = None) -> PacedRun:
     """A workload from an empty directory to its last step; the same seed gives the same run."""
     began = time.process_time()
     root = Path(tempfile.mkdtemp(prefix="mesh-", dir=MEMORY if MEMORY.is_dir() else None))
     loop = VirtualLoop()
     loop.limit = LONGEST_S
-    record = Record(lambda: loop.now, root, log)
+    record = EventRecord(lambda: loop.now, root, log)
     try:
         with keeping_path():
             found = run_in(loop, record, _story(loop, record, root, workload, seed))
@@ -58,12 +58,12 @@ def run(workload: Workload, seed: int = 0, log: Path | None = None) -> Run:
 
 
 async def _story(
-    loop: VirtualLoop, record: Record, root: Path, workload: Workload, seed: int
-) -> Run:
+    loop: VirtualLoop, record: EventRecord, root: Path, workload: PacedWorkload, seed: int
+) -> PacedRun:
     size = Size(workers=workload.workers, steps=workload.steps, workload=workload)
     world = World(loop, Random(seed), root, record, size)
     await world.start()
-    found = Run()
+    found = PacedRun()
     try:
         while not world.over:
             await world.clock.sleep(LOOK_S)
@@ -90,7 +90,7 @@ def began_ms(events: Sequence[Event]) -> int:
     return next(e.ms for e in events if e.kind == "phase" and e.fields["phase"] == "training")
 
 
-def _take(found: Run, events: list[Event]) -> None:
+def _take(found: PacedRun, events: list[Event]) -> None:
     """What a run's events say of it."""
     began_s, commits = 0.0, [event.ms / 1e3 for event in events if event.kind == "step"]
     if commits:

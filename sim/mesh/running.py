@@ -23,12 +23,12 @@ from common.random import Random
 from common.records.durable import simulate_disk
 from sim.loop import VirtualLoop
 from sim.mesh.faults import invariants
-from sim.mesh.faults.faults import Schedule, kinds_of
+from sim.mesh.faults.faults import FaultSchedule, kinds_of
 from sim.mesh.faults.witness import Facts, Witness
 from sim.mesh.job.job import config_of
 from sim.mesh.world.world import Size, World
 from sim.process import Exited
-from sim.record import Record
+from sim.record import EventRecord
 
 T = TypeVar("T")
 MEMORY = Path("/dev/shm")  # files that nobody keeps need no disk
@@ -40,7 +40,7 @@ IDLE_S = 5.0  # for gangs to come to rest when the job is over
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeshPlan:
     """A run, all of it: the same plan gives the same run."""
 
     seed: int
@@ -72,8 +72,8 @@ class Plan:
 
 
 @dataclass
-class Outcome:
-    plan: Plan
+class MeshOutcome:
+    plan: MeshPlan
     digest: str = ""
     violations: list[str] = field(default_factory=list)
     virtual_s: float = 0.0
@@ -88,13 +88,13 @@ class Outcome:
         return asdict(self) | {"virtual_s_per_cpu_s": round(ratio, 1), "command": self.plan.command}
 
 
-def play(plan: Plan, log: Path | None = None) -> Outcome:
+def play(plan: MeshPlan, log: Path | None = None) -> MeshOutcome:
     """The outcome of a plan; its files are gone afterwards."""
     began = time.process_time()
     root = Path(tempfile.mkdtemp(prefix="mesh-", dir=MEMORY if MEMORY.is_dir() else None))
     loop = VirtualLoop()
-    record = Record(lambda: loop.now, root, log)
-    outcome = Outcome(plan)
+    record = EventRecord(lambda: loop.now, root, log)
+    outcome = MeshOutcome(plan)
     try:
         with keeping_path():
             run_in(loop, record, _story(loop, record, root, plan, outcome))
@@ -115,7 +115,7 @@ def keeping_path() -> Iterator[None]:
         sys.path[:] = path
 
 
-def run_in(loop: VirtualLoop, record: Record, story: Coroutine[Any, Any, T]) -> T:
+def run_in(loop: VirtualLoop, record: EventRecord, story: Coroutine[Any, Any, T]) -> T:
     """Runs to the end of `story`. Tasks of dead processes are closed only then: what they would
     clean up happens to nobody.
     """
@@ -157,7 +157,7 @@ def _bury(loop: VirtualLoop) -> None:
 class _Said(io.TextIOBase):
     """What processes print to stderr."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: EventRecord) -> None:
         self._record = record
 
     def write(self, text: str) -> int:
@@ -168,7 +168,7 @@ class _Said(io.TextIOBase):
 class _Notes:
     """Puts what processes log into the record."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: EventRecord) -> None:
         self._record = record
 
     def take(self, logger: Any, method: str, told: MutableMapping[str, Any]) -> Any:
@@ -178,14 +178,14 @@ class _Notes:
 
 
 async def _story(
-    loop: VirtualLoop, record: Record, root: Path, plan: Plan, outcome: Outcome
+    loop: VirtualLoop, record: EventRecord, root: Path, plan: MeshPlan, outcome: MeshOutcome
 ) -> None:
     random = Random(plan.seed)
     world = World(loop, random, root, record, plan.size)
     loop.set_exception_handler(lambda _, told: _unhandled(world, told))
     witnesses = [Witness(world.redis, run_dir, job) for job, run_dir in world.runs.items()]
     await world.start()
-    faults = Schedule(world, random.child("faults"), kinds_of(plan.faults), plan.pace)
+    faults = FaultSchedule(world, random.child("faults"), kinds_of(plan.faults), plan.pace)
     settled_at = plan.hours * 3600
     await _until_over(world, settled_at)
     await faults.settle()
@@ -201,7 +201,7 @@ async def _story(
         facts.refused = world.refused
         facts.replaced = {d.path for d in facts.damages if d.replaced(root)}
     config = config_of(plan.workers, plan.shards, plan.ranks, plan.steps)
-    terms = invariants.Terms(
+    terms = invariants.MeshTerms(
         plan.steps, config.algorithm.max_staleness, config.training.keep_checkpoints
     )
     several = len(found) > 1
@@ -245,7 +245,7 @@ def _unhandled(world: World, told: dict[str, Any]) -> None:
     world.machine.failures.append(f"unhandled: {told.get('message')}: {error!r}")
 
 
-def _sum_up(outcome: Outcome, world: World, found: list[Facts], faults: Schedule) -> None:
+def _sum_up(outcome: MeshOutcome, world: World, found: list[Facts], faults: FaultSchedule) -> None:
     for facts in found:
         for kind, told in facts.events:
             world.record.say(f"event {kind} {told}")

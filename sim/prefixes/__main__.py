@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 
-from sim.prefixes.meeting import Curve, closed_form, events, setting
+from sim.prefixes.meeting import PrefixCurve, closed_form, events, setting
 
 TOKEN_BYTES = 512 << 10  # LongAlpaca-7B, 16 bits an item
-A100 = Curve(0.0388, (0.1120 - 0.0388) / 63)
-H100 = Curve(0.0274, (0.0935 - 0.0274) / 63)
+A100 = PrefixCurve(0.0388, (0.1120 - 0.0388) / 63)
+H100 = PrefixCurve(0.0274, (0.0935 - 0.0274) / 63)
 GBPS_32 = 4 << 30  # bytes a second: Fig. 4 fits 32 Gbps = 4 GiB/s (62.4 ms for 256 MiB)
 GBPS_2 = 2e9 / 8
 TABLE = {"x_load": 2.20, "x_compute": 1.94}  # its table 4: 7B, 16K tokens, A100
@@ -24,7 +24,7 @@ REDUCTION_LOAD = 0.946  # of the time to the first token, over loading alone
 REDUCTION_COMPUTE = 0.681  # over computing alone; at which setting it does not say
 
 
-def compared(curve: Curve, bytes_per_s: float, tokens: int) -> dict[str, float]:
+def compared(curve: PrefixCurve, bytes_per_s: float, tokens: int) -> dict[str, float]:
     """Speed-ups of both over either alone."""
     load_s = TOKEN_BYTES / bytes_per_s
     alone = {"load": load_s * tokens, "compute": curve.compute_s(0, tokens)}

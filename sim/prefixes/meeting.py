@@ -18,7 +18,7 @@ NOTHING = np.zeros(0, np.uint8)
 
 
 @dataclass(frozen=True)
-class Curve:
+class PrefixCurve:
     """What computing takes: `first_s` for the first chunk of `chunk` tokens, `slope_s` more for
     each that follows, as attention looks back at more.
     """
@@ -42,7 +42,7 @@ class Met:
     tokens: float  # that were computed
 
 
-def closed_form(curve: Curve, load_s: float, tokens: int) -> Met:
+def closed_form(curve: PrefixCurve, load_s: float, tokens: int) -> Met:
     """Where both sides take as long: F(k) = load_s * (tokens - k). `load_s` is a token's.
 
     For a cost that grows evenly this is a quadratic equation; for an even cost its solution is
@@ -58,7 +58,7 @@ def closed_form(curve: Curve, load_s: float, tokens: int) -> Met:
     return Met(load_s * (n - k), k)
 
 
-def events(curve: Curve, load_s: float, tokens: int, others: float = 0.0) -> Met:
+def events(curve: PrefixCurve, load_s: float, tokens: int, others: float = 0.0) -> Met:
     """The same by the engine's rules: steps of 512 tokens at most, chunks of 128, and what it knows
     of its speed. `others`: share of each step's tokens that other requests take.
     """

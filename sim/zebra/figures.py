@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from sim.zebra import baselines
 from sim.zebra.hosted import with_and_without
-from sim.zebra.runs import Run, run, run_on
+from sim.zebra.runs import PaperRun, run, run_on
 from sim.zebra.setups import (
     CLOUD,
     DEFAULT,
@@ -50,7 +50,7 @@ CAUSES = {
 Key: TypeAlias = tuple[str, str, int]  # model, setup, length
 
 
-class Figure(NamedTuple):
+class PaperFigure(NamedTuple):
     """One that both have."""
 
     name: str
@@ -66,7 +66,7 @@ class Figure(NamedTuple):
 
 def runs(
     setups: Sequence[str], lengths: Sequence[int], assumed: Assumed = DEFAULT
-) -> dict[Key, Run]:
+) -> dict[Key, PaperRun]:
     """All that fit, by model, setup and length."""
     found = {
         (model, setup, length): run(model, setup, length, assumed)
@@ -75,12 +75,12 @@ def runs(
     return {key: one for key, one in found.items() if one is not None}
 
 
-def compared(lengths: Sequence[int] = LENGTHS) -> list[Figure]:
+def compared(lengths: Sequence[int] = LENGTHS) -> list[PaperFigure]:
     """All figures; means are over the lengths."""
     return [*_on_prem(lengths), *_cloud(lengths), *_four(lengths), *_asymmetric()]
 
 
-def causes(figures: Sequence[Figure]) -> dict[str, list[str]]:
+def causes(figures: Sequence[PaperFigure]) -> dict[str, list[str]]:
     """Figures that are further off than `NEAR`, by why that is so as far as it is known."""
     found: dict[str, list[str]] = {}
     for one in figures:
@@ -115,38 +115,38 @@ def _headline(assumed: Assumed) -> dict[str, float]:
     return by_length | others
 
 
-def _on_prem(lengths: Sequence[int]) -> Iterator[Figure]:
+def _on_prem(lengths: Sequence[int]) -> Iterator[PaperFigure]:
     found = runs(ON_PREM, sorted({*lengths, *FEW}))
     for k, source in ((4, 1 / 0.82), (16, 1.67), (32, 1.89)):
         gains = _over(found, _ep, length=k * K)
-        yield Figure(f"ep_{k}k", f"over EP, {k}K, mean", source, mean(gains))
+        yield PaperFigure(f"ep_{k}k", f"over EP, {k}K, mean", source, mean(gains))
     for model, source in (("D1", 2.05), ("D2", 2.29)):
         gains = _over(found, _ep, model, 32 * K)
         for name, ours in (("largest", max(gains)), ("mean", mean(gains))):
             about = f"over EP, 32K, {model}, {name} of setups"
-            yield Figure(f"ep_32k_{model.lower()}_{name}", about, source, ours)
+            yield PaperFigure(f"ep_32k_{model.lower()}_{name}", about, source, ours)
     some = {key: one for key, one in found.items() if key[2] in lengths}
     slower = mean(one.disaggregated / one.zebra for one in some.values())
-    yield Figure("dist", "DistEP as a share of ZP, mean", 0.55, slower)
+    yield PaperFigure("dist", "DistEP as a share of ZP, mean", 0.55, slower)
     ideals = _over(some, _ideal)
-    yield Figure("ideal", "over EP(Ideal), mean", 1.18, mean(ideals))
-    yield Figure("ideal_max", "over EP(Ideal), largest", 1.38, max(ideals))
-    yield Figure("ideal_min", "over EP(Ideal), least", 0.97, min(ideals))
-    yield Figure("pipeline", "over PP, mean", 1.28, mean(_pipelines(some)))
-    yield Figure("pipeline_max", "over PP, largest", 1.47, max(_pipelines(some)))
+    yield PaperFigure("ideal", "over EP(Ideal), mean", 1.18, mean(ideals))
+    yield PaperFigure("ideal_max", "over EP(Ideal), largest", 1.38, max(ideals))
+    yield PaperFigure("ideal_min", "over EP(Ideal), least", 0.97, min(ideals))
+    yield PaperFigure("pipeline", "over PP, mean", 1.28, mean(_pipelines(some)))
+    yield PaperFigure("pipeline_max", "over PP, largest", 1.47, max(_pipelines(some)))
 
 
-def _cloud(lengths: Sequence[int]) -> Iterator[Figure]:
+def _cloud(lengths: Sequence[int]) -> Iterator[PaperFigure]:
     found = runs(CLOUD, lengths)
     ideals = _over(found, _ideal)
-    yield Figure("cloud_ideal", "L40S and T4: over EP(Ideal), mean", 1.17, mean(ideals))
-    yield Figure("cloud_ideal_max", "L40S and T4: over EP(Ideal), largest", 1.25, max(ideals))
-    yield Figure("cloud_ep", "L40S and T4: over EP, mean", 2.89, mean(_over(found, _ep)))
+    yield PaperFigure("cloud_ideal", "L40S and T4: over EP(Ideal), mean", 1.17, mean(ideals))
+    yield PaperFigure("cloud_ideal_max", "L40S and T4: over EP(Ideal), largest", 1.25, max(ideals))
+    yield PaperFigure("cloud_ep", "L40S and T4: over EP, mean", 2.89, mean(_over(found, _ep)))
     faster = mean(one.zebra / one.disaggregated for one in found.values())
-    yield Figure("cloud_dist", "L40S and T4: over DistEP, mean", 1.96, faster)
+    yield PaperFigure("cloud_dist", "L40S and T4: over DistEP, mean", 1.96, faster)
 
 
-def _four(lengths: Sequence[int]) -> Iterator[Figure]:
+def _four(lengths: Sequence[int]) -> Iterator[PaperFigure]:
     """Two of either kind beside four of one, at the same step."""
     mixed, newer = (Setup(kind, kind, "V100", 2, 2, ROCE) for kind in ("A40", "A100"))
     shares: dict[str, list[float]] = {"A40": [], "V100": [], "A100": []}
@@ -160,18 +160,18 @@ def _four(lengths: Sequence[int]) -> Iterator[Figure]:
         for name, (kind, count) in kinds.items():
             alone = baselines.expert_parallel(costs, step, [kind], count)
             shares[name].append(one.zebra / alone)
-    yield Figure("four_a40", "2 A40 + 2 V100 over 4 A40", 0.95, mean(shares["A40"]))
-    yield Figure("four_v100", "2 A40 + 2 V100 over 4 V100", 1.66, mean(shares["V100"]))
+    yield PaperFigure("four_a40", "2 A40 + 2 V100 over 4 A40", 0.95, mean(shares["A40"]))
+    yield PaperFigure("four_v100", "2 A40 + 2 V100 over 4 V100", 1.66, mean(shares["V100"]))
     faster = mean(1 / share for share in shares["A100"])
-    yield Figure("two_a100", "2 A100 over 2 A40 + 2 V100", 1.14, faster)
+    yield PaperFigure("two_a100", "2 A100 over 2 A40 + 2 V100", 1.14, faster)
 
 
-def _asymmetric() -> Iterator[Figure]:
+def _asymmetric() -> Iterator[PaperFigure]:
     """With experts on attention ranks over none there, on 6 A40 and 6 V100."""
     for model, k, source in (("W1", 4, 1.20), ("D1", 4, 1.14), ("W1", 24, 1.04)):
         none, some = with_and_without(model, k * K, plainly=True)
         name, about = f"asym_{model.lower()}_{k}k", f"Asym-EA over none, {model}, {k}K"
-        yield Figure(name, about, source, none.makespan / some.makespan)
+        yield PaperFigure(name, about, source, none.makespan / some.makespan)
     for k, sources in ((8, (0.55, 0.83, 0.89, 0.78)), (16, (0.77, 0.86, 0.89, 0.84))):
         none, some = with_and_without("D1", k * K, plainly=True)
         ours = (
@@ -183,11 +183,14 @@ def _asymmetric() -> Iterator[Figure]:
         which = (("a40", "none"), ("a40", "asym"), ("v100", "none"), ("v100", "asym"))
         for (kind, way), source, share in zip(which, sources, ours, strict=True):
             about = f"{kind.upper()} busy, D1, {k}K, {'Asym-EA' if way == 'asym' else 'none'}"
-            yield Figure(f"busy_{kind}_{k}k_{way}", about, source, share)
+            yield PaperFigure(f"busy_{kind}_{k}k_{way}", about, source, share)
 
 
 def _over(
-    found: Mapping[Key, Run], ratio: Callable[[Run], float], model: str = "", length: int = 0
+    found: Mapping[Key, PaperRun],
+    ratio: Callable[[PaperRun], float],
+    model: str = "",
+    length: int = 0,
 ) -> list[float]:
     """A ratio of all runs, or of those of a model or a length."""
     return [
@@ -197,13 +200,13 @@ def _over(
     ]
 
 
-def _ep(one: Run) -> float:
+def _ep(one: PaperRun) -> float:
     return one.zebra / one.together
 
 
-def _ideal(one: Run) -> float:
+def _ideal(one: PaperRun) -> float:
     return one.zebra / one.ideal
 
 
-def _pipelines(found: Mapping[Key, Run]) -> list[float]:
+def _pipelines(found: Mapping[Key, PaperRun]) -> list[float]:
     return [one.zebra / one.pipeline for one in found.values() if one.pipeline]

@@ -14,7 +14,7 @@ from sim.zebra.setups import DEFAULT, SETUPS, Assumed, Setup, profile
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PaperRun:
     """The division, and tokens a second of each way."""
 
     shape: Shape
@@ -26,12 +26,12 @@ class Run:
 
 
 @cache
-def run(model: str, setup: str, length: int, assumed: Assumed = DEFAULT) -> Run | None:
+def run(model: str, setup: str, length: int, assumed: Assumed = DEFAULT) -> PaperRun | None:
     """None where the model does not fit."""
     return run_on(SETUPS[setup], model, length, assumed)
 
 
-def run_on(setup: Setup, model: str, length: int, assumed: Assumed = DEFAULT) -> Run | None:
+def run_on(setup: Setup, model: str, length: int, assumed: Assumed = DEFAULT) -> PaperRun | None:
     """The same for any setup."""
     costs = profile(model, setup, assumed)
     lengths = setup.lengths(length, assumed.sequences)
@@ -39,7 +39,7 @@ def run_on(setup: Setup, model: str, length: int, assumed: Assumed = DEFAULT) ->
     shape = best_shape(costs, lengths, fast, slow)
     if shape is None:
         return None
-    return Run(
+    return PaperRun(
         shape,
         shape.tokens_per_s,
         baselines.expert_parallel(costs, lengths, [costs.fast, costs.slow], setup.count),

@@ -23,7 +23,7 @@ V100_BYTES = 16e9  # the source's are of the smaller make
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class PaperModel:
     """A model of the source, by what it says of it."""
 
     name: str
@@ -99,11 +99,11 @@ class Assumed:
 MODELS = {
     model.name: model
     for model in (
-        Model("W1", 4, 2048, 12, 2.2e9),
-        Model("W2", 4, 2048, 24, 4.3e9),
-        Model("D1", 8, 1024, 24, 2.1e9),
-        Model("D2", 6, 1024, 18, 1.2e9),
-        Model("D3", 8, 1024, 40, 3.5e9),
+        PaperModel("W1", 4, 2048, 12, 2.2e9),
+        PaperModel("W2", 4, 2048, 24, 4.3e9),
+        PaperModel("D1", 8, 1024, 24, 2.1e9),
+        PaperModel("D2", 6, 1024, 18, 1.2e9),
+        PaperModel("D3", 8, 1024, 40, 3.5e9),
     )
 }
 ROCE = 100e9 / 8  # bytes a second; 100 Gb/s, taken as each accelerator's

@@ -15,14 +15,14 @@ from common.process.host import Host
 
 
 @dataclass(frozen=True)
-class Accelerator:
+class WorkerAccelerator:
     name: str  # "cpu:0", "cuda:0 NVIDIA H200"
     env: Mapping[str, str] = field(default_factory=dict)  # what lets a process see only this one
     bytes: int = 0  # of its memory; 0: not known
     device: Device | None = None  # of a GPU
 
 
-def cpu_slots(count: int, stand_for: Sequence[str] = ()) -> list[Accelerator]:
+def cpu_slots(count: int, stand_for: Sequence[str] = ()) -> list[WorkerAccelerator]:
     """Slots of one thread each: two would fight for the cores of a small machine. The first ones
     `stand_for` accelerators of these kinds. ConfigError where none is declared, or no such slot is.
     """
@@ -36,27 +36,27 @@ def cpu_slots(count: int, stand_for: Sequence[str] = ()) -> list[Accelerator]:
     names = [
         f"cpu:{i} {kind}".rstrip() for i, kind in zip_longest(range(count), kinds, fillvalue="")
     ]
-    return [Accelerator(name, {"OMP_NUM_THREADS": "1"}) for name in names]
+    return [WorkerAccelerator(name, {"OMP_NUM_THREADS": "1"}) for name in names]
 
 
 def _cannot(message: str, fix: str) -> ConfigError:
     return ConfigError(message, where="--stand-for, $MESHRL_STAND_FOR", fix=f"name {fix}")
 
 
-def of_gpus(devices: list[Device], count: int) -> list[Accelerator]:
+def of_gpus(devices: list[Device], count: int) -> list[WorkerAccelerator]:
     """An accelerator for each of the first `count` devices; for all if `count` is 0. ConfigError
     when there are fewer. A process sees its own by UUID, which means the same in every order.
     """
     enough(devices, count)
     return [
-        Accelerator(device.label, {CUDA: device.uuid}, device.memory, device)
+        WorkerAccelerator(device.label, {CUDA: device.uuid}, device.memory, device)
         for device in devices[: count or None]
     ]
 
 
 async def discover(
     host: Host, device: str, workers: int, stand_for: Sequence[str] = ()
-) -> list[Accelerator]:
+) -> list[WorkerAccelerator]:
     """The accelerators of `device` ("cpu" or "cuda"); ConfigError if there are none, or fewer than
     `workers`. `stand_for`: see `cpu_slots`; GPUs stand for nothing else.
     """

@@ -31,7 +31,7 @@ Tell = Callable[[str, dict[str, Any]], Awaitable[None]]  # kind and fields of an
 
 
 @dataclass
-class Seen:
+class WatchedDevice:
     """What has been seen of a worker's device so far."""
 
     device: Device
@@ -46,8 +46,8 @@ class GpuWatch:
     def __init__(self, mesh: Mesh, devices: Mapping[str, Device], tell: Tell) -> None:
         """`devices` by worker."""
         self._mesh, self._tell = mesh, tell
-        self._seen = {worker: Seen(device) for worker, device in devices.items()}
-        self._session = Session([seen.device for seen in self._seen.values()])
+        self._seen = {worker: WatchedDevice(device) for worker, device in devices.items()}
+        self._session = DriverSession([seen.device for seen in self._seen.values()])
 
     async def run(self) -> None:
         """For ever; returns at once where there is no GPU."""
@@ -88,7 +88,9 @@ class GpuWatch:
             xids = [xid for uuid, xid in errors if uuid == seen.device.gpu]
             await self._compare(worker, seen, reading, xids)
 
-    async def _compare(self, worker: str, seen: Seen, reading: Reading, xids: list[int]) -> None:
+    async def _compare(
+        self, worker: str, seen: WatchedDevice, reading: Reading, xids: list[int]
+    ) -> None:
         before, seen.reading = seen.reading, reading
         if reading.lost and not before.lost:
             await self._told(worker, seen, "lost", why=reading.lost)
@@ -103,14 +105,14 @@ class GpuWatch:
             seen.errors = count
             await self._told(worker, seen, "errors", uncorrected=more, xids=xids)
 
-    async def _told(self, worker: str, seen: Seen, what: str, **fields: Any) -> None:
+    async def _told(self, worker: str, seen: WatchedDevice, what: str, **fields: Any) -> None:
         device = seen.device
         about = {"worker": worker, "gpu": device.label, "uuid": device.uuid, "what": what}
         self._mesh.telemetry.log.error("gpu", **about, **fields)
         await self._tell(EVENT, about | fields)
 
 
-class Session:
+class DriverSession:
     """The driver, open from one look to the next; opened anew after one that failed, or found a GPU
     lost: it may have been reset.
     """

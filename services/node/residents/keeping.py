@@ -17,7 +17,7 @@ from common.state import pool
 from common.state.client import State
 from services.node.residents.budgets import OverBudget
 from services.node.residents.process import ROOM_AGAIN_S, Around
-from services.node.residents.roles import Wish
+from services.node.residents.roles import RoleWish
 
 
 class Keeping:
@@ -30,7 +30,7 @@ class Keeping:
     def __init__(
         self,
         around: Around,
-        wish: Wish,
+        wish: RoleWish,
         others_leave: Callable[[], bool],
         beside: Callable[[], Mapping[int, str]],
     ) -> None:
@@ -43,7 +43,7 @@ class Keeping:
         self._around, self._others_leave, self._beside = around, others_leave, beside
         self._not_before = 0.0  # when it looks for room again
 
-    def want(self, wish: Wish) -> None:
+    def want(self, wish: RoleWish) -> None:
         """What the record says now."""
         self.wish = wish
 
@@ -97,7 +97,7 @@ class Keeping:
         return self._around.mesh.clock.monotonic()
 
 
-async def kept(state: State, wish: Wish) -> tuple[list[str], list[str]]:
+async def kept(state: State, wish: RoleWish) -> tuple[list[str], list[str]]:
     """The UUIDs of the GPUs that the process of an engine computes on, none of CPU workers; and the
     workers that have not said yet that theirs is free.
     """
@@ -112,7 +112,7 @@ async def kept(state: State, wish: Wish) -> tuple[list[str], list[str]]:
     return [uuid for uuid in map(uuids.get, own) if uuid], []
 
 
-def _lacking(gang: Gang | None, wish: Wish) -> list[str]:
+def _lacking(gang: Gang | None, wish: RoleWish) -> list[str]:
     """The workers of an engine, by the record as it stands, that do not keep theirs for it."""
     if gang is None:
         return ["its gang"]

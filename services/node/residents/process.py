@@ -34,7 +34,7 @@ from common.settings import ACCELERATOR_ENV, DEVICE_ENV, WORKER_ENV
 from common.state import jobs, registry
 from common.state.ended import Report, Reports
 from services.node.residents.budgets import Budgets, OverBudget
-from services.node.residents.roles import Wish
+from services.node.residents.roles import RoleWish
 from services.node.residents.room import GpuFull, GpuRoom
 from services.node.residents.segments import Segments
 
@@ -92,7 +92,7 @@ class RoleProcess(Hooks):
     def __init__(
         self,
         around: Around,
-        wish: Wish,
+        wish: RoleWish,
         leases: LeaseWatch,
         changed: Callable[[], None],
         gone: Callable[[str], None] = lambda resident: None,
@@ -148,7 +148,7 @@ class RoleProcess(Hooks):
         absent = self._settled is not None and self._settled[0] == Tier.ABSENT
         return absent or not self.up
 
-    def want(self, wish: Wish) -> None:
+    def want(self, wish: RoleWish) -> None:
         """What the record says now. What was refused or has failed under an earlier wish tells
         nothing about a new one, which is tried at once.
         """

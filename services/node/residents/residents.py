@@ -22,7 +22,7 @@ from common.state import pool
 from services.node.residents.keeping import Keeping, kept
 from services.node.residents.keepsakes import left_by
 from services.node.residents.process import Around, RoleProcess
-from services.node.residents.roles import Wish
+from services.node.residents.roles import RoleWish
 
 STARTING_LOOK_S = 0.1  # while a process starts or moves: its readiness is news
 LOOK_S = 0.5
@@ -38,7 +38,7 @@ class Tenancy:
 
     def __init__(self, owner: Residents, name: str) -> None:
         self.name = name
-        self.wish: Wish | None = None
+        self.wish: RoleWish | None = None
         self.process: RoleProcess | Keeping | None = None
         self._awaits: list[str] = []  # workers whose accelerators its process is to have, too
         self._owner, self._around = owner, owner.around
@@ -47,7 +47,7 @@ class Tenancy:
         # Without a process: the resident that is to be asleep, and where it has kept what it had.
         self._left: tuple[str, Tier] | None = None
 
-    def want(self, wish: Wish | None) -> None:
+    def want(self, wish: RoleWish | None) -> None:
         """What the record says now; None: the resident is gone from it."""
         if wish is not None and wish.reported != self._told:
             self._told = None  # the record says otherwise: it is told again
@@ -110,7 +110,7 @@ class Tenancy:
                 self.process = self._made(wish, gpus)
                 await self.process.start()
 
-    def _made(self, wish: Wish, gpus: Sequence[str]) -> RoleProcess | Keeping:
+    def _made(self, wish: RoleWish, gpus: Sequence[str]) -> RoleProcess | Keeping:
         around, owner = self._around, self._owner
 
         def beside() -> dict[int, str]:
@@ -132,13 +132,13 @@ class Tenancy:
     def _others_leave(self) -> bool:
         return any(other.leaves for other in self._owner.tenancies if other is not self)
 
-    def _is_over(self, process: RoleProcess | Keeping, wish: Wish | None) -> bool:
+    def _is_over(self, process: RoleProcess | Keeping, wish: RoleWish | None) -> bool:
         if wish is None or wish.process != process.process:
             return True
         # Who starts computes, and takes no turn, while others have the accelerator.
         return (wish.absent and process.may_end) or (wish.asleep and not process.up)
 
-    async def _finish(self, process: RoleProcess | Keeping, wish: Wish | None) -> None:
+    async def _finish(self, process: RoleProcess | Keeping, wish: RoleWish | None) -> None:
         process.doing = Doing.DRAINING
         await self._tell()
         await process.stop(_reason(process, wish))
@@ -172,7 +172,7 @@ class Tenancy:
         else:
             self._owner.stale()
 
-    def _report(self, wish: Wish) -> Report:
+    def _report(self, wish: RoleWish) -> Report:
         process, resident = self.process, wish.resident
         if process is None:
             tier, detail = self._left[1] if wish.asleep and self._left else Tier.ABSENT, ""
@@ -241,7 +241,7 @@ class Residents:
         await asyncio.gather(*(tenancy.end() for tenancy in self._tenancies.values()))
         self._broken.cancel()
 
-    def want(self, wishes: Mapping[str, Wish]) -> None:
+    def want(self, wishes: Mapping[str, RoleWish]) -> None:
         """What each process should be, by name; all others end."""
         for name in self._tenancies.keys() | wishes.keys():
             tenancy = self._tenancies.get(name)
@@ -251,7 +251,7 @@ class Residents:
             if name not in self._tasks:
                 self._run(tenancy)
 
-    async def clear(self, wishes: Mapping[str, Wish]) -> None:
+    async def clear(self, wishes: Mapping[str, RoleWish]) -> None:
         """Removes what others than these have kept on disk, before this worker last started."""
         mesh = self.around.mesh
         directory = Path(mesh.settings.kept_directory(mesh.name))
@@ -345,7 +345,7 @@ def _clear(directory: Path, kept: set[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _reason(process: RoleProcess | Keeping, wish: Wish | None) -> str:
+def _reason(process: RoleProcess | Keeping, wish: RoleWish | None) -> str:
     """Why a process drains, for its log."""
     id, generation = process.process
     if wish is None:

@@ -20,7 +20,7 @@ COMMANDS: Mapping[str, list[str]] = {
 
 
 @dataclass(frozen=True)
-class Wish:
+class RoleWish:
     """What one worker should have of a resident of its gang."""
 
     gang: str
@@ -94,28 +94,28 @@ class Wish:
         return [*commands[resident.role], *seat.words()]
 
 
-def wishes(gang: Gang | None, worker: str) -> dict[str, Wish]:
+def wishes(gang: Gang | None, worker: str) -> dict[str, RoleWish]:
     """What a worker should run of its gang, by the names of the processes; nothing without one. Of
     two residents with one name the first on record has it.
     """
-    found: dict[str, Wish] = {}
+    found: dict[str, RoleWish] = {}
     for wish in _all(gang, worker):
         found.setdefault(wish.name, wish)
     return found
 
 
-def clashes(gang: Gang | None, worker: str) -> list[tuple[Wish, str]]:
+def clashes(gang: Gang | None, worker: str) -> list[tuple[RoleWish, str]]:
     """What it cannot run, each with the resident that has the name of its process already."""
     has = wishes(gang, worker)
     found = ((wish, has[wish.name].resident.id) for wish in _all(gang, worker))
     return [(wish, holder) for wish, holder in found if wish.resident.id != holder]
 
 
-def _all(gang: Gang | None, worker: str) -> list[Wish]:
+def _all(gang: Gang | None, worker: str) -> list[RoleWish]:
     if gang is None or worker not in gang.workers:
         return []
     rank, keeper = gang.workers.index(worker), names.worker_process(gang.workers[0])
-    return [Wish(gang.id, r, rank, keeper) for r in gang.residents if rank in r.ranks]
+    return [RoleWish(gang.id, r, rank, keeper) for r in gang.residents if rank in r.ranks]
 
 
 def with_overrides(overrides: list[str]) -> dict[str, list[str]]:

@@ -22,7 +22,7 @@ from common.runtime.mesh import Mesh
 from common.runtime.patience import NotThere
 from common.runtime.tasks import all_of
 from common.state import registry
-from services.node.residents.turns import Asked, Held, Leases, TurnOrder
+from services.node.residents.turns import GrantedTurn, Leases, TurnOrder, TurnRequest
 
 Kill = Callable[[str, int, str], Awaitable[None]]  # resident, generation, why; returns when dead
 LOOK_S = 2.0  # how often it is seen to that the process of a holder is still the one that asked
@@ -37,7 +37,7 @@ class TurnKeeper:
         self._mesh, self._worker, self._kill, self._leases = mesh, worker, kill, leases
         self._gang: Gang | None = None
         self._order = TurnOrder(leases)
-        self._answers: dict[tuple[str, str, int], asyncio.Future[Held]] = {}
+        self._answers: dict[tuple[str, str, int], asyncio.Future[GrantedTurn]] = {}
         self._news = asyncio.Event()
         self._ending: set[asyncio.Task[None]] = set()
         self.granted = self.killed = 0
@@ -144,11 +144,11 @@ class TurnKeeper:
 
     # -- granting --------------------------------------------------------------------------------
 
-    def _asked(self, request: TakeTurn) -> Asked:
+    def _asked(self, request: TakeTurn) -> TurnRequest:
         residents = self._gang.residents if self._gang is not None else ()
         for one in residents:
             if (one.id, one.generation) == (request.resident, request.generation):
-                return Asked(
+                return TurnRequest(
                     _ticket(request),
                     one.id,
                     one.generation,
@@ -195,7 +195,7 @@ class TurnKeeper:
                 self._order.give_back(held.asked.ticket)
                 self._go_on()
 
-    async def _replaced(self, held: Held) -> bool:
+    async def _replaced(self, held: GrantedTurn) -> bool:
         """Whether another start of the holder's process is registered."""
         try:
             async with self._mesh.clock.timeout(LOOK_S, "a look for the holder of a turn"):
@@ -204,7 +204,7 @@ class TurnKeeper:
             return False
         return entry is not None and entry.alive and entry.incarnation != held.asked.incarnation
 
-    async def _end(self, held: Held) -> None:
+    async def _end(self, held: GrantedTurn) -> None:
         """Kills the processes of a resident on all its workers, then lets the next one in."""
         asked, gang = held.asked, self._gang
         if not await self._replaced(held):
@@ -218,10 +218,10 @@ class TurnKeeper:
         self._order.dead(held)
         self._go_on()
 
-    async def _end_own(self, asked: Asked, why: str) -> None:
+    async def _end_own(self, asked: TurnRequest, why: str) -> None:
         await self._kill(asked.resident, asked.generation, why)
 
-    async def _tell(self, worker: str, asked: Asked, why: str) -> None:
+    async def _tell(self, worker: str, asked: TurnRequest, why: str) -> None:
         """A worker that does not answer is lost, and its processes with it."""
         request = EndResident(asked.resident, asked.generation, why)
         try:

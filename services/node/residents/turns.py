@@ -33,7 +33,7 @@ class Leases:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TurnRequest:
     """A resident's request for a turn."""
 
     ticket: str  # its own name, which no other request has
@@ -49,24 +49,24 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class GrantedTurn:
     """A turn that was granted."""
 
-    asked: Asked
+    asked: TurnRequest
     since: float
     until: float  # its holder is killed then
 
 
-class Policy(Protocol):
+class TurnPolicy(Protocol):
     """In which order requests are considered; HRRS can take a round robin's place."""
 
-    def asked(self, asked: Asked, now: float) -> None:
+    def asked(self, asked: TurnRequest, now: float) -> None:
         """Hears of each request."""
 
-    def order(self, waiting: Sequence[Asked], now: float) -> list[Asked]:
+    def order(self, waiting: Sequence[TurnRequest], now: float) -> list[TurnRequest]:
         """All of `waiting`, first come those that go first."""
 
-    def granted(self, asked: Asked, now: float) -> None:
+    def granted(self, asked: TurnRequest, now: float) -> None:
         """Hears of each grant."""
 
     def keep(self, residents: Collection[str]) -> None:
@@ -82,13 +82,13 @@ class RoundRobin:
         self._served: dict[str, int] = {}
         self._grants = 0
 
-    def asked(self, asked: Asked, now: float) -> None:
+    def asked(self, asked: TurnRequest, now: float) -> None:
         self._served.setdefault(asked.resident, self._grants)
 
-    def order(self, waiting: Sequence[Asked], now: float) -> list[Asked]:
+    def order(self, waiting: Sequence[TurnRequest], now: float) -> list[TurnRequest]:
         return sorted(waiting, key=lambda asked: self._served[asked.resident])
 
-    def granted(self, asked: Asked, now: float) -> None:
+    def granted(self, asked: TurnRequest, now: float) -> None:
         self._grants += 1
         self._served[asked.resident] = self._grants
 
@@ -99,24 +99,24 @@ class RoundRobin:
 class TurnOrder:
     """Requests, turns and their deadlines. Times are of whatever clock the caller has."""
 
-    def __init__(self, leases: Leases | None = None, policy: Policy | None = None) -> None:
+    def __init__(self, leases: Leases | None = None, policy: TurnPolicy | None = None) -> None:
         self._leases = leases or Leases()
-        self._policy: Policy = policy or RoundRobin()
-        self._waiting: dict[str, Asked] = {}  # by ticket, in the order of asking
-        self._held: dict[str, Held] = {}  # by ticket
+        self._policy: TurnPolicy = policy or RoundRobin()
+        self._waiting: dict[str, TurnRequest] = {}  # by ticket, in the order of asking
+        self._held: dict[str, GrantedTurn] = {}  # by ticket
         self._ending: set[str] = set()  # tickets of holders that are being killed
 
     @property
-    def waiting(self) -> tuple[Asked, ...]:
+    def waiting(self) -> tuple[TurnRequest, ...]:
         """Requests that have no turn yet."""
         return tuple(self._waiting.values())
 
     @property
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[GrantedTurn, ...]:
         """Turns that occupy their ranks now, also those of holders that are being killed."""
         return tuple(self._held.values())
 
-    def ask(self, asked: Asked, now: float) -> None:
+    def ask(self, asked: TurnRequest, now: float) -> None:
         """Puts a request in line; nothing if it is there or granted already. What another process
         of the same resident had is void: that one is dead.
         """
@@ -127,7 +127,7 @@ class TurnOrder:
             self._waiting[asked.ticket] = asked
             self._policy.asked(asked, now)
 
-    def holds(self, ticket: str) -> Held | None:
+    def holds(self, ticket: str) -> GrantedTurn | None:
         """The turn of this request, unless it waits, is void, or its holder is being killed."""
         return None if ticket in self._ending else self._held.get(ticket)
 
@@ -156,7 +156,7 @@ class TurnOrder:
                 self._held[ticket] = replace(held, until=min(held.until, until))
         self._policy.keep(generations.keys())
 
-    def grant(self, now: float) -> list[Held]:
+    def grant(self, now: float) -> list[GrantedTurn]:
         """Gives turns to all who can have one now."""
         taken = frozenset[int]().union(*(held.asked.ranks for held in self._held.values()))
         granted = []
@@ -164,7 +164,7 @@ class TurnOrder:
             if not taken & asked.ranks:
                 del self._waiting[asked.ticket]
                 self._policy.granted(asked, now)
-                held = Held(asked, now, now + self._leases.lasts_s(asked.estimate_s))
+                held = GrantedTurn(asked, now, now + self._leases.lasts_s(asked.estimate_s))
                 self._held[asked.ticket] = held
                 granted.append(held)
             taken |= asked.ranks  # who waits ahead keeps them: many small ones never starve a gang
@@ -176,13 +176,13 @@ class TurnOrder:
             if held.since <= since:
                 self._held[ticket] = replace(held, until=held.until + lag_s)
 
-    def overdue(self, now: float) -> list[Held]:
+    def overdue(self, now: float) -> list[GrantedTurn]:
         """Turns whose holders are to be killed, each told once; `dead` frees their ranks."""
         late = [h for t, h in self._held.items() if h.until <= now and t not in self._ending]
         self._ending.update(held.asked.ticket for held in late)
         return late
 
-    def dead(self, held: Held) -> None:
+    def dead(self, held: GrantedTurn) -> None:
         """The holder of an overdue turn is dead."""
         self._drop(held.asked.ticket)
 
@@ -192,10 +192,10 @@ class TurnOrder:
             (h.until for t, h in self._held.items() if t not in self._ending), default=math.inf
         )
 
-    def _all(self) -> list[Asked]:
+    def _all(self) -> list[TurnRequest]:
         return [*self._waiting.values(), *(held.asked for held in self._held.values())]
 
-    def _of(self, resident: str) -> list[Asked]:
+    def _of(self, resident: str) -> list[TurnRequest]:
         return [asked for asked in self._all() if asked.resident == resident]
 
     def _drop(self, ticket: str) -> bool:

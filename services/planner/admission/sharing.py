@@ -22,7 +22,7 @@ NAMED = 3  # jobs that a reason names
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ShareClaim:
     """What a job has on the pool already, which its share must leave it."""
 
     home: str = ""  # place of its core; empty: it has none
@@ -31,7 +31,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class PoolDivision:
     """How the pool is shared."""
 
     workers: dict[str, int] = field(default_factory=dict)  # of each job that runs
@@ -41,7 +41,7 @@ class Division:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ShareBounds:
     """The workers that a job may have."""
 
     least: int
@@ -52,18 +52,18 @@ class Bounds:
 def divide(
     jobs: Sequence[PlannedJob],
     places: Mapping[str, int],
-    claims: Mapping[str, Claim],
+    claims: Mapping[str, ShareClaim],
     turns: bool,
     kind: str = "host",
-) -> Division:
+) -> PoolDivision:
     """The shares of jobs in the order in which they come. `places` are the numbers of usable
     workers by what those of a gang have in common, which is of this `kind`; `turns` is whether
     engines and cores may take turns.
     """
-    found = Division(turns=turns)
+    found = PoolDivision(turns=turns)
     rooms = _Rooms(places, kind)
     left = sum(places.values())
-    levels: list[tuple[dict[str, Bounds], int]] = []
+    levels: list[tuple[dict[str, ShareBounds], int]] = []
     for _, grouped in groupby(jobs, key=lambda job: job.need.priority):
         level = list(grouped)
         bounds, kept = _admit(level, left, rooms, claims, turns, found)
@@ -77,7 +77,7 @@ def divide(
     return found
 
 
-def fill(bounds: Mapping[str, Bounds], workers: int) -> dict[str, int]:
+def fill(bounds: Mapping[str, ShareBounds], workers: int) -> dict[str, int]:
     """Weighted max-min shares in whole workers, each within one of the exact one. The sum of the
     least is no more than `workers`.
     """
@@ -90,7 +90,7 @@ def fill(bounds: Mapping[str, Bounds], workers: int) -> dict[str, int]:
     return shares
 
 
-def full_floor(job: PlannedJob, claim: Claim) -> int:
+def full_floor(job: PlannedJob, claim: ShareClaim) -> int:
     """Workers that a job should have at least."""
     return max(job.need.floor, job.need.least, _pinned(job, claim))
 
@@ -100,7 +100,7 @@ def started(job: PlannedJob) -> bool:
     return job.phase != Phase.QUEUED
 
 
-def _level(bounds: Sequence[Bounds], workers: int) -> list[float]:
+def _level(bounds: Sequence[ShareBounds], workers: int) -> list[float]:
     """The exact max-min shares: as much water as all of them can hold, at one level a weight."""
     low, high = 0.0, float(workers) / min((b.weight for b in bounds), default=1.0) + 1.0
     for _ in range(100):
@@ -116,17 +116,17 @@ def _admit(
     level: Sequence[PlannedJob],
     left: int,
     rooms: _Rooms,
-    claims: Mapping[str, Claim],
+    claims: Mapping[str, ShareClaim],
     turns: bool,
-    found: Division,
-) -> tuple[dict[str, Bounds], int]:
+    found: PoolDivision,
+) -> tuple[dict[str, ShareBounds], int]:
     """The bounds of those of a priority that run, and the workers that are kept for them."""
-    full = {job.id: full_floor(job, claims.get(job.id, Claim())) for job in level}
+    full = {job.id: full_floor(job, claims.get(job.id, ShareClaim())) for job in level}
     tight = turns and sum(full.values()) > left
-    bounds: dict[str, Bounds] = {}
+    bounds: dict[str, ShareBounds] = {}
     free = left
     for job in level:
-        claim = claims.get(job.id, Claim())
+        claim = claims.get(job.id, ShareClaim())
         least = full[job.id]
         if tight:
             least = max(tight_floor(job.need), job.need.least, _pinned(job, claim))
@@ -136,7 +136,7 @@ def _admit(
             home = rooms.take(job.need, "" if claim.stranded else claim.home)
             if home:
                 found.homes[job.id] = home
-                bounds[job.id] = Bounds(least, job.need.most or math.inf, job.need.share)
+                bounds[job.id] = ShareBounds(least, job.need.most or math.inf, job.need.share)
                 free -= least
                 continue
             why = f"no {rooms.kind} has {job.need.ranks} workers left for its core"
@@ -144,11 +144,13 @@ def _admit(
     kept = sum(bound.least for bound in bounds.values())
     if tight:  # those that are here go before lower priorities until they have their floors
         kept = min(left, sum(max(full[job], bounds[job].least) for job in bounds))
-    bounds = {job: Bounds(b.least, max(b.most, b.least), b.weight) for job, b in bounds.items()}
+    bounds = {
+        job: ShareBounds(b.least, max(b.most, b.least), b.weight) for job, b in bounds.items()
+    }
     return bounds, kept
 
 
-def _beside(found: Division) -> str:
+def _beside(found: PoolDivision) -> str:
     """Who is admitted before a job, the first of them by name."""
     before = [*found.homes]
     if not before:
@@ -157,18 +159,18 @@ def _beside(found: Division) -> str:
     return f" beside {', '.join(before[:NAMED])}{more}"
 
 
-def _pinned(job: PlannedJob, claim: Claim) -> int:
+def _pinned(job: PlannedJob, claim: ShareClaim) -> int:
     return tight_floor(job.need) + claim.pinned if claim.pinned else 0
 
 
 def _run_short(
-    jobs: Sequence[PlannedJob], claims: Mapping[str, Claim], left: int, found: Division
+    jobs: Sequence[PlannedJob], claims: Mapping[str, ShareClaim], left: int, found: PoolDivision
 ) -> None:
     """A job whose core is there goes on with workers that nobody else may have: it need not sleep
     because an engine is lost.
     """
     for job in jobs:
-        here = started(job) and claims.get(job.id, Claim()).home
+        here = started(job) and claims.get(job.id, ShareClaim()).home
         if left >= job.need.ranks and job.id in found.refused and here:
             found.workers[job.id] = left
             del found.refused[job.id]

@@ -29,10 +29,10 @@ from services.planner.balance.standing import (
     terms_of,
     timed,
 )
-from services.planner.balance.trials import Shown, Trial, Verdict
-from services.planner.balance.watch import Watch
+from services.planner.balance.trials import Trial, TrialEvidence, Verdict
+from services.planner.balance.watch import SplitWatch
 from services.planner.costs.correction import Correction
-from services.planner.forecast.accounts import Mark, Window, between
+from services.planner.forecast.accounts import StepMark, Window, between
 from services.planner.forecast.prediction import demand, predicted, rates
 from services.planner.forecast.quantities import Split
 from services.planner.policies.moves import move
@@ -51,7 +51,7 @@ class Plays:
     def __init__(self, now_ms: int) -> None:
         self._now_ms, self._left = now_ms, PLAYED
 
-    def take(self, watch: Watch) -> Watch | None:
+    def take(self, watch: SplitWatch) -> SplitWatch | None:
         """The watch of a job that has its turn now; None for one that has not."""
         if not self._left or self._now_ms - watch.played_ms < PLAYED_MS:
             return None
@@ -60,8 +60,8 @@ class Plays:
 
 
 def balance(
-    draft: Draft, job: PlannedJob, watch: Watch, correction: Correction, plays: Plays
-) -> Watch:
+    draft: Draft, job: PlannedJob, watch: SplitWatch, correction: Correction, plays: Plays
+) -> SplitWatch:
     """Moves engines or helpers of a job to the other side, or gives engines other degrees, where
     that is predicted to pay, undoes moves that did not, and returns what is to be remembered.
     `correction` is that of predicted curves; `plays`, of which jobs steps may be played ahead.
@@ -83,7 +83,7 @@ def balance(
     if draft.snapshot.now_ms - watch.observed_ms < 1000 * config.interval_s:
         return watch
     account = watch.account.credited(job.measured)
-    mark = Mark(round(account.total.steps), draft.snapshot.now_ms, account.total)
+    mark = StepMark(round(account.total.steps), draft.snapshot.now_ms, account.total)
     split, terms = split_of(job, draft.team(job.id)), terms_of(job)
     watch = replace(watch, observed_ms=mark.ms)
     if config.moves and not several and opens(job, watch, mark) and (taken := plays.take(watch)):
@@ -116,7 +116,9 @@ def balance(
 # -- what a move brought ---------------------------------------------------------------------------
 
 
-def _try(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, plays: Plays) -> Watch:
+def _try(
+    draft: Draft, job: PlannedJob, watch: SplitWatch, mark: StepMark, plays: Plays
+) -> SplitWatch:
     trial, team, terms = watch.trial, draft.team(job.id), terms_of(job)
     assert trial is not None
     if not trial.after.same(watch.split):
@@ -149,7 +151,7 @@ def _try(draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, plays: Plays) 
 
 
 def _verdict(
-    draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, window: Window, steps: int
+    draft: Draft, job: PlannedJob, watch: SplitWatch, mark: StepMark, window: Window, steps: int
 ) -> Verdict | None:
     trial = watch.trial
     assert trial is not None and trial.begins is not None
@@ -157,7 +159,7 @@ def _verdict(
     now = demand(window, terms, job.measured.lengths)
     if now is None:
         return None
-    shown = Shown(window, now, watch.times.error(trial.begins.step, mark.step))
+    shown = TrialEvidence(window, now, watch.times.error(trial.begins.step, mark.step))
     if trial.rule == OPENING:
         measured = rates(window, now, terms, trial.after, curves_of(job, watch), cores)
         if measured is None:
@@ -175,8 +177,13 @@ def _shifted(trial: Trial) -> int:
 
 
 def _plan(
-    draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, found: Pressed, rule: str = STAGE_TIME
-) -> Watch:
+    draft: Draft,
+    job: PlannedJob,
+    watch: SplitWatch,
+    mark: StepMark,
+    found: Pressed,
+    rule: str = STAGE_TIME,
+) -> SplitWatch:
     team, terms, split = draft.team(job.id), terms_of(job), watch.split
     window, model = found.window, found.model
     assert split is not None
@@ -213,7 +220,9 @@ def _plan(
     return explained(watch.moved(mark.step, trial), model, told, window)
 
 
-def _best(watch: Watch, job: PlannedJob, team: Team, found: Pressed) -> tuple[int, float, float]:
+def _best(
+    watch: SplitWatch, job: PlannedJob, team: Team, found: Pressed
+) -> tuple[int, float, float]:
     """By how many workers training should grow, the seconds of a step then, and what it counts as:
     longer, the further its engines are from those that were measured. Of splits that are as good,
     the nearest.

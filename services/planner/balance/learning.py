@@ -10,17 +10,17 @@ from typing import Any
 
 from common.pool.needs import PlannedJob
 from services.planner.balance.opening import asked_of
-from services.planner.balance.watch import Watch
+from services.planner.balance.watch import SplitWatch
 from services.planner.costs.correction import Correction
-from services.planner.costs.foretold import Asked, training
+from services.planner.costs.foretold import TrainingQuery, training
 from services.planner.forecast import degrees
 from services.planner.forecast.accounts import between
 from services.planner.pool.draft import Draft
 
 
 def noted(
-    draft: Draft, job: PlannedJob, before: Watch, watch: Watch, correction: Correction
-) -> Watch:
+    draft: Draft, job: PlannedJob, before: SplitWatch, watch: SplitWatch, correction: Correction
+) -> SplitWatch:
     """The watch after a look at what has been measured since `before`, which people are shown."""
     shown: dict[str, Any] = {}
     curves = degrees.noted(watch.curves, job.measured.curves)
@@ -43,12 +43,12 @@ def learned(
     correction: Correction,
     draft: Draft,
     jobs: Iterable[PlannedJob],
-    before: Mapping[str, Watch],
-    after: Mapping[str, Watch],
+    before: Mapping[str, SplitWatch],
+    after: Mapping[str, SplitWatch],
 ) -> Correction:
     """The correction after a look at which something was measured anew."""
     for job in jobs:
-        known, watch = before.get(job.id, Watch()), after.get(job.id)
+        known, watch = before.get(job.id, SplitWatch()), after.get(job.id)
         if watch is None:
             continue
         if watch.curves != known.curves:
@@ -60,8 +60,8 @@ def learned(
 
 
 def _trained(
-    draft: Draft, job: PlannedJob, before: Watch, watch: Watch
-) -> tuple[Asked, float, float] | None:
+    draft: Draft, job: PlannedJob, before: SplitWatch, watch: SplitWatch
+) -> tuple[TrainingQuery, float, float] | None:
     """What a step's gradients are foretold to take on one worker, and took in the window that has
     ended since `before`; None where none has, or nothing is foretold.
     """

@@ -13,19 +13,19 @@ from common.pool.explained import OPENING
 from common.pool.measured import kind_of
 from common.pool.needs import PlannedJob
 from services.planner.balance.standing import Pressed, curves_of, host_cores, terms_of
-from services.planner.balance.watch import Watch
+from services.planner.balance.watch import SplitWatch
 from services.planner.costs.correction import Correction
-from services.planner.costs.foretold import Asked, believed
-from services.planner.forecast.accounts import Mark, Window
+from services.planner.costs.foretold import TrainingQuery, believed
+from services.planner.forecast.accounts import StepMark, Window
 from services.planner.forecast.prediction import mean, predicted
-from services.planner.forecast.quantities import Demand, Rates
+from services.planner.forecast.quantities import Demand, StepRates
 from services.planner.pool.draft import Draft
 from services.planner.pool.team import Team
 
 ENDED = 2 / 3  # of those trajectories
 
 
-def opens(job: PlannedJob, watch: Watch, mark: Mark) -> bool:
+def opens(job: PlannedJob, watch: SplitWatch, mark: StepMark) -> bool:
     """Whether it is time for a job's first plan: neither too early nor too late, as something was
     measured.
     """
@@ -41,7 +41,7 @@ def opens(job: PlannedJob, watch: Watch, mark: Mark) -> bool:
 
 
 def opened(
-    draft: Draft, job: PlannedJob, watch: Watch, mark: Mark, correction: Correction
+    draft: Draft, job: PlannedJob, watch: SplitWatch, mark: StepMark, correction: Correction
 ) -> Pressed | None:
     """What a job's first plan is made by; None where nothing foretells its training, or no engine
     has measured its curve.
@@ -65,7 +65,7 @@ def opened(
     training = believed(asked, trajectories, now.trained, correction)
     if training is None:
         return None
-    rates = Rates(
+    rates = StepRates(
         curve=mean(curves, sampled / 2),
         friction=1.0,
         work_s=training.work_s,
@@ -78,9 +78,9 @@ def opened(
     return Pressed(Window(0, 0.0, work), 0.0, now, rates, model, OPENING)
 
 
-def asked_of(draft: Draft, job: PlannedJob, team: Team) -> Asked | None:
+def asked_of(draft: Draft, job: PlannedJob, team: Team) -> TrainingQuery | None:
     """What of a job's training is foretold; None without a core."""
     if team.core is None:
         return None
     accelerator = draft.workers[team.core.workers[0]].accelerator
-    return Asked(job.model, kind_of(accelerator), job.shape, job.training_pace)
+    return TrainingQuery(job.model, kind_of(accelerator), job.shape, job.training_pace)

@@ -20,17 +20,17 @@ from common.pool.decisions import Place, Why
 from common.pool.measured import LEVELS, Lengths, kind_of
 from common.pool.needs import PlannedJob
 from services.planner.balance import shapes
-from services.planner.balance.shapes import Room, Shape
+from services.planner.balance.shapes import RolloutShape, ShapeRoom
 from services.planner.balance.standing import Pressed, explained, refused, terms_of
 from services.planner.balance.trials import RESHAPED, Trial
-from services.planner.balance.watch import Watch, Wish
+from services.planner.balance.watch import ShapeWish, SplitWatch
 from services.planner.costs.correction import Correction
 from services.planner.forecast import degrees
-from services.planner.forecast.accounts import Mark
+from services.planner.forecast.accounts import StepMark
 from services.planner.forecast.prediction import predicted
-from services.planner.forecast.quantities import Split, Terms
-from services.planner.layouts.nodes import BLOCK, Node
-from services.planner.layouts.serving import Served, Server
+from services.planner.forecast.quantities import Split, StepTerms
+from services.planner.layouts.nodes import BLOCK, LayoutNode
+from services.planner.layouts.serving import GangServer, Served
 from services.planner.policies.engines import shape
 from services.planner.pool.draft import Draft
 from services.planner.pool.team import Seated, Team
@@ -45,11 +45,11 @@ TIE = 0.99  # of the present step's time that another shape takes at most which 
 def reshape(
     draft: Draft,
     job: PlannedJob,
-    watch: Watch,
-    mark: Mark,
+    watch: SplitWatch,
+    mark: StepMark,
     found: Pressed,
     correction: Correction,
-) -> Watch:
+) -> SplitWatch:
     """Wishes for other degrees and helpers where that is predicted to pay."""
     team, split, lengths = draft.team(job.id), watch.split, job.measured.lengths
     assert split is not None
@@ -98,14 +98,14 @@ def reshape(
 
 
 def back(
-    draft: Draft, job: PlannedJob, watch: Watch, to: Split, rule: str, figures: dict[str, Any]
-) -> Watch:
+    draft: Draft, job: PlannedJob, watch: SplitWatch, to: Split, rule: str, figures: dict[str, Any]
+) -> SplitWatch:
     """Wishes for the degrees and helpers that a job had before."""
     watch, _ = _wished(draft, job, watch, rule, to.degrees, to.trainers - job.need.ranks, figures)
     return watch
 
 
-def pursue(draft: Draft, job: PlannedJob, watch: Watch, step: int) -> Watch:
+def pursue(draft: Draft, job: PlannedJob, watch: SplitWatch, step: int) -> SplitWatch:
     """The watch after another look at a wish, which is fulfilled as far as can be at once."""
     wish = watch.wish
     assert wish is not None
@@ -124,15 +124,15 @@ def pursue(draft: Draft, job: PlannedJob, watch: Watch, step: int) -> Watch:
 def _wished(
     draft: Draft,
     job: PlannedJob,
-    watch: Watch,
+    watch: SplitWatch,
     rule: str,
     wanted: tuple[int, ...],
     helpers: int,
     figures: dict[str, Any],
-) -> tuple[Watch, str]:
+) -> tuple[SplitWatch, str]:
     """The watch with a new wish, and the first resident that arrived for it."""
     late_ms = round(1000 * LATE * draft.snapshot.settings.move_s)
-    wish = Wish(rule, wanted, helpers, draft.snapshot.now_ms + late_ms, figures)
+    wish = ShapeWish(rule, wanted, helpers, draft.snapshot.now_ms + late_ms, figures)
     before = len(draft.decisions)
     watch = pursue(draft, job, replace(watch, wish=wish), 0)
     moves = (d for d in draft.decisions[before:] if isinstance(d, Place) and d.move is not None)
@@ -145,13 +145,13 @@ def _wished(
 
 def _best(
     job: PlannedJob,
-    watch: Watch,
+    watch: SplitWatch,
     found: Pressed,
     ranges: Served,
-    room: Room,
-    here: Shape,
+    room: ShapeRoom,
+    here: RolloutShape,
     lengths: Lengths,
-) -> tuple[Shape, float]:
+) -> tuple[RolloutShape, float]:
     """The shape with the shortest step, and its seconds; the present one unless another is shorter
     by more than a tie. Of several as good, the one that changes least.
     """
@@ -181,7 +181,7 @@ def _best(
 
 
 def _straggler_s(
-    found: Pressed, ranges: Served, shape: Shape, lengths: Lengths, terms: Terms
+    found: Pressed, ranges: Served, shape: RolloutShape, lengths: Lengths, terms: StepTerms
 ) -> float:
     """What a step takes at least where engines have several degrees: all trajectories begin with
     those of the smallest, and nobody knows which are long. One that stays there for most of its
@@ -202,7 +202,7 @@ def _straggler_s(
     return longest * token_s / (terms.max_staleness + 1)
 
 
-def _after(split: Split, other: Shape, here: Shape, ranks: int) -> Split:
+def _after(split: Split, other: RolloutShape, here: RolloutShape, ranks: int) -> Split:
     speed = here.rollout_s / other.rollout_s
     width = min(1.0, other.tokens_per_s / here.tokens_per_s / speed)
     return Split(split.engines, ranks + other.helpers, other.degrees, speed, width)
@@ -219,7 +219,7 @@ def _changed(before: Split, after: Split) -> int:
 def _ranges(
     draft: Draft,
     job: PlannedJob,
-    watch: Watch,
+    watch: SplitWatch,
     lengths: Lengths,
     found: Pressed,
     correction: Correction,
@@ -228,7 +228,7 @@ def _ranges(
     team = draft.team(job.id)
     kinds = sorted({_kind(draft, one) for one in (*team.engines, *team.helpers)})
     servers = [
-        Server(curve, degrees.capacity((kind, degree), job), job.slots)
+        GangServer(curve, degrees.capacity((kind, degree), job), job.slots)
         for kind in kinds
         for degree in job.need.degrees
         if degree <= BLOCK and not degree & (degree - 1)
@@ -239,7 +239,7 @@ def _ranges(
     return Served(servers, groups)
 
 
-def _room(draft: Draft, job: PlannedJob, team: Team) -> Room:
+def _room(draft: Draft, job: PlannedJob, team: Team) -> ShapeRoom:
     """The workers of a job's engines and helpers, by host and kind of accelerators."""
     engines = [one for one in team.engines if not one.resident.pinned]
     helpers = [one for one in team.helpers if not one.resident.pinned]
@@ -248,9 +248,9 @@ def _room(draft: Draft, job: PlannedJob, team: Team) -> Room:
         for worker in seated.workers:
             about = draft.workers[worker]
             free[kind_of(about.accelerator), about.host] += 1
-    nodes = tuple(Node(kind, f"{host} {kind}", n) for (kind, host), n in sorted(free.items()))
+    nodes = tuple(LayoutNode(kind, f"{host} {kind}", n) for (kind, host), n in sorted(free.items()))
     pinned = [one for one in team.engines if one.resident.pinned]
-    return Room(
+    return ShapeRoom(
         nodes,
         tuple((_kind(draft, one), len(one.workers)) for one in engines),
         len(helpers),

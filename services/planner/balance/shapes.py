@@ -12,9 +12,9 @@ import numpy as np
 
 from common.pool.measured import LEVELS, Lengths
 from services.planner.costs.training import TrainingLayout
-from services.planner.layouts.allocation import Plan, Timed, allocate
-from services.planner.layouts.grouping import Group, alike, groups_for, quantiles
-from services.planner.layouts.nodes import Node
+from services.planner.layouts.allocation import LayoutPlan, Timed, allocate
+from services.planner.layouts.grouping import LengthGroup, alike, groups_for, quantiles
+from services.planner.layouts.nodes import LayoutNode
 from services.planner.layouts.present import rollout_s
 from services.planner.layouts.serving import Served
 
@@ -24,10 +24,10 @@ Gangs = tuple[tuple[str, int], ...]  # (kind of accelerators, degree) of each en
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ShapeRoom:
     """A job's workers: those that may get something else to do, and those that stay."""
 
-    nodes: tuple[Node, ...]  # of workers that may; a place is a host's accelerators of a kind
+    nodes: tuple[LayoutNode, ...]  # of workers that may; a place is a host's accelerators of a kind
     engines: Gangs  # on those workers now
     helpers: int  # on those workers now
     stays: Gangs = ()  # engines that people have put there
@@ -43,7 +43,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RolloutShape:
     """What all of a job's workers but the core's do."""
 
     degrees: tuple[int, ...]  # of engines, falling
@@ -54,7 +54,7 @@ class Shape:
 
 def groups_of(
     lengths: Lengths, trajectories: float, tool_s: float, workers: int
-) -> Sequence[Group]:
+) -> Sequence[LengthGroup]:
     """A step's trajectories by length, in as many groups as the search needs for the workers."""
     count = max(1, min(MOST, round(trajectories)))
     each = max(1, round(trajectories / count))
@@ -64,12 +64,14 @@ def groups_of(
     return quantiles(found, groups_for(workers))
 
 
-def present(ranges: Served, room: Room) -> Shape:
+def present(ranges: Served, room: ShapeRoom) -> RolloutShape:
     """The shape that is there; its time is infinite where no server is known of an engine's."""
     return _shape(ranges, room, room.engines, room.helpers)
 
 
-def others(ranges: Served, room: Room, train_s: Callable[[int], float]) -> Iterator[Shape]:
+def others(
+    ranges: Served, room: ShapeRoom, train_s: Callable[[int], float]
+) -> Iterator[RolloutShape]:
     """Shapes that are best by the model of layouts: with the helpers that are there, and with any
     number; what they leave idle rolls out, or helps. `train_s` is the time of a step's training
     with so many helpers, pinned ones among them.
@@ -84,13 +86,15 @@ def others(ranges: Served, room: Room, train_s: Callable[[int], float]) -> Itera
                 yield _shape(ranges, room, gangs, helpers)
 
 
-def _ways(room: Room, counts: Iterable[int], train_s: Callable[[int], float]) -> Iterator[Timed]:
+def _ways(
+    room: ShapeRoom, counts: Iterable[int], train_s: Callable[[int], float]
+) -> Iterator[Timed]:
     for kind in sorted({node.kind for node in room.nodes}):
         for helpers in counts:
             yield Timed(TrainingLayout(kind, data=helpers), train_s(room.helping + helpers))
 
 
-def _filled(room: Room, plan: Plan, helps: bool) -> tuple[Gangs, int]:
+def _filled(room: ShapeRoom, plan: LayoutPlan, helps: bool) -> tuple[Gangs, int]:
     """A plan's gangs and helpers, and what those do whom it leaves idle."""
     used = Counter(plan.trains_at)
     for gang in plan.gangs:
@@ -104,12 +108,12 @@ def _filled(room: Room, plan: Plan, helps: bool) -> tuple[Gangs, int]:
     return tuple(gangs), helpers
 
 
-def _shape(ranges: Served, room: Room, gangs: Gangs, helpers: int) -> Shape:
+def _shape(ranges: Served, room: ShapeRoom, gangs: Gangs, helpers: int) -> RolloutShape:
     there = (*room.stays, *gangs)
     degrees = tuple(sorted((degree for _, degree in there), reverse=True))
     rates = {(one.kind, one.degree): one.tokens_per_s(ranges.context) for one in ranges.servers}
     tokens_per_s = sum(rates.get(gang, 0.0) for gang in there)
-    return Shape(degrees, room.helping + helpers, rollout_s(ranges, there), tokens_per_s)
+    return RolloutShape(degrees, room.helping + helpers, rollout_s(ranges, there), tokens_per_s)
 
 
 def _workers(gangs: Gangs) -> int:

@@ -13,8 +13,8 @@ from common.pool.decisions import Finish
 from common.pool.measured import Curve
 from common.pool.needs import PlannedJob
 from services.planner.balance import triggers
-from services.planner.balance.watch import Watch
-from services.planner.forecast.accounts import Mark, Window
+from services.planner.balance.watch import SplitWatch
+from services.planner.forecast.accounts import StepMark, Window
 from services.planner.forecast.degrees import NOTED
 from services.planner.forecast.prediction import (
     Prediction,
@@ -24,7 +24,7 @@ from services.planner.forecast.prediction import (
     rates,
     stepped_s,
 )
-from services.planner.forecast.quantities import Demand, Rates, Split, Terms
+from services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms
 from services.planner.pool.draft import Draft
 from services.planner.pool.team import Team
 
@@ -42,7 +42,7 @@ class Pressed:
     window: Window  # of no steps, where none was measured yet
     error: float  # of its steps' mean time, as a share of it
     demand: Demand
-    rates: Rates
+    rates: StepRates
     model: Prediction  # of the split that it has
     trigger: str
 
@@ -57,7 +57,7 @@ class Pressed:
         believed_s = corrected(self.model.step_s, self.model.step_s, self.step_s, self.error)
         return min(self.step_s, believed_s)
 
-    def after_s(self, split: Split, terms: Terms) -> float:
+    def after_s(self, split: Split, terms: StepTerms) -> float:
         """What it takes with another one."""
         model_s = stepped_s(self.demand, self.rates, split, terms, self.step_s)
         return corrected(model_s, self.model.step_s, self.step_s, self.error)
@@ -74,8 +74,8 @@ class Pressed:
 
 
 def pressed(
-    draft: Draft, job: PlannedJob, watch: Watch, mark: Mark
-) -> tuple[Watch, Pressed | None]:
+    draft: Draft, job: PlannedJob, watch: SplitWatch, mark: StepMark
+) -> tuple[SplitWatch, Pressed | None]:
     """The watch of a job, and what presses; None where nothing does, or it rests."""
     team, config, terms, split = draft.team(job.id), job.config, terms_of(job), watch.split
     window = watch.window(mark, LEAST_STEPS)
@@ -101,7 +101,13 @@ def pressed(
 
 
 def refused(
-    job: PlannedJob, watch: Watch, team: Team, found: Pressed, after_s: float, towards: str, n: int
+    job: PlannedJob,
+    watch: SplitWatch,
+    team: Team,
+    found: Pressed,
+    after_s: float,
+    towards: str,
+    n: int,
 ) -> str:
     """Why a move of `n` workers to a step of `after_s` is not made; empty: it is."""
     window, config, step_s = found.window, job.config, found.stays_s
@@ -115,9 +121,11 @@ def refused(
     return f"{n} more to {towards}: {why}" if why else ""
 
 
-def terms_of(job: PlannedJob) -> Terms:
+def terms_of(job: PlannedJob) -> StepTerms:
     """What a job's file says of a step."""
-    return Terms(job.groups_per_step, job.group_size, job.max_staleness, job.slots, job.bin_tokens)
+    return StepTerms(
+        job.groups_per_step, job.group_size, job.max_staleness, job.slots, job.bin_tokens
+    )
 
 
 def split_of(job: PlannedJob, team: Team) -> Split:
@@ -128,13 +136,13 @@ def split_of(job: PlannedJob, team: Team) -> Split:
     return Split(len(team.engines), job.need.ranks + len(team.helpers), degrees)
 
 
-def error_of(watch: Watch, mark: Mark) -> float:
+def error_of(watch: SplitWatch, mark: StepMark) -> float:
     """How far off the mean time of a step in the window may be, as a share of it."""
     first = watch.older.step if watch.older is not None else mark.step
     return watch.times.error(first, mark.step)
 
 
-def timed(draft: Draft, job: PlannedJob, watch: Watch) -> Watch:
+def timed(draft: Draft, job: PlannedJob, watch: SplitWatch) -> SplitWatch:
     """Takes in what the moves of a job took that are complete by this look."""
     for took_s in _took(draft.decisions, job.id, draft.snapshot.now_ms):
         known = watch.switch_s
@@ -148,8 +156,8 @@ def imbalance(model: Prediction) -> float:
 
 
 def explained(
-    watch: Watch, model: Prediction | None, verdict: str, window: Window | None = None
-) -> Watch:
+    watch: SplitWatch, model: Prediction | None, verdict: str, window: Window | None = None
+) -> SplitWatch:
     """Says to people what is predicted, and why this is done."""
     binds = model.binds if model is not None else ""
     told: dict[str, Any] = dict(watch.explained)
@@ -160,7 +168,7 @@ def explained(
     return replace(watch, explained=told)
 
 
-def curves_of(job: PlannedJob, watch: Watch) -> Sequence[Curve]:
+def curves_of(job: PlannedJob, watch: SplitWatch) -> Sequence[Curve]:
     """Those of its engines; while all of them have begun anew, what was known of them before."""
     sure = [curve for curve in job.measured.curves if curve.steps >= NOTED]
     return sure or list(watch.curves.values()) or job.measured.curves
@@ -187,7 +195,7 @@ def host_cores(draft: Draft, team: Team) -> float:
     return max((min(1.0, host.busy_cores / host.cores) for host in hosts), default=0.0)
 
 
-def _forgiven(watch: Watch, ratio: float) -> Watch:
+def _forgiven(watch: SplitWatch, ratio: float) -> SplitWatch:
     """Moves that did not pay count no more when the job has become another one."""
     failures = dict(watch.failures)
     for towards, then in watch.failed_at.items():

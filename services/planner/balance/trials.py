@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from services.planner.forecast.accounts import Mark, Window
+from services.planner.forecast.accounts import StepMark, Window
 from services.planner.forecast.prediction import corrected, rates_of, scaled, stepped_s
-from services.planner.forecast.quantities import Demand, Rates, Split, Terms
+from services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms
 
 SURE = 1.5  # standard errors by which two times differ that are told apart
 LONGEST = 4  # times the window that a verdict may take
@@ -38,10 +38,10 @@ class Trial:
     predicted_s: float  # of a step after it, all corrections in it
     bias: float  # the correction of the rule that is in it
     demand: Demand
-    rates: Rates
+    rates: StepRates
     moved: int  # workers
     error: float  # standard error of `before_s`, as a share of it
-    begins: Mark | None = None  # of the window that is judged
+    begins: StepMark | None = None  # of the window that is judged
     settled_step: int | None = None  # at which all was where it was wished
 
     def document(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Trial:
                 "after": Split.of(document["after"]),
                 "demand": Demand.of(document["demand"]),
                 "rates": rates_of(document["rates"]),
-                "begins": Mark.of(document["begins"]),
+                "begins": StepMark.of(document["begins"]),
             }
         )
 
@@ -121,7 +121,7 @@ class Verdict:
         }
 
 
-def began(trial: Trial, settled: bool, mark: Mark, terms: Terms) -> Trial:
+def began(trial: Trial, settled: bool, mark: StepMark, terms: StepTerms) -> Trial:
     """The trial after another look: its window begins when what was sampled before is trained."""
     if trial.settled_step is None:
         return replace(trial, settled_step=mark.step) if settled else trial
@@ -131,16 +131,16 @@ def began(trial: Trial, settled: bool, mark: Mark, terms: Terms) -> Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class TrialEvidence:
     """What is measured with the split of after."""
 
     window: Window
     demand: Demand
     error: float  # of the window's mean time of a step, as a share of it
-    rates: Rates | None = None  # given where nothing was measured before the move
+    rates: StepRates | None = None  # given where nothing was measured before the move
 
 
-def judged(trial: Trial, shown: Shown, terms: Terms, steps: int) -> Verdict | None:
+def judged(trial: Trial, shown: TrialEvidence, terms: StepTerms, steps: int) -> Verdict | None:
     """The verdict on what is shown in `steps` at least; as long as the two times are not told apart
     from how much steps differ anyway, more are waited for.
     """
@@ -150,7 +150,7 @@ def judged(trial: Trial, shown: Shown, terms: Terms, steps: int) -> Verdict | No
     return None if close and shown.window.steps < LONGEST * steps else verdict
 
 
-def _verdict(trial: Trial, shown: Shown, terms: Terms) -> Verdict:
+def _verdict(trial: Trial, shown: TrialEvidence, terms: StepTerms) -> Verdict:
     assert trial.begins is not None and trial.settled_step is not None
     before_s, now, window = trial.before_s, shown.demand, shown.window
     observed_s = window.step_s

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from common.job.config import PlannerConfig
 from services.planner.forecast.accounts import Window
 from services.planner.forecast.prediction import OFF, Prediction
-from services.planner.forecast.quantities import Split, Terms
+from services.planner.forecast.quantities import Split, StepTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Pressure:
 
 
 def pressure(
-    window: Window, split: Split, terms: Terms, stages: Prediction, rejected: int
+    window: Window, split: Split, terms: StepTerms, stages: Prediction, rejected: int
 ) -> Pressure:
     """That of a window."""
     slots = max(1, split.engines) * terms.slots * window.seconds

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from services.planner.balance.trials import KEPT, Trial, Verdict, learned, verdict_of
-from services.planner.forecast.accounts import Account, Mark, Times, Window, between
+from services.planner.forecast.accounts import Account, StepMark, Times, Window, between
 from services.planner.forecast.degrees import Curves, curves_of, told
 from services.planner.forecast.quantities import Split
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ShapeWish:
     """The engines and helpers that a job is to have: looks that follow bring it there."""
 
     rule: str
@@ -27,7 +27,7 @@ class Wish:
         return asdict(self) | {"degrees": list(self.degrees)}
 
     @classmethod
-    def of(cls, document: Mapping[str, Any] | None) -> Wish | None:
+    def of(cls, document: Mapping[str, Any] | None) -> ShapeWish | None:
         """The wish of a document; None for none."""
         if document is None:
             return None
@@ -35,7 +35,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class SplitWatch:
     """Of one job. Directions are the role that a move gives workers; steps are those that its
     account has counted.
     """
@@ -43,8 +43,8 @@ class Watch:
     account: Account = field(default_factory=Account)
     split: Split | None = None  # that the window was measured with
     split_step: int = 0  # since when
-    older: Mark | None = None  # the window begins here,
-    newer: Mark | None = None  # and the next one here
+    older: StepMark | None = None  # the window begins here,
+    newer: StepMark | None = None  # and the next one here
     times: Times = field(default_factory=Times)
     observed_ms: int = 0  # when the counters were looked at last
     played_ms: int = 0  # when steps were played ahead last, which takes a while
@@ -58,7 +58,7 @@ class Watch:
     bias: Mapping[str, float] = field(default_factory=dict)  # by direction: correction
     switch_s: float = 0.0  # that a move takes until it is settled; 0: none was made
     explained: Mapping[str, Any] = field(default_factory=dict)  # for people
-    wish: Wish | None = None  # that is not fulfilled yet
+    wish: ShapeWish | None = None  # that is not fulfilled yet
     curves: Curves = field(default_factory=dict)  # of degrees that engines of it have had
 
     def document(self) -> dict[str, Any]:
@@ -87,26 +87,26 @@ class Watch:
         }
 
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Watch:
+    def of(cls, document: Mapping[str, Any]) -> SplitWatch:
         """The watch of a document."""
         return cls(
             **dict(document)
             | {
                 "account": Account.of(document["account"]),
                 "split": Split.of(document["split"]),
-                "older": Mark.of(document["older"]),
-                "newer": Mark.of(document["newer"]),
+                "older": StepMark.of(document["older"]),
+                "newer": StepMark.of(document["newer"]),
                 "times": Times(tuple((step, s) for step, s in document["times"])),
                 "trial": Trial.of(document["trial"]),
                 "verdicts": tuple(map(verdict_of, document["verdicts"])),
-                "wish": Wish.of(document.get("wish")),
+                "wish": ShapeWish.of(document.get("wish")),
                 "curves": curves_of(document.get("curves", ())),
             }
         )
 
     # -- its window --------------------------------------------------------------------------------
 
-    def marked(self, mark: Mark, split: Split, lag: int, steps: int) -> Watch:
+    def marked(self, mark: StepMark, split: Split, lag: int, steps: int) -> SplitWatch:
         """The watch at this mark. A window is of one split and `steps` long, twice that at most; it
         begins when what was sampled with another split, `lag` steps of groups, has been trained.
         """
@@ -115,7 +115,7 @@ class Watch:
         watch = replace(self, times=self.times.at(mark))
         return watch._marked(mark, split, lag, steps)
 
-    def _marked(self, mark: Mark, split: Split, lag: int, steps: int) -> Watch:
+    def _marked(self, mark: StepMark, split: Split, lag: int, steps: int) -> SplitWatch:
         if not split.same(self.split) or (self.older is not None and mark.step < self.older.step):
             return replace(self, split=split, split_step=mark.step, older=None, newer=None)
         if mark.step <= self.split_step + lag:
@@ -128,23 +128,23 @@ class Watch:
         older = self.newer or self.older
         return replace(self, older=older, newer=mark)
 
-    def window(self, mark: Mark, steps: int) -> Window | None:
+    def window(self, mark: StepMark, steps: int) -> Window | None:
         """The window until this mark, when it is long enough."""
         found = between(self.older, mark) if self.older is not None else None
         return found if found is not None and found.long(steps) else None
 
-    def interrupted(self) -> Watch:
+    def interrupted(self) -> SplitWatch:
         """The watch of a job that stands: times do not go on from before."""
         trial = replace(self.trial, begins=None) if self.trial is not None else None
         return replace(self, older=None, newer=None, trial=trial)
 
     # -- its moves ---------------------------------------------------------------------------------
 
-    def moved(self, step: int, trial: Trial | None) -> Watch:
+    def moved(self, step: int, trial: Trial | None) -> SplitWatch:
         """The watch after a move at this step."""
         return replace(self, moved_step=step, planned_step=step, trial=trial)
 
-    def convinced(self, verdict: Verdict, imbalance: float, step: int) -> Watch:
+    def convinced(self, verdict: Verdict, imbalance: float, step: int) -> SplitWatch:
         """The watch after a verdict: a direction that did not pay needs more next time."""
         trial, towards = self.trial, verdict.towards
         assert trial is not None

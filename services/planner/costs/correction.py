@@ -14,7 +14,7 @@ KEYS = 256  # that are kept; who was observed longest ago goes first
 FURTHEST = math.log(100.0)  # an observation further from its prediction counts as this far
 
 
-class Key(NamedTuple):
+class CorrectionKey(NamedTuple):
     """What has a factor of its own."""
 
     model: str
@@ -23,7 +23,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Factor:
+class CorrectionFactor:
     """What is known of a key. Means are of natural logarithms, over `count` observations of which
     as many as `FORGETTING` says weigh.
     """
@@ -37,13 +37,13 @@ class Factor:
         """By which a prediction is multiplied."""
         return math.exp(self.log)
 
-    def seen(self, predicted: float, observed: float) -> Factor:
+    def seen(self, predicted: float, observed: float) -> CorrectionFactor:
         """The factor after one more observation."""
         found = math.log(observed) - math.log(predicted)
         found = max(-FURTHEST, min(found, FURTHEST))
         weight = max(1.0 / (self.count + 1), 1.0 - FORGETTING)
         missed = abs(found - self.log)
-        return Factor(
+        return CorrectionFactor(
             self.log + weight * (found - self.log),
             self.error + weight * (missed - self.error),
             self.count + 1,
@@ -54,23 +54,25 @@ class Factor:
 class Correction:
     """The factors of all keys; a value, which is on record with the planner's memory."""
 
-    factors: Mapping[Key, Factor] = field(default_factory=dict)  # latest observed last
+    factors: Mapping[CorrectionKey, CorrectionFactor] = field(
+        default_factory=dict
+    )  # latest observed last
 
-    def predicted(self, key: Key, seconds: float) -> float:
+    def predicted(self, key: CorrectionKey, seconds: float) -> float:
         """A prediction of the cost model as it is to be believed."""
         return seconds * self.factor(key).value
 
-    def factor(self, key: Key) -> Factor:
+    def factor(self, key: CorrectionKey) -> CorrectionFactor:
         """What is known of a key; 1 without an observation."""
-        return self.factors.get(key, Factor())
+        return self.factors.get(key, CorrectionFactor())
 
-    def error(self, key: Key) -> float:
+    def error(self, key: CorrectionKey) -> float:
         """How far corrected predictions have been off, as a share of them; 0 when nothing was
         observed.
         """
         return math.expm1(self.factor(key).error)
 
-    def seen(self, key: Key, predicted: float, observed: float) -> Correction:
+    def seen(self, key: CorrectionKey, predicted: float, observed: float) -> Correction:
         """The correction after `observed` where the cost model itself, without a factor, had
         `predicted`; the same where either is no time.
         """
@@ -87,4 +89,4 @@ class Correction:
     @classmethod
     def of(cls, document: list[list[Any]]) -> Correction:
         """The correction of a `document`."""
-        return cls({Key(*row[:3]): Factor(*row[3:]) for row in document})
+        return cls({CorrectionKey(*row[:3]): CorrectionFactor(*row[3:]) for row in document})

@@ -10,12 +10,12 @@ from common.errors import ConfigError
 from common.hardware import profiles
 from common.hardware.shapes import ModelShape
 from common.job.pace import training_profile
-from services.planner.costs.correction import Correction, Key
-from services.planner.costs.training import StepWork, TrainingLayout, step_s, update_s
+from services.planner.costs.correction import Correction, CorrectionKey
+from services.planner.costs.training import TrainingLayout, TrainingWork, step_s, update_s
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TrainingQuery:
     """What is to be foretold: a step of a model's training on one worker of a kind."""
 
     model: str
@@ -24,20 +24,20 @@ class Asked:
     pace: str  # that is imitated; empty: none is
 
     @property
-    def key(self) -> Key:
+    def key(self) -> CorrectionKey:
         """What has a factor of its own."""
-        return Key(" ".join(filter(None, (self.model, self.pace))), self.kind, "training")
+        return CorrectionKey(" ".join(filter(None, (self.model, self.pace))), self.kind, "training")
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class PredictedTraining:
     """Seconds of a step on one worker."""
 
     work_s: float  # gradients, which are divided
     fixed_s: float  # the update, which is not
 
 
-def training(asked: Asked, sequences: float, tokens: float) -> Training | None:
+def training(asked: TrainingQuery, sequences: float, tokens: float) -> PredictedTraining | None:
     """By the cost model alone, for a step of so many tokens; None where it knows nothing of the
     model or its accelerators.
     """
@@ -46,19 +46,19 @@ def training(asked: Asked, sequences: float, tokens: float) -> Training | None:
             pace = training_profile(asked.pace)
         except ConfigError:  # a pace that this version does not know
             return None
-        return Training(tokens / pace.tokens_per_s, pace.update_s)
+        return PredictedTraining(tokens / pace.tokens_per_s, pace.update_s)
     on = profiles.declared().get(profiles.kind_of(asked.kind))
     if asked.shape is None or on is None or min(sequences, tokens) <= 0:
         return None
     layout = TrainingLayout(on.kind)
-    work = StepWork(max(1, round(sequences)), tokens, tokens * tokens / sequences)
+    work = TrainingWork(max(1, round(sequences)), tokens, tokens * tokens / sequences)
     update = update_s(asked.shape, on, layout)
-    return Training(step_s(asked.shape, on, layout, work) - update, update)
+    return PredictedTraining(step_s(asked.shape, on, layout, work) - update, update)
 
 
 def believed(
-    asked: Asked, sequences: float, tokens: float, correction: Correction
-) -> Training | None:
+    asked: TrainingQuery, sequences: float, tokens: float, correction: Correction
+) -> PredictedTraining | None:
     """The same, corrected; None as well where a profile has not been held against a measurement
     yet, or is of workers that share what they compute with.
     """

@@ -30,7 +30,7 @@ TYPICAL = 64  # sequences up to which a curve is to be close
 
 
 @dataclass(frozen=True, slots=True)
-class Gang:
+class EngineGang:
     """A model on accelerators of one kind, split over `degree` of them."""
 
     shape: ModelShape

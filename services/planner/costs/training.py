@@ -44,7 +44,7 @@ class TrainingLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class StepWork:
+class TrainingWork:
     """The sequences of a step, as their number, their tokens and the squares of their lengths."""
 
     sequences: int
@@ -53,7 +53,7 @@ class StepWork:
     node: int = 8  # accelerators of a host
 
 
-def step_s(shape: ModelShape, on: Accelerator, layout: TrainingLayout, work: StepWork) -> float:
+def step_s(shape: ModelShape, on: Accelerator, layout: TrainingLayout, work: TrainingWork) -> float:
     """Seconds of a step: its micro-batches through the pipeline, gradients between replicas, and
     the update.
     """
@@ -71,7 +71,7 @@ def update_s(shape: ModelShape, on: Accelerator, layout: TrainingLayout) -> floa
     return UPDATED * part / (layout.data if layout.sharded else 1) / on.read_bytes_per_s
 
 
-def memory_bytes(shape: ModelShape, layout: TrainingLayout, work: StepWork) -> float:
+def memory_bytes(shape: ModelShape, layout: TrainingLayout, work: TrainingWork) -> float:
     """Bytes of each accelerator: states, and activations of the micro-batches that a first stage
     has under way (one forward, one backward: as many as there are stages). Of sharded states the
     layers that are gathered at a time are on top: two, of which one arrives.
@@ -96,7 +96,7 @@ def bubble(layout: TrainingLayout, sequences: int) -> float:
 
 
 def _stage_s(
-    shape: ModelShape, on: Accelerator, layout: TrainingLayout, work: StepWork, micros: int
+    shape: ModelShape, on: Accelerator, layout: TrainingLayout, work: TrainingWork, micros: int
 ) -> tuple[float, float, float]:
     """Seconds of a stage's way forward and way back of a micro-batch, and of handing it on."""
     pieces = min(layout.data, work.sequences) * micros  # a sequence is not divided
@@ -123,7 +123,7 @@ def _stage_s(
 
 
 def _experts_s(
-    shape: ModelShape, on: Accelerator, layout: TrainingLayout, work: StepWork, size: float
+    shape: ModelShape, on: Accelerator, layout: TrainingLayout, work: TrainingWork, size: float
 ) -> float:
     """Seconds in which a mixture's tokens go to their experts and back, kept within a host."""
     ranks = math.gcd(shape.experts, min(work.node, layout.data * layout.tensor))
@@ -135,7 +135,7 @@ def _experts_s(
 
 
 def _gradients_s(
-    shape: ModelShape, on: Accelerator, layout: TrainingLayout, work: StepWork, part: float
+    shape: ModelShape, on: Accelerator, layout: TrainingLayout, work: TrainingWork, part: float
 ) -> float:
     """Seconds in which replicas exchange, beside what computing hides: gradients, and of sharded
     ones the parameters, gathered on both ways (Rajbhandari 2020: half as much again).
@@ -148,6 +148,6 @@ def _gradients_s(
     return exchange_s * (1 - (OVERLAP_PIPELINED if layout.pipeline > 1 else OVERLAP))
 
 
-def _bytes_per_s(on: Accelerator, layout: TrainingLayout, work: StepWork) -> float:
+def _bytes_per_s(on: Accelerator, layout: TrainingLayout, work: TrainingWork) -> float:
     """Of replicas and stages among each other: a host's links while they share it."""
     return on.link_bytes_per_s if layout.workers <= work.node else on.network_bytes_per_s

@@ -56,7 +56,7 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class StepMark:
     """The totals of a job when it had made so many steps."""
 
     step: int
@@ -68,7 +68,7 @@ class Mark:
         return [self.step, self.ms, packed(self.total)]
 
     @classmethod
-    def of(cls, row: list[Any] | None) -> Mark | None:
+    def of(cls, row: list[Any] | None) -> StepMark | None:
         """The mark of a document; None for none."""
         return cls(row[0], row[1], unpacked(row[2])) if row is not None else None
 
@@ -107,7 +107,7 @@ class Times:
         """The step that ended last; -1: none is known."""
         return self.ends[-1][0] if self.ends else -1
 
-    def at(self, mark: Mark) -> Times:
+    def at(self, mark: StepMark) -> Times:
         """The times after another look."""
         if self.ends and self.ends[-1][0] == mark.step:
             return self
@@ -142,7 +142,7 @@ def _variance(parts: Sequence[tuple[int, float]]) -> float:
     return sum(steps * (each_s - mean) ** 2 for steps, each_s in parts) / weight
 
 
-def between(first: Mark, last: Mark) -> Window | None:
+def between(first: StepMark, last: StepMark) -> Window | None:
     """The window between two marks; None where no step was made, or a lineage was left."""
     steps, seconds = last.step - first.step, (last.ms - first.ms) / 1000
     if steps <= 0 or seconds <= 0:

@@ -20,8 +20,8 @@ from common.hardware import profiles
 from common.job.pace import COLLECTIVES_SHARE, Pace, profile
 from common.pool.measured import Curve
 from common.pool.needs import PlannedJob
-from services.planner.costs.correction import Correction, Key
-from services.planner.costs.rollout import TYPICAL, Gang
+from services.planner.costs.correction import Correction, CorrectionKey
+from services.planner.costs.rollout import TYPICAL, EngineGang
 
 Which = tuple[str, int]  # the kind of accelerators, and the degree
 Curves = Mapping[Which, Curve]
@@ -85,11 +85,11 @@ def _modelled(kind: str, degree: int, job: PlannedJob) -> Curve | None:
     return gang.curve() if gang is not None else None
 
 
-def _gang(kind: str, degree: int, job: PlannedJob) -> Gang | None:
+def _gang(kind: str, degree: int, job: PlannedJob) -> EngineGang | None:
     on = profiles.declared().get(profiles.kind_of(kind))
     if job.pace or job.shape is None or on is None or not job.shape.splits(degree):
         return None
-    return Gang(job.shape, on, degree)
+    return EngineGang(job.shape, on, degree)
 
 
 def capacity(which: Which, job: PlannedJob) -> float:
@@ -129,9 +129,9 @@ def compared(known: Curves, job: PlannedJob, correction: Correction) -> dict[str
     return found
 
 
-def key(model: str, which: Which) -> Key:
+def key(model: str, which: Which) -> CorrectionKey:
     """What has a factor of its own."""
-    return Key(model, which[0], f"rollout:{which[1]}")
+    return CorrectionKey(model, which[0], f"rollout:{which[1]}")
 
 
 def typical_s(of: Curve) -> float:

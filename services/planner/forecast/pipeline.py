@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from common.pool.measured import LEVELS
-from services.planner.forecast.quantities import Demand, Rates, Split, Terms, share
+from services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms, share
 
 TRAJECTORIES = 800  # that are played in all, and
 STEPS = 9, 36  # the steps that they are, at least and at most
@@ -28,7 +28,7 @@ BROAD = 64  # trajectories of a step from which it is thinned out
 Group = tuple[tuple[float, ...], float]  # tokens of each member over the mean, and their sum
 
 
-def played_s(now: Demand, then: Rates, split: Split, terms: Terms) -> float:
+def played_s(now: Demand, then: StepRates, split: Split, terms: StepTerms) -> float:
     """Seconds of a step, in the mean, with engines and trainers at these rates."""
     thin = max(1.0, terms.groups * terms.group_size / BROAD)
     groups = max(1, round(terms.groups / thin))
@@ -47,9 +47,9 @@ class _Play:
     def __init__(
         self,
         now: Demand,
-        then: Rates,
+        then: StepRates,
         split: Split,
-        terms: Terms,
+        terms: StepTerms,
         drawn: Sequence[Group],
         groups: int,
     ) -> None:

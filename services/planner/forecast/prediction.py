@@ -17,7 +17,7 @@ from typing import Any
 from common.pool.measured import Curve, Lengths
 from services.planner.forecast.accounts import Window
 from services.planner.forecast.pipeline import played_s
-from services.planner.forecast.quantities import Demand, Rates, Split, Terms, share
+from services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms, share
 
 REACHED = 0.95  # share of a host's cores that its processes can keep busy together
 OFF = 0.1  # share of a step that the model is usually off by
@@ -44,7 +44,7 @@ class Prediction:
         return {name: round(value, 4) for name, value in asdict(self).items()}
 
 
-def demand(window: Window, terms: Terms, lengths: Lengths | None = None) -> Demand | None:
+def demand(window: Window, terms: StepTerms, lengths: Lengths | None = None) -> Demand | None:
     """What a step of the window asked for; None where too little ended in it."""
     work = window.work
     if min(work.groups, work.trajectories, work.sampled) <= 0:
@@ -61,11 +61,11 @@ def demand(window: Window, terms: Terms, lengths: Lengths | None = None) -> Dema
 def rates(
     window: Window,
     now: Demand,
-    terms: Terms,
+    terms: StepTerms,
     split: Split,
     curves: Sequence[Curve],
     cores: float,
-) -> Rates | None:
+) -> StepRates | None:
     """How fast the window's work, `now` a step, was done with this split; None where too little was
     seen.
     """
@@ -76,7 +76,7 @@ def rates(
     busy_s = (work.busy_s - work.held_s) / window.steps
     curve = mean(curves, now.sampled / 2)
     batch = min(work.engine_s / window.seconds / split.engines, float(terms.slots))
-    return Rates(
+    return StepRates(
         curve=curve,
         friction=work.engine_s / work.sampled / curve.step_s(batch),
         work_s=alone_s,
@@ -85,7 +85,9 @@ def rates(
     )
 
 
-def predicted(now: Demand, then: Rates, split: Split, terms: Terms, step_s: float) -> Prediction:
+def predicted(
+    now: Demand, then: StepRates, split: Split, terms: StepTerms, step_s: float
+) -> Prediction:
     """Seconds of a step of this demand with another split. `step_s` was measured with the rates: of
     it the host's cores were busy for their share.
     """
@@ -97,7 +99,7 @@ def predicted(now: Demand, then: Rates, split: Split, terms: Terms, step_s: floa
     )
 
 
-def stepped_s(now: Demand, then: Rates, split: Split, terms: Terms, step_s: float) -> float:
+def stepped_s(now: Demand, then: StepRates, split: Split, terms: StepTerms, step_s: float) -> float:
     """The seconds of a step alone."""
     return max(played_s(now, then, split, terms), _host_s(then, step_s))
 
@@ -115,11 +117,11 @@ def corrected(model_s: float, now_s: float, step_s: float, error: float) -> floa
     return model_s + here_s - now_s if here_s > now_s else model_s * here_s / now_s
 
 
-def _host_s(then: Rates, step_s: float) -> float:
+def _host_s(then: StepRates, step_s: float) -> float:
     return step_s * then.cores / REACHED
 
 
-def scaled(before: Rates, then: Demand, now: Demand) -> Rates:
+def scaled(before: StepRates, then: Demand, now: Demand) -> StepRates:
     """The rates for another demand: gradients take longer in proportion to what is trained."""
     ratio = then.trained / now.trained if now.trained > 0 and then.trained > 0 else 1.0
     return replace(before, work_s=before.work_s * ratio)
@@ -145,6 +147,6 @@ def mean(curves: Sequence[Curve], context: float = 0.0) -> Curve:
     return Curve(known[0].kind, known[0].degree, base_s, sequence_s, 0.0, 0.0, weight, most)
 
 
-def rates_of(document: dict[str, Any]) -> Rates:
+def rates_of(document: dict[str, Any]) -> StepRates:
     """The rates of a document."""
-    return Rates(**document | {"curve": Curve(**document["curve"])})
+    return StepRates(**document | {"curve": Curve(**document["curve"])})

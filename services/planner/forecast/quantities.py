@@ -11,7 +11,7 @@ from common.pool.measured import Curve
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class StepTerms:
     """What a job's file says of a step."""
 
     groups: int  # of a step
@@ -38,7 +38,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class StepRates:
     """How fast it is done, as measured with one split."""
 
     curve: Curve  # of its engines
@@ -86,7 +86,7 @@ class Split:
         return cls(**dict(document) | {"degrees": tuple(document.get("degrees", ()))})
 
 
-def share(trainers: int, tokens: float, terms: Terms) -> float:
+def share(trainers: int, tokens: float, terms: StepTerms) -> float:
     """The share of a step's gradients that the busiest of its workers computes: whole bins."""
     bins = math.ceil(tokens / terms.bin_tokens) if terms.bin_tokens else 0
     return math.ceil(bins / trainers) / bins if bins else 1 / trainers

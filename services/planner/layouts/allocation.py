@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from services.planner.costs.training import TrainingLayout
-from services.planner.layouts.nodes import Node, Pool, Supply, placed, supply, without
-from services.planner.layouts.search import CELLS, Furthest, Span, States, largest_degrees
+from services.planner.layouts.nodes import LayoutNode, Pool, Supply, placed, supply, without
+from services.planner.layouts.search import CELLS, Furthest, GangSpan, States, largest_degrees
 from services.planner.layouts.serving import Ranges
 
 TOLERANCE = 1e-4  # of the time; what is below is told apart by no measurement
@@ -52,7 +52,7 @@ class PlannedGang:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LayoutPlan:
     """What a job should have."""
 
     training: Timed
@@ -81,18 +81,18 @@ class _Way:
     """A way to train, and what it leaves."""
 
     timed: Timed
-    left: tuple[Node, ...]
+    left: tuple[LayoutNode, ...]
     places: tuple[str, ...]
     supply: Supply
 
 
 def allocate(
     ranges: Ranges,
-    nodes: Sequence[Node],
+    nodes: Sequence[LayoutNode],
     ways: Sequence[Timed],
     tolerance: float = TOLERANCE,
     limit: int = CELLS,
-) -> Plan | None:
+) -> LayoutPlan | None:
     """The plan with the shortest iteration; of equally short ones that which trains in less time,
     then on fewer accelerators. None when no way to train leaves gangs that can serve every group.
     """
@@ -107,10 +107,10 @@ def allocate(
         PlannedGang(*gang, place, span.first, span.end, _seconds(ranges, span))
         for gang, place, span in zip(gangs, places, spans, strict=True)
     )
-    return Plan(way.timed, way.places, tuple(planned), search.exact)
+    return LayoutPlan(way.timed, way.places, tuple(planned), search.exact)
 
 
-def _ways(ranges: Ranges, nodes: Sequence[Node], ways: Sequence[Timed]) -> list[_Way]:
+def _ways(ranges: Ranges, nodes: Sequence[LayoutNode], ways: Sequence[Timed]) -> list[_Way]:
     """Ways to train that nodes have the accelerators for, the fastest of as many accelerators."""
     largest = largest_degrees(ranges.kinds)
     fastest: dict[tuple[str, int, int], Timed] = {}
@@ -137,7 +137,7 @@ class _Search:
         self._states = self._of(limit)
         self.exact = all(states.exact for states in self._states.values())
 
-    def best(self, tolerance: float) -> tuple[_Way, list[Span]] | None:
+    def best(self, tolerance: float) -> tuple[_Way, list[GangSpan]] | None:
         """The way to train and the gangs of the shortest iteration."""
         low = self.ways[0].timed.seconds if self.ways else 0.0
         found = self._within(NEVER, self._of(COARSE))
@@ -154,11 +154,11 @@ class _Search:
 
     def _bisected(
         self,
-        found: tuple[_Way, list[Span]],
+        found: tuple[_Way, list[GangSpan]],
         low: float,
         tolerance: float,
         states: Mapping[_Pools, States],
-    ) -> tuple[_Way, list[Span]]:
+    ) -> tuple[_Way, list[GangSpan]]:
         """The best found when no limit in between, further than `tolerance`, can be kept."""
         high = self._iteration_s(found)
         low = max(low * (1 - tolerance), high * 1e-6)
@@ -172,8 +172,8 @@ class _Search:
         return found
 
     def _lowered(
-        self, found: tuple[_Way, list[Span]], low: float, tolerance: float
-    ) -> tuple[_Way, list[Span]]:
+        self, found: tuple[_Way, list[GangSpan]], low: float, tolerance: float
+    ) -> tuple[_Way, list[GangSpan]]:
         """The same by exact tables, from a limit that is close already: by doubled steps down."""
         step = FIRST_STEP
         while (high := self._iteration_s(found)) > low:
@@ -186,7 +186,7 @@ class _Search:
 
     def _within(
         self, limit_s: float, states: Mapping[_Pools, States]
-    ) -> tuple[_Way, list[Span]] | None:
+    ) -> tuple[_Way, list[GangSpan]] | None:
         """A way to train and gangs that keep a limit; None when there are none."""
         reach = cache(lambda server: self.ranges.reach(server, limit_s))
         tables: dict[int, Furthest] = {}
@@ -202,7 +202,7 @@ class _Search:
                 return way, table.spans(state)
         return None
 
-    def _iteration_s(self, found: tuple[_Way, list[Span]]) -> float:
+    def _iteration_s(self, found: tuple[_Way, list[GangSpan]]) -> float:
         way, spans = found
         return max(way.timed.seconds, *(_seconds(self.ranges, span) for span in spans))
 
@@ -231,5 +231,5 @@ def _widen(most: Supply, by: Supply) -> None:
         most[pool] = max(most.get(pool, 0), count)
 
 
-def _seconds(ranges: Ranges, span: Span) -> float:
+def _seconds(ranges: Ranges, span: GangSpan) -> float:
     return ranges.seconds(span.server, span.first, span.end)

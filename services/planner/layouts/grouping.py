@@ -11,7 +11,7 @@ PER_WORKER = 16  # and with so many for each accelerator 0.1 % (`loadtests.plan`
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LengthGroup:
     """Trajectories of about a length. Sums are exact, however many there are of them."""
 
     requests: int
@@ -24,8 +24,8 @@ class Group:
     tool_s: float = 0.0  # that one spends in tools and rewards at most
     tools_s: float = 0.0  # that all together spend there, and keep their slots
 
-    def __add__(self, other: Group) -> Group:
-        return Group(
+    def __add__(self, other: LengthGroup) -> LengthGroup:
+        return LengthGroup(
             self.requests + other.requests,
             self.prompts + other.prompts,
             self.generated + other.generated,
@@ -38,10 +38,10 @@ class Group:
         )
 
 
-def alike(requests: int, prompt: float, generated: float, tool_s: float = 0.0) -> Group:
+def alike(requests: int, prompt: float, generated: float, tool_s: float = 0.0) -> LengthGroup:
     """So many trajectories with as many tokens each; one of them is a trajectory."""
     held = generated * (prompt + generated / 2)
-    return Group(
+    return LengthGroup(
         requests,
         requests * prompt,
         requests * generated,
@@ -54,24 +54,24 @@ def alike(requests: int, prompt: float, generated: float, tool_s: float = 0.0) -
     )
 
 
-def together(groups: Sequence[Group]) -> Group:
+def together(groups: Sequence[LengthGroup]) -> LengthGroup:
     """All of them as one."""
-    return reduce(Group.__add__, groups)
+    return reduce(LengthGroup.__add__, groups)
 
 
-def by_length(groups: Sequence[Group]) -> list[Group]:
+def by_length(groups: Sequence[LengthGroup]) -> list[LengthGroup]:
     """The groups in the order in which ranges are cut: by what their longest one generates."""
     return sorted(groups, key=lambda group: (group.longest, group.longest_context))
 
 
-def quantiles(groups: Sequence[Group], count: int) -> list[Group]:
+def quantiles(groups: Sequence[LengthGroup], count: int) -> list[LengthGroup]:
     """So many groups in order of length, each of about as many generated tokens: of as many
     trajectories each, the longest would be too many for one gang. Groups that are given stay whole,
     so that there are fewer where they are few.
     """
     ordered = by_length(groups)
     total = sum(group.generated for group in ordered)
-    found: list[list[Group]] = []
+    found: list[list[LengthGroup]] = []
     before, last = 0.0, -1
     for group in ordered:
         part = int((before + group.generated / 2) * count / total) if total else 0

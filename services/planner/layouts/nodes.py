@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class LayoutNode:
     """Accelerators of a kind that a gang may be formed of: a host, or a fast network."""
 
     kind: str
@@ -27,7 +27,7 @@ Supply = dict[Pool, int]  # accelerators
 BLOCK = 8  # accelerators of a node that a gang has at most
 
 
-def supply(nodes: Sequence[Node], largest: Mapping[str, int]) -> Supply:
+def supply(nodes: Sequence[LayoutNode], largest: Mapping[str, int]) -> Supply:
     """The accelerators of nodes by kind and block. `largest` is the largest degree of each kind;
     others than those kinds' are of no use, and left out.
     """
@@ -46,8 +46,8 @@ def _blocks(free: int, largest: int) -> list[int]:
 
 
 def without(
-    nodes: Sequence[Node], kind: str, workers: int, unit: int = 1
-) -> tuple[tuple[Node, ...], list[str]] | None:
+    nodes: Sequence[LayoutNode], kind: str, workers: int, unit: int = 1
+) -> tuple[tuple[LayoutNode, ...], list[str]] | None:
     """The nodes after so many of their accelerators are taken, in units that lie in one node each,
     and the place of each unit; None when they do not have them. The smallest blocks that hold a
     unit go first: no other choice leaves more room for gangs of any degree.
@@ -72,7 +72,7 @@ def without(
     return None if workers else (tuple(nodes), places)
 
 
-def placed(nodes: Sequence[Node], gangs: Sequence[tuple[str, int]]) -> list[str]:
+def placed(nodes: Sequence[LayoutNode], gangs: Sequence[tuple[str, int]]) -> list[str]:
     """The place of each gang of (kind, degree). ValueError when they do not fit."""
     left = list(nodes)
     found = [""] * len(gangs)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.planner.layouts.allocation import NO_TRAINING, TOLERANCE, allocate
-from services.planner.layouts.nodes import Node
+from services.planner.layouts.nodes import LayoutNode
 from services.planner.layouts.serving import Positions, Ranges
 
 
@@ -19,7 +19,8 @@ def rollout_s(
     infinite when they cannot serve every group. Gangs of which `ranges` has no server do nothing.
     """
     nodes = [
-        Node(_alone(kind, degree), str(index), degree) for index, (kind, degree) in enumerate(gangs)
+        LayoutNode(_alone(kind, degree), str(index), degree)
+        for index, (kind, degree) in enumerate(gangs)
     ]
     plan = allocate(_Undivided(ranges), nodes, [NO_TRAINING], tolerance)
     return plan.rollout_s if plan is not None else float("inf")

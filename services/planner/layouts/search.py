@@ -28,7 +28,7 @@ CELLS = 600_000  # of tables at most: some 0.1 s together
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class GangStep:
     """One more gang, or a bunch of gangs of one degree, of a pool."""
 
     axis: int  # the pool
@@ -38,7 +38,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class GangSpan:
     """A gang of a server and the groups [first, end) that it serves."""
 
     server: int
@@ -61,7 +61,7 @@ class States:
         self.units = [self._units[pool] for pool in self.pools]
         self.most = [self._count(pool) for pool in self.pools]
         self.steps = [
-            Step(axis, max(1, degree // unit), server, max(1, unit // degree))
+            GangStep(axis, max(1, degree // unit), server, max(1, unit // degree))
             for axis, ((kind, block), unit) in enumerate(zip(self.pools, self.units, strict=True))
             for server, (of, degree) in enumerate(kinds)
             if of == kind and degree <= block
@@ -125,9 +125,9 @@ class Furthest:
         """The furthest end from group 0 on, with no more than the accelerators of a state."""
         return int(self._table[self._index(state)])
 
-    def spans(self, state: Sequence[int]) -> list[Span]:
+    def spans(self, state: Sequence[int]) -> list[GangSpan]:
         """The gangs that get there, in order of length."""
-        found: list[Span] = []
+        found: list[GangSpan] = []
         at = list(state)
         while (end := self.end(at)) > 0:
             step, before = self._last(at, end)
@@ -135,13 +135,13 @@ class Furthest:
             for _ in range(step.bunch):
                 upto = int(self._single[step.server][first])
                 if upto > first:
-                    bunch.append(Span(step.server, first, upto))
+                    bunch.append(GangSpan(step.server, first, upto))
                 first = upto
             found += reversed(bunch)
             at = before
         return found[::-1]
 
-    def _last(self, state: list[int], end: int) -> tuple[Step, list[int]]:
+    def _last(self, state: list[int], end: int) -> tuple[GangStep, list[int]]:
         for step, reach in zip(self.states.steps, self._reach, strict=True):
             if state[step.axis] < step.size:
                 continue
@@ -183,7 +183,7 @@ class Furthest:
             table[here] = best
         return table
 
-    def _shifted(self, step: Step) -> tuple[slice, ...]:
+    def _shifted(self, step: GangStep) -> tuple[slice, ...]:
         """Where, in a lower level, the states stand that a step leads on from."""
         found = []
         for axis, pad in enumerate(self._pads[:-1]):

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.pool.measured import Curve
-from services.planner.costs.rollout import SLOTS, Gang
-from services.planner.layouts.grouping import Group, together
+from services.planner.costs.rollout import SLOTS, EngineGang
+from services.planner.layouts.grouping import LengthGroup, together
 
 Positions = NDArray[np.intp]  # [groups + 1]: where a range that begins at each group may end
 Seconds = NDArray[np.float64]
@@ -27,7 +27,7 @@ ROUNDING = 1e-12  # relative; a sum of costs may be off by this
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class GangServer:
     """A gang that could be formed."""
 
     curve: Curve  # measured, or predicted
@@ -38,7 +38,7 @@ class Server:
     busy_s: float = 0.0
 
     @classmethod
-    def of(cls, gang: Gang, slots: int = SLOTS, scale: float = 1.0) -> Server:
+    def of(cls, gang: EngineGang, slots: int = SLOTS, scale: float = 1.0) -> GangServer:
         """The server that a gang is predicted to be, `scale` times as slow: its correction."""
         curve = gang.curve()
         slower = Curve(
@@ -67,7 +67,7 @@ class Server:
         batch = max(1.0, min(float(self.slots), self.capacity / max(context, 1.0)))
         return batch / max(self.curve.step_s(batch, context), batch * self.busy_s)
 
-    def alone_s(self, group: Group) -> float:
+    def alone_s(self, group: LengthGroup) -> float:
         """Seconds of a group's longest trajectory when it is alone there; infinite when it does not
         fit.
         """
@@ -76,7 +76,7 @@ class Server:
         steps_s = group.longest * self.curve.step_s(1, group.prompt + group.longest / 2)
         return self._prefill_s(group.prompt) + steps_s + group.tool_s
 
-    def serves_s(self, groups: Sequence[Group]) -> float:
+    def serves_s(self, groups: Sequence[LengthGroup]) -> float:
         """Seconds until groups are done that are all that it serves."""
         alone_s = max(map(self.alone_s, groups))
         if alone_s == float("inf"):
@@ -87,7 +87,7 @@ class Server:
         slots_s = (self.curve.base_s * whole.generated + whole.tools_s) / self.slots
         return max(alone_s, max(base_s, slots_s) + self._shared_s(whole))
 
-    def _shared_s(self, group: Group) -> float:
+    def _shared_s(self, group: LengthGroup) -> float:
         """What tokens add to steps, and their prefill."""
         added_s = self.curve.sequence_s * group.generated + self.curve.context_s * group.held
         return added_s + self._prefill_s(group.prompts)
@@ -126,7 +126,7 @@ class Served:
     from the first group on, so that all reaches of a server are found by a search for each bound.
     """
 
-    def __init__(self, servers: Sequence[Server], groups: Sequence[Group]) -> None:
+    def __init__(self, servers: Sequence[GangServer], groups: Sequence[LengthGroup]) -> None:
         """`groups` are in order of length (`grouping.by_length`)."""
         self.servers = servers
         self.kinds: Sequence[tuple[str, int]] = [(one.kind, one.degree) for one in servers]
@@ -219,5 +219,5 @@ class Table:
         return np.asarray(self.groups - np.argmax(within[:, ::-1], axis=1), np.intp)
 
 
-def _sums(groups: Sequence[Group], name: str) -> Seconds:
+def _sums(groups: Sequence[LengthGroup], name: str) -> Seconds:
     return np.concatenate(([0.0], np.cumsum([getattr(group, name) for group in groups])))

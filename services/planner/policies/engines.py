@@ -18,7 +18,7 @@ from common.pool.documents import numbered
 from common.pool.needs import PlannedJob
 from common.pool.rows import Role
 from common.pool.snapshot import Move
-from services.planner.policies.gathering import NEVER, Gathered, gather, helps, holds, idle
+from services.planner.policies.gathering import NEVER, GatheredWorkers, gather, helps, holds, idle
 from services.planner.policies.moves import way_back
 from services.planner.pool.draft import Draft
 from services.planner.pool.team import Seated
@@ -171,23 +171,23 @@ def _form(
 
 def _found(
     draft: Draft, job: PlannedJob, degree: int, surplus: Sequence[Seated], spare: Sequence[Seated]
-) -> Gathered | None:
+) -> GatheredWorkers | None:
     if degree == 1 and (worker := _alone(draft, job)):
-        return Gathered((worker,))
+        return GatheredWorkers((worker,))
     costs = {one.resident.id: SURPLUS for one in surplus}
     costs |= {one.resident.id: SPARE for one in spare}
     return gather(draft, job.need, degree, lambda one: costs.get(one.resident.id, NEVER))
 
 
-def _only(draft: Draft, job: PlannedJob, degree: int) -> Gathered | None:
+def _only(draft: Draft, job: PlannedJob, degree: int) -> GatheredWorkers | None:
     """Where a job's only engine can be. Engines as large as it stay: two jobs would take each
     other's workers for ever.
     """
     if degree == 1:
         if worker := _alone(draft, job):
-            return Gathered((worker,))
+            return GatheredWorkers((worker,))
         helper = next(iter(draft.team(job.id).helpers), None)
-        return Gathered(helper.workers, (helper,)) if helper is not None else None
+        return GatheredWorkers(helper.workers, (helper,)) if helper is not None else None
 
     def cost(seated: Seated) -> int:
         resident = seated.resident
@@ -205,7 +205,7 @@ def _alone(draft: Draft, job: PlannedJob) -> str:
     return draft.free(lambda worker: holds(draft, job.need, worker, 1))
 
 
-def around(draft: Draft, job: PlannedJob, worker: str) -> Gathered | None:
+def around(draft: Draft, job: PlannedJob, worker: str) -> GatheredWorkers | None:
     """An engine of the smallest degree that a worker, whose residents leave, is in: with idle
     workers of its host, and those of helpers of the job; None when there are too few.
     """
@@ -224,13 +224,13 @@ def around(draft: Draft, job: PlannedJob, worker: str) -> Gathered | None:
     if len(others) < degree - 1 or not holds(draft, job.need, worker, degree):
         return None
     leave = [*there.values(), *(lending[name] for name in others if name in lending)]
-    return Gathered(tuple(sorted([worker, *others], key=numbered)), tuple(leave))
+    return GatheredWorkers(tuple(sorted([worker, *others], key=numbered)), tuple(leave))
 
 
 def seat(
     draft: Draft,
     job: PlannedJob,
-    found: Gathered,
+    found: GatheredWorkers,
     why: Why,
     details: dict[str, Any] | None = None,
     *,
@@ -248,7 +248,7 @@ def seat(
 def _back(
     draft: Draft,
     job: PlannedJob,
-    found: Gathered,
+    found: GatheredWorkers,
     own: Sequence[Seated],
     why: Why,
     details: dict[str, Any],

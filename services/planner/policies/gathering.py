@@ -22,7 +22,7 @@ Cost = Callable[[Seated], int]  # how much a resident's work would be missed
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class GatheredWorkers:
     """Workers of one host, in rank order, and who leaves for them."""
 
     workers: tuple[str, ...]
@@ -50,7 +50,7 @@ def idle(draft: Draft, need: Need, degree: int) -> dict[str, list[str]]:
     return found
 
 
-def gather(draft: Draft, need: Need, degree: int, cost: Cost) -> Gathered | None:
+def gather(draft: Draft, need: Need, degree: int, cost: Cost) -> GatheredWorkers | None:
     """The workers for an engine of this degree, where residents leave by what they cost; None when
     no host has so many.
     """
@@ -127,7 +127,7 @@ def _price(units: Sequence[_Unit]) -> tuple[int, int]:
     return sum(unit.cost for unit in units), sum(len(unit.workers) for unit in units if unit.cost)
 
 
-def _taken(units: Sequence[_Unit], degree: int) -> Gathered:
+def _taken(units: Sequence[_Unit], degree: int) -> GatheredWorkers:
     workers = [worker for unit in units for worker in unit.workers][:degree]
     leave = [seated for unit in units for seated in unit.leave]
-    return Gathered(tuple(sorted(workers, key=numbered)), tuple(leave))
+    return GatheredWorkers(tuple(sorted(workers, key=numbered)), tuple(leave))

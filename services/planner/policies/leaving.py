@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from common.pool.decisions import HostGone, Lose, Why
 from common.pool.needs import PlannedJob
-from services.planner.admission.sharing import Division
+from services.planner.admission.sharing import PoolDivision
 from services.planner.pool.draft import Draft
 from services.planner.pool.presence import Presence, gone_for
 from services.planner.pool.team import Seated
@@ -61,7 +61,7 @@ def release(draft: Draft, jobs: Sequence[PlannedJob]) -> None:
             draft.remove(seated, Why("release", job))
 
 
-def leave(draft: Draft, job: PlannedJob, presence: Presence, division: Division) -> None:
+def leave(draft: Draft, job: PlannedJob, presence: Presence, division: PoolDivision) -> None:
     """Removes a running job's residents from where they may not stay, if they can go elsewhere. A
     core does once a checkpoint has what it would go on from, or the host cannot wait; engines that
     take turns with it go with it.

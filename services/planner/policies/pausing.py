@@ -13,12 +13,12 @@ from common.pool.decisions import Admit, Why
 from common.pool.documents import numbered
 from common.pool.needs import PlannedJob
 from common.pool.rows import Doing, Tier
-from services.planner.admission.sharing import Division, started
+from services.planner.admission.sharing import PoolDivision, started
 from services.planner.pool.draft import Draft
 from services.planner.pool.team import Seated
 
 
-def tell(draft: Draft, job: PlannedJob, division: Division) -> None:
+def tell(draft: Draft, job: PlannedJob, division: PoolDivision) -> None:
     """Says how a job stands, when that has changed: one that is to run waits while the workers of
     its core are not free. While a new mesh gathers none waits yet.
     """

@@ -7,7 +7,7 @@ from common.pool.names import service
 from common.pool.needs import PlannedJob
 from common.pool.rows import Role
 from common.pool.snapshot import Request
-from services.planner.admission.sharing import Division
+from services.planner.admission.sharing import PoolDivision
 from services.planner.admission.takers import Takers
 from services.planner.policies import engines
 from services.planner.policies.moves import move
@@ -20,7 +20,7 @@ ROLES = (Role.ROLLOUT, Role.TRAINING, Role.IDLE)  # roles that a worker may be g
 def answer(
     draft: Draft,
     jobs: list[PlannedJob],
-    division: Division,
+    division: PoolDivision,
     presence: Presence,
     takers: Takers,
     aside: frozenset[str],
@@ -71,7 +71,7 @@ def _refusal(
     draft: Draft,
     request: Request,
     job: PlannedJob | None,
-    division: Division,
+    division: PoolDivision,
     presence: Presence,
     aside: frozenset[str],
 ) -> str:

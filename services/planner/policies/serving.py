@@ -18,7 +18,7 @@ from common.pool.decisions import Serve, Why
 from common.pool.names import sandbox, service, shard
 from common.pool.needs import PlannedJob
 from common.pool.snapshot import LEFT
-from services.planner.admission.sharing import Division, started
+from services.planner.admission.sharing import PoolDivision, started
 from services.planner.admission.takers import Takers
 from services.planner.pool.draft import Draft
 from services.planner.pool.presence import Presence, gone_for
@@ -27,7 +27,7 @@ from services.planner.pool.presence import Presence, gone_for
 def serve(
     draft: Draft,
     jobs: Sequence[PlannedJob],
-    division: Division,
+    division: PoolDivision,
     presence: Presence,
     takers: Takers,
 ) -> None:
@@ -91,7 +91,7 @@ def _room(
     return len(there[host]) / max(1, workers[host]), host != home
 
 
-def _begun(job: PlannedJob, division: Division) -> bool:
+def _begun(job: PlannedJob, division: PoolDivision) -> bool:
     return started(job) or job.id in division.workers
 
 

@@ -16,7 +16,7 @@ from common.pool.snapshot import LEFT, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Absences:
+class PoolAbsences:
     """The part of the planner's memory that presence is judged by."""
 
     missing: Mapping[str, int] = field(default_factory=dict)  # worker -> since when
@@ -43,7 +43,7 @@ class Presence:
     counted: tuple[Worker, ...]  # those that a job may wait for: all that are not gone
 
 
-def present(snapshot: Snapshot, memory: Absences) -> Presence:
+def present(snapshot: Snapshot, memory: PoolAbsences) -> Presence:
     """Who is there at this look."""
     now_ms, settings = snapshot.now_ms, snapshot.settings
     workers = sorted(snapshot.workers, key=lambda w: numbered(w.id))

@@ -19,17 +19,17 @@ from common.pool.rows import Resident, Role, Tier, Worker
 from common.pool.settings import PoolSettings
 from common.pool.snapshot import Host
 from services.planner.decide import decide
-from services.planner.memory import Memory
+from services.planner.memory import PlannerMemory
 from sim.cluster.model.agenda import Agenda
 from sim.cluster.model.job import JobSpec, SimJob
-from sim.cluster.model.pool import Pool
+from sim.cluster.model.pool import SimPool
 
 LOOK_S = 0.5  # between two looks of the planner, as of a mesh
 BALANCE_S = 1.0  # and of the router's balancer
 
 
 @dataclass(frozen=True, slots=True)
-class Hosts:
+class SimHosts:
     """Hosts that are alike."""
 
     count: int
@@ -46,7 +46,7 @@ class Switches:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SimChange:
     """A move of the planner's, or its verdict on one."""
 
     at_s: float
@@ -55,7 +55,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class SimFailure:
     """A host that is away for a while."""
 
     host: int
@@ -70,18 +70,18 @@ class Cluster:
 
     def __init__(
         self,
-        hosts: Sequence[Hosts],
+        hosts: Sequence[SimHosts],
         jobs: Sequence[JobSpec],
         switches: Switches = Switches(),
         settings: PoolSettings | None = None,
-        failures: Sequence[Failure] = (),
+        failures: Sequence[SimFailure] = (),
     ) -> None:
         self.agenda = Agenda()
         self.jobs = {spec.name: SimJob(self.agenda, spec) for spec in jobs}
-        self.moves: list[Change] = []
-        self.judged: list[Change] = []
+        self.moves: list[SimChange] = []
+        self.judged: list[SimChange] = []
         self._switches = switches
-        self._memory = Memory()
+        self._memory = PlannerMemory()
         self._pool = _pool(hosts, replace(settings or PoolSettings(), turns=False))
         self._kinds = {worker.id: kind_of(worker.accelerator) for worker in self._pool.workers}
         self._residents: dict[str, str] = {}  # who does something -> for which job
@@ -148,11 +148,11 @@ class Cluster:
             self._begin(gang, resident)
         for one in decisions:
             if isinstance(one, Finish) and one.why.rule in PLANNED:
-                self.moves.append(Change(now_s, one.why.job, one.details))
+                self.moves.append(SimChange(now_s, one.why.job, one.details))
             if isinstance(one, FailJob):
                 raise ConfigError(one.error, where=f"job {one.job}")
             if isinstance(one, Judge):
-                self.judged.append(Change(now_s, one.job, one.details))
+                self.judged.append(SimChange(now_s, one.job, one.details))
 
     def _begin(self, gang: str, resident: Resident) -> None:
         """A resident does what was wished when a switch is over."""
@@ -189,7 +189,7 @@ class Cluster:
         self.agenda.after(BALANCE_S, self._balance)
 
 
-def _pool(hosts: Sequence[Hosts], settings: PoolSettings) -> Pool:
+def _pool(hosts: Sequence[SimHosts], settings: PoolSettings) -> SimPool:
     workers: list[Worker] = []
     names: list[str] = []
     for one in hosts:
@@ -198,4 +198,4 @@ def _pool(hosts: Sequence[Hosts], settings: PoolSettings) -> Pool:
             for _ in range(one.accelerators):
                 number = len(workers)
                 workers.append(Worker(f"w{number}", names[-1], one.kind, number + 1))
-    return Pool(tuple(workers), {name: Host(name) for name in names}, settings)
+    return SimPool(tuple(workers), {name: Host(name) for name in names}, settings)

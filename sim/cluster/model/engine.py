@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from sim.cluster.model.agenda import Agenda
-from sim.cluster.model.speeds import Speed
+from sim.cluster.model.speeds import SimSpeed
 
 AHEAD = 512.0  # tokens of progress after which the rate is looked at again, as contexts grow
 DONE = 1e-6  # tokens that count as none
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class SimRequest:
     """A turn to generate: `left` tokens behind `context`, of which the engine has `cached`."""
 
     left: float
@@ -31,11 +31,11 @@ class Request:
     began: float = field(default=0.0, repr=False)  # the engine's progress when it joined
 
 
-class Engine:
+class SimEngine:
     """A gang that generates for one job. Who waits is served in the order in which he came."""
 
     def __init__(
-        self, name: str, agenda: Agenda, speed: Speed, slots: int, degree: int = 1
+        self, name: str, agenda: Agenda, speed: SimSpeed, slots: int, degree: int = 1
     ) -> None:
         self.name, self.degree, self.slots, self.version = name, degree, slots, 0
         self.kind = ""  # of its accelerators
@@ -47,9 +47,9 @@ class Engine:
         self._at_s = self._began_s = agenda.now_s  # as of then
         self._stands_s = 0.0  # until then nothing is decoded: a prefill, a pull of weights
         self._per_s = 0.0  # steps a second
-        self._there: list[tuple[float, int, Request]] = []  # by the step at which each ends
+        self._there: list[tuple[float, int, SimRequest]] = []  # by the step at which each ends
         self._held = 0.0  # tokens of context of those, less the steps so far of each
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[SimRequest] = deque()
         self._order = 0
         self._due = 0  # the event that counts: others are out of date
 
@@ -63,7 +63,7 @@ class Engine:
         """Requests that it has no room for."""
         return len(self._waiting)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: SimRequest) -> None:
         """Takes a request; its `ended` is called when its turn is over."""
         self._advance()
         self._waiting.append(request)
@@ -76,7 +76,7 @@ class Engine:
         self._stands_s = max(self._stands_s, self._agenda.now_s) + seconds
         self._plan()
 
-    def release(self, request: Request) -> None:
+    def release(self, request: SimRequest) -> None:
         """Lets go of a request; what was made of it is in it."""
         self._advance()
         if request in self._waiting:
@@ -88,7 +88,7 @@ class Engine:
         self._fill()
         self._plan()
 
-    def clear(self) -> list[Request]:
+    def clear(self) -> list[SimRequest]:
         """Lets go of all, those that run first."""
         self._advance()
         running = [request for _, _, request in sorted(self._there)]
@@ -144,7 +144,7 @@ class Engine:
             self._order += 1
             heappush(self._there, (self._far + request.left, self._order, request))
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: SimRequest) -> None:
         """Takes what was made of a request into it."""
         made = min(request.left, self._far - request.began)
         self._held -= request.context - request.began
@@ -168,7 +168,7 @@ class Engine:
         if due != self._due:
             return
         self._advance()
-        over: list[Request] = []
+        over: list[SimRequest] = []
         while self._there and self._there[0][0] - self._far <= DONE:
             request = heappop(self._there)[2]
             self._leave(request)

@@ -14,11 +14,11 @@ from common.pool.needs import Need, PlannedJob
 from common.pool.rows import Resident, Role
 from common.state.jobs import Phase
 from sim.cluster.model.agenda import Agenda
-from sim.cluster.model.engine import Engine
-from sim.cluster.model.shard import Shard, Trajectory
-from sim.cluster.model.speeds import Speed
-from sim.cluster.model.training import Training, Trains
-from sim.cluster.model.workload import Workload
+from sim.cluster.model.engine import SimEngine
+from sim.cluster.model.shard import Shard, SimTrajectory
+from sim.cluster.model.speeds import SimSpeed
+from sim.cluster.model.training import SimTraining, TrainingSpeed
+from sim.cluster.model.workload import SimWorkload
 
 LONGEST = 1 << 20  # tokens of a trajectory, where nothing is said
 ENGINES = 64  # of a shard at most
@@ -28,9 +28,9 @@ ENGINES = 64  # of a shard at most
 class JobSpec:
     """What a job asks for, what it does, and how fast that goes."""
 
-    workload: Workload
-    trains: Trains
-    speed: Callable[[str, int], Speed]  # of engines on accelerators of a kind, by degree
+    workload: SimWorkload
+    trains: TrainingSpeed
+    speed: Callable[[str, int], SimSpeed]  # of engines on accelerators of a kind, by degree
     name: str = "job"
     steps: int = 48
     groups_per_step: int = 4
@@ -59,7 +59,7 @@ class SimJob:
     def __init__(self, agenda: Agenda, spec: JobSpec) -> None:
         self.spec = spec
         self.shards: list[Shard] = []
-        self.training = Training(
+        self.training = SimTraining(
             agenda,
             spec.trains,
             spec.groups_per_step,
@@ -84,7 +84,7 @@ class SimJob:
         if resident.role == Role.ROLLOUT:
             degree, spec = len(resident.ranks), self.spec
             speed = spec.speed(kind, degree)
-            engine = Engine(resident.id, self._agenda, speed, spec.slots, degree)
+            engine = SimEngine(resident.id, self._agenda, speed, spec.slots, degree)
             engine.version, engine.kind = self.training.version, kind
             shard = self._of[resident.id] = self._smallest()
             self._rolls[resident.id] = degree
@@ -122,7 +122,7 @@ class SimJob:
         self._told()
 
     @property
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[SimEngine]:
         """All that there are now."""
         return [place.engine for shard in self.shards for place in shard.places.values()]
 
@@ -168,7 +168,7 @@ class SimJob:
                     script = spec.workload.script(group.number, member, share)
                     shard.open(group.number, group.prompt, group.version, script)
 
-    def _ended(self, shard: Shard, t: Trajectory) -> None:
+    def _ended(self, shard: Shard, t: SimTrajectory) -> None:
         whole = self.training.ended(t.group, t.oldest, t.context)
         shard.worked.groups += whole
         self._fill(shard, self.training.capacity)
@@ -185,13 +185,13 @@ class SimJob:
             shard.dispatch()
         self.fill()
 
-    def _arrived(self, shard: Shard, engine: Engine, version: int) -> None:
+    def _arrived(self, shard: Shard, engine: SimEngine, version: int) -> None:
         if engine.name in shard.places and version > engine.version:
             self._take(engine, version)
             shard.dispatch()
             self.fill()
 
-    def _take(self, engine: Engine, version: int) -> None:
+    def _take(self, engine: SimEngine, version: int) -> None:
         engine.version = version
         if self.spec.pull_s:
             engine.stand(self.spec.pull_s)
@@ -223,7 +223,7 @@ class SimJob:
         )
 
     def _measured(self) -> Measured:
-        alike: dict[int, list[Engine]] = {}
+        alike: dict[int, list[SimEngine]] = {}
         for engine in self.engines:
             alike.setdefault(id(engine.speed), []).append(engine)
         curves = tuple(

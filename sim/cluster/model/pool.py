@@ -14,7 +14,7 @@ from common.pool.snapshot import Host, Move, Snapshot
 
 
 @dataclass
-class Pool:
+class SimPool:
     """Workers, gangs and hosts of a simulated cluster."""
 
     workers: tuple[Worker, ...]

@@ -18,14 +18,14 @@ from services.rollout.routing.queues import EngineLoad, LengthBucket, QueuedRequ
 from services.rollout.routing.stay import AT_ENGINE, TURN
 from services.rollout.worked import IN_FLIGHT, Worked
 from sim.cluster.model.agenda import Agenda
-from sim.cluster.model.engine import Engine, Request
+from sim.cluster.model.engine import SimEngine, SimRequest
 from sim.cluster.model.workload import Script
 
 LOOK_AHEAD = 64  # as of the router
 
 
 @dataclass(eq=False, slots=True)
-class Trajectory:
+class SimTrajectory:
     """One that is under way."""
 
     group: int
@@ -39,19 +39,19 @@ class Trajectory:
     oldest: int = -1  # version of its first token
     home: str = ""  # the engine that holds its cache
     seat: str = ""  # the engine where it has a seat
-    request: Request | None = None
+    request: SimRequest | None = None
     bucket: int = 0
     returns: list[tuple[ToolReturn, int]] = field(default_factory=list)  # and sampled by then
     order: tuple[int, ...] = field(default=(), repr=False)
 
 
 @dataclass(slots=True)
-class Place:
+class SimPlace:
     """An engine as the shard loads it."""
 
-    engine: Engine
+    engine: SimEngine
     bucket: int = 0
-    out: dict[Trajectory, None] = field(default_factory=dict)  # turns under way, oldest first
+    out: dict[SimTrajectory, None] = field(default_factory=dict)  # turns under way, oldest first
     held: int = 0  # trajectories with a seat there
     _load: EngineLoad = field(init=False, repr=False, default=EngineLoad("", 1, 0, -1))
 
@@ -72,7 +72,7 @@ class Shard:
     def __init__(
         self,
         agenda: Agenda,
-        over: Callable[[Shard, Trajectory], None],
+        over: Callable[[Shard, SimTrajectory], None],
         slots: int,
         longest: int,
         buckets: bool,
@@ -83,19 +83,19 @@ class Shard:
         whole = [LengthBucket(longest, slots)]
         self._scheduler = Scheduler(whole, 1, Lengths(), follows=buckets)
         self._learns = buckets
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, SimPlace] = {}
         self.worked = Worked(Occupancy(lambda: agenda.now_s))
         self.sampled = 0.0  # tokens
-        self.under_way: set[Trajectory] = set()
+        self.under_way: set[SimTrajectory] = set()
         self._agenda, self._over = agenda, over
-        self._queue: list[Trajectory] = []
+        self._queue: list[SimTrajectory] = []
         self._arrivals = 0
 
     # -- engines -----------------------------------------------------------------------------------
 
-    def join(self, engine: Engine) -> None:
+    def join(self, engine: SimEngine) -> None:
         """An engine takes requests from now on."""
-        self.places[engine.name] = Place(engine)
+        self.places[engine.name] = SimPlace(engine)
         self._follow()
         self.dispatch()
 
@@ -174,17 +174,17 @@ class Shard:
 
     def open(self, group: int, prompt: int, floor: int, script: Script) -> None:
         """Begins a trajectory."""
-        t = Trajectory(group, prompt, floor, script, context=script.prompt)
+        t = SimTrajectory(group, prompt, floor, script, context=script.prompt)
         self.under_way.add(t)
         self._count(IN_FLIGHT, 1)
         self._begin(t)
 
-    def _begin(self, t: Trajectory) -> None:
+    def _begin(self, t: SimTrajectory) -> None:
         t.left = t.script.turns[t.turn].tokens
         self._count(TURN, 1)
         self._place(t)
 
-    def _place(self, t: Trajectory) -> None:
+    def _place(self, t: SimTrajectory) -> None:
         request = self._request(t)
         place = self.places.get(t.home)
         home = place.load if place is not None else None
@@ -206,11 +206,11 @@ class Shard:
     def _loads(self) -> list[EngineLoad]:
         return [place.load for place in self.places.values()]
 
-    def _send(self, t: Trajectory, place: Place) -> None:
+    def _send(self, t: SimTrajectory, place: SimPlace) -> None:
         self._count(AT_ENGINE, 1)
         self._take(t, place)
 
-    def _take(self, t: Trajectory, place: Place) -> None:
+    def _take(self, t: SimTrajectory, place: SimPlace) -> None:
         name = place.engine.name
         if t.seat != name:
             self._free(t)
@@ -221,28 +221,28 @@ class Shard:
         if t.oldest < 0:
             t.oldest = place.engine.version
         cached = t.context if known else 0.0
-        t.request = Request(t.left, t.context, cached, lambda: self._ended(t))
+        t.request = SimRequest(t.left, t.context, cached, lambda: self._ended(t))
         place.engine.submit(t.request)
 
-    def _request(self, t: Trajectory) -> QueuedRequest:
+    def _request(self, t: SimTrajectory) -> QueuedRequest:
         return QueuedRequest(t.floor, t.home, self._bucket(t))
 
-    def _bucket(self, t: Trajectory) -> int:
+    def _bucket(self, t: SimTrajectory) -> int:
         """Its bucket, or the nearest, rather longer, one that has an engine now."""
         if len(self._scheduler.buckets) == 1:
             return 0
         there = {p.bucket for p in self.places.values() if p.engine.version >= t.floor}
         return queues.served(t.bucket, there)
 
-    def _turn(self, t: Trajectory) -> tuple[int, ...]:
+    def _turn(self, t: SimTrajectory) -> tuple[int, ...]:
         return self._scheduler.order(t.group, t.bucket)
 
-    def _decided(self, t: Trajectory, bucket: int) -> queues.BucketDecision:
+    def _decided(self, t: SimTrajectory, bucket: int) -> queues.BucketDecision:
         path = [returned for returned, _ in t.returns]
         estimate = self._scheduler.lengths.estimate(t.prompt, path)
         return queues.decide(estimate, bucket, self._scheduler.buckets)
 
-    def _returned(self, t: Trajectory, returned: ToolReturn) -> None:
+    def _returned(self, t: SimTrajectory, returned: ToolReturn) -> None:
         """A tool has answered: the trajectory may belong to another bucket now."""
         t.returns.append((returned, round(t.sampled)))
         if len(self._scheduler.buckets) == 1:
@@ -256,25 +256,25 @@ class Shard:
             self._free(t)
             t.home = ""
 
-    def _free(self, t: Trajectory) -> None:
+    def _free(self, t: SimTrajectory) -> None:
         """Gives back its seat."""
         if t.seat in self.places:
             self.places[t.seat].held -= 1
         t.seat = ""
 
-    def _interrupt(self, t: Trajectory) -> None:
+    def _interrupt(self, t: SimTrajectory) -> None:
         """Takes over what an engine has made of a turn."""
         request, t.request = t.request, None
         assert request is not None
         self._made(t, request)
         t.left = request.left
 
-    def _made(self, t: Trajectory, request: Request) -> None:
+    def _made(self, t: SimTrajectory, request: SimRequest) -> None:
         t.context += request.made
         t.sampled += request.made
         self.sampled += request.made
 
-    def _ended(self, t: Trajectory) -> None:
+    def _ended(self, t: SimTrajectory) -> None:
         """A turn is over: its tool begins."""
         request, t.request = t.request, None
         assert request is not None
@@ -289,7 +289,7 @@ class Shard:
             self._answered(t)
         self.dispatch()
 
-    def _answered(self, t: Trajectory) -> None:
+    def _answered(self, t: SimTrajectory) -> None:
         t.turn += 1
         if t.turn < len(t.script.turns):
             turn = t.script.turns[t.turn - 1]

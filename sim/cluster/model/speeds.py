@@ -9,12 +9,12 @@ from typing import Protocol
 
 from common.job.pace import Pace
 from common.pool.measured import Curve
-from services.planner.costs.rollout import Gang
+from services.planner.costs.rollout import EngineGang
 
 LEAST_S = 1e-9  # of a decode step
 
 
-class Speed(Protocol):
+class SimSpeed(Protocol):
     """How fast one gang is."""
 
     def step_s(self, batch: float, context: float) -> float:
@@ -111,7 +111,7 @@ class MeasuredSpeed:
 class ModelSpeed:
     """Of a model on accelerators (`services/planner/costs/rollout.py`)."""
 
-    gang: Gang
+    gang: EngineGang
 
     def step_s(self, batch: float, context: float) -> float:
         """By the cost model."""

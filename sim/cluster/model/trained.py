@@ -12,7 +12,7 @@ from common.hardware.profiles import Accelerator
 from common.hardware.shapes import ModelShape
 from common.job.pace import TrainingPace
 from kernels.packing import pack_rounds
-from services.planner.costs.training import StepWork, TrainingLayout, step_s
+from services.planner.costs.training import TrainingLayout, TrainingWork, step_s
 
 MANY = 64  # micro-batches over which the filling of a pipeline is spread
 
@@ -39,11 +39,11 @@ class ModelTraining:
 
     @cached_property
     def _empty_s(self) -> float:
-        return step_s(self.shape, self.on, self.layout, StepWork(self.layout.data, 0.0, 0.0))
+        return step_s(self.shape, self.on, self.layout, TrainingWork(self.layout.data, 0.0, 0.0))
 
     def _piece_s(self, tokens: float) -> float:
         """Seconds of one sequence on one replica, with its part of the pipeline's filling."""
-        work = StepWork(MANY, MANY * tokens, MANY * tokens * tokens)
+        work = TrainingWork(MANY, MANY * tokens, MANY * tokens * tokens)
         return (step_s(self.shape, self.on, self._replica, work) - self._idle_s) / MANY
 
     @cached_property
@@ -52,7 +52,7 @@ class ModelTraining:
 
     @cached_property
     def _idle_s(self) -> float:
-        return step_s(self.shape, self.on, self._replica, StepWork(1, 0.0, 0.0))
+        return step_s(self.shape, self.on, self._replica, TrainingWork(1, 0.0, 0.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from common.pool.measured import Work
 from sim.cluster.model.agenda import Agenda
 
 
-class Trains(Protocol):
+class TrainingSpeed(Protocol):
     """How fast a job trains."""
 
     def replicas(self, workers: int, core: bool) -> int:
@@ -35,7 +35,7 @@ class Trains(Protocol):
 
 
 @dataclass(slots=True)
-class Group:
+class SimGroup:
     """Trajectories of one prompt."""
 
     number: int
@@ -47,13 +47,13 @@ class Group:
     tokens: list[float] = field(default_factory=list)  # of each member that has ended
 
 
-class Training:
+class SimTraining:
     """The core of a job and its helpers."""
 
     def __init__(
         self,
         agenda: Agenda,
-        trains: Trains,
+        trains: TrainingSpeed,
         groups_per_step: int,
         group_size: int,
         max_staleness: int,
@@ -74,14 +74,14 @@ class Training:
         self._switch_s = switch_s
         self._admitted = self._next = self._cursor = 0
         self._again: deque[tuple[int, int]] = deque()  # prompts given back, how often passed over
-        self._open: dict[int, Group] = {}
-        self._ready: dict[int, Group] = {}
+        self._open: dict[int, SimGroup] = {}
+        self._ready: dict[int, SimGroup] = {}
         self._since_s = agenda.now_s  # when it began to train, or to wait
         self._free_s: dict[
             tuple[str, int], float
         ] = {}  # when each replica has computed what it was given,
         self._computed_s = 0.0  # and all of them,
-        self._leased: list[Group] = []  # of the groups of the step so far;
+        self._leased: list[SimGroup] = []  # of the groups of the step so far;
         self._whole = False  # these are all
         self._step = 0  # that is being made, begun ones counted
         self._waited_s = 0.0  # for them
@@ -98,7 +98,7 @@ class Training:
         steps = min(self._staleness + self.version + 1, self._steps)
         return max(0, steps * self._wanted - self._admitted)
 
-    def admit(self, want: int) -> list[Group]:
+    def admit(self, want: int) -> list[SimGroup]:
         """Opens up to so many groups, as many as the gate lets through."""
         found = []
         for _ in range(min(want, self.capacity)):
@@ -107,7 +107,7 @@ class Training:
             else:
                 prompt, passed = self._cursor, 0
                 self._cursor += 1
-            group = Group(self._next, prompt, self.version, self._size, passed)
+            group = SimGroup(self._next, prompt, self.version, self._size, passed)
             self._open[group.number] = group
             self._next += 1
             self._admitted += 1
@@ -164,7 +164,7 @@ class Training:
             ends_s = max(now_s, self._computed_s) + self._trains.update_s()
             self._agenda.at(ends_s, partial(self._commit, self._step))
 
-    def _compute(self, group: Group, from_s: float) -> None:
+    def _compute(self, group: SimGroup, from_s: float) -> None:
         """Its gradients, by whoever is free first."""
         for piece_s in self._trains.bins_s(group.tokens):
             first = min(self._free_s, key=lambda one: self._free_s[one])
@@ -178,14 +178,14 @@ class Training:
         """All so far; seconds of steps that are complete."""
         return self._done
 
-    def _chosen(self) -> list[Group]:
+    def _chosen(self) -> list[SimGroup]:
         """Ready groups that the step takes now, oldest first; what is too old gives its prompt
         back. A place is kept for each open group that may be passed over no more.
         """
         late = sum(group.passed >= self._staleness for group in self._open.values())
         places = self._wanted - len(self._leased)
         places -= min(late, places)
-        chosen: list[Group] = []
+        chosen: list[SimGroup] = []
         for number in sorted(self._ready):
             if len(chosen) == places:
                 break

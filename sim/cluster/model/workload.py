@@ -19,7 +19,7 @@ from sim.drift import Drift
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class SimTurn:
     """What a model generates, and what comes of it."""
 
     tokens: float
@@ -33,10 +33,10 @@ class Script:
     """A trajectory as it will have been, which no policy sees."""
 
     prompt: float  # tokens
-    turns: Sequence[Turn]
+    turns: Sequence[SimTurn]
 
 
-class Workload(Protocol):
+class SimWorkload(Protocol):
     """Draws trajectories."""
 
     def script(self, group: int, member: int, share: float) -> Script:
@@ -64,7 +64,7 @@ class LogNormal:
         for _ in range(self.turns):
             drawn = self.median.at(share) * math.exp(self.sigma.at(share) * random.gauss(0.0, 1.0))
             tokens = min(left, float(max(1, round(drawn))))
-            turns.append(Turn(tokens, self.tool_s.at(share), self.answer))
+            turns.append(SimTurn(tokens, self.tool_s.at(share), self.answer))
             left -= tokens
             if left <= 0:
                 break
@@ -72,7 +72,7 @@ class LogNormal:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ToolAnswer:
     """What a tool may answer, and what follows from it."""
 
     returned: ToolReturn
@@ -92,7 +92,7 @@ class Chain:
     seed: int
     median: Drift  # tokens of a turn
     sigma: Drift
-    answers: Sequence[Answer]
+    answers: Sequence[ToolAnswer]
     most: int  # turns
     prompt: float
     longest: float = math.inf  # tokens of a trajectory; it is cut there
@@ -105,16 +105,16 @@ class Chain:
         """Lengths by the share of the run."""
         random = Random(self.seed).child(f"{group}/{member}")
         left, scale, last = self.longest, 1.0, False
-        turns: list[Turn] = []
+        turns: list[SimTurn] = []
         while left > 0 and len(turns) < self.most:
             drawn = self.median.at(share) * math.exp(self.sigma.at(share) * random.gauss(0.0, 1.0))
             tokens = min(left, float(max(1, round(scale * drawn))))
             left -= tokens
             if last:
-                turns.append(Turn(tokens))
+                turns.append(SimTurn(tokens))
                 break
             answer = self.answers[bisect(self._weights, random.random() * self._weights[-1])]
-            turns.append(Turn(tokens, answer.seconds, answer.tokens, answer.returned))
+            turns.append(SimTurn(tokens, answer.seconds, answer.tokens, answer.returned))
             scale *= answer.scale
             last = random.random() < answer.ends
         return Script(self.prompt, turns)

@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedRun:
     """What a run tells."""
 
     document: dict[str, Any]  # of the scenario
@@ -44,7 +44,7 @@ class Recorded:
     step_s: float  # of the run itself, in the mean
 
 
-def recorded(run: Path) -> Recorded:
+def recorded(run: Path) -> RecordedRun:
     """Reads a run's directory. NotFound says what is missing."""
     if not (run / "job.json").is_file():
         raise NotFound(f"{run} is no directory of a run", fix="Name one, as in runs/calculator")
@@ -97,7 +97,9 @@ def recorded(run: Path) -> Recorded:
             }
         ],
     }
-    return Recorded(scenario, [_line_of(row, sampled) for row in rows], span_s / (len(steps) - 1))
+    return RecordedRun(
+        scenario, [_line_of(row, sampled) for row in rows], span_s / (len(steps) - 1)
+    )
 
 
 def _workers(events: Sequence[Event]) -> int:
@@ -249,7 +251,7 @@ def _switches(events: Sequence[Event]) -> dict[str, float]:
     return {f"{role}_s": round(median(found or every), 3) for role, found in took_s.items()}
 
 
-def written(found: Recorded, folder: Path) -> Path:
+def written(found: RecordedRun, folder: Path) -> Path:
     """Writes the scenario, with its trajectories beside it; its path."""
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row) + "\n" for row in found.trace)

@@ -8,12 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from sim.cluster.model.workload import Answer, Chain, LogNormal, Script, Trace, Turn, Workload
+from sim.cluster.model.workload import (
+    Chain,
+    LogNormal,
+    Script,
+    SimTurn,
+    SimWorkload,
+    ToolAnswer,
+    Trace,
+)
 from sim.cluster.sources.scenario import DriftTable, WorkloadTable
 from sim.drift import Drift
 
 
-def workload_of(table: WorkloadTable, size: int, seed: int, base: Path) -> Workload:
+def workload_of(table: WorkloadTable, size: int, seed: int, base: Path) -> SimWorkload:
     """The workload of a job's groups of `size`; a trace that is named relatively lies in `base`."""
     if table.trace:
         return Trace(_traced(base / table.trace), size)
@@ -23,7 +31,7 @@ def workload_of(table: WorkloadTable, size: int, seed: int, base: Path) -> Workl
         tool_s = _drift(table.tool_s)
         return LogNormal(seed, table.turns, median, sigma, tool_s, table.prompt, 1.0, longest)
     answers = [
-        Answer((a.tool, a.size, a.status), a.weight, a.seconds, a.tokens, a.ends, a.scale)
+        ToolAnswer((a.tool, a.size, a.status), a.weight, a.seconds, a.tokens, a.ends, a.scale)
         for a in table.answers
     ]
     return Chain(seed, median, sigma, answers, table.turns, table.prompt, longest)
@@ -60,11 +68,11 @@ def _traced(path: Path) -> list[Script]:
     return found
 
 
-def _turn(row: dict[str, Any]) -> Turn:
+def _turn(row: dict[str, Any]) -> SimTurn:
     tokens, tool_s = float(row["tokens"]), float(row.get("tool_s", 0.0))
     if not (0 < tokens < math.inf and 0 <= tool_s < math.inf):
         raise ValueError(f"{tokens} tokens and {tool_s} s are no turn")
     named = ("tool", "size", "status")
     state = tuple(str(row[name]) for name in named) if all(n in row for n in named) else None
     returned = (state[0], state[1], state[2]) if state else None
-    return Turn(tokens, tool_s, float(row.get("answer", 0.0)), returned)
+    return SimTurn(tokens, tool_s, float(row.get("answer", 0.0)), returned)

@@ -33,7 +33,7 @@ LIES = {
 
 
 @dataclass(frozen=True)
-class Pace:
+class FaultPace:
     """Mean seconds between two faults of a kind, and from its begin to its end."""
 
     every_s: float
@@ -42,16 +42,16 @@ class Pace:
 
 
 PACES = {
-    "kill": Pace(20.0, 0.0, 0.0),
-    "stop": Pace(30.0, 0.3, LONGEST_STOP_S),
-    "network": Pace(30.0, 0.5, 20.0),
-    "redis": Pace(45.0, 0.2, 15.0),
-    "disk": Pace(45.0, 1.0, 25.0),
-    "clock": Pace(100.0, 0.0, 0.0),
-    "power": Pace(60.0, 0.0, 0.0),
-    "lies": Pace(60.0, 1.0, 20.0),
-    "rollback": Pace(60.0, 1.0, 20.0),
-    "damage": Pace(20.0, 0.0, 3.0),
+    "kill": FaultPace(20.0, 0.0, 0.0),
+    "stop": FaultPace(30.0, 0.3, LONGEST_STOP_S),
+    "network": FaultPace(30.0, 0.5, 20.0),
+    "redis": FaultPace(45.0, 0.2, 15.0),
+    "disk": FaultPace(45.0, 1.0, 25.0),
+    "clock": FaultPace(100.0, 0.0, 0.0),
+    "power": FaultPace(60.0, 0.0, 0.0),
+    "lies": FaultPace(60.0, 1.0, 20.0),
+    "rollback": FaultPace(60.0, 1.0, 20.0),
+    "damage": FaultPace(20.0, 0.0, 3.0),
 }
 
 
@@ -67,7 +67,7 @@ def kinds_of(text: str) -> tuple[str, ...]:
     return tuple(kind for kind in KINDS if kind in chosen)
 
 
-class Schedule:
+class FaultSchedule:
     """Faults of the given kinds until `settle`, after which all is well again."""
 
     def __init__(

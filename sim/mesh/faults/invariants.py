@@ -21,7 +21,7 @@ _ENDS = {"requeued", "dropped", "filtered"}  # events that end one group
 
 
 @dataclass(frozen=True)
-class Terms:
+class MeshTerms:
     """What the job was given."""
 
     steps: int
@@ -29,9 +29,9 @@ class Terms:
     keep_checkpoints: int
 
 
-def check(facts: Facts, terms: Terms) -> list[str]:
+def check(facts: Facts, terms: MeshTerms) -> list[str]:
     """A line for each violation."""
-    every: tuple[Callable[[Facts, Terms], Violations], ...] = (
+    every: tuple[Callable[[Facts, MeshTerms], Violations], ...] = (
         exactly_once,
         history,
         silence,
@@ -76,7 +76,7 @@ def fates(facts: Facts) -> tuple[set[int], dict[int, list[str]]]:
     return opened, {group: hows for group, hows in ends.items() if hows}
 
 
-def history(facts: Facts, terms: Terms) -> Violations:
+def history(facts: Facts, terms: MeshTerms) -> Violations:
     """Whatever Redis has lost since: a version of a lineage has one manifest, and a group's number
     is used once.
     """
@@ -95,7 +95,7 @@ def history(facts: Facts, terms: Terms) -> Violations:
         yield f"{len(twice)} groups were opened twice: {twice[:5]}"
 
 
-def silence(facts: Facts, terms: Terms) -> Violations:
+def silence(facts: Facts, terms: MeshTerms) -> Violations:
     """Damage that somebody has read is told."""
     told = [str(fields) for kind, fields in facts.history if kind == EVENT]
     told += [facts.refused, str(facts.job.get("error"))]
@@ -128,7 +128,7 @@ def _after(how: str, version: int) -> bool:
     return how.startswith("step ") and int(how.removeprefix("step ")) > version
 
 
-def exactly_once(facts: Facts, terms: Terms) -> Violations:
+def exactly_once(facts: Facts, terms: MeshTerms) -> Violations:
     """Every group that was opened has one fate, or is in flight."""
     opened, ends = fates(facts)
     for group, hows in sorted(ends.items()):
@@ -142,7 +142,7 @@ def exactly_once(facts: Facts, terms: Terms) -> Violations:
         yield f"group {group} is lost"
 
 
-def whole_steps(facts: Facts, terms: Terms) -> Violations:
+def whole_steps(facts: Facts, terms: MeshTerms) -> Violations:
     """The steps of the lineage that stands follow each other up to the current version."""
     steps: list[int] = []
     for kind, told in facts.events:
@@ -160,7 +160,7 @@ def whole_steps(facts: Facts, terms: Terms) -> Violations:
         yield f"the manifest of version {version} is not stored"
 
 
-def staleness(facts: Facts, terms: Terms) -> Violations:
+def staleness(facts: Facts, terms: MeshTerms) -> Violations:
     """No stored token that a step trained on is older than it may be."""
     for kind, told in facts.events:
         if kind != "step":
@@ -180,7 +180,7 @@ def staleness(facts: Facts, terms: Terms) -> Violations:
                 yield f"step {told['step']} trained on group {row['group']}, {age} versions old"
 
 
-def gate(facts: Facts, terms: Terms) -> Violations:
+def gate(facts: Facts, terms: MeshTerms) -> Violations:
     """Rows and indexes agree, and none holds the gate for ever."""
     counted = Counter(group for groups in facts.indexes.values() for group in groups)
     for group in sorted(counted.keys() | facts.rows.keys()):
@@ -193,7 +193,7 @@ def gate(facts: Facts, terms: Terms) -> Violations:
         yield f"groups {facts.indexes['leased']} are leased after the last step"
 
 
-def store(facts: Facts, terms: Terms) -> Violations:
+def store(facts: Facts, terms: MeshTerms) -> Violations:
     """Each chunk is what its name says, and checkpoints are few."""
     damaged = {Path(damage.path).name for damage in facts.damages}
     for name, content in facts.chunks.items():
@@ -207,7 +207,7 @@ def store(facts: Facts, terms: Terms) -> Violations:
             yield f"checkpoint {name} has no directory"
 
 
-def ledgers(facts: Facts, terms: Terms) -> Violations:
+def ledgers(facts: Facts, terms: MeshTerms) -> Violations:
     """Segments hold whole records up to at most one torn one."""
     damaged = {damage.path for damage in facts.damages}
     for name, content in facts.ledgers.items():
@@ -228,7 +228,7 @@ def ledgers(facts: Facts, terms: Terms) -> Violations:
             offset = start + length
 
 
-def nothing_left(facts: Facts, terms: Terms) -> Violations:
+def nothing_left(facts: Facts, terms: MeshTerms) -> Violations:
     """The mesh that has ended holds nothing, and no process fell to a defect."""
     for lease in facts.leases:
         yield f"{lease} is still held"
@@ -236,7 +236,7 @@ def nothing_left(facts: Facts, terms: Terms) -> Violations:
     yield from facts.errors
 
 
-def the_end(facts: Facts, terms: Terms) -> Violations:
+def the_end(facts: Facts, terms: MeshTerms) -> Violations:
     """The job has finished, in time after the last fault; or it has failed, or was not started
     again, by a message that names a damaged file.
     """

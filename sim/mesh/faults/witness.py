@@ -23,7 +23,7 @@ Told = tuple[str, dict[str, Any]]  # kind and fields of an event
 
 
 @dataclass(frozen=True)
-class Seen:
+class WitnessedGroup:
     """A group as it lay in the store when a step that trains on it was about to be committed."""
 
     oldest: int  # lowest version of a token that was trained; -1: none was
@@ -41,7 +41,7 @@ class Facts:
     rows: dict[int, dict[str, str]] = field(default_factory=dict)  # groups, by number
     indexes: dict[str, list[int]] = field(default_factory=dict)
     leases: list[str] = field(default_factory=list)  # names that are still held
-    trained: dict[tuple[int, int, int], Seen] = field(default_factory=dict)
+    trained: dict[tuple[int, int, int], WitnessedGroup] = field(default_factory=dict)
     unseen: set[tuple[int, int, int]] = field(default_factory=set)  # as in `trained`: unreadable
     chunks: dict[str, bytes] = field(default_factory=dict)
     ledgers: dict[str, bytes] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Facts:
 class Witness:
     def __init__(self, redis: VirtualRedis, root: Path, job: str) -> None:
         self._redis, self._root, self._name, self._job = redis, root, job, f"{{{job}}}"
-        self._trained: dict[tuple[int, int, int], Seen] = {}
+        self._trained: dict[tuple[int, int, int], WitnessedGroup] = {}
         self._unseen: set[tuple[int, int, int]] = set()
         self._events: list[tuple[str, str, dict[str, Any]]] = []  # of the stream, with ids
         self._history: list[tuple[str, dict[str, Any]]] = []  # what Redis has lost since, too
@@ -115,7 +115,7 @@ class Witness:
         """What concerns this job, or the mesh."""
         return [(kind, row) for kind, row in told if row.get("job") in (None, "", self._name)]
 
-    def _seen(self, row: dict[str, str]) -> Seen | None:
+    def _seen(self, row: dict[str, str]) -> WitnessedGroup | None:
         """None: the group's file is gone or damaged."""
         digest = row["digest"]
         path = ChunkStore(self._root / "store").space(GROUPS).path(digest)
@@ -124,7 +124,7 @@ class Witness:
             return None
         versions = unpack(Group, content).sampled_versions
         oldest = int(versions.min()) if len(versions) else -1
-        return Seen(oldest, int(row.get("foreign_above", -1)))
+        return WitnessedGroup(oldest, int(row.get("foreign_above", -1)))
 
     def facts(self) -> Facts:
         """What lies in Redis and on the disk now."""

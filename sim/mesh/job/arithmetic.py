@@ -205,7 +205,7 @@ class TinyLearner(Learner):
         """They are nobody's once they are given."""
 
 
-class Group:
+class TinyGroup:
     """A process group: what one rank brings all of them get, once all have come."""
 
     def __init__(self, ranks: int) -> None:
@@ -253,7 +253,7 @@ class TinyRank(Rank):
         self.rank, self.ranks, self._seed = rank, ranks, data.config.seed
         self.division = EvenDivision(ranks)
         self._machine = owner().machine
-        self._group: Group | None = None
+        self._group: TinyGroup | None = None
         self._within_s = data.config.training.rank_deadline_s
         self._gradients = GradientSum()
         self._reset()
@@ -333,7 +333,7 @@ class TinyRank(Rank):
         first = {name: own_rows(shapes()[name], self.rank, self.ranks).start for name, _ in own}
         return {name: Part(tuple(shapes()[name]), first[name], rows) for name, rows in own}
 
-    def _formed(self) -> Group:
+    def _formed(self) -> TinyGroup:
         if self._group is None:
             raise Refused(f"rank {self.rank} is in no group", where="trainer")
         return self._group
@@ -347,8 +347,8 @@ class TinyRank(Rank):
     async def form(  # type: ignore[override]
         self, meeting: Meeting, interface: str = "", door: Any = None
     ) -> None:
-        groups: dict[str, Group] = self._machine.meetings
-        self._group = groups.setdefault(meeting.where, Group(self.ranks))
+        groups: dict[str, TinyGroup] = self._machine.meetings
+        self._group = groups.setdefault(meeting.where, TinyGroup(self.ranks))
         await self._group.exchange(self._machine, self.rank, None, meeting.deadline_s)
         self._reset()
         self.begin()

@@ -20,7 +20,7 @@ from services.trainer.bins.packing import Bin
 from sim.engines.simulated import NORMAL, SimulatedEngine
 from sim.machine import takes
 from sim.mesh.job.arithmetic import TinyArithmetic, TinyLearner, gradient_of
-from sim.mesh.job.workload import LONGEST, SLOTS, Workload
+from sim.mesh.job.workload import LONGEST, SLOTS, PacedWorkload
 
 AT_ONCE_S = 0.001  # what arithmetic takes without its pace
 
@@ -43,7 +43,7 @@ class SteppedEngine(SimulatedEngine):
     goes on at another engine ends where it would have ended here.
     """
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: PacedWorkload) -> None:
         self._workload, self._ticks, self._stepping = workload, _Steps(), False
         clock = cast(Clock, self._ticks)
         super().__init__(clock, SLOTS, 1.0, max_length=LONGEST, version=-1)

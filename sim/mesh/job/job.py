@@ -22,7 +22,7 @@ from common.job.config import (
 )
 from common.model.tokenizer import character_tokenizer
 from sim.mesh.job.arithmetic import MODEL
-from sim.mesh.job.workload import Workload
+from sim.mesh.job.workload import PacedWorkload
 
 JOB = "simulated"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;+-*/=()[]{}<>?!#$%&@^_"
@@ -64,7 +64,9 @@ def config_of(
     )
 
 
-def document_of(config: JobConfig, root: Path, workload: Workload | None = None) -> dict[str, Any]:
+def document_of(
+    config: JobConfig, root: Path, workload: PacedWorkload | None = None
+) -> dict[str, Any]:
     """The job as it is submitted, with its bundle below `root`, its run's directory."""
     bundle = root / "bundle"
     (bundle / "modules").mkdir(parents=True)

@@ -37,7 +37,7 @@ def still(value: float) -> Drift:
 
 
 @dataclass(frozen=True)
-class Workload:
+class PacedWorkload:
     """A job of its own; `decode` and `training` are paces as `rollout.pace` and `training.pace`
     take them.
     """
@@ -60,19 +60,19 @@ class Workload:
     helping: int = 0  # gangs that help the core in the first split
     planner: tuple[tuple[str, Any], ...] = ()  # further keys of `[planner]`
 
-    def held(self, helping: int) -> Workload:
+    def held(self, helping: int) -> PacedWorkload:
         """The same, with a split that stays."""
         return replace(self, moves=False, helping=helping)
 
-    def beginning(self, helping: int) -> Workload:
+    def beginning(self, helping: int) -> PacedWorkload:
         """The same, with a split that the planner may change."""
         return replace(self, moves=True, helping=helping)
 
-    def of_steps(self, steps: int) -> Workload:
+    def of_steps(self, steps: int) -> PacedWorkload:
         """The same, longer or shorter."""
         return replace(self, steps=steps)
 
-    def paced(self, training: str) -> Workload:
+    def paced(self, training: str) -> PacedWorkload:
         """The same, with trainers at another pace."""
         return replace(self, training=training)
 

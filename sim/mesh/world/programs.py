@@ -37,7 +37,7 @@ from sim.machine import Machine, ProcessHost
 from sim.mesh.job.arithmetic import TinyArithmetic
 from sim.mesh.job.computing import PacedArithmetic, SteppedEngine
 from sim.mesh.job.task import owed_s
-from sim.mesh.job.workload import Workload
+from sim.mesh.job.workload import PacedWorkload
 from sim.mesh.world.redis import VirtualRedis, state_of
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.process import Program, VirtualProcess
@@ -59,7 +59,7 @@ class Surroundings:
         network: MemoryNetwork,
         redis: VirtualRedis,
         root: Path,
-        workload: Workload | None = None,
+        workload: PacedWorkload | None = None,
     ) -> None:
         """`workload`: paces that its engines and trainers keep to; None: they have none."""
         self.machine, self.network, self.redis, self.root = machine, network, redis, root

@@ -23,7 +23,7 @@ from meshrl.launch.head.restoring import put_back
 from sim.loop import VirtualLoop
 from sim.machine import Machine, MachineClock
 from sim.mesh.job.job import JOB, config_of, document_of, runs_of
-from sim.mesh.job.workload import Workload
+from sim.mesh.job.workload import PacedWorkload
 from sim.mesh.world.gate import VirtualGate
 from sim.mesh.world.launcher import VirtualLauncher
 from sim.mesh.world.programs import HOST, Surroundings
@@ -31,7 +31,7 @@ from sim.mesh.world.recorder import VirtualRecorder
 from sim.mesh.world.redis import VirtualRedis, state_of
 from sim.network import MemoryNetwork
 from sim.process import VirtualProcess
-from sim.record import Record
+from sim.record import EventRecord
 
 BOOT_S = 3.0  # from a power cut until the mesh is started again
 
@@ -43,12 +43,12 @@ class Size:
     ranks: int = 1
     steps: int = 20
     jobs: int = 1
-    workload: Workload | None = None  # in place of the job that faults are tried on
+    workload: PacedWorkload | None = None  # in place of the job that faults are tried on
 
 
 class World:
     def __init__(
-        self, loop: VirtualLoop, random: Random, root: Path, record: Record, size: Size
+        self, loop: VirtualLoop, random: Random, root: Path, record: EventRecord, size: Size
     ) -> None:
         self.loop, self.random, self.root, self.record, self.size = loop, random, root, record, size
         self.machine = Machine(loop, random.child("machine"), record, root)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sim.mesh.running import Plan, play
+from sim.mesh.running import MeshPlan, play
 
 FAULTS = "all"
 SEEDS = 100
@@ -21,7 +21,7 @@ PACE = 0.5  # several kinds of faults in each of them
 @pytest.mark.parametrize("seed", [SEEDS if seed == CLOCK else seed for seed in range(SEEDS)])
 def test_nothing_is_lost_whatever_fails(seed: int) -> None:
     budget = 2 if 50 <= seed < SEEDS else 1
-    plan = Plan(seed, FAULTS, HOURS, pace=PACE, budget=budget)
+    plan = MeshPlan(seed, FAULTS, HOURS, pace=PACE, budget=budget)
     outcome = play(plan)
     assert not outcome.violations, f"{outcome.violations}; again: {plan.command}"
 
@@ -30,6 +30,6 @@ def test_nothing_is_lost_whatever_fails(seed: int) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("workers", "shards", "ranks"), [(4, 2, 1), (3, 1, 2)])
 def test_nothing_is_lost_in_larger_meshes(workers: int, shards: int, ranks: int) -> None:
-    plan = Plan(7, FAULTS, 30 / 3600, workers, shards, ranks)
+    plan = MeshPlan(7, FAULTS, 30 / 3600, workers, shards, ranks)
     outcome = play(plan)
     assert not outcome.violations, f"{outcome.violations}; again: {plan.command}"

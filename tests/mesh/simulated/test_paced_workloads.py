@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 
 from sim.drift import Drift
-from sim.mesh.job.workload import Workload
+from sim.mesh.job.workload import PacedWorkload
 from sim.mesh.paced import run
 
 STEPS = 9  # three times as many as the gate lets in at a time
@@ -15,7 +15,7 @@ TOKENS = 20  # of every turn
 PROMPT = 2  # tokens of it
 
 
-def job(**changes: object) -> Workload:
+def job(**changes: object) -> PacedWorkload:
     """Trajectories of one length: two workers, an engine and the core."""
     settings: dict[str, object] = {
         "workers": 2,
@@ -29,10 +29,10 @@ def job(**changes: object) -> Workload:
         "training": "100000/10",
         "moves": False,
     }
-    return Workload(**(settings | changes))  # type: ignore[arg-type]
+    return PacedWorkload(**(settings | changes))  # type: ignore[arg-type]
 
 
-def step_s(workload: Workload) -> float:
+def step_s(workload: PacedWorkload) -> float:
     """Seconds of a step, in the mean over two times as many as the gate lets in."""
     found = run(workload)
     assert not found.failures and not found.moves

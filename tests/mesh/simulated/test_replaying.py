@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sim.mesh import __main__ as command_line
-from sim.mesh.running import Outcome, Plan, play
+from sim.mesh.running import MeshOutcome, MeshPlan, play
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,7 +33,7 @@ def digest_of(hash_seed: str, log: Path) -> str:
 
 @pytest.mark.rotating(2)
 def test_a_seed_gives_one_run_again() -> None:
-    plan = Plan(11, "all", 0.002)
+    plan = MeshPlan(11, "all", 0.002)
     assert play(plan).digest == play(plan).digest != play(replace(plan, seed=12)).digest
 
 
@@ -47,8 +47,10 @@ def test_a_seed_gives_one_run_in_every_process(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_says_how_to_run_it_again(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = Plan(23, "kill,network", 0.25, workers=4, shards=2, ranks=2, pace=0.5, budget=4)
-    assert command_line.told([Outcome(plan, violations=["gate: group 4"]), Outcome(plan)]) == 1
+    plan = MeshPlan(23, "kill,network", 0.25, workers=4, shards=2, ranks=2, pace=0.5, budget=4)
+    assert (
+        command_line.told([MeshOutcome(plan, violations=["gate: group 4"]), MeshOutcome(plan)]) == 1
+    )
     said = capsys.readouterr().err
     assert "gate: group 4" in said
     line = next(line for line in said.splitlines() if line.startswith("again: "))

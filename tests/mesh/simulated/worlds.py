@@ -19,7 +19,7 @@ from sim.mesh.world.redis import VirtualRedis, state_of
 from sim.mesh.world.world import Size, World
 from sim.network import MemoryNetwork
 from sim.process import VirtualProcess
-from sim.record import Record
+from sim.record import EventRecord
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def on_world(
     """
     loop = VirtualLoop()
     loop.limit = limit_s
-    record = Record(lambda: loop.now, root)
+    record = EventRecord(lambda: loop.now, root)
 
     async def told() -> T:
         world = World(loop, Random(seed), root, record, size)
@@ -93,7 +93,7 @@ class Bare:
 class BareWorld:
     """A machine, a network and a Redis, without services."""
 
-    def __init__(self, loop: VirtualLoop, root: Path, record: Record, seed: int = 3) -> None:
+    def __init__(self, loop: VirtualLoop, root: Path, record: EventRecord, seed: int = 3) -> None:
         random = Random(seed)
         self.root = root
         self.machine = Machine(loop, random.child("machine"), record, root)
@@ -121,7 +121,7 @@ def on_bare_world(root: Path, story: Callable[[BareWorld], Coroutine[Any, Any, T
     """What a story makes of such a world."""
     loop = VirtualLoop()
     loop.limit = 7200.0
-    record = Record(lambda: loop.now, root)
+    record = EventRecord(lambda: loop.now, root)
 
     async def told() -> T:
         return await story(BareWorld(loop, root, record))

@@ -8,7 +8,7 @@ from common.state.events import Event
 from loadtests.regret.drawn import LEAST_STEP_S, drawn, rollout_s, trained_tokens
 from loadtests.regret.figures import Compared, errors, figures, good
 from sim.drift import Drift
-from sim.mesh.job.workload import Workload
+from sim.mesh.job.workload import PacedWorkload
 from sim.mesh.paced import rl_s
 
 
@@ -41,16 +41,16 @@ def test_training_alone_is_slow_enough_that_a_third_of_the_defaults_are_far_off(
 
 
 def test_every_split_has_an_engine_and_the_core() -> None:
-    assert list(Workload(workers=4).splits) == [0, 1, 2]
+    assert list(PacedWorkload(workers=4).splits) == [0, 1, 2]
 
 
 def test_what_drifts_goes_from_its_first_value_to_its_last() -> None:
-    job = Workload(steps=11, tool_s=Drift(0.0, 2.0))
+    job = PacedWorkload(steps=11, tool_s=Drift(0.0, 2.0))
     assert [job.tool_s.at(job.share(version)) for version in (-1, 0, 5, 10, 12)] == [0, 0, 1, 2, 2]
 
 
 def test_rows_tell_of_tools_and_of_groups_without_variance() -> None:
-    job = Workload(steps=10, groups_per_step=10, tool_s=Drift(0.0, 1.0), alike=Drift(0.0, 0.5))
+    job = PacedWorkload(steps=10, groups_per_step=10, tool_s=Drift(0.0, 1.0), alike=Drift(0.0, 0.5))
     rows = job.rows()
     first, last = rows[:20], rows[80:100]
     assert sum(row["alike"] for row in first) <= 2 and 8 <= sum(row["alike"] for row in last) <= 11

@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.pool.measured import Curve
 from loadtests.layouts import released
 from services.planner.layouts.grouping import alike
-from services.planner.layouts.serving import Server
+from services.planner.layouts.serving import GangServer
 
 
 def test_layouts_are_the_partitions_into_degrees() -> None:
@@ -16,8 +16,8 @@ def test_layouts_are_the_partitions_into_degrees() -> None:
 
 
 def test_the_longest_go_first_to_who_is_done_first() -> None:
-    slow = Server(Curve("A", 1, 2.0), 1e6)
-    fast = Server(Curve("A", 2, 1.0), 1e6)
+    slow = GangServer(Curve("A", 1, 2.0), 1e6)
+    fast = GangServer(Curve("A", 2, 1.0), 1e6)
     groups = [alike(1, 0, length) for length in (10, 40, 30, 20)]
     found = released.longest_first([slow, fast], groups)
     # 40 to the fast one; 30 to the slow one (30 / 1 < 70 / 2); 20 and 10 to the fast one.

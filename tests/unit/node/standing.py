@@ -11,7 +11,7 @@ from common.process.supervision.lease_watch import LeaseWatch
 from common.runtime.mesh import Mesh
 from services.node.residents.budgets import Budgets
 from services.node.residents.process import Around, RoleProcess
-from services.node.residents.roles import Wish
+from services.node.residents.roles import RoleWish
 from services.node.residents.room import GpuRoom
 from services.node.residents.segments import Segments
 
@@ -29,8 +29,8 @@ def around(mesh: Mesh, root: Path) -> Around:
     return Around(mesh, "w0", found, root, budgets, Segments(lambda: 0), GpuRoom(mesh))
 
 
-def wish(resident: Resident) -> Wish:
-    return Wish("g0", resident, resident.ranks[0], "worker/w0")
+def wish(resident: Resident) -> RoleWish:
+    return RoleWish("g0", resident, resident.ranks[0], "worker/w0")
 
 
 def role_process(

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from common.errors import NotFound
-from services.node.log_files import MOST_BYTES, LogFiles
+from services.node.log_files import MOST_BYTES, HostLogFiles
 
 
 def test_a_log_is_read_in_whole_lines_to_its_end_and_on_as_it_grows(tmp_path: Path) -> None:
-    path, logs = tmp_path / "engine-g1.log", LogFiles(tmp_path)
+    path, logs = tmp_path / "engine-g1.log", HostLogFiles(tmp_path)
     path.write_text("one\ntwo\nthr")
     [file] = logs.listed()
     assert (file.name, file.bytes) == ("engine-g1", 11)
@@ -28,7 +28,7 @@ def test_a_log_is_read_in_whole_lines_to_its_end_and_on_as_it_grows(tmp_path: Pa
 
 def test_a_long_line_comes_in_pieces_and_no_part_is_larger_than_the_most(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("x" * (3 * MOST_BYTES))
-    part = LogFiles(tmp_path).read("a", 0, 10 * MOST_BYTES)
+    part = HostLogFiles(tmp_path).read("a", 0, 10 * MOST_BYTES)
     assert part.next == len(part.text) == MOST_BYTES
 
 
@@ -38,4 +38,4 @@ def test_only_logs_are_read(tmp_path: Path, name: str) -> None:
     (tmp_path / "logs/a.log").write_text("a\n")
     (tmp_path / "secret.log").write_text("hush\n")
     with pytest.raises(NotFound):
-        LogFiles(tmp_path / "logs").read(name, 0, 10)
+        HostLogFiles(tmp_path / "logs").read(name, 0, 10)

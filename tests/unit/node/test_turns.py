@@ -7,13 +7,13 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.node.residents.turns import Asked, Held, Leases, TurnOrder
+from services.node.residents.turns import GrantedTurn, Leases, TurnOrder, TurnRequest
 
 LEASES = Leases(factor=2.0, floor_s=1.0, cap_s=10.0, unknown_s=5.0)
 
 
-def asked(resident: str, ticket: str, ranks: set[int], **about: object) -> Asked:
-    return Asked(
+def asked(resident: str, ticket: str, ranks: set[int], **about: object) -> TurnRequest:
+    return TurnRequest(
         ticket,
         resident,
         int(about.get("generation", 1)),  # type: ignore[call-overload]
@@ -132,7 +132,7 @@ def test_whatever_happens_no_rank_has_two_and_nobody_is_overtaken_twice(
     order = TurnOrder(LEASES)
     now, count = 0.0, 0
     overtaken: dict[str, dict[str, int]] = {}  # who waits -> how often each other was granted
-    dying: list[Held] = []
+    dying: list[GrantedTurn] = []
     for what, resident in steps:
         mine = [a.ticket for a in order.waiting if a.resident == resident]
         mine += [h.asked.ticket for h in order.held if h.asked.resident == resident]

@@ -25,7 +25,7 @@ from common.pool.settings import PoolSettings
 from common.pool.snapshot import Host, Snapshot
 from common.state.jobs import Phase
 from services.planner.decide import decide
-from services.planner.memory import Memory
+from services.planner.memory import PlannerMemory
 
 NOW_MS = 1_000_000
 LOOK_MS = 500
@@ -145,13 +145,15 @@ def _placed(gangs: dict[str, Gang], gang: str, resident: Resident) -> None:
 class Looks:
     """A leader's looks at a pool, one after the other."""
 
-    def __init__(self, snapshot: Snapshot, memory: Memory | None = None) -> None:
-        self.snapshot, self.memory = snapshot, memory or Memory()
+    def __init__(self, snapshot: Snapshot, memory: PlannerMemory | None = None) -> None:
+        self.snapshot, self.memory = snapshot, memory or PlannerMemory()
         self.decisions: list[Decision] = []  # of the last look
 
     def look(self, ready: bool = True) -> list[Decision]:
         """Decides once, and has that done; `ready` is whether residents get there at once."""
-        self.decisions, self.memory = decide(self.snapshot, Memory.of(self.memory.document()))
+        self.decisions, self.memory = decide(
+            self.snapshot, PlannerMemory.of(self.memory.document())
+        )
         self.snapshot = applied(self.snapshot, self.decisions, ready)
         check(self.snapshot)
         return self.decisions

@@ -14,7 +14,7 @@ from common.pool.rows import Budget, Doing, Role, Worker
 from common.pool.settings import PoolSettings
 from common.pool.snapshot import Request
 from common.state.jobs import Phase
-from services.planner.memory import Memory
+from services.planner.memory import PlannerMemory
 from services.planner.policies.engines import shape
 from services.planner.pool.draft import Draft
 from services.planner.pool.presence import present
@@ -32,7 +32,7 @@ def degrees(looks: Looks, id: str = "job") -> list[int]:
 def wished(looks: Looks, wanted: Sequence[int], helpers: int | None = None) -> bool:
     """One look at which somebody wishes for these engines, which settle; whether they are there."""
     snapshot = looks.snapshot
-    draft = Draft(snapshot, present(snapshot, Memory()).usable)
+    draft = Draft(snapshot, present(snapshot, PlannerMemory()).usable)
     done = shape(draft, snapshot.jobs[0], wanted, helpers=helpers)
     draft.clear()
     looks.decisions = draft.decisions
@@ -222,7 +222,7 @@ def test_a_merge_that_fails_is_undone(eight: Looks) -> None:
     wished(eight, [4, 4])
     looks = eight
     snapshot = looks.snapshot
-    draft = Draft(snapshot, present(snapshot, Memory()).usable)
+    draft = Draft(snapshot, present(snapshot, PlannerMemory()).usable)
     shape(draft, snapshot.jobs[0], [8])
     looks.snapshot = applied(snapshot, draft.decisions, ready=False)
     [gang] = [g for g in looks.snapshot.gangs if len(g.workers) == 8]

@@ -14,7 +14,7 @@ from common.pool.needs import PlannedJob
 from common.pool.rows import Doing, Tier
 from common.pool.settings import PoolSettings
 from common.state.jobs import Phase
-from services.planner.admission.sharing import Bounds, fill
+from services.planner.admission.sharing import ShareBounds, fill
 from tests.unit.planner.pools import Looks, does, job, pool
 
 
@@ -299,7 +299,7 @@ def test_jobs_have_the_workers_that_max_min_gives_them(workers: int, weights: li
         return
     looks = Looks(pool([workers], *jobs))
     looks.settle()
-    wanted = fill({j.id: Bounds(2, float("inf"), j.need.share) for j in jobs}, workers)
+    wanted = fill({j.id: ShareBounds(2, float("inf"), j.need.share) for j in jobs}, workers)
     assert {j.id: looks.workers_of(j.id) for j in jobs} == wanted
 
 

@@ -11,7 +11,7 @@ import pytest
 from common.job.config import PlannerConfig
 from common.pool.decisions import Finish, Place
 from common.pool.rows import Doing
-from services.planner.memory import Memory
+from services.planner.memory import PlannerMemory
 from tests.unit.planner.plant import Plant, run, split, stepped
 from tests.unit.planner.pools import LOOK_MS, Looks, does, job, pool
 
@@ -126,7 +126,7 @@ def test_what_is_remembered_survives_its_record() -> None:
     looks.worker("w1", alive=False)
     looks.look()
     document = json.loads(json.dumps(looks.memory.document()))
-    assert Memory.of(document).document() == document
+    assert PlannerMemory.of(document).document() == document
     assert looks.memory.missing == {"w1": looks.snapshot.now_ms - LOOK_MS}
     assert looks.memory.after_outage().missing == {}
 

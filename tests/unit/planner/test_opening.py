@@ -14,9 +14,9 @@ from common.pool.decisions import Judge
 from common.pool.measured import LEVELS, Curve, Lengths, Measured, Work
 from common.pool.reading import snapshot_document, snapshot_of
 from services.planner.balance.balancing import PLAYED, Plays
-from services.planner.balance.watch import Watch
+from services.planner.balance.watch import SplitWatch
 from services.planner.costs.correction import Correction
-from services.planner.costs.foretold import Asked, believed, training
+from services.planner.costs.foretold import TrainingQuery, believed, training
 from services.planner.explain import predictions
 from tests.unit.planner.plant import TRAJECTORIES, Plant, run, split
 from tests.unit.planner.pools import Looks, job, pool
@@ -114,9 +114,9 @@ def test_nothing_is_planned_of_what_nobody_has_measured_or_declared() -> None:
 
 
 def test_training_is_foretold_by_pace_or_by_the_shape_on_a_profile() -> None:
-    paced = training(Asked("m", "cpu", None, "4000/100"), 128, 8000)
+    paced = training(TrainingQuery("m", "cpu", None, "4000/100"), 128, 8000)
     assert paced is not None and (paced.work_s, paced.fixed_s) == (2.0, 0.1)
-    asked = Asked("m", "NVIDIA H100 80GB HBM3", SHAPE, "")
+    asked = TrainingQuery("m", "NVIDIA H100 80GB HBM3", SHAPE, "")
     found = training(asked, 128, 128 * 1024)
     assert found is not None
     arithmetic_s = 6 * SHAPE.parameters * 128 * 1024 / (0.4 * 989e12)
@@ -126,7 +126,7 @@ def test_training_is_foretold_by_pace_or_by_the_shape_on_a_profile() -> None:
 
 
 def test_a_profile_is_believed_once_it_was_held_against_a_measurement() -> None:
-    asked = Asked("m", "NVIDIA H100 80GB HBM3", SHAPE, "")
+    asked = TrainingQuery("m", "NVIDIA H100 80GB HBM3", SHAPE, "")
     none = Correction()
     assert believed(asked, 128, 8000, none) is None
     foretold = training(asked, 128, 8000)
@@ -168,7 +168,7 @@ def test_curves_without_steps_say_nothing() -> None:
 
 
 def test_of_many_jobs_a_few_are_played_at_a_look_and_each_gets_its_turn() -> None:
-    watches, now_ms, seen = {f"j{n}": Watch() for n in range(10)}, 100_000, []
+    watches, now_ms, seen = {f"j{n}": SplitWatch() for n in range(10)}, 100_000, []
     for _ in range(10):
         plays = Plays(now_ms)
         for name in sorted(watches, key=lambda name: watches[name].played_ms):

@@ -17,7 +17,7 @@ from common.pool.snapshot import Host
 from services.planner.balance.trials import Verdict
 from services.planner.forecast.accounts import Account
 from services.planner.forecast.degrees import noted
-from services.planner.memory import Memory
+from services.planner.memory import PlannerMemory
 from tests.unit.planner.plant import Plant, run, split
 from tests.unit.planner.pools import Looks, job, pool
 
@@ -123,7 +123,7 @@ def test_what_is_remembered_of_a_trial_survives_its_record() -> None:
     for _ in range(20):
         run(looks, plant, 1)
         document = json.loads(json.dumps(looks.memory.document()))
-        assert Memory.of(document).document() == document
+        assert PlannerMemory.of(document).document() == document
     assert looks.memory.watches["job"].verdicts
 
 

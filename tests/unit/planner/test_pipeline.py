@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from common.pool.measured import LEVELS, Curve
 from services.planner.forecast.pipeline import played_s
-from services.planner.forecast.quantities import Demand, Rates, Split, Terms
+from services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms
 
-TERMS = Terms(groups=4, group_size=6, max_staleness=2, slots=64, bin_tokens=0)
+TERMS = StepTerms(groups=4, group_size=6, max_staleness=2, slots=64, bin_tokens=0)
 ALIKE = Demand(trajectories=24, sampled=50.0, tool_s=0.0, trained=1250.0)
-RATES = Rates(Curve("cpu", 1, 0.02), friction=1.0, work_s=0.5, fixed_s=0.1, cores=0.0)
+RATES = StepRates(Curve("cpu", 1, 0.02), friction=1.0, work_s=0.5, fixed_s=0.1, cores=0.0)
 
 
 def tailed(sigma: float) -> Demand:

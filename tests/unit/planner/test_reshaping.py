@@ -14,7 +14,7 @@ from services.planner.balance.standing import split_of
 from services.planner.costs.correction import Correction
 from services.planner.explain import predictions
 from services.planner.forecast import degrees
-from services.planner.memory import Memory
+from services.planner.memory import PlannerMemory
 from services.planner.pool.draft import Draft
 from tests.unit.planner.pools import Looks, job, pool
 from tests.unit.planner.tall import SHORT, SLOTS, Tall, degrees_of, helpers_of, run
@@ -104,7 +104,7 @@ def test_a_wish_is_remembered_and_pursued_over_looks_until_all_is_there() -> Non
     for _ in range(40):
         run(looks, plant, 1, ready=False)
         document = json.loads(json.dumps(looks.memory.document()))
-        assert Memory.of(document).document() == document
+        assert PlannerMemory.of(document).document() == document
         looks.look()
     assert looks.memory.watches["job"].wish is None and looks.snapshot.moves == ()
     assert max(degrees_of(looks)) > 1

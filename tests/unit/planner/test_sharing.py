@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from common.pool.needs import PlannedJob
 from common.state.jobs import Phase
-from services.planner.admission.sharing import Bounds, Claim, divide, fill
+from services.planner.admission.sharing import ShareBounds, ShareClaim, divide, fill
 from tests.unit.planner.pools import job
 
 bounds = st.builds(
-    lambda least, more, weight: Bounds(least, least + more, weight),
+    lambda least, more, weight: ShareBounds(least, least + more, weight),
     st.integers(1, 4),
     st.one_of(st.integers(0, 8), st.just(math.inf)),
     st.sampled_from([0.5, 1.0, 2.0, 3.0]),
 )
 
 
-def filled(claims: list[Bounds], workers: int) -> list[Fraction]:
+def filled(claims: list[ShareBounds], workers: int) -> list[Fraction]:
     """Max-min by its definition: all rise by their weights; who is full stops, and nobody has less
     than its least.
     """
@@ -49,7 +49,9 @@ def filled(claims: list[Bounds], workers: int) -> list[Fraction]:
 
 @given(st.lists(bounds, min_size=1, max_size=5), st.integers(0, 30))
 @settings(max_examples=150, deadline=None)
-def test_shares_are_within_one_worker_of_weighted_max_min(claims: list[Bounds], more: int) -> None:
+def test_shares_are_within_one_worker_of_weighted_max_min(
+    claims: list[ShareBounds], more: int
+) -> None:
     workers = sum(claim.least for claim in claims) + more
     shares = list(fill({str(i): claim for i, claim in enumerate(claims)}, workers).values())
     for share, exact, claim in zip(shares, filled(claims, workers), claims, strict=True):
@@ -58,7 +60,9 @@ def test_shares_are_within_one_worker_of_weighted_max_min(claims: list[Bounds], 
     assert sum(shares) == min(workers, sum(claim.most for claim in claims))
 
 
-def shares(workers: int, *jobs: PlannedJob, turns: bool = True, **claims: Claim) -> dict[str, int]:
+def shares(
+    workers: int, *jobs: PlannedJob, turns: bool = True, **claims: ShareClaim
+) -> dict[str, int]:
     ordered = sorted(jobs, key=lambda j: (-j.need.priority, j.submitted_ms))
     return divide(ordered, {"host": workers}, claims, turns).workers
 
@@ -103,14 +107,14 @@ def test_a_small_job_goes_ahead_of_a_large_one_that_waits_and_makes_room_for_it_
 
 
 def test_a_job_that_has_run_keeps_workers_that_nobody_else_may_have() -> None:
-    assert shares(1, some("a", 1), turns=False, a=Claim("host")) == {"a": 1}
+    assert shares(1, some("a", 1), turns=False, a=ShareClaim("host")) == {"a": 1}
     assert shares(1, some("a", 1), turns=False) == {}, "it has no core"
     queued = some("a", 1, phase=Phase.QUEUED)
-    assert shares(1, queued, turns=False, a=Claim("host")) == {}
+    assert shares(1, queued, turns=False, a=ShareClaim("host")) == {}
 
 
 def test_what_people_have_put_into_a_job_stays_there() -> None:
-    found = shares(8, some("a", 1), some("b", 2), b=Claim("host", pinned=5))
+    found = shares(8, some("a", 1), some("b", 2), b=ShareClaim("host", pinned=5))
     assert found == {"a": 2, "b": 6}
 
 

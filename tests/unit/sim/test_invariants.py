@@ -10,10 +10,10 @@ import pytest
 
 from common.digest import digest_of
 from common.records.ledger import HEADER, Kind, frame
-from sim.mesh.faults.invariants import Terms, check
-from sim.mesh.faults.witness import Facts, Seen
+from sim.mesh.faults.invariants import MeshTerms, check
+from sim.mesh.faults.witness import Facts, WitnessedGroup
 
-TERMS = Terms(steps=2, max_staleness=2, keep_checkpoints=2)
+TERMS = MeshTerms(steps=2, max_staleness=2, keep_checkpoints=2)
 CONTENT = b"weights"
 NAME = digest_of(CONTENT)
 
@@ -35,7 +35,7 @@ def well() -> Facts:
         job={"phase": "finished", "version": "2", "manifest": NAME},
         rows={4: {"state": "ready"}},
         indexes={"open": [], "ready": [4], "leased": []},
-        trained={(0, 1, 1): Seen(0, -1), (0, 2, 3): Seen(1, -1)},
+        trained={(0, 1, 1): WitnessedGroup(0, -1), (0, 2, 3): WitnessedGroup(1, -1)},
         chunks={NAME: CONTENT},
         ledgers={"a.ledger": HEADER + frame(Kind.CLOSE, [1, "ready"])},
         checkpoints=["step-1", "step-1.json"],
@@ -79,12 +79,12 @@ def weights_missing(facts: Facts) -> None:
 
 def stale(facts: Facts) -> None:
     facts.events[3] = step(5, 3)
-    facts.trained[0, 5, 3] = Seen(oldest=1, foreign_above=-1)
+    facts.trained[0, 5, 3] = WitnessedGroup(oldest=1, foreign_above=-1)
 
 
 def foreign(facts: Facts) -> None:
     facts.events[3] = step(5, 3)
-    facts.trained[0, 5, 3] = Seen(oldest=4, foreign_above=1)
+    facts.trained[0, 5, 3] = WitnessedGroup(oldest=4, foreign_above=1)
 
 
 def unseen(facts: Facts) -> None:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from common.generation.builtin.schedule import PREFILL_TOKENS
 from common.generation.loading import CHUNK
 from sim.prefixes.__main__ import A100, GBPS_32, H100, TABLE, TOKEN_BYTES, main
-from sim.prefixes.meeting import Curve, closed_form, events
+from sim.prefixes.meeting import PrefixCurve, closed_form, events
 
 
 def test_even_costs_meet_where_both_take_as_long() -> None:
-    curve = Curve(0.1, 0.0)
+    curve = PrefixCurve(0.1, 0.0)
     met = closed_form(curve, 0.1 / PREFILL_TOKENS, 8192)
     assert met.tokens == pytest.approx(4096) and met.seconds == pytest.approx(0.8)
     slow = closed_form(curve, 0.3 / PREFILL_TOKENS, 8192)
@@ -34,7 +34,7 @@ def test_the_engines_rules_are_never_far_from_it_nor_worse_than_either_alone(
     first_s: float, growth: float, ratio: float, chunks: int
 ) -> None:
     tokens = chunks * CHUNK
-    curve = Curve(first_s, first_s * growth)
+    curve = PrefixCurve(first_s, first_s * growth)
     compute_s = curve.compute_s(0, tokens)
     load_s = ratio * compute_s / tokens
     met, best = events(curve, load_s, tokens), closed_form(curve, load_s, tokens)

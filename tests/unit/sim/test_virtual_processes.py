@@ -15,7 +15,7 @@ from sim.loop import VirtualLoop
 from sim.machine import Machine, ProcessHost, VirtualChild
 from sim.mesh.running import run_in
 from sim.process import VirtualProcess
-from sim.record import Record
+from sim.record import EventRecord
 
 Story = Callable[[Machine], Awaitable[None]]
 
@@ -24,7 +24,7 @@ def on_machine(root: Path, story: Story) -> list[str]:
     """What the processes of a story said."""
     loop = VirtualLoop()
     loop.limit = 1000.0
-    record = Record(lambda: loop.now, root)
+    record = EventRecord(lambda: loop.now, root)
     said: list[str] = []
 
     async def told() -> list[str]:

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from common.zebra.costs import Costs
 from common.zebra.schedule import attention_order
 from common.zebra.timeline import makespan
-from sim.zebra.figures import NEAR, Figure, K, causes, runs
+from sim.zebra.figures import NEAR, K, PaperFigure, causes, runs
 from sim.zebra.hosted import plain, with_and_without
 from sim.zebra.orders import all_orders, best_of_all, best_of_swaps
-from sim.zebra.setups import MODELS, ON_PREM, SETUPS, Model, grid, profile
+from sim.zebra.setups import MODELS, ON_PREM, SETUPS, PaperModel, grid, profile
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_parameters_make_experts_as_wide_as_mixtrals(model: Model) -> None:
+def test_parameters_make_experts_as_wide_as_mixtrals(model: PaperModel) -> None:
     assert model.ffn == 3.5 * model.hidden
     shape = model.shape
     embeddings = 2 * 32_000 * model.hidden
@@ -55,10 +55,10 @@ def test_hosted_experts_fill_the_bubbles_of_attention_ranks() -> None:
 
 
 def test_a_figure_that_is_far_off_has_a_cause() -> None:
-    near, far = Figure("near", "", 1.0, 1.1), Figure("dist", "", 0.55, 0.44)
+    near, far = PaperFigure("near", "", 1.0, 1.1), PaperFigure("dist", "", 0.55, 0.44)
     assert far.off == pytest.approx(-0.2)
     assert list(causes([near, far]).values()) == [["dist"]]
-    unheard = Figure("unheard", "", 1.0, 2.0)
+    unheard = PaperFigure("unheard", "", 1.0, 2.0)
     assert causes([unheard]) == {"not known": ["unheard"]}
 
 

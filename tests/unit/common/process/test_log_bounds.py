@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from common.process.log_bounds import LOG_BYTES, bound
-from services.node.log_files import LogFiles
+from services.node.log_files import HostLogFiles
 
 
 def appending(path: Path) -> int:
@@ -42,7 +42,7 @@ def test_host_bounds_the_logs_of_all_its_processes(tmp_path: Path) -> None:
     os.truncate(log, LOG_BYTES)
     os.write(log, b"the last line\n")
     (tmp_path / "short.log").write_text("as it was\n")
-    files = LogFiles(tmp_path)
+    files = HostLogFiles(tmp_path)
     files.bound()
     os.write(log, b"goes on\n")
     assert {file.name: file.bytes < 200 for file in files.listed()} == {

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.planner.costs.correction import FORGETTING, KEYS, Correction, Key
+from services.planner.costs.correction import FORGETTING, KEYS, Correction, CorrectionKey
 
-KEY = Key("qwen3-14b", "A800", "rollout")
-OTHER = Key("qwen3-14b", "A800", "training")
+KEY = CorrectionKey("qwen3-14b", "A800", "rollout")
+OTHER = CorrectionKey("qwen3-14b", "A800", "training")
 seconds = st.floats(1e-6, 1e6)
 
 
@@ -60,11 +60,11 @@ def test_what_is_no_time_is_not_learned_from(took: float) -> None:
 def test_the_factors_of_who_was_observed_last_are_kept() -> None:
     found = seen([(1.0, 2.0)])
     for n in range(KEYS + 10):
-        found = found.seen(Key("model", str(n), "rollout"), 1.0, 2.0)
+        found = found.seen(CorrectionKey("model", str(n), "rollout"), 1.0, 2.0)
         found = found.seen(KEY, 1.0, 2.0)
     assert len(found.factors) == KEYS
     assert found.factor(KEY).count == KEYS + 11
-    assert Key("model", "0", "rollout") not in found.factors
+    assert CorrectionKey("model", "0", "rollout") not in found.factors
 
 
 @given(st.lists(st.tuples(seconds, seconds), max_size=20))

@@ -12,7 +12,7 @@ from common.job.pace import PROFILES
 from common.model.config import ModelConfig
 from loadtests.layouts import released
 from loadtests.layouts.cases import DEGREES, QWEN_14B, QWEN_30B_A3B
-from services.planner.costs.rollout import Gang
+from services.planner.costs.rollout import EngineGang
 
 # 2 layers of 8 features, 4 heads of 2 and 2 of keys and values; one operation, byte a second.
 TINY = ModelShape(2, 8, 4, 2, 2, parameters=1000.0, active=1000.0)
@@ -22,18 +22,18 @@ A800 = declared()["A800"]
 
 def test_a_decode_step_reads_the_weights_and_the_contexts() -> None:
     # 2,000 bytes of weights; 3 x 5 tokens of 2 layers x 2 heads x 2 features x 2 x 2 bytes each.
-    assert Gang(TINY, PLAIN).step_s(3, 5) == pytest.approx((2000 + 15 * 32) / 500)
+    assert EngineGang(TINY, PLAIN).step_s(3, 5) == pytest.approx((2000 + 15 * 32) / 500)
 
 
 def test_a_large_batch_takes_its_arithmetic() -> None:
-    assert Gang(TINY, PLAIN).step_s(10_000, 0) == pytest.approx(2 * 1000 * 10_000 / 5e5)
+    assert EngineGang(TINY, PLAIN).step_s(10_000, 0) == pytest.approx(2 * 1000 * 10_000 / 5e5)
 
 
 def test_ranks_read_their_parts_and_meet_twice_a_layer() -> None:
     # Half of the weights, one of two heads; four all-reduces of 3 x 8 features of 2 bytes.
     meets = 4 * (0.25 + 2 * 0.5 * 48 / 100)
     expected = (1000 + 15 * 16) / 500 + meets
-    assert Gang(TINY, PLAIN, 2).step_s(3, 5) == pytest.approx(expected)
+    assert EngineGang(TINY, PLAIN, 2).step_s(3, 5) == pytest.approx(expected)
 
 
 def test_more_ranks_than_heads_of_keys_hold_copies() -> None:
@@ -50,7 +50,7 @@ def test_three_heads_of_keys_are_not_split_over_two_ranks() -> None:
 
 
 def test_what_weights_leave_is_room_for_contexts() -> None:
-    gang = Gang(QWEN_14B, A800, 2)
+    gang = EngineGang(QWEN_14B, A800, 2)
     # 80 GB less half of 29.6 GB and the workspace; 40 layers x 4 heads x 128 features x 2 x 2 bytes
     assert gang.capacity() == pytest.approx(0.96 * (80e9 - 14.8e9 - 1e9) / (40 * 4 * 128 * 4))
     assert gang.fits(700_000)
@@ -59,7 +59,7 @@ def test_what_weights_leave_is_room_for_contexts() -> None:
 
 def test_a_model_that_is_too_large_for_one_needs_several() -> None:
     large = ModelShape(80, 8192, 64, 8, 128, 70e9, 70e9)
-    assert [degree for degree in DEGREES if Gang(large, A800, degree).fits(4096)] == [2, 4, 8]
+    assert [degree for degree in DEGREES if EngineGang(large, A800, degree).fits(4096)] == [2, 4, 8]
 
 
 def test_a_mixture_reads_the_experts_that_its_batch_is_sent_to() -> None:
@@ -72,7 +72,7 @@ def test_a_mixture_reads_the_experts_that_its_batch_is_sent_to() -> None:
 
 
 def test_prefill_is_linear_in_tokens_and_in_what_they_look_at() -> None:
-    gang = Gang(TINY, PLAIN)
+    gang = EngineGang(TINY, PLAIN)
     # 2 operations a parameter, 2 a pair, layer and feature of all heads
     assert gang.prefill_s(10) == pytest.approx((2 * 1000 * 10 + 2 * 8 * 2 * 100) / 5e5)
     in_parts = gang.prefill_s(6) + gang.prefill_s(4, before=6)
@@ -81,7 +81,7 @@ def test_prefill_is_linear_in_tokens_and_in_what_they_look_at() -> None:
 
 def test_a_gang_of_one_is_as_fast_as_a_paced_engine() -> None:
     seven = ModelShape(28, 3584, 28, 4, 128, 7.6e9, 7.6e9)
-    gang, pace = Gang(seven, declared()["A100"]), PROFILES["a100-7b"]
+    gang, pace = EngineGang(seven, declared()["A100"]), PROFILES["a100-7b"]
     assert gang.step_s(1, 0) == pytest.approx(pace.decode_s)
     assert gang.step_s(2 * pace.plateau, 0) == pytest.approx(2 * pace.decode_s, rel=0.02)
 
@@ -90,7 +90,7 @@ def test_a_gang_of_one_is_as_fast_as_a_paced_engine() -> None:
 def test_a_curve_meets_the_steps_at_its_ends_and_is_never_below_them(
     degree: int, batch: int, context: int
 ) -> None:
-    gang = Gang(QWEN_14B, A800, degree)
+    gang = EngineGang(QWEN_14B, A800, degree)
     line = gang.curve(batch)
     assert (line.kind, line.degree, line.steps) == ("A800", degree, 0)
     for at in (1, batch):
@@ -99,7 +99,7 @@ def test_a_curve_meets_the_steps_at_its_ends_and_is_never_below_them(
 
 
 def test_the_released_formula_is_as_many_times_too_fast_as_there_are_ranks() -> None:
-    one, eight = Gang(QWEN_14B, A800), Gang(QWEN_14B, A800, 8)
+    one, eight = EngineGang(QWEN_14B, A800), EngineGang(QWEN_14B, A800, 8)
     meets = 80 * A800.collective_s
     assert released.step_s(one, 8, 4096) == pytest.approx(one.step_s(8, 4096))
     reads = QWEN_14B.bytes / 8 + 8 * 4096 * QWEN_14B.kv_bytes(8)

@@ -11,8 +11,8 @@ from common.hardware.profiles import Accelerator, declared
 from common.hardware.shapes import ModelShape
 from loadtests.layouts.cases import QWEN_14B, QWEN_30B_A3B
 from services.planner.costs.training import (
-    StepWork,
     TrainingLayout,
+    TrainingWork,
     bubble,
     memory_bytes,
     step_s,
@@ -20,7 +20,7 @@ from services.planner.costs.training import (
 
 TINY = ModelShape(2, 8, 4, 2, 2, parameters=1000.0, active=1000.0)
 FREE = Accelerator("free", 1e6, 1e9, 1e30, 1e30, 1e30, 0.5, 0.5, 1.0, collective_s=0.0)
-WORK = StepWork(sequences=8, tokens=80.0, squares=800.0)
+WORK = TrainingWork(sequences=8, tokens=80.0, squares=800.0)
 WAY_S = (2 * 1000 * 80 + 2 * 8 * 2 * 800) / 5e5  # forward, of all, on one
 ATTENTION_S = 2 * 8 * 2 * 800 / 5e5
 A800 = declared()["A800"]
@@ -68,7 +68,7 @@ def test_gradients_are_exchanged_beside_what_computing_hides() -> None:
 
 
 def test_beyond_a_host_the_network_is_what_counts() -> None:
-    work = StepWork(4096, 4096 * 2000.0, 4096 * 2000.0**2)
+    work = TrainingWork(4096, 4096 * 2000.0, 4096 * 2000.0**2)
     inside = step_s(QWEN_14B, A800, TrainingLayout("A800", 8), work)
     outside = step_s(QWEN_14B, A800, TrainingLayout("A800", 8), replace(work, node=4))
     exchanged = 0.7 * 3 * 7 / 8 * QWEN_14B.bytes
@@ -76,7 +76,7 @@ def test_beyond_a_host_the_network_is_what_counts() -> None:
 
 
 def test_a_mixture_sends_tokens_to_its_experts() -> None:
-    work = StepWork(64, 64 * 1000.0, 64 * 1000.0**2)
+    work = TrainingWork(64, 64 * 1000.0, 64 * 1000.0**2)
     dense = replace(QWEN_30B_A3B, experts=0, experts_per_token=0)
     layout = TrainingLayout("A800", 8)
     more = step_s(QWEN_30B_A3B, A800, layout, work) - step_s(dense, A800, layout, work)

@@ -15,12 +15,12 @@ from common.hardware.profiles import declared
 from common.hardware.shapes import ModelShape
 from loadtests.layouts.brute import iteration_s
 from loadtests.layouts.cases import QWEN_14B, lengths, servers, small
-from services.planner.costs.training import StepWork, TrainingLayout
-from services.planner.layouts.allocation import NO_TRAINING, TOLERANCE, Plan, Timed, allocate
+from services.planner.costs.training import TrainingLayout, TrainingWork
+from services.planner.layouts.allocation import NO_TRAINING, TOLERANCE, LayoutPlan, Timed, allocate
 from services.planner.layouts.grouping import alike
-from services.planner.layouts.nodes import Node
+from services.planner.layouts.nodes import LayoutNode
 from services.planner.layouts.serving import Ranges, Served
-from sim.cluster.ways import Trainable, Trains
+from sim.cluster.ways import Trainable, TrainingWays
 
 
 @pytest.mark.rotating(2)
@@ -43,7 +43,7 @@ def test_a_plan_is_as_short_as_the_shortest_of_all(seed: int) -> None:
         assert plan.iteration_s == pytest.approx(shortest, rel=1e-9)
 
 
-def checked(plan: Plan, ranges: Ranges, nodes: Sequence[Node]) -> None:
+def checked(plan: LayoutPlan, ranges: Ranges, nodes: Sequence[LayoutNode]) -> None:
     """What every plan promises: all groups once and in order, in gangs that lie in nodes."""
     ends = [0, *(gang.end for gang in plan.gangs)]
     assert [gang.first for gang in plan.gangs] == ends[:-1]
@@ -86,11 +86,11 @@ def test_a_coarse_search_finds_a_plan_that_is_no_shorter(seed: int) -> None:
 
 def test_large_clusters_are_planned_exactly_where_their_nodes_are_whole() -> None:
     rng = random.Random(3)
-    nodes = [Node(kind, f"{kind}{n}", 8) for kind in ("A800", "H100") for n in range(8)]
+    nodes = [LayoutNode(kind, f"{kind}{n}", 8) for kind in ("A800", "H100") for n in range(8)]
     groups = lengths(rng, 1024, 3000, 0.3)
     ranges = Served(servers(QWEN_14B, ("A800", "H100")), groups)
-    work = StepWork(1024, sum(g.generated for g in groups), sum(g.held for g in groups))
-    ways = Trains(QWEN_14B, work, declared(), Trainable(grain=8)).ways(nodes)
+    work = TrainingWork(1024, sum(g.generated for g in groups), sum(g.held for g in groups))
+    ways = TrainingWays(QWEN_14B, work, declared(), Trainable(grain=8)).ways(nodes)
     plan, coarse = allocate(ranges, nodes, ways), allocate(ranges, nodes, ways, limit=500)
     assert plan is not None
     assert coarse is not None
@@ -102,7 +102,7 @@ def test_large_clusters_are_planned_exactly_where_their_nodes_are_whole() -> Non
 
 def test_long_trajectories_go_to_gangs_of_more_ranks() -> None:
     groups = [alike(200, 200, 200), alike(4, 1000, 30_000)]
-    nodes = [Node("A800", "host", 8), Node("A800", "other", 2)]
+    nodes = [LayoutNode("A800", "host", 8), LayoutNode("A800", "other", 2)]
     plan = allocate(Served(servers(QWEN_14B, ("A800",)), groups), nodes, [NO_TRAINING])
     assert plan is not None
     assert plan.gangs[-1].degree == 8
@@ -113,9 +113,9 @@ def test_long_trajectories_go_to_gangs_of_more_ranks() -> None:
 def test_a_model_that_no_gang_of_the_nodes_holds_has_no_plan() -> None:
     large = ModelShape(80, 8192, 64, 8, 128, 70e9, 70e9)
     ranges = Served(servers(large, ("A800",)), [alike(8, 100, 1000)])
-    nodes = [Node("A800", f"host{n}", 1) for n in range(8)]
+    nodes = [LayoutNode("A800", f"host{n}", 1) for n in range(8)]
     assert allocate(ranges, nodes, [NO_TRAINING]) is None
-    pair = allocate(ranges, [Node("A800", "host", 2)], [NO_TRAINING])
+    pair = allocate(ranges, [LayoutNode("A800", "host", 2)], [NO_TRAINING])
     assert pair is not None
     assert [gang.degree for gang in pair.gangs] == [2]
 
@@ -123,7 +123,7 @@ def test_a_model_that_no_gang_of_the_nodes_holds_has_no_plan() -> None:
 def test_training_never_takes_what_the_last_engine_needs() -> None:
     ranges = Served(servers(QWEN_14B, ("A800",)), [alike(8, 100, 1000)])
     ways = [Timed(TrainingLayout("A800", n), 100.0 / n) for n in range(1, 9)]
-    plan = allocate(ranges, [Node("A800", "host", 8)], ways)
+    plan = allocate(ranges, [LayoutNode("A800", "host", 8)], ways)
     assert plan is not None
     assert plan.training.layout.workers < 8
-    assert allocate(ranges, [Node("A800", "host", 1)], ways) is None
+    assert allocate(ranges, [LayoutNode("A800", "host", 1)], ways) is None

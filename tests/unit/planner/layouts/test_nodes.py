@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtests.layouts import brute
-from services.planner.layouts.nodes import Node, placed, supply, without
+from services.planner.layouts.nodes import LayoutNode, placed, supply, without
 
 frees = st.lists(st.integers(1, 8), min_size=1, max_size=3)
 degrees = st.lists(st.sampled_from((1, 2, 4, 8)), max_size=6)
 
 
-def nodes_of(free: list[int]) -> list[Node]:
-    return [Node("A", f"host{index}", count) for index, count in enumerate(free)]
+def nodes_of(free: list[int]) -> list[LayoutNode]:
+    return [LayoutNode("A", f"host{index}", count) for index, count in enumerate(free)]
 
 
 def test_a_node_is_the_powers_of_two_that_it_is_the_sum_of() -> None:
-    nodes = [*nodes_of([7, 12]), Node("B", "other", 5)]
+    nodes = [*nodes_of([7, 12]), LayoutNode("B", "other", 5)]
     assert supply(nodes, {"A": 8, "B": 2}) == {
         ("A", 4): 8, ("A", 2): 2, ("A", 1): 1, ("A", 8): 8, ("B", 2): 4, ("B", 1): 1
     }  # fmt: skip

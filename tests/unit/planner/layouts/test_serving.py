@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from common.hardware.profiles import declared
 from common.pool.measured import Curve
 from loadtests.layouts.cases import QWEN_14B, lengths, servers, small
-from services.planner.costs.rollout import Gang
+from services.planner.costs.rollout import EngineGang
 from services.planner.layouts.grouping import alike
-from services.planner.layouts.serving import Served, Server, Table
+from services.planner.layouts.serving import GangServer, Served, Table
 
-SERVER = Server(Curve("A", 1, 1.0, 0.01, 0.001, prefill_tokens_per_s=100.0), 1000.0, slots=4)
+SERVER = GangServer(Curve("A", 1, 1.0, 0.01, 0.001, prefill_tokens_per_s=100.0), 1000.0, slots=4)
 
 
 def test_few_trajectories_take_the_steps_of_the_longest() -> None:
@@ -44,8 +44,8 @@ def test_a_large_batch_takes_its_arithmetic() -> None:
 @pytest.mark.parametrize("batch", [16, 64, 256])
 @pytest.mark.parametrize("degree", [1, 8])
 def test_a_full_batch_takes_the_steps_of_the_cost_model(batch: int, degree: int) -> None:
-    gang = Gang(QWEN_14B, declared()["A800"], degree)
-    took = Server.of(gang).serves_s([alike(batch, 0, 1000)])
+    gang = EngineGang(QWEN_14B, declared()["A800"], degree)
+    took = GangServer.of(gang).serves_s([alike(batch, 0, 1000)])
     # Within the latency of all-reduces, which hides behind arithmetic here and does not there.
     assert took == pytest.approx(1000 * gang.step_s(batch, 500), rel=0.07)
 
@@ -62,9 +62,9 @@ def test_what_does_not_fit_is_never_served() -> None:
 
 
 def test_a_correction_makes_everything_slower() -> None:
-    gang = Gang(QWEN_14B, declared()["A800"], 2)
+    gang = EngineGang(QWEN_14B, declared()["A800"], 2)
     groups = [alike(10, 100, 1000), alike(5, 1000, 3000)]
-    plain, slow = Server.of(gang), Server.of(gang, scale=1.5)
+    plain, slow = GangServer.of(gang), GangServer.of(gang, scale=1.5)
     assert slow.serves_s(groups) == pytest.approx(1.5 * plain.serves_s(groups))
 
 

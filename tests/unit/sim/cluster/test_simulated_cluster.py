@@ -9,19 +9,19 @@ import pytest
 from common.pool.decisions import Form
 from common.pool.needs import Need
 from services.planner.decide import decide
-from sim.cluster.model.cluster import Cluster, Failure, Hosts
+from sim.cluster.model.cluster import Cluster, SimFailure, SimHosts
 from sim.cluster.model.job import JobSpec
 from sim.cluster.paced import spec_of
 from sim.drift import Drift
-from sim.mesh.job.workload import Workload
+from sim.mesh.job.workload import PacedWorkload
 
-TRAINED = Workload(
+TRAINED = PacedWorkload(
     workers=4, steps=16, median=Drift(20.0, 20.0), decode="100/8/4000", training="60/50"
 )
 
 
 def ran(job: JobSpec, workers: int = 4, until_s: float = 3600.0) -> Cluster:
-    cluster = Cluster([Hosts(1, workers)], [job])
+    cluster = Cluster([SimHosts(1, workers)], [job])
     cluster.run(until_s)
     return cluster
 
@@ -53,7 +53,7 @@ def test_what_trains_was_sampled_once() -> None:
 def test_trajectories_go_on_where_their_engine_has_gone() -> None:
     """An engine that leaves in the middle of a run; what it made counts."""
     spec = spec_of(TRAINED.held(0), 3)
-    cluster = Cluster([Hosts(1, 4)], [spec])
+    cluster = Cluster([SimHosts(1, 4)], [spec])
     job = cluster.jobs["job"]
     cluster.agenda.at(20.0, lambda: job.gone(sorted(job.shards[0].places)[0]))
     cluster.run(3600.0)
@@ -65,7 +65,7 @@ def test_trajectories_go_on_where_their_engine_has_gone() -> None:
 def test_two_jobs_share_a_cluster() -> None:
     one = replace(spec_of(TRAINED, 1), name="one", need=Need(most=3))
     other = replace(spec_of(TRAINED.held(0), 2), name="other")
-    cluster = Cluster([Hosts(2, 4)], [one, other])
+    cluster = Cluster([SimHosts(2, 4)], [one, other])
     cluster.run(3600.0)
     assert all(job.training.over for job in cluster.jobs.values())
 
@@ -73,7 +73,7 @@ def test_two_jobs_share_a_cluster() -> None:
 @pytest.mark.deep
 def test_engines_of_several_degrees_have_buckets_by_length() -> None:
     """Where the tail is what a step waits for, some engines get more accelerators each."""
-    tailed = Workload(workers=8, steps=40, sigma=Drift(1.3, 1.3), training="4000/20")
+    tailed = PacedWorkload(workers=8, steps=40, sigma=Drift(1.3, 1.3), training="4000/20")
     spec = replace(spec_of(tailed, 1), need=Need(degrees=(1, 2, 4)), buckets=True)
     assert "lengths" in {one.details["policy"] for one in ran(spec, workers=8).judged}
     there = replace(spec, engines=(4, 2, 1), planner=replace(spec.planner, moves=False))
@@ -101,7 +101,7 @@ def test_a_job_that_gives_its_workers_away_does_nothing_meanwhile() -> None:
     """One of a higher priority takes all; who sleeps for it makes no steps, and goes on behind."""
     first = replace(spec_of(TRAINED.held(0), 1), name="first")
     taking = replace(spec_of(TRAINED.held(0), 2), name="taking", need=Need(priority=1, least=4))
-    cluster = Cluster([Hosts(1, 4)], [first, taking])
+    cluster = Cluster([SimHosts(1, 4)], [first, taking])
     cluster.run(3600.0)
     one, other = (cluster.jobs[name].training for name in ("first", "taking"))
     assert one.over and other.over
@@ -110,9 +110,9 @@ def test_a_job_that_gives_its_workers_away_does_nothing_meanwhile() -> None:
 
 def test_a_host_that_fails_takes_its_engines_along_and_comes_back() -> None:
     spec = spec_of(replace(TRAINED.held(0), training="4000/20", median=Drift(200.0, 200.0)), 1)
-    whole = Cluster([Hosts(2, 4)], [spec])
+    whole = Cluster([SimHosts(2, 4)], [spec])
     whole.run(3600.0)
-    torn = Cluster([Hosts(2, 4)], [spec], failures=[Failure(1, 20.0, 60.0)])
+    torn = Cluster([SimHosts(2, 4)], [spec], failures=[SimFailure(1, 20.0, 60.0)])
     counts: list[int] = []
     for at_s in (19.0, 30.0, 120.0):
         torn.agenda.at(at_s, lambda: counts.append(len(torn.jobs["job"].engines)))
@@ -126,7 +126,7 @@ def test_a_host_that_fails_takes_its_engines_along_and_comes_back() -> None:
 
 def test_a_core_whose_host_never_comes_back_goes_on_elsewhere() -> None:
     spec = spec_of(TRAINED.held(0), 1)
-    cluster = Cluster([Hosts(2, 4)], [spec], failures=[Failure(0, 20.0, 0.0)])
+    cluster = Cluster([SimHosts(2, 4)], [spec], failures=[SimFailure(0, 20.0, 0.0)])
     cluster.run(3600.0)
     (job,) = cluster.jobs.values()
     assert job.training.over and job.training.version == spec.steps

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from common.pool.measured import Curve
 from sim.cluster.model.agenda import Agenda
-from sim.cluster.model.engine import Engine, Request
+from sim.cluster.model.engine import SimEngine, SimRequest
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Bench:
 
     def __init__(self, speed: Linear, slots: int = 8) -> None:
         self.agenda = Agenda()
-        self.engine = Engine("e", self.agenda, speed, slots)
+        self.engine = SimEngine("e", self.agenda, speed, slots)
         self.ended_s: dict[str, float] = {}
 
     def request(
         self, name: str, tokens: float, context: float = 0.0, cached: float = 0.0
-    ) -> Request:
-        return Request(tokens, context, cached, lambda: self._ended(name))
+    ) -> SimRequest:
+        return SimRequest(tokens, context, cached, lambda: self._ended(name))
 
     def _ended(self, name: str) -> None:
         self.ended_s[name] = self.agenda.now_s

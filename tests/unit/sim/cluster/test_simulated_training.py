@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.cluster.model.agenda import Agenda
-from sim.cluster.model.training import Training
+from sim.cluster.model.training import SimTraining
 
 
 class Costs:
@@ -27,11 +27,11 @@ class Costs:
         return tokens
 
 
-def training(agenda: Agenda, steps: int = 4, staleness: int = 1) -> Training:
-    return Training(agenda, Costs(), 2, 1, staleness, steps, lambda: None)
+def training(agenda: Agenda, steps: int = 4, staleness: int = 1) -> SimTraining:
+    return SimTraining(agenda, Costs(), 2, 1, staleness, steps, lambda: None)
 
 
-def end_group(job: Training, number: int, length: float) -> None:
+def end_group(job: SimTraining, number: int, length: float) -> None:
     job.ended(number, 0, length)
 
 
@@ -79,7 +79,7 @@ def test_all_steps_are_made_of_groups_that_are_young_enough(
     random, agenda = Random(seed), Agenda()
     trained: list[int] = []  # versions between a group's first token and its step
 
-    class Watched(Training):
+    class Watched(SimTraining):
         def _commit(self, step: int) -> None:
             trained.extend(self.version - group.oldest for group in self._leased)
             super()._commit(step)
@@ -109,7 +109,7 @@ def test_all_steps_are_made_of_groups_that_are_young_enough(
 def test_a_step_whose_core_has_ended_is_made_of_the_same_groups_by_the_next_one() -> None:
     agenda = Agenda()
     made: list[float] = []
-    job = Training(agenda, Costs(), 2, 1, 2, 2, lambda: made.append(agenda.now_s))
+    job = SimTraining(agenda, Costs(), 2, 1, 2, 2, lambda: made.append(agenda.now_s))
     job.attend("core", 1)
     for group in job.admit(2):
         job.ended(group.number, 0, 100.0)
@@ -126,7 +126,7 @@ def test_a_step_whose_core_has_ended_is_made_of_the_same_groups_by_the_next_one(
 def test_accelerators_that_generate_train_when_all_groups_are_there() -> None:
     agenda = Agenda()
     made: list[float] = []
-    job = Training(agenda, Costs(), 2, 1, 0, 1, lambda: made.append(agenda.now_s), switch_s=5.0)
+    job = SimTraining(agenda, Costs(), 2, 1, 0, 1, lambda: made.append(agenda.now_s), switch_s=5.0)
     job.attend("core", 1)
     first, other = job.admit(8)
     job.ended(first.number, 0, 1.0)

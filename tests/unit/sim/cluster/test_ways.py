@@ -8,13 +8,13 @@ import pytest
 
 from common.hardware.profiles import declared
 from loadtests.layouts.cases import QWEN_14B
-from services.planner.costs.training import StepWork, TrainingLayout, step_s
-from services.planner.layouts.nodes import Node
-from sim.cluster.ways import SIMULATED, Trainable, Trains
+from services.planner.costs.training import TrainingLayout, TrainingWork, step_s
+from services.planner.layouts.nodes import LayoutNode
+from sim.cluster.ways import SIMULATED, Trainable, TrainingWays
 
-WORK = StepWork(64, 64 * 2000.0, 64 * 2000.0**2)
-NODES = [Node("A800", f"host{n}", 8) for n in range(4)] + [Node("H100", "host4", 8)]
-TRAINS = Trains(QWEN_14B, WORK, declared())
+WORK = TrainingWork(64, 64 * 2000.0, 64 * 2000.0**2)
+NODES = [LayoutNode("A800", f"host{n}", 8) for n in range(4)] + [LayoutNode("H100", "host4", 8)]
+TRAINS = TrainingWays(QWEN_14B, WORK, declared())
 
 
 def test_ranks_and_helpers_are_replicas_of_any_number_that_has_the_memory() -> None:
@@ -46,7 +46,9 @@ def test_a_simulated_cluster_trains_in_three_dimensions() -> None:
 
 
 def test_tensors_stay_in_a_node() -> None:
-    found = replace(TRAINS, by=SIMULATED).ways([Node("A800", f"host{n}", 5) for n in range(8)])
+    found = replace(TRAINS, by=SIMULATED).ways(
+        [LayoutNode("A800", f"host{n}", 5) for n in range(8)]
+    )
     assert max(way.layout.tensor for way in found) == 4
 
 
