@@ -19,13 +19,13 @@ from common.job.constraints import (
     EnginePath,
     Figure,
     File,
+    FileTable,
     Name,
     Natural,
     NonNegative,
     Options,
     Positive,
     Share,
-    Table,
     Text,
     Whole,
 )
@@ -33,7 +33,7 @@ from common.records.at_url import is_url
 
 
 @dataclass(frozen=True)
-class MeshConfig(Table):
+class MeshConfig(FileTable):
     """`[mesh]`: how many workers there are, and where processes listen."""
 
     # accelerators (CPU slots here) that the planner may place roles on
@@ -45,7 +45,7 @@ class MeshConfig(Table):
 
 
 @dataclass(frozen=True)
-class ModelConfigSection(Table):
+class ModelConfigSection(FileTable):
     """`[model]`: the model that is trained."""
 
     # a Hugging Face directory (config.json, safetensors); empty: start from scratch
@@ -63,7 +63,7 @@ INITIAL = "initial"  # as the path of a frozen model: the weights that training 
 
 
 @dataclass(frozen=True)
-class FrozenModelConfig(Table):
+class FrozenModelConfig(FileTable):
     """`[models.<role>]`: a model that is used and not trained."""
 
     # a Hugging Face directory; initial: the job's first weights; empty: no such one
@@ -75,7 +75,7 @@ class FrozenModelConfig(Table):
 
 
 @dataclass(frozen=True)
-class ModelsConfig(Table):
+class ModelsConfig(FileTable):
     """`[models]`: the frozen models by role."""
 
     reference: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # for the KL term
@@ -90,7 +90,7 @@ class ModelsConfig(Table):
 
 
 @dataclass(frozen=True)
-class DatasetConfig(Table):
+class DatasetConfig(FileTable):
     """`[dataset]`: the rows that are trained and evaluated on."""
 
     train: File = ""  # JSONL, Parquet or a `datasets` directory
@@ -102,7 +102,7 @@ class DatasetConfig(Table):
 
 
 @dataclass(frozen=True)
-class EnvironmentConfig(Table):
+class EnvironmentConfig(FileTable):
     """`[environment]`: what a trajectory is, and the tools that it may call."""
 
     use: str = ""  # module:function, a factory; empty: single turn, and tools in a chat
@@ -135,7 +135,7 @@ class EnvironmentConfig(Table):
 
 
 @dataclass(frozen=True)
-class JudgeConfig(Table):
+class JudgeConfig(FileTable):
     """`[reward.judge]`: a model whose verdict is the reward."""
 
     use: str = ""  # model: [models.reward]; or the base URL of an OpenAI-compatible server
@@ -151,7 +151,7 @@ class JudgeConfig(Table):
 
 
 @dataclass(frozen=True)
-class RewardPartConfig(Table):
+class RewardPartConfig(FileTable):
     """`[[reward.parts]]`: one term of a reward that is a weighted sum."""
 
     use: Text  # module:function, or a built-in reward's name
@@ -160,7 +160,7 @@ class RewardPartConfig(Table):
 
 
 @dataclass(frozen=True)
-class RewardConfig(Table):
+class RewardConfig(FileTable):
     """`[reward]`: how finished trajectories are scored."""
 
     use: str = ""  # module:function, or math | code_tests | regex | exact | choice
@@ -178,7 +178,7 @@ class RewardConfig(Table):
 
 
 @dataclass(frozen=True)
-class SandboxConfig(Table):
+class SandboxConfig(FileTable):
     """`[sandbox]`: the limits of code that the model wrote."""
 
     tier: Literal["runner", "cgroup", "bwrap", "landlock"] = "bwrap"  # the least isolation
@@ -200,7 +200,7 @@ class SandboxConfig(Table):
 
 
 @dataclass(frozen=True)
-class BucketConfig(Table):
+class BucketConfig(FileTable):
     """`[[rollout.buckets]]`: a share of the engines, for trajectories of a range of lengths."""
 
     max_tokens: Count  # still to be sampled by the trajectories that it is for
@@ -209,7 +209,7 @@ class BucketConfig(Table):
 
 
 @dataclass(frozen=True)
-class KvConfig(Table):
+class KvConfig(FileTable):
     """`[rollout.kv]`: keys and values that engines keep outside of their caches."""
 
     # GiB of a host's memory for all engines of the job there; negative: 1, and none for SGLang
@@ -220,7 +220,7 @@ class KvConfig(Table):
 
 
 @dataclass(frozen=True)
-class RolloutConfig(Table):
+class RolloutConfig(FileTable):
     """`[rollout]`: engines, shards, and how the model samples."""
 
     engine: Literal["torch", "sglang"] = "torch"
@@ -263,7 +263,7 @@ class RolloutConfig(Table):
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig(Table):
+class AlgorithmConfig(FileTable):
     """`[algorithm]`: what is learned from groups of trajectories."""
 
     name: AlgorithmName = "grpo"
@@ -297,7 +297,7 @@ class AlgorithmConfig(Table):
 
 
 @dataclass(frozen=True)
-class LoraConfig(Table):
+class LoraConfig(FileTable):
     """`[lora]`: low-rank adapters that are trained in place of the model."""
 
     rank: Natural = 0  # rank of the trained adapters; 0: the model itself is trained
@@ -314,7 +314,7 @@ class LoraConfig(Table):
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(Table):
+class OptimizerConfig(FileTable):
     """`[optimizer]`: learning rates and their schedule."""
 
     muon_lr: NonNegative = 0.003  # matrices; 0: AdamW on everything
@@ -326,7 +326,7 @@ class OptimizerConfig(Table):
 
 
 @dataclass(frozen=True)
-class ZebraConfig(Table):
+class ZebraConfig(FileTable):
     """`[training.zebra]`: ranks with attention, and others with the experts of a mixture."""
 
     # ranks with attention, gates, embeddings and head, the first ones of training.ranks, of which
@@ -340,7 +340,7 @@ class ZebraConfig(Table):
 
 
 @dataclass(frozen=True)
-class TrainingConfig(Table):
+class TrainingConfig(FileTable):
     """`[training]`: how gradients are computed, and when checkpoints are written."""
 
     bin_tokens: Count = 2560  # token budget of a bin, the unit of training work
@@ -365,7 +365,7 @@ class TrainingConfig(Table):
 
 
 @dataclass(frozen=True)
-class WeightsConfig(Table):
+class WeightsConfig(FileTable):
     """`[weights]`: which versions stay in the store beside those that the run itself needs."""
 
     keep: Count = 1  # the newest ones; 1: the current one
@@ -376,7 +376,7 @@ class WeightsConfig(Table):
 
 
 @dataclass(frozen=True)
-class WarmStartConfig(Table):
+class WarmStartConfig(FileTable):
     """`[warm_start]`: supervised steps before the first version."""
 
     demonstrations: str = ""  # module:function; empty: no warm start
@@ -389,7 +389,7 @@ class WarmStartConfig(Table):
 
 
 @dataclass(frozen=True)
-class EvaluationDataset(Table):
+class EvaluationDataset(FileTable):
     """`[[evaluation.datasets]]`: a set to evaluate on beside the held-out one."""
 
     name: Figure  # what its figures are called by
@@ -402,7 +402,7 @@ class EvaluationDataset(Table):
 
 
 @dataclass(frozen=True)
-class EvaluationConfig(Table):
+class EvaluationConfig(FileTable):
     """`[evaluation]`: what is evaluated, and when."""
 
     every: Natural = 10  # steps; 0: only before and after
@@ -415,14 +415,14 @@ class EvaluationConfig(Table):
 
 
 @dataclass(frozen=True)
-class BudgetConfig(Table):
+class BudgetConfig(FileTable):
     """`[budget]`: when the job is done."""
 
     steps: Natural = 48  # optimizer steps; 0: the first version is evaluated, and that is all
 
 
 @dataclass(frozen=True)
-class TrackingConfig(Table):
+class TrackingConfig(FileTable):
     """`[tracking]`: where the run's figures are shown beside its own records."""
 
     tensorboard: bool | str = False  # true: files in RUN/tensorboard; or in that directory
@@ -432,7 +432,7 @@ class TrackingConfig(Table):
 
 
 @dataclass(frozen=True)
-class PlannerConfig(Table):
+class PlannerConfig(FileTable):
     """`[planner]`: when a gang moves between rollout and training."""
 
     moves: bool = True  # whether the planner moves gangs; false: the default split is held
@@ -452,7 +452,7 @@ class PlannerConfig(Table):
 
 
 @dataclass(frozen=True)
-class PoolWorkersConfig(Table):
+class PoolWorkersConfig(FileTable):
     """`pool.workers`: how many workers the job may have, all of its roles together."""
 
     least: Natural = 0  # it waits until it gets so many; 0: what it takes at least
@@ -460,7 +460,7 @@ class PoolWorkersConfig(Table):
 
 
 @dataclass(frozen=True)
-class PoolConfig(Table):
+class PoolConfig(FileTable):
     """`[pool]`: the job's part beside the other jobs of its mesh."""
 
     priority: Whole = 0  # jobs of a higher one take workers from those of a lower one
@@ -469,7 +469,7 @@ class PoolConfig(Table):
 
 
 @dataclass(frozen=True)
-class JobConfig(Table):
+class JobConfig(FileTable):
     """A whole job file, checked."""
 
     name: Name = "job"

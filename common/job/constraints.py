@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt, Interval, MinLen, Predicate
 LARGEST = 2**63 - 1  # whole number that messages carry
 
 
-class Table:
+class FileTable:
     """A table of a job file: it has no other keys, and no value is converted to another type."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {

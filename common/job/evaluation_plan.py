@@ -18,7 +18,7 @@ MISSING = 0.05  # share of a set's samples without a say above which versions ar
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EvaluationPlan:
     """One evaluation: the held-out set in `modes`, and each of the other datasets."""
 
     tag: str  # one result each
@@ -26,11 +26,15 @@ class Plan:
     modes: tuple[str, ...]  # sampled | greedy
 
 
-def bracket(config: JobConfig, tag: str, version: int) -> Plan | None:
+def bracket(config: JobConfig, tag: str, version: int) -> EvaluationPlan | None:
     """The evaluation before or after training, as `tag` says; None: the job wants none."""
     plan = config.evaluation
     wanted = plan.before if tag == BEFORE else plan.after
-    return Plan(tag, version, ("sampled", "greedy")) if wanted and measurable(config) else None
+    return (
+        EvaluationPlan(tag, version, ("sampled", "greedy"))
+        if wanted and measurable(config)
+        else None
+    )
 
 
 def measurable(config: JobConfig) -> bool:
@@ -40,7 +44,7 @@ def measurable(config: JobConfig) -> bool:
     return bool(rewarded and (config.dataset.held_out or config.evaluation.datasets))
 
 
-def due(config: JobConfig, version: int) -> Plan | None:
+def due(config: JobConfig, version: int) -> EvaluationPlan | None:
     """The evaluation that a version asks for while training goes on; None: it asks for none.
 
     The last one is evaluated after training.
@@ -50,7 +54,7 @@ def due(config: JobConfig, version: int) -> Plan | None:
     if not plan.every or version < 1 or version % plan.every or last or not measurable(config):
         return None
     modes = ("sampled", "greedy") if plan.best == GREEDY else ("sampled",)
-    return Plan(f"step-{version}", version, modes)
+    return EvaluationPlan(f"step-{version}", version, modes)
 
 
 def comparable(missing: int, samples: int) -> bool:

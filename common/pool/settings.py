@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from common.job.constraints import NonNegative, Positive, Table
+from common.job.constraints import FileTable, NonNegative, Positive
 from common.pool.rows import Worker
 
 
 @dataclass(frozen=True)
-class PoolSettings(Table):
+class PoolSettings(FileTable):
     """How the planner shares the pool between jobs."""
 
     turns: bool = True  # whether engine and core of a job may share a worker where workers are few

@@ -232,7 +232,7 @@ def chat(
     """
     from meshrl.run import talking
 
-    choice = talking.Choice(step, best, temperature, seed, json)
+    choice = talking.ModelChoice(step, best, temperature, seed, json)
     raise typer.Exit(talking.chat(run, choice, prompt, row))
 
 
@@ -276,5 +276,5 @@ def sample(
     """
     from meshrl.run import talking
 
-    choice = talking.Choice(step, best, 0.0 if greedy else temperature, seed, json)
+    choice = talking.ModelChoice(step, best, 0.0 if greedy else temperature, seed, json)
     raise typer.Exit(talking.sample(run, prompt, choice, n, max_tokens))

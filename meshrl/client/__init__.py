@@ -1,3 +1,3 @@
 """What Python code asks of a mesh, and the command line with it. Open `client.py` first, then
-`door.py`.
+`transport.py`.
 """

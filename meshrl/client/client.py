@@ -17,7 +17,7 @@ from common.api.gateway import JobState
 from common.errors import ConfigError, DeadlineExceeded, MeshError, PeerLost, StateUnavailable
 from common.job.config import JobConfig
 from common.state.events import Event
-from meshrl.client.door import Door
+from meshrl.client.transport import ClientTransport
 from meshrl.job.loaded import JobFile
 from meshrl.view.mesh.pool import Pool
 
@@ -46,20 +46,20 @@ class Client:
     def __init__(self, mesh: Path | str | None = None, token: Path | str | None = None) -> None:
         self._mesh = Path(mesh) if mesh is not None else None
         self._token = token or (os.environ.get(TOKEN_ENV) if mesh is None else None)
-        self._opened: Door | None = None
+        self._opened: ClientTransport | None = None
 
     async def __aenter__(self) -> Client:
         if self._mesh is not None and self._token:
             raise ConfigError("a mesh and a token were given", fix="Give one of them")
         async with _within(ANSWER_S, "reaching the mesh"):
             if self._token:
-                from meshrl.client.remote import RemoteDoor
+                from meshrl.client.remote import RemoteTransport
 
-                self._opened = await RemoteDoor.open(self._token)
+                self._opened = await RemoteTransport.open(self._token)
             else:
-                from meshrl.client.local import LocalDoor
+                from meshrl.client.local import LocalTransport
 
-                self._opened = await LocalDoor.open(self._mesh)
+                self._opened = await LocalTransport.open(self._mesh)
         return self
 
     async def __aexit__(
@@ -73,7 +73,7 @@ class Client:
             await opened.close()
 
     @property
-    def _door(self) -> Door:
+    def _transport(self) -> ClientTransport:
         if self._opened is None:
             raise ConfigError("the client is not open", fix="Write: async with Client() as client")
         return self._opened
@@ -100,18 +100,18 @@ class Client:
         async with _within(deadline_s, "submitting the job"):
             found = await asyncio.to_thread(checked.job_file, job, list(overrides), base)
             file = Path(job) if isinstance(job, Path | str) else job_file
-            submitted = await self._door.submit(found, force, file)
+            submitted = await self._transport.submit(found, force, file)
         return JobHandle(self, submitted.job, submitted.run_dir)
 
     async def jobs(self) -> list[JobState]:
         """All jobs of the mesh (with a token: its own) in the order of submission."""
         async with _within(ANSWER_S, "asking for the jobs"):
-            return await self._door.jobs()
+            return await self._transport.jobs()
 
     async def job(self, name: str) -> JobState:
         """How a job stands. NotFound."""
         async with _within(ANSWER_S, f"asking for {name}"):
-            return await self._door.job(name)
+            return await self._transport.job(name)
 
     async def events(self, name: str, since: str = "0") -> AsyncIterator[Event]:
         """What has happened to a job and happens, in order, until it is over; it goes on after the
@@ -137,7 +137,7 @@ class Client:
         on; where there is none, what comes within `wait_s`. NotFound.
         """
         async with _within(ANSWER_S + wait_s, f"asking for events of {name}"):
-            return await self._door.happened(name, since, wait_s)
+            return await self._transport.happened(name, since, wait_s)
 
     async def wait(self, name: str, timeout_s: float | None = None) -> JobState:
         """How a job stands once it is over. DeadlineExceeded after `timeout_s`; NotFound. A
@@ -158,26 +158,26 @@ class Client:
     async def stop(self, name: str) -> bool:
         """Ends a job cleanly; what it has made stays. False: it had ended already. NotFound."""
         async with _within(ANSWER_S, f"stopping {name}"):
-            return await self._door.stop(name, uuid.uuid4().hex)
+            return await self._transport.stop(name, uuid.uuid4().hex)
 
     async def delete(self, name: str) -> None:
         """Removes a job that has ended from the mesh's records, and weights that only the mesh's
         store has; its run directory stays. Refused while it goes on; NotFound.
         """
         async with _within(ANSWER_S, f"deleting {name}"):
-            await self._door.delete(name, uuid.uuid4().hex)
+            await self._transport.delete(name, uuid.uuid4().hex)
 
     async def workers(self) -> Pool:
         """The mesh's workers and gangs, with all that resides on them. NotAllowed with a token."""
         async with _within(ANSWER_S, "asking for the workers"):
-            return await self._door.workers()
+            return await self._transport.workers()
 
     async def move(self, worker: str, role: str, job: str = "") -> str:
         """Has the planner give a worker another role and keep it there; what it decided. Refused
         with its reason, or when a token is all that one has.
         """
         async with _within(ANSWER_S, f"moving {worker}"):
-            return await self._door.move(worker, role, job)
+            return await self._transport.move(worker, role, job)
 
     async def weights(
         self,
@@ -196,7 +196,7 @@ class Client:
             raise ConfigError("a step and the best mean two versions", fix="Give one of them")
         target = (out or Path(f"{name}-model")).absolute()
         async with _within(deadline_s, f"fetching the weights of {name}"):
-            return await self._door.weights(name, step, best, target)
+            return await self._transport.weights(name, step, best, target)
 
     async def versions(self, name: str) -> list[dict[str, Any]]:
         """The versions of a job's weights that the store has, the oldest first: `lineage`,
@@ -220,7 +220,7 @@ class Client:
     ) -> dict[str, Any]:
         """What `meshrl weights --json` prints for `list`, `pin` and `unpin`."""
         async with _within(VERSIONS_S, f"looking at the versions of {name}"):
-            return await self._door.on_versions(name, act, version, note)
+            return await self._transport.on_versions(name, act, version, note)
 
 
 @dataclass(frozen=True)

@@ -35,14 +35,14 @@ POLL_S = 0.2
 ROLES = (Role.ROLLOUT, Role.TRAINING, Role.IDLE)
 
 
-class LocalDoor:
-    """The mesh at `place`, by its `state`; see `Door`."""
+class LocalTransport:
+    """The mesh at `place`, by its `state`; see `ClientTransport`."""
 
     def __init__(self, place: MeshPlace, state: State) -> None:
         self._place, self._state, self._clock = place, state, SystemClock()
 
     @classmethod
-    async def open(cls, mesh: Path | None) -> LocalDoor:
+    async def open(cls, mesh: Path | None) -> LocalTransport:
         """The mesh that is meant; NotFound, StateUnavailable when it does not run."""
         place = places.find_mesh(mesh)
         url = place.redis_url

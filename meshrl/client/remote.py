@@ -40,14 +40,14 @@ GATEWAY_ENV = "MESHRL_GATEWAY"  # NAME:PORT of the mesh from here, instead of th
 AT_ONCE = 4  # pieces on their way: enough to fill a link over some distance
 
 
-class RemoteDoor:
-    """The mesh that a token reaches; see `Door`."""
+class RemoteTransport:
+    """The mesh that a token reaches; see `ClientTransport`."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
 
     @classmethod
-    async def open(cls, token: str | Path) -> RemoteDoor:
+    async def open(cls, token: str | Path) -> RemoteTransport:
         """The mesh of a token, at `$MESHRL_GATEWAY` where that is set; NotAllowed when the token is
         not good any more, PeerLost without a mesh.
         """

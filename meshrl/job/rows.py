@@ -21,7 +21,7 @@ from common.model.messages import ROLES, conversation_of
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DatasetRow:
     place: str  # file and line, for messages
     value: dict[str, Any]
     line: str  # as JSON, without a line break
@@ -38,7 +38,7 @@ def exists(path: Path) -> bool:
     return path.exists() or bool(_matches(path))
 
 
-def read(path: Path, prompt: str = "", *, chat: bool = False) -> Iterator[Row]:
+def read(path: Path, prompt: str = "", *, chat: bool = False) -> Iterator[DatasetRow]:
     """The rows of a dataset, blank lines left out.
 
     ConfigError names the place of a row that is no object of plain JSON values, that cannot be
@@ -51,7 +51,7 @@ def read(path: Path, prompt: str = "", *, chat: bool = False) -> Iterator[Row]:
         yield row
 
 
-def _prompted(row: Row, prompt: str, chat: bool) -> None:
+def _prompted(row: DatasetRow, prompt: str, chat: bool) -> None:
     """ConfigError unless the row's prompt is a text or, with `chat`, messages."""
     value = row.value.get(prompt)
     if isinstance(value, str):
@@ -100,7 +100,7 @@ def _unsendable(value: dict[str, Any]) -> str:
     return ""
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path) -> Iterator[DatasetRow]:
     if path.is_dir():
         return _directory(path)
     if matches := _matches(path):
@@ -112,7 +112,7 @@ def _matches(path: Path) -> list[Path]:
     return sorted(path.parent.glob(path.name)) if "*" in path.name else []
 
 
-def _jsonl(path: Path) -> Iterator[Row]:
+def _jsonl(path: Path) -> Iterator[DatasetRow]:
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             place = f"{path}, line {number}"
@@ -144,10 +144,10 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 continue
             if not isinstance(value, dict):
                 raise ConfigError(f"{place}: a row is a JSON object, not {type(value).__name__}")
-            yield Row(place, value, line)
+            yield DatasetRow(place, value, line)
 
 
-def _directory(path: Path) -> Iterator[Row]:
+def _directory(path: Path) -> Iterator[DatasetRow]:
     if (path / "dataset_dict.json").is_file():
         splits = _listed(path / "dataset_dict.json", "splits")
         raise ConfigError(
@@ -172,7 +172,7 @@ def _directory(path: Path) -> Iterator[Row]:
     return _parquet(files)
 
 
-def _saved(path: Path) -> Iterator[Row]:
+def _saved(path: Path) -> Iterator[DatasetRow]:
     """What `save_to_disk` writes: Arrow streams, listed in state.json."""
     arrow = _pyarrow(path)
     if _listed(path / "state.json", "_indices_data_files", []):
@@ -202,7 +202,7 @@ def _listed(file: Path, key: str, default: list[Any] | None = None) -> list[Any]
     raise ConfigError(f"{file} is not what datasets writes: {said}", fix="save it again")
 
 
-def _parquet(files: list[Path]) -> Iterator[Row]:
+def _parquet(files: list[Path]) -> Iterator[DatasetRow]:
     arrow = _pyarrow(files[0])
     from pyarrow import parquet
 
@@ -215,7 +215,7 @@ def _parquet(files: list[Path]) -> Iterator[Row]:
             yield from _plain(path, file.iter_batches())
 
 
-def _plain(path: Path, batches: Any) -> Iterator[Row]:
+def _plain(path: Path, batches: Any) -> Iterator[DatasetRow]:
     number = 0
     for batch in batches:
         for value in batch.to_pylist():
@@ -227,7 +227,7 @@ def _plain(path: Path, batches: Any) -> Iterator[Row]:
                 raise ConfigError(
                     f"{place}: {_culprit(value)}", fix="keep to text, numbers, lists and tables"
                 ) from error
-            yield Row(place, value, line)
+            yield DatasetRow(place, value, line)
 
 
 def _culprit(value: dict[str, Any]) -> str:

@@ -6,21 +6,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import ConfigError
-from common.job.constraints import Table
+from common.job.constraints import FileTable
 from common.job.schema import Schema
 from common.pool.settings import PoolSettings
 from meshrl.job import toml_file
 
 
 @dataclass(frozen=True)
-class DurableConfig(Table):
+class DurableConfig(FileTable):
     """Where a copy is kept of what another host goes on from when this one is gone."""
 
     url: str = ""  # of any kind that fsspec knows; empty: there is none
 
 
 @dataclass(frozen=True)
-class MeshFile(Table):
+class MeshFile(FileTable):
     """A whole `mesh.toml`, checked."""
 
     pool: PoolSettings = field(default_factory=PoolSettings)

@@ -22,7 +22,7 @@ CHAT, SAMPLE = "services.rollout.talking", "services.rollout.talking.sampling"
 
 
 @dataclass(frozen=True)
-class Choice:
+class ModelChoice:
     """With which version, and how, trajectories are sampled."""
 
     step: int | None = None
@@ -32,14 +32,14 @@ class Choice:
     as_json: bool = False
 
 
-def chat(chosen: Path, choice: Choice, prompt: str | None, row: int | None) -> int:
+def chat(chosen: Path, choice: ModelChoice, prompt: str | None, row: int | None) -> int:
     """The exit status; the process says itself what the model said, or what is wrong."""
     options = {"--prompt": prompt, "--row": row}
     return _play(run_of(chosen, None), CHAT, choice, options)
 
 
 def sample(
-    chosen: Path, prompt: str, choice: Choice, n: int = 1, max_tokens: int | None = None
+    chosen: Path, prompt: str, choice: ModelChoice, n: int = 1, max_tokens: int | None = None
 ) -> int:
     """The exit status: 1 when a trajectory failed, which the process says itself. `n` are sampled
     of each prompt, each of at most `max_tokens` of the model's; None: what has room.
@@ -55,7 +55,7 @@ def sample(
 def _play(
     run: Run,
     module: str,
-    choice: Choice,
+    choice: ModelChoice,
     options: Mapping[str, str | int | None],
     lines: str | None = None,
 ) -> int:

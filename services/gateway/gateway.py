@@ -65,7 +65,7 @@ from common.state.lifecycle.fitting import refuse_what_never_fits
 from common.state.lifecycle.following import happened, standing
 from services.gateway.asked_versions import on_versions
 from services.gateway.front import holder
-from services.gateway.hosts import Hosts
+from services.gateway.hosts import HostRequests
 from services.gateway.models import Models
 from services.gateway.uploads import Upload, Uploads, config_of
 
@@ -87,7 +87,7 @@ class GatewayActor(Actor):
         self._runs = self._root / "runs"
         self._uploads = Uploads(mesh.host, self._runs)
         self._models = Models(mesh, self._root)
-        self._hosts = Hosts(mesh, tokens, self._root / "mesh" / FILE)
+        self._hosts = HostRequests(mesh, tokens, self._root / "mesh" / FILE)
         self._submitted: OrderedDict[str, tuple[str, SubmittedJob]] = OrderedDict()
         # Of each run, by its directory, with the signature of the record that says so: another job
         # may come to have the name and the directory of one that was deleted.

@@ -52,7 +52,7 @@ class Joining:
     since_s: float
 
 
-class Hosts:
+class HostRequests:
     """`file`: the tokens and members of the mesh, which are its user's alone."""
 
     def __init__(self, mesh: Mesh, known: Tokens, file: Path) -> None:

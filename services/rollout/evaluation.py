@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from common.job.evaluation_plan import HELD_OUT, Plan, comparable, estimates, mean
+from common.job.evaluation_plan import HELD_OUT, EvaluationPlan, comparable, estimates, mean
 from common.runtime.patience import patiently
 from common.runtime.tasks import all_of
 from common.state import jobs
@@ -51,7 +51,7 @@ class Drawn:
 class EvaluationRun:
     """One plan, carried out; groups are off the books and numbered by version and set."""
 
-    def __init__(self, shard: ShardJob, plan: Plan, lineage: int) -> None:
+    def __init__(self, shard: ShardJob, plan: EvaluationPlan, lineage: int) -> None:
         """`lineage` is that of the plan's version."""
         self._shard, self._plan, self._lineage = shard, plan, lineage
         self._sets = 0
@@ -157,7 +157,7 @@ class EvaluationRun:
         )
 
 
-async def evaluate(shard: ShardJob, plan: Plan, lineage: int) -> None:
+async def evaluate(shard: ShardJob, plan: EvaluationPlan, lineage: int) -> None:
     """Carries out a plan for a version of a lineage, unless a predecessor has."""
     recorded = await patiently(
         shard.mesh.clock, lambda: jobs.evaluations(shard.mesh.state, shard.job.id)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import MeshError, NotFound, Refused
-from common.job.evaluation_plan import AFTER, BEFORE, Plan, bracket, due
+from common.job.evaluation_plan import AFTER, BEFORE, EvaluationPlan, bracket, due
 from common.job.job_data import JobData
 from common.job.local_files import local_job
 from common.pool.names import service
@@ -177,7 +177,9 @@ class RolloutShard(Actor):
         self._evaluated.add(tag)
         return fresh
 
-    async def _bracket(self, shard: ShardJob, plan: Plan | None, lineage: int, then: Phase) -> None:
+    async def _bracket(
+        self, shard: ShardJob, plan: EvaluationPlan | None, lineage: int, then: Phase
+    ) -> None:
         """The evaluation before or after training, if any, and the phase that follows it."""
         if plan is not None:
             await evaluate(shard, plan, lineage)

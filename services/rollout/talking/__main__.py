@@ -8,7 +8,7 @@ from typing import Any
 
 from common.errors import MeshError, NotFound, ToolFailed
 from common.process.host import SystemHost
-from services.rollout.talking.console import Console
+from services.rollout.talking.console import ChatConsole
 from services.rollout.talking.partner import Partner
 from services.rollout.talking.program import job_of, parser_of, run, seed_of
 
@@ -19,7 +19,7 @@ async def main(a: argparse.Namespace) -> None:
     config = job.config
     converse = bool(config.environment.chat and not config.environment.use and a.row is None)
     partner = Partner(host, job, a.model, a.scratch, converse=converse)
-    console = Console(host, quiet=a.json)
+    console = ChatConsole(host, quiet=a.json)
     seed = seed_of(a)
     held_out = job.rows("held_out") or job.rows("train")
     try:
@@ -34,7 +34,7 @@ async def main(a: argparse.Namespace) -> None:
 
 
 async def _play(
-    partner: Partner, console: Console, a: argparse.Namespace, key: int, row: Any, seed: int
+    partner: Partner, console: ChatConsole, a: argparse.Namespace, key: int, row: Any, seed: int
 ) -> None:
     whole = a.row is not None or key > 0
     try:
@@ -48,7 +48,9 @@ async def _play(
     console.tell(played, a.json)
 
 
-async def _converse(partner: Partner, console: Console, a: argparse.Namespace, seed: int) -> None:
+async def _converse(
+    partner: Partner, console: ChatConsole, a: argparse.Namespace, seed: int
+) -> None:
     """One conversation, until the person has nothing more to say."""
     first = await console.hear("you:         ")
     if first is None:
@@ -65,7 +67,7 @@ async def _converse(partner: Partner, console: Console, a: argparse.Namespace, s
 
 async def _rows(
     partner: Partner,
-    console: Console,
+    console: ChatConsole,
     a: argparse.Namespace,
     held_out: list[dict[str, Any]],
     seed: int,

@@ -14,7 +14,7 @@ THINKING_S = 7 * 86_400.0  # that a person may take for what they say
 COLORS = {"prompt": "2", "environment": "2", "tool": "36", "model": "1"}  # of the terminal
 
 
-class Console:
+class ChatConsole:
     """Turns as lines on standard output, and what the person types; `quiet`: no turns."""
 
     def __init__(self, host: SystemHost, quiet: bool) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from common.errors import ToolFailed
 from common.job.job_data import JobData
 from common.process.host import SystemHost
-from services.rollout.talking.console import Console
+from services.rollout.talking.console import ChatConsole
 from services.rollout.talking.partner import Partner, Played
 from services.rollout.talking.program import job_of, parser_of, run, seed_of
 
@@ -59,7 +59,7 @@ async def sample(
     asked: SampledPrompt,
     a: argparse.Namespace,
     seed: int,
-    console: Console,
+    console: ChatConsole,
 ) -> Sampled:
     """One trajectory; what fails in the job's own code is told and not raised. Refused when the
     prompt is too long.
@@ -123,7 +123,7 @@ async def main(a: argparse.Namespace) -> int:
     job = job_of(a.run, "sampled from")
     asked = [prompt_of(line, job) for line in sys.stdin if line.strip()]
     partner = Partner(host, job, a.model, a.scratch, converse=False)
-    console = Console(host, quiet=a.json)
+    console = ChatConsole(host, quiet=a.json)
     begin = seed_of(a)
     failed = False
     try:

@@ -19,12 +19,12 @@ from common.job.config import PlannerConfig
 from common.job.constraints import (
     Count,
     File,
+    FileTable,
     Name,
     Natural,
     NonNegative,
     Positive,
     Share,
-    Table,
     Text,
     Whole,
 )
@@ -34,7 +34,7 @@ from meshrl.job import toml_file
 
 
 @dataclass(frozen=True)
-class HostsTable(Table):
+class HostsTable(FileTable):
     """`[[hosts]]`: hosts that are alike."""
 
     kind: Name = "CPU"  # of their accelerators, as common/hardware/accelerators.toml has them
@@ -43,7 +43,7 @@ class HostsTable(Table):
 
 
 @dataclass(frozen=True)
-class SwitchesTable(Table):
+class SwitchesTable(FileTable):
     """`[switches]`: seconds from a decision until a resident does what was wished."""
 
     rollout_s: NonNegative = 1.0
@@ -51,7 +51,7 @@ class SwitchesTable(Table):
 
 
 @dataclass(frozen=True)
-class FailureTable(Table):
+class FailureTable(FileTable):
     """`[[failures]]`: a host that is away for a while, with all that it did."""
 
     host: Natural = 0  # in the order of `[[hosts]]`, from 0
@@ -60,7 +60,7 @@ class FailureTable(Table):
 
 
 @dataclass(frozen=True)
-class ModelTable(Table):
+class ModelTable(FileTable):
     """`[jobs.model]`: the shape of what is trained; `parameters` 0: the job has a pace."""
 
     parameters: NonNegative = 0.0
@@ -75,7 +75,7 @@ class ModelTable(Table):
 
 
 @dataclass(frozen=True)
-class MeasuredTable(Table):
+class MeasuredTable(FileTable):
     """`[jobs.measured]`: how fast its engines and its trainer were; `base_s` 0: nothing is."""
 
     kind: Name = "CPU"  # of the accelerators that it was measured on,
@@ -89,7 +89,7 @@ class MeasuredTable(Table):
 
 
 @dataclass(frozen=True)
-class AnswerTable(Table):
+class AnswerTable(FileTable):
     """`[[jobs.workload.answers]]`: what a tool may answer, and what follows."""
 
     tool: Name = "tool"
@@ -103,7 +103,7 @@ class AnswerTable(Table):
 
 
 @dataclass(frozen=True)
-class DriftTable(Table):
+class DriftTable(FileTable):
     """A quantity that grows along the run."""
 
     first: NonNegative = 0.0
@@ -111,7 +111,7 @@ class DriftTable(Table):
 
 
 @dataclass(frozen=True)
-class WorkloadTable(Table):
+class WorkloadTable(FileTable):
     """`[jobs.workload]`: what trajectories are. With `answers` turns follow until one of them ends
     the trajectory; without, there are `turns`, each with a tool of `tool_s`.
     """
@@ -127,7 +127,7 @@ class WorkloadTable(Table):
 
 
 @dataclass(frozen=True)
-class JobTable(Table):
+class JobTable(FileTable):
     """`[[jobs]]`: a job that runs from the beginning."""
 
     name: Name = "job"
@@ -159,7 +159,7 @@ class JobTable(Table):
 
 
 @dataclass(frozen=True)
-class ArmTable(Table):
+class ArmTable(FileTable):
     """`[[arms]]`: the scenario with some keys changed, each `KEY=VALUE`."""
 
     name: Text = "as it is"
@@ -174,7 +174,7 @@ class ArmTable(Table):
 
 
 @dataclass(frozen=True)
-class Scenario(Table):
+class Scenario(FileTable):
     """A whole file, checked."""
 
     title: str = ""

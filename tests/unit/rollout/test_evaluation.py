@@ -13,7 +13,7 @@ import pytest
 from common.clock import SystemClock
 from common.errors import DeadlineExceeded, StateUnavailable
 from common.job.config import BudgetConfig, EvaluationConfig, EvaluationDataset, JobConfig
-from common.job.evaluation_plan import Plan
+from common.job.evaluation_plan import EvaluationPlan
 from common.job.job_data import JobData
 from common.process.host import SystemHost
 from common.state.client import State
@@ -26,7 +26,7 @@ from services.rollout.trajectories.transcript import Transcript
 from tests.unit.rollout.test_lineages import EVERY, World, in_world
 
 VERSION, LINEAGE = 4, 1
-PLAN = Plan("step-4", VERSION, ("sampled", "greedy"))
+PLAN = EvaluationPlan("step-4", VERSION, ("sampled", "greedy"))
 
 
 class Recorded(EvaluationRun):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from common.errors import DeadlineExceeded, MeshError, Overloaded, PeerLost, StateUnavailable
-from common.job.evaluation_plan import Plan
+from common.job.evaluation_plan import EvaluationPlan
 from common.random import Random
 from services.rollout.evaluation import EvaluationRun
 from services.rollout.trajectories.trajectory import Trajectory, Turn
@@ -22,7 +22,7 @@ from tests.unit.rollout.interrupted import Interruption
 from tests.unit.rollout.routing.test_router import LOOK_S, PROMPT, TwoBuckets
 from tests.unit.rollout.shard_bench import ENGINES, SLOTS, ShardBench, on_shard
 
-PLAN = Plan("step-0", 0, ("sampled", "greedy"))
+PLAN = EvaluationPlan("step-0", 0, ("sampled", "greedy"))
 
 
 # -- a turn --------------------------------------------------------------------------------------

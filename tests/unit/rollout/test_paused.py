@@ -8,7 +8,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from common.job.evaluation_plan import Plan
+from common.job.evaluation_plan import EvaluationPlan
 from common.state import events, groups, jobs
 from common.state.keys import job_prefix
 from services.rollout.evaluation import evaluate
@@ -18,7 +18,7 @@ from tests.contract.state.state_bench import JOB
 from tests.unit.rollout.shard_bench import ENGINES, ShardBench, on_shard
 
 PAUSE_S = 1.5 * PATIENCE_S
-PLAN = Plan("step-0", 0, ("sampled",))
+PLAN = EvaluationPlan("step-0", 0, ("sampled",))
 
 
 async def hold(bench: ShardBench, held: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import Refused
 from common.process.host import SystemHost
-from services.rollout.talking.console import Console
+from services.rollout.talking.console import ChatConsole
 from services.rollout.talking.partner import Partner
 from services.rollout.talking.sampling import (
     Sampled,
@@ -35,7 +35,7 @@ async def game(tmp_path: Path) -> AsyncIterator[Partner]:
 
 async def sampled(partner: Partner, asked: SampledPrompt, *words: str) -> Sampled:
     a = parser().parse_args(["--run=.", "--model=.", "--scratch=.", *words])
-    return await sample(partner, 1, asked, a, 7, Console(SystemHost(), quiet=a.json))
+    return await sample(partner, 1, asked, a, 7, ChatConsole(SystemHost(), quiet=a.json))
 
 
 async def test_a_whole_row_has_turns_reward_and_tokens(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.job.evaluation_plan import Plan
+from common.job.evaluation_plan import EvaluationPlan
 from common.pool.measured import Work, work_of
 from services.rollout.evaluation import evaluate
 from tests.unit.rollout.shard_bench import ShardBench, on_shard
@@ -47,7 +47,7 @@ def test_time_is_at_engines_in_queues_or_in_tools_and_what_is_in_flight_counts(
 
 def test_evaluation_counts_into_nothing(tmp_path: Path) -> None:
     async def story(bench: ShardBench) -> None:
-        await evaluate(bench.job, Plan("step-0", 0, ("sampled",)), 0)
+        await evaluate(bench.job, EvaluationPlan("step-0", 0, ("sampled",)), 0)
         assert bench.job.runner.commits.sampled > 0
         assert work(bench) == Work() and bench.job.stats()["work"] == {}
 

@@ -73,7 +73,7 @@ def rows_of_all(job: JobFile) -> None:
         trained = own
 
 
-def _rows(job: JobFile, key: str, path: Path) -> Iterator[rows.Row]:
+def _rows(job: JobFile, key: str, path: Path) -> Iterator[rows.DatasetRow]:
     config = job.config
     prompt = config.dataset.prompt if job.own_prompts else ""
     try:
@@ -84,7 +84,7 @@ def _rows(job: JobFile, key: str, path: Path) -> Iterator[rows.Row]:
         raise job.fail(key, wrong, "See that it is a file that you may read") from error
 
 
-def _answered(job: JobFile, row: rows.Row) -> None:
+def _answered(job: JobFile, row: rows.DatasetRow) -> None:
     """Check that a row has an answer to learn."""
     key = job.config.dataset.response
     answer = row.value.get(key)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from common.errors import ConfigError, NotFound
 from meshrl.cli import app
 from meshrl.directory.target import run_in
-from meshrl.run.talking import Choice, asked, model_of, sample
+from meshrl.run.talking import ModelChoice, asked, model_of, sample
 from tests.unit.meshrl.run.conftest import written_run
 
 
@@ -34,19 +34,19 @@ def test_a_json_object_is_a_row_and_everything_else_a_prompt() -> None:
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="there is no run in"):
-        sample(tmp_path / "nothing", "x", Choice())
+        sample(tmp_path / "nothing", "x", ModelChoice())
 
 
 @pytest.mark.deep
 def test_a_run_without_a_version_says_so(tmp_path: Path) -> None:
     run = written_run(tmp_path / "run", [{"phase": "training", "error": ""}], [])
     with pytest.raises(NotFound, match=r"no model of .* yet: .* has no version\.") as refused:
-        sample(run, "x", Choice())
+        sample(run, "x", ModelChoice())
     assert "warm start" in refused.value.fix
     with pytest.raises(NotFound, match="no best version"):
-        sample(run, "x", Choice(best=True))
+        sample(run, "x", ModelChoice(best=True))
     with pytest.raises(ConfigError, match="two versions"):
-        sample(run, "x", Choice(step=3, best=True))
+        sample(run, "x", ModelChoice(step=3, best=True))
 
 
 def test_the_model_of_a_run_that_is_over_is_its_own(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def graded(job: JobFile, look_s: float = LOOK_S) -> None:
         if part.use != "code_tests":
             continue
         runner = str(part.options.get("runner", builtin.RUNNERS[0]))
-        look = _Look(job, str(part.options.get("tests", "tests")), _Runners(job, runner))
+        look = _GradedRows(job, str(part.options.get("tests", "tests")), _Runners(job, runner))
         look.at_all(look_s)
         print(look.said(), file=sys.stderr)
         if look.wrong:
@@ -92,7 +92,7 @@ class _Runners:
         return self._found[package]
 
 
-class _Look:
+class _GradedRows:
     """One pass over the rows."""
 
     def __init__(self, job: JobFile, key: str, runners: _Runners) -> None:

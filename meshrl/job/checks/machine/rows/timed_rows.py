@@ -16,7 +16,7 @@ class TimedRows:
         self._datasets, self._look_s = datasets, look_s
         self.partly = False  # there were more rows than time
 
-    def __iter__(self) -> Iterator[tuple[str, rows.Row]]:
+    def __iter__(self) -> Iterator[tuple[str, rows.DatasetRow]]:
         """Yield (key of the dataset, row)."""
         until = time.monotonic()
         for key, path in self._datasets:

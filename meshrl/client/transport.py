@@ -13,7 +13,7 @@ from meshrl.job.loaded import JobFile
 from meshrl.view.mesh.pool import Pool
 
 
-class Door(Protocol):
+class ClientTransport(Protocol):
     """The requests of a client; each raises a MeshError of its kind."""
 
     async def submit(self, found: JobFile, force: bool, job_file: Path | None) -> SubmittedJob:
