@@ -27,11 +27,6 @@ MESH_ENV = "MESHRL_MESH"  # by which a process is known to be a mesh's, wherever
 # them, and are not told where its settings are, nor the URL of a Redis, which may hold a password.
 WITHOUT_SETTINGS = {SETTINGS_ENV: "", REDIS_ENV: ""}
 OFF = "off"  # value of `metrics` that serves none
-# Values of `doors`: how processes of a mesh know each other. On one host each role has keys that
-# come from the mesh's secret; where there may be several, each process has a key of its own.
-BY_ROLE, BY_PROCESS = "role", "process"
-
-
 HOST_NAME = 24  # characters of the machine's own name in a host's
 
 
@@ -98,11 +93,11 @@ class MeshSettings:
     worker: str = ""  # that has started this process, a role process
     device: str = ""  # of that worker: cpu or cuda
     accelerator: str = ""  # of that worker, by name
-    # In hexadecimal digits; see common.secret. Of this start of the mesh where `doors` is BY_ROLE,
-    # of this host where it is BY_PROCESS: its processes' passwords for Redis come from it.
+    # In hexadecimal digits; see common.secret. Passwords of this host's processes for Redis are
+    # derived from it where hosts may join.
     secret: str = field(default="", repr=False)
-    doors: str = BY_ROLE
-    encrypt: bool | None = None  # bulk bytes; None: where each process has a key of its own
+    joinable: bool = False  # hosts may join: each role of each host is a user of Redis
+    encrypt: bool | None = None  # bulk bytes; None: where hosts may join
     # The interface by which ranks of a gang on several hosts reach each other, as eth1; empty: the
     # one that has the address in `bind`.
     interface: str = ""
@@ -126,20 +121,15 @@ class MeshSettings:
         return self.worker, self.kept_directory(self.worker) if self.worker else ""
 
     @property
-    def keyed(self) -> bool:
-        """Whether each process has a key of its own."""
-        return self.doors == BY_PROCESS
-
-    @property
     def sealed(self) -> bool:
         """Whether bulk bytes are encrypted."""
-        return self.keyed if self.encrypt is None else self.encrypt
+        return self.joinable if self.encrypt is None else self.encrypt
 
     def redis_as(self, role: str) -> str:
         """The URL by which a process of `role` reaches Redis: as that role's user of this host
-        where each process has a key of its own.
+        where hosts may join.
         """
-        if not self.keyed:
+        if not self.joinable:
             return self.redis_url
         scheme, _, rest = self.redis_url.partition("://")
         authority = f"?ssl_ca_certs={quote(self.authority)}" if self.authority else ""

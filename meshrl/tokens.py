@@ -45,7 +45,7 @@ def create_for_host(
     `out`. Refused for a mesh that is one host's.
     """
     place = _head(mesh)
-    if not MeshSettings.from_file(place.settings).keyed:
+    if not MeshSettings.from_file(place.settings).joinable:
         raise Refused(
             "this mesh is one host's", fix="`meshrl up --listen HOST` starts one for several"
         )

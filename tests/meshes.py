@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from typing import Any
 
 import zmq
 
-from common.api.callers import ROLES
 from common.clock import Clock
 from common.process.host import Host, SystemHost
 from common.random import Random
+from common.runtime.doorway import LOOK_S, Doorway
 from common.runtime.mesh import Mesh
 from common.secret import SECRET_BYTES
-from common.state.client import State
-from common.transport.keys import MeshKeys
+from common.settings import MeshSettings
+from common.state.client import State, sync_client
+from common.state.hosts import doors
+from common.transport.address import bulk_key_text
+from common.transport.keys import Holders, ProcessKeys
 from common.transport.zmq import ZmqTransport
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.redis.state import simulated_state
@@ -24,14 +29,32 @@ SECRET = "5e" * SECRET_BYTES  # of the meshes that tests make
 PATIENT: dict[str, Any] = {"ttl_s": 60.0, "stall_s": 60.0}
 
 
-def keys_of(role: str, secret: str = SECRET) -> MeshKeys:
-    """What a process of a test's mesh has; "test" is a role there too."""
-    return MeshKeys(secret, role, ROLES | {"test", "loadtest"})
+_HOLDERS: defaultdict[str, dict[str, Holders]] = defaultdict(dict)  # by mesh and public key
 
 
-def curve(socket: zmq.Socket[bytes], keys: MeshKeys) -> None:
-    """Makes a socket of somebody who has these keys, and need follow no rules."""
-    socket.set(zmq.CURVE_SERVERKEY, keys.answering.public)
+def keys_of(role: str, mesh: str = "", *, known: bool = True) -> ProcessKeys:
+    """Return the keys of a new process of `role`, which others of the same `mesh` in this
+    interpreter let in if they are `known`.
+    """
+    holders = _HOLDERS[mesh]
+    keys = ProcessKeys(lambda asked: [holders.get(key, ()) for key in asked], time.monotonic)
+    if known:
+        holders[keys.public] = holders[bulk_key_text(keys.bulk_public)] = (f"{role}@here",)
+    return keys
+
+
+async def entered(
+    name: str, role: str, settings: MeshSettings, state: State, clock: Clock
+) -> Doorway:
+    """Return the doorway of a process whose key is registered in the mesh's Redis."""
+    await doors.admit_host(state, settings.host)
+    client = sync_client(settings.redis_url, LOOK_S)
+    return await Doorway.enter(name, role, settings.host, state, client, clock)
+
+
+def curve(socket: zmq.Socket[bytes], keys: ProcessKeys, address: str) -> None:
+    """Make a socket that calls `address` with these keys, and need follow no rules."""
+    socket.set(zmq.CURVE_SERVERKEY, keys.asked(address))
     socket.set(zmq.CURVE_PUBLICKEY, keys.asking.public)
     socket.set(zmq.CURVE_SECRETKEY, keys.asking.secret)
 

@@ -56,4 +56,4 @@ def person_settings(settings: MeshSettings, directory: Path) -> MeshSettings:
     the mesh's own where roles have keys, and with the owner's secret where processes have. Raises
     what `owner` does.
     """
-    return replace(settings, secret=owner(directory).secret) if settings.keyed else settings
+    return replace(settings, secret=owner(directory).secret) if settings.joinable else settings

@@ -79,7 +79,7 @@ async def is_home(mesh: Mesh) -> bool:
 
 async def _home(mesh: Mesh) -> Home | None:
     found = await home.told(mesh.state)
-    if found is None and mesh.settings.keyed:
+    if found is None and mesh.settings.joinable:
         raise NotThere("nobody has said where runs are at home", fix="the head is being started")
     return found
 

@@ -1,6 +1,6 @@
 """A process's own place at the doors of its mesh, and its look at those of whom it calls.
 
-Where each process has a key of its own, it shows that at the door of its role and host before it
+A process shows its key at the door of its role and host before it
 answers anybody, and takes the word of no registry entry: the key in the address must stand at the
 door of the role in the entry's name, on the entry's host.
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from common.clock import Clock
 from common.errors import DeadlineExceeded, HandshakeFailed, Refused, StateUnavailable, WrongKeys
+from common.runtime.calls.calling import REFUSED_S
 from common.settings import redis_user
 from common.state.client import State, SyncClient
 from common.state.hosts import doors
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 LOOK_S = 1.0  # for Redis to tell whose a key is: a peer waits behind
 LEAVE_S = 2.0  # what is not taken away is removed later
 AGAIN_S = 120.0  # between two times that a process without a lease shows its key
-# The registry names a process for the 6 s of a lease after its key or host was revoked, or its port
-# was taken by another; after that the two do not know each other.
-DIFFER_S = 10.0
 SHOWN = 8  # digits of a key in an error
 MOST_SAID = 3  # holders of one
 LOOKS = 5  # for so many questions, one after the other, whoever waits has patience
@@ -117,7 +115,7 @@ class Doorway:
         if len(self._wrong_since) >= REMEMBERED:
             self._wrong_since.clear()
         since = self._wrong_since.setdefault(entry.incarnation, now)
-        error = WrongKeys if now - since > DIFFER_S else HandshakeFailed
+        error = WrongKeys if now - since > REFUSED_S else HandshakeFailed
         raise error(why, where=endpoint_of(entry.address), fix=KEYS_FIX)
 
     def _look(self, key: str) -> Holders:

@@ -21,11 +21,11 @@ from common.process.host import Host, SystemHost
 from common.process.running import run
 from common.random import Random
 from common.runtime.actor import Actor, bind
-from common.runtime.calls.calling import REFUSED_S, Caller
+from common.runtime.calls.calling import Caller
 from common.runtime.calls.serving import Server
 from common.runtime.calls.sweep import Sweep
 from common.runtime.directory import Directory, Route
-from common.runtime.doorway import DIFFER_S, LOOK_S, Doorway
+from common.runtime.doorway import LOOK_S, Doorway
 from common.runtime.interface import Method
 from common.runtime.lease import Lease
 from common.runtime.patience import WAITS
@@ -34,13 +34,13 @@ from common.runtime.waits import WaitTable
 from common.settings import OFF, MeshSettings
 from common.state import registry
 from common.state.client import State, sync_client
+from common.state.hosts import doors
 from common.telemetry.endpoint import MetricsEndpoint
 from common.telemetry.logs import Telemetry, log_to_stderr
 from common.telemetry.monitor import Monitor
 from common.telemetry.tracing import Tracer
 from common.telemetry.watchdog import Watchdog
 from common.transport.base import Peer, Transport
-from common.transport.keys import Keys, MeshKeys
 from common.transport.strangers import Limits
 from common.transport.zmq import ZmqTransport
 from common.wire.frames import unpack_header
@@ -96,7 +96,7 @@ class Mesh:
         self.telemetry = Telemetry(name, job)
         self.waits = WaitTable(clock)
         WAITS.set(self.waits)
-        self.doorway = doorway  # where each process has a key of its own
+        self.doorway = doorway  # None in a simulation
         self._directory = Directory(state, clock, self.waits, self.check if doorway else None)
         self._watchdog = Watchdog(clock, stall_s)
         self._sweep = Sweep(clock.monotonic)
@@ -110,7 +110,6 @@ class Mesh:
             Tracer(random.child("trace")),
             self.telemetry,
             self._sweep,
-            DIFFER_S if doorway else REFUSED_S,
             lambda: self._directory.silent_at,
         )
         self._callers = callers
@@ -163,22 +162,27 @@ class Mesh:
                 where="settings.json",
                 fix="Start the mesh anew with `meshrl up` or `meshrl run`, which makes one",
             )
-        keys: Keys = MeshKeys(settings.secret, kind, ROLES)
+        if kind not in ROLES:
+            raise ConfigError(
+                f"{kind!r} is no role of a process; there are {', '.join(sorted(ROLES))}",
+                where="common/api/callers.py",
+            )
         log_to_stderr(name, job)
-        clock, doorway = SystemClock(), None
+        clock = SystemClock()
         async with AsyncExitStack() as opened:
             state = await State.open(settings.redis_as(kind))
             opened.push_async_callback(state.close)
-            if settings.keyed:  # shown before anybody is answered who might ask whose the key is
-                client = sync_client(settings.redis_as(kind), LOOK_S)
-                doorway = await Doorway.enter(name, kind, settings.host, state, client, clock)
-                opened.push_async_callback(doorway.leave)
-                keys = doorway.keys
+            if not settings.joinable:  # else the head alone admits hosts
+                await doors.admit_host(state, settings.host)
+            # The key is registered before the transport answers peers, who look it up.
+            client = sync_client(settings.redis_as(kind), LOOK_S)
+            doorway = await Doorway.enter(name, kind, settings.host, state, client, clock)
+            opened.push_async_callback(doorway.leave)
             transport = ZmqTransport(
                 settings.bind,
                 settings.advertise,
-                keys=keys,
-                connections=Limits() if settings.keyed else None,
+                keys=doorway.keys,
+                connections=Limits() if settings.joinable else None,
             )
             opened.push_async_callback(transport.close)
             mesh = cls(

@@ -1,29 +1,19 @@
-"""The CURVE key pairs by which processes of a mesh know each other over ZeroMQ: one for each role
-on one host, one for each process where there may be several hosts; and those of people from
-outside, one for each token.
-
-Those of roles are all derived from the mesh's secret, so a process knows the public key of every
-role without asking anybody. Whatever else finds out a peer's role from its key, or the key of a
-process to be called, belongs here.
-"""
+"""CURVE key pairs of a mesh: one for each process, and one for each token of people outside."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import zmq
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-from zmq.utils import z85
 
-from common.errors import ConfigError, StateUnavailable, WrongKeys
-from common.secret import derived
+from common.errors import StateUnavailable, WrongKeys
 from common.transport.address import bulk_key_of, key_of, key_text, keyed
 
-_MESH = "curve/mesh"  # purpose of the key pair that everybody answers with
 KEY_CHARACTERS = 40  # of a key in Z85
 KNOWN = 1024  # keys that a process remembers before it looks which of them have gone
 ASKED = 64  # keys in one question to Redis, which answers nobody else meanwhile: ms, of ten hosts
@@ -41,11 +31,6 @@ class KeyPair:
 
     public: bytes
     secret: bytes = field(repr=False)
-
-    @classmethod
-    def derived(cls, secret: str, purpose: str) -> KeyPair:
-        """The pair of this purpose under the mesh's `secret`: the same in every process."""
-        return cls.of(z85.encode(derived(secret, purpose)))
 
     @classmethod
     def of(cls, secret: bytes) -> KeyPair:
@@ -112,34 +97,6 @@ class _Lasting:
         """No answer changes."""
 
 
-class MeshKeys(_Lasting):
-    """What a process of `role` proves itself with, and knows its peers by.
-
-    Nobody outside knows even the public key that all processes answer with, and a handshake begins
-    with a box that only its knowledge can make: a stranger is not answered.
-    """
-
-    def __init__(self, secret: str, role: str, roles: Iterable[str]) -> None:
-        """ConfigError: the mesh has no such role."""
-        self.answering = KeyPair.derived(secret, _MESH)
-        pairs = {one: KeyPair.derived(secret, f"curve/{one}") for one in roles}
-        if role not in pairs:
-            raise ConfigError(
-                f"{role!r} is no role of a process; there are {', '.join(sorted(pairs))}",
-                where="common/api/callers.py",
-            )
-        self.asking = pairs[role]
-        self._roles = {pair.public: one for one, pair in pairs.items()}
-
-    def asked(self, address: str) -> bytes:
-        """All processes answer with one key."""
-        return self.answering.public
-
-    def role_of(self, public: bytes) -> str | None:
-        """The role that holds this public key; None: nobody of this mesh does."""
-        return self._roles.get(public)
-
-
 def roles_in(holders: Holders) -> str:
     """The roles in each role@host, with blanks between them. Who calls has the other half of its
     key, so what it may do is what any holder may: to be entered by others takes nothing from it.
@@ -148,8 +105,8 @@ def roles_in(holders: Holders) -> str:
 
 
 class ProcessKeys:
-    """What one process proves itself with where each has a pair of its own, and what it knows of
-    the keys of others. `role_of` and `refresh` may wait for Redis, and are for threads.
+    """What one process proves itself with, and what it knows of the keys of others. `role_of` and
+    `refresh` may wait for Redis, and are for threads.
     """
 
     def __init__(self, whose: Whose, monotonic: Callable[[], float]) -> None:

@@ -160,7 +160,7 @@ class ZmqTransport:
 
     def send(self, address: str, frames: Frames) -> None:
         """Sends a request to `address`, over a new connection if there is none. Overloaded: too
-        many are parked.
+        many are parked; WrongKeys: the address names no key.
         """
         link = self._links.get(address)
         if link is None:
@@ -173,10 +173,11 @@ class ZmqTransport:
 
     def _connect(self, address: str) -> _Link:
         assert self._loop is not None, "start() comes before send()"
+        server_key = self._keys.asked(address) if self._keys is not None else b""
         socket = self._socket(zmq.DEALER, endpoint_of(address))
         socket.set(zmq.HANDSHAKE_IVL, int(1000 * self._handshake_s))
         if self._keys is not None:
-            socket.set(zmq.CURVE_SERVERKEY, self._keys.asked(address))
+            socket.set(zmq.CURVE_SERVERKEY, server_key)
             socket.set(zmq.CURVE_PUBLICKEY, self._keys.asking.public)
             socket.set(zmq.CURVE_SECRETKEY, self._keys.asking.secret)
         pump = Pump(socket, False, self._park_messages)

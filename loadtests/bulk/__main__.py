@@ -46,7 +46,7 @@ from common.wire.bulk.server import BulkServer
 from common.wire.bulk.session import Session
 from common.wire.bulk.transfer import Transfer
 from common.wire.chunks import ChunkStore
-from common.wire.key_handshake import SUITES, AskingByKey
+from common.wire.handshake import SUITES, ClientHandshake
 from common.wire.partial import Partial
 
 AES, CHACHA = SUITES
@@ -147,7 +147,7 @@ class Asking:
         """Of one that is ours."""
         magic = CHACHA if way == "chacha" else AES
         place = self._places[way]
-        proof = AskingByKey(self._own, self._server, place, way != "plain", magic)
+        proof = ClientHandshake(self._own, self._server, place, way != "plain", magic)
         return Session(place, proof, DEADLINE_S, 1 << 40)
 
     def get(self, way: str) -> None:

@@ -23,13 +23,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common.api.callers import ROLES
 from common.errors import MeshError
 from common.process.child import PRIVATE
 from common.settings import MeshSettings
 from common.state import jobs
 from common.state.client import State
-from common.transport.keys import MeshKeys
 from loadtests.doors.found import plan_of
 from loadtests.doors.plan import ANSWERED, GREETED, METRICS, REFUSED, Plan, Tried
 from meshrl.directory.places import MeshPlace
@@ -66,14 +64,6 @@ def secrets_of(settings: MeshSettings) -> list[str]:
     found = [settings.secret] if settings.secret else []
     password = settings.redis_url.rpartition("@")[0].rpartition(":")[2]
     return [*found, *([password] if "@" in settings.redis_url else [])]
-
-
-def server_key(settings: MeshSettings) -> str:
-    """The public key that calls are answered with; empty when each address has its own."""
-    if settings.keyed:
-        return ""
-    keys = MeshKeys(settings.secret, next(iter(ROLES)), ROLES)
-    return keys.answering.public.decode()
 
 
 async def tried_by_nobody(plan: Plan) -> list[Tried]:
@@ -139,7 +129,6 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         await until_training(place, mesh)
         settings = MeshSettings.from_file(place.settings)
         plan = await plan_of(place, settings)
-        plan.server_key = server_key(settings)
         tried = await tried_by_nobody(plan)
         secrets = secrets_of(settings)
         spills = spilled(plan, tried, secrets, place.root)

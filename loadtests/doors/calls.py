@@ -84,7 +84,7 @@ def call_all(plan: Plan) -> list[Tried]:
     asked: dict[zmq.Socket[bytes], tuple[Process, str, dict[int, str]]] = {}
     poller = zmq.Poller()
     for process in plan.processes:
-        key = key_of(process.address) or plan.server_key.encode()
+        key = key_of(process.address)
         for way in ways:
             if way is informed and not key:
                 continue

@@ -47,7 +47,6 @@ class Plan:
     sockets: list[str] = field(default_factory=list)  # unix sockets; abstract ones begin with @
     files: list[str] = field(default_factory=list)  # directories too
     pids: dict[int, str] = field(default_factory=dict)
-    server_key: str = ""  # the key that calls are answered with, as if it had leaked
 
     @classmethod
     def decode(cls, document: dict[str, Any]) -> Plan:

@@ -17,7 +17,7 @@ from common.errors import MeshError, NotFound
 from common.state.registry import Entry
 from common.transport.address import bulk_key_of
 from common.wire.bulk.session import PUT, Session
-from common.wire.key_handshake import AskingByKey
+from common.wire.handshake import ClientHandshake
 
 DEADLINE_S = 30.0
 LARGEST_BYTES = 1 << 20  # of a file that is tried
@@ -67,5 +67,5 @@ def _is_planted(key: X25519PrivateKey, store: Entry, digest: str, content: bytes
 
 def _session(key: X25519PrivateKey, store: Entry) -> Session:
     place = store.bulk.partition("#")[0]
-    proof = AskingByKey(key, bulk_key_of(store.address), place, sealed=False)
+    proof = ClientHandshake(key, bulk_key_of(store.address), place, sealed=False)
     return Session(place, proof, DEADLINE_S, LARGEST_BYTES)

@@ -19,7 +19,7 @@ from common.state import registry
 from common.state.registry import Entry
 from common.wire.bulk.port import serve
 from loadtests.kvload.scene import LATE, WEIGHTS, LoadOnly, Scene, raised, scene
-from loadtests.measuring.unrenewed import FOREVER_S, unrenewed
+from loadtests.measuring.unrenewed import FOREVER_S, own_keys, unrenewed
 from services.engine.kv.host_cache import HostCache
 from services.engine.kv.loader import Came
 from services.engine.kv.peers import Peers
@@ -124,7 +124,8 @@ def linked(name: str, length: int, directory: Path) -> Iterator[Scene]:
 @asynccontextmanager
 async def _two_hosts(cache: HostCache) -> AsyncIterator[Mesh]:
     """The one that asks; the other has what lies on the shelves of `cache`."""
-    here, there = (unrenewed(f"engine/{name}", SECRET) for name in ("here", "there"))
+    keys = own_keys()
+    here, there = (unrenewed(f"engine/{name}", keys) for name in ("here", "there"))
     service = EngineService(there, SimulatedEngine(there.clock, 1), lambda action: action())
     service.use(cache)
     bulk = serve(there, cache.shelved, takes=False)

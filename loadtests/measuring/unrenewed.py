@@ -9,7 +9,7 @@ from common.process.host import SystemHost
 from common.random import Random
 from common.runtime.mesh import Mesh
 from common.state import registry
-from common.transport.keys import Keys, MeshKeys, ProcessKeys
+from common.transport.keys import Keys, ProcessKeys
 from common.transport.zmq import ZmqTransport
 from sim.redis.state import simulated_state
 
@@ -20,22 +20,21 @@ ROLE = "loadtest"
 
 
 def own_keys(others: Sequence[str] = ()) -> ProcessKeys:
-    """A key for this process, which lets in who has one of `others`, in hexadecimal digits."""
-    known = frozenset(others)
+    """Return a key for this process that admits itself and `others`, in hexadecimal digits."""
 
     def whose(asked: Sequence[str]) -> list[tuple[str, ...]]:
         return [(f"{ROLE}@here",) if key in known else () for key in asked]
 
-    return ProcessKeys(whose, SystemClock().monotonic)
+    keys = ProcessKeys(whose, SystemClock().monotonic)
+    known = frozenset([*others, keys.public])
+    return keys
 
 
-def unrenewed(name: str, secret: str = "", keys: Keys | None = None) -> Mesh:
-    """With a Redis of its own in this process: `knows` tells it of others. Without a secret, or
-    keys, anybody may connect.
+def unrenewed(name: str, keys: Keys | None = None) -> Mesh:
+    """With a Redis of its own in this process: `knows` tells it of others. Without keys anybody
+    may connect.
     """
     clock = SystemClock()
-    if secret:
-        keys = MeshKeys(secret, ROLE, {ROLE})
     return Mesh(
         name=name,
         kind=ROLE,

@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import json
 import os
-import secrets
 import statistics
 import subprocess
 import sys
@@ -37,7 +36,6 @@ import zmq.asyncio
 
 from common.runtime.mesh import Mesh
 from common.runtime.ref import Ref
-from common.secret import SECRET_BYTES
 from common.transport.keys import ProcessKeys
 from common.wire.messages import encode
 from loadtests.measuring.host import HostMeter
@@ -52,8 +50,8 @@ BLOCKS_IN_FLIGHT = 4
 WARM_S = 0.3  # of each arm before rounds begin, at most
 
 
-async def serve_mesh(secret: str, client: str = "") -> None:
-    mesh = unrenewed("echo", secret, own_keys([client]) if client else None)
+async def serve_mesh(client: str) -> None:
+    mesh = unrenewed("echo", own_keys([client]) if client else None)
     await mesh.join(EchoActor())
     print(mesh.transport.address, mesh.incarnation, flush=True)
     await asyncio.sleep(FOREVER_S)
@@ -126,11 +124,9 @@ async def measure(
     return done / (time.perf_counter() - start), 1e6 * (cpu_s(server) - cpu) / done
 
 
-def _serve(
-    which: str, secret: str = "", client: str = ""
-) -> tuple[subprocess.Popen[str], str, str]:
+def _serve(which: str, client: str = "") -> tuple[subprocess.Popen[str], str, str]:
     argv = [sys.executable, "-m", "loadtests.rpc", "--serve", which]
-    argv += ["--secret", secret, "--client", client]
+    argv += ["--client", client]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     address, incarnation = process.stdout.readline().split()
@@ -138,20 +134,19 @@ def _serve(
 
 
 async def _ours(
-    name: str, secret: str = "", keys: ProcessKeys | None = None
+    name: str, keys: ProcessKeys | None = None
 ) -> tuple[subprocess.Popen[str], Mesh, Ref]:
     """A process that answers Echo, and a mesh of this one that asks it."""
-    process, address, incarnation = _serve("mesh", secret, keys.public if keys else "")
-    mesh = unrenewed(name, secret, keys)
+    process, address, incarnation = _serve("mesh", keys.public if keys else "")
+    mesh = unrenewed(name, keys)
     mesh.start()
     await knows(mesh, "echo", address, incarnation)
     return process, mesh, mesh.ref("echo")
 
 
 async def compare(rounds: int, seconds: float) -> dict[str, float]:
-    secret = secrets.token_hex(SECRET_BYTES)
-    echo, mesh, ref = await _ours("load", secret)
-    plain, open_mesh, open_ref = await _ours("open", "")
+    echo, mesh, ref = await _ours("load", own_keys())
+    plain, open_mesh, open_ref = await _ours("open")
     stock, stock_address, _ = _serve("peer")
     client = StockClient(stock_address)
     block = Block(np.zeros(BLOCK_BYTES, np.uint8))
@@ -205,9 +200,8 @@ async def compare(rounds: int, seconds: float) -> dict[str, float]:
 
 async def compare_payloads(rounds: int, seconds: float) -> dict[str, float]:
     """Large calls of ours, of `grpc.aio` and of stock `zmq.asyncio`."""
-    secret = secrets.token_hex(SECRET_BYTES)
-    ours, mesh, ref = await _ours("load", secret)
-    plain, open_mesh, open_ref = await _ours("open", "")
+    ours, mesh, ref = await _ours("load", own_keys())
+    plain, open_mesh, open_ref = await _ours("open")
     served = {name: _peer(name) for name in ("grpc", "zmq")}
     contents = {name: bytes(size) for name, size in payloads.SIZES.items()}
     blocks = {name: Block(np.frombuffer(content, np.uint8)) for name, content in contents.items()}
@@ -252,7 +246,7 @@ def _peer(which: str) -> tuple[subprocess.Popen[str], str]:
 
 async def compare_curve(rounds: int, seconds: float) -> dict[str, float]:
     """What CURVE costs, with a key for each process."""
-    curve, mesh, ref = await _ours("load", keys=own_keys())
+    curve, mesh, ref = await _ours("load", own_keys())
     plain, plain_mesh, plain_ref = await _ours("plain")
     block = Block(np.zeros(BLOCK_BYTES, np.uint8))
     arms = {
@@ -325,12 +319,11 @@ def main() -> None:
     options.add_argument("--payloads", action="store_true", help="large calls, and no more")
     options.add_argument("--calls", action="store_true", help="small calls, and no more")
     options.add_argument("--serve", choices=["mesh", "peer"], help=argparse.SUPPRESS)
-    options.add_argument("--secret", default="", help=argparse.SUPPRESS)
     options.add_argument("--client", default="", help=argparse.SUPPRESS)
     chosen = options.parse_args()
     if chosen.serve:
         meshed = chosen.serve == "mesh"
-        uvloop.run(serve_mesh(chosen.secret, chosen.client) if meshed else serve_peer())
+        uvloop.run(serve_mesh(chosen.client) if meshed else serve_peer())
     elif chosen.curve:
         print(json.dumps(uvloop.run(compare_curve(chosen.rounds, chosen.seconds))))
     elif chosen.calls:

@@ -25,7 +25,7 @@ from meshrl.job.loaded import JobFile
 def submit(found: JobFile, force: bool, place: MeshPlace, job_file: Path | None) -> SubmittedJob:
     """Packs the job into a new run directory and submits it; see `claims.claimed`."""
     config = found.config
-    if not MeshSettings.from_file(place.settings).keyed:  # there is one host: this one
+    if not MeshSettings.from_file(place.settings).joinable:  # there is one host: this one
         containment.require(config)
 
     async def taken(state: State) -> set[str]:

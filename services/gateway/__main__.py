@@ -56,7 +56,7 @@ def listening(
         before = None
     own = before.keys if before is not None else KeyPair.new()
     keys = GatewayKeys(own, known.holder)
-    connections = Limits() if mesh.settings.keyed else None
+    connections = Limits() if mesh.settings.joinable else None
     transport = None
     if before is not None and before.bound.rpartition(":")[0] == listen.rpartition(":")[0]:
         try:

@@ -160,7 +160,7 @@ class GatewayActor(Actor):
     async def _submit(self, upload: Upload) -> SubmittedJob:
         """Makes the run's directory and puts the job on record, under the first free name."""
         state = self.mesh.state
-        if not self.mesh.settings.keyed:  # there is one host: this one
+        if not self.mesh.settings.joinable:  # there is one host: this one
             tried, config = containment.require, upload.config
             await self.mesh.host.run_blocking(tried, config, deadline_s=CONTAINED_S)
         taken = {row.id for row in await jobs.jobs(state)}

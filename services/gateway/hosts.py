@@ -31,7 +31,6 @@ from common.errors import NotFound, Refused
 from common.release import release
 from common.runtime.mesh import Mesh
 from common.secret import SECRET_BYTES
-from common.settings import BY_PROCESS
 from common.state import pool
 from common.state.hosts import admission
 from common.state.hosts.remaining import remaining_on
@@ -82,7 +81,7 @@ class HostRequests:
         return await asyncio.shield(found.answer)
 
     def _check(self, request: JoinHost) -> None:
-        if self._mesh.settings.doors != BY_PROCESS:
+        if not self._mesh.settings.joinable:
             raise Refused(
                 "this mesh is one host's", fix="Start it with `meshrl up --listen HOST` for several"
             )

@@ -26,7 +26,7 @@ class OwnIsolation:
 
     def __init__(self, mesh: Mesh, takes: Collection[str]) -> None:
         self._mesh = mesh
-        asked = mesh.settings.keyed and TAKEN["sandbox"] in takes
+        asked = mesh.settings.joinable and TAKEN["sandbox"] in takes
         self.stats: dict[str, Any] = {"tiers": [TRYING]} if asked else {}
 
     async def run(self) -> None:

@@ -47,9 +47,9 @@ _ANSWERS = (REPLY, ERROR)
 CREDITS = 256
 # a producer asks after its consumer every 5 s: without a sign for so long there is none
 SILENCE_S = 30.0
-# The registry names a port that has passed to another mesh for the 6 s of a lease; after that it is
-# the process that is meant which has other keys.
-REFUSED_S = 30.0
+# The registry names a process for the 6 s of a lease after its key or host was revoked, or its port
+# was taken by another; after that the keys are wrong.
+REFUSED_S = 10.0
 REMEMBERED_REFUSALS = 1024
 
 
@@ -64,13 +64,10 @@ class Caller:
         tracer: Tracer,
         telemetry: Telemetry,
         sweep: Sweep,
-        refused_s: float = REFUSED_S,
         silent_at: Callable[[], float] = lambda: -math.inf,
     ) -> None:
-        """`refused_s`: for so long a handshake may fail before it is the keys, since Redis, which
-        knows them, was last silent.
-        """
-        self._refused_s, self._silent_at = refused_s, silent_at
+        """`silent_at`: when Redis, which knows the keys, last did not answer."""
+        self._silent_at = silent_at
         self._clock = clock
         self._transport = transport
         self._incarnation = incarnation
@@ -305,20 +302,14 @@ class Caller:
             self._refused_since.clear()
         since = self._refused_since.setdefault(route.incarnation, now)
         since = max(since, self._silent_at())
-        error = WrongKeys if now - since > self._refused_s else HandshakeFailed
-        if key := key_of(route.address):
-            return error(
-                f"{method.label}: what answers for {route.actor} has not proved the key "
-                f"{key_text(key)[:8]} that the registry has for it, or does not know this "
-                "process's: wrong keys, or another process has its port by now",
-                where=endpoint_of(route.address),
-                fix="`meshrl keys` at the head lists whose keys are let in",
-            )
+        error = WrongKeys if now - since > REFUSED_S else HandshakeFailed
+        key = key_of(route.address)
         return error(
-            f"{method.label}: what answers for {route.actor} has other keys than this process, so "
-            "it is of another mesh, or of another start of this one",
-            where=route.address,
-            fix="Stop what is left of it with `meshrl down`",
+            f"{method.label}: what answers for {route.actor} has not proved the key "
+            f"{key_text(key)[:8] if key else ''} that the registry has for it, or does not know "
+            "this process's: wrong keys, or another process has its port by now",
+            where=endpoint_of(route.address),
+            fix="`meshrl keys` at the head lists whose keys are let in",
         )
 
     def _expire(self, now: float) -> float:

@@ -33,6 +33,14 @@ async def admit_host(state: State, host: str) -> bool:
     return bool((await state.run("admit_host", [MESH], {"host": host}))["new"])
 
 
+async def admit_alone(state: State, host: str) -> None:
+    """Let in keys of this host and of no other: the mesh is one host's, or begins so."""
+    for other in await hosts(state):
+        if other != host:
+            await revoke_host(state, other)
+    await admit_host(state, host)
+
+
 async def hosts(state: State) -> list[str]:
     """The hosts whose keys are let in."""
     return sorted(await state.command("SMEMBERS", ADMITTED))

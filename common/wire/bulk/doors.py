@@ -6,25 +6,24 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
 from common.api.bulk import BULK
 from common.errors import NotAllowed
-from common.secret import derived
-from common.settings import MeshSettings
 from common.transport.address import bulk_key_text
 from common.transport.keys import ProcessKeys
-from common.wire.handshake import Answering, AnsweringProof, Asking, AskingProof
-from common.wire.key_handshake import AnsweringByKey, AskingByKey
+from common.wire.handshake import ClientHandshake, ServerHandshake
 
 
 class Door(Protocol):
     """What both ends of a connection prove themselves by."""
 
-    def asking(self, address: str, place: str) -> AskingProof:
+    def asking(self, address: str, place: str) -> ClientHandshake:
         """For one connection to the bulk port at `place` of the process at `address`. WrongKeys:
         that address names no key.
         """
 
-    def answering(self, place: str) -> AnsweringProof:
+    def answering(self, place: str) -> ServerHandshake:
         """For one connection to our own port, which is at `place`."""
 
     def user_of(self, public: bytes) -> str | None:
@@ -38,33 +37,6 @@ class Door(Protocol):
         """
 
 
-class SecretDoor:
-    """Lets in who knows one key, to everything."""
-
-    def __init__(self, key: bytes, sealed: bool = False) -> None:
-        self._key, self._sealed = key, sealed
-
-    @classmethod
-    def of(cls, settings: MeshSettings) -> SecretDoor:
-        """That of a mesh's own secret; without one the key is known to everybody."""
-        return cls(derived(settings.secret, "bulk"), settings.sealed)
-
-    def asking(self, address: str, place: str) -> Asking:
-        """The address does not matter."""
-        return Asking(self._key, place, self._sealed)
-
-    def answering(self, place: str) -> Answering:
-        """The same key."""
-        return Answering(self._key, place, self._sealed)
-
-    def user_of(self, public: bytes) -> str:
-        """Nobody has a key of their own."""
-        return ""
-
-    def check(self, user: str, what: str) -> None:
-        """Whoever is in may do all."""
-
-
 class KeyDoor:
     """Lets in by the keys of processes, to what the table allows their roles."""
 
@@ -72,14 +44,14 @@ class KeyDoor:
         """`kind`: the role of who serves. `sealed`: whether what follows a proof has to be."""
         self._keys, self._kind, self._sealed = keys, kind, sealed
 
-    def asking(self, address: str, place: str) -> AskingByKey:
+    def asking(self, address: str, place: str) -> ClientHandshake:
         """For who has the key in the address."""
         server = self._keys.bulk_asked(address)
-        return AskingByKey(self._keys.bulk, server, place, self._sealed)
+        return ClientHandshake(self._keys.bulk, server, place, self._sealed)
 
-    def answering(self, place: str) -> AnsweringByKey:
+    def answering(self, place: str) -> ServerHandshake:
         """With this process's own key."""
-        return AnsweringByKey(self._keys.bulk, place, self._sealed)
+        return ServerHandshake(self._keys.bulk, place, self._sealed)
 
     def user_of(self, public: bytes) -> str | None:
         """The key, if a process that is let in has registered it with its other one."""
@@ -97,3 +69,27 @@ class KeyDoor:
                 where=self._kind,
                 fix="common/api/bulk.py says who may, `meshrl keys` whose keys are let in",
             )
+
+
+class InterpreterDoor:
+    """Door between meshes of one interpreter, as those of a simulation: they share one key pair."""
+
+    _pair = X25519PrivateKey.generate()
+
+    def __init__(self, sealed: bool = False) -> None:
+        self._public, self._sealed = self._pair.public_key().public_bytes_raw(), sealed
+
+    def asking(self, address: str, place: str) -> ClientHandshake:
+        """Return the client's handshake with another mesh of this interpreter."""
+        return ClientHandshake(self._pair, self._public, place, self._sealed)
+
+    def answering(self, place: str) -> ServerHandshake:
+        """Return the server's handshake."""
+        return ServerHandshake(self._pair, place, self._sealed)
+
+    def user_of(self, public: bytes) -> str | None:
+        """Return the shared key's name; None for any other key."""
+        return bulk_key_text(public) if public == self._public else None
+
+    def check(self, user: str, what: str) -> None:
+        """Allow everything to holders of the shared key."""

@@ -29,7 +29,7 @@ from common.errors import (
     Refused,
     WrongKeys,
 )
-from common.wire.bulk.doors import Door, KeyDoor, SecretDoor
+from common.wire.bulk.doors import Door, InterpreterDoor, KeyDoor
 from common.wire.bulk.kept import Arrival, Kept
 from common.wire.bulk.rates import Rates
 from common.wire.bulk.server import LARGEST_BYTES, BulkServer
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from common.runtime.mesh import Mesh
     from common.state.registry import Entry
 
-__all__ = ["BulkClient", "BulkServer", "ChunkStore", "SecretDoor", "serve"]
+__all__ = ["BulkClient", "BulkServer", "ChunkStore", "serve"]
 
 T = TypeVar("T")
 DEADLINE_S = 120.0
@@ -52,9 +52,9 @@ FILE_S = 6 * 3600.0  # deadline of a whole file: 100 GB at 5 MB/s
 
 
 def door_of(mesh: Mesh) -> Door:
-    """The door of a process's bulk port, as its settings have it."""
+    """Return the door of a process's bulk port."""
     if mesh.doorway is None:
-        return SecretDoor.of(mesh.settings)
+        return InterpreterDoor(mesh.settings.sealed)
     return KeyDoor(mesh.doorway.keys, mesh.kind, mesh.settings.sealed)
 
 

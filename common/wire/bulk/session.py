@@ -26,7 +26,7 @@ from common.wire.bulk.channel import (
 )
 from common.wire.bulk.rates import UNLIMITED, Rates
 from common.wire.frames import unpack_error
-from common.wire.handshake import AskingProof
+from common.wire.handshake import ClientHandshake
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class Session:
     def __init__(
         self,
         place: str,
-        proof: AskingProof,
+        proof: ClientHandshake,
         deadline_s: float,
         largest_bytes: int,
         *,

@@ -6,8 +6,7 @@ import struct
 from collections.abc import Callable
 from random import Random
 
-from common.wire.handshake import HELLO
-from common.wire.key_handshake import MAGIC_BYTES, SUITES, AnsweringByKey
+from common.wire.handshake import MAGIC_BYTES, SUITES, ServerHandshake
 
 ZMTP = b"\xff" + bytes(8) + b"\x7f"
 CURVE_HELLO = 200  # bytes of the command with its name
@@ -108,21 +107,15 @@ def many_frames(random: Random) -> bytes:
 
 @kind
 def bulk_hello(random: Random) -> bytes:
-    return (b"MRB2" + random.randbytes(HELLO.size * 4))[: HELLO.size]
-
-
-@kind
-def bulk_hello_by_key(random: Random) -> bytes:
     """Under keys that nobody has, and of points that no key pair has."""
     ephemeral = random.choice((random.randbytes(32), bytes(32), b"\1" + bytes(31), b"\xff" * 32))
-    rest = AnsweringByKey.hello_bytes - MAGIC_BYTES - len(ephemeral)
+    rest = ServerHandshake.hello_bytes - MAGIC_BYTES - len(ephemeral)
     return random.choice(list(SUITES)) + ephemeral + random.randbytes(rest)
 
 
 @kind
 def cut_bulk_hello(random: Random) -> bytes:
-    make = random.choice((bulk_hello, bulk_hello_by_key))
-    return make(random)[: random.randint(1, HELLO.size - 1)]
+    return bulk_hello(random)[: random.randint(1, ServerHandshake.hello_bytes - 1)]
 
 
 @kind

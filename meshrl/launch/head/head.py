@@ -15,7 +15,7 @@ from common.api.callers import ROLES
 from common.errors import NotFound
 from common.process.interfaces import interface_behind
 from common.secret import SECRET_BYTES
-from common.settings import BY_PROCESS, MeshSettings, new_host
+from common.settings import MeshSettings, new_host
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis.network import Network
 from meshrl.launch.redis.serving import Told
@@ -60,7 +60,7 @@ class Head:
             interface=interface_behind(self.listen, base.advertise),
             host=self.host,
             secret=self.secret,
-            doors=BY_PROCESS,
+            joinable=True,
         )
 
     def keep(self, place: MeshPlace, mesh_secret: str) -> None:

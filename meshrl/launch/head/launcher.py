@@ -33,6 +33,7 @@ from common.settings import OFF, MeshSettings
 from common.state import events, registry
 from common.state.client import State
 from common.state.ended import forget_all
+from common.state.hosts import doors
 from common.state.pool import write_settings
 from common.state.server import embedded, home
 from common.state.server.rollback import JobMark
@@ -273,6 +274,8 @@ class Launcher(Root):
         content = secrets.token_bytes(PROBE_BYTES)
         made = make_home(self.settings.host, self.place.root, content)
         await home.tell(self.state, made)
+        if self._head is None:
+            await doors.admit_alone(self.state, self.settings.host)
 
     async def _admit_hosts(self) -> None:
         about = partial(told_to_hosts, self._redis.told, self.settings)

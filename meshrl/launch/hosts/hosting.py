@@ -205,7 +205,7 @@ class Hosting(Root):
             await self.clock.sleep(LOOK_S)
 
     async def _admitted(self, state: State) -> bool:
-        if not self.settings.keyed:
+        if not self.settings.joinable:
             return True
         found = await state.command("SISMEMBER", ADMITTED, self.settings.host, deadline_s=ANSWER_S)
         return bool(found)

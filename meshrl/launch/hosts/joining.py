@@ -20,7 +20,7 @@ from common.errors import ConfigError, DeadlineExceeded, MeshError, NotAllowed, 
 from common.pool import taking
 from common.process.interfaces import address_of, interface_behind
 from common.release import release
-from common.settings import BY_PROCESS, MeshSettings, advertised_host
+from common.settings import MeshSettings, advertised_host
 from meshrl import logs
 from meshrl.directory import places, user
 from meshrl.directory.liveness import running_launcher
@@ -189,7 +189,7 @@ def _write(
         host=member.host,
         metrics=offer.metrics,
         secret=told.secret,
-        doors=BY_PROCESS,
+        joinable=True,
         authority=authority_in(place, told.authority),
         advertise=offer.advertise,
         interface=offer.interface or interface_behind(bind, offer.advertise),

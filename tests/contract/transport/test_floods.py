@@ -16,10 +16,11 @@ import psutil
 import pytest
 
 from common.random import Random
+from common.transport.address import endpoint_of
 from common.transport.zmq import ZmqTransport
 from common.wire.messages import Frame
 from tests.load import scaled
-from tests.meshes import SECRET, keys_of
+from tests.meshes import keys_of
 from tests.unit.common.runtime.talking import until
 
 HALF_OPEN = 300
@@ -62,7 +63,7 @@ class Friend:
 
 
 def connected(transport: ZmqTransport) -> socket.socket:
-    host, port = transport.address.removeprefix("tcp://").split(":")
+    host, port = endpoint_of(transport.address).removeprefix("tcp://").split(":")
     return socket.create_connection((host, int(port)), timeout=scaled(20))
 
 
@@ -118,12 +119,13 @@ async def test_connections_that_come_and_go_leave_nothing() -> None:
     await transport.close()
 
 
-PROGRAM = f"""
+PROGRAM = """
 import asyncio, time
-from common.transport.keys import MeshKeys
+from common.transport.keys import ProcessKeys
 from common.transport.zmq import ZmqTransport
 async def main():
-    transport = ZmqTransport(keys=MeshKeys("{SECRET}", "engine", ["engine", "rollout"]))
+    anybody = lambda keys: [("rollout@here",) for _ in keys]
+    transport = ZmqTransport(keys=ProcessKeys(anybody, time.monotonic))
     transport.start(lambda *_: None, lambda *_: None, lambda *_: None)
     print(transport.address, flush=True)
     time.sleep(600)

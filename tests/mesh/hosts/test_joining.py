@@ -121,7 +121,7 @@ def test_hosts_join_compute_leave_and_are_expelled(commands: Commands) -> None:
     assert "meshrl join join.token" in told and token.read_text().strip() not in told
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     own = MeshSettings.from_file(head / "mesh/settings.json")
-    assert own.keyed and own.host in own.redis_as("node")
+    assert own.joinable and own.host in own.redis_as("node")
 
     first = commands.stays(second, "join", str(token), "--health", of_second)
     told = (output := commands.directory / "second.out").read_text()

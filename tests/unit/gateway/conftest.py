@@ -15,7 +15,7 @@ import pytest
 from common.access import identity, tokens
 from common.access.records import FILE
 from common.clock import SystemClock
-from common.settings import BY_ROLE, MeshSettings
+from common.settings import MeshSettings
 from common.state.client import State
 from meshrl.starter.creating import create
 from services.gateway.__main__ import serve
@@ -32,7 +32,7 @@ class House:
 
     root: Path
     state: State
-    doors: str = BY_ROLE
+    joinable: bool = False
 
     @property
     def file(self) -> Path:
@@ -69,7 +69,7 @@ class House:
 
     async def _begun(self) -> asyncio.Task[None]:
         root = str(self.root)
-        settings = MeshSettings(redis_url="", run_root=root, host="here", doors=self.doors)
+        settings = MeshSettings(redis_url="", run_root=root, host="here", joinable=self.joinable)
         mesh = on_sockets("gateway", self.state, SystemClock(), kind="gateway", settings=settings)
         task = asyncio.create_task(serve(mesh, "tcp://127.0.0.1:*"))
         async with asyncio.timeout(scaled(30)):

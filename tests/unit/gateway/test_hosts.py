@@ -38,7 +38,7 @@ from common.errors import NotAllowed, NotFound, Refused
 from common.pool.snapshot import NOTICE, Request
 from common.records import documents
 from common.release import release
-from common.settings import BY_PROCESS, MeshSettings, redis_password
+from common.settings import MeshSettings, redis_password
 from common.state import events, pool
 from common.state.client import State
 from common.state.hosts import admission
@@ -125,7 +125,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
     root = tmp_path / "root"
     (root / "mesh/logs").mkdir(parents=True)
     clock = SystemClock()
-    house = House(root, simulated_state(clock), BY_PROCESS)
+    house = House(root, simulated_state(clock), joinable=True)
     users = RedisUsers()
     admitting = Admitting(MeshPlace(root), house.state, clock, users, lambda: ABOUT, GONE_S, HEAD)
     async with house.open():

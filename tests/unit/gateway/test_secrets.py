@@ -23,7 +23,6 @@ from common.clock import SystemClock
 from common.errors import ConfigError, NotAllowed, Refused
 from common.records import documents
 from common.release import release
-from common.settings import BY_PROCESS
 from common.transport.keys import KeyPair
 from meshrl import Client
 from meshrl.cli import app
@@ -67,7 +66,7 @@ async def forwarded(address: str) -> AsyncIterator[str]:
 @asynccontextmanager
 async def running(root: Path, secrets: Path) -> AsyncIterator[str]:
     """A gateway that was handed these; its address."""
-    house = House(root, simulated_state(SystemClock()), BY_PROCESS)
+    house = House(root, simulated_state(SystemClock()), joinable=True)
     (root / "mesh/logs").mkdir(parents=True, exist_ok=True)
     handed_out.take(MeshPlace(root), secrets / handed_out.FILE)
     async with house.open():

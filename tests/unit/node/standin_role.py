@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from common.api.callers import ROLES
 from common.api.role import Drain, Drained, Resting, Settle, Settled
 from common.clock import SystemClock
 from common.errors import Fenced
@@ -19,9 +18,9 @@ from common.random import Random
 from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh, MeshSettings, run
 from common.state.client import State
-from common.transport.keys import MeshKeys
 from common.transport.zmq import ZmqTransport
 from tests.load import scaled
+from tests.meshes import entered
 
 BYTES = 1000  # that it has, wherever they are
 
@@ -55,13 +54,15 @@ async def main(kind: str, seat: Seat) -> None:
     name = f"trainer/{seat.job}" if seat.core else f"{kind}/{seat.resident}"
     if seat.rank:
         name = f"rank/{seat.job}/{seat.rank}"
-    keys = MeshKeys(settings.secret, kind, ROLES)
+    state, clock = await State.open(settings.redis_url), SystemClock()
+    doorway = await entered(name, kind, settings, state, clock)
     mesh = Mesh(
         name=name,
         kind=kind,
-        state=await State.open(settings.redis_url),
-        transport=ZmqTransport(settings.bind, settings.advertise, keys=keys),
-        clock=SystemClock(),
+        state=state,
+        transport=ZmqTransport(settings.bind, settings.advertise, keys=doorway.keys),
+        doorway=doorway,
+        clock=clock,
         random=Random.system(),
         host=SystemHost(),
         ttl_s=scaled(1.5),  # in place of 6: a test waits for it to expire

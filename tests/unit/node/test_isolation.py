@@ -15,7 +15,7 @@ from common.job.isolation import ORDER
 from common.process import containment
 from common.process.containment import Tiers
 from common.process.host import SystemHost
-from common.settings import BY_PROCESS, MeshSettings
+from common.settings import MeshSettings
 from common.telemetry.logs import Telemetry
 from services.node.isolation import AGAIN_S, RARELY_S, SOON_S, OwnIsolation
 
@@ -55,7 +55,7 @@ async def told(*found: Tiers | DeadlineExceeded) -> list[tuple[list[str], float]
     """What a host says whose probes find this, and for how long it then waits; 0: it is done."""
     host = Tried(*found)
     clock = Naps(host)
-    mesh = surroundings(doors=BY_PROCESS)
+    mesh = surroundings(joinable=True)
     mesh.host, mesh.clock = host, clock
     clock.own = OwnIsolation(mesh, ["sandboxes"])
     finding, over = asyncio.create_task(clock.own.run()), asyncio.create_task(clock.over.wait())
@@ -82,7 +82,7 @@ async def test_a_host_that_takes_sandboxes_says_what_it_has_once_it_knows(
     monkeypatch.setenv("PATH", "/nowhere")  # no bwrap there, and no runsc
     found = await asyncio.to_thread(containment.tiers)
     assert found.known and set(found.tiers) < {*ORDER} - {"bwrap", "cgroup", "runner"}
-    own = OwnIsolation(surroundings(doors=BY_PROCESS), ["shards", "sandboxes"])
+    own = OwnIsolation(surroundings(joinable=True), ["shards", "sandboxes"])
     assert own.stats == {"tiers": ["trying"]}
     said = await told(*[found] * 3)
     assert said[-1][0] == list(found.tiers) and said[-1][1] >= AGAIN_S, "tried again all the same"
@@ -119,7 +119,7 @@ async def test_what_only_another_setting_of_the_host_gives_is_looked_for_rarely(
 async def test_nothing_is_tried_on_the_only_host_nor_where_no_sandbox_comes() -> None:
     for own in (
         OwnIsolation(surroundings(), ["sandboxes"]),
-        OwnIsolation(surroundings(doors=BY_PROCESS), ["shards"]),
+        OwnIsolation(surroundings(joinable=True), ["shards"]),
     ):
         await own.run()
         assert own.stats == {}

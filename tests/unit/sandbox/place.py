@@ -23,7 +23,7 @@ from common.state.client import State
 from common.state.server.embedded import command
 from common.transport.zmq import ZmqTransport
 from tests.load import scaled
-from tests.meshes import PATIENT, SECRET, keys_of
+from tests.meshes import PATIENT, SECRET, entered
 
 CALC = "def tool(x):\n    return str(eval(x))\ndef reward(row, turns):\n    return len(turns)\n"
 ROOT = Path(__file__).parents[3]
@@ -67,11 +67,13 @@ class Place:
                 break
             except StateUnavailable:
                 await self.clock.sleep(0.02)
+        doorway = await entered("test", "rollout", self.settings, state, self.clock)
         self.caller = Mesh(
             name="test",
             kind="test",
             state=state,
-            transport=ZmqTransport(self.settings.bind, "", keys=keys_of("rollout")),
+            transport=ZmqTransport(self.settings.bind, "", keys=doorway.keys),
+            doorway=doorway,
             clock=self.clock,
             random=Random.system(),
             host=self.host,

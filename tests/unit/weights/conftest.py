@@ -11,7 +11,8 @@ from common.api.weights import STORE
 from common.clock import SystemClock
 from common.process.host import SystemHost
 from common.runtime.mesh import Mesh, MeshSettings
-from common.wire.bulk.port import BulkServer, ChunkStore, SecretDoor
+from common.wire.bulk.doors import InterpreterDoor
+from common.wire.bulk.port import BulkServer, ChunkStore
 from services.weights.errands import Errands
 from services.weights.store import WeightStore
 from sim.redis.state import simulated_state
@@ -31,7 +32,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
     (tmp_path / "store").mkdir()
     chunks = ChunkStore(tmp_path / "store")
     serving, asking = mesh(STORE, "there"), mesh("trainer", "here")
-    door = SecretDoor.of(serving.settings)
+    door = InterpreterDoor()
     bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*", door=door)
     # Who asks for what takes a moment is told to ask again.
     keeping = WeightStore(serving, chunks, Errands(serving, answer_s=0.0))

@@ -31,7 +31,8 @@ from common.weights.delta.sending import Deltas
 from common.weights.images import Image
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
-from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
+from common.wire.bulk.doors import InterpreterDoor
+from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore
 from services.weights.store import WeightStore
 from sim.redis.state import simulated_state
 from tests.load import scaled
@@ -128,7 +129,7 @@ async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
     state = simulated_state(SystemClock())
     made = Hosts(tmp_path, state)
     serving = made.process(STORE, "head")
-    door = SecretDoor.of(serving.settings)
+    door = InterpreterDoor()
     bulk = BulkServer(made.store, SystemHost(), "tcp://127.0.0.1:*", "127.0.0.2", door=door)
     made.service = WeightStore(serving, made.store)
     with Road(int(bulk.address.partition("#")[0].rpartition(":")[2]), 1 << 40) as made.way:

@@ -26,7 +26,8 @@ from common.state.client import State
 from common.weights.images import Image
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
-from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
+from common.wire.bulk.doors import InterpreterDoor
+from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore
 from common.wire.host_chunks import UNUSED_S, sweep, through
 from services.weights.store import WeightStore
 from sim.redis.state import simulated_state
@@ -75,7 +76,7 @@ async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
     state = simulated_state(SystemClock())
     made = Hosts(tmp_path, state)
     serving = made.process(STORE, "head")
-    door = SecretDoor.of(serving.settings)
+    door = InterpreterDoor()
     # It says that it is where the way begins: proofs are good for no other place.
     bulk = BulkServer(made.store, SystemHost(), "tcp://127.0.0.1:*", "127.0.0.2", door=door)
     with Road(int(bulk.address.partition("#")[0].rpartition(":")[2]), 1 << 40) as made.way:

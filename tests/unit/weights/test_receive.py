@@ -30,7 +30,8 @@ from common.weights.ways.base import Version
 from common.weights.ways.bringing import Bringing
 from common.wire import verified
 from common.wire.blob import pack
-from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
+from common.wire.bulk.doors import InterpreterDoor
+from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore
 from common.wire.verified import NAME, TRUSTED_S, Verified
 from services.weights.store import WeightStore
 from sim.redis.state import simulated_state
@@ -81,7 +82,7 @@ async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
     made = Hosts(tmp_path, state)
     serving = made.process(STORE, "head")
     made.store.directory.mkdir(parents=True)
-    door = SecretDoor.of(serving.settings)
+    door = InterpreterDoor()
     bulk = BulkServer(made.store, SystemHost(), "tcp://127.0.0.1:*", door=door)
     await serving.join(WeightStore(serving, made.store), bulk_address=bulk.address)
     made.trainer = made.process("trainer/j", "head")

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from common.runtime.mesh import Mesh
+from common.transport.address import endpoint_of
 from common.wire.frames import (
     CALL,
     CANCEL,
@@ -83,8 +84,8 @@ class RawPeer:
     def __init__(self, mesh: Mesh) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        curve(self._socket, keys_of("test"))
-        self._socket.connect(mesh.transport.address)
+        curve(self._socket, keys_of("test"), mesh.transport.address)
+        self._socket.connect(endpoint_of(mesh.transport.address))
 
     def send(self, frames: list[bytes]) -> None:
         self._socket.send_multipart([begun(frames[0]), *frames[1:]])

@@ -12,7 +12,8 @@ from common.clock import Clock, SystemClock
 from common.errors import HandshakeFailed, NotAllowed, Refused, WrongKeys
 from common.process.host import SystemHost
 from common.random import Random
-from common.runtime.doorway import AGAIN_S, DIFFER_S, Doorway
+from common.runtime.calls.calling import REFUSED_S
+from common.runtime.doorway import AGAIN_S, Doorway
 from common.runtime.mesh import Mesh
 from common.settings import MeshSettings
 from common.state import registry
@@ -204,7 +205,7 @@ async def test_wrong_keys_are_said_within_seconds_by_who_asks(
     assert not isinstance(early.value, WrongKeys), "its lease may just not have run out"
     assert endpoint in str(early.value) and "`meshrl keys`" in str(early.value)
     assert rollout.doorway is not None
-    rollout.doorway._wrong_since["x" * 16] -= DIFFER_S
+    rollout.doorway._wrong_since["x" * 16] -= REFUSED_S
     with pytest.raises(WrongKeys, match=said):
         await rollout.ref("engine/g1.0").call(Talk.echo, HELLO, deadline_s=600.0)
 
@@ -222,7 +223,7 @@ async def test_a_listener_without_the_key_that_the_registry_has_is_told_nothing(
     await registry.register(state, entry, 600_000)
     with pytest.raises(HandshakeFailed, match=f"has not proved the key {key_text(gone)[:8]}"):
         await call_until_refused(rollout.ref("engine/g1.0"), Talk.echo, HELLO)
-    rollout._caller._refused_since["x" * 16] -= DIFFER_S
+    rollout._caller._refused_since["x" * 16] -= REFUSED_S
     with pytest.raises(WrongKeys):
         await rollout.ref("engine/g1.0").call(Talk.echo, HELLO, deadline_s=600.0)
 

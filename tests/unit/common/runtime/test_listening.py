@@ -18,7 +18,8 @@ from common.telemetry.endpoint import MetricsEndpoint, health
 from common.transport.address import endpoint_of, key_of
 from common.transport.keys import ProcessKeys
 from common.transport.zmq import ZmqTransport
-from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
+from common.wire.bulk.doors import InterpreterDoor
+from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore
 from tests.load import scaled
 from tests.unit.common.runtime.talking import Join
 
@@ -88,7 +89,7 @@ async def test_bulk_bytes_and_metrics_go_over_ipv6_too(join: Join, tmp_path: Pat
     settings = MeshSettings("memory://", "", host="", secret="5e" * 32)
     try:
         server = BulkServer(
-            ChunkStore(tmp_path), SystemHost(), "tcp://[::1]:*", door=SecretDoor.of(settings)
+            ChunkStore(tmp_path), SystemHost(), "tcp://[::1]:*", door=InterpreterDoor()
         )
     except ConfigError:
         pytest.skip("this host has no IPv6")

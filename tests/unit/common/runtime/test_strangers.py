@@ -18,9 +18,9 @@ from common.random import Random
 from common.runtime.calls.calling import REFUSED_S
 from common.runtime.calls.serving import MAX_OF_ONE
 from common.runtime.mesh import Mesh, MeshSettings
-from common.secret import SECRET_BYTES
 from common.state import registry
-from common.transport.keys import MeshKeys
+from common.transport.address import endpoint_of
+from common.transport.keys import ProcessKeys
 from common.transport.zmq import ZmqTransport
 from common.wire.frames import CALL, pack_header, unpack_error
 from common.wire.messages import encode
@@ -37,7 +37,7 @@ from tests.unit.common.runtime.talking import (
     until,
 )
 
-OTHER = "c4" * SECRET_BYTES  # the secret of another mesh
+OTHER = "another mesh"
 HELLO = encode(Text("hello"))[0]
 SOON_S = 20.0
 
@@ -81,14 +81,14 @@ async def guarded() -> AsyncIterator[Guarded]:
 class Caller:
     """A socket that sends what it likes, with the keys that it was given."""
 
-    def __init__(self, address: str, keys: MeshKeys | None, identity: bytes = b"") -> None:
+    def __init__(self, address: str, keys: ProcessKeys | None, identity: bytes = b"") -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         if identity:
             self._socket.set(zmq.ROUTING_ID, identity)
         if keys is not None:
-            curve(self._socket, keys)
-        self._socket.connect(address)
+            curve(self._socket, keys, address)
+        self._socket.connect(endpoint_of(address))
 
     def __enter__(self) -> Caller:
         return self
@@ -114,22 +114,13 @@ class Caller:
         return unpack_error(answer[2 + int.from_bytes(answer[:2], "little") :])
 
 
-def own_pair(role: str) -> MeshKeys:
-    """Right about the mesh, with a key that nobody has told it of."""
-    keys = keys_of(role)
-    public, secret = zmq.curve_keypair()
-    object.__setattr__(keys.asking, "public", public)
-    object.__setattr__(keys.asking, "secret", secret)
-    return keys
-
-
 @pytest.mark.parametrize(
     ("keys", "why"),
-    [(None, "handshake"), (keys_of("rollout", OTHER), "handshake"), (own_pair("rollout"), "keys")],
-    ids=["no keys", "another mesh's keys", "a key of its own"],
+    [(None, "handshake"), (keys_of("rollout", OTHER), "keys")],
+    ids=["no keys", "another mesh's keys"],
 )
 async def test_a_stranger_is_not_answered(
-    guarded: Guarded, keys: MeshKeys | None, why: str
+    guarded: Guarded, keys: ProcessKeys | None, why: str
 ) -> None:
     mesh = await guarded("a", "engine", Talker())
     friend = (await guarded("b", "rollout", None)).ref("a")
@@ -141,9 +132,16 @@ async def test_a_stranger_is_not_answered(
     await until(lambda: f"refused_{why}" in mesh.telemetry.counters, SOON_S)
 
 
-@pytest.mark.parametrize("keys", [None, keys_of("engine", OTHER)], ids=["open", "another mesh's"])
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        (None, "names no key.*`meshrl down`"),
+        (keys_of("engine", OTHER), "wrong keys.*`meshrl keys`"),
+    ],
+    ids=["open", "another mesh's"],
+)
 async def test_a_call_to_a_process_with_other_keys_says_so(
-    guarded: Guarded, keys: MeshKeys | None
+    guarded: Guarded, keys: ProcessKeys | None, why: str
 ) -> None:
     mesh = await guarded("b", "rollout", None)
     caller = mesh.ref("a")
@@ -152,7 +150,7 @@ async def test_a_call_to_a_process_with_other_keys_says_so(
     other.start(lambda *all: heard.append(all), lambda *_: None, lambda *_: None)
     entry = registry.Entry("a", "engine", address=other.address, incarnation="x" * 16)
     await registry.register(mesh.state, entry, 60_000)
-    with pytest.raises(HandshakeFailed, match=r"other keys.*`meshrl down`"):
+    with pytest.raises(HandshakeFailed, match=why):
         await call_until_refused(caller, Talk.echo, Text("secret"))
     assert not heard
     await other.close()
@@ -181,7 +179,7 @@ async def test_who_does_not_answer_at_all_has_refused_nothing(guarded: Guarded) 
     assert isinstance(mesh.transport, ZmqTransport)
     mesh.transport._handshake_s = 0.5
     with socket.create_server(("127.0.0.1", 0)) as still:
-        place = f"tcp://127.0.0.1:{still.getsockname()[1]}"
+        place = keys_of("engine").published(f"tcp://127.0.0.1:{still.getsockname()[1]}")
         entry = registry.Entry("a", "engine", address=place, incarnation="x" * 16)
         await registry.register(mesh.state, entry, 60_000)
         mesh._caller._refused_since[entry.incarnation] = -REFUSED_S
@@ -195,7 +193,8 @@ async def test_who_squats_a_port_learns_nothing(guarded: Guarded) -> None:
     mesh = await guarded("b", "rollout", None)
     with socket.create_server(("127.0.0.1", 0)) as squatter:
         squatter.settimeout(scaled(SOON_S))
-        address = f"tcp://127.0.0.1:{squatter.getsockname()[1]}"
+        place = f"tcp://127.0.0.1:{squatter.getsockname()[1]}"
+        address = keys_of("engine").published(place)
         entry = registry.Entry("a", "engine", address=address, incarnation="the one and only")
         await registry.register(mesh.state, entry, 60_000)
         call = asyncio.create_task(mesh.ref("a").call(Talk.echo, Text("precious")))

@@ -6,7 +6,6 @@ import os
 import resource
 import socket
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from common.errors import (
     BadMessage,
     Damaged,
     DeadlineExceeded,
-    HandshakeFailed,
     NotFound,
     PeerLost,
     Refused,
@@ -26,7 +24,8 @@ from common.process.host import SystemHost
 from common.records import damage
 from common.settings import MeshSettings
 from common.state.registry import Entry
-from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
+from common.wire.bulk.doors import InterpreterDoor
+from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore
 from tests.unit.common.runtime.talking import Join
 
 CONTENT = os.urandom(3_000_000)
@@ -36,7 +35,7 @@ SETTINGS = MeshSettings("memory://", "", host="", secret="5e" * 32)
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[BulkServer]:
     chunks = ChunkStore(tmp_path / "chunks")
-    made = BulkServer(chunks, SystemHost(), "tcp://127.0.0.1:*", door=SecretDoor.of(SETTINGS))
+    made = BulkServer(chunks, SystemHost(), "tcp://127.0.0.1:*", door=InterpreterDoor())
     yield made
     made.close()
 
@@ -57,27 +56,6 @@ async def test_what_was_put_is_got(server: BulkServer, client: BulkClient, host:
         assert digest == digest_of(content)
         assert await client.put(entry(server, host), content) == digest
         assert await client.get(entry(server, host), digest) == content
-
-
-async def test_bytes_are_sealed_with_the_secret_if_the_settings_say_so(
-    join: Join, tmp_path: Path
-) -> None:
-    settings = replace(SETTINGS, encrypt=True)
-    door = SecretDoor.of(settings)
-    server = BulkServer(
-        ChunkStore(tmp_path / "chunks"), SystemHost(), "tcp://127.0.0.1:*", door=door
-    )
-    proofs = door.asking("", "tcp://x:1"), door.answering("tcp://x:1")
-    assert proofs[1].whose(proofs[0].hello()) == b""
-    assert proofs[1].proven(proofs[0].proof(proofs[1].challenge()) or b"")
-    assert proofs[0].ciphers is not None and proofs[1].ciphers is not None
-    client = BulkClient(await join("sealing", settings=settings))
-    digest = await client.put(entry(server, "another host"), CONTENT)
-    assert await client.get(entry(server, "another host"), digest) == CONTENT
-    plain = BulkClient(await join("plain", settings=SETTINGS))
-    with pytest.raises(HandshakeFailed):
-        await plain.get(entry(server, "another host"), digest)
-    server.close()
 
 
 @pytest.mark.parametrize("host", ["", "another host"])
@@ -116,7 +94,7 @@ async def test_a_full_disk_is_a_clear_error_and_leaves_nothing(
 @pytest.mark.parametrize("host", ["", "another host"])
 async def test_what_is_too_large_is_refused_at_once(join: Join, tmp_path: Path, host: str) -> None:
     chunks = ChunkStore(tmp_path / "chunks")
-    door = SecretDoor.of(SETTINGS)
+    door = InterpreterDoor()
     server = BulkServer(chunks, SystemHost(), "tcp://127.0.0.1:*", door=door, largest_bytes=1000)
     client = BulkClient(await join("client", settings=SETTINGS), largest_bytes=1000)
     with pytest.raises(Refused, match="1001 bytes; the bulk port takes 1000") as refused:

@@ -17,7 +17,8 @@ from common.errors import ConfigError, Damaged, NotFound, PeerLost, StorageFull
 from common.process.host import SystemHost
 from common.settings import MeshSettings
 from common.state.registry import Entry
-from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
+from common.wire.bulk.doors import InterpreterDoor
+from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore
 from common.wire.bulk.transfer import BREAKS
 from common.wire.partial import PARKED, PARKED_S, Parked, Partial
 from common.wire.verified import NAME
@@ -33,7 +34,7 @@ SETTINGS = MeshSettings("memory://", "", host="", secret="5e" * 32)
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[BulkServer]:
     chunks = ChunkStore(tmp_path / "chunks")
-    made = BulkServer(chunks, SystemHost(), "tcp://127.0.0.1:*", door=SecretDoor.of(SETTINGS))
+    made = BulkServer(chunks, SystemHost(), "tcp://127.0.0.1:*", door=InterpreterDoor())
     yield made
     made.close()
 
@@ -101,7 +102,7 @@ def road(chunks: Path, most: int) -> Iterator[tuple[Road, Entry]]:
         SystemHost(),
         "tcp://127.0.0.1:*",
         "127.0.0.2",
-        door=SecretDoor.of(SETTINGS),
+        door=InterpreterDoor(),
     )
     with Road(int(made.address.partition("#")[0].rpartition(":")[2]), most) as way:
         yield way, entry(made)
@@ -187,7 +188,7 @@ def test_what_nobody_goes_on_with_is_forgotten(tmp_path: Path) -> None:
 
 def test_a_port_of_a_range_is_the_first_free_one(tmp_path: Path) -> None:
     def serving(ports: str) -> BulkServer:
-        door = SecretDoor.of(SETTINGS)
+        door = InterpreterDoor()
         return BulkServer(ChunkStore(tmp_path), SystemHost(), f"tcp://127.0.0.1:{ports}", door=door)
 
     first = serving("*")

@@ -17,8 +17,9 @@ from common.errors import Damaged, DeadlineExceeded, NotFound, PeerLost, Refused
 from common.process.host import SystemHost
 from common.settings import MeshSettings
 from common.state.registry import Entry
+from common.wire.bulk.doors import InterpreterDoor
 from common.wire.bulk.kept import MOST
-from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
+from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore
 from common.wire.partial import Partial
 from tests.load import scaled
 from tests.unit.common.runtime.talking import Join
@@ -35,7 +36,7 @@ class Server:
     def __init__(self, root: Path) -> None:
         self.chunks = ChunkStore(root)
         self.digests = [self.chunks.write(content) for content in CONTENTS]
-        door, where = SecretDoor.of(SETTINGS), "tcp://127.0.0.1:*"
+        door, where = InterpreterDoor(), "tcp://127.0.0.1:*"
         self.port = BulkServer(self.chunks, SystemHost(), where, "127.0.0.2", door=door)
         self.entry = Entry("store", "test", bulk=self.port.address, host="another host")
 

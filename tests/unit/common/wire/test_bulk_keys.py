@@ -25,15 +25,15 @@ from common.process.host import SystemHost
 from common.random import Random
 from common.runtime.doorway import Doorway
 from common.runtime.mesh import Mesh
-from common.settings import BY_PROCESS, BY_ROLE, MeshSettings
+from common.settings import MeshSettings
 from common.state.client import State
 from common.state.hosts import doors as mesh_doors
 from common.state.registry import Entry
 from common.transport.zmq import ZmqTransport
-from common.wire.bulk.port import BulkClient, ChunkStore, SecretDoor, serve
+from common.wire.bulk.port import BulkClient, ChunkStore, serve
 from common.wire.bulk.server import PAUSE_S, STRANGERS, USER_CONNECTIONS
 from common.wire.bulk.session import GET, HAS, PUT, REQUEST, REST, Session
-from common.wire.key_handshake import SUITES, AskingByKey
+from common.wire.handshake import SUITES, ClientHandshake
 from sim.redis.client import SimulatedSyncRedis
 from sim.redis.server import RedisServer
 from sim.redis.state import state_on
@@ -79,7 +79,7 @@ async def test_processes_of_two_hosts_move_chunks_and_files(
             random=Random.system(),
             host=SystemHost(),
             **PATIENT,
-            settings=MeshSettings("", "", host=host, doors=BY_PROCESS, encrypt=encrypt),
+            settings=MeshSettings("", "", host=host, joinable=True, encrypt=encrypt),
             doorway=doorway,
             on_lost=ends.lost,
         )
@@ -207,7 +207,6 @@ def test_a_stranger_gets_no_byte(port: Port) -> None:
         stranger.asking(address, place).hello(),
         known.asking(wrong_server, place).hello(),
         known.asking(address, "tcp://127.0.0.2:1").hello(),
-        SecretDoor(bytes(32)).asking(address, place).hello() + bytes(101),
         right[:-1] + bytes([right[-1] ^ 1]),
     ]
     request = REQUEST.pack(GET, 0, bytes.fromhex(port.digest), 0, 1 << 20, 0)
@@ -237,12 +236,12 @@ def test_a_recorded_hello_opens_nothing(port: Port) -> None:
     hello = asking.hello()
     with port.connect() as honest:
         honest.sendall(hello)
-        proof = asking.proof(honest.recv(AskingByKey.challenge_bytes, socket.MSG_WAITALL))
+        proof = asking.proof(honest.recv(ClientHandshake.challenge_bytes, socket.MSG_WAITALL))
         assert proof is not None
     for replayed in (proof, bytes(16)):
         with port.connect() as connection:
             connection.sendall(hello + replayed + bytes(100))
-            assert len(all_of(connection)) == AskingByKey.challenge_bytes
+            assert len(all_of(connection)) == ClientHandshake.challenge_bytes
 
 
 def test_who_is_looked_up_keeps_nobody_waiting(port: Port) -> None:
@@ -288,10 +287,10 @@ def test_while_redis_is_silent_the_known_come_in_and_others_are_to_try_again(por
 
 
 @pytest.mark.parametrize("encrypt", [None, False, True])
-@pytest.mark.parametrize("doors", [BY_ROLE, BY_PROCESS])
-def test_what_is_sealed_by_default(doors: str, encrypt: bool | None) -> None:
-    settings = MeshSettings("", "", doors=doors, encrypt=encrypt)
-    assert settings.sealed == (doors == BY_PROCESS if encrypt is None else encrypt)
+@pytest.mark.parametrize("joinable", [False, True])
+def test_what_is_sealed_by_default(joinable: bool, encrypt: bool | None) -> None:
+    settings = MeshSettings("", "", joinable=joinable, encrypt=encrypt)
+    assert settings.sealed == (joinable if encrypt is None else encrypt)
 
 
 # ---------------------------------------------------------------- what follows
@@ -304,7 +303,7 @@ def test_both_suites_carry_all_there_is_to_ask(tmp_path: Path, magic: bytes, sea
     door = port.door("trainer", sealed=sealed)
     proof = door.asking(port.address, port.place)
     own, server = door._keys.bulk, port.keys.bulk_public
-    proof = AskingByKey(own, server, port.place, sealed, magic)
+    proof = ClientHandshake(own, server, port.place, sealed, magic)
     with Session(port.place, proof, scaled(DEADLINE_S), 1 << 30) as session:
         assert (proof.ciphers is not None) == sealed
         content = os.urandom(1_500_000)
@@ -395,8 +394,8 @@ def test_who_knocks_often_pushes_only_itself_out(port: Port) -> None:
         for _ in range(3 * STRANGERS):
             held.enter_context(port.connect())
         slow.sendall(hello[50:])
-        assert len(slow.recv(AskingByKey.challenge_bytes, socket.MSG_WAITALL)) == (
-            AskingByKey.challenge_bytes
+        assert len(slow.recv(ClientHandshake.challenge_bytes, socket.MSG_WAITALL)) == (
+            ClientHandshake.challenge_bytes
         )
         assert port.server.connections <= STRANGERS
 

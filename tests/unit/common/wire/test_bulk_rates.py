@@ -18,7 +18,8 @@ import pytest
 from common.process.host import SystemHost
 from common.settings import MeshSettings
 from common.state.registry import Entry
-from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
+from common.wire.bulk.doors import InterpreterDoor
+from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore
 from common.wire.bulk.rates import BURST_S, LEAST_BYTES, LONGEST_S, PIECE_S, Rate, Rates
 from tests.unit.common.runtime.talking import Join
 
@@ -39,7 +40,7 @@ async def serve(tmp_path: Path) -> AsyncIterator[Callable[..., BulkServer]]:
 
     def start(**more: int) -> BulkServer:
         own = settings(tmp_path / "server", **more)
-        chunks, door = ChunkStore(tmp_path / "chunks"), SecretDoor.of(own)
+        chunks, door = ChunkStore(tmp_path / "chunks"), InterpreterDoor()
         host, where = SystemHost(), "tcp://127.0.0.1:*"
         made.append(BulkServer(chunks, host, where, door=door, rates=Rates.of(own)))
         return made[-1]

@@ -1,4 +1,4 @@
-"""Who does not know a mesh's secret gets nothing from its bulk ports, and cannot pass for one."""
+"""A peer without a key of the mesh gets nothing from its bulk ports, and cannot pass for one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,17 @@ from common.errors import HandshakeFailed, PeerLost
 from common.process.host import SystemHost
 from common.settings import MeshSettings
 from common.state.registry import Entry
-from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
+from common.wire.bulk.doors import InterpreterDoor
+from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore
 from common.wire.bulk.server import CONNECTIONS, PROOF_S, STRANGERS
-from common.wire.bulk.session import ANSWER, GET, HAS, PUT, REQUEST
-from common.wire.handshake import CHALLENGE, HELLO, MAGIC, TAG_BYTES
+from common.wire.bulk.session import REQUEST
+from common.wire.handshake import ClientHandshake, ServerHandshake
 from tests.load import scaled
 from tests.unit.common.runtime.talking import Join
 
+CHALLENGE_BYTES = ClientHandshake.challenge_bytes
 CONTENT = os.urandom(100_000)
 SETTINGS = MeshSettings("memory://", "", host="here", secret="5e" * 32)
-OF_ANOTHER_START = replace(SETTINGS, secret="a7" * 32)
 
 
 class Served:
@@ -34,7 +34,7 @@ class Served:
     def __init__(self, directory: Path) -> None:
         self.chunks = ChunkStore(directory)
         self.digest = self.chunks.write(CONTENT)
-        door = SecretDoor.of(SETTINGS)
+        door = InterpreterDoor()
         self.server = BulkServer(self.chunks, SystemHost(), "tcp://127.0.0.1:*", door=door)
         self.place = self.server.address.partition("#")[0]
         self.port = int(self.place.rpartition(":")[2])
@@ -68,41 +68,6 @@ def all_of(connection: socket.socket) -> bytes:
     return received
 
 
-@pytest.mark.parametrize("verb", [GET, PUT, HAS])
-def test_a_verb_without_a_proof_is_not_answered(served: Served, verb: bytes) -> None:
-    guessed = SecretDoor.of(OF_ANOTHER_START).asking("", served.place).hello()
-    for first in (b"", MAGIC, MAGIC + bytes(HELLO.size - len(MAGIC)), guessed):
-        with served.connect() as connection:
-            connection.sendall(first + served.request(verb, 1 << 20) + bytes(HELLO.size))
-            assert all_of(connection) == b""
-    assert served.chunks.read(served.digest) == CONTENT
-
-
-def test_a_recorded_hello_opens_nothing(served: Served) -> None:
-    asking = SecretDoor.of(SETTINGS).asking("", served.place)
-    with served.connect() as honest:
-        honest.sendall(asking.hello())
-        proof = asking.proof(honest.recv(CHALLENGE.size, socket.MSG_WAITALL))
-        assert proof is not None
-        honest.sendall(proof + served.request(HAS))
-        honest.shutdown(socket.SHUT_WR)
-        assert all_of(honest)[ANSWER.size :] == b"\x01"
-    for replayed in (proof, bytes(TAG_BYTES)):
-        with served.connect() as connection:
-            connection.sendall(asking.hello() + replayed + served.request(GET))
-            assert len(all_of(connection)) == CHALLENGE.size
-
-
-async def test_a_client_of_another_start_is_refused_by_a_typed_error(
-    served: Served, join: Join
-) -> None:
-    other = BulkClient(await join("other", settings=OF_ANOTHER_START))
-    with pytest.raises(HandshakeFailed, match="keys\\? A bulk port does not let"):
-        await other.get(served.entry, served.digest, deadline_s=scaled(10))
-    with pytest.raises(HandshakeFailed, match="keys\\? A bulk port does not let"):
-        await other.put(served.entry, b"planted", deadline_s=scaled(10))
-
-
 @contextmanager
 def squatting(answer: bytes | None, onwards: int = 0) -> Iterator[int]:
     """A foreign server: it answers every hello with `answer`, or passes all on to a port and back;
@@ -114,13 +79,13 @@ def squatting(answer: bytes | None, onwards: int = 0) -> Iterator[int]:
             while True:
                 taken, _ = listener.accept()
                 with taken:
-                    hello = taken.recv(HELLO.size, socket.MSG_WAITALL)
+                    hello = taken.recv(ServerHandshake.hello_bytes, socket.MSG_WAITALL)
                     if answer is not None:
                         taken.sendall(answer)
                         continue
                     with socket.create_connection(("127.0.0.1", onwards)) as real:
                         real.sendall(hello)
-                        taken.sendall(real.recv(CHALLENGE.size, socket.MSG_WAITALL))
+                        taken.sendall(real.recv(CHALLENGE_BYTES, socket.MSG_WAITALL))
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, daemon=True)
@@ -131,14 +96,14 @@ def squatting(answer: bytes | None, onwards: int = 0) -> Iterator[int]:
 
 
 async def test_a_foreign_server_cannot_pass_for_ours(served: Served, client: BulkClient) -> None:
-    other = SecretDoor.of(OF_ANOTHER_START)
-    for answer in (bytes(CHALLENGE.size), os.urandom(CHALLENGE.size)):
+    for answer in (
+        bytes(CHALLENGE_BYTES),
+        os.urandom(CHALLENGE_BYTES),
+    ):
         with squatting(answer) as port:
             there = Entry("store", "test", bulk=f"tcp://127.0.0.1:{port}", host="there")
             with pytest.raises(HandshakeFailed, match="Another program"):
                 await client.put(there, b"for the store alone", deadline_s=scaled(10))
-    place = f"tcp://127.0.0.1:{served.port}"
-    assert other.answering(place).whose(SecretDoor.of(SETTINGS).asking("", place).hello()) is None
 
 
 async def test_a_proof_is_not_passed_on_from_another_port(
@@ -154,7 +119,7 @@ async def test_strangers_are_bounded_and_never_keep_ours_out(
     served: Served, client: BulkClient
 ) -> None:
     strangers = [served.connect() for _ in range(CONNECTIONS + STRANGERS)]
-    strangers[-1].sendall(os.urandom(HELLO.size - 1))
+    strangers[-1].sendall(os.urandom(ServerHandshake.hello_bytes - 1))
     assert await client.get(served.entry, served.digest) == CONTENT
     digest = await client.put(served.entry, b"while they wait")
     assert await client.get(served.entry, digest) == b"while they wait"

@@ -17,7 +17,7 @@ from common.errors import BadMessage
 from common.state import registry
 from common.state.registry import Entry
 from common.wire.bulk.port import serve
-from loadtests.measuring.unrenewed import unrenewed
+from loadtests.measuring.unrenewed import own_keys, unrenewed
 from services.engine.kv import peers as asking
 from services.engine.kv.chunk_files import Head
 from services.engine.kv.host_cache import HostCache
@@ -39,7 +39,8 @@ CONTENT = np.arange(70_000, dtype=np.uint32).view(np.uint8)
 async def two_hosts(tmp_path: Path) -> AsyncIterator[tuple[Peers, Shelf, EngineService]]:
     """What one host asks, and the shelf and the engine of the other."""
     clock = SystemClock()
-    here, there = (unrenewed(f"engine/{name}", SECRET) for name in ("here", "there"))
+    keys = own_keys()
+    here, there = (unrenewed(f"engine/{name}", keys) for name in ("here", "there"))
     shelf = Shelf("memory", tmp_path / "kv", 64 << 20, clock.wall)
     engine = SimulatedEngine(clock, 4)
     service = EngineService(there, engine, lambda action: action())

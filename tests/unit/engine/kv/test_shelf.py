@@ -17,7 +17,7 @@ from common.generation import kv_directories
 from common.generation.kv_directories import own_directory, sweep
 from common.job.config import KvConfig, RolloutConfig
 from common.process.file_locks import lies_at, unheld
-from loadtests.measuring.unrenewed import unrenewed
+from loadtests.measuring.unrenewed import own_keys, unrenewed
 from services.engine.kv.chunk_files import HEAD_BYTES, Found, Head
 from services.engine.kv.keys import domain_of, names_of
 from services.engine.kv.opening import shelves_of
@@ -197,7 +197,7 @@ def test_a_session_that_may_go_on_keeps_what_older_weights_computed(tmp_path: Pa
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from loadtests.measuring.unrenewed import unrenewed
+from loadtests.measuring.unrenewed import own_keys, unrenewed
 from services.engine.kv.opening import shelves_of
 from services.engine.kv.shelf import Shelf
 on = Shelf("disk", Path(sys.argv[1]), 1 << 20, lambda: 2e9)
@@ -264,7 +264,7 @@ async def test_names_in_shared_memory_that_others_take_cost_a_cache_and_no_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_directories, "SHARED_MEMORY", tmp_path / "shm")
-    mesh = unrenewed("engine/one", "ab" * 32)
+    mesh = unrenewed("engine/one", own_keys())
     limits = RolloutConfig(kv=KvConfig(memory=1e-3))
     taken = []
     for way in range(kv_directories.NAMES - 1):

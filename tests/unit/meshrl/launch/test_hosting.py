@@ -9,7 +9,7 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import StateUnavailable
-from common.settings import BY_PROCESS, MeshSettings
+from common.settings import MeshSettings
 from meshrl.directory.places import MeshPlace, read_if_whole
 from meshrl.launch.ending import STOP_S
 from meshrl.launch.foreground import AGAIN, status_of
@@ -40,7 +40,7 @@ def hosting_in(root: Path, url: str = "redis://127.0.0.1:1/0", drain_s: float = 
     place = MeshPlace(root)
     place.directory.mkdir(mode=0o700)
     settings = MeshSettings(
-        redis_url=url, run_root=str(root), host="gpu1-aa", secret="5e" * 32, doors=BY_PROCESS
+        redis_url=url, run_root=str(root), host="gpu1-aa", secret="5e" * 32, joinable=True
     )
     settings.to_file(place.settings)
     HostShape().write(place)

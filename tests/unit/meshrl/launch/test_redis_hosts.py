@@ -31,7 +31,7 @@ from common.errors import ConfigError, NotAllowed, Refused, StateUnavailable
 from common.process.handle import SystemChild
 from common.process.host import SystemHost
 from common.process.supervision.supervisor import Hooks
-from common.settings import BY_PROCESS, MeshSettings
+from common.settings import MeshSettings
 from common.state import events
 from common.state.client import State
 from common.state.hosts import doors, rights
@@ -76,7 +76,7 @@ class Mesh:
             run_root=str(self.place.root),
             host=host,
             secret=self.secrets[host],
-            doors=BY_PROCESS,
+            joinable=True,
             authority=authority,
         )
 

@@ -18,7 +18,7 @@ from common.clock import SystemClock
 from common.errors import ConfigError, MeshError, StateUnavailable
 from common.process.host import SystemHost
 from common.process.supervision.supervisor import Hooks
-from common.settings import BY_PROCESS, MeshSettings
+from common.settings import MeshSettings
 from common.state import events, registry
 from common.state.client import State
 from common.state.hosts import rights
@@ -147,7 +147,7 @@ async def test_a_mesh_goes_on_when_it_starts_again(container: Container) -> None
             *(told.far_url, str(place.root)),
             host=GUEST,
             secret="bb" * 32,
-            doors=BY_PROCESS,
+            joinable=True,
             authority=told.far_authority,
         )
         worker = await opened(settings.redis_as("worker"))

@@ -22,7 +22,8 @@ from common.state import events, groups, jobs, steps
 from common.state.client import State
 from common.state.lifecycle import accounting
 from common.wire.blob import pack
-from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, SecretDoor
+from common.wire.bulk.doors import InterpreterDoor
+from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore
 from common.wire.weight_store import put
 from services.rollout.record.finished_groups import hand_in
 from services.trainer.steps.batch import Refill, staleness
@@ -98,7 +99,7 @@ async def rollout(tmp_path: Path) -> AsyncIterator[Rollout]:
     (tmp_path / "store").mkdir()
     chunks = ChunkStore(tmp_path / "store")
     serving, asking = mesh(STORE, "there"), mesh("trainer/job", "here")
-    door = SecretDoor.of(serving.settings)
+    door = InterpreterDoor()
     bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*", door=door)
     await serving.join(WeightStore(serving, chunks), bulk_address=bulk.address)
     await asking.join(None)
