@@ -36,7 +36,7 @@ class Trouble:
 
 
 @message
-class Order:
+class RankOrder:
     """An order for the ranks of a generation; a newer generation ends a rank's part in an older
     one.
     """
@@ -45,12 +45,12 @@ class Order:
 
 
 @message
-class Done:
+class OrderDone:
     """The answer to an order that has no result."""
 
 
 @message
-class Standing:
+class StandsBy:
     """The answer of a rank that stands by."""
 
     host: str
@@ -268,19 +268,19 @@ class Ranks(Resting):
     that it goes on, and asks again.
     """
 
-    stand_by = Call(Order, Standing, deadline_s=30.0, idempotent=True)
-    form = Call(Meeting, Done, deadline_s=FORM_S)
-    begin = Call(Order, Done, deadline_s=30.0)
+    stand_by = Call(RankOrder, StandsBy, deadline_s=30.0, idempotent=True)
+    form = Call(Meeting, OrderDone, deadline_s=FORM_S)
+    begin = Call(RankOrder, OrderDone, deadline_s=30.0)
     compute = Call(RoundPart, RoundStats, deadline_s=COMPUTE_S)
-    keep = Call(LentGradient, Done, deadline_s=MOVE_S)
-    adopt = Call(Adopt, Done, deadline_s=ADOPT_S)
+    keep = Call(LentGradient, OrderDone, deadline_s=MOVE_S)
+    adopt = Call(Adopt, OrderDone, deadline_s=ADOPT_S)
     apply = Call(Update, Norm, deadline_s=COMPUTE_S)
     score = Call(ScorePart, Scores, deadline_s=COMPUTE_S)
-    stage = Call(StageRows, Done, deadline_s=MOVE_S)
+    stage = Call(StageRows, OrderDone, deadline_s=MOVE_S)
     staged = Call(RowsStaged, StagedRows, deadline_s=MOVE_S, idempotent=True)
     save = Call(SaveRows, Trouble, deadline_s=MOVE_S)
     saved = Call(RowsSaved, SavedFiles, deadline_s=MOVE_S, idempotent=True)
     restore = Call(RestoreRows, RowsRestored, deadline_s=MOVE_S, idempotent=True)
-    take = Call(Taking, Done, deadline_s=MOVE_S)
-    taken = Call(Taking, Done, deadline_s=MOVE_S)
-    rest = Call(Rest, Done, deadline_s=SETTLE_S, idempotent=True)
+    take = Call(Taking, OrderDone, deadline_s=MOVE_S)
+    taken = Call(Taking, OrderDone, deadline_s=MOVE_S)
+    rest = Call(Rest, OrderDone, deadline_s=SETTLE_S, idempotent=True)

@@ -20,7 +20,7 @@ class JoinHybrids:
 
 
 @message
-class Joined:
+class HybridJoined:
     """The answer to JoinHybrids."""
 
     generation: int  # what the hybrid says from now on carries it; an older one is refused
@@ -115,7 +115,7 @@ class Sender:
 
 
 @message
-class Gathered:
+class BroadcastPlace:
     """The answer to Gather, once others have had time to come: where all meet. Nowhere: there is no
     broadcast of this version, or one has begun, and who asks is to fetch it by itself.
     """
@@ -131,9 +131,9 @@ class Gathered:
 class Trainer(Resting):
     """The methods of the core of a training gang."""
 
-    join = Call(JoinHybrids, Joined, deadline_s=10.0)
+    join = Call(JoinHybrids, HybridJoined, deadline_s=10.0)
     leave = Call(LeaveHybrids, Left, deadline_s=2.0, idempotent=True)
     lease_round = Call(RoundRequest, RoundLease, deadline_s=15.0)
     round_done = Call(RoundResult, RoundTaken, deadline_s=30.0)
     restage = Call(Restage, Restaged, deadline_s=300.0, idempotent=True)
-    gather = Call(Gather, Gathered, deadline_s=10.0)
+    gather = Call(Gather, BroadcastPlace, deadline_s=10.0)

@@ -23,7 +23,7 @@ ROUNDING = 1e-9  # of sums of shares of a chunk
 WHERE = "experts on attention ranks"
 
 
-class Ranks(NamedTuple):
+class RankCounts(NamedTuple):
     """Those of a group."""
 
     attention: int
@@ -38,7 +38,7 @@ class Forward(NamedTuple):
     elsewhere: float  # the same share on an attention rank
 
 
-class Bounds(NamedTuple):
+class HostingBounds(NamedTuple):
     """What memory asks for, in experts of all layers together."""
 
     least: int = 0  # that each expert rank has to give, as it cannot hold them
@@ -46,10 +46,10 @@ class Bounds(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Hosting:
+class ExpertHosting:
     """Where the experts of each layer lie: M * hosted + N * kept are all of them."""
 
-    ranks: Ranks
+    ranks: RankCounts
     hosted: tuple[int, ...]  # by layer: on each attention rank
     kept: tuple[int, ...]  # by layer: on each expert rank
 
@@ -82,13 +82,13 @@ class _Chunks:
 
     layers: int
     experts: int  # of a layer
-    ranks: Ranks
+    ranks: RankCounts
     taken: int  # n1
     given: int  # n2
     least: int
     most: int
 
-    def spread(self, rate: float) -> Hosting:
+    def spread(self, rate: float) -> ExpertHosting:
         """So many chunks a layer, of which whole ones move as soon as they have gathered."""
         share = self.experts // self.ranks.experts
         gathered, moved = 0.0, []
@@ -96,7 +96,7 @@ class _Chunks:
             gathered += rate
             moved.append(math.floor(gathered + ROUNDING))
             gathered -= moved[-1]
-        return Hosting(
+        return ExpertHosting(
             self.ranks,
             tuple(self.taken * chunks for chunks in moved),
             tuple(share - self.given * chunks for chunks in moved),
@@ -104,8 +104,8 @@ class _Chunks:
 
 
 def gather_and_squeeze(
-    layers: int, experts: int, ranks: Ranks, forward: Forward, bounds: Bounds
-) -> Hosting:
+    layers: int, experts: int, ranks: RankCounts, forward: Forward, bounds: HostingBounds
+) -> ExpertHosting:
     """What the source's algorithm hosts, for `experts` of each layer. Nothing where neither of M
     and N divides the other. ConfigError where memory does not allow that.
     """
@@ -117,11 +117,11 @@ def hosting(
     layers: int,
     micros: int,
     experts: int,
-    ranks: Ranks,
+    ranks: RankCounts,
     costs: Costs,
     elsewhere: float,
-    bounds: Bounds,
-) -> Hosting:
+    bounds: HostingBounds,
+) -> ExpertHosting:
     """The same, with as many chunks more or fewer as make a step of so many micro-batches shorter:
     the algorithm counts neither the last piece nor transfers, nor what it takes to fill a short
     step. `costs` are those with nothing hosted, `elsewhere` is as in `Forward`.
@@ -129,7 +129,7 @@ def hosting(
     chunks = _chunks(layers, experts, ranks, bounds)
     rate = _rate(chunks, Forward(costs.attention, costs.experts, elsewhere))
 
-    def step_s(moved: Hosting) -> float:
+    def step_s(moved: ExpertHosting) -> float:
         return makespan(layers, micros, moved.costs(costs, elsewhere))
 
     @cache
@@ -165,7 +165,7 @@ def _rate(chunks: _Chunks, forward: Forward) -> float:
     return min(max(wanted, low), high)
 
 
-def _chunks(layers: int, experts: int, ranks: Ranks, bounds: Bounds) -> _Chunks:
+def _chunks(layers: int, experts: int, ranks: RankCounts, bounds: HostingBounds) -> _Chunks:
     attention, holders = ranks
     if min(layers, experts, attention, holders) < 1 or experts % holders:
         raise ConfigError(

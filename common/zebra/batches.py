@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
-from common.zebra.profile import Curve, refused
+from common.zebra.profile import CostCurve, refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,13 @@ class Batches:
         """Of the micro-batch that has most of them."""
         return max(map(sum, self.micros))
 
-    def seconds(self, curve: Curve) -> float:
+    def seconds(self, curve: CostCurve) -> float:
         """Of the micro-batch that takes longest, by a curve over a sequence's length."""
         known = {length: curve.of(length) for micro in self.micros for length in micro}
         return max(sum(known[length] for length in micro) for micro in self.micros)
 
 
-def spread(lengths: Mapping[int, int], micros: int, curve: Curve) -> Batches | None:
+def spread(lengths: Mapping[int, int], micros: int, curve: CostCurve) -> Batches | None:
     """So many micro-batches of sequences by length (length: how many of it), as even by the curve
     as the longest first makes them (Graham 1969). None where there are fewer sequences.
     """

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from common.errors import ConfigError
-from common.zebra.schedule import Task, Work
+from common.zebra.schedule import Task, TaskKind
 
 BACKWARD = 2.0  # times a forward: gradients of inputs and of weights
 CHECKPOINTED = 3.0  # the same where activations are computed once more for it
@@ -46,10 +46,10 @@ class Costs:
 
     def of(self, task: Task) -> float:
         """Seconds of a task. The last piece is told by its own costs: see `head_of`."""
-        if task.work is Work.ATTENTION:
+        if task.work is TaskKind.ATTENTION:
             return self._passed(task.backward, self.attention, self.attention_backward)
         share = self.kept[task.layer] if self.kept else 1.0
-        if task.work is Work.EXPERTS:
+        if task.work is TaskKind.EXPERTS:
             return self._passed(task.backward, self.experts, self.experts_backward) * share
         hosted = self.hosted[task.layer] if self.hosted else 0.0
         if not task.backward or self.experts_backward is None:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from common.errors import ConfigError
 from common.hardware.profiles import TRAIN_SHARE, declared
 from common.hardware.shapes import ModelShape
-from common.zebra.profile import Curve, Kind, Profile
+from common.zebra.profile import AcceleratorCosts, CostCurve, Profile
 
 UTILISATION = TRAIN_SHARE  # of public peaks; an assumption, as of all training here
 SCORES = 1.0  # of the speed of matrices; an assumption
@@ -53,7 +53,7 @@ MEASURED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class DeclaredSpeed:
     """Operations a second that a kind reaches."""
 
     matrices: float
@@ -69,7 +69,7 @@ class Speed:
         return 1 / ((1 - share) / low + share / high)
 
 
-def speed(kind: str, utilisation: float = UTILISATION, scores: float = SCORES) -> Speed:
+def speed(kind: str, utilisation: float = UTILISATION, scores: float = SCORES) -> DeclaredSpeed:
     """What a kind of `common/hardware/accelerators.toml` reaches. ConfigError for no such kind."""
     ratio = MEASURED.get(kind)
     known = declared().get(ratio.to if ratio else kind)
@@ -81,8 +81,8 @@ def speed(kind: str, utilisation: float = UTILISATION, scores: float = SCORES) -
         )
     peak = known.flops * utilisation
     if ratio is None:
-        return Speed(peak, ((1, peak * scores),))
-    return Speed(
+        return DeclaredSpeed(peak, ((1, peak * scores),))
+    return DeclaredSpeed(
         peak / ratio.matrices,
         tuple(
             (length, peak * scores / _scores(ratio, length, times, scores))
@@ -124,7 +124,7 @@ def declared_profile(
     )
 
 
-def _kind(shape: ModelShape, kind: str, reached: Speed) -> Kind:
+def _kind(shape: ModelShape, kind: str, reached: DeclaredSpeed) -> AcceleratorCosts:
     expert = 2 * _expert_parameters(shape)
     attention, gate = _attention_parameters(shape), shape.hidden * shape.experts
     layers = shape.layers * (attention + gate)
@@ -135,12 +135,12 @@ def _kind(shape: ModelShape, kind: str, reached: Speed) -> Kind:
         scores = 2 * length * shape.attention_width / reached.scores_at(length)
         return length * (2 * (attention + gate) / reached.matrices + scores)
 
-    return Kind(
+    return AcceleratorCosts(
         name=kind,
         memory_bytes=declared()[kind].memory_bytes * USABLE,
-        experts=Curve(ROWS, (expert / reached.matrices,)),
-        attention=Curve(LENGTHS, tuple(map(attention_s, LENGTHS))),
-        head=Curve(ROWS, (head / reached.matrices,)),
+        experts=CostCurve(ROWS, (expert / reached.matrices,)),
+        attention=CostCurve(LENGTHS, tuple(map(attention_s, LENGTHS))),
+        head=CostCurve(ROWS, (head / reached.matrices,)),
     )
 
 

@@ -15,10 +15,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from common.errors import ConfigError
-from common.zebra.schedule import Task, Work, attention_order, expert_order
+from common.zebra.schedule import Task, TaskKind, attention_order, expert_order
 
 
-class Stream(IntEnum):
+class RankStream(IntEnum):
     """What does one thing at a time, in the order it was given."""
 
     ATTENTION = 0  # attention ranks compute
@@ -32,14 +32,14 @@ class Operation(NamedTuple):
     n-th operation of the plan.
     """
 
-    stream: Stream
+    stream: RankStream
     cost: int  # see `cost_index`
     first: int
     second: int
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TaskPlan:
     """All tasks of a step, each after what it needs and after those before it on its stream."""
 
     layers: int
@@ -48,17 +48,17 @@ class Plan:
 
 
 @lru_cache(maxsize=256)
-def planned(layers: int, micros: int, hosted: tuple[bool, ...]) -> Plan:
+def planned(layers: int, micros: int, hosted: tuple[bool, ...]) -> TaskPlan:
     """The order of `schedule.py`."""
     attention = attention_order(layers, micros, hosted)
     return planned_as(layers, attention, expert_order(layers, micros))
 
 
-def planned_as(layers: int, attention: Sequence[Task], experts: Sequence[Task]) -> Plan:
+def planned_as(layers: int, attention: Sequence[Task], experts: Sequence[Task]) -> TaskPlan:
     """Any other order of what both compute. ConfigError when its tasks wait for each other."""
     queues = _queues(layers, attention, experts)
-    hosted = frozenset(task for task in attention if task.work is Work.HOSTED)
-    numbers: dict[tuple[Stream, Task], int] = {}
+    hosted = frozenset(task for task in attention if task.work is TaskKind.HOSTED)
+    numbers: dict[tuple[RankStream, Task], int] = {}
     operations: list[Operation] = []
     while any(queues.values()):
         before = len(operations)
@@ -78,57 +78,59 @@ def planned_as(layers: int, attention: Sequence[Task], experts: Sequence[Task]) 
             raise ConfigError(
                 f"{waiting} never starts", where="an order of tasks", fix="order them by layer"
             )
-    return Plan(layers, tuple(operations), tuple(task for _, task in numbers))
+    return TaskPlan(layers, tuple(operations), tuple(task for _, task in numbers))
 
 
-def cost_index(stream: Stream, task: Task, layers: int) -> int:
+def cost_index(stream: RankStream, task: Task, layers: int) -> int:
     """Where a list has the seconds of a task: pieces, hosted experts and experts, of each first
     forward and then backward by layer; after them a dispatch, and a combine.
     """
-    if stream >= Stream.DISPATCH:
-        return len(Work) * 2 * (layers + 1) + stream - Stream.DISPATCH
+    if stream >= RankStream.DISPATCH:
+        return len(TaskKind) * 2 * (layers + 1) + stream - RankStream.DISPATCH
     return (task.work * 2 + task.backward) * (layers + 1) + task.layer
 
 
 def _queues(
     layers: int, attention: Sequence[Task], experts: Sequence[Task]
-) -> dict[Stream, deque[Task]]:
+) -> dict[RankStream, deque[Task]]:
     """What is on each stream: a transfer follows what makes it."""
     sent = [_dispatched(task) for task in attention if _sends(task, layers)]
     return {
-        Stream.ATTENTION: deque(attention),
-        Stream.EXPERTS: deque(experts),
-        Stream.DISPATCH: deque(sent),
-        Stream.COMBINE: deque(experts),
+        RankStream.ATTENTION: deque(attention),
+        RankStream.EXPERTS: deque(experts),
+        RankStream.DISPATCH: deque(sent),
+        RankStream.COMBINE: deque(experts),
     }
 
 
 def _sends(task: Task, layers: int) -> bool:
     """Whether a piece sends rows, or gradients, to experts."""
     end = 0 if task.backward else layers
-    return task.work is Work.ATTENTION and task.layer != end
+    return task.work is TaskKind.ATTENTION and task.layer != end
 
 
 def _dispatched(task: Task) -> Task:
     """The experts that a piece sends to: backward those below it."""
-    return Task(task.backward, task.layer - task.backward, task.micro, Work.EXPERTS)
+    return Task(task.backward, task.layer - task.backward, task.micro, TaskKind.EXPERTS)
 
 
 def _needs(
-    stream: Stream, task: Task, layers: int, hosted: Collection[Task]
-) -> list[tuple[Stream, Task]]:
+    stream: RankStream, task: Task, layers: int, hosted: Collection[Task]
+) -> list[tuple[RankStream, Task]]:
     """What has to have ended before a task starts."""
     backward, layer, micro, work = task
-    if stream is Stream.COMBINE:
-        beside = task._replace(work=Work.HOSTED)
-        made = [(Stream.EXPERTS, task)]
-        return [*made, (Stream.ATTENTION, beside)] if beside in hosted else made
-    if stream is Stream.DISPATCH:
-        return [(Stream.ATTENTION, Task(backward, layer + backward, micro))]
-    if work is not Work.ATTENTION:
-        return [(Stream.DISPATCH, task._replace(work=Work.EXPERTS))]
+    if stream is RankStream.COMBINE:
+        beside = task._replace(work=TaskKind.HOSTED)
+        made = [(RankStream.EXPERTS, task)]
+        return [*made, (RankStream.ATTENTION, beside)] if beside in hosted else made
+    if stream is RankStream.DISPATCH:
+        return [(RankStream.ATTENTION, Task(backward, layer + backward, micro))]
+    if work is not TaskKind.ATTENTION:
+        return [(RankStream.DISPATCH, task._replace(work=TaskKind.EXPERTS))]
     if backward and layer == layers:
-        return [(Stream.ATTENTION, Task(False, layer, micro))]
+        return [(RankStream.ATTENTION, Task(False, layer, micro))]
     if layer or backward:
-        return [(Stream.COMBINE, Task(backward, layer - (not backward), micro, Work.EXPERTS))]
+        return [
+            (RankStream.COMBINE, Task(backward, layer - (not backward), micro, TaskKind.EXPERTS))
+        ]
     return []

@@ -4,14 +4,14 @@ of gradients after a step.
 
 from __future__ import annotations
 
-from common.zebra.asymmetry import Bounds, Hosting, Ranks
+from common.zebra.asymmetry import ExpertHosting, HostingBounds, RankCounts
 from common.zebra.batches import Batches
 from common.zebra.costs import BACKWARD, Costs
 from common.zebra.profile import Profile
 from common.zebra.together import all_to_all_s, reduced_s
 
 
-def costs_of(profile: Profile, ranks: Ranks, batches: Batches) -> tuple[Costs, float]:
+def costs_of(profile: Profile, ranks: RankCounts, batches: Batches) -> tuple[Costs, float]:
     """A micro-batch's costs with nothing hosted, and an expert rank's share of the experts on an
     attention rank. Tokens are spread evenly over experts.
     """
@@ -33,7 +33,7 @@ def costs_of(profile: Profile, ranks: Ranks, batches: Batches) -> tuple[Costs, f
     return costs, share * profile.fast.experts.of(rows)
 
 
-def bounds_of(profile: Profile, ranks: Ranks, tokens: int) -> Bounds | None:
+def bounds_of(profile: Profile, ranks: RankCounts, tokens: int) -> HostingBounds | None:
     """What memory asks for when each attention rank has so many tokens of a step; None where they
     do not fit. An expert takes along the rows that go through it.
     """
@@ -45,11 +45,13 @@ def bounds_of(profile: Profile, ranks: Ranks, tokens: int) -> Bounds | None:
         return None
     share = profile.layers * profile.experts // ranks.experts
     if not expert:
-        return Bounds(0, profile.layers * profile.experts)
-    return Bounds(max(0, share - int(profile.slow.memory_bytes // expert)), int(room // expert))
+        return HostingBounds(0, profile.layers * profile.experts)
+    return HostingBounds(
+        max(0, share - int(profile.slow.memory_bytes // expert)), int(room // expert)
+    )
 
 
-def summed_s(profile: Profile, groups: int, hosts: Hosting) -> float:
+def summed_s(profile: Profile, groups: int, hosts: ExpertHosting) -> float:
     """Seconds in which gradients are summed; both kinds of ranks have links of their own."""
     expert = profile.expert_gradient_bytes
     attention = reduced_s(

@@ -22,7 +22,7 @@ def refused(message: str, fix: str) -> ConfigError:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class CostCurve:
     """Seconds over a length or a number of rows. Between what was measured it is straight; it
     begins at 0 seconds for 0, and goes on beyond the last as it does before that.
     """
@@ -47,22 +47,22 @@ class Curve:
         slope = (seconds[i] - seconds[i - 1]) / (at[i] - at[i - 1])
         return seconds[i] + slope * (x - at[i])
 
-    def slowed(self, times: float) -> Curve:
+    def slowed(self, times: float) -> CostCurve:
         """One that takes so many times as long."""
-        return Curve(self.at, tuple(times * one for one in self.seconds))
+        return CostCurve(self.at, tuple(times * one for one in self.seconds))
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class AcceleratorCosts:
     """One kind of accelerators. Times are forward, and of one layer."""
 
     name: str
     memory_bytes: float  # that a model may use
-    experts: Curve  # seconds over rows: one expert's FFN; a token is as many rows as experts
-    attention: Curve | None = None  # seconds over the length of one sequence, with the gate
-    head: Curve | None = None  # seconds over tokens: the last norm, the head and the loss
+    experts: CostCurve  # seconds over rows: one expert's FFN; a token is as many rows as experts
+    attention: CostCurve | None = None  # seconds over the length of one sequence, with the gate
+    head: CostCurve | None = None  # seconds over tokens: the last norm, the head and the loss
 
-    def slowed(self, times: float) -> Kind:
+    def slowed(self, times: float) -> AcceleratorCosts:
         """One that takes so many times as long."""
         return replace(
             self,
@@ -78,8 +78,8 @@ class Profile:
     optimizer. Where `slow` has no attention, nothing is said of alternatives that need it.
     """
 
-    fast: Kind
-    slow: Kind
+    fast: AcceleratorCosts
+    slow: AcceleratorCosts
     layers: int
     experts: int  # of a layer
     experts_per_token: int
@@ -117,13 +117,13 @@ class Profile:
                 raise refused(f"{kind.name} has {kind.memory_bytes} bytes", "give its memory")
 
     @property
-    def attention(self) -> Curve:
+    def attention(self) -> CostCurve:
         """Of the fast kind."""
         assert self.fast.attention is not None
         return self.fast.attention
 
     @property
-    def head(self) -> Curve:
+    def head(self) -> CostCurve:
         """Of the fast kind."""
         assert self.fast.head is not None
         return self.fast.head
@@ -154,26 +154,26 @@ def read(table: Mapping[str, Any]) -> Profile:
     return Profile(**values)
 
 
-def kind_of_table(table: Any, where: str) -> Kind:
+def kind_of_table(table: Any, where: str) -> AcceleratorCosts:
     """A kind as JSON has it. ConfigError when it is none."""
-    values = _known(Kind, table)
+    values = _known(AcceleratorCosts, table)
     if not isinstance(values["name"], str):
         raise refused(f"{where} is called {values['name']!r}", "give the name of its kind")
     _number(values["memory_bytes"], f"memory_bytes of {where}")
     for name in ("experts", "attention", "head"):
         if values.get(name) is not None:
             values[name] = _curve(values[name], f"{name} of {where}")
-    return Kind(**values)
+    return AcceleratorCosts(**values)
 
 
-def _curve(table: Any, where: str) -> Curve:
-    values = _known(Curve, table)
+def _curve(table: Any, where: str) -> CostCurve:
+    values = _known(CostCurve, table)
     for name, many in values.items():
         if not isinstance(many, list | tuple):
             raise refused(f"{name} of {where} is {many!r}", "give a list of numbers")
         for one in many:
             _number(one, f"{name} of {where}")
-    return Curve(tuple(values["at"]), tuple(values["seconds"]))
+    return CostCurve(tuple(values["at"]), tuple(values["seconds"]))
 
 
 def _number(value: Any, name: str) -> None:

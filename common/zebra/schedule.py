@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 
-class Work(IntEnum):
+class TaskKind(IntEnum):
     """What a task computes."""
 
     ATTENTION = 0  # a piece, on attention ranks
@@ -27,9 +27,9 @@ class Task(NamedTuple):
     """A micro-batch's way through a piece, or through experts of a layer."""
 
     backward: bool
-    layer: int  # of `Work.ATTENTION`, the piece
+    layer: int  # of `TaskKind.ATTENTION`, the piece
     micro: int
-    work: Work = Work.ATTENTION
+    work: TaskKind = TaskKind.ATTENTION
 
 
 def attention_order(layers: int, micros: int, hosted: Sequence[bool] = ()) -> list[Task]:
@@ -40,12 +40,12 @@ def attention_order(layers: int, micros: int, hosted: Sequence[bool] = ()) -> li
     for layer in range(layers):
         order += _all(False, layer, micros)
         if _hosts(hosted, layer):
-            order += _all(False, layer, micros, Work.HOSTED)
+            order += _all(False, layer, micros, TaskKind.HOSTED)
     for micro in range(micros):
         order += (Task(False, layers, micro), Task(True, layers, micro))
     for layer in reversed(range(layers)):
         if _hosts(hosted, layer):
-            order += _all(True, layer, micros, Work.HOSTED)
+            order += _all(True, layer, micros, TaskKind.HOSTED)
         order += _all(True, layer, micros)
     return order
 
@@ -54,9 +54,9 @@ def expert_order(layers: int, micros: int) -> list[Task]:
     """What an expert rank computes in a step."""
     order: list[Task] = []
     for layer in range(layers):
-        order += _all(False, layer, micros, Work.EXPERTS)
+        order += _all(False, layer, micros, TaskKind.EXPERTS)
     for layer in reversed(range(layers)):
-        order += _all(True, layer, micros, Work.EXPERTS)
+        order += _all(True, layer, micros, TaskKind.EXPERTS)
     return order
 
 
@@ -64,5 +64,7 @@ def _hosts(hosted: Sequence[bool], layer: int) -> bool:
     return layer < len(hosted) and hosted[layer]
 
 
-def _all(backward: bool, layer: int, micros: int, work: Work = Work.ATTENTION) -> list[Task]:
+def _all(
+    backward: bool, layer: int, micros: int, work: TaskKind = TaskKind.ATTENTION
+) -> list[Task]:
     return [Task(backward, layer, micro, work) for micro in range(micros)]

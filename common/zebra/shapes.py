@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import product
 
 from common.errors import ConfigError
-from common.zebra.asymmetry import Bounds, Hosting, Ranks, hosting
+from common.zebra.asymmetry import ExpertHosting, HostingBounds, RankCounts, hosting
 from common.zebra.batches import Batches, checked, spread
 from common.zebra.costs import Costs
 from common.zebra.prices import bounds_of, costs_of, summed_s
-from common.zebra.profile import Kind, Profile
+from common.zebra.profile import AcceleratorCosts, Profile
 from common.zebra.timeline import Timeline, makespan, timeline
 from common.zebra.together import expert_parallel_s, fits_together
 
@@ -19,13 +19,13 @@ MICROS = (1, 2, 3, 4, 6, 8, 12, 16)  # a step's, of a group; more hide no more
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CoreShape:
     """A division of work, with what is predicted of it."""
 
     groups: int  # each with ranks of its own, between which gradients are summed
-    ranks: Ranks  # of a group
+    ranks: RankCounts  # of a group
     micros: int  # micro-batches that follow each other in a step
-    hosting: Hosting
+    hosting: ExpertHosting
     costs: Costs  # of one of them
     step_s: float
     tokens_per_s: float
@@ -47,12 +47,12 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ShapeChoice:
     """The fastest shape, and the tokens a second of what could be done instead; None where nothing
     of that sort fits into memory, or too little was measured.
     """
 
-    best: Shape | None
+    best: CoreShape | None
     together: float | None  # all accelerators alike: expert parallelism over both kinds
     fast_only: float | None  # the same over the fast kind; the slow one idles
     considered: int  # shapes
@@ -67,11 +67,11 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     groups: int
-    ranks: Ranks
+    ranks: RankCounts
     micros: int
     costs: Costs  # with nothing hosted
     elsewhere: float  # an expert rank's share on an attention rank
-    bounds: Bounds
+    bounds: HostingBounds
 
     def least_s(self, layers: int) -> float:
         """No step is shorter: what one kind computes if hosting could make both even."""
@@ -90,7 +90,7 @@ def choose(
     fast: int,
     slow: int,
     micros: Sequence[int] = MICROS,
-) -> Choice:
+) -> ShapeChoice:
     """The fastest of all shapes on so many accelerators, for a step of sequences by length (length:
     how many of it). Of equals the one with fewer accelerators, groups and micro-batches.
     """
@@ -99,7 +99,7 @@ def choose(
         _candidates(profile, lengths, fast, slow, micros),
         key=lambda one: (one.least_s(profile.layers), _size(one)),
     )
-    best: Shape | None = None
+    best: CoreShape | None = None
     for candidate in candidates:
         if best is not None and candidate.least_s(profile.layers) > best.step_s:
             break
@@ -109,12 +109,12 @@ def choose(
     kinds = [kind for kind, count in ((profile.fast, fast), (profile.slow, slow)) if count]
     together = _together(profile, lengths, kinds, fast + slow, micros) if fast and slow else None
     alone = _together(profile, lengths, [profile.fast], fast, micros) if fast else None
-    return Choice(best, together, alone, len(candidates))
+    return ShapeChoice(best, together, alone, len(candidates))
 
 
 def shape_of(
-    profile: Profile, lengths: Mapping[int, int], groups: int, ranks: Ranks, micros: int
-) -> Shape | None:
+    profile: Profile, lengths: Mapping[int, int], groups: int, ranks: RankCounts, micros: int
+) -> CoreShape | None:
     """One shape; None where it does not fit or there are too few sequences for it."""
     tokens = checked(lengths)
     batches = spread(lengths, groups * ranks.attention * micros, profile.attention)
@@ -136,20 +136,20 @@ def _candidates(
             if batches is None:
                 continue
             for experts in divisors:
-                found = _candidate(profile, batches, groups, Ranks(attention, experts), count)
+                found = _candidate(profile, batches, groups, RankCounts(attention, experts), count)
                 if found is not None:
                     yield found
 
 
 def _candidate(
-    profile: Profile, batches: Batches, groups: int, ranks: Ranks, micros: int
+    profile: Profile, batches: Batches, groups: int, ranks: RankCounts, micros: int
 ) -> _Candidate | None:
     costs, elsewhere = costs_of(profile, ranks, batches)
     bounds = bounds_of(profile, ranks, batches.tokens * micros)
     return _Candidate(groups, ranks, micros, costs, elsewhere, bounds) if bounds else None
 
 
-def _shape(profile: Profile, candidate: _Candidate, tokens: int) -> Shape | None:
+def _shape(profile: Profile, candidate: _Candidate, tokens: int) -> CoreShape | None:
     layers, ranks, micros = profile.layers, candidate.ranks, candidate.micros
     costs, elsewhere = candidate.costs, candidate.elsewhere
     try:
@@ -158,13 +158,13 @@ def _shape(profile: Profile, candidate: _Candidate, tokens: int) -> Shape | None
         return None
     moved = hosts.costs(costs, elsewhere)
     step_s = makespan(layers, micros, moved) + summed_s(profile, candidate.groups, hosts)
-    return Shape(candidate.groups, ranks, micros, hosts, moved, step_s, tokens / step_s)
+    return CoreShape(candidate.groups, ranks, micros, hosts, moved, step_s, tokens / step_s)
 
 
 def _together(
     profile: Profile,
     lengths: Mapping[int, int],
-    kinds: Sequence[Kind],
+    kinds: Sequence[AcceleratorCosts],
     ranks: int,
     micros: Sequence[int],
 ) -> float | None:
@@ -182,9 +182,9 @@ def _together(
     return None
 
 
-def _size(one: _Candidate | Shape) -> tuple[int, int, int, int]:
+def _size(one: _Candidate | CoreShape) -> tuple[int, int, int, int]:
     return one.groups * sum(one.ranks), one.groups, one.ranks.attention, one.micros
 
 
-def _rank(shape: Shape) -> tuple[float, int, int, int, int]:
+def _rank(shape: CoreShape) -> tuple[float, int, int, int, int]:
     return shape.step_s, *_size(shape)

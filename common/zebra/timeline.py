@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 from common.errors import ConfigError
 from common.zebra.costs import FIX, Costs
-from common.zebra.operations import Plan, Stream, planned
-from common.zebra.schedule import Task, Work
+from common.zebra.operations import RankStream, TaskPlan, planned
+from common.zebra.schedule import Task, TaskKind
 
 
-class Span(NamedTuple):
+class TaskSpan(NamedTuple):
     """A task on a stream, in seconds since the step began. A transfer has the task of the experts
     that it leads to or comes from.
     """
 
-    stream: Stream
+    stream: RankStream
     task: Task
     start: float
     end: float
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 class Timeline:
     """A step of one group."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[TaskSpan, ...]
     makespan: float
     attention_busy: float  # seconds that attention ranks compute
     experts_busy: float
@@ -57,15 +57,15 @@ def timeline(layers: int, micros: int, costs: Costs) -> Timeline:
     seconds = _seconds(layers, costs)
     ends = _run(plan, seconds)
     spans = tuple(
-        Span(operation.stream, task, end - seconds[operation.cost], end)
+        TaskSpan(operation.stream, task, end - seconds[operation.cost], end)
         for operation, task, end in zip(plan.operations, plan.tasks, ends[1:], strict=True)
     )
-    busy = [sum(s.end - s.start for s in spans if s.stream is stream) for stream in Stream]
-    transfers = busy[Stream.DISPATCH] + busy[Stream.COMBINE]
+    busy = [sum(s.end - s.start for s in spans if s.stream is stream) for stream in RankStream]
+    transfers = busy[RankStream.DISPATCH] + busy[RankStream.COMBINE]
     exposed = max(ends) - makespan(layers, micros, replace(costs, dispatch=0.0, combine=0.0))
     hidden = min(1.0, max(0.0, 1 - exposed / transfers)) if transfers else 1.0
     return Timeline(
-        spans, max(ends), busy[Stream.ATTENTION], busy[Stream.EXPERTS], transfers, hidden
+        spans, max(ends), busy[RankStream.ATTENTION], busy[RankStream.EXPERTS], transfers, hidden
     )
 
 
@@ -83,7 +83,7 @@ def makespan(layers: int, micros: int, costs: Costs) -> float:
     return front.attention  # the last to end
 
 
-def plan_s(plan: Plan, costs: Costs) -> float:
+def plan_s(plan: TaskPlan, costs: Costs) -> float:
     """Seconds of a step in the order of a plan."""
     return max(_run(plan, _seconds(plan.layers, costs)))
 
@@ -97,7 +97,7 @@ def serial_s(layers: int, micros: int, costs: Costs) -> float:
     for backward, layer in product((False, True), range(layers)):
         total += costs.of(Task(backward, layer, 0)) + costs.dispatch + costs.combine
         total += max(
-            costs.of(Task(backward, layer, 0, work)) for work in (Work.EXPERTS, Work.HOSTED)
+            costs.of(Task(backward, layer, 0, work)) for work in (TaskKind.EXPERTS, TaskKind.HOSTED)
         )
     return micros * total
 
@@ -120,8 +120,8 @@ class _Front:
 
     def experts(self, backward: bool, layer: int) -> None:
         """The experts of a layer for all micro-batches, wherever they lie."""
-        hosted = self._costs.of(Task(backward, layer, 0, Work.HOSTED))
-        kept = self._costs.of(Task(backward, layer, 0, Work.EXPERTS))
+        hosted = self._costs.of(Task(backward, layer, 0, TaskKind.HOSTED))
+        kept = self._costs.of(Task(backward, layer, 0, TaskKind.EXPERTS))
         made = [0.0] * len(self._micros)
         for micro in self._micros if hosted else ():
             self.attention = max(self.attention, self._dispatched[micro]) + hosted
@@ -132,7 +132,7 @@ class _Front:
             self._combined[micro] = self._combine
 
 
-def _run(plan: Plan, seconds: Sequence[float]) -> list[float]:
+def _run(plan: TaskPlan, seconds: Sequence[float]) -> list[float]:
     """When each task ends, after 0.0."""
     ends = [0.0]
     free = [0.0, 0.0, 0.0, 0.0]
@@ -146,9 +146,9 @@ def _seconds(layers: int, costs: Costs) -> list[float]:
     """Of each task, where `cost_index` looks for it."""
     _check(layers, costs)
     found = []
-    for work, backward in product(Work, (False, True)):
+    for work, backward in product(TaskKind, (False, True)):
         found += [costs.of(Task(backward, layer, 0, work)) for layer in range(layers)]
-        found.append(costs.head_of(backward) if work is Work.ATTENTION else 0.0)
+        found.append(costs.head_of(backward) if work is TaskKind.ATTENTION else 0.0)
     return [*found, costs.dispatch, costs.combine]
 
 

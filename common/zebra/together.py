@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 
 from common.zebra.batches import spread
 from common.zebra.costs import BACKWARD
-from common.zebra.profile import Kind, Profile
+from common.zebra.profile import AcceleratorCosts, Profile
 
 
 def expert_parallel_s(
     profile: Profile,
     lengths: Mapping[int, int],
-    kinds: Sequence[Kind],
+    kinds: Sequence[AcceleratorCosts],
     ranks: int,
     degree: int,
     micros: int,
@@ -60,7 +60,7 @@ def passes_s(
 def fits_together(
     profile: Profile,
     lengths: Mapping[int, int],
-    kinds: Sequence[Kind],
+    kinds: Sequence[AcceleratorCosts],
     ranks: int,
     degree: int,
 ) -> bool:

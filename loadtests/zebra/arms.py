@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from common.zebra.asymmetry import Bounds, Hosting, Ranks, hosting
+from common.zebra.asymmetry import ExpertHosting, HostingBounds, RankCounts, hosting
 from common.zebra.batches import spread
 from common.zebra.costs import Costs
 from common.zebra.kinds import declared_profile
 from common.zebra.prices import costs_of
-from common.zebra.profile import Kind, Profile
+from common.zebra.profile import AcceleratorCosts, Profile
 from common.zebra.timeline import Timeline, serial_s, timeline
 from services.trainer.bins.division import ZebraDivision
 from sim.zebra.setups import MODELS
@@ -47,14 +47,14 @@ class Setting:
         assert profile.fast.attention is not None
         batches = spread({self.length: COUNT * MICROS}, COUNT * MICROS, profile.fast.attention)
         assert batches is not None
-        return costs_of(profile, Ranks(COUNT, COUNT), batches)
+        return costs_of(profile, RankCounts(COUNT, COUNT), batches)
 
     @cached_property
-    def hosting(self) -> Hosting:
+    def hosting(self) -> ExpertHosting:
         """What Asym-EA puts on attention ranks; memory sets no bounds here."""
         costs, elsewhere = self.costs
-        profile, ranks = self.profile, Ranks(COUNT, COUNT)
-        bounds = Bounds(0, profile.layers * profile.experts)
+        profile, ranks = self.profile, RankCounts(COUNT, COUNT)
+        bounds = HostingBounds(0, profile.layers * profile.experts)
         about = profile.layers, MICROS, profile.experts, ranks, costs, elsewhere, bounds
         return hosting(*about)
 
@@ -99,7 +99,7 @@ class Arm:
             return profile
         return replace(profile, link_bytes_per_s=FREE_BYTES_PER_S, link_latency_s=0.0)
 
-    def kind(self, profile: Profile, rank: int) -> Kind:
+    def kind(self, profile: Profile, rank: int) -> AcceleratorCosts:
         """What a rank stands for."""
         return profile.fast if rank < COUNT else profile.slow
 

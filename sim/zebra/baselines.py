@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from common.zebra.batches import checked, spread
 from common.zebra.costs import BACKWARD
 from common.zebra.prices import costs_of
-from common.zebra.profile import Kind, Profile
-from common.zebra.shapes import Shape
+from common.zebra.profile import AcceleratorCosts, Profile
+from common.zebra.shapes import CoreShape
 from common.zebra.timeline import serial_s
 from common.zebra.together import all_to_all_s, expert_parallel_s, reduced_s
 
@@ -18,7 +18,7 @@ MICROS = (1, 2, 3, 4, 6, 8)
 
 
 def expert_parallel(
-    profile: Profile, lengths: Mapping[int, int], kinds: Sequence[Kind], ranks: int
+    profile: Profile, lengths: Mapping[int, int], kinds: Sequence[AcceleratorCosts], ranks: int
 ) -> float:
     """Experts over all of so many accelerators, as evenly as if they always divided."""
     steps = (expert_parallel_s(profile, lengths, kinds, ranks, ranks, micros) for micros in MICROS)
@@ -31,7 +31,7 @@ def ideal(profile: Profile, lengths: Mapping[int, int], fast: int, slow: int) ->
     return alone + expert_parallel(profile, lengths, [profile.slow], slow)
 
 
-def disaggregated(profile: Profile, lengths: Mapping[int, int], shape: Shape) -> float:
+def disaggregated(profile: Profile, lengths: Mapping[int, int], shape: CoreShape) -> float:
     """DistEP: divided like `shape`, with nothing hosted and nothing at once."""
     batches = spread(lengths, shape.attention, profile.attention)
     assert batches is not None
@@ -73,12 +73,12 @@ def _pipelines(
                 yield whole + (micros - 1) * max(slowest, end) + shared
 
 
-def _kinds(profile: Profile) -> tuple[Kind, Kind]:
+def _kinds(profile: Profile) -> tuple[AcceleratorCosts, AcceleratorCosts]:
     return profile.fast, profile.slow
 
 
 def _layer_s(
-    profile: Profile, lengths: Mapping[int, int], kind: Kind, width: int, micros: int
+    profile: Profile, lengths: Mapping[int, int], kind: AcceleratorCosts, width: int, micros: int
 ) -> float:
     """A micro-batch forward and backward through a layer."""
     assert kind.attention is not None
@@ -90,7 +90,9 @@ def _layer_s(
     return compute * (1 + profile.backward) + 4 * sent
 
 
-def _head_s(profile: Profile, lengths: Mapping[int, int], kind: Kind, micros: int) -> float:
+def _head_s(
+    profile: Profile, lengths: Mapping[int, int], kind: AcceleratorCosts, micros: int
+) -> float:
     assert kind.head is not None
     return kind.head.of(checked(lengths) / micros) * (1 + BACKWARD)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 
-from common.zebra.asymmetry import Bounds, Forward, Ranks, gather_and_squeeze, hosting
+from common.zebra.asymmetry import Forward, HostingBounds, RankCounts, gather_and_squeeze, hosting
 from common.zebra.batches import spread
 from common.zebra.costs import Costs
 from common.zebra.prices import costs_of
 from common.zebra.timeline import Timeline, timeline
 from sim.zebra.setups import SETUPS, profile
 
-GROUP = Ranks(6, 6)
+GROUP = RankCounts(6, 6)
 MICROS = 4  # of one sequence each
 
 
@@ -32,7 +32,7 @@ def with_and_without(model: str, length: int, plainly: bool = False) -> tuple[Ti
     """
     of = profile(model, SETUPS["O1"])
     costs, elsewhere = plain(model, length)
-    bounds = Bounds(0, of.layers * of.experts)  # memory of an A40 is no limit here
+    bounds = HostingBounds(0, of.layers * of.experts)  # memory of an A40 is no limit here
     if plainly:
         forward = Forward(costs.attention, costs.experts, elsewhere)
         hosts = gather_and_squeeze(of.layers, of.experts, GROUP, forward, bounds)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from common.zebra.asymmetry import Ranks
+from common.zebra.asymmetry import RankCounts
 from common.zebra.profile import Profile
-from common.zebra.shapes import Shape, choose, shape_of
+from common.zebra.shapes import CoreShape, choose, shape_of
 from sim.zebra import baselines
 from sim.zebra.setups import DEFAULT, SETUPS, Assumed, Setup, profile
 
@@ -17,7 +17,7 @@ from sim.zebra.setups import DEFAULT, SETUPS, Assumed, Setup, profile
 class PaperRun:
     """The division, and tokens a second of each way."""
 
-    shape: Shape
+    shape: CoreShape
     zebra: float
     together: float  # EP
     disaggregated: float  # DistEP
@@ -49,7 +49,9 @@ def run_on(setup: Setup, model: str, length: int, assumed: Assumed = DEFAULT) ->
     )
 
 
-def best_shape(profile: Profile, lengths: Mapping[int, int], fast: int, slow: int) -> Shape | None:
+def best_shape(
+    profile: Profile, lengths: Mapping[int, int], fast: int, slow: int
+) -> CoreShape | None:
     """The fastest that takes all accelerators, as the source's do; where there is none, of any."""
     whole = [
         shape
@@ -71,5 +73,5 @@ def _even(lengths: Mapping[int, int], fast: int) -> list[int]:
 
 def _shape(
     profile: Profile, lengths: Mapping[int, int], groups: int, fast: int, slow: int, micros: int
-) -> Shape | None:
-    return shape_of(profile, lengths, groups, Ranks(fast // groups, slow // groups), micros)
+) -> CoreShape | None:
+    return shape_of(profile, lengths, groups, RankCounts(fast // groups, slow // groups), micros)

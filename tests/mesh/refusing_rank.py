@@ -5,7 +5,7 @@ Takes what services.trainer takes.
 
 from __future__ import annotations
 
-from common.api.ranks import Done, Order, Ranks, rank_name
+from common.api.ranks import OrderDone, RankOrder, Ranks, rank_name
 from common.errors import Fenced
 from common.job.job_data import JobData
 from common.pool.seat import Seat, parser
@@ -18,7 +18,7 @@ from services.trainer.ranks.actor import RankActor
 
 class RefusingRank(RankActor):
     @call(Ranks.begin)
-    def begin(self, order: Order) -> Done:
+    def begin(self, order: RankOrder) -> OrderDone:
         raise Fenced("this rank never begins")
 
 

@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import Store
 
-from common.api.trainer import Gather, Gathered, Sender
+from common.api.trainer import BroadcastPlace, Gather, Sender
 from common.errors import MeshError, PeerLost
 from common.process.interfaces import address_of
 from common.process.serial_executor import looked_at
@@ -41,7 +41,7 @@ class _Attempt:
     """Hosts that have asked for the same version, and how each is answered."""
 
     manifest: str
-    asked: list[tuple[Gather, asyncio.Future[Gathered]]] = field(default_factory=list)
+    asked: list[tuple[Gather, asyncio.Future[BroadcastPlace]]] = field(default_factory=list)
 
     @property
     def lacking(self) -> dict[str, int]:
@@ -51,7 +51,7 @@ class _Attempt:
             found |= {d: size for d, size in asked.lacking.items() if d not in found}
         return found
 
-    def answer(self, gathered: Gathered) -> None:
+    def answer(self, gathered: BroadcastPlace) -> None:
         """The same to all, each with its rank."""
         for rank, (_, told) in enumerate(self.asked, 1):
             if not told.done():
@@ -83,18 +83,18 @@ class Broadcasts:
         """From now on this version may be asked for, and no earlier one."""
         self._manifest = manifest
 
-    async def gather(self, request: Gather) -> Gathered:
-        """Where the host that asks meets the others. See `Gathered`."""
+    async def gather(self, request: Gather) -> BroadcastPlace:
+        """Where the host that asks meets the others. See `BroadcastPlace`."""
         attempt = self._open
         if attempt is None or attempt.manifest != request.manifest:
             if request.manifest != self._manifest or self._tasks:
-                return Gathered()
+                return BroadcastPlace()
             attempt = self._open = _Attempt(request.manifest)
             task = asyncio.create_task(self._run(attempt), name="broadcast")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             task.add_done_callback(looked_at)
-        told: asyncio.Future[Gathered] = asyncio.get_running_loop().create_future()
+        told: asyncio.Future[BroadcastPlace] = asyncio.get_running_loop().create_future()
         attempt.asked.append((request, told))
         return await told
 
@@ -117,7 +117,7 @@ class Broadcasts:
         finally:
             if self._open is attempt:
                 self._open = None
-            attempt.answer(Gathered())  # to whom nothing was said
+            attempt.answer(BroadcastPlace())  # to whom nothing was said
 
     async def _send(self, attempt: _Attempt) -> None:
         mesh, files = self._mesh, await self._files()
@@ -131,7 +131,7 @@ class Broadcasts:
         where = place(settings)
         address = where.get("hostname") or address_of(where["interface"])
         with listen(address, ports_of(settings.bind)) as door:
-            told = Gathered(
+            told = BroadcastPlace(
                 place_of(door, mesh.random.token(16)),
                 [Sender(mesh.random.token(8), here)],
                 members=len(attempt.asked) + 1,
@@ -161,7 +161,7 @@ _WAIT = timedelta(seconds=WAIT_S)
 class Sending:
     """A sender's part, on a thread."""
 
-    def __init__(self, told: Gathered, files: ChunkStore, where: dict[str, str]) -> None:
+    def __init__(self, told: BroadcastPlace, files: ChunkStore, where: dict[str, str]) -> None:
         self._told, self._files, self._where = told, files, where
         self._group: Group | None = None
         self._stopped = False
@@ -199,5 +199,5 @@ def _here(files: ChunkStore, lacking: dict[str, int]) -> dict[str, int]:
     return found
 
 
-def _ranked(told: Gathered, rank: int) -> Gathered:
-    return Gathered(told.where, told.senders, rank, told.members, told.backend, told.wait_s)
+def _ranked(told: BroadcastPlace, rank: int) -> BroadcastPlace:
+    return BroadcastPlace(told.where, told.senders, rank, told.members, told.backend, told.wait_s)

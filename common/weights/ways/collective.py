@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import Store
 
-from common.api.trainer import Gather, Gathered, Sender, Trainer
+from common.api.trainer import BroadcastPlace, Gather, Sender, Trainer
 from common.digest import digest_of
 from common.errors import PeerLost
 from common.runtime.mesh import Mesh
@@ -60,7 +60,9 @@ class Collective:
             if told.where:
                 await self._received(told, lacking, into)
 
-    async def _received(self, told: Gathered, lacking: dict[str, int], into: ChunkStore) -> None:
+    async def _received(
+        self, told: BroadcastPlace, lacking: dict[str, int], into: ChunkStore
+    ) -> None:
         mesh, run = self._mesh, self._mesh.host.run_blocking
         where = place(mesh.settings)
         parts = [_Receiving(told, sender, lacking, into, where) for sender in told.senders]
@@ -82,7 +84,7 @@ class _Receiving:
 
     def __init__(
         self,
-        told: Gathered,
+        told: BroadcastPlace,
         sender: Sender,
         lacking: dict[str, int],
         into: ChunkStore,
@@ -121,7 +123,7 @@ class _Receiving:
                 self._group.leave()
 
 
-def _met(told: Gathered, wait: timedelta) -> Store:
+def _met(told: BroadcastPlace, wait: timedelta) -> Store:
     """The store at which all meet. PeerLost when nobody serves it any more."""
     try:
         return store_at(told.where, told.members, wait)

@@ -14,11 +14,11 @@ from common.job.pace import DeclaredPace, declared_pace
 from common.pool.measured import LEVELS, Lengths
 from common.pool.needs import PlannedJob
 from common.pool.rows import Apart
-from common.zebra.asymmetry import Ranks
+from common.zebra.asymmetry import RankCounts
 from common.zebra.costs import BACKWARD
 from common.zebra.kinds import declared_profile
-from common.zebra.profile import Kind, Profile, kind_of_table
-from common.zebra.shapes import MICROS, Shape, shape_of
+from common.zebra.profile import AcceleratorCosts, Profile, kind_of_table
+from common.zebra.shapes import MICROS, CoreShape, shape_of
 from common.zebra.together import expert_parallel_s, fits_together
 
 AGAIN = 1.0  # times a forward that a backward takes longer where activations are computed again
@@ -67,7 +67,7 @@ def _between(job: PlannedJob, there: Mapping[str, int], fast: str, slow: str) ->
         shape
         for attention in range(max(1, ranks - there[slow]), min(there[fast], ranks - 1) + 1)
         for micros in step.micros(attention)
-        if (shape := _shape(profile, step, Ranks(attention, ranks - attention), micros))
+        if (shape := _shape(profile, step, RankCounts(attention, ranks - attention), micros))
     ]
     if not shapes:
         return None
@@ -137,7 +137,7 @@ def _shares(lengths: Lengths | None, most: int, times: float) -> dict[int, float
     return found
 
 
-def _shape(profile: Profile, step: _Step, ranks: Ranks, micros: int) -> Shape | None:
+def _shape(profile: Profile, step: _Step, ranks: RankCounts, micros: int) -> CoreShape | None:
     try:
         found = shape_of(profile, step.lengths(ranks.attention * micros), 1, ranks, micros)
     except ConfigError:
@@ -147,7 +147,7 @@ def _shape(profile: Profile, step: _Step, ranks: Ranks, micros: int) -> Shape | 
 
 def _alike(profile: Profile, step: _Step, there: Mapping[str, int], ranks: int) -> float:
     """Tokens a second of expert parallelism over the fast kind if there are enough, else both."""
-    kinds: Sequence[Kind] = [profile.fast]
+    kinds: Sequence[AcceleratorCosts] = [profile.fast]
     if there[profile.fast.name] < ranks:
         kinds = [profile.fast, profile.slow]
     degrees = [d for d in range(1, ranks + 1) if not ranks % d and not profile.experts % d]

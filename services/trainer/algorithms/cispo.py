@@ -12,12 +12,12 @@ from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.hooks import Algorithm
 from services.trainer.losses.group_advantages import normalised as advantages
 from services.trainer.losses.surrogate import Clips, ratios
-from services.trainer.losses.terms import Terms
+from services.trainer.losses.terms import LossTerms
 
 CLIPS = Clips(1.0, 0.28)
 
 
-def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
     """Loss of each trained token [t]: its negative log-probability, weighted by its advantage and
     by the clipped ratio, which has no gradient.
     """

@@ -14,10 +14,10 @@ from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.grpo import CLIPS
 from services.trainer.algorithms.hooks import Algorithm, advantage_of_one
 from services.trainer.losses.surrogate import clipped, ratios
-from services.trainer.losses.terms import Terms
+from services.trainer.losses.terms import LossTerms
 
 
-def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
     """Loss of each trained token [t]: the clipped surrogate; the advantage is the teacher's
     log-probability less ours. ConfigError without a teacher.
     """

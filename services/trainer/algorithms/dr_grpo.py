@@ -13,10 +13,10 @@ from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.hooks import Algorithm
 from services.trainer.losses.group_advantages import centred as advantages
 from services.trainer.losses.surrogate import PPO, clipped, ratios
-from services.trainer.losses.terms import Terms
+from services.trainer.losses.terms import LossTerms
 
 
-def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
     """Loss of each trained token [t]: the clipped surrogate, with PPO's bounds."""
     return clipped(ratios(terms, config), terms.advantage, PPO.chosen(config))
 

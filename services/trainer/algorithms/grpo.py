@@ -15,12 +15,12 @@ from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.hooks import Algorithm
 from services.trainer.losses.group_advantages import normalised as advantages
 from services.trainer.losses.surrogate import Clips, clipped, ratios
-from services.trainer.losses.terms import Terms
+from services.trainer.losses.terms import LossTerms
 
 CLIPS = Clips(0.2, 0.28, dual=3.0)
 
 
-def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
     """Loss of each trained token [t]: the clipped surrogate, with GRPO's bounds."""
     return clipped(ratios(terms, config), terms.advantage, CLIPS.chosen(config))
 

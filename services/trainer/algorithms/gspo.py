@@ -12,12 +12,12 @@ from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.hooks import Algorithm
 from services.trainer.losses.group_advantages import normalised as advantages
 from services.trainer.losses.surrogate import Clips, clipped, old_logprobs
-from services.trainer.losses.terms import Terms, ratio_of
+from services.trainer.losses.terms import LossTerms, ratio_of
 
 CLIPS = Clips(3e-4, 4e-4)
 
 
-def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
     """Loss of each trained token [t]: the clipped surrogate of its sequence's ratio and mean
     advantage.
     """

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.job.config import AlgorithmConfig
-from services.trainer.losses.terms import Terms
+from services.trainer.losses.terms import LossTerms
 
 if TYPE_CHECKING:
     from services.trainer.bins.packing import Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # nothing to teach, and is filtered.
 Advantages = Callable[[NDArray[np.float64], AlgorithmConfig], "NDArray[np.float64] | None"]
 # Loss of each trained token [t], before its sequence's weight and without corrections or KL.
-TokenLoss = Callable[[Terms, AlgorithmConfig], Tensor]
+TokenLoss = Callable[[LossTerms, AlgorithmConfig], Tensor]
 # Sets the advantages of all sequences of a step, once their scoring passes are done.
 Prepare = Callable[["list[Sequence]", AlgorithmConfig], None]
 

@@ -15,7 +15,7 @@ from services.trainer.algorithms.reinforce_pp import advantages
 from services.trainer.bins.packing import Sequence
 from services.trainer.losses.returns import gae, own_tokens, set_normalised, token_rewards
 from services.trainer.losses.surrogate import PPO, clipped, ratios
-from services.trainer.losses.terms import Terms
+from services.trainer.losses.terms import LossTerms
 
 
 def prepare(sequences: list[Sequence], config: AlgorithmConfig) -> None:
@@ -34,7 +34,7 @@ def prepare(sequences: list[Sequence], config: AlgorithmConfig) -> None:
     set_normalised(sequences, found)
 
 
-def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
     """Loss of each trained token [t]: the clipped surrogate, with PPO's bounds."""
     return clipped(ratios(terms, config), terms.advantage, PPO.chosen(config))
 

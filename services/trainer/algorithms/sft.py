@@ -6,10 +6,10 @@ from torch import Tensor
 
 from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.hooks import Algorithm, advantage_of_one
-from services.trainer.losses.terms import Terms
+from services.trainer.losses.terms import LossTerms
 
 
-def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
     """Loss of each trained token [t]: its negative log-probability."""
     return -terms.logprobs
 

@@ -25,7 +25,7 @@ from services.trainer.arithmetic.objective import objective
 from services.trainer.arithmetic.optimizers import Optimizer
 from services.trainer.arithmetic.stats import BinStats, describe, describe_values
 from services.trainer.bins.packing import Bin
-from services.trainer.losses.terms import Terms
+from services.trainer.losses.terms import LossTerms
 from services.trainer.models import critic, lora
 from services.trainer.models.forward import Outputs, forward, fuse
 from services.trainer.models.precision import WorkingCopy
@@ -278,10 +278,10 @@ class Learner:
     def _forward(self, bin: Bin) -> Outputs:
         return forward(self._passing, bin, self._temperature)
 
-    def _terms(self, bin: Bin, out: Outputs) -> Terms:
+    def _terms(self, bin: Bin, out: Outputs) -> LossTerms:
         behaviour = pick(bin.behaviour, out.places)
         extras = {name: pick(array, out.places) for name, array in bin.extras.items()}
-        return Terms(
+        return LossTerms(
             logprobs=out.logprobs,
             behaviour=behaviour,
             proximal=extras.get("proximal", out.logprobs.detach()),

@@ -18,7 +18,7 @@ from services.trainer.losses import kl
 from services.trainer.losses.corrections import corrected
 from services.trainer.losses.shaping import kl_in_loss
 from services.trainer.losses.surrogate import old_logprobs
-from services.trainer.losses.terms import Terms
+from services.trainer.losses.terms import LossTerms
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Objective:
     corrected: Tensor  # bool: its importance weight met a bound
 
 
-def objective(terms: Terms, weight: Tensor, config: AlgorithmConfig) -> Objective:
+def objective(terms: LossTerms, weight: Tensor, config: AlgorithmConfig) -> Objective:
     """What the learner sums; `weight` [t] is that of the token's sequence.
 
     Tokens without weight need no extras: a bin of them teaches nothing.
@@ -56,7 +56,7 @@ def objective(terms: Terms, weight: Tensor, config: AlgorithmConfig) -> Objectiv
     return Objective(losses.detach(), slope, clipped, _likelier(own, config), bounded)
 
 
-def _likelier(terms: Terms, config: AlgorithmConfig) -> Tensor:
+def _likelier(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
     difference = terms.logprobs.detach() - old_logprobs(terms, config)
     if algorithm(config.name).sequence_ratio:
         difference = terms.sum_by_sequence(difference)

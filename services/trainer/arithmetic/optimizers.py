@@ -46,14 +46,14 @@ class Optimizer:
         self, model: nn.Module, config: OptimizerConfig, parabolic: Collection[str] = ()
     ) -> None:
         """`parabolic`: names of parameters, in each of which the loss is a parabola."""
-        matrices: list[Part] = []
-        self._parabolic: list[Part] = []
-        rest: list[Part] = []
+        matrices: list[ParameterGroup] = []
+        self._parabolic: list[ParameterGroup] = []
+        rest: list[ParameterGroup] = []
         offset = 0
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            part = Part(name, parameter, offset)
+            part = ParameterGroup(name, parameter, offset)
             offset += part.numel
             if name in parabolic:
                 self._parabolic.append(part)
@@ -119,7 +119,7 @@ def last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-class Part:
+class ParameterGroup:
     """A parameter, or this rank's rows of it, and where its gradient lies in the flat one."""
 
     def __init__(self, name: str, parameter: nn.Parameter, offset: int) -> None:
@@ -135,10 +135,10 @@ class Part:
         return local(self.parameter.detach())
 
 
-class Piece:
+class MatrixRows:
     """Some numbers of a part, end to end."""
 
-    def __init__(self, part: Part, begin: int, end: int) -> None:
+    def __init__(self, part: ParameterGroup, begin: int, end: int) -> None:
         self._part, self._own = part, slice(begin, end)
         self.of_gradient = slice(part.span.start + begin, part.span.start + end)
         self.numel = end - begin
@@ -148,15 +148,15 @@ class Piece:
         return self._part.values.view(-1)[self._own]
 
 
-def in_batches(parts: Iterable[Part]) -> Iterator[list[Piece]]:
+def in_batches(parts: Iterable[ParameterGroup]) -> Iterator[list[MatrixRows]]:
     """All of the parts in their order, at most AT_ONCE numbers in each batch."""
-    batch: list[Piece] = []
+    batch: list[MatrixRows] = []
     room = AT_ONCE
     for part in parts:
         begin = 0
         while begin < part.numel:
             end = min(part.numel, begin + room)
-            batch.append(Piece(part, begin, end))
+            batch.append(MatrixRows(part, begin, end))
             room -= end - begin
             begin = end
             if not room:
@@ -166,9 +166,9 @@ def in_batches(parts: Iterable[Part]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def by_shape(parts: Iterable[Part]) -> list[list[Part]]:
+def by_shape(parts: Iterable[ParameterGroup]) -> list[list[ParameterGroup]]:
     """Parts whose matrices have one shape, together."""
-    alike: dict[torch.Size, list[Part]] = {}
+    alike: dict[torch.Size, list[ParameterGroup]] = {}
     for part in parts:
         alike.setdefault(part.parameter.shape, []).append(part)
     return list(alike.values())
@@ -177,7 +177,7 @@ def by_shape(parts: Iterable[Part]) -> list[list[Part]]:
 class AdamW:
     """AdamW (Loshchilov and Hutter 2019) on parameters laid end to end."""
 
-    def __init__(self, parts: list[Part], lr: float, weight_decay: float) -> None:
+    def __init__(self, parts: list[ParameterGroup], lr: float, weight_decay: float) -> None:
         self._parts, self.lr, self.weight_decay = parts, lr, weight_decay
         self._sizes = [part.numel for part in parts]
         self._batches = list(in_batches(parts))
@@ -227,7 +227,7 @@ class AdamW:
 class Muon:
     """Nesterov momentum, made orthogonal, on matrices of one shape (the last two dimensions)."""
 
-    def __init__(self, parts: list[Part], lr: float, weight_decay: float) -> None:
+    def __init__(self, parts: list[ParameterGroup], lr: float, weight_decay: float) -> None:
         self._parts, self.lr, self.weight_decay = parts, lr, weight_decay
         first = parts[0].parameter
         self._height = first.shape[-2]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.trainer.arithmetic.objective import Objective
 from services.trainer.losses import kl
-from services.trainer.losses.terms import Terms, ratio_of
+from services.trainer.losses.terms import LossTerms, ratio_of
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class BinStats:
 
 
 @torch.no_grad()
-def describe(terms: Terms, found: Objective, entropy: Tensor, fresh: Tensor | None) -> BinStats:
+def describe(terms: LossTerms, found: Objective, entropy: Tensor, fresh: Tensor | None) -> BinStats:
     """The statistics of a bin's trained tokens, [t] each; `fresh` is bool, None: no policy sampled
     them.
     """
@@ -102,7 +102,7 @@ def _beside_sampling(now: Tensor, behaviour: Tensor, fresh: Tensor) -> dict[str,
 
 
 @torch.no_grad()
-def describe_values(stats: BinStats, terms: Terms, losses: Tensor) -> None:
+def describe_values(stats: BinStats, terms: LossTerms, losses: Tensor) -> None:
     """Adds what is known of a critic's values [t]: those that the step began with."""
     if "returns" not in terms.extras:
         return

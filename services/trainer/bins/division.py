@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from services.trainer.bins.packing import Bin
 
 
-class Division(Protocol):
+class RoundDivision(Protocol):
     """The same on all ranks, and in every step of a lineage."""
 
     @property
@@ -37,23 +37,23 @@ class EvenDivision:
 
     @property
     def bins(self) -> int:
-        """See `Division`."""
+        """See `RoundDivision`."""
         return self.ranks
 
     @property
     def scored(self) -> int:
-        """See `Division`."""
+        """See `RoundDivision`."""
         return self.ranks
 
     @property
     def told(self) -> Any:
-        """See `Division`."""
+        """See `RoundDivision`."""
         if self.expert_parallel == 1:
             return self.ranks
         return {"ranks": self.ranks, "expert_parallel": self.expert_parallel}
 
     def dealt(self, bins: Sequence[Bin]) -> list[list[Bin]]:
-        """See `Division`."""
+        """See `RoundDivision`."""
         return [[bin] for bin in bins]
 
 
@@ -70,17 +70,17 @@ class ZebraDivision:
 
     @property
     def bins(self) -> int:
-        """See `Division`."""
+        """See `RoundDivision`."""
         return self.attention * self.micros
 
     @property
     def scored(self) -> int:
-        """See `Division`."""
+        """See `RoundDivision`."""
         return self.attention
 
     @property
     def told(self) -> Any:
-        """See `Division`."""
+        """See `RoundDivision`."""
         return {
             "attention": self.attention,
             "experts": self.experts,
@@ -89,6 +89,6 @@ class ZebraDivision:
         }
 
     def dealt(self, bins: Sequence[Bin]) -> list[list[Bin]]:
-        """See `Division`."""
+        """See `RoundDivision`."""
         own = [list(bins[i : i + self.micros]) for i in range(0, len(bins), self.micros)]
         return own + [[] for _ in range(self.experts)]

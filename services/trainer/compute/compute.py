@@ -24,7 +24,7 @@ from services.trainer.arithmetic.gradient_sum import GradientSum
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.memory import LearnerMemory, taken_again
 from services.trainer.arithmetic.stats import BinStats
-from services.trainer.bins.division import Division, EvenDivision
+from services.trainer.bins.division import EvenDivision, RoundDivision
 from services.trainer.bins.packing import Bin
 from services.trainer.compute.piece_runner import (
     BEGIN,
@@ -36,8 +36,8 @@ from services.trainer.compute.piece_runner import (
     PieceRunner,
     piece,
 )
-from services.trainer.compute.saving import LocalSaving, Saving
-from services.trainer.compute.staging import LocalStaging, Staging
+from services.trainer.compute.saving import LocalSaving, StateSaving
+from services.trainer.compute.staging import LocalStaging, WeightStaging
 from services.trainer.rows.filling import masters_of
 from services.trainer.rows.saved import SavedRows
 
@@ -55,7 +55,7 @@ class Compute(Protocol):
         """What its pieces of arithmetic run in."""
 
     @property
-    def division(self) -> Division:
+    def division(self) -> RoundDivision:
         """How it computes rounds."""
 
     @property
@@ -97,10 +97,10 @@ class Compute(Protocol):
     def outline(self) -> Mapping[str, Tensor]:
         """The whole weights, of which only names, types and shapes are looked at."""
 
-    def staging(self, how: How, what: str) -> Staging:
+    def staging(self, how: How, what: str) -> WeightStaging:
         """How all of them are staged as they are when they are copied; RankLost without a gang."""
 
-    def saving(self, path: Path, masters: bool) -> Saving:
+    def saving(self, path: Path, masters: bool) -> StateSaving:
         """How all that a checkpoint keeps of it is written below `path`, as it is when it is
         copied: what the next step depends on beside the weights, with `masters` these too.
         RankLost without a gang.
@@ -148,7 +148,7 @@ class Compute(Protocol):
 class LocalCompute:
     """One process, one learner."""
 
-    division: Division = EvenDivision()
+    division: RoundDivision = EvenDivision()
 
     def __init__(self, mesh: Mesh, learner: Learner, runner: PieceRunner | None = None) -> None:
         self._mesh, self.learner = mesh, learner
@@ -213,11 +213,11 @@ class LocalCompute:
     def outline(self) -> Mapping[str, Tensor]:
         return self.learner.weights()
 
-    def staging(self, how: How, what: str) -> Staging:
+    def staging(self, how: How, what: str) -> WeightStaging:
         stager = Stager(self._mesh, self._bulk, how, what)
         return LocalStaging(stager, self.learner, self.runner, self._run)
 
-    def saving(self, path: Path, masters: bool) -> Saving:
+    def saving(self, path: Path, masters: bool) -> StateSaving:
         return LocalSaving(self.learner, self.runner, self._run, path, masters)
 
     @piece(SYNC)

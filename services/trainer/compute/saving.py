@@ -18,7 +18,7 @@ from services.trainer.rows.saved import FIRST, save_rows, sync_all
 Run = Callable[..., Awaitable[Any]]  # runs what blocks
 
 
-class Saving(Protocol):
+class StateSaving(Protocol):
     """One checkpoint's state, below a directory of this host."""
 
     @property
@@ -35,7 +35,7 @@ class Saving(Protocol):
 
 
 class LocalSaving:
-    """See `Saving`: copies in memory, so that training goes on while they are written."""
+    """See `StateSaving`: copies in memory, so that training goes on while they are written."""
 
     def __init__(
         self, learner: Learner, runner: PieceRunner, run: Run, path: Path, masters: bool

@@ -16,7 +16,7 @@ from services.trainer.compute.piece_runner import SYNC, PieceRunner, piece
 Run = Callable[..., Awaitable[Any]]  # runs what blocks, as the arithmetic of its learner
 
 
-class Staging(Protocol):
+class WeightStaging(Protocol):
     """One staging, from the first rows to the last. `close` it whatever happens; what was not
     `end`ed is given up then.
     """
@@ -36,7 +36,7 @@ class Staging(Protocol):
 
 
 class LocalStaging:
-    """See `Staging`: of a learner that has all rows."""
+    """See `WeightStaging`: of a learner that has all rows."""
 
     def __init__(self, stager: Stager, learner: Learner, runner: PieceRunner, run: Run) -> None:
         self._stager, self._learner = stager, learner

@@ -20,7 +20,7 @@ from services.trainer.steps.evaluation_gate import evaluated
 from services.trainer.steps.step import Enter, Stepped
 from services.trainer.steps.step_parts import PAUSE, StepParts
 from services.trainer.versions.checkpointing import Checkpoints
-from services.trainer.versions.publishing import Identity, Publisher
+from services.trainer.versions.publishing import Publisher, VersionIdentity
 
 EVALUATION = "evaluation"  # the part of a step that its commit waits for one
 
@@ -122,11 +122,11 @@ class Commits:
         with parts.of("tell"):
             await self._tell_engines()
 
-    async def _stage(self, step: int) -> Identity:
+    async def _stage(self, step: int) -> VersionIdentity:
         """Write the weights as they are now as a version that nobody sees yet."""
         position = self._position
         staged = await self._publisher.stage(position.lineage, step, position.manifest)
-        return Identity(staged.digest, staged.image, staged.masters)
+        return VersionIdentity(staged.digest, staged.image, staged.masters)
 
     async def _tell_engines(self) -> None:
         """Hint that there is a new version; an engine that misses it looks by itself."""

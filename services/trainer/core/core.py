@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from common.api.role import Drain, Drained, Settle, Settled
 from common.api.trainer import (
+    BroadcastPlace,
     Gather,
-    Gathered,
-    Joined,
+    HybridJoined,
     JoinHybrids,
     LeaveHybrids,
     Left,
@@ -41,7 +41,7 @@ from services.trainer.compute.compute import Compute
 from services.trainer.core.committing import Commits
 from services.trainer.core.counters import StepCounters
 from services.trainer.core.first_version import FirstVersion
-from services.trainer.core.position import Committed, Position
+from services.trainer.core.position import CommittedVersion, Position
 from services.trainer.core.recovery import Recovery
 from services.trainer.core.sleeping import CoreSleeper
 from services.trainer.gang.lost_ranks import RankLosses
@@ -51,7 +51,7 @@ from services.trainer.initial.beginning import (
 )
 from services.trainer.steps.batch import Refill, staleness
 from services.trainer.steps.intake import Intake
-from services.trainer.steps.step import Step
+from services.trainer.steps.step import TrainingStep
 from services.trainer.steps.timing import StepTimes
 from services.trainer.versions.checkpointing import Checkpoints
 from services.trainer.versions.publishing import Publisher
@@ -143,10 +143,10 @@ class TrainerCore(Actor):
     # -- hybrids ---------------------------------------------------------------------------------
 
     @call(Trainer.join)
-    def join(self, request: JoinHybrids) -> Joined:
+    def join(self, request: JoinHybrids) -> HybridJoined:
         if why := self.publisher.unhelped:
             raise Refused(why, where=self.mesh.name, fix="set training.dtype to rollout.dtype")
-        return Joined(self.gradients.joined(request.helper))
+        return HybridJoined(self.gradients.joined(request.helper))
 
     @call(Trainer.leave)
     def leave(self, request: LeaveHybrids) -> Left:
@@ -164,7 +164,7 @@ class TrainerCore(Actor):
         return RoundTaken()
 
     @call(Trainer.gather)
-    async def gather(self, request: Gather) -> Gathered:
+    async def gather(self, request: Gather) -> BroadcastPlace:
         """Where hosts that lack the version committed last meet to have it by broadcast."""
         await self.broadcasts.publish(self.position.manifest)
         return await self.broadcasts.gather(request)
@@ -214,7 +214,7 @@ class TrainerCore(Actor):
             "checkpoint_step": self.checkpoints.step,
         }
 
-    def go_on_from(self, there: Committed) -> None:
+    def go_on_from(self, there: CommittedVersion) -> None:
         """The compute stands at a committed version, and the job with it."""
         self.position.go_on_from(there)
         self.checkpoints.name, self.checkpoints.step = there.checkpoint, there.checkpoint_step
@@ -262,9 +262,9 @@ class TrainerCore(Actor):
         )
         self.go_on_from(await recovery.recover(row))
 
-    def _make_step(self, number: int, manifest: str, config: JobConfig) -> Step:
+    def _make_step(self, number: int, manifest: str, config: JobConfig) -> TrainingStep:
         about = self.mesh, config, self.compute, self.gradients, number, manifest
-        return Step(*about, self.enter, self.times.intake)
+        return TrainingStep(*about, self.enter, self.times.intake)
 
     async def _row(self) -> jobs.JobRow:
         row = await patiently(self.mesh.clock, lambda: jobs.job(self.mesh.state, self.data.id))

@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.state import jobs
-from services.trainer.versions.publishing import NOBODY, Identity
+from services.trainer.versions.publishing import NOBODY, VersionIdentity
 
 
 @dataclass(frozen=True)
-class Committed:
+class CommittedVersion:
     """A committed version that a core goes on from, and the checkpoint that it covers."""
 
     version: int
     lineage: int
-    weights: Identity
+    weights: VersionIdentity
     born: int  # the lineage that the version was made in, as its manifest says
     checkpoint: str
     checkpoint_step: int
@@ -27,26 +27,28 @@ class Position:
 
     version: int = 0  # steps that are committed
     lineage: int = 0
-    weights: Identity = NOBODY  # of this version
+    weights: VersionIdentity = NOBODY  # of this version
     covered: int = -1  # version of the committed checkpoint, as far as this process knows
     born: int = 0  # the lineage that the version was made in
     whole: bool = False  # the weights are those of a step, and not being restored
     updating: int = 0  # the last step that has changed the weights
     computed: int = 0  # the last step whose updates were all made
-    staged: tuple[int, Identity] = field(default=(0, NOBODY))  # the last of these in the store
+    staged: tuple[int, VersionIdentity] = field(
+        default=(0, NOBODY)
+    )  # the last of these in the store
 
     @property
     def manifest(self) -> str:
         """Names the committed version."""
         return self.weights.manifest
 
-    def go_on_from(self, there: Committed) -> None:
+    def go_on_from(self, there: CommittedVersion) -> None:
         """The weights are those of a committed version; no later step has been computed."""
         self.version, self.lineage, self.weights = there.version, there.lineage, there.weights
         self.born, self.covered, self.whole = there.born, there.checkpoint_step, True
         self.updating, self.computed, self.staged = 0, 0, (0, NOBODY)
 
-    def commit(self, version: int, weights: Identity, covered: int) -> None:
+    def commit(self, version: int, weights: VersionIdentity, covered: int) -> None:
         """A step is committed, whose weights are those of now."""
         self.version, self.weights, self.born = version, weights, self.lineage
         self.covered, self.whole = covered, True
@@ -64,8 +66,8 @@ class Position:
         return {"lineage": self.lineage, "version": version, "manifest": manifest, "born": born}
 
 
-def committed_of(row: jobs.JobRow, about: dict[str, Any]) -> Committed:
+def committed_of(row: jobs.JobRow, about: dict[str, Any]) -> CommittedVersion:
     """Return the job's committed version, for weights that were saved as `about` says."""
-    weights = Identity(row.manifest, row.image, row.masters)
+    weights = VersionIdentity(row.manifest, row.image, row.masters)
     checkpoint = about["checkpoint"], about["checkpoint_step"]
-    return Committed(row.version, row.lineage, weights, about["born"], *checkpoint)
+    return CommittedVersion(row.version, row.lineage, weights, about["born"], *checkpoint)

@@ -17,14 +17,14 @@ from common.state import jobs, steps
 from common.weights.staging import keep
 from common.wire.bulk.port import BulkClient
 from services.trainer.compute.compute import Compute
-from services.trainer.core.position import Committed
+from services.trainer.core.position import CommittedVersion
 from services.trainer.steps.intake import Intake
-from services.trainer.steps.step import Enter, Step
-from services.trainer.versions.publishing import Identity, Publisher
+from services.trainer.steps.step import Enter, TrainingStep
+from services.trainer.versions.publishing import Publisher, VersionIdentity
 from services.trainer.versions.restoring import Restoring
 
 # From a step's number, the manifest that it begins with, and the job as it is or was then.
-MakeStep = Callable[[int, str, JobConfig], Step]
+MakeStep = Callable[[int, str, JobConfig], TrainingStep]
 
 
 class Recovery:
@@ -46,7 +46,7 @@ class Recovery:
         self._enter = enter
         self._adopted = data.config  # what `compute` was made with
 
-    async def recover(self, row: jobs.JobRow) -> Committed:
+    async def recover(self, row: jobs.JobRow) -> CommittedVersion:
         """Replays what the job's checkpoint does not cover. When that does not give the committed
         weights bit by bit, or the checkpoint is damaged and an older one takes its place, a new
         lineage opens at the one that is used. ConfigError when none is whole.
@@ -65,13 +65,15 @@ class Recovery:
         alike = checkpoint.account.get("ranks", 1) == self._compute.division.told
         if (alike or row.lineage > checkpoint.lineage) and await self._replayed(checkpoint, row):
             born = row.lineage if row.version > checkpoint.step else checkpoint.lineage
-            weights = Identity(row.manifest, row.image, row.masters)
-            return Committed(row.version, row.lineage, weights, born, name, checkpoint.step)
+            weights = VersionIdentity(row.manifest, row.image, row.masters)
+            return CommittedVersion(row.version, row.lineage, weights, born, name, checkpoint.step)
         if row.version > checkpoint.step:
             await self._restoring.restore(name, checkpoint)
         return await self._reopened(name, checkpoint, row)
 
-    async def _reopened(self, name: str, checkpoint: Checkpoint, row: jobs.JobRow) -> Committed:
+    async def _reopened(
+        self, name: str, checkpoint: Checkpoint, row: jobs.JobRow
+    ) -> CommittedVersion:
         """A new lineage at a checkpoint; at an older one than the job's last, what was trained
         between the two is lost, and its prompts come again.
         """
@@ -97,8 +99,8 @@ class Recovery:
             "new lineage", lineage=lineage, version=checkpoint.step, was=row.version
         )
         held = checkpoint
-        weights = Identity(held.weights, held.image, held.masters)
-        return Committed(held.step, lineage, weights, held.lineage, name, held.step)
+        weights = VersionIdentity(held.weights, held.image, held.masters)
+        return CommittedVersion(held.step, lineage, weights, held.lineage, name, held.step)
 
     async def _replayed(self, checkpoint: Checkpoint, row: jobs.JobRow) -> bool:
         """Whether the steps since the checkpoint gave the masters of the committed version again.

@@ -1,6 +1,6 @@
 """Runs a core's arithmetic on a gang of ranks: this process is rank 0, and the others follow it.
 
-What it orders of them runs on all ranks at once; see `Group`.
+What it orders of them runs on all ranks at once; see `RankGroup`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from common.api.ranks import (
     COMPUTE_S,
     MOVE_S,
     Adopt,
-    Order,
+    RankOrder,
     Ranks,
     Rest,
     RestoreRows,
@@ -64,9 +64,9 @@ from services.trainer.compute.piece_runner import (
     PieceRunner,
     piece,
 )
-from services.trainer.compute.saving import Saving
-from services.trainer.compute.staging import Staging
-from services.trainer.gang.group import Group
+from services.trainer.compute.saving import StateSaving
+from services.trainer.compute.staging import WeightStaging
+from services.trainer.gang.group import RankGroup
 from services.trainer.gang.lending import Lending
 from services.trainer.gang.saving import GangSaving
 from services.trainer.gang.staging import GangStaging
@@ -101,7 +101,7 @@ class GangCompute:
         self._bulk = BulkClient(mesh)
         self._lending = Lending(mesh, job, rank.ranks, meetings)
         about = mesh, job, rank, meetings, group_s
-        self._group = Group(*about, prepare=self._lending.begin, ended=self._ended)
+        self._group = RankGroup(*about, prepare=self._lending.begin, ended=self._ended)
         self._claimed: set[int] = set()  # rounds whose gradient is kept or on its way
         self._sending: set[asyncio.Task[Any]] = set()
         self._memory: LearnerMemory | None = None  # of this rank's rows while all sleep
@@ -121,7 +121,7 @@ class GangCompute:
         return self.runner.late or self._rank.late
 
     async def form(self) -> None:
-        """See `Group.form`."""
+        """See `RankGroup.form`."""
         async with self.runner.forming():
             await self._group.form()  # it waits for ranks, for minutes if need be
             self._claimed.clear()
@@ -139,7 +139,7 @@ class GangCompute:
     async def begin(self) -> None:
         self._claimed.clear()
         await self._all_sent()
-        orders = self._group.to_all(Order(self._group.current()))
+        orders = self._group.to_all(RankOrder(self._group.current()))
         self._rank.begin()
         await self._group.or_lost(self._group.ask_all(Ranks.begin, orders))
 
@@ -238,11 +238,11 @@ class GangCompute:
     def outline(self) -> Mapping[str, Tensor]:
         return self._rank.outline(False)
 
-    def staging(self, how: How, what: str) -> Staging:
+    def staging(self, how: How, what: str) -> WeightStaging:
         stager = Stager(self._mesh, self._bulk, how, what)
         return GangStaging(self.runner, self._group, self._rank, stager, how, what)
 
-    def saving(self, path: Path, masters: bool) -> Saving:
+    def saving(self, path: Path, masters: bool) -> StateSaving:
         return GangSaving(self._mesh, self.runner, self._group, self._rank, path, masters)
 
     @piece(SYNC)

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.api.ranks import FORM_S, Meeting, Order, Ranks, Standing, rank_name
+from common.api.ranks import FORM_S, Meeting, RankOrder, Ranks, StandsBy, rank_name
 from common.errors import ConfigError, MeshError, RankLost, RemoteFailure
 from common.process.interfaces import address_of
 from common.runtime.interface import Call
@@ -35,7 +35,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-class Group:
+class RankGroup:
     """Orders are pieces (`PieceRunner`): all ranks take them one by one, in one sequence."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Group:
         with self._mesh.wait("the ranks of the gang", on=rank_name(self._job, 1)):
             standing = await patiently(
                 self._mesh.clock,
-                lambda: self.ask_all(Ranks.stand_by, [Order(generation)] * len(self.others)),
+                lambda: self.ask_all(Ranks.stand_by, [RankOrder(generation)] * len(self.others)),
                 for_s=max(1.0, within_s),
             )
         here = self._mesh.settings.host
@@ -116,14 +116,14 @@ class Group:
                 door,
             )
 
-    def _reachable(self, standing: Sequence[Standing]) -> tuple[str, str]:
+    def _reachable(self, standing: Sequence[StandsBy]) -> tuple[str, str]:
         """By which interface and address of this host ranks on others reach it; ConfigError when
         they do not, or one of them cannot be reached: no second try helps.
         """
         settings = self._mesh.settings
         interface = interfaces.wide(settings)
         address = address_of(interface)
-        for one in (Standing(settings.host, address), *standing):
+        for one in (StandsBy(settings.host, address), *standing):
             if not one.address:
                 raise ConfigError(
                     f"a gang over hosts, and {one.host} has no interface that others reach",

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from common.api.ranks import MOVE_S, LentGradient
 from common.runtime.mesh import Mesh
-from services.trainer.hybrids.gradient_transfer import Outbox, Shelf
+from services.trainer.hybrids.gradient_transfer import GradientFiles, Outbox
 
 Cut = Callable[[NDArray[np.float32], int], NDArray[np.float32]]  # the rows of a rank
 
@@ -24,7 +24,7 @@ class Lending:
 
     def __init__(self, mesh: Mesh, job: str, ranks: int, directory: Path) -> None:
         self._mesh, self._job, self._ranks = mesh, job, ranks
-        self._shelf = Shelf(mesh, directory / "lent" / job)
+        self._shelf = GradientFiles(mesh, directory / "lent" / job)
         self._outbox: Outbox | None = None  # opened for the first gang over hosts
         self._one = asyncio.Lock()  # the outbox holds those rows of one gradient
         self._far: Set[int] = frozenset()

@@ -12,7 +12,7 @@ from common.pool.rows import Apart
 from common.pool.seat import Seat
 from common.runtime.mesh import Mesh
 from common.wire.meeting import meetings_of
-from services.trainer.bins.division import Division, EvenDivision, ZebraDivision
+from services.trainer.bins.division import EvenDivision, RoundDivision, ZebraDivision
 from services.trainer.compute.piece_runner import PieceRunner
 from services.trainer.gang.gang import GangCompute
 from services.trainer.initial.beginning import DTYPES, outlined
@@ -63,7 +63,7 @@ def make_rank(data: JobData, seat: Seat, accelerator: str = "") -> Rank:
     return Rank(make, seat.rank, seat.ranks, data.config.mesh.device, division, pace)
 
 
-def division_of(data: JobData, ranks: int, apart: Apart | None = None) -> Division:
+def division_of(data: JobData, ranks: int, apart: Apart | None = None) -> RoundDivision:
     """How the job has its rounds computed by so many ranks, of which the planner may have set some
     `apart`.
     """

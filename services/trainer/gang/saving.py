@@ -17,7 +17,7 @@ from common.runtime.mesh import Mesh
 from common.wire.bulk.port import BulkClient
 from common.wire.weight_store import fetch_file
 from services.trainer.compute.piece_runner import SAVE, PieceRunner, piece
-from services.trainer.gang.group import Group
+from services.trainer.gang.group import RankGroup
 from services.trainer.ranks.rank import Rank
 from services.trainer.ranks.saving import write
 from services.trainer.ranks.trouble import UNWRITABLE, raise_first, tried
@@ -25,7 +25,7 @@ from services.trainer.rows.saved import MASTER, sync_all
 
 
 class GangSaving:
-    """See `Saving`. Training waits until all rows are in files. RankLost once the group that has
+    """See `StateSaving`. Training waits until all rows are in files. RankLost once the group that has
     them now is none any more.
     """
 
@@ -33,7 +33,7 @@ class GangSaving:
         self,
         mesh: Mesh,
         runner: PieceRunner,
-        group: Group,
+        group: RankGroup,
         rank: Rank,
         path: Path,
         masters: bool,

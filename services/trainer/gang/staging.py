@@ -14,21 +14,21 @@ from common.errors import RankLost
 from common.weights.laying import How, Laid
 from common.weights.staging import Stager
 from services.trainer.compute.piece_runner import SYNC, PieceRunner, piece
-from services.trainer.gang.group import Group
+from services.trainer.gang.group import RankGroup
 from services.trainer.ranks.rank import Rank
 
 _numbers = itertools.count(1)
 
 
 class GangStaging:
-    """See `Staging`: each rank stages its own rows. RankLost once the group that has them now is
+    """See `WeightStaging`: each rank stages its own rows. RankLost once the group that has them now is
     none any more.
     """
 
     def __init__(
         self,
         runner: PieceRunner,
-        group: Group,
+        group: RankGroup,
         rank: Rank,
         stager: Stager,
         how: How,

@@ -5,7 +5,7 @@ from __future__ import annotations
 WEIGHT = 0.1  # a new bin's share in the mean of its class
 
 
-class Rates:
+class BinRates:
     """A running mean for each power of two of a bin's tokens."""
 
     def __init__(self) -> None:

@@ -131,7 +131,7 @@ async def _collected(
     return whole
 
 
-class Shelf:
+class GradientFiles:
     """Where the core of a gang lays gradients for the other ranks."""
 
     def __init__(self, mesh: Mesh, directory: Path) -> None:

@@ -14,9 +14,9 @@ from common.wire.bulk.port import BulkClient
 from kernels.cost import Calibration
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.compute.compute import Compute, Round
-from services.trainer.hybrids.bin_rates import Rates
+from services.trainer.hybrids.bin_rates import BinRates
 from services.trainer.hybrids.gradient_transfer import collect
-from services.trainer.hybrids.membership import Membership
+from services.trainer.hybrids.membership import HybridMembership
 from services.trainer.hybrids.round_board import RoundBoard
 
 PATIENT_ROUNDS = 5.0  # a leased round may take this many times as long as rounds take on average
@@ -25,7 +25,7 @@ LONGEST_HOLD_S = 10.0  # longest wait of a hybrid's request while there is no ro
 LOOK_S = 5.0  # how long the core waits for rounds before it looks again
 
 
-class StepWork:
+class UpdateRounds:
     """The rounds of the update that is being computed."""
 
     def __init__(self, manifest: str, epoch: str) -> None:
@@ -48,13 +48,13 @@ class Gradients:
         self.costs = costs
         self.busy_s: dict[str, float] = {}  # by helper
         self.work_s = 0.0  # of each worker of all together, over all updates
-        self.rates = Rates()  # tokens a second by the tokens of a bin, of the core
-        self._work: StepWork | None = None
+        self.rates = BinRates()  # tokens a second by the tokens of a bin, of the core
+        self._work: UpdateRounds | None = None
         self._offered = asyncio.Event()  # there may be a round for a hybrid
         self._progress = asyncio.Event()  # something to look at for the core
         self._round_s = 0.0  # moving average of a round's time
         self._begun = 0  # updates, repeated ones among them: a result counts in its own alone
-        self.hybrids = Membership()
+        self.hybrids = HybridMembership()
         self.asleep = False  # no round is given, and none is taken
         # seconds for which the core has slept, and waited for its turns, so far
         self.idle_s: Callable[[], float] = float
@@ -171,7 +171,7 @@ class Gradients:
         for silent in self.hybrids.silent(self._mesh.clock.monotonic()):
             self._free(silent)
         self._begun += 1
-        self._work = StepWork(manifest, f"{self._mesh.incarnation}/{self._begun}")
+        self._work = UpdateRounds(manifest, f"{self._mesh.incarnation}/{self._begun}")
         self._offered.set()  # hybrids fetch the weights while rounds are still to come
 
     def offer(self, rounds: Sequence[Round]) -> None:
@@ -201,11 +201,11 @@ class Gradients:
             self._work = None
         return sum((work.stats[i] for i in range(work.board.count)), BinStats())
 
-    def _at_work(self) -> StepWork:
+    def _at_work(self) -> UpdateRounds:
         assert self._work is not None, "no update has begun"
         return self._work
 
-    async def _own(self, work: StepWork, index: int) -> None:
+    async def _own(self, work: UpdateRounds, index: int) -> None:
         clock = self._mesh.clock
         started = clock.monotonic()
         began = started - self.idle_s()
@@ -226,7 +226,7 @@ class Gradients:
         self.busy_s[helper] = self.busy_s.get(helper, 0.0) + seconds
         self.work_s += seconds * workers
 
-    async def _others(self, work: StepWork) -> None:
+    async def _others(self, work: UpdateRounds) -> None:
         """Returns when a round or a result comes, or a hybrid's lease runs out."""
         expiry = work.board.next_expiry()
         now = self._mesh.clock.monotonic()

@@ -39,7 +39,7 @@ class Helper:
     heard_s: float
 
 
-class Membership:
+class HybridMembership:
     """The hybrids of one incarnation of a core; those of the next one join again."""
 
     def __init__(self, silent_s: float = SILENT_S) -> None:

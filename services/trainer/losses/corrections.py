@@ -20,11 +20,11 @@ from torch import Tensor
 
 from common.job.config import AlgorithmConfig
 from common.job.correction_bounds import bounds
-from services.trainer.losses.terms import Terms, ratio_of
+from services.trainer.losses.terms import LossTerms, ratio_of
 
 
 @torch.no_grad()
-def corrected(terms: Terms, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def corrected(terms: LossTerms, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """([t] factors of the tokens' losses, [t] bool: where a bound was met)."""
     if config.correction == "none":
         one = torch.ones_like(terms.behaviour)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from common.job.config import AlgorithmConfig
-from services.trainer.losses.terms import Terms, ratio_of
+from services.trainer.losses.terms import LossTerms, ratio_of
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Clips:
 PPO = Clips(0.2, 0.2)
 
 
-def old_logprobs(terms: Terms, config: AlgorithmConfig) -> Tensor:
+def old_logprobs(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
     """[t] of the policy that ratios are taken to.
 
     It is the one that sampled, unless a correction accounts for that: then the trust region lies
@@ -40,7 +40,7 @@ def old_logprobs(terms: Terms, config: AlgorithmConfig) -> Tensor:
     return terms.behaviour if config.correction == "none" else terms.proximal
 
 
-def ratios(terms: Terms, config: AlgorithmConfig) -> Tensor:
+def ratios(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
     """[t] probability of each token, over that under `old_logprobs`."""
     return ratio_of(terms.logprobs, old_logprobs(terms, config))
 

@@ -20,7 +20,7 @@ SOURCES = {
 
 
 @dataclass(slots=True)
-class Terms:
+class LossTerms:
     """Log-probabilities of the trained tokens under three policies, and what else is known.
 
     `behaviour` sampled the tokens, `proximal` is the policy that the step began with, `logprobs`

@@ -21,7 +21,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from kernels.ops.varlen import VarlenAttention
 from services.trainer.bins.packing import Bin
-from services.trainer.losses.terms import Terms
+from services.trainer.losses.terms import LossTerms
 from services.trainer.models.forward import checkpoint_layers, checkpoints_layers
 
 CRITIC = "critic."  # what names of its parameters start with
@@ -117,7 +117,9 @@ def values(policy: Decoder, bin: Bin) -> Tensor:
     return every.index_select(0, there(np.flatnonzero(bin.mask)))
 
 
-def value_losses(found: Tensor, terms: Terms, weight: Tensor, config: AlgorithmConfig) -> Tensor:
+def value_losses(
+    found: Tensor, terms: LossTerms, weight: Tensor, config: AlgorithmConfig
+) -> Tensor:
     """[t] half the squared error of values, from those that the step began with at most
     `value_clip` away (Schulman et al.'s code of PPO; Huang et al. 2022, "The 37 Implementation
     Details of PPO"). Tokens without weight need no extras.

@@ -13,11 +13,11 @@ from common.api.ranks import (
     FORM_S,
     MOVE_S,
     Adopt,
-    Done,
     LentGradient,
     Meeting,
     Norm,
-    Order,
+    OrderDone,
+    RankOrder,
     Ranks,
     Rest,
     RestoreRows,
@@ -32,7 +32,7 @@ from common.api.ranks import (
     Scores,
     StagedRows,
     StageRows,
-    Standing,
+    StandsBy,
     Taking,
     Trouble,
     Update,
@@ -137,16 +137,16 @@ class RankActor(Actor):
             await self._mesh.clock.sleep(LOOK_S)
 
     @call(Ranks.rest)
-    async def rest(self, order: Rest) -> Done:
+    async def rest(self, order: Rest) -> OrderDone:
         self._check(order.generation)
         await self._rows.obey(order)
-        return Done()
+        return OrderDone()
 
     async def until_drained(self) -> None:
         await self._drained.wait()
 
     @call(Ranks.stand_by)
-    async def stand_by(self, order: Order) -> Standing:
+    async def stand_by(self, order: RankOrder) -> StandsBy:
         if order.generation < self._generation:
             raise self._fenced(order.generation)
         self._generation = order.generation
@@ -157,23 +157,23 @@ class RankActor(Actor):
         await self._thread.ended()
         await self._saving.clear()
         settings = self._mesh.settings
-        return Standing(settings.host, address_of(interfaces.wide(settings)))
+        return StandsBy(settings.host, address_of(interfaces.wide(settings)))
 
     @call(Ranks.form)
-    async def form(self, meeting: Meeting) -> Done:
+    async def form(self, meeting: Meeting) -> OrderDone:
         self._check(meeting.generation)
         wide = spans_hosts(meeting.where)
         if not wide:
             below(self._meetings, meeting.where, self._mesh.name)
         interface = interfaces.wide(self._mesh.settings) if wide else interfaces.LOOPBACK
         await self._work(FORM_S, self._rank.form, meeting, interface)
-        return Done()
+        return OrderDone()
 
     @call(Ranks.begin)
-    def begin(self, order: Order) -> Done:
+    def begin(self, order: RankOrder) -> OrderDone:
         self._check(order.generation)
         self._rank.begin()
-        return Done()
+        return OrderDone()
 
     @call(Ranks.compute)
     async def compute(self, part: RoundPart) -> RoundStats:
@@ -183,7 +183,7 @@ class RankActor(Actor):
         return RoundStats([asdict(one) for one in stats])
 
     @call(Ranks.keep)
-    async def keep(self, lent: LentGradient) -> Done:
+    async def keep(self, lent: LentGradient) -> OrderDone:
         self._check(lent.generation)
         path = below(self._meetings, lent.path, self._mesh.name) if lent.path else None
         keep = self._rank.keeping(cut=path is None)
@@ -193,14 +193,14 @@ class RankActor(Actor):
             core = f"trainer/{self._seat.job}"
             numbers = await collect_rows(self._mesh, self._bulk, core, lent)
         await self._blocking(keep, lent.index, numbers)
-        return Done()
+        return OrderDone()
 
     @call(Ranks.adopt)
-    async def adopt(self, order: Adopt) -> Done:
+    async def adopt(self, order: Adopt) -> OrderDone:
         self._check(order.generation)
         settings = AlgorithmConfig(**order.algorithm), OptimizerConfig(**order.optimizer)
         await self._work(ADOPT_S, self._rank.adopt, *settings)
-        return Done()
+        return OrderDone()
 
     @call(Ranks.apply)
     async def apply(self, update: Update) -> Norm:
@@ -217,10 +217,10 @@ class RankActor(Actor):
         return Scores(await self._work(COMPUTE_S, self._rank.score, bin, part.what))
 
     @call(Ranks.stage)
-    async def stage(self, order: StageRows) -> Done:
+    async def stage(self, order: StageRows) -> OrderDone:
         self._check(order.generation)
         await self._staging.stage(order)
-        return Done()
+        return OrderDone()
 
     @call(Ranks.staged)
     async def staged(self, order: RowsStaged) -> StagedRows:
@@ -243,16 +243,16 @@ class RankActor(Actor):
         return await self._restoring.restore(order)
 
     @call(Ranks.take)
-    async def take(self, taking: Taking) -> Done:
+    async def take(self, taking: Taking) -> OrderDone:
         self._check(taking.generation)
         await self._work(MOVE_S, self._rank.take, taking.names, None)
-        return Done()
+        return OrderDone()
 
     @call(Ranks.taken)
-    async def taken(self, taking: Taking) -> Done:
+    async def taken(self, taking: Taking) -> OrderDone:
         self._check(taking.generation)
         await self._work(MOVE_S, self._rank.taken)
-        return Done()
+        return OrderDone()
 
     async def _blocking(self, work: Callable[..., T], *args: Any) -> T:
         return await self._mesh.host.run_blocking(work, *args, deadline_s=MOVE_S)

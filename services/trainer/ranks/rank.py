@@ -29,7 +29,7 @@ from common.wire.meeting import store_at
 from services.trainer.arithmetic.gradient_sum import GradientSum
 from services.trainer.arithmetic.memory import LearnerMemory
 from services.trainer.arithmetic.stats import BinStats
-from services.trainer.bins.division import Division, EvenDivision
+from services.trainer.bins.division import EvenDivision, RoundDivision
 from services.trainer.bins.packing import Bin
 from services.trainer.ranks import interfaces
 from services.trainer.rows.saved import SavedRows
@@ -146,14 +146,14 @@ class Rank:
         rank: int,
         ranks: int,
         device: str,
-        division: Division | None = None,
+        division: RoundDivision | None = None,
         pace: ZebraPace | None = None,
     ) -> None:
         """`division`: None: one bin for each rank. `pace`: what it is slowed down to, where a
         learner does not slow down its tasks itself.
         """
         self._make, self.rank, self.ranks, self._device = make, rank, ranks, device
-        self.division: Division = division or EvenDivision(ranks)
+        self.division: RoundDivision = division or EvenDivision(ranks)
         self._pace, self._bins = pace, PacedBins.of_division(pace, self.division)
         self._learner: RowsLearner | None = None
         self._gradients = GradientSum()

@@ -42,7 +42,7 @@ class Stepped:
     update_s: float = 0.0  # that the optimizer took, but for what the core slept meanwhile
 
 
-class Step:
+class TrainingStep:
     """Step `number` turns version number - 1 into version number; `manifest` names the former."""
 
     def __init__(

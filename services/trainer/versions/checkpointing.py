@@ -38,8 +38,8 @@ from common.weights.receive import Receiver
 from common.wire.bulk.port import BulkClient
 from common.wire.weight_store import get, lay_out, put_file
 from services.trainer.compute.compute import SAVE_S, Compute
-from services.trainer.compute.saving import Saving
-from services.trainer.versions.publishing import Identity, Publisher
+from services.trainer.compute.saving import StateSaving
+from services.trainer.versions.publishing import Publisher, VersionIdentity
 
 
 class Checkpoints:
@@ -83,7 +83,7 @@ class Checkpoints:
         self,
         lineage: int,
         step: int,
-        weights: Identity,
+        weights: VersionIdentity,
         account: dict[str, Any],
     ) -> None:
         """Copies what must be kept and goes on writing it; waits for the one before."""
@@ -124,7 +124,12 @@ class Checkpoints:
             self._mesh.telemetry.log.error("checkpoint", error=str(error))
 
     async def _write(
-        self, request: Checkpoint, name: str, scratch: Path, saving: Saving, copied: asyncio.Event
+        self,
+        request: Checkpoint,
+        name: str,
+        scratch: Path,
+        saving: StateSaving,
+        copied: asyncio.Event,
     ) -> None:
         """`copied` is set once training may go on, also when this fails."""
         directory = self._data.run_dir / "checkpoints" / name
@@ -149,7 +154,7 @@ class Checkpoints:
         self.name, self.step = name, request.step
         self.timed(request.step, self._mesh.clock.monotonic() - began)
 
-    async def _write_state(self, saving: Saving, copied: asyncio.Event) -> dict[str, str]:
+    async def _write_state(self, saving: StateSaving, copied: asyncio.Event) -> dict[str, str]:
         """What was copied in memory is written while training goes on. The digests of the bytes as
         they were written, of the files of which they are known.
         """

@@ -38,7 +38,7 @@ ANSWER_S = 240.0  # until who asked hears that it goes on; below the deadline of
 
 
 @dataclass(frozen=True)
-class Identity:
+class VersionIdentity:
     """Who a version is: the digest of its manifest, and what of it depends neither on ranks nor on
     chunks. Of a version of an earlier MeshRL these are empty.
     """
@@ -48,7 +48,7 @@ class Identity:
     masters: str = ""
 
 
-NOBODY = Identity("")
+NOBODY = VersionIdentity("")
 
 
 def _same(one: Manifest, other: Manifest) -> bool:

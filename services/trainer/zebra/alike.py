@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from common.clock import Clock, SystemClock
-from services.trainer.bins.division import Division, EvenDivision
+from services.trainer.bins.division import EvenDivision, RoundDivision
 from services.trainer.bins.packing import Bin
 from services.trainer.zebra.lanes import Shared
 from services.trainer.zebra.pace import ZebraPace
@@ -22,7 +22,7 @@ class PacedBins:
         self._waiting = Shared(clock, 0.0)
 
     @classmethod
-    def of_division(cls, pace: ZebraPace | None, division: Division) -> PacedBins | None:
+    def of_division(cls, pace: ZebraPace | None, division: RoundDivision) -> PacedBins | None:
         """Of a rank at a pace; None without one, or where tasks keep it."""
         if pace is None or not isinstance(division, EvenDivision):
             return None

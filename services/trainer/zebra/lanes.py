@@ -25,7 +25,7 @@ LEAST_S = 1e-6  # of a transfer that is paced
 WAKES_S = 3e-4  # in which a thread that slept is awake again
 
 
-class Key(NamedTuple):
+class ExchangeKey(NamedTuple):
     """Which exchange of a round."""
 
     backward: bool
@@ -41,7 +41,7 @@ class Exchange:
     many come; else `sizes` says how many rows come from whom, by the time that they do.
     """
 
-    key: Key
+    key: ExchangeKey
     waits: bool  # until `Lane.give` or `Lane.ready`
     counted: bool  # whether counts go first
     sources: Mapping[int, int]  # ranks that give something to this one: the length of their counts
@@ -106,9 +106,9 @@ class Lane:
         self._name, self._group, self._device = name, group, device
         self._pace, self._stream = pace, _stream(device)
         self._shared: Shared
-        self._given: dict[Key, Any] = {}  # events after which what is given is there
-        self._done: dict[Key, Any] = {}
-        self._exchanges: dict[Key, Exchange] = {}
+        self._given: dict[ExchangeKey, Any] = {}  # events after which what is given is there
+        self._done: dict[ExchangeKey, Any] = {}
+        self._exchanges: dict[ExchangeKey, Exchange] = {}
         self.transfers: list[tuple[float, float]] = []  # what this rank gave in the last round
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
@@ -132,20 +132,23 @@ class Lane:
         self._exchanges = {}
 
     def give(
-        self, key: Key, rows: Mapping[int, Tensor], counts: Mapping[int, Tensor] | None = None
+        self,
+        key: ExchangeKey,
+        rows: Mapping[int, Tensor],
+        counts: Mapping[int, Tensor] | None = None,
     ) -> None:
         """What this rank has to give in an exchange, by rank."""
         exchange = self._exchanges[key]
         exchange.rows, exchange.counts = rows, counts or {}
         self.ready(key)
 
-    def ready(self, key: Key) -> None:
+    def ready(self, key: ExchangeKey) -> None:
         """It is known from now on how much comes in an exchange."""
         with self._shared.condition:
             self._given[key] = self._now()
             self._shared.condition.notify_all()
 
-    def take(self, key: Key) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    def take(self, key: ExchangeKey) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """The rows that came in an exchange, by rank, which are the caller's from then on, and
         their counts; it is waited for.
         """
@@ -161,7 +164,7 @@ class Lane:
         rows, exchange.came = exchange.came, {}
         return rows, exchange.came_counts
 
-    def came(self, key: Key) -> dict[int, int]:
+    def came(self, key: ExchangeKey) -> dict[int, int]:
         """How many rows came in an exchange that was counted, by rank."""
         counts = self._exchanges[key].came_counts
         return {rank: int(some.sum()) for rank, some in counts.items()}

@@ -33,7 +33,7 @@ from services.trainer.zebra.lanes import Lane
 from services.trainer.zebra.owners import ZebraOwners
 from services.trainer.zebra.pace import ZebraPace
 from services.trainer.zebra.passing import Passing, put
-from services.trainer.zebra.pieces import Coming, Pieces, zero_where_none
+from services.trainer.zebra.pieces import PieceInputs, Pieces, zero_where_none
 from services.trainer.zebra.round import Passed, Round
 
 
@@ -115,13 +115,13 @@ class ZebraLearner(RowsLearner):
         given = [self._passed(bin) for bin in bins]
         stats: dict[int, BinStats] = {}
 
-        def head(micro: int, given: Placed, coming: Coming) -> Coming:
-            leaves = Coming(*(tensor.detach().requires_grad_(True) for tensor in coming))
+        def head(micro: int, given: Placed, coming: PieceInputs) -> PieceInputs:
+            leaves = PieceInputs(*(tensor.detach().requires_grad_(True) for tensor in coming))
             with torch.enable_grad():
                 out = self._outputs(given, leaves)
                 roots, slopes, stats[micro] = self._losses(bins[micro], out)
             torch.autograd.backward(roots, slopes)
-            return Coming(*map(zero_where_none, leaves))
+            return PieceInputs(*map(zero_where_none, leaves))
 
         self.round.run(given, self._division.micros, head, forward_only=False)
         return self._passes.gradient(), [stats[micro] for micro in range(len(bins))]
@@ -134,7 +134,7 @@ class ZebraLearner(RowsLearner):
         given = [self._passed(bin)] if self.attends else []
         found = np.zeros(len(bin.tokens), np.float32)
 
-        def head(_: int, given: Placed, coming: Coming) -> None:
+        def head(_: int, given: Placed, coming: PieceInputs) -> None:
             with torch.no_grad():
                 logprobs = self._outputs(given, coming).logprobs
             found[bin.mask] = logprobs.cpu().numpy()
@@ -162,7 +162,7 @@ class ZebraLearner(RowsLearner):
         balance = torch.tensor(weight, device=self.device)
         return Passed(placed(bin, self.device), bin.lengths.tolist(), balance)
 
-    def _outputs(self, given: Placed, coming: Coming) -> Outputs:
+    def _outputs(self, given: Placed, coming: PieceInputs) -> Outputs:
         hidden = self._pieces.last(given, coming)
         return outputs(self._passes.model, given, hidden, self._temperature, None)
 

@@ -15,8 +15,8 @@ from common.job.model_shape import model_config
 from common.job.pace import LATE, declared_pace
 from common.zebra.costs import BACKWARD, CHECKPOINTED
 from common.zebra.kinds import declared_profile
-from common.zebra.profile import Curve, Kind, Profile
-from common.zebra.schedule import Work
+from common.zebra.profile import AcceleratorCosts, CostCurve, Profile
+from common.zebra.schedule import TaskKind
 from common.zebra.together import passes_s
 
 
@@ -27,16 +27,16 @@ class ZebraPace:
     """
 
     profile: Profile
-    kind: Kind
+    kind: AcceleratorCosts
     tokens: float = 1.0
     paced: int = field(default=0, init=False)  # tasks and transfers so far
     late: int = field(default=0, init=False)  # of them, that took longer than their pace
 
-    def task_s(self, work: Work, backward: bool, sizes: Sequence[float]) -> float:
+    def task_s(self, work: TaskKind, backward: bool, sizes: Sequence[float]) -> float:
         """Seconds of a task: of attention on sequences of these lengths, or of experts that get so
         many rows each.
         """
-        curve = self._attention if work is Work.ATTENTION else self.kind.experts
+        curve = self._attention if work is TaskKind.ATTENTION else self.kind.experts
         times = self.profile.backward if backward else 1.0
         return times * self._of(curve, sizes)
 
@@ -70,16 +70,16 @@ class ZebraPace:
         """Both of them."""
         return {"paced": self.paced, "late": self.late}
 
-    def _of(self, curve: Curve, sizes: Sequence[float]) -> float:
+    def _of(self, curve: CostCurve, sizes: Sequence[float]) -> float:
         return sum(curve.of(self.tokens * size) for size in sizes)
 
     @property
-    def _attention(self) -> Curve:
+    def _attention(self) -> CostCurve:
         assert self.kind.attention is not None, "it is known of the kind of ranks with attention"
         return self.kind.attention
 
     @property
-    def _head(self) -> Curve:
+    def _head(self) -> CostCurve:
         assert self.kind.head is not None, "it is known of the kind of ranks with attention"
         return self.kind.head
 

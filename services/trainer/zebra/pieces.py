@@ -19,7 +19,7 @@ from common.model.decoder import Decoder, SparseLayer
 from services.trainer.models.forward import Placed
 
 
-class Going(NamedTuple):
+class PieceOutputs(NamedTuple):
     """What a piece ends with, of n tokens."""
 
     residual: Tensor  # [n, hidden_size]
@@ -28,7 +28,7 @@ class Going(NamedTuple):
     balance: Tensor  # scalar, see `common.model.moe.Chosen`
 
 
-class Coming(NamedTuple):
+class PieceInputs(NamedTuple):
     """What the next piece begins with: leaves of its graph."""
 
     residual: Tensor
@@ -45,26 +45,28 @@ class Pieces:
         self._model = model
         self.mixture = list(model.config.sparse_layers)
 
-    def first(self, given: Placed) -> tuple[Going, Tensor]:
+    def first(self, given: Placed) -> tuple[PieceOutputs, Tensor]:
         """Piece 0 of a bin, and the experts [n, k] that its tokens are sent to."""
         return self._to_experts(0, given, embedding(given.tokens, self._model.embedding))
 
-    def next(self, number: int, given: Placed, coming: Coming) -> tuple[Going, Tensor]:
+    def next(self, number: int, given: Placed, coming: PieceInputs) -> tuple[PieceOutputs, Tensor]:
         """A piece behind the first that is not the last one."""
         return self._to_experts(number, given, self._joined(number, coming))
 
-    def last(self, given: Placed, coming: Coming) -> Tensor:
+    def last(self, given: Placed, coming: PieceInputs) -> Tensor:
         """[n, hidden_size], normalised: hidden states."""
         model = self._model
         hidden = self._joined(len(self.mixture), coming)
         hidden = self._dense(given, hidden, self.mixture[-1] + 1, model.config.layers)
         return model.pointwise.normed(hidden, model.final_norm, model.config.norm_eps)
 
-    def _joined(self, number: int, coming: Coming) -> Tensor:
+    def _joined(self, number: int, coming: PieceInputs) -> Tensor:
         experts = self.layer(number - 1).experts
         return coming.residual + experts.joined(coming.shares, coming.apart)
 
-    def _to_experts(self, number: int, given: Placed, hidden: Tensor) -> tuple[Going, Tensor]:
+    def _to_experts(
+        self, number: int, given: Placed, hidden: Tensor
+    ) -> tuple[PieceOutputs, Tensor]:
         index = self.mixture[number]
         begin = self.mixture[number - 1] + 1 if number else 0
         hidden = self._dense(given, hidden, begin, index)
@@ -76,7 +78,7 @@ class Pieces:
         chosen = layer.experts.route(x, sent, given.counted)
         if model.config.shared_ffn_size:
             hidden = hidden + layer.experts.shared(x)
-        return Going(hidden, chosen.shares, x, chosen.balance), chosen.experts
+        return PieceOutputs(hidden, chosen.shares, x, chosen.balance), chosen.experts
 
     def _dense(self, given: Placed, hidden: Tensor, begin: int, end: int) -> Tensor:
         """Layers in between, which have no experts."""
@@ -100,13 +102,13 @@ class Cut:
 
     def __init__(
         self,
-        piece: Callable[[Coming | None], tuple[tuple[Tensor, ...], Tensor]],
-        coming: Coming | None,
+        piece: Callable[[PieceInputs | None], tuple[tuple[Tensor, ...], Tensor]],
+        coming: PieceInputs | None,
         again: bool,
     ) -> None:
         """`piece` returns what it ends with, which has gradients, and what has none."""
         self._piece, self._again = piece, again
-        self._coming = None if coming is None else Coming(*(t.detach() for t in coming))
+        self._coming = None if coming is None else PieceInputs(*(t.detach() for t in coming))
         with torch.set_grad_enabled(not again):
             ends, self.told = self._run()
         self.ends = tuple(tensor.detach() for tensor in ends)
@@ -118,7 +120,7 @@ class Cut:
                 tensor.requires_grad_(True)
         return self._piece(self._coming)
 
-    def backward(self, gradients: tuple[Tensor | None, ...]) -> Coming | None:
+    def backward(self, gradients: tuple[Tensor | None, ...]) -> PieceInputs | None:
         """The gradients of what came in, given those of `ends`."""
         ends = self._ends
         if ends is None:
@@ -134,7 +136,7 @@ class Cut:
         if self._coming is None:
             return None
         found = (zero_where_none(tensor) for tensor in self._coming)
-        return Coming(*found)
+        return PieceInputs(*found)
 
 
 def zero_where_none(tensor: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ from common.clock import Clock
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.moe import Experts
-from common.zebra.profile import Curve, Kind
+from common.zebra.profile import AcceleratorCosts, CostCurve
 from services.trainer.bins.packing import Bin
 from services.trainer.models.forward import Placed, fuse, outputs, placed
-from services.trainer.zebra.pieces import Coming, Cut, Going, Pieces
+from services.trainer.zebra.pieces import Cut, PieceInputs, PieceOutputs, Pieces
 
 REPEATS = 3  # of each size, of which the fastest counts
 EXPERTS = 8  # whose products are measured together
@@ -35,7 +35,7 @@ USABLE = 0.9  # of a memory; the rest is for buffers and what one task needs
 class Profiled:
     """What one accelerator takes."""
 
-    kind: Kind
+    kind: AcceleratorCosts
     backward: float  # times a forward, of layers whose activations are kept
 
     def told(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def profiled(
     experts, experts_back = measure.curve(measure.experts, _doubled(FEWEST, max(FEWEST, most)))
     head, _ = measure.curve(measure.head, lengths)
     return Profiled(
-        Kind(name, USABLE * _memory(device), experts, attention, head),
+        AcceleratorCosts(name, USABLE * _memory(device), experts, attention, head),
         mean((back, experts_back)),
     )
 
@@ -101,7 +101,7 @@ class _Measure:
 
     def curve(
         self, measured: Callable[[int], tuple[float, float]], sizes: Sequence[int]
-    ) -> tuple[Curve, float]:
+    ) -> tuple[CostCurve, float]:
         """Seconds forward of each size, and how many times as long the largest takes backward."""
         until = self._clock.monotonic() + BUDGET_S
         found: list[float] = []
@@ -113,7 +113,7 @@ class _Measure:
             if self._clock.monotonic() > until:
                 break
         # Of two sizes whose times are as good as the same, the larger one may seem faster.
-        return Curve(tuple(sizes[: len(found)]), tuple(accumulate(found, max))), times
+        return CostCurve(tuple(sizes[: len(found)]), tuple(accumulate(found, max))), times
 
     def attention(self, length: int) -> tuple[float, float]:
         """Of a piece, on one sequence."""
@@ -122,8 +122,8 @@ class _Measure:
 
         def pass_() -> Callable[[], None]:
             cut = Cut(lambda _: self._pieces.first(given), None, again=False)
-            ends = Going(*cut.ends)
-            ones = Going(
+            ends = PieceOutputs(*cut.ends)
+            ones = PieceOutputs(
                 torch.ones_like(ends.residual),
                 torch.ones_like(ends.shares),
                 torch.ones_like(ends.x),
@@ -161,7 +161,7 @@ class _Measure:
 
         def pass_() -> Callable[[], None]:
             leaves = (residual, shares, apart.view(tokens, k, -1))
-            coming = Coming(*(one.clone().requires_grad_(True) for one in leaves))
+            coming = PieceInputs(*(one.clone().requires_grad_(True) for one in leaves))
             hidden = self._pieces.last(given, coming)
             found = outputs(self._model, given, hidden, 1.0, None).logprobs
             return lambda: torch.autograd.backward(found.sum())

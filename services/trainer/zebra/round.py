@@ -15,16 +15,18 @@ from torch import Tensor
 
 from common.clock import SystemClock
 from common.model.moe import Experts, inverse
-from common.zebra.schedule import Task, Work, attention_order, expert_order
+from common.zebra.schedule import Task, TaskKind, attention_order, expert_order
 from services.trainer.models.forward import Placed
 from services.trainer.zebra import experts as of_experts
 from services.trainer.zebra.experts import Made
-from services.trainer.zebra.lanes import Exchange, Key, Lane, Shared
+from services.trainer.zebra.lanes import Exchange, ExchangeKey, Lane, Shared
 from services.trainer.zebra.owners import ZebraOwners
 from services.trainer.zebra.pace import ZebraPace
-from services.trainer.zebra.pieces import Coming, Cut, Going, Pieces
+from services.trainer.zebra.pieces import Cut, PieceInputs, PieceOutputs, Pieces
 
-Head = Callable[[int, Placed, Coming], Coming | None]  # micro-batch, ..; the gradients of what came
+Head = Callable[
+    [int, Placed, PieceInputs], PieceInputs | None
+]  # micro-batch, ..; the gradients of what came
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Sorted:
 
 
 @dataclass
-class Span:
+class ComputedSpan:
     """When a task was computed, on the monotonic clock."""
 
     task: Task
@@ -55,7 +57,7 @@ class Passed:
     balance: Tensor  # scalar: weight of a layer's balance loss
     cuts: dict[int, Cut] = field(default_factory=dict)  # by piece
     sent: dict[int, Sorted] = field(default_factory=dict)  # by mixture layer
-    slope: Coming | None = None  # the gradients that the next piece has given
+    slope: PieceInputs | None = None  # the gradients that the next piece has given
 
 
 class Round:
@@ -86,10 +88,12 @@ class Round:
         self._layers = len(owners.mixture_layers)
         self._micros: list[Passed] = []
         self._made: dict[tuple[int, int], Made] = {}  # by mixture layer and micro-batch
-        self._own: dict[Key, tuple[Tensor, Tensor | None]] = {}  # rows that stay here, and counts
-        self._own_made: dict[Key, Tensor] = {}
+        self._own: dict[
+            ExchangeKey, tuple[Tensor, Tensor | None]
+        ] = {}  # rows that stay here, and counts
+        self._own_made: dict[ExchangeKey, Tensor] = {}
         self._keeps = True
-        self.spans: list[Span] = []
+        self.spans: list[ComputedSpan] = []
 
     def run(self, given: Sequence[Passed], micros: int, head: Head, forward_only: bool) -> None:
         """All tasks of this rank. `given`: its micro-batches, of an expert rank none."""
@@ -97,7 +101,9 @@ class Round:
         self._made, self._own, self._own_made = {}, {}, {}
         self.spans = []
         self._shared = shared = Shared(self._clock, self._deadline_s)
-        keys = [Key(t.backward, t.layer, t.micro) for t in expert_order(self._layers, micros)]
+        keys = [
+            ExchangeKey(t.backward, t.layer, t.micro) for t in expert_order(self._layers, micros)
+        ]
         keys = [key for key in keys if not (forward_only and key.backward)]
         dispatched = [one for key in keys if (one := self._dispatched(key))]
         combined = [one for key in keys if (one := self._combined(key))]
@@ -123,7 +129,7 @@ class Round:
         return self._dispatch.transfers + self._combine.transfers
 
     def _do(self, task: Task, head: Head) -> None:
-        if task.work is not Work.ATTENTION:
+        if task.work is not TaskKind.ATTENTION:
             self._experts(task)
         elif task.backward:
             self._attention_backward(task)
@@ -136,13 +142,13 @@ class Round:
         began_s, pace = self._shared.now(), self._pace
         yield
         if pace is not None:
-            if task.work is Work.ATTENTION and task.layer == self._layers:
+            if task.work is TaskKind.ATTENTION and task.layer == self._layers:
                 wanted_s = pace.head_s(sum(sizes), self._keeps)
             else:
                 wanted_s = pace.task_s(task.work, task.backward, sizes)
             self._shared.rest(began_s + wanted_s)
             pace.took(wanted_s, self._shared.now() - began_s)
-        self.spans.append(Span(task, began_s, self._shared.now()))
+        self.spans.append(ComputedSpan(task, began_s, self._shared.now()))
 
     # -- attention -------------------------------------------------------------------------------
 
@@ -160,10 +166,10 @@ class Round:
         if not self._keeps:
             passed.cuts.pop(number - 1, None)
 
-    def _piece(self, passed: Passed, number: int, coming: Coming | None) -> None:
+    def _piece(self, passed: Passed, number: int, coming: PieceInputs | None) -> None:
         given, pieces = passed.given, self._pieces
 
-        def run(coming: Coming | None) -> tuple[tuple[Tensor, ...], Tensor]:
+        def run(coming: PieceInputs | None) -> tuple[tuple[Tensor, ...], Tensor]:
             if coming is None:
                 return pieces.first(given)
             return pieces.next(number, given, coming)
@@ -182,24 +188,24 @@ class Round:
         with self._timed(task, passed.lengths):
             k = self._pieces.layer(number).experts.config.experts_per_token
             x = returned.view(-1, k, self._width).sum(1)
-            gradients = Going(slope.residual, slope.shares, x, passed.balance)
+            gradients = PieceOutputs(slope.residual, slope.shares, x, passed.balance)
             passed.slope = passed.cuts.pop(number).backward(gradients)
         if number:
             self._send_back(number - 1, j)
 
-    def _coming(self, number: int, j: int) -> Coming:
+    def _coming(self, number: int, j: int) -> PieceInputs:
         """What piece `number` begins with: the experts' answer, and what the piece before kept."""
         passed = self._micros[j]
-        ends = Going(*passed.cuts[number - 1].ends)
+        ends = PieceOutputs(*passed.cuts[number - 1].ends)
         apart = self._joined(False, number - 1, j, passed.sent[number - 1])
         k = self._pieces.layer(number - 1).experts.config.experts_per_token
-        return Coming(ends.residual, ends.shares, apart.view(-1, k, self._width))
+        return PieceInputs(ends.residual, ends.shares, apart.view(-1, k, self._width))
 
     def _send(self, mixture: int, j: int, cut: Cut) -> None:
-        chosen, x = cut.told, Going(*cut.ends).x
+        chosen, x = cut.told, PieceOutputs(*cut.ends).x
         self._micros[j].sent[mixture] = found = self._sorted(mixture, chosen)
         rows = x.index_select(0, found.order // chosen.shape[1])
-        self._give(Key(False, mixture, j), found, rows)
+        self._give(ExchangeKey(False, mixture, j), found, rows)
 
     def _send_back(self, mixture: int, j: int) -> None:
         """The gradients of what the experts of a layer made."""
@@ -207,9 +213,9 @@ class Round:
         assert passed.slope is not None
         slope = passed.slope.apart.reshape(-1, self._width)
         found = passed.sent[mixture]
-        self._give(Key(True, mixture, j), found, slope.index_select(0, found.order))
+        self._give(ExchangeKey(True, mixture, j), found, slope.index_select(0, found.order))
 
-    def _give(self, key: Key, found: Sorted, rows: Tensor) -> None:
+    def _give(self, key: ExchangeKey, found: Sorted, rows: Tensor) -> None:
         parts = dict(zip(found.sizes, torch.split(rows, list(found.sizes.values())), strict=True))
         counts = {} if key.backward else dict(found.counts)
         if self._rank in parts:
@@ -233,7 +239,7 @@ class Round:
 
     def _joined(self, backward: bool, mixture: int, j: int, found: Sorted) -> Tensor:
         """[n * k, width]: what came back from all ranks, in the order of the choices."""
-        key = Key(backward, mixture, j)
+        key = ExchangeKey(backward, mixture, j)
         came = self._combine.take(key)[0] if set(found.sizes) - {self._rank} else {}
         if self._rank in found.sizes:
             came[self._rank] = self._own_made.pop(key)
@@ -242,7 +248,7 @@ class Round:
     # -- experts ---------------------------------------------------------------------------------
 
     def _experts(self, task: Task) -> None:
-        key, place = Key(task.backward, task.layer, task.micro), (task.layer, task.micro)
+        key, place = ExchangeKey(task.backward, task.layer, task.micro), (task.layer, task.micro)
         rows, counts = self._came(key)
         sizes = self._sizes(counts, place) if self._pace is not None else []
         with self._timed(task, sizes):
@@ -259,7 +265,7 @@ class Round:
         if self._to_others(task.layer):
             self._combine.give(key, found)
 
-    def _came(self, key: Key) -> tuple[dict[int, Tensor], Mapping[int, Tensor]]:
+    def _came(self, key: ExchangeKey) -> tuple[dict[int, Tensor], Mapping[int, Tensor]]:
         """The rows of each attention rank, and how many of them are each expert's."""
         rows: dict[int, Tensor] = {}
         counts: dict[int, Tensor] = {}
@@ -297,7 +303,7 @@ class Round:
         own = self._experts_here(mixture)
         return own.stop > own.start and bool(self._from_others())
 
-    def _dispatched(self, key: Key) -> Exchange | None:
+    def _dispatched(self, key: ExchangeKey) -> Exchange | None:
         """What goes out to experts, as far as this rank has part in it."""
         mixture = key.mixture
         here = self._experts_here(mixture)
@@ -320,7 +326,7 @@ class Round:
             sizes=sizes if key.backward else dict,
         )
 
-    def _combined(self, key: Key) -> Exchange | None:
+    def _combined(self, key: ExchangeKey) -> Exchange | None:
         """What comes back from them."""
         _, mixture, j = key
         others = [rank for rank in self._owners.owners(mixture) if rank != self._rank]

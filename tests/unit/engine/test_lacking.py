@@ -17,7 +17,7 @@ from services.engine.weights.versions import PATIENCE_S, Versions
 from services.trainer.compute.compute import LocalCompute
 from services.trainer.core.core import TrainerCore
 from services.trainer.initial.beginning import fresh_learner
-from services.trainer.versions.publishing import Identity
+from services.trainer.versions.publishing import VersionIdentity
 from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.steps.groups_under_test import job
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
@@ -48,7 +48,7 @@ def test_a_trainer_that_replays_or_holds_its_next_version_is_waited_for(tmp_path
         versions = Versions(engine, "other")
         await looks(bench, versions, 2 * PATIENCE_S)  # it is not ready
 
-        core.ready, core.position.weights = True, Identity(LACKING)
+        core.ready, core.position.weights = True, VersionIdentity(LACKING)
         core.enter("updating", 1)
         await looks(bench, versions, 2 * PATIENCE_S)
 

@@ -8,7 +8,7 @@ from common.errors import ConfigError
 from common.hardware.profiles import declared
 from common.hardware.shapes import ModelShape
 from common.zebra.kinds import UTILISATION, declared_profile, speed
-from common.zebra.profile import Curve, Profile
+from common.zebra.profile import CostCurve, Profile
 
 # As the source's W1 without its gate: 2,048 wide, 8 key-value heads of 128, 12 experts.
 EXPERT = 3 * 2048 * 7168
@@ -19,7 +19,7 @@ SHAPE = ModelShape(4, 2048, 16, 8, 128, PARAMETERS, PARAMETERS - 40 * EXPERT, 12
 def attention(profile: Profile, length: int) -> float:
     """How many times as long the slow kind takes."""
     fast, slow = profile.fast.attention, profile.slow.attention
-    assert isinstance(fast, Curve) and isinstance(slow, Curve)
+    assert isinstance(fast, CostCurve) and isinstance(slow, CostCurve)
     return slow.of(length) / fast.of(length)
 
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
-from common.zebra.profile import Curve, Kind, Profile, read
+from common.zebra.profile import AcceleratorCosts, CostCurve, Profile, read
 
-LINE = Curve((1,), (1e-6,))
-FAST = Kind("A40", 4e10, LINE, Curve((1024, 4096), (0.001, 0.007)), LINE)
-SLOW = Kind("V100", 1e10, LINE)
+LINE = CostCurve((1,), (1e-6,))
+FAST = AcceleratorCosts("A40", 4e10, LINE, CostCurve((1024, 4096), (0.001, 0.007)), LINE)
+SLOW = AcceleratorCosts("V100", 1e10, LINE)
 PROFILE = Profile(
     fast=FAST,
     slow=SLOW,
@@ -34,14 +34,14 @@ PROFILE = Profile(
 
 
 def test_a_curve_is_straight_between_what_was_measured() -> None:
-    curve = Curve((1000, 2000, 4000), (1.0, 3.0, 11.0))
+    curve = CostCurve((1000, 2000, 4000), (1.0, 3.0, 11.0))
     assert [curve.of(x) for x in (0, 500, 1000, 1500, 3000, 5000)] == [0, 0.5, 1, 2, 7, 15]
     assert LINE.of(12345) == pytest.approx(0.012345)
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6))
 def test_more_takes_no_less(a: int, b: int) -> None:
-    curve = Curve((1000, 2000, 4000), (1.0, 3.0, 11.0))
+    curve = CostCurve((1000, 2000, 4000), (1.0, 3.0, 11.0))
     assert curve.of(min(a, b)) <= curve.of(max(a, b))
 
 
@@ -59,7 +59,7 @@ def test_more_takes_no_less(a: int, b: int) -> None:
 )
 def test_a_curve_of_nonsense_is_refused(at: tuple[int, ...], values: tuple[float, ...]) -> None:
     with pytest.raises(ConfigError):
-        Curve(at, values)
+        CostCurve(at, values)
 
 
 def test_it_survives_json() -> None:

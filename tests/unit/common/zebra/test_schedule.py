@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.zebra.schedule import Task, Work, attention_order, expert_order
+from common.zebra.schedule import Task, TaskKind, attention_order, expert_order
 
 
 def written(order: list[Task]) -> str:
     """F01 is a forward of layer 0 and micro-batch 1; h is of hosted experts."""
     return " ".join(
-        ("h" if task.work is Work.HOSTED else "")
+        ("h" if task.work is TaskKind.HOSTED else "")
         + "FB"[task.backward]
         + f"{task.layer}{task.micro}"
         for task in order

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
-from common.zebra.asymmetry import Ranks
+from common.zebra.asymmetry import RankCounts
 from common.zebra.batches import spread
 from common.zebra.prices import costs_of
-from common.zebra.profile import Curve, Profile
-from common.zebra.shapes import MICROS, Shape, choose, shape_of
+from common.zebra.profile import CostCurve, Profile
+from common.zebra.shapes import MICROS, CoreShape, choose, shape_of
 from tests.unit.common.zebra.test_profile import LINE, PROFILE
 
-ATTENDS = Curve((1024, 4096), (0.002, 0.02))
+ATTENDS = CostCurve((1024, 4096), (0.002, 0.02))
 BOTH = replace(PROFILE, slow=replace(PROFILE.slow, attention=ATTENDS, head=LINE))
 
 
-def every_shape(profile: Profile, lengths: dict[int, int], fast: int, slow: int) -> list[Shape]:
+def every_shape(profile: Profile, lengths: dict[int, int], fast: int, slow: int) -> list[CoreShape]:
     """All that fit, one by one."""
     found = []
     for groups in range(1, min(fast, slow) + 1):
@@ -29,7 +29,7 @@ def every_shape(profile: Profile, lengths: dict[int, int], fast: int, slow: int)
             if profile.experts % ranks[1]:
                 continue
             for micros in MICROS:
-                found.append(shape_of(profile, lengths, groups, Ranks(*ranks), micros))
+                found.append(shape_of(profile, lengths, groups, RankCounts(*ranks), micros))
     return [shape for shape in found if shape is not None]
 
 
@@ -44,7 +44,7 @@ def every_shape(profile: Profile, lengths: dict[int, int], fast: int, slow: int)
 def test_it_is_the_fastest_of_all(
     fast: int, slow: int, lengths: dict[int, int], experts_s: float, memory: float
 ) -> None:
-    kind = replace(PROFILE.slow, experts=Curve((1,), (experts_s,)), memory_bytes=memory)
+    kind = replace(PROFILE.slow, experts=CostCurve((1,), (experts_s,)), memory_bytes=memory)
     profile = replace(PROFILE, slow=kind)
     all_of_them = every_shape(profile, lengths, fast, slow)
     found = choose(profile, lengths, fast, slow)
@@ -59,7 +59,7 @@ def test_it_is_the_fastest_of_all(
 
 
 def test_of_equals_it_takes_fewer_accelerators_and_micro_batches() -> None:
-    free = Curve((1,), (0.0,))
+    free = CostCurve((1,), (0.0,))
     nothing = replace(
         PROFILE,
         fast=replace(PROFILE.fast, experts=free, attention=free, head=free),
@@ -69,11 +69,11 @@ def test_of_equals_it_takes_fewer_accelerators_and_micro_batches() -> None:
     )
     best = choose(nothing, {1024: 8}, 3, 3).best
     assert best is not None and best.step_s == pytest.approx(4 * PROFILE.layers * 1e-3)
-    assert (best.groups, best.ranks, best.micros, best.hosting.held) == (1, Ranks(1, 1), 1, 0)
+    assert (best.groups, best.ranks, best.micros, best.hosting.held) == (1, RankCounts(1, 1), 1, 0)
 
 
 def test_longer_sequences_want_more_of_the_fast_kind() -> None:
-    attends = Curve((1024, 4096, 16384), (0.0005, 0.004, 0.05))
+    attends = CostCurve((1024, 4096, 16384), (0.0005, 0.004, 0.05))
     profile = replace(PROFILE, fast=replace(PROFILE.fast, attention=attends))
     shares = []
     for length in (1024, 16384):
@@ -84,15 +84,15 @@ def test_longer_sequences_want_more_of_the_fast_kind() -> None:
 
 
 def test_memory_sends_experts_to_attention_ranks_or_leaves_nothing() -> None:
-    def on(memory: float) -> Shape | None:
+    def on(memory: float) -> CoreShape | None:
         slow = replace(PROFILE.slow, memory_bytes=memory)
-        return shape_of(replace(PROFILE, slow=slow), {1024: 8}, 1, Ranks(2, 2), 2)
+        return shape_of(replace(PROFILE, slow=slow), {1024: 8}, 1, RankCounts(2, 2), 2)
 
     roomy, tight = on(1e11), on(1.2e9)
     assert roomy is not None and tight is not None
     assert tight.hosting.held >= 4 and sum(tight.hosting.kept) * 1e8 <= 1.2e9
     full = replace(PROFILE, fast=replace(PROFILE.fast, memory_bytes=1.02e9))
-    assert shape_of(full, {1024: 8}, 1, Ranks(2, 2), 2) is None
+    assert shape_of(full, {1024: 8}, 1, RankCounts(2, 2), 2) is None
     nearly = replace(
         PROFILE,
         fast=replace(PROFILE.fast, memory_bytes=1.05e9),
@@ -113,8 +113,8 @@ def test_what_could_be_done_instead_is_told() -> None:
 
 
 def test_a_step_is_its_timeline_and_the_sum_of_gradients() -> None:
-    one = shape_of(BOTH, {2048: 32}, 1, Ranks(4, 4), 4)
-    two = shape_of(BOTH, {2048: 32}, 2, Ranks(2, 2), 4)
+    one = shape_of(BOTH, {2048: 32}, 1, RankCounts(4, 4), 4)
+    two = shape_of(BOTH, {2048: 32}, 2, RankCounts(2, 2), 4)
     assert one is not None and two is not None
     attention = 2 * 3 / 4 * 1e8 / 1e10
     assert one.step_s - one.timeline.makespan == pytest.approx(attention)
@@ -126,7 +126,7 @@ def test_a_step_is_its_timeline_and_the_sum_of_gradients() -> None:
 def test_costs_are_the_profiles() -> None:
     batches = spread({1024: 8}, 4, ATTENDS)
     assert batches is not None and batches.tokens == 2048
-    costs, elsewhere = costs_of(PROFILE, Ranks(4, 2), batches)
+    costs, elsewhere = costs_of(PROFILE, RankCounts(4, 2), batches)
     assert costs.attention == pytest.approx(0.002)
     assert costs.experts == elsewhere == pytest.approx(2048 * 2 * 4 / 2 * 1e-6)
     assert costs.dispatch == pytest.approx(2048 * 2 * 2 * 4096 / 1e10)  # two send to each

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError
 from common.zebra.costs import CHECKPOINTED, Costs
-from common.zebra.operations import Stream, planned_as
-from common.zebra.schedule import Task, Work, attention_order, expert_order
-from common.zebra.timeline import Span, makespan, plan_s, serial_s, timeline
+from common.zebra.operations import RankStream, planned_as
+from common.zebra.schedule import Task, TaskKind, attention_order, expert_order
+from common.zebra.timeline import TaskSpan, makespan, plan_s, serial_s, timeline
 
 seconds = st.floats(0, 2)
-E, H = Work.EXPERTS, Work.HOSTED
+E, H = TaskKind.EXPERTS, TaskKind.HOSTED
 
 
 @st.composite
@@ -36,20 +36,22 @@ def steps(draw: st.DrawFn) -> tuple[int, int, Costs]:
     return layers, micros, costs
 
 
-def needed(span: Span, layers: int, hosts: tuple[bool, ...]) -> list[tuple[Stream, Task]]:
+def needed(span: TaskSpan, layers: int, hosts: tuple[bool, ...]) -> list[tuple[RankStream, Task]]:
     """What a task needs, as the source words it."""
     back, layer, micro, work = span.task
-    if span.stream is Stream.DISPATCH:
-        return [(Stream.ATTENTION, Task(back, layer + 1 if back else layer, micro))]
-    if span.stream is Stream.COMBINE:
-        both = [(Stream.EXPERTS, span.task)]
-        return both + ([(Stream.ATTENTION, Task(back, layer, micro, H))] if hosts[layer] else [])
-    if work is not Work.ATTENTION:
-        return [(Stream.DISPATCH, Task(back, layer, micro, E))]
+    if span.stream is RankStream.DISPATCH:
+        return [(RankStream.ATTENTION, Task(back, layer + 1 if back else layer, micro))]
+    if span.stream is RankStream.COMBINE:
+        both = [(RankStream.EXPERTS, span.task)]
+        return both + (
+            [(RankStream.ATTENTION, Task(back, layer, micro, H))] if hosts[layer] else []
+        )
+    if work is not TaskKind.ATTENTION:
+        return [(RankStream.DISPATCH, Task(back, layer, micro, E))]
     if back:
-        last = (Stream.ATTENTION, Task(False, layer, micro))
-        return [last if layer == layers else (Stream.COMBINE, Task(True, layer, micro, E))]
-    return [(Stream.COMBINE, Task(False, layer - 1, micro, E))] if layer else []
+        last = (RankStream.ATTENTION, Task(False, layer, micro))
+        return [last if layer == layers else (RankStream.COMBINE, Task(True, layer, micro, E))]
+    return [(RankStream.COMBINE, Task(False, layer - 1, micro, E))] if layer else []
 
 
 @given(steps())
@@ -57,7 +59,7 @@ def test_a_task_starts_as_soon_as_it_may(step: tuple[int, int, Costs]) -> None:
     layers, micros, costs = step
     found = timeline(layers, micros, costs)
     ends = {(span.stream, span.task): span.end for span in found.spans}
-    free = dict.fromkeys(Stream, 0.0)
+    free = dict.fromkeys(RankStream, 0.0)
     for span in found.spans:
         ready = [ends[one] for one in needed(span, layers, costs.hosts)]
         assert span.start == pytest.approx(max([free[span.stream], *ready]), abs=1e-9)
@@ -70,10 +72,10 @@ def test_a_task_starts_as_soon_as_it_may(step: tuple[int, int, Costs]) -> None:
 def test_streams_run_in_the_order_of_the_schedule(step: tuple[int, int, Costs]) -> None:
     layers, micros, costs = step
     spans = timeline(layers, micros, costs).spans
-    run = {one: [span.task for span in spans if span.stream is one] for one in Stream}
-    assert run[Stream.ATTENTION] == attention_order(layers, micros, costs.hosts)
-    assert run[Stream.EXPERTS] == run[Stream.COMBINE] == expert_order(layers, micros)
-    assert run[Stream.DISPATCH] == expert_order(layers, micros)
+    run = {one: [span.task for span in spans if span.stream is one] for one in RankStream}
+    assert run[RankStream.ATTENTION] == attention_order(layers, micros, costs.hosts)
+    assert run[RankStream.EXPERTS] == run[RankStream.COMBINE] == expert_order(layers, micros)
+    assert run[RankStream.DISPATCH] == expert_order(layers, micros)
 
 
 @given(steps())

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import Fenced
-from services.trainer.hybrids.membership import Membership
+from services.trainer.hybrids.membership import HybridMembership
 
 
 def test_a_hybrid_leases_only_what_it_has_the_weights_for() -> None:
-    pool = Membership()
+    pool = HybridMembership()
     generation = pool.join("g1", 0.0)
     assert pool.stages() == {"g1": "requested"}
     assert not pool.asks("g1", generation, "", "v1", 1.0)
@@ -26,7 +26,7 @@ def test_a_hybrid_leases_only_what_it_has_the_weights_for() -> None:
 
 
 def test_a_new_version_is_there_to_be_fetched_before_a_hybrid_asks() -> None:
-    pool = Membership()
+    pool = HybridMembership()
     generation = pool.join("g1", 0.0)
     assert pool.asks("g1", generation, "v1", "v1", 1.0)
     pool.wanted("v1")
@@ -36,14 +36,14 @@ def test_a_new_version_is_there_to_be_fetched_before_a_hybrid_asks() -> None:
 
 
 def test_between_two_steps_a_hybrid_stays_ready() -> None:
-    pool = Membership()
+    pool = HybridMembership()
     generation = pool.join("g1", 0.0)
     assert not pool.asks("g1", generation, "v1", "", 1.0)
     assert pool.stages() == {"g1": "ready"}
 
 
 def test_what_a_hybrid_says_under_an_earlier_join_is_refused() -> None:
-    pool = Membership()
+    pool = HybridMembership()
     first = pool.join("g1", 0.0)
     second = pool.join("g1", 1.0)
     with pytest.raises(Fenced):
@@ -58,7 +58,7 @@ def test_what_a_hybrid_says_under_an_earlier_join_is_refused() -> None:
 
 
 def test_a_hybrid_that_is_silent_for_long_has_failed() -> None:
-    pool = Membership(silent_s=10.0)
+    pool = HybridMembership(silent_s=10.0)
     generation = pool.join("g1", 0.0)
     pool.join("g2", 5.0)
     assert pool.silent(9.0) == []
@@ -77,7 +77,7 @@ actions = st.tuples(
 
 @given(st.lists(actions, max_size=40))
 def test_at_most_the_last_join_of_a_gang_counts(history: list[tuple[str, str, int]]) -> None:
-    pool = Membership(silent_s=3.0)
+    pool = HybridMembership(silent_s=3.0)
     live: dict[str, tuple[int, float]] = {}
     now, joins = 0.0, 0
     for action, gang, number in history:

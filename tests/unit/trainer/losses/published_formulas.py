@@ -16,7 +16,7 @@ from common.job.config import AlgorithmConfig, JobConfig, RolloutConfig
 from common.job.constraints import AlgorithmName
 from services.trainer.arithmetic.aggregation import aggregation
 from services.trainer.arithmetic.objective import objective
-from services.trainer.losses.terms import Terms
+from services.trainer.losses.terms import LossTerms
 
 LONGEST = 40  # rollout.max_tokens
 
@@ -71,10 +71,10 @@ def flat(lists: Lists) -> torch.Tensor:
     return torch.tensor([x for one in lists for x in one], dtype=torch.float64)
 
 
-def terms(tokens: Tokens) -> Terms:
+def terms(tokens: Tokens) -> LossTerms:
     """The same batch as one bin has it."""
     sequence = [i for i, one in enumerate(tokens.now) for _ in one]
-    return Terms(
+    return LossTerms(
         logprobs=flat(tokens.now),
         behaviour=flat(tokens.behaviour),
         proximal=flat(tokens.proximal),

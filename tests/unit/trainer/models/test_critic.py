@@ -18,7 +18,7 @@ from services.trainer.arithmetic.aggregation import denominator
 from services.trainer.arithmetic.learner import Learner, add
 from services.trainer.arithmetic.stats import update_metrics
 from services.trainer.bins.packing import Bin, Sequence, fill, make_bins, packed
-from services.trainer.losses.terms import Terms
+from services.trainer.losses.terms import LossTerms
 from services.trainer.models import critic
 from services.trainer.models.forward import checkpoint_layers
 from tests.unit.trainer.handing_over import handed_over
@@ -165,7 +165,7 @@ def test_the_value_loss_is_that_of_the_clipped_formula(seed: int) -> None:
     nothing = torch.zeros(9)
     extras = {"values": before, "returns": returns}
     one = torch.zeros(9, dtype=torch.int64)
-    terms = Terms(nothing, nothing, nothing, nothing, one, 1, extras)
+    terms = LossTerms(nothing, nothing, nothing, nothing, one, 1, extras)
     losses = critic.value_losses(found, terms, torch.ones(9), AlgorithmConfig(value_clip=0.3))
     losses.sum().backward()
     assert found.grad is not None

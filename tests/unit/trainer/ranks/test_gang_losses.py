@@ -15,11 +15,11 @@ import pytest
 
 from common.api.ranks import (
     Adopt,
-    Done,
     LentGradient,
     Meeting,
     Norm,
-    Order,
+    OrderDone,
+    RankOrder,
     Ranks,
     Rest,
     RestoreRows,
@@ -34,7 +34,7 @@ from common.api.ranks import (
     Scores,
     StagedRows,
     StageRows,
-    Standing,
+    StandsBy,
     Taking,
     Trouble,
     Update,
@@ -62,9 +62,9 @@ from common.settings import MeshSettings
 from common.weights.laying import How
 from common.wire.meeting import NoPort
 from services.trainer.arithmetic.stats import BinStats
-from services.trainer.compute.saving import Saving
+from services.trainer.compute.saving import StateSaving
 from services.trainer.gang.gang import GangCompute
-from services.trainer.gang.group import Group
+from services.trainer.gang.group import RankGroup
 from services.trainer.hybrids.gradient_transfer import read
 from services.trainer.ranks.rank import Rank, join_group, of_the_group
 from services.trainer.sharding.learners import ShardedLearner
@@ -101,25 +101,25 @@ class OtherRank(Actor):
         self.restored = RowsRestored()
         self.trouble, self.saved_files = Trouble(), SavedFiles()
         self.answers: list[SavedFiles] = []  # first
-        self.stands, self.stood_by = Standing("", ""), 0
+        self.stands, self.stood_by = StandsBy("", ""), 0
 
-    def _done(self, order: str) -> Done:
+    def _done(self, order: str) -> OrderDone:
         if order in self.raises:
             raise self.raises[order]
-        return Done()
+        return OrderDone()
 
     @call(Ranks.stand_by)
-    def stand_by(self, order: Order) -> Standing:
+    def stand_by(self, order: RankOrder) -> StandsBy:
         self._done("stand_by")
         self.stood_by += 1
         return self.stands
 
     @call(Ranks.form)
-    def form(self, meeting: Meeting) -> Done:
+    def form(self, meeting: Meeting) -> OrderDone:
         return self._done("form")
 
     @call(Ranks.begin)
-    def begin(self, order: Order) -> Done:
+    def begin(self, order: RankOrder) -> OrderDone:
         return self._done("begin")
 
     @call(Ranks.compute)
@@ -128,12 +128,12 @@ class OtherRank(Actor):
         return RoundStats([asdict(BinStats(tokens=1))])
 
     @call(Ranks.keep)
-    def keep(self, lent: LentGradient) -> Done:
+    def keep(self, lent: LentGradient) -> OrderDone:
         self.given[lent.index] = np.array(read(lent.path, lent.size))
         return self._done("keep")
 
     @call(Ranks.adopt)
-    def adopt(self, order: Adopt) -> Done:
+    def adopt(self, order: Adopt) -> OrderDone:
         self.adopted.append((order.algorithm["clip_high"], order.optimizer["muon_lr"]))
         return self._done("adopt")
 
@@ -148,7 +148,7 @@ class OtherRank(Actor):
         return Scores(np.zeros(len(part.bin["tokens"]), np.float32))
 
     @call(Ranks.stage)
-    def stage(self, order: StageRows) -> Done:
+    def stage(self, order: StageRows) -> OrderDone:
         self.staged_names += order.names
         return self._done("stage")
 
@@ -173,15 +173,15 @@ class OtherRank(Actor):
         return self.restored
 
     @call(Ranks.take)
-    def take(self, taking: Taking) -> Done:
+    def take(self, taking: Taking) -> OrderDone:
         return self._done("take")
 
     @call(Ranks.taken)
-    def taken(self, taking: Taking) -> Done:
+    def taken(self, taking: Taking) -> OrderDone:
         return self._done("taken")
 
     @call(Ranks.rest)
-    def rest(self, order: Rest) -> Done:
+    def rest(self, order: Rest) -> OrderDone:
         self.rested.append(order.what)
         return self._done(f"rest {order.what}")
 
@@ -349,7 +349,7 @@ async def test_what_rank_0_finds_damaged_is_told_and_the_group_restores_somethin
 async def test_a_checkpoint_that_cannot_be_written_leaves_the_group_as_it_is(
     gang: Gang, tmp_path: Path
 ) -> None:
-    def saving(name: str) -> Saving:
+    def saving(name: str) -> StateSaving:
         return gang.compute.saving(tmp_path / name / "state", masters=True)
 
     first, *rest = list(saving("names").outline)
@@ -417,7 +417,7 @@ async def test_a_gang_over_hosts_without_a_port_to_meet_at_says_so_at_once(tmp_p
         core = on_sockets(f"trainer/{JOB}", state, clock, settings=settings)
         elsewhere = on_sockets(rank_name(JOB, 1), state, clock)
         other = OtherRank()
-        other.stands = Standing("elsewhere", "127.0.0.1")
+        other.stands = StandsBy("elsewhere", "127.0.0.1")
         await elsewhere.join(other)
         await core.join(None)
         rank, far = Gang(core, other, tmp_path).rank, list[int]()
@@ -425,7 +425,9 @@ async def test_a_gang_over_hosts_without_a_port_to_meet_at_says_so_at_once(tmp_p
         async def prepare(ranks: Set[int]) -> None:
             far.extend(ranks)
 
-        group = Group(core, JOB, rank, tmp_path, scaled(20.0), prepare=prepare, ended=lambda: None)
+        group = RankGroup(
+            core, JOB, rank, tmp_path, scaled(20.0), prepare=prepare, ended=lambda: None
+        )
         async with asyncio.timeout(scaled(60.0)):
             with pytest.raises(NoPort, match=bind.rpartition(":")[2]):
                 await group.form()

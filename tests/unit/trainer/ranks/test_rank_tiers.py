@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.api.ranks import LentGradient, Meeting, Order, Rest
+from common.api.ranks import LentGradient, Meeting, RankOrder, Rest
 from common.api.role import Settle
 from common.errors import Refused
 from common.job.config import JobConfig
@@ -62,7 +62,7 @@ def test_it_is_absent_only_once_its_rows_are_gathered(tmp_path: Path) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
         rank = bench(clock, random)
         assert (await rank.settle(wish("absent", 1))).accelerator == 0, "it is of no group"
-        await rank.stand_by(Order(GENERATION))
+        await rank.stand_by(RankOrder(GENERATION))
         asked = asyncio.create_task(rank.settle(wish("absent", 2)))
         await clock.sleep(60.0)
         assert not asked.done(), "rank 0 has its rows still to gather"
@@ -84,7 +84,7 @@ def test_one_that_begins_anew_while_its_gang_sleeps_sleeps_too_until_it_forms_ag
         woken = asyncio.create_task(rank.settle(wish("accelerator", 6)))
         await clock.sleep(60.0)
         assert not woken.done(), "rank 0 has yet to form the gang"
-        await rank.stand_by(Order(GENERATION))
+        await rank.stand_by(RankOrder(GENERATION))
         assert (await woken).accelerator == 100
 
     run_virtual(main, limit_s=1e4)
@@ -100,7 +100,7 @@ def test_it_opens_no_file_that_others_name_but_where_gangs_of_its_host_meet(tmp_
 
     async def main(clock: VirtualClock, random: Random) -> None:
         rank = bench(clock, random, run)
-        await rank.stand_by(Order(GENERATION))
+        await rank.stand_by(RankOrder(GENERATION))
         around = run / "mesh" / "gangs" / ".." / ".." / ".." / "secret"
         for path in (secret, link, around, Path("secret")):
             with pytest.raises(Refused, match=r"is not below .*gangs"):

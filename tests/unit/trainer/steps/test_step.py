@@ -25,7 +25,7 @@ from services.trainer.bins.packing import make_bins
 from services.trainer.compute.compute import LocalCompute
 from services.trainer.hybrids.gradients import Gradients
 from services.trainer.steps.batch import Batch
-from services.trainer.steps.step import Step
+from services.trainer.steps.step import TrainingStep
 from tests.meshes import alone
 from tests.unit.trainer.steps.groups_under_test import group, job
 
@@ -61,12 +61,14 @@ def groups(silent: Collection[int] = (), count: int = 4) -> list[Group]:
     return found
 
 
-def step(learner: Learner, config: JobConfig) -> Step:
+def step(learner: Learner, config: JobConfig) -> TrainingStep:
     clock = SystemClock()
     mesh = alone("trainer/job", clock, Random(0), SystemHost())
     compute = LocalCompute(mesh, learner)
     gradients = Gradients(mesh, compute, "gang", 10.0, Calibration(BinCost(), 2560))
-    return Step(mesh, config, compute, gradients, VERSION + 1, "manifest", lambda *phase: None)
+    return TrainingStep(
+        mesh, config, compute, gradients, VERSION + 1, "manifest", lambda *phase: None
+    )
 
 
 async def as_they_come(**which: Any) -> AsyncIterator[Group]:

@@ -14,7 +14,7 @@ from common.random import Random
 from common.state.jobs import JobRow
 from services.trainer.core.position import committed_of
 from services.trainer.core.sleeping import COMMIT_S
-from services.trainer.versions.publishing import Identity
+from services.trainer.versions.publishing import VersionIdentity
 from sim.loop import run_virtual
 from tests.unit.trainer.tiers.bench import Bench
 
@@ -192,7 +192,7 @@ def test_a_process_that_starts_again_goes_on_from_what_was_kept(tmp_path: Path) 
         for tier in ("memory", "disk"):
             async with Bench(clock, random.child(tier), tmp_path) as bench:
                 await bench.step(1)
-                bench.core.position.weights = Identity("m1")
+                bench.core.position.weights = VersionIdentity("m1")
                 await bench.settle(tier)
                 dead, bench.core = bench.core, bench.started()
                 await dead.mesh.leave()
@@ -235,7 +235,7 @@ def test_what_is_of_another_version_is_left_alone_and_removed(
     async def main(clock: Clock, random: Random) -> None:
         async with Bench(clock, random, tmp_path) as bench:
             await bench.step(1)
-            bench.core.position.weights = Identity("m")
+            bench.core.position.weights = VersionIdentity("m")
             await bench.settle("memory")
             dead, bench.core = bench.core, bench.started()
             await dead.mesh.leave()
@@ -275,8 +275,8 @@ def test_a_step_that_was_not_committed_counts_if_its_weights_have_been_since(
             await bench.step(1)
             core = bench.core
             position = core.position
-            position.version, position.weights, position.computed = 0, Identity("m0"), 1
-            position.staged = (1, Identity(staged)) if staged else (0, Identity(""))
+            position.version, position.weights, position.computed = 0, VersionIdentity("m0"), 1
+            position.staged = (1, VersionIdentity(staged)) if staged else (0, VersionIdentity(""))
             before = bench.digest()
             await bench.settle("memory")
             dead, bench.core = core, bench.started()
@@ -294,7 +294,7 @@ def test_a_step_that_is_repeated_is_not_taken_for_computed(tmp_path: Path) -> No
         async with Bench(clock, random, tmp_path) as bench:
             core = bench.core
             core.enter("updating", 1)
-            core.position.computed, core.position.staged = 1, (1, Identity("m1"))
+            core.position.computed, core.position.staged = 1, (1, VersionIdentity("m1"))
             about = {"born": 0, "checkpoint": "", "checkpoint_step": 0}
             core.go_on_from(committed_of(Row(lineage=0, version=0, manifest="m0"), about))
             core.enter("updating", 1)  # again, and half of its updates are made

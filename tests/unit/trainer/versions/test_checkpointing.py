@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.errors import Damaged, NotFound
-from services.trainer.versions.publishing import Identity
+from services.trainer.versions.publishing import VersionIdentity
 from tests.unit.common.records.harms import Harm, delete, flip
 from tests.unit.trainer.versions.test_restoring import Trained, trained
 
@@ -23,7 +23,7 @@ async def staged(bench: Trained) -> None:
 
 
 async def checkpoint(bench: Trained) -> None:
-    await bench.checkpoints.begin(0, 2, Identity(bench.manifests[2]), {"version": 2})
+    await bench.checkpoints.begin(0, 2, VersionIdentity(bench.manifests[2]), {"version": 2})
     await bench.checkpoints.settled(required=True)
     bench.names.append(bench.checkpoints.name)
 

@@ -15,9 +15,9 @@ from common.weights.laying import How, Laid
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
 from services.trainer.compute.compute import LocalCompute
-from services.trainer.compute.staging import Staging
+from services.trainer.compute.staging import WeightStaging
 from services.trainer.core.core import TrainerCore
-from services.trainer.versions.publishing import Identity
+from services.trainer.versions.publishing import VersionIdentity
 from tests.unit.trainer.versions.test_restoring import Trained, trained
 from tests.unit.weights.store_bench import JOB
 
@@ -29,12 +29,12 @@ class Slow(LocalCompute):
 
     stagings, cut = 0, False
 
-    def staging(self, how: How, what: str) -> Staging:
+    def staging(self, how: How, what: str) -> WeightStaging:
         return SlowStaging(self, super().staging(how, what))
 
 
 class SlowStaging:
-    def __init__(self, compute: Slow, inner: Staging) -> None:
+    def __init__(self, compute: Slow, inner: WeightStaging) -> None:
         self._compute, self._inner = compute, inner
         self.settled, self.close = inner.settled, inner.close
 
@@ -60,7 +60,7 @@ async def core_of(bench: Trained) -> tuple[TrainerCore, Slow]:
     core.ready, core.position.version, core.position.weights = (
         True,
         last,
-        Identity(bench.manifests[last]),
+        VersionIdentity(bench.manifests[last]),
     )
     core.checkpoints.name, core.checkpoints.step = bench.names[last], last
     for path in await bench.chunks(last):
@@ -136,7 +136,11 @@ def test_a_version_since_the_checkpoint_is_written_again_as_its_manifest_cuts_it
             Seat("g0", "g0.0", JOB, 1, core=True),
             LocalCompute(store.trainer, bench.learner),
         )
-        core.ready, core.position.version, core.position.weights = True, step, Identity(manifest)
+        core.ready, core.position.version, core.position.weights = (
+            True,
+            step,
+            VersionIdentity(manifest),
+        )
         await core.publisher.look(manifest)
         its_own, *chunks = await bench.chunks(step)
         before = {path: path.read_bytes() for path in chunks}

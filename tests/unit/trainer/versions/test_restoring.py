@@ -28,7 +28,7 @@ from services.trainer.initial.beginning import adapt, fresh_learner
 from services.trainer.rows.filling import masters_of
 from services.trainer.rows.saved import SavedRows
 from services.trainer.versions.checkpointing import Checkpoints
-from services.trainer.versions.publishing import Identity, Publisher
+from services.trainer.versions.publishing import Publisher, VersionIdentity
 from services.trainer.versions.restoring import Restoring
 from sim.mesh.job.arithmetic import MODEL
 from sim.mesh.job.job import config_of, document_of
@@ -86,7 +86,7 @@ class Trained:
         else:
             manifest = (await self.publisher.stage(0, step, before)).digest
         account: dict[str, Any] = {"version": step}
-        await self.checkpoints.begin(0, step, Identity(manifest), account)
+        await self.checkpoints.begin(0, step, VersionIdentity(manifest), account)
         await self.checkpoints.settled(required=True)
         name, token = self.checkpoints.name, self.store.trainer.token
         if step == 0:

@@ -14,7 +14,7 @@ from common.job.config import JobConfig
 from common.job.job_data import JobData
 from common.zebra.kinds import declared_profile
 from common.zebra.profile import Profile
-from common.zebra.schedule import Work
+from common.zebra.schedule import TaskKind
 from common.zebra.together import expert_parallel_s, reduced_s
 from services.trainer.zebra.alike import PacedBins
 from services.trainer.zebra.pace import ZebraPace, pace_of
@@ -32,15 +32,15 @@ def paced(profile: Profile, tokens: float = 1.0) -> ZebraPace:
 def test_tasks_take_what_the_kind_takes_times_the_scale_and_more_on_the_way_back() -> None:
     pace = paced(PROFILE.slowed(100.0), tokens=64.0)
     assert PROFILE.fast.attention is not None and PROFILE.fast.head is not None
-    forward = pace.task_s(Work.ATTENTION, False, [64, 32])
+    forward = pace.task_s(TaskKind.ATTENTION, False, [64, 32])
     expected = PROFILE.fast.attention.of(4096) + PROFILE.fast.attention.of(2048)
     assert forward == pytest.approx(100.0 * expected)
-    backward = pace.task_s(Work.ATTENTION, True, [64, 32])
+    backward = pace.task_s(TaskKind.ATTENTION, True, [64, 32])
     assert backward == pytest.approx(PROFILE.backward * forward)
     slow = ZebraPace(PROFILE, PROFILE.slowed(100.0).slow, tokens=64.0)
-    hosted = pace.task_s(Work.HOSTED, False, [8, 0, 16])
+    hosted = pace.task_s(TaskKind.HOSTED, False, [8, 0, 16])
     assert hosted == pytest.approx(100.0 * PROFILE.fast.experts.of(24 * 64))
-    assert slow.task_s(Work.EXPERTS, False, [24]) == pytest.approx(hosted / 0.8)
+    assert slow.task_s(TaskKind.EXPERTS, False, [24]) == pytest.approx(hosted / 0.8)
     head = pace.head_s(64, goes_back=False)
     assert head == pytest.approx(100.0 * PROFILE.fast.head.of(4096))
     assert pace.head_s(64, goes_back=True) == pytest.approx(3 * head)

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from common.api.trainer import Gather, Gathered, Trainer
+from common.api.trainer import BroadcastPlace, Gather, Trainer
 from common.clock import SystemClock
 from common.digest import digest_of
 from common.runtime.actor import Actor, call
@@ -35,7 +35,7 @@ class Core(type(answering("trainer", []))):  # type: ignore[misc]
         self.broadcasts, self.asked = broadcasts, 0
 
     @call(Trainer.gather)
-    async def gather(self, request: Gather) -> Gathered:
+    async def gather(self, request: Gather) -> BroadcastPlace:
         self.asked += 1
         return await self.broadcasts.gather(request)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.api.trainer import Gather, Gathered
+from common.api.trainer import BroadcastPlace, Gather
 from common.errors import PeerLost, StorageFull
 from common.weights.ways import broadcasting
 from tests.load import scaled
@@ -86,7 +86,7 @@ async def test_who_comes_when_a_broadcast_has_begun_is_told_at_once(tmp_path: Pa
         asked = Gather(MANIFEST, dict(bench.version.lacking))
         first = await bench.broadcasts.gather(asked)  # nobody comes to meet it: it still waits
         assert first.where and first.members == 2
-        assert await bench.broadcasts.gather(asked) == Gathered()
+        assert await bench.broadcasts.gather(asked) == BroadcastPlace()
 
 
 async def test_what_the_core_does_not_have_is_left_to_other_ways(tmp_path: Path) -> None:
@@ -164,4 +164,4 @@ async def test_a_core_that_ends_ends_its_broadcast(tmp_path: Path) -> None:
         told = asyncio.create_task(bench.broadcasts.gather(asked))
         await asyncio.sleep(0.05)
         await bench.broadcasts.stop()
-        assert await told == Gathered()
+        assert await told == BroadcastPlace()
