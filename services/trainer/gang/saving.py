@@ -25,8 +25,8 @@ from services.trainer.rows.saved import MASTER, sync_all
 
 
 class GangSaving:
-    """See `StateSaving`. Training waits until all rows are in files. RankLost once the group that has
-    them now is none any more.
+    """See `StateSaving`. Training waits until all rows are in files. RankLost once the group that
+    has them now is none any more.
     """
 
     def __init__(

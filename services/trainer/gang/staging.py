@@ -21,8 +21,8 @@ _numbers = itertools.count(1)
 
 
 class GangStaging:
-    """See `WeightStaging`: each rank stages its own rows. RankLost once the group that has them now is
-    none any more.
+    """See `WeightStaging`: each rank stages its own rows. RankLost once the group that has them now
+    is none any more.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ def test_it_survives_json() -> None:
         ({"expert_bytes": "many"}, "expert_bytes is 'many'"),
         ({"backward": True}, "backward is True"),
         ({"speed": 3}, "speed is not known"),
-        ({"fast": 3}, "Kind is no table"),
+        ({"fast": 3}, "AcceleratorCosts is no table"),
         ({"fast": asdict(SLOW)}, "has no attention"),
         ({"slow": {"name": "V100"}}, "memory_bytes is missing"),
         ({"slow": {"name": 1, "memory_bytes": 1.0, "experts": {}}}, "slow is called 1"),
