@@ -1,4 +1,4 @@
-"""The secret of a mesh: who knows it belongs to the mesh. Keys and passwords are derived from it,
+"""The secret of a mesh: who knows it belongs to the mesh. Passwords are derived from it,
 so that it is never sent itself.
 """
 
@@ -10,7 +10,7 @@ SECRET_BYTES = 32
 
 
 def derived(secret: str, purpose: str) -> bytes:
-    """32 bytes for one purpose ("curve/trainer", "bulk", "redis"), by keyed BLAKE2b; those of one
+    """32 bytes for one purpose ("redis/trainer"), by keyed BLAKE2b; those of one
     purpose tell nothing of those of another, or of the secret.
     """
     return hashlib.blake2b(purpose.encode(), key=bytes.fromhex(secret), digest_size=32).digest()
