@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import MeshError
-from common.state import jobs, leader, pool, registry
+from common.state import leader, registry
 from common.state.client import State
 from loadtests.jobs.mesh import workers_by_job
 from meshrl.directory.places import MeshPlace
-from meshrl.view.mesh.diagnosing import stalls
+from meshrl.view.mesh.diagnosing import read_writable
+from meshrl.view.mesh.stalled import diagnose
 
 LOOK_S = 0.4
 PLANNER = "planner"  # the election that planners stand for
@@ -44,20 +45,17 @@ class Look:
 
 async def look(state: State) -> Look:
     """MeshError when Redis does not answer."""
-    found, entries = await stalls(state)
+    mesh = await read_writable(state)
     owner, token = await leader.leader(state, PLANNER)
-    names = {entry.name: entry.host for entry in entries}
+    names = {entry.name: entry.host for entry in mesh.entries}
     return Look(
         time.time(),
-        [_process(entry) for entry in entries if entry.alive],
-        [
-            {"name": row.id, "phase": row.phase, "step": row.steps_done}
-            for row in await jobs.jobs(state)
-        ],
-        workers_by_job(await pool.gangs(state)),
+        [_process(entry) for entry in mesh.entries if entry.alive],
+        [{"name": row.id, "phase": row.phase, "step": row.steps_done} for row in mesh.jobs],
+        workers_by_job(list(mesh.gangs)),
         owner,
         token,
-        [{"host": names.get(stall.culprit, ""), **asdict(stall)} for stall in found],
+        [{"host": names.get(stall.culprit, ""), **asdict(stall)} for stall in diagnose(mesh)],
     )
 
 

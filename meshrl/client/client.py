@@ -19,7 +19,7 @@ from common.job.config import JobConfig
 from common.state.events import Event
 from meshrl.client.transport import ClientTransport
 from meshrl.job.loaded import JobFile
-from meshrl.view.mesh.pool import Pool
+from meshrl.view.mesh.snapshot import MeshSnapshot
 
 T = TypeVar("T")
 
@@ -167,7 +167,7 @@ class Client:
         async with _within(ANSWER_S, f"deleting {name}"):
             await self._transport.delete(name, uuid.uuid4().hex)
 
-    async def workers(self) -> Pool:
+    async def workers(self) -> MeshSnapshot:
         """The mesh's workers and gangs, with all that resides on them. NotAllowed with a token."""
         async with _within(ANSWER_S, "asking for the workers"):
             return await self._transport.workers()

@@ -24,8 +24,7 @@ from meshrl.client.submitting import submit
 from meshrl.directory import exporting, places, versions
 from meshrl.directory.places import MeshPlace
 from meshrl.job.loaded import JobFile
-from meshrl.view.mesh.pool import Pool
-from meshrl.view.mesh.pool import pool as pool_of
+from meshrl.view.mesh.snapshot import MeshSnapshot, read_mesh
 
 T = TypeVar("T")
 
@@ -74,8 +73,8 @@ class LocalTransport:
     async def delete(self, name: str, op: str) -> None:
         await _asked(self._place, deleting.delete(self._state, name, op))
 
-    async def workers(self) -> Pool:
-        return await _asked(self._place, pool_of(self._state))
+    async def workers(self) -> MeshSnapshot:
+        return await _asked(self._place, read_mesh(self._state))
 
     async def move(self, worker: str, role: str, job: str) -> str:
         worker = worker.removeprefix("worker/")

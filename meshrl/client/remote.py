@@ -33,7 +33,7 @@ from common.errors import Damaged, NotAllowed, Refused
 from common.state.events import Event
 from meshrl.job import bundle
 from meshrl.job.loaded import JobFile
-from meshrl.view.mesh.pool import Pool
+from meshrl.view.mesh.snapshot import MeshSnapshot
 
 REACH_S = 8.0  # for the first answer: a gateway that ends is back in less
 GATEWAY_ENV = "MESHRL_GATEWAY"  # NAME:PORT of the mesh from here, instead of the token's
@@ -105,7 +105,7 @@ class RemoteTransport:
     async def delete(self, name: str, op: str) -> None:
         await self._line.call(Gateway.delete, JobRequest(name, op))
 
-    async def workers(self) -> Pool:
+    async def workers(self) -> MeshSnapshot:
         raise NotAllowed("a token shows no workers", fix="Ask the mesh's own user")
 
     async def move(self, worker: str, role: str, job: str) -> str:

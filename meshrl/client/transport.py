@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from common.api.gateway import JobState, SubmittedJob
 from common.state.events import Event
 from meshrl.job.loaded import JobFile
-from meshrl.view.mesh.pool import Pool
+from meshrl.view.mesh.snapshot import MeshSnapshot
 
 
 class ClientTransport(Protocol):
@@ -36,7 +36,7 @@ class ClientTransport(Protocol):
         also when it was deleted before.
         """
 
-    async def workers(self) -> Pool:
+    async def workers(self) -> MeshSnapshot:
         """The workers, and what resides on them."""
 
     async def move(self, worker: str, role: str, job: str) -> str:

@@ -15,7 +15,7 @@ from common.state import pool
 from common.state.client import State
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import MeshPlace, find_mesh
-from meshrl.view.mesh.hosts import HostRow, rows
+from meshrl.view.mesh.hosts import HostRow, read_hosts
 
 LOOK_S = 0.25
 NEVER_S = 1e8  # the question ends itself
@@ -28,7 +28,9 @@ def drain(name: str, wait: bool, timeout_s: float | None, as_json: bool, mesh: P
     async def asked(state: State) -> HostRow:
         found = await _host(state, place, name)
         if found.draining in ("", NOTICE):  # that of a person outlasts its return
-            others = [r for r in await rows(state, place) if _takes(r) and r.host != found.host]
+            others = [
+                r for r in await read_hosts(state, place) if _takes(r) and r.host != found.host
+            ]
             if not others:
                 raise Refused(
                     f"{found.host} is the only host that runs anything",
@@ -89,7 +91,7 @@ def _await_empty(place: MeshPlace, host: str, began: float, timeout_s: float | N
 
 async def _host(state: State, place: MeshPlace, name: str) -> HostRow:
     """The host of that name, or the one that begins so."""
-    found = await rows(state, place)
+    found = await read_hosts(state, place)
     named = [row for row in found if row.host == name] or [
         row for row in found if row.host.startswith(name)
     ]

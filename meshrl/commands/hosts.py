@@ -10,13 +10,13 @@ from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import find_mesh
 from meshrl.view.live import printing
 from meshrl.view.live.hosts_table import table
-from meshrl.view.mesh.hosts import rows
+from meshrl.view.mesh.hosts import read_hosts
 
 
 def show(mesh: Path | None, as_json: bool) -> None:
     """Prints the hosts of a mesh."""
     place = find_mesh(mesh)
-    found = ask(place, partial(rows, place=place), ANSWER_S)
+    found = ask(place, partial(read_hosts, place=place), ANSWER_S)
     if as_json:
         print(json.dumps([row.document for row in found]))
     else:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from common.errors import StateUnavailable
 from common.pool.explained import Explained
 from common.process.ends.failure import end_of
 from common.process.handle import usage_of
 from common.settings import MeshSettings
-from common.state import ended, jobs, leader, registry
-from common.state.client import State, server_ms
+from common.state import ended, jobs
+from common.state.client import State
 from common.state.events import Event
-from common.state.keys import PLANNER
 from common.state.pool import explained
+from common.state.registry import Entry
 from common.state.server.embedded import without_password
 from meshrl.client import checked
 from meshrl.client.blocking import request
@@ -30,11 +29,11 @@ from meshrl.view.history import decisions, moves
 from meshrl.view.live import hosts_table, printing, tables
 from meshrl.view.mesh import gpus
 from meshrl.view.mesh import hosts as standing
-from meshrl.view.mesh.diagnosing import stalls
-from meshrl.view.mesh.pool import pool
+from meshrl.view.mesh.diagnosing import read_writable, stopped_here
 from meshrl.view.mesh.processes import owner
 from meshrl.view.mesh.quiet import doing, working
-from meshrl.view.mesh.stalled import JOB_WORD, Stall, redis_silent
+from meshrl.view.mesh.snapshot import MeshSnapshot, read_mesh, read_troubles
+from meshrl.view.mesh.stalled import JOB_WORD, Stall, diagnose, redis_silent
 from meshrl.view.recording.recorded import judged_moves
 
 QUICK_S = 3.0  # with the start of this program below the 5 s that a stall is named in
@@ -55,44 +54,37 @@ def status(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
         return
     place = place_of(chosen, mesh)
 
-    async def look(state: State) -> Any:
-        return (
-            await jobs.jobs(state),
-            await registry.entries(state),
-            await pool(state),
-            await leader.leader(state, PLANNER),
-            await server_ms(state),
-            await ended.ended(state),
-            await standing.rows(state, place),
-        )
+    async def look(state: State) -> MeshSnapshot:
+        return await read_troubles(state, await read_mesh(state))
 
-    rows, entries, found, (leading, _), now_ms, gone, hosts = ask(place, look, ANSWER_S)
+    found = ask(place, look, ANSWER_S)
+    hosts = standing.rows(found, place)
     if as_json:
+        rows = [{k: v for k, v in asdict(row).items() if k != "document"} for row in found.jobs]
         content = {
             "mesh": str(place.root),
             "redis": without_password(place.redis_url),
-            "leader": leading,
-            "jobs": [{k: v for k, v in asdict(row).items() if k != "document"} for row in rows],
-            "processes": [asdict(entry) for entry in entries],
-            **tables.document(found, entries),
+            "leader": found.leader,
+            "jobs": rows,
+            "processes": [asdict(entry) for entry in found.entries],
+            **tables.document(found),
             "hosts": [host.document for host in hosts],
-            "ended": [ended.document(end) for end in gone],
+            "ended": [ended.document(end) for end in found.ended],
         }
         print(json.dumps(content))
         return
-    shown = [tables.jobs(rows, found), tables.processes(entries, leading, now_ms)]
-    shown += [tables.workers(found, entries), hosts_table.table(hosts)]
+    shown = [tables.jobs(found), tables.processes(found)]
+    shown += [tables.workers(found), hosts_table.table(hosts)]
     console = printing.console(*shown)
     console.print(shown[0])
-    for line in tables.whys(rows):
+    for line in tables.whys(found.jobs):
         console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
     if len(hosts) > 1:
         console.print(shown[3])
     console.print(shown[1], shown[2])
-    gpu_troubles = gpus.troubles(found.workers, entries)
-    troubles = [*tables.troubles(rows, gone, now_ms), *tables.copy_troubles(entries)]
-    troubles += tables.quota_troubles(entries)
-    for line in [*troubles, *gpu_troubles]:
+    troubles = [*tables.troubles(found), *tables.copy_troubles(found.entries)]
+    troubles += [*tables.quota_troubles(found.entries), *gpus.troubles(found)]
+    for line in troubles:
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -113,14 +105,11 @@ def told(chosen: Path | None, mesh: Path | None, as_json: bool) -> bool:
 
 def workers(mesh: Path | None, as_json: bool) -> None:
     """Prints the workers of a mesh with all that resides on them."""
-    place = find_mesh(mesh)
-
-    found = request(lambda client: client.workers(), place.root)
-    entries = ask(place, registry.entries, ANSWER_S)
+    found = ask(find_mesh(mesh), read_mesh, ANSWER_S)
     if as_json:
-        print(json.dumps(tables.document(found, entries)))
+        print(json.dumps(tables.document(found)))
     else:
-        table = tables.workers(found, entries)
+        table = tables.workers(found)
         printing.console(table).print(table)
 
 
@@ -198,22 +187,21 @@ def diagnosis(place: MeshPlace) -> tuple[list[Stall], dict[str, int]]:
     return found, _pids_here(place, entries)
 
 
-def _pids_here(place: MeshPlace, entries: list[registry.Entry]) -> dict[str, int]:
+def _pids_here(place: MeshPlace, entries: Sequence[Entry]) -> dict[str, int]:
     """Pids of other hosts are of other processes here."""
     own = MeshSettings.from_file(place.settings).host
     return {entry.name: entry.pid for entry in entries if entry.host == own}
 
 
-def diagnosed(place: MeshPlace) -> tuple[list[Stall], list[registry.Entry]]:
+def diagnosed(place: MeshPlace) -> tuple[list[Stall], Sequence[Entry]]:
     """The same with all that its processes say."""
-    full, here = (
-        storage.full([place.root, place.redis]),
-        MeshSettings.from_file(place.settings).host,
-    )
+    full = storage.full([place.root, place.redis])
+    here = MeshSettings.from_file(place.settings).host
     try:
-        return ask(place, partial(stalls, full=full, host=here), QUICK_S)
+        mesh = ask(place, read_writable, QUICK_S)
     except StateUnavailable as error:
         return redis_silent(QUICK_S, f"{error.message}. {full}".strip()), []
+    return diagnose(mesh, full, stopped_here(mesh, here)), mesh.entries
 
 
 def _seen_from_here(pid: int) -> str:

@@ -14,7 +14,7 @@ from common.state import events
 from common.state.lifecycle.accounting import wrong
 from meshrl.directory import job_file
 from meshrl.view.recording.audit import accused
-from meshrl.view.recording.looking import Looks
+from meshrl.view.recording.looking import SharedSnapshot
 from meshrl.view.recording.recorder import ANSWER_S, LOOK_S, Recorder
 from meshrl.view.recording.running_mesh import RunningMesh
 from meshrl.view.report import report
@@ -28,7 +28,7 @@ async def record_all(mesh: RunningMesh, stop: asyncio.Event) -> None:
     a slow tracker holds up no other.
     """
     recording: dict[str, asyncio.Task[None]] = {}
-    looks = Looks(mesh)
+    looks = SharedSnapshot(mesh)
     while not stop.is_set():
         try:
             async with mesh.clock.timeout(ANSWER_S, "a look at the jobs"):
@@ -46,7 +46,11 @@ async def record_all(mesh: RunningMesh, stop: asyncio.Event) -> None:
 
 
 async def record(
-    mesh: RunningMesh, job: str, run_dir: Path, stop: asyncio.Event, looks: Looks | None = None
+    mesh: RunningMesh,
+    job: str,
+    run_dir: Path,
+    stop: asyncio.Event,
+    looks: SharedSnapshot | None = None,
 ) -> None:
     """Records one job until it is over or `stop`, and writes its report.
 

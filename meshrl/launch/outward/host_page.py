@@ -54,9 +54,9 @@ class HostPage:
             ups.append((one.process.labels, one.up and _added(merged, one)))
         merged.add([_family("up", "1 for a process that answers, or lives by its lease", ups)])
         merged.add(self._of_host())
-        mesh = self._standing.mesh()
-        if mesh is not None:
-            merged.add(families(mesh))
+        head = self._standing.mesh()
+        if head is not None:
+            merged.add(families(head))
         return merged.rendered()
 
     def _of_root(self) -> Exposition:
@@ -78,8 +78,8 @@ class HostPage:
         yield _family("disk_size_bytes", "The size of that file system", size)
 
     def _run_dirs(self) -> list[Path]:
-        mesh = self._standing.mesh()
-        return [Path(job.run_dir).parent for job in mesh.jobs if job.run_dir] if mesh else []
+        head = self._standing.mesh()
+        return [Path(job.run_dir).parent for job in head.mesh.jobs if job.run_dir] if head else []
 
 
 def _added(merged: Merged, one: Scraped) -> bool:

@@ -16,7 +16,7 @@ from common.telemetry.endpoint import MetricsEndpoint, health
 from meshrl.launch.outward.host_page import HostPage
 from meshrl.launch.outward.root import Root
 from meshrl.launch.outward.standing import LOOK_S, Standing
-from meshrl.view.metrics import mesh_look
+from meshrl.view.metrics.mesh_gauges import read_head
 
 SETTING = "--health"
 
@@ -38,7 +38,7 @@ async def outward(
     if not where:
         yield ""
         return
-    of_mesh = partial(mesh_look.look, place=root.place) if head else None
+    of_mesh = partial(read_head, place=root.place) if head else None
     standing = Standing(root, stop, of_mesh, stall_s, look_s)
 
     def metrics() -> str:

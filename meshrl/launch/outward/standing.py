@@ -17,14 +17,14 @@ from common.state.client import State
 from common.telemetry.watchdog import Watchdog
 from meshrl.launch.outward.root import Root
 from meshrl.launch.outward.scraping import Process
-from meshrl.view.metrics.mesh_look import MeshLook
+from meshrl.view.metrics.mesh_gauges import HeadSnapshot
 
 LOOK_S = 5.0  # between two looks: each reads the whole registry, which may have thousands of rows
 SOON_S = 1.0  # while the host is not as it should be
 ANSWER_S = 4.0
 OLD_S = 30.0  # what was seen of the mesh is true no more once it is older
 
-OfMesh = Callable[[State], Awaitable[MeshLook]]
+OfMesh = Callable[[State], Awaitable[HeadSnapshot]]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Seen:
 
     entries: tuple[registry.Entry, ...] = ()  # of this host, those with a lease
     draining: str = ""  # why nothing new is placed here; empty: something may be
-    mesh: MeshLook | None = None
+    mesh: HeadSnapshot | None = None
     at_s: float = 0.0
 
 
@@ -129,7 +129,7 @@ class Standing:
         missing = [name for name in self._planned if name not in names]
         return alive + [Process(name, name.partition("/")[0], alive=False) for name in missing]
 
-    def mesh(self) -> MeshLook | None:
+    def mesh(self) -> HeadSnapshot | None:
         """The mesh as it was seen within the last seconds; None: that is not known."""
         return None if self.silent or self._age_s() > OLD_S else self.seen.mesh
 

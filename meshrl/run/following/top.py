@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common.errors import HistoryLost
 from common.pool.explained import JUDGED
-from common.state import events, pool
+from common.state import events
 from common.state.client import State
 from common.state.events import Event
 from common.state.jobs import JobRow
@@ -19,15 +19,14 @@ from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import MeshPlace, shown
 from meshrl.directory.target import place_of
 from meshrl.run.following.looking import looked
-from meshrl.run.following.watching_mesh import MeshOnlooker
 from meshrl.run.outcome import INTERRUPTED
 from meshrl.terminal import Console
+from meshrl.view.frames.frame import Frame
+from meshrl.view.frames.watcher import MeshWatcher
 from meshrl.view.history import moves
+from meshrl.view.live.top_screen import screen, tables
 from meshrl.view.live.view import OneScreen
 from meshrl.view.recording.recorded import judged_moves
-from meshrl.view.top.frame import Frame
-from meshrl.view.top.making import Seen, frame
-from meshrl.view.top.screen import screen, tables
 
 RATE_S = 1.0  # between the two looks that a single frame's rates are of
 WIDE = 200  # columns of a frame that no terminal bounds
@@ -37,24 +36,16 @@ class TopOnlooker:
     """Looks at all of a mesh."""
 
     def __init__(self, state: State, root: Path) -> None:
-        self._state, self._root = state, root
-        self._mesh = MeshOnlooker(state)
+        self._state, self._watcher = state, MeshWatcher(state, shown(root))
         self._read: set[str] = set()  # jobs whose records have been read
         self._judged: list[Event] = []
         self._since = "0"
 
     async def look(self) -> Frame:
         """The mesh now. StateUnavailable, DeadlineExceeded."""
-        shot = await self._mesh.look()
-        await self._hear(line.row for line in shot.jobs)
-        seen = Seen(
-            shot,
-            self._mesh.steps,
-            await pool.under_way(self._state),
-            await pool.explained(self._state),
-            moves.judged(self._judged),
-        )
-        return frame(seen, shown(self._root))
+        mesh = await self._watcher.look()
+        await self._hear(mesh.jobs)
+        return self._watcher.frame(moves.judged(self._judged))
 
     async def _hear(self, rows: Iterable[JobRow]) -> None:
         """Which moves were judged: by the records of jobs that are new, and by what is news."""

@@ -18,11 +18,9 @@ from common.state.jobs import Phase
 from meshrl.client.client import Client
 from meshrl.run.following.top import TopScreen, tell
 from meshrl.run.outcome import INTERRUPTED
+from meshrl.view.frames.frame import CURVE, Frame, JobFrame
 from meshrl.view.history import moves
-from meshrl.view.history.run_snapshot import trained_rate
-from meshrl.view.live.mesh_view import CURVE
-from meshrl.view.top.frame import Frame, JobFrame
-from meshrl.view.top.making import steps_per_min, wait_share
+from meshrl.view.mesh.rates import steps_per_min, trained_rate, wait_share
 
 LOOK_S = 1.0
 AGAIN_S = 1.0  # until a mesh that does not answer is asked again

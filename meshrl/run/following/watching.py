@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common.errors import HistoryLost, NotFound, Refused
 from common.records import lines
-from common.state import events, jobs, registry, steps
+from common.state import events, steps
 from common.state.client import State
 from meshrl.directory.places import read_if_whole
 from meshrl.directory.target import Run, may_live, mesh_meant, row_of, run_of
@@ -19,9 +19,9 @@ from meshrl.run.following import watching_mesh
 from meshrl.run.following.looking import looked
 from meshrl.run.outcome import INTERRUPTED, Outcome, outcome_of
 from meshrl.view.history.belonging import Belonging
-from meshrl.view.history.run_snapshot import History, Reading, Snapshot, snapshot
+from meshrl.view.history.run_snapshot import RunHistory, RunReading, RunSnapshot, snapshot
 from meshrl.view.live.view import view_for
-from meshrl.view.mesh.pool import pool
+from meshrl.view.mesh.snapshot import read_mesh
 from meshrl.view.recording.evaluations import evaluated, last_standing_step
 from meshrl.view.recording.recorded import RECENT, last_step, read_events
 
@@ -34,12 +34,12 @@ class Onlooker:
     def __init__(self, state: State, run: Run) -> None:
         self._state, self._run = state, run
         self.rows = list(deque(lines.whole(run.directory / "metrics.jsonl"), maxlen=RECENT))
-        self._history, self._last_event = History(), "0"
+        self._history, self._last_event = RunHistory(), "0"
         self._evaluated: list[events.Event] = []
         self._recorded: list[events.Event] | None = read_events(run.directory)
         self._belonging = Belonging(run.job)
 
-    async def look(self) -> Snapshot:
+    async def look(self) -> RunSnapshot:
         """The run now; NotFound or Refused when the mesh has it no more."""
         state, run = self._state, self._run
         row = await row_of(state, run)
@@ -51,13 +51,11 @@ class Onlooker:
         self.rows = [r for r in self.rows[-RECENT:] if r["step"] <= last]
         self.rows += await steps.step_rows(state, run.job, since=last_step(self.rows))
         self._evaluated = evaluated([*self._evaluated, *mine], run.job)
-        reading = Reading(
+        reading = RunReading(
             at=elapsed_s(run.directory),
             job=row,
             rows=self.rows,
-            entries=await registry.entries(state),
-            pool=await pool(state),
-            jobs=await jobs.jobs(state),
+            mesh=await read_mesh(state),
             evaluations=list({e.fields["tag"]: e.fields for e in self._evaluated}.values()),
             events=mine,
         )
@@ -109,7 +107,7 @@ def watch(chosen: Path | None, mesh: Path | None) -> int:
     return found.status
 
 
-def _seen(run: Run, last: Snapshot) -> Outcome:
+def _seen(run: Run, last: RunSnapshot) -> Outcome:
     """How the run ended; who records it may not have written that down yet."""
     return replace(
         outcome_of(run, live=False),
@@ -121,14 +119,14 @@ def _seen(run: Run, last: Snapshot) -> Outcome:
     )
 
 
-async def _watch(run: Run) -> Snapshot | None:
+async def _watch(run: Run) -> RunSnapshot | None:
     """The run when it was over, or as it was seen last; None if it was never seen."""
     with view_for(run.directory) as view:
 
-        def looking(state: State) -> Callable[[], Awaitable[tuple[Snapshot | None, bool]]]:
+        def looking(state: State) -> Callable[[], Awaitable[tuple[RunSnapshot | None, bool]]]:
             onlooker = Onlooker(state, run)
 
-            async def look() -> tuple[Snapshot | None, bool]:
+            async def look() -> tuple[RunSnapshot | None, bool]:
                 try:
                     shot = await onlooker.look()
                 except (NotFound, Refused):

@@ -9,7 +9,7 @@ from typing import Any
 
 from common.state.events import Event
 from common.state.jobs import ENDED, JobRow
-from meshrl.view.mesh.pool import Pool
+from meshrl.view.mesh.snapshot import MeshSnapshot
 
 WAITING, PAUSED = "waiting", "paused"
 ADMISSION = "admission"
@@ -31,7 +31,7 @@ def reason(job: JobRow) -> str:
     return "" if job.ended else job.held
 
 
-def others(jobs: Sequence[JobRow], pool: Pool, job: str) -> list[OtherLine]:
+def others(mesh: MeshSnapshot, job: str) -> list[OtherLine]:
     """The jobs beside `job` that have not ended, in the order in which they were submitted."""
     return [
         OtherLine(
@@ -39,10 +39,10 @@ def others(jobs: Sequence[JobRow], pool: Pool, job: str) -> list[OtherLine]:
             state=reason(row) or row.phase.replace("_", " "),
             step=row.steps_done,
             steps=int(row.document["budget"]["steps"]),
-            workers=len(pool.workers_of(row.id)),
+            workers=len(mesh.workers_of(row.id)),
         )
-        for row in jobs
-        if row.id != job and not row.ended
+        for row in mesh.live_jobs
+        if row.id != job
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 from common.state.events import Event
@@ -16,15 +15,14 @@ from meshrl.view.history.failures import Failure, Heard
 from meshrl.view.history.held import OtherLine, others, reason
 from meshrl.view.history.news import ALERTS, is_worth_a_line, told
 from meshrl.view.mesh import prefixes
-from meshrl.view.mesh.pool import Pool
 from meshrl.view.mesh.processes import owner
 from meshrl.view.mesh.quiet import quiet_ms
 from meshrl.view.mesh.quiet import told as no_progress
+from meshrl.view.mesh.rates import TokenRate, time_to_go, trained_rate
+from meshrl.view.mesh.snapshot import MeshSnapshot
 from meshrl.view.mesh.workers import WorkerLine, WorkerSums, worker_lines, worker_sums
 
-RATE_WINDOW_S = 6.0  # rates are over this long; shorter flickers, longer lags
 CURVE = 500  # the last steps whose rewards are shown
-ETA_STEPS = 8  # the last steps that the time to go is judged by
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RunSnapshot:
     """A run at one moment."""
 
     job: str
@@ -82,42 +80,30 @@ class Snapshot:
 
 
 @dataclass
-class Reading:
-    """What one look at Redis returned."""
+class RunReading:
+    """What one look at Redis returned of a run."""
 
     at: float  # seconds since the run's start
     job: JobRow
     rows: Sequence[dict[str, Any]]  # all step rows so far
-    entries: Sequence[Entry]
-    pool: Pool
+    mesh: MeshSnapshot
     evaluations: Sequence[dict[str, Any]]
     events: Sequence[Event]  # new since the last look
-    jobs: Sequence[JobRow] = ()  # all of the mesh
 
     @property
     def own(self) -> list[Entry]:
         """The processes of this job, and those that serve all."""
-        return [entry for entry in self.entries if owner(entry) in ("", self.job.id)]
+        return [entry for entry in self.mesh.entries if owner(entry) in ("", self.job.id)]
 
 
 @dataclass
-class History:
+class RunHistory:
     """What a series of readings needs to remember for rates and news."""
 
-    tokens: deque[tuple[float, float]] = field(default_factory=deque)
+    tokens: TokenRate = field(default_factory=TokenRate)
     news: deque[str] = field(default_factory=lambda: deque(maxlen=4))
     alerts: list[str] = field(default_factory=list)
     failures: Heard = field(default_factory=Heard)
-
-    def rate(self, at: float, total: float) -> float:
-        """Tokens/s over the last seconds; a counter that fell back belongs to a new process."""
-        if self.tokens and total < self.tokens[-1][1]:
-            self.tokens.clear()
-        self.tokens.append((at, total))
-        while len(self.tokens) > 2 and at - self.tokens[0][0] > RATE_WINDOW_S:
-            self.tokens.popleft()
-        (start, first), (end, last) = self.tokens[0], self.tokens[-1]
-        return (last - first) / (end - start) if end > start else 0.0
 
     def hear(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -128,7 +114,7 @@ class History:
                     self.alerts.append(line)
 
 
-def snapshot(reading: Reading, history: History) -> Snapshot:
+def snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
     """The run at the time of `reading`; `history` is brought up to date."""
     history.hear(reading.events)
     document = reading.job.document
@@ -136,7 +122,8 @@ def snapshot(reading: Reading, history: History) -> Snapshot:
     own = reading.own
     rollouts = [e for e in own if e.alive and e.kind == "rollout"]
     last = rows[-1] if rows else {}
-    shot = Snapshot(
+    tokens = sum(e.stats.get("tokens", 0) for e in rollouts)
+    shot = RunSnapshot(
         job=reading.job.id,
         phase=reading.job.phase,
         seed=int(document["seed"]),
@@ -147,15 +134,15 @@ def snapshot(reading: Reading, history: History) -> Snapshot:
         warm_start=max((float(e.stats.get("warm_start", 0)) for e in own), default=0),
         rewards=tuple(float(row["reward"]) for row in rows[-CURVE:]),
         evaluations=tuple(map(evaluation, reading.evaluations)),
-        rolled_out_s=history.rate(reading.at, sum(e.stats.get("tokens", 0) for e in rollouts)),
+        rolled_out_s=history.tokens.see(reading.at, tokens),
         trained_s=trained_rate(rows),
         staleness=float(last.get("staleness", 0)),
         max_staleness=int(document["algorithm"]["max_staleness"]),
         logprob_gap=next((r["logprob_gap"] for r in reversed(rows) if r["logprob_gap"]), None),
         entropy=float(last.get("entropy", 0)),
-        workers=tuple(worker_lines(reading.pool, reading.entries, reading.job.id)),
-        elsewhere=worker_sums(reading.pool, reading.job.id),
-        others=tuple(others(reading.jobs, reading.pool, reading.job.id)),
+        workers=tuple(worker_lines(reading.mesh, reading.job.id)),
+        elsewhere=worker_sums(reading.mesh, reading.job.id),
+        others=tuple(others(reading.mesh, reading.job.id)),
         held=reason(reading.job),
         prefixes=prefixes.of_engines(own),
         in_flight=sum(int(e.stats.get("in_flight", 0)) for e in rollouts),
@@ -184,30 +171,9 @@ def evaluation(row: dict[str, Any]) -> Evaluation:
     )
 
 
-def time_to_go(rows: Sequence[dict[str, Any]], steps: int) -> float | None:
-    """Seconds for the steps that are left, by the median of the last; None before the third."""
-    walls = [float(row["wall"]) for row in rows[-ETA_STEPS - 1 :]]
-    if len(walls) < 3:
-        return None
-    spans = sorted(b - a for a, b in pairwise(walls))
-    return spans[len(spans) // 2] * (steps - int(rows[-1]["step"]))
-
-
-def trained_rate(rows: Sequence[dict[str, Any]]) -> float:
-    """Tokens/s trained over the last steps."""
-    recent = rows[-ETA_STEPS:]
-    if len(recent) < 2:
-        return 0.0
-    span = float(recent[-1]["wall"]) - float(recent[0]["wall"])
-    return sum(float(row["tokens_trained"]) for row in recent[1:]) / span if span > 0 else 0.0
-
-
-def _quiet(reading: Reading) -> str:
-    """That the job has made no progress for long; empty while it does. Now is when somebody last
-    renewed a lease, by the server's time.
-    """
-    now_ms = max((entry.renewed_ms for entry in reading.entries), default=0)
-    since_s = quiet_ms(reading.job, now_ms) / 1000
+def _quiet(reading: RunReading) -> str:
+    """That the job has made no progress for long; empty while it does."""
+    since_s = quiet_ms(reading.job, reading.mesh.now_ms) / 1000
     if not since_s:
         return ""
     return f"for {since_s:.0f} s {no_progress(reading.job)}. `meshrl status --stalled` says more."

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from meshrl.view.guard import Guard
-from meshrl.view.history.run_snapshot import Snapshot
+from meshrl.view.history.run_snapshot import RunSnapshot
 from meshrl.view.live.view import View
 
 
@@ -36,7 +36,7 @@ class GuardedView:
         with self._guard("the view"):
             self._view.say(text)
 
-    def show(self, shot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
+    def show(self, shot: RunSnapshot, rows: Sequence[dict[str, Any]]) -> None:
         """Draw a snapshot of the run."""
         with self._guard("the view"):
             self._view.show(shot, rows)

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from common.pool.explained import Judged
 from common.pool.rows import Resident, Role
-from common.state.ended import Ended
 from common.state.jobs import JobRow
 from common.state.registry import Entry
 from meshrl.view.history.held import reason
@@ -20,20 +19,20 @@ from meshrl.view.history.moves import outcome, seconds
 from meshrl.view.live import printing
 from meshrl.view.live.view import ROLE_COLORS, tier
 from meshrl.view.mesh import gpus
-from meshrl.view.mesh.pool import Pool
+from meshrl.view.mesh.snapshot import MeshSnapshot
 from meshrl.view.mesh.workers import lines
 
 
-def jobs(rows: Sequence[JobRow], pool: Pool) -> Table:
+def jobs(mesh: MeshSnapshot) -> Table:
     """A row a job: what it does, and its part of the workers. Why one waits, `whys` says."""
     table = _table("job", "phase", "steps", "workers", "priority", "share", "trained", "run")
-    for row in rows:
+    for row in mesh.jobs:
         part = row.document.get("pool", {})
         table.add_row(
             row.id,
             state(row),
             progress(row),
-            "" if row.ended else has(pool, row.id),
+            "" if row.ended else has(mesh, row.id),
             str(part.get("priority", 0)),
             f"{part.get('share', 1.0):g}",
             str(row.trained),
@@ -59,29 +58,29 @@ def progress(row: JobRow) -> str:
     return f"{row.steps_done}/{row.document['budget']['steps']}"
 
 
-def has(pool: Pool, job: str) -> str:
+def has(mesh: MeshSnapshot, job: str) -> str:
     """How many workers a job has, and how many it is to have."""
-    count = len(pool.workers_of(job))
-    return f"{count}/{pool.entitled[job]}" if job in pool.entitled else str(count)
+    count = len(mesh.workers_of(job))
+    return f"{count}/{mesh.entitled[job]}" if job in mesh.entitled else str(count)
 
 
-def processes(entries: Sequence[Entry], leading: str, now_ms: float) -> Table:
+def processes(mesh: MeshSnapshot) -> Table:
     """A row a process that lives: how fresh its lease is, and whom it waits for."""
     table = _table("process", "pid", "renewed", "metrics", "waits for")
-    for entry in sorted(entries, key=lambda e: e.name):
+    for entry in sorted(mesh.entries, key=lambda e: e.name):
         if entry.alive:
-            leads = " (leads)" if leading.startswith(entry.name) else ""
-            renewed = f"{(now_ms - entry.renewed_ms) / 1000:.1f} s ago"
+            leads = " (leads)" if mesh.leader.startswith(entry.name) else ""
+            renewed = f"{(mesh.now_ms - entry.renewed_ms) / 1000:.1f} s ago"
             waits = ", ".join(sorted({wait["on"] for wait in entry.waits}))
             table.add_row(entry.name + leads, str(entry.pid), renewed, entry.metrics, waits)
     return table
 
 
-def workers(pool: Pool, entries: Sequence[Entry] = ()) -> Table:
+def workers(mesh: MeshSnapshot) -> Table:
     """A row for each resident of each worker, and for each idle worker."""
     table = _table("worker", "on", "gang", "resident", "job", "role", "tier", "state", "")
-    residents = {r.id: r for gang in pool.gangs for r in gang.residents}
-    for line in lines(pool, entries):
+    residents = {resident.id: resident for _, resident in mesh.residents}
+    for line in lines(mesh):
         resident = residents.get(line.resident)
         table.add_row(
             line.worker,
@@ -110,14 +109,14 @@ def _notes(resident: Resident | None, doing: str) -> list[str]:
     return [note for note in notes if note]
 
 
-def troubles(rows: Sequence[JobRow], gone: Sequence[Ended], now_ms: float) -> list[str]:
+def troubles(mesh: MeshSnapshot) -> list[str]:
     """Why jobs have failed, and which processes have ended unasked, a line each."""
-    failed = [f"{row.id} failed: {row.error}" for row in rows if row.error]
+    failed = [f"{row.id} failed: {row.error}" for row in mesh.jobs if row.error]
     return failed + [
-        f"{end.name} ended {(now_ms - end.at_ms) / 1000:.0f} s ago"
+        f"{end.name} ended {(mesh.now_ms - end.at_ms) / 1000:.0f} s ago"
         + (f", {end.times} times in all" if end.times > 1 else "")
         + f": {end.told}"
-        for end in gone
+        for end in mesh.ended
     ]
 
 
@@ -145,13 +144,13 @@ def _table(*columns: str) -> Table:
     return printing.table(*columns, wraps=columns[-1:])  # the last one may be long
 
 
-def document(pool: Pool, entries: Sequence[Entry] = ()) -> dict[str, Any]:
+def document(mesh: MeshSnapshot) -> dict[str, Any]:
     """The workers, with the figures of their GPUs, and the gangs of a mesh as JSON has them."""
-    stats = {entry.name: entry.stats for entry in entries if entry.alive}
-    found = ((worker, gpus.figures(worker, stats)) for worker in pool.workers)
+    stats = mesh.stats
+    found = ((worker, gpus.figures(worker, stats)) for worker in mesh.workers)
     return {
         "workers": [asdict(worker) | ({"gpu": gpu} if gpu else {}) for worker, gpu in found],
-        "gangs": [asdict(gang) for gang in pool.gangs],
+        "gangs": [asdict(gang) for gang in mesh.gangs],
     }
 
 

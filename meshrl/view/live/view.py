@@ -23,7 +23,7 @@ from common.terminal import guarded_output
 from meshrl.terminal import Console
 from meshrl.view.history.failures import SHOWN, Told, counted, first, lost, of_share
 from meshrl.view.history.held import OtherLine
-from meshrl.view.history.run_snapshot import Evaluation, Snapshot
+from meshrl.view.history.run_snapshot import Evaluation, RunSnapshot
 from meshrl.view.mesh.prefixes import told
 from meshrl.view.mesh.workers import WorkerLine, WorkerSums
 
@@ -50,7 +50,7 @@ class Saying(Protocol):
 
 
 class View(Saying, Protocol):
-    def show(self, shot: Snapshot, rows: Sequence[dict[str, Any]]) -> None: ...
+    def show(self, shot: RunSnapshot, rows: Sequence[dict[str, Any]]) -> None: ...
 
 
 def view_for(run_dir: Path) -> View:
@@ -81,7 +81,7 @@ class Lines:
     def say(self, text: str) -> None:
         print(text, flush=True)
 
-    def show(self, shot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
+    def show(self, shot: RunSnapshot, rows: Sequence[dict[str, Any]]) -> None:
         if self._phase != Phase.TRAINING:  # after training, the last steps come before the news
             self._show_phase(shot)
         if bool(shot.full) != bool(self._full):
@@ -113,7 +113,7 @@ class Lines:
             self.say(evaluation_line(evaluation))
         self._evaluations = len(shot.evaluations)
 
-    def _show_phase(self, shot: Snapshot) -> None:
+    def _show_phase(self, shot: RunSnapshot) -> None:
         if shot.phase != self._phase:
             self._phase = shot.phase
             self.say(f"[{clock(shot.elapsed_s)}] {shot.phase.replace('_', ' ')}")
@@ -154,11 +154,11 @@ class LiveView(OneScreen):
         super().__init__()
         self._run_dir = run_dir
 
-    def show(self, shot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
+    def show(self, shot: RunSnapshot, rows: Sequence[dict[str, Any]]) -> None:
         self._draw(screen(shot, self._run_dir))
 
 
-def screen(shot: Snapshot, run_dir: Path) -> RenderableType:
+def screen(shot: RunSnapshot, run_dir: Path) -> RenderableType:
     """The live view of one snapshot."""
     parts: list[RenderableType] = [_progress(shot), _learning(shot), _workers(shot)]
     if shot.held:
@@ -179,7 +179,7 @@ def screen(shot: Snapshot, run_dir: Path) -> RenderableType:
     return Panel(Group(*parts), title=title, title_align="left", subtitle=Text(str(run_dir)))
 
 
-def _progress(shot: Snapshot) -> RenderableType:
+def _progress(shot: RunSnapshot) -> RenderableType:
     warming = shot.phase == Phase.WARM_START
     done, total = (shot.warm_start, 1.0) if warming else (float(shot.step), float(shot.steps))
     what = f"warm start {shot.warm_start:.0%}" if warming else f"step {shot.step}/{shot.steps}"
@@ -193,7 +193,7 @@ def _progress(shot: Snapshot) -> RenderableType:
     return line
 
 
-def _learning(shot: Snapshot) -> RenderableType:
+def _learning(shot: RunSnapshot) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column()
@@ -221,7 +221,7 @@ def _learning(shot: Snapshot) -> RenderableType:
     return grid
 
 
-def _workers(shot: Snapshot) -> RenderableType:
+def _workers(shot: RunSnapshot) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("worker", "on", "gang", "role", "tier", "state", "doing"):
         table.add_column(column, no_wrap=True, header_style="dim")
@@ -267,7 +267,7 @@ def _count(workers: int) -> str:
     return "1 worker" if workers == 1 else f"{workers} workers"
 
 
-def _in_flight(shot: Snapshot) -> RenderableType:
+def _in_flight(shot: RunSnapshot) -> RenderableType:
     """Trajectories in flight by length: the tail that a step waits for is to the right."""
     filled = [i for i, count in enumerate(shot.histogram) if count]
     bars = sparkline(shot.histogram[: max(filled, default=0) + 1])
@@ -301,7 +301,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
-def step_line(row: dict[str, Any], shot: Snapshot) -> str:
+def step_line(row: dict[str, Any], shot: RunSnapshot) -> str:
     rate = f"{shot.rolled_out_s / 1000:.1f}k rolled out {shot.trained_s / 1000:.1f}k trained"
     return (
         f"[{clock(shot.elapsed_s)}] step {row['step']}/{shot.steps}"

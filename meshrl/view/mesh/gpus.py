@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from common.pool.names import agent
 from common.pool.rows import Worker
-from common.state.registry import Entry
+from meshrl.view.mesh.snapshot import MeshSnapshot
 
 PREFIX = "gpu_"  # of an agent's figures, each a table by worker
 GIB = 1 << 30
@@ -45,11 +45,11 @@ def line(found: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def troubles(workers: Iterable[Worker], entries: Iterable[Entry]) -> list[str]:
+def troubles(mesh: MeshSnapshot) -> list[str]:
     """Which workers' GPUs are lost or have had errors, a line each."""
-    stats = {entry.name: entry.stats for entry in entries if entry.alive}
+    stats = mesh.stats
     lines = []
-    for worker in workers:
+    for worker in mesh.workers:
         found = figures(worker, stats)
         who = f"{worker.accelerator} of {worker.id} ({worker.uuid})"
         if found.get("lost"):

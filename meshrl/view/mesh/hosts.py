@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,12 +10,12 @@ from common.pool.rows import Worker
 from common.pool.snapshot import LEFT
 from common.pool.taking import ALL
 from common.settings import MeshSettings
-from common.state import pool, registry
 from common.state.client import State
 from common.state.registry import Entry
 from common.transport.address import endpoint_of
 from meshrl.directory.joined import JoinedHost, joined_hosts
 from meshrl.directory.places import MeshPlace
+from meshrl.view.mesh.snapshot import MeshSnapshot, read_mesh, read_troubles
 
 
 @dataclass(frozen=True)
@@ -48,28 +47,33 @@ class HostRow:
         return asdict(self)
 
 
-async def rows(state: State, place: MeshPlace) -> list[HostRow]:
+async def read_hosts(state: State, place: MeshPlace) -> list[HostRow]:
+    """Read all hosts, see `rows`."""
+    return rows(await read_troubles(state, await read_mesh(state, ())), place)
+
+
+def rows(mesh: MeshSnapshot, place: MeshPlace) -> list[HostRow]:
     """All hosts, the head first, then in the order in which they joined."""
     settings = MeshSettings.from_file(place.settings)
     joined = joined_hosts(place)
-    known = await registry.entries(state)
-    entries = {e.host: e for e in known if e.kind == "node"}
-    roles = [e for e in known if e.alive and e.kind in PLACED]
-    workers = await pool.workers(state)
-    draining = await pool.draining(state)
-    residents = await _residents(state)
+    entries = {e.host: e for e in mesh.entries if e.kind == "node"}
+    roles = [e for e in mesh.entries if e.alive and e.kind in PLACED]
+    residents: dict[str, list[str]] = {}  # by worker
+    for gang, resident in mesh.residents:
+        for rank in resident.ranks:
+            residents.setdefault(gang.workers[rank], []).append(resident.id)
     names = {settings.host, *joined, *(e.host for e in entries.values() if e.alive)}
-    names |= {worker.host for worker in workers}
-    names -= {name for name, why in draining.items() if why == LEFT}
+    names |= {worker.host for worker in mesh.workers}
+    names -= {name for name, why in mesh.draining.items() if why == LEFT}
     order = [settings.host, *joined]
     found = []
     for name in sorted(names, key=lambda n: (order.index(n) if n in order else len(order), n)):
-        own = [worker for worker in workers if worker.host == name]
-        services = list(await pool.services_of(state, name))
+        own = [worker for worker in mesh.workers if worker.host == name]
+        services = [service for host, service in mesh.services if host == name]
         on = sorted(r for worker in own for r in residents.get(worker.id, ()))
         about = joined.get(name)
         head = name == settings.host
-        why = draining.get(name, "")
+        why = mesh.draining.get(name, "")
         there = sorted(e.name for e in roles if e.host == name)
         found.append(_row(name, head, entries.get(name), about, own, on, there, services, why))
     return found
@@ -121,13 +125,3 @@ def _state(entry: Entry | None, draining: str, busy: bool) -> str:
     if draining:
         return "draining" if busy else "drained"
     return "up"
-
-
-async def _residents(state: State) -> Mapping[str, list[str]]:
-    """Of each worker."""
-    found: dict[str, list[str]] = {}
-    for gang in await pool.gangs(state):
-        for resident in gang.residents:
-            for rank in resident.ranks:
-                found.setdefault(gang.workers[rank], []).append(resident.id)
-    return found

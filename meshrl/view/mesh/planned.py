@@ -15,7 +15,7 @@ from common.state.ended import Ended
 from common.state.jobs import JobRow
 from common.state.pool import host_of
 from common.state.registry import Entry
-from meshrl.view.mesh.pool import Pool
+from meshrl.view.mesh.snapshot import MeshSnapshot
 
 SETTLE_MS = 30_000  # to start a process takes seconds
 MOVE_MS = 60_000  # from tier to tier at some GB a second
@@ -35,29 +35,24 @@ class Late:
     besides: str = ""  # what is to be said in any case
 
 
-def late(
-    pool: Pool,
-    entries: Mapping[str, Entry],
-    ended: Mapping[str, Ended],
-    jobs: Sequence[JobRow],
-    now_ms: float,
-) -> Iterator[Late]:
+def late(mesh: MeshSnapshot) -> Iterator[Late]:
     """Residents that do not come to what was wished of them, because they are late or because their
     process fails; and shards and sandboxes that are not there.
     """
-    for gang in pool.gangs:
-        for resident in gang.residents:
-            if not resident.settled:
-                yield from _unsettled(gang, resident, entries, ended, now_ms)
-    at_work = {job.id: job for job in jobs if not (job.ended or job.held)}
+    entries = {entry.name: entry for entry in mesh.entries}
+    ended = {end.name: end for end in mesh.ended}
+    for gang, resident in mesh.residents:
+        if not resident.settled:
+            yield from _unsettled(gang, resident, entries, ended, mesh.now_ms)
+    at_work = {job.id: job for job in mesh.live_jobs if not job.held}
     hosts = [host_of(entry) for entry in entries.values() if entry.kind == "node"]
-    for host, name in pool.services:
+    for host, name in mesh.services:
         job = at_work.get(service(name)[1])
         if job is not None and not (name in entries and entries[name].alive):
-            yield from _missing(host, name, job, entries, ended, hosts, now_ms)
-    placed = {name for _, name in pool.services}
+            yield from _missing(host, name, job, entries, ended, hosts, mesh.now_ms)
+    placed = {name for _, name in mesh.services}
     for job in at_work.values():
-        yield from _nowhere(job, placed, hosts, now_ms)
+        yield from _nowhere(job, placed, hosts, mesh.now_ms)
 
 
 def _unsettled(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from common.pool.rows import Doing, Gang, Resident, Tier
-from meshrl.view.mesh.pool import Pool
+from meshrl.view.mesh.snapshot import MeshSnapshot
 
 AWAY = (Doing.GONE, Doing.FAILED)
 
@@ -18,13 +18,13 @@ def there(resident: Resident, rank: int) -> bool:
     return report.tier == Tier.ACCELERATOR
 
 
-def accelerators(pool: Pool, job: str, measured: Collection[str] = ()) -> float:
+def accelerators(mesh: MeshSnapshot, job: str, measured: Collection[str] = ()) -> float:
     """Accelerators that a job has now: one that several residents are on is divided equally. Those
     that say how long they compute by turns are `measured`, and not counted here.
     """
     return sum(
         1 / beside
-        for gang in pool.gangs
+        for gang in mesh.gangs
         for resident, beside in _places(gang)
         if resident.job == job and resident.id not in measured
     )

@@ -12,22 +12,17 @@ entries, pool, jobs and the time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.pool.names import PLACED, role_process
 from common.pool.rows import Role
-from common.state.registry import LEASE_MS
+from common.state.registry import LEASE_MS, Entry
 from meshrl.view.mesh import planned
 from meshrl.view.mesh.processes import owner
 from meshrl.view.mesh.quiet import quiet_jobs, told
-
-if TYPE_CHECKING:
-    from common.state.ended import Ended
-    from common.state.jobs import JobRow
-    from common.state.registry import Entry
-    from meshrl.view.mesh.pool import Pool
+from meshrl.view.mesh.snapshot import MeshSnapshot
 
 OVERDUE_MS = 3_000  # two renewals missed
 LONG_WAIT_MS = 10_000  # nothing in a mesh takes this long but loading and a long generation
@@ -51,28 +46,18 @@ class Stall:
     host: str = ""  # of the culprit; empty: it is none that has one, or is not known
 
 
-def diagnose(
-    entries: Sequence[Entry],
-    pool: Pool,
-    now_ms: float,
-    ended: Sequence[Ended] = (),
-    jobs: Sequence[JobRow] = (),
-    full: str = "",
-    stopped: Collection[str] = (),
-) -> list[Stall]:
+def diagnose(mesh: MeshSnapshot, full: str = "", stopped: Collection[str] = ()) -> list[Stall]:
     """Every stall of a mesh, the longest first; then processes that nobody waits for, and jobs that
     make no progress, whatever else is said.
 
-    `ended`: the last ends of processes, which say why one is not there. `full`: which disk is full,
-    and what to do. `stopped`: processes that a signal has stopped, as a kernel says.
+    `full`: which disk is full, and what to do. `stopped`: processes that a signal has stopped, as a
+    kernel says.
     """
-    held = {job.id for job in jobs if job.held}
-    board = _Board(entries, now_ms, ended, pool, full, held, stopped)
+    board = _Board(mesh, full, stopped)
     stalls: dict[tuple[str, str], Stall] = {}
-    late = planned.late(pool, board.entries, board.ended, jobs, now_ms)
     unplanned = [
         Stall("planner", x.culprit, x.what, x.since_s, _said(x, board.unwell(x.culprit)), x.job)
-        for x in late
+        for x in planned.late(mesh)
     ]
     for stall in [*board.stalls(), *unplanned]:
         known = stalls.get((stall.waiter, stall.culprit))
@@ -84,7 +69,7 @@ def diagnose(
     once = {stall.culprit: stall for stall in reversed(quiet)}
     without_progress = [
         Stall("", f"{JOB_WORD}{job.id}", "to make progress", since_ms / 1000, told(job), job.id)
-        for job, since_ms in quiet_jobs(jobs, now_ms)
+        for job, since_ms in quiet_jobs(mesh.jobs, mesh.now_ms)
     ]
     longest_first = sorted(stalls.values(), key=lambda s: -s.since_s)
     every = longest_first + list(reversed(once.values())) + without_progress
@@ -101,33 +86,26 @@ def redis_silent(since_s: float, why: str = "redis does not answer") -> list[Sta
 class _Board:
     """The graph of waits of one moment."""
 
-    def __init__(
-        self,
-        entries: Sequence[Entry],
-        now_ms: float,
-        ended: Sequence[Ended],
-        pool: Pool,
-        full: str,
-        held: Collection[str],
-        stopped: Collection[str],
-    ) -> None:
-        self.now_ms = now_ms
-        self.entries = {entry.name: entry for entry in entries}
-        self.ended = {end.name: end for end in ended}
-        self._full, self._held = full, held
+    def __init__(self, mesh: MeshSnapshot, full: str, stopped: Collection[str]) -> None:
+        self.now_ms = mesh.now_ms
+        self.entries = {entry.name: entry for entry in mesh.entries}
+        self.ended = {end.name: end for end in mesh.ended}
+        self._full, self._held = full, {job.id for job in mesh.jobs if job.held}
         self._stopped = {
             name: (entry.name, since_ms)
-            for entry in entries
+            for entry in mesh.entries
             if entry.alive
             for name, since_ms in entry.stats.get("environments_stopped", {}).items()
         } | {
-            entry.name: (entry.name, entry.renewed_ms) for entry in entries if entry.name in stopped
+            entry.name: (entry.name, entry.renewed_ms)
+            for entry in mesh.entries
+            if entry.name in stopped
         }
-        self._residents = {r.id: r for gang in pool.gangs for r in gang.residents}
-        self._wanted = {name for _, name in pool.services} | {
-            role_process(r, place)
-            for r in self._residents.values()
-            for place in range(len(r.ranks))
+        self._residents = {resident.id: resident for _, resident in mesh.residents}
+        self._wanted = {name for _, name in mesh.services} | {
+            role_process(resident, place)
+            for resident in self._residents.values()
+            for place in range(len(resident.ranks))
         }
 
     def host(self, name: str) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from common.pool.names import role_process
 from common.pool.rows import Doing, Gang, Resident, Role, Tier, Worker
-from common.state.registry import Entry
 from meshrl.view.mesh import gpus
-from meshrl.view.mesh.pool import Pool
+from meshrl.view.mesh.snapshot import MeshSnapshot
 
 IDLE_SHOWN = 8  # idle workers in a job's view; of more it says how many there are
 
@@ -40,14 +39,14 @@ class WorkerSums:
     idle: int = 0
 
 
-def lines(pool: Pool, entries: Sequence[Entry] = ()) -> Iterator[WorkerLine]:
+def lines(mesh: MeshSnapshot) -> Iterator[WorkerLine]:
     """All residents on all workers, and the idle workers, by worker."""
-    stats = {entry.name: entry.stats for entry in entries if entry.alive}
-    gpu = {worker.id: gpus.line(gpus.figures(worker, stats)) for worker in pool.workers}
-    gangs = {worker: gang for gang in pool.gangs for worker in gang.workers}
-    several = len({worker.host for worker in pool.workers}) > 1
-    where = {w.id: f"{w.host}/{w.accelerator}" if several else w.accelerator for w in pool.workers}
-    for worker in pool.workers:
+    stats = mesh.stats
+    gpu = {worker.id: gpus.line(gpus.figures(worker, stats)) for worker in mesh.workers}
+    gangs = {worker: gang for gang in mesh.gangs for worker in gang.workers}
+    several = len({worker.host for worker in mesh.workers}) > 1
+    where = {w.id: f"{w.host}/{w.accelerator}" if several else w.accelerator for w in mesh.workers}
+    for worker in mesh.workers:
         gang = gangs.get(worker.id)
         on_it = list(_residents(worker, gang))
         for resident in on_it:
@@ -60,20 +59,20 @@ def lines(pool: Pool, entries: Sequence[Entry] = ()) -> Iterator[WorkerLine]:
             yield WorkerLine(worker.id, where[worker.id], name, state=state, gpu=gpu[worker.id])
 
 
-def worker_lines(pool: Pool, entries: Sequence[Entry], job: str) -> list[WorkerLine]:
+def worker_lines(mesh: MeshSnapshot, job: str) -> list[WorkerLine]:
     """What a job's view shows: the workers that serve it, with all that resides on them, and some
     idle ones.
     """
-    serving = pool.workers_of(job)
-    every = list(lines(pool, entries))
+    serving = mesh.workers_of(job)
+    every = list(lines(mesh))
     idle = [line for line in every if not line.resident][:IDLE_SHOWN]
     return [line for line in every if line.worker in serving or line in idle]
 
 
-def worker_sums(pool: Pool, job: str) -> WorkerSums:
+def worker_sums(mesh: MeshSnapshot, job: str) -> WorkerSums:
     """How many workers `worker_lines` leaves out."""
-    serving = pool.workers_of(job)
-    every = list(lines(pool))
+    serving = mesh.workers_of(job)
+    every = list(lines(mesh))
     idle = sum(not line.resident for line in every)
     busy = {line.worker for line in every if line.resident} - serving
     return WorkerSums(len(busy), max(0, idle - IDLE_SHOWN))

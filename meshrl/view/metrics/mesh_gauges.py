@@ -1,45 +1,73 @@
-"""The figures of a mesh as a whole: its jobs, gangs, workers and hosts. Pure: one look in, families
-of metrics out. They have no label `service`, as they are of no process.
+"""The figures of a mesh as a whole, of its jobs, gangs, workers and hosts, as families of metrics.
+They have no label `service`, as they are of no process.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.pool.rows import Gang, Role, Worker
+from common.state import steps
+from common.state.client import State
 from common.state.jobs import COUNTS, JobRow
-from meshrl.view.mesh.pool import Pool
-from meshrl.view.metrics.mesh_look import MeshLook
+from meshrl.directory.places import MeshPlace
+from meshrl.view.mesh import hosts
+from meshrl.view.mesh.diagnosing import read_writable
+from meshrl.view.mesh.snapshot import MeshSnapshot
+from meshrl.view.mesh.stalled import Stall, diagnose
 
 HOSTS = ("up", "away", "joining", "draining", "drained")  # as `meshrl hosts` has them
 BUSY, IDLE, AWAY = "busy", "idle", "away"
 Rows = Iterable[tuple[tuple[str, ...], float]]
 
 
-def families(look: MeshLook) -> Iterator[Any]:
+@dataclass(frozen=True)
+class HeadSnapshot:
+    """A mesh as its head sees it."""
+
+    mesh: MeshSnapshot
+    hosts: Mapping[str, str] = field(default_factory=dict)  # host -> its state
+    stalls: Sequence[Stall] = ()
+
+
+async def read_head(state: State, place: MeshPlace) -> HeadSnapshot:
+    """Read all of it, of the head at `place`. StateUnavailable also when Redis takes no writes."""
+    mesh = await read_writable(state)
+    found = {}
+    for row in mesh.live_jobs:
+        if row.steps_done:
+            found[row.id] = await steps.step_rows(state, row.id, since=row.steps_done - 1)
+    mesh = replace(mesh, steps=found)
+    states = {host.host: host.state for host in hosts.rows(mesh, place)}
+    return HeadSnapshot(mesh, states, diagnose(mesh))
+
+
+def families(head: HeadSnapshot) -> Iterator[Any]:
     """Gauges of `prometheus_client`, each once."""
-    yield from _jobs(look)
-    yield _gauge("leader", "1 while one of the planners leads", (), [((), bool(look.leader))])
-    yield _gauge("gangs", "Gangs by what resides on them", ("role",), _gangs(look.pool))
-    yield _gauge("workers", "Workers by state", ("state",), _workers(look.pool))
-    states = Counter(look.hosts.values())
+    mesh = head.mesh
+    yield from _jobs(mesh)
+    yield _gauge("leader", "1 while one of the planners leads", (), [((), bool(mesh.leader))])
+    yield _gauge("gangs", "Gangs by what resides on them", ("role",), _gangs(mesh))
+    yield _gauge("workers", "Workers by state", ("state",), _workers(mesh))
+    states = Counter(head.hosts.values())
     yield _gauge("hosts", "Hosts by state", ("state",), [((s,), states[s]) for s in HOSTS])
-    whats = Counter(stall.what for stall in look.stalls)
+    whats = Counter(stall.what for stall in head.stalls)
     yield _gauge(
         *("stalls", "What is waited for too long, as `meshrl status --stalled` says"),
         *(("what",), [((what,), n) for what, n in whats.items()]),
     )
     yield _gauge(
         *("process_ends", "Times that a process of this name has ended unasked"),
-        *(("service", "job"), [((e.name, e.job), e.times) for e in look.ended]),
+        *(("service", "job"), [((e.name, e.job), e.times) for e in mesh.ended]),
     )
 
 
-def _jobs(look: MeshLook) -> Iterator[Any]:
-    job, rows = ("job",), look.jobs
+def _jobs(mesh: MeshSnapshot) -> Iterator[Any]:
+    job, rows = ("job",), mesh.jobs
     yield _gauge("job_steps", "Steps done", job, [((r.id,), r.steps_done) for r in rows])
     yield _gauge("job_steps_budget", "Steps that it is to do", job, list(_budgets(rows)))
     yield _gauge(
@@ -50,7 +78,7 @@ def _jobs(look: MeshLook) -> Iterator[Any]:
     yield _gauge("job_held", "1 for a job that waits or is paused", ("job", "why"), held)
     yield _gauge(
         *("job_step_age_seconds", "Since its last step, or since it began or went on"),
-        *(job, [((r.id,), _age_s(r, look)) for r in rows if not (r.ended or r.held)]),
+        *(job, [((r.id,), _age_s(r, mesh)) for r in rows if not (r.ended or r.held)]),
     )
     yield _gauge(
         *("job_trajectories", "Trajectories of a job by their fate"),
@@ -60,7 +88,7 @@ def _jobs(look: MeshLook) -> Iterator[Any]:
     yield _gauge(
         *("job_last_step", "Figures of a job's newest step"),
         ("job", "of"),
-        [((id, of), n) for id, row in look.newest.items() for of, n in _numbers(row)],
+        [((id, of), n) for id, rows in mesh.steps.items() if rows for of, n in _numbers(rows[-1])],
     )
 
 
@@ -71,21 +99,22 @@ def _budgets(rows: Iterable[JobRow]) -> Iterator[tuple[tuple[str, ...], float]]:
             yield (row.id,), steps
 
 
-def _age_s(row: JobRow, look: MeshLook) -> float:
+def _age_s(row: JobRow, mesh: MeshSnapshot) -> float:
     """A job that was held begins to be waited for anew when it goes on."""
-    committed_ms = int(look.newest.get(row.id, {}).get("committed_ms", 0))
-    return max(0.0, (look.now_ms - max(committed_ms, row.held_ms, row.since_ms)) / 1000)
+    rows = mesh.steps.get(row.id)
+    committed_ms = int(rows[-1].get("committed_ms", 0)) if rows else 0
+    return max(0.0, (mesh.now_ms - max(committed_ms, row.held_ms, row.since_ms)) / 1000)
 
 
-def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in row.items():
         if isinstance(value, int | float) and math.isfinite(value):
             yield name, float(value)
 
 
-def _gangs(pool: Pool) -> Rows:
+def _gangs(mesh: MeshSnapshot) -> Rows:
     """A gang counts once for each role on it; one without residents is idle."""
-    roles = Counter(role for gang in pool.gangs for role in _roles(gang))
+    roles = Counter(role for gang in mesh.gangs for role in _roles(gang))
     return [((str(role),), roles[role]) for role in Role]
 
 
@@ -93,8 +122,8 @@ def _roles(gang: Gang) -> set[Role]:
     return {resident.role for resident in gang.residents} or {Role.IDLE}
 
 
-def _workers(pool: Pool) -> Rows:
-    states = Counter(_state(worker) for worker in pool.workers)
+def _workers(mesh: MeshSnapshot) -> Rows:
+    states = Counter(_state(worker) for worker in mesh.workers)
     return [((state,), states[state]) for state in (BUSY, IDLE, AWAY)]
 
 

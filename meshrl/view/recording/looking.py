@@ -1,16 +1,14 @@
-"""One look at a mesh for all who record its jobs: what it costs does not grow with their number."""
+"""One snapshot of a mesh for all who record its jobs: its cost does not grow with their number."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-from common.state import jobs, registry
+from common.state import jobs
 from common.state.jobs import JobRow
-from common.state.registry import Entry
-from meshrl.view.mesh.pool import Pool, pool
 from meshrl.view.mesh.processes import Meter, Used, names_of, owner
+from meshrl.view.mesh.snapshot import MeshSnapshot, read_mesh
 from meshrl.view.recording.running_mesh import RunningMesh
 
 FRESH_S = 0.4  # below the time between two looks of a recorder
@@ -18,28 +16,13 @@ JOBS_S = 2.0  # all jobs, with their documents, are more to read
 TALLY_S = 2.0  # between readings of CPU times: a process that lives shorter is not counted
 
 
-@dataclass(frozen=True)
-class Look:
-    """What Redis says of a mesh: the same for all its jobs."""
-
-    at: float  # monotonic, seconds
-    entries: tuple[Entry, ...] = ()
-    pool: Pool = field(default_factory=Pool)
-    jobs: tuple[JobRow, ...] = ()  # up to JOBS_S older than the rest
-
-    @property
-    def live(self) -> list[JobRow]:
-        """The jobs that have not ended."""
-        return [row for row in self.jobs if not row.ended]
-
-
-class Looks:
-    """The last look at a mesh, taken again when it is no longer fresh."""
+class SharedSnapshot:
+    """The last snapshot of a mesh, taken again when it is no longer fresh."""
 
     def __init__(self, mesh: RunningMesh) -> None:
         self._mesh = mesh
-        self.last = Look(float("-inf"))
-        self._jobs_at = self._metered_at = float("-inf")
+        self.last = MeshSnapshot()
+        self.at = self._jobs_at = self._metered_at = float("-inf")  # monotonic, seconds
         self._jobs: tuple[JobRow, ...] = ()
         self._turn = asyncio.Lock()
         self._meter = Meter()
@@ -47,18 +30,18 @@ class Looks:
         self.owners: dict[str, str] = {}  # by name of a process that works for one job
         self.used: list[Used] = []
 
-    async def look(self) -> Look:
-        """The mesh now. StateUnavailable, DeadlineExceeded."""
+    async def look(self) -> MeshSnapshot:
+        """The mesh now, its jobs up to JOBS_S ago. StateUnavailable, DeadlineExceeded."""
         async with self._turn:  # its holder's deadline bounds the wait
-            now, state = self._mesh.clock.monotonic(), self._mesh.state
-            if now - self.last.at >= FRESH_S:
-                entries = await registry.entries(state)
-                found = await pool(state)
+            now = self._mesh.clock.monotonic()
+            if now - self.at >= FRESH_S:
                 if now - self._jobs_at >= JOBS_S:
                     await self._read_jobs(now)
-                self.last = Look(now, tuple(entries), found, self._jobs)
-                self._names = names_of(entries)
-                self.owners |= {entry.name: job for entry in entries if (job := owner(entry))}
+                self.last = await read_mesh(self._mesh.state, self._jobs)
+                self.at = now
+                self._names = names_of(self.last.entries)
+                found = ((entry.name, owner(entry)) for entry in self.last.entries)
+                self.owners |= {name: job for name, job in found if job}
             return self.last
 
     async def live(self) -> list[JobRow]:

@@ -30,10 +30,11 @@ from meshrl.directory import job_file
 from meshrl.directory.kept import KeptDocument
 from meshrl.directory.places import read_if_whole, read_json, write_json
 from meshrl.view import storage
-from meshrl.view.history.run_snapshot import History, Reading, Snapshot, snapshot
+from meshrl.view.history.run_snapshot import RunHistory, RunReading, RunSnapshot, snapshot
 from meshrl.view.mesh import prefixes
+from meshrl.view.mesh.snapshot import MeshSnapshot
 from meshrl.view.recording.evaluations import evaluated, last_standing_step
-from meshrl.view.recording.looking import Look, Looks
+from meshrl.view.recording.looking import SharedSnapshot
 from meshrl.view.recording.outlet import Outlet
 from meshrl.view.recording.recorded import (
     EVENTS,
@@ -63,15 +64,15 @@ class Recorder:
     """
 
     def __init__(
-        self, mesh: RunningMesh, job: str, run_dir: Path, looks: Looks | None = None
+        self, mesh: RunningMesh, job: str, run_dir: Path, looks: SharedSnapshot | None = None
     ) -> None:
         self.mesh, self.job, self.run_dir = mesh, job, run_dir
-        self._looks = looks or Looks(mesh)
-        self.shot: Snapshot | None = None
+        self._looks = looks or SharedSnapshot(mesh)
+        self.shot: RunSnapshot | None = None
         self._untold: list[dict[str, Any]] = []  # damage that Redis does not have as an event yet
         self._job_file = KeptDocument("job", run_dir / job_file.NAME, run_dir, job, job_file.read)
         self._take_up()
-        self._history = History()
+        self._history = RunHistory()
         self._clock = mesh.clock
         self._started, self._began_ms = self._clock.monotonic(), int(1000 * self._clock.wall())
         self._tallied = float("-inf")  # of which reading of the processes it is
@@ -131,7 +132,7 @@ class Recorder:
         """Seconds of wall time of this session and those before it."""
         return self.tally.wall_s + self.session_s
 
-    async def look(self) -> Snapshot | None:
+    async def look(self) -> RunSnapshot | None:
         """The run now; the last snapshot, marked, while Redis does not answer; None before any."""
         now, refused = self._clock.monotonic(), ""
         try:
@@ -219,7 +220,7 @@ class Recorder:
         with contextlib.suppress(OSError):
             await self.trackers.close()
 
-    async def _read(self) -> Snapshot:
+    async def _read(self) -> RunSnapshot:
         if self._unshown:
             self._unshown = False
             if self.trackers.trackers:
@@ -237,13 +238,11 @@ class Recorder:
         self._note_warm_start()
         self._committed = row.checkpoint
         await self._let_out()
-        reading = Reading(
+        reading = RunReading(
             at=self.wall_s,
             job=row,
             rows=self.rows,
-            entries=look.entries,
-            pool=look.pool,
-            jobs=look.jobs,
+            mesh=look,
             evaluations=list({e.fields["tag"]: e.fields for e in self._evaluated}.values()),
             events=new_events,
         )
@@ -335,7 +334,7 @@ class Recorder:
         if new:
             self._seen = new[-1].id
 
-    def _count(self, look: Look) -> None:
+    def _count(self, look: MeshSnapshot) -> None:
         """Counts tokens, accelerators and CPU time of the job."""
         for entry in look.entries:
             tokens = entry.stats.get("tokens")
@@ -343,7 +342,7 @@ class Recorder:
                 self.tally.see_tokens(entry.name, entry.incarnation, float(tokens))
                 if found := prefixes.figures(entry.stats):
                     self.tally.prefixes[entry.incarnation] = found
-        self.tally.see_pool(look.pool, look.entries, self.job, look.at)
+        self.tally.see_workers(look, self.job, self._looks.at)
         self._count_cpu()
 
     def _count_cpu(self, force: bool = False) -> None:
@@ -352,7 +351,7 @@ class Recorder:
         if at == self._tallied:
             return
         self._tallied = at
-        among = sum(row.id != self.job for row in self._looks.last.live) + 1
+        among = sum(row.id != self.job for row in self._looks.last.live_jobs) + 1
         whole = self.mesh.place.root == self.run_dir
         owners, used = self._looks.owners, self._looks.used
         self.tally.see_processes(used, owners, self.job, among, whole)

@@ -9,15 +9,14 @@ tally is kept in the run directory: a resumed run goes on counting.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.state.registry import Entry
 from meshrl.directory.places import read_json, write_json
-from meshrl.view.mesh.pool import Pool
 from meshrl.view.mesh.processes import Used
 from meshrl.view.mesh.residency import accelerators
+from meshrl.view.mesh.snapshot import MeshSnapshot
 
 
 @dataclass
@@ -77,13 +76,13 @@ class Tally:
         seen = self.tokens.setdefault(name, {})
         seen[incarnation] = max(tokens, seen.get(incarnation, 0.0))
 
-    def see_pool(self, pool: Pool, entries: Sequence[Entry], job: str, now_s: float) -> None:
+    def see_workers(self, mesh: MeshSnapshot, job: str, now_s: float) -> None:
         """Counts what the job has had of the workers' accelerators since the look before: by turns
         what its processes say that they have computed, else by where its residents are.
         """
         measured: dict[str, float] = {}
-        by_turns = {resident.id for _, resident in pool.residents(job) if resident.turns}
-        for entry in entries:
+        by_turns = {resident.id for _, resident in mesh.residents_of(job) if resident.turns}
+        for entry in mesh.entries:
             resident = str(entry.stats.get("resident", ""))
             if entry.alive and resident in by_turns and "turn_held_s" in entry.stats:
                 measured[resident] = float(entry.stats["turn_held_s"])
@@ -95,7 +94,7 @@ class Tally:
         if self._has is not None:
             before_s, had = self._has
             self.accelerator_s += had * max(0.0, now_s - before_s)
-        self._has = now_s, accelerators(pool, job, measured)
+        self._has = now_s, accelerators(mesh, job, measured)
 
     def see_processes(
         self,

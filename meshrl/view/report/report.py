@@ -19,7 +19,7 @@ from common.state.lifecycle.accounting import WRONG
 from meshrl.directory.exporting import command
 from meshrl.directory.places import write_json
 from meshrl.view.guard import Guard
-from meshrl.view.history.run_snapshot import Evaluation, Snapshot
+from meshrl.view.history.run_snapshot import Evaluation, RunSnapshot
 from meshrl.view.recording import audit, samples, summary
 from meshrl.view.recording.recorded import rare_events, read_events, thinned
 from meshrl.view.recording.recorder import Recorder
@@ -116,7 +116,7 @@ class LivePage:
             self._making.cancel()
             await asyncio.wait([self._making])
 
-    async def _make(self, shot: Snapshot) -> None:
+    async def _make(self, shot: RunSnapshot) -> None:
         clock = self._recorder.mesh.clock
         started, trouble = clock.monotonic(), ""
         try:
@@ -133,7 +133,7 @@ class LivePage:
         now = clock.monotonic()
         self._due = now + max(PAGE_S, PAGE_SHARE * (now - started))
 
-    def _write(self, shot: Snapshot, wall_s: float) -> None:
+    def _write(self, shot: RunSnapshot, wall_s: float) -> None:
         """Reads the record line by line, since all of a long one would take hundreds of MB."""
         run_dir, recorded = self._recorder.run_dir, self._recorder.recorded
         job, document = self._recorder.job, self._recorder.held["document"]

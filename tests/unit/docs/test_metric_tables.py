@@ -14,8 +14,8 @@ from typing import Any
 from common.job.config import JobConfig
 from common.state.jobs import Phase
 from common.state.steps import step_row
-from meshrl.view.metrics.mesh_gauges import families
-from meshrl.view.metrics.mesh_look import MeshLook
+from meshrl.view.mesh.snapshot import MeshSnapshot
+from meshrl.view.metrics.mesh_gauges import HeadSnapshot, families
 from meshrl.view.recording.summary import summarize
 from meshrl.view.recording.usage import Tally
 from services.trainer.arithmetic.stats import BinStats, update_metrics
@@ -102,7 +102,9 @@ def test_each_gauge_of_a_mesh_is_documented() -> None:
     documented = {key for keys, *_ in section for key in re.findall(r"`(meshrl_\w+)`", keys)}
     page = (ROOT / "meshrl/launch/outward/host_page.py").read_text()
     of_host = {f"meshrl_{name}" for name in re.findall(r'_family\(\s*"(\w+)"', page)}
-    assert documented == of_host | {family.name for family in families(MeshLook(0.0))}
+    assert documented == of_host | {
+        family.name for family in families(HeadSnapshot(MeshSnapshot()))
+    }
 
 
 def test_measurements_of_processes_have_the_documented_keys() -> None:

@@ -17,7 +17,7 @@ from common.pool.rows import Doing
 from common.state import jobs, pool, registry
 from meshrl.view.live import tables
 from meshrl.view.mesh import gpus as told
-from meshrl.view.mesh.pool import Pool
+from meshrl.view.mesh.snapshot import MeshSnapshot, read_mesh
 from tests.gpus.driver import GIB, LOST, Gpus
 from tests.load import scaled
 from tests.unit.node.smallmesh import LOOK_S, SOON_S, SmallMesh
@@ -113,8 +113,8 @@ async def test_figures_are_published_and_what_breaks_is_an_event(
         lost
     )
     assert told.line(await shown(mesh, "lost", 1)) == "GPU lost"
-    rows, entries = await pool.workers(mesh.state), await registry.entries(mesh.state)
-    assert told.troubles(rows, entries) == ["cuda:0 NVIDIA H100 of w0 (GPU-aaaa) is lost"]
+    lost_now = told.troubles(await read_mesh(mesh.state))
+    assert lost_now == ["cuda:0 NVIDIA H100 of w0 (GPU-aaaa) is lost"]
     gpus.mended()
     assert (await mesh.told("gpu", 3))[2]["what"] == "back"
 
@@ -124,7 +124,7 @@ async def shown(mesh: SmallMesh, name: str, value: object) -> dict[str, Any]:
     for _ in range(int(scaled(SOON_S) / LOOK_S)):
         entries = await registry.entries(mesh.state)
         rows = await pool.workers(mesh.state)
-        [worker] = tables.document(Pool(tuple(rows)), entries)["workers"]
+        [worker] = tables.document(MeshSnapshot(tuple(rows), entries=entries))["workers"]
         if (found := worker.get("gpu", {})).get(name) == value:
             return dict(found)
         await asyncio.sleep(LOOK_S)

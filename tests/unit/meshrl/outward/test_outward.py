@@ -24,7 +24,8 @@ from common.state.registry import Entry, register
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.outward.outward import outward
 from meshrl.launch.outward.standing import OLD_S, Standing
-from meshrl.view.metrics.mesh_look import MeshLook
+from meshrl.view.mesh.snapshot import MeshSnapshot
+from meshrl.view.metrics.mesh_gauges import HeadSnapshot
 from sim.redis.client import SimulatedRedis
 from sim.redis.state import simulated_state
 from tests.load import scaled
@@ -184,10 +185,10 @@ async def test_a_row_that_cannot_be_read_is_told_and_looked_at_again(
 ) -> None:
     clock, bad = Ahead(), False
 
-    async def of_mesh(state: State) -> MeshLook:
+    async def of_mesh(state: State) -> HeadSnapshot:
         if bad:
             raise KeyError("phase")
-        return MeshLook(0.0)
+        return HeadSnapshot(MeshSnapshot())
 
     settings = MeshSettings(redis_url="", run_root=str(tmp_path), host="here")
     root = Root(MeshPlace(tmp_path), settings, clock, ready=True)

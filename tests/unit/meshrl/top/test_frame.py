@@ -14,11 +14,11 @@ from common.pool.explained import Explained, judged_of
 from common.pool.snapshot import Move
 from common.state.jobs import Phase
 from common.state.registry import Entry
-from meshrl.view.live.mesh_view import shot
-from meshrl.view.top.frame import Frame
-from meshrl.view.top.making import Seen, frame, steps_per_min, wait_share
-from meshrl.view.top.screen import screen, tables
-from tests.unit.meshrl.view.test_tables import POOL, WAITS, row
+from meshrl.view.frames.frame import Frame
+from meshrl.view.frames.making import frame
+from meshrl.view.live.top_screen import screen, tables
+from meshrl.view.mesh.rates import steps_per_min, wait_share
+from tests.unit.meshrl.view.test_tables import MESH, WAITS, row
 
 NOW_MS = 1_000_000
 ENTRIES = [
@@ -59,16 +59,23 @@ def steps(*took_s: float) -> list[dict[str, Any]]:
     ]
 
 
-def seen(*rows: Any, **more: Any) -> Seen:
-    pool = replace(POOL, entitled={"a": 2, "b": 1})
-    took = {"a": steps(3.0, 4.0, 9.0)}
-    now = shot(10.0, rows or (row("a"), row("b", WAITS, Phase.QUEUED)), took, ENTRIES, pool, {})
+def made(*rows: Any) -> Frame:
     told = {name: Explained(0.8, binds="latency", verdict="no split is better") for name in "ab"}
-    return replace(Seen(now, took, [MOVE], told, [JUDGED]), **more)
+    mesh = replace(
+        MESH,
+        jobs=rows or (row("a"), row("b", WAITS, Phase.QUEUED)),
+        entries=ENTRIES,
+        now_ms=NOW_MS,
+        entitled={"a": 2, "b": 1},
+        explained=told,
+        moves=[MOVE],
+        steps={"a": steps(3.0, 4.0, 9.0)},
+    )
+    return frame(mesh, {}, "/mesh", [JUDGED])
 
 
 def test_a_job_has_its_rates_and_what_is_predicted_of_it() -> None:
-    a, b = frame(seen(), "/mesh").jobs
+    a, b = made().jobs
     assert (a.job, a.phase, a.step, a.steps) == ("a", "training", 3, 48)
     assert (a.workers, a.entitled, a.in_flight) == (1, 2, 7)
     assert (a.running, a.waiting) == (31, 6)
@@ -91,7 +98,7 @@ def test_the_trainers_wait_is_of_the_steps_that_tell_of_it() -> None:
 
 
 def test_gangs_residents_hosts_and_moves_are_told() -> None:
-    found = frame(seen(), "/mesh")
+    found = made()
     core, engine, asleep = found.residents
     assert (core.role, core.gang, core.workers, core.tensor_parallel) == (
         "core",
@@ -118,7 +125,7 @@ def shown(found: Frame) -> list[str]:
 
 
 def test_the_screen_has_all_of_it_and_why_it_is_not_of_now() -> None:
-    lines = shown(frame(seen(), "/mesh"))
+    lines = shown(made())
     for wanted in (
         "a training 3/48 15 0.500 ████ 1/2 0.8 s, latency",
         f"b is {WAITS}",
@@ -132,7 +139,7 @@ def test_the_screen_has_all_of_it_and_why_it_is_not_of_now() -> None:
     ):
         assert wanted in lines, "\n".join(lines)
     console = Console(file=StringIO(), width=120, record=True)
-    console.print(screen(frame(seen(), "/mesh"), trouble="redis does not answer; asking again"))
+    console.print(screen(made(), trouble="redis does not answer; asking again"))
     assert "redis does not answer" in console.export_text()
 
 
@@ -142,12 +149,12 @@ def test_a_mesh_without_jobs_says_so() -> None:
 
 @pytest.mark.parametrize("phase", [Phase.FAILED, Phase.FINISHED])
 def test_a_job_that_is_over_has_no_rate_and_no_prediction(phase: Phase) -> None:
-    [job] = frame(seen(row("a", phase=phase)), "/mesh").jobs
+    [job] = made(row("a", phase=phase)).jobs
     assert (job.steps_per_min, job.entitled, job.now) == (None, None, None)
     assert job.error == ("it broke" if phase == Phase.FAILED else "")
 
 
 def test_the_document_is_json() -> None:
-    document = json.loads(json.dumps(asdict(frame(seen(), "/mesh"))))
+    document = json.loads(json.dumps(asdict(made())))
     assert document["jobs"][0]["now"]["step_s"] == 0.8
     assert document["judged"][0]["paid"] is True

@@ -14,7 +14,7 @@ from common.state.client import State
 from common.state.keys import EVENTS, PLANNER
 from meshrl.cli import app
 from meshrl.run.following.top import TopScreen
-from meshrl.view.top.frame import Frame, JobFrame
+from meshrl.view.frames.frame import Frame, JobFrame
 from tests.unit.meshrl.run.conftest import JOB, HeldMesh, held
 
 __all__ = ["held"]

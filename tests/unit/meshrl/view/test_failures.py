@@ -8,7 +8,7 @@ import pytest
 
 from common.state.events import Event
 from meshrl.view.history.failures import AGAIN_S, Heard, Told, of_share
-from meshrl.view.history.run_snapshot import History, evaluation, snapshot
+from meshrl.view.history.run_snapshot import RunHistory, evaluation, snapshot
 from meshrl.view.live.view import Lines, evaluation_line, step_line
 from tests.unit.meshrl.view.test_watch import reading, row
 
@@ -48,7 +48,7 @@ def test_the_first_of_each_kind_is_said_at_once_and_then_its_count_with_each_ste
 def test_plain_lines_tell_of_failures_and_of_each_steps_share(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shot = snapshot(reading(10.0, 0.0, failure(3)), History())
+    shot = snapshot(reading(10.0, 0.0, failure(3)), RunHistory())
     lines = Lines()
     lines.show(shot, [])
     assert f"reward raised at {WHERE}: ValueError: no" in capsys.readouterr().out

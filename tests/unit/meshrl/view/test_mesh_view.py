@@ -11,9 +11,12 @@ from rich.console import Console
 from common.pool.rows import Role
 from common.state.jobs import JobRow, Phase
 from common.state.registry import Entry
-from meshrl.view.history.run_snapshot import History
-from meshrl.view.live.mesh_view import MeshLines, MeshShot, screen, shot
-from tests.unit.meshrl.view.test_tables import POOL, WAITS, row
+from meshrl.view.frames.frame import Frame
+from meshrl.view.frames.making import frame
+from meshrl.view.live.mesh_view import MeshLines, roles, screen
+from meshrl.view.mesh.rates import TokenRate
+from meshrl.view.mesh.snapshot import MeshSnapshot
+from tests.unit.meshrl.view.test_tables import MESH, WAITS, row
 
 
 def shard(job: str, tokens: float, in_flight: int) -> Entry:
@@ -31,24 +34,34 @@ def steps(*rewards: float) -> list[dict[str, Any]]:
 ROWS = (row("a"), row("b", WAITS, Phase.QUEUED))
 
 
-def looked(at_s: float, rows: tuple[JobRow, ...], histories: dict[str, History]) -> MeshShot:
+def mesh(at_s: float = 0.0, *rows: JobRow) -> MeshSnapshot:
     entries = [shard("a", 100 * at_s, 7), shard("b", 10 * at_s, 3)]
-    return shot(at_s, rows, {"a": steps(0.25, 0.5)}, entries, POOL, histories)
+    took = {"a": steps(0.25, 0.5)}
+    return replace(MESH, jobs=rows or ROWS, entries=entries, steps=took, now_ms=1_000_000)
+
+
+def shown(*rows: JobRow) -> tuple[MeshSnapshot, Frame]:
+    found = mesh(1.0, *rows)
+    return found, frame(found, {"a": 100.0, "b": 10.0}, "/mesh")
 
 
 def test_each_job_has_its_own_figures() -> None:
-    histories: dict[str, History] = {}
-    looked(10.0, ROWS, histories)
-    a, b = looked(20.0, ROWS, histories).jobs
+    a, b = shown()[1].jobs
     assert (a.rolled_out_s, a.trained_s, a.in_flight) == pytest.approx((100.0, 250.0, 7))
     assert (b.rolled_out_s, b.trained_s, b.in_flight) == pytest.approx((10.0, 0.0, 3))
     assert (a.rewards, b.rewards) == ((0.25, 0.5), ())
-    assert a.roles == f"w0:{Role.TRAINING} w0:{Role.ROLLOUT}"
+    assert roles(mesh(), "a") == f"w0:{Role.TRAINING} w0:{Role.ROLLOUT}"
+
+
+def test_a_rate_is_of_the_last_seconds_and_of_one_process() -> None:
+    rate = TokenRate()
+    assert [rate.see(at_s, 100 * at_s) for at_s in (10.0, 20.0, 30.0)] == [0.0, 100.0, 100.0]
+    assert (rate.see(31.0, 5.0), rate.see(32.0, 15.0)) == (0.0, 10.0)
 
 
 def test_a_job_that_stands_still_is_named_and_one_that_waits_is_not() -> None:
     still = tuple(replace(row, progress_ms=1) for row in ROWS)
-    a, b = looked(1.0, still, {}).jobs
+    a, b = shown(*still)[1].jobs
     assert "no group, step or evaluation has come" in a.quiet
     assert b.quiet == ""
 
@@ -56,7 +69,7 @@ def test_a_job_that_stands_still_is_named_and_one_that_waits_is_not() -> None:
 def test_the_screen_has_all_jobs_and_all_workers() -> None:
     console = Console(width=130, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     failed = row("c", phase=Phase.FAILED)
-    console.print(screen(looked(65.0, (*ROWS, failed), {}), "/mesh"))
+    console.print(screen(*shown(*ROWS, failed), 65.0, "/mesh"))
     text = console.export_text()
     for wanted in ("3 jobs", "1:05", "3/48", "0.500", f"b is {WAITS}", "c failed: it broke", "w3"):
         assert wanted in text, wanted
@@ -66,7 +79,6 @@ def test_without_a_terminal_there_is_a_line_for_each_news(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines = MeshLines()
-    histories: dict[str, Any] = {}
     a, b = ROWS
     for at_s, rows in (
         (1.0, ROWS),
@@ -74,7 +86,7 @@ def test_without_a_terminal_there_is_a_line_for_each_news(
         (3.0, (replace(a, steps_done=4), replace(b, held=""))),
         (4.0, (replace(a, steps_done=4, held="paused: job b"), replace(b, held=""))),
     ):
-        lines.show(looked(at_s, rows, histories))
+        lines.show(*shown(*rows), at_s)
     printed = capsys.readouterr().out.splitlines()
     assert [line.partition("  ")[0] for line in printed] == [
         "[0:01] a: training",

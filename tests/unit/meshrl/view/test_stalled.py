@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,10 @@ from common.pool.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
 from common.state.ended import Ended
 from common.state.jobs import COUNTS, JobRow, Phase
 from common.state.registry import LEASE_MS, Entry
-from meshrl.view.mesh.pool import Pool
 from meshrl.view.mesh.quiet import doing, working
-from meshrl.view.mesh.stalled import Stall, diagnose, redis_silent
+from meshrl.view.mesh.snapshot import MeshSnapshot
+from meshrl.view.mesh.stalled import Stall, redis_silent
+from meshrl.view.mesh.stalled import diagnose as diagnosed
 
 NOW = 1_000_000
 
@@ -36,7 +38,21 @@ def entry(
     )
 
 
-NOTHING = Pool()
+NOTHING = MeshSnapshot()
+
+
+def diagnose(
+    entries: Sequence[Entry],
+    mesh: MeshSnapshot,
+    now_ms: float,
+    ended: Sequence[Ended] = (),
+    jobs: Sequence[JobRow] = (),
+    full: str = "",
+    stopped: Sequence[str] = (),
+) -> list[Stall]:
+    """The stalls of a mesh with these rows besides."""
+    rows = replace(mesh, entries=entries, now_ms=now_ms, ended=ended, jobs=jobs)
+    return diagnosed(rows, full, stopped)
 
 
 def resident(
@@ -57,10 +73,10 @@ def resident(
     )
 
 
-def pool(*residents: Resident, services: tuple[tuple[str, str], ...] = ()) -> Pool:
+def pool(*residents: Resident, services: tuple[tuple[str, str], ...] = ()) -> MeshSnapshot:
     """A gang of one worker, g1 of w1, with these."""
     gang = Gang("g1", ("w1",), 1, residents)
-    return Pool((Worker("w1", "h0", "cpu:1", 7, gang="g1"),), (gang,), services=services)
+    return MeshSnapshot((Worker("w1", "h0", "cpu:1", 7, gang="g1"),), (gang,), services=services)
 
 
 def pairs(stalls: list[Stall]) -> set[tuple[str, str]]:

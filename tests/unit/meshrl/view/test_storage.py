@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from common.records import lines
 from common.state.registry import Entry
 from meshrl.view import storage
-from meshrl.view.history.run_snapshot import History, snapshot
+from meshrl.view.history.run_snapshot import RunHistory, snapshot
 from meshrl.view.live.view import Lines
 from tests.unit.meshrl.view.test_watch import reading
 
@@ -66,8 +67,9 @@ def test_the_run_says_at_once_who_waits_for_room_and_when_there_is_some(
 ) -> None:
     waits = [{"on": "disk", "what": "room for the ledger", "since_ms": 0, "count": 1}]
     full, well = reading(10.0, 0), reading(14.0, 0)
-    full.entries = [Entry(name="rollout/0", kind="rollout", alive=True, waits=waits)]
-    lines, history = Lines(), History()
+    entry = Entry(name="rollout/0", kind="rollout", alive=True, waits=waits)
+    full.mesh = replace(full.mesh, entries=[entry])
+    lines, history = Lines(), RunHistory()
     for look in (full, full, well):
         lines.show(snapshot(look, history), [])
     printed = capsys.readouterr().out

@@ -16,7 +16,7 @@ from common.state.ended import Ended
 from common.state.jobs import COUNTS, JobRow, Phase
 from common.state.registry import Entry
 from meshrl.view.live import printing, tables
-from meshrl.view.mesh.pool import Pool
+from meshrl.view.mesh.snapshot import MeshSnapshot
 
 WAITS = "waiting: it needs 2 workers, and 1 is idle"
 
@@ -46,7 +46,7 @@ def resident(id: str, job: str, role: Role, **more: Any) -> Resident:
     return Resident(id, job, role, reports={0: report}, **more)
 
 
-POOL = Pool(
+MESH = MeshSnapshot(
     tuple(Worker(f"w{n}", "h0", f"cpu:{n}", 7, alive=n != 3) for n in range(4)),
     (
         Gang(
@@ -77,20 +77,20 @@ def test_jobs_stand_beside_each_other_with_what_they_have_and_why_not() -> None:
         row("b", WAITS, Phase.QUEUED),
         row("c", "paused: job a has priority 2", Phase.FINISHED),
     ]
-    shown = printed(tables.jobs(rows, replace(POOL, entitled={"a": 2, "b": 0})))
+    shown = printed(tables.jobs(replace(MESH, jobs=rows, entitled={"a": 2, "b": 0})))
     assert shown[1:] == [
         ["a", "training", "3/48", "1/2", "2", "3", "0", "/runs/a"],
         ["b", "waiting", "3/48", "1/0", "0", "1", "0", "/runs/b"],
         ["c", "finished", "3/48", "0", "1", "0", "/runs/c"],
     ]
-    assert printed(tables.jobs(rows[:1], POOL))[1][3] == "1"
+    assert printed(tables.jobs(replace(MESH, jobs=rows[:1])))[1][3] == "1"
     assert tables.whys(rows) == [f"b is {WAITS}"]
 
 
 def test_workers_are_listed_with_all_that_resides_on_them() -> None:
     said = {"running": 31, "version": 9, "job": "a"}
     engine = Entry(name="engine/g0.1", kind="engine", alive=True, stats=said)
-    shown = printed(tables.workers(POOL, [engine]))
+    shown = printed(tables.workers(replace(MESH, entries=[engine])))
     on = "accelerator"
     assert shown[1:] == [
         ["w0", "cpu:0", "g0", "g0.0", "a", "training", on, "ready", "core, by turns"],
@@ -122,7 +122,7 @@ def test_workers_are_listed_with_all_that_resides_on_them() -> None:
 
 
 def test_the_same_is_json() -> None:
-    found = json.loads(json.dumps(tables.document(POOL)))
+    found = json.loads(json.dumps(tables.document(MESH)))
     assert [w["id"] for w in found["workers"]] == ["w0", "w1", "w2", "w3"]
     assert found["gangs"][1]["residents"][0]["tier"] == "disk"
 
@@ -133,7 +133,7 @@ LONG = "a-name-that-somebody-has-given-to-a-job-of-his-and-has-to-type-again"
 def test_no_name_is_cut_however_narrow_the_terminal_and_nothing_where_a_program_reads() -> None:
     notes = {0: Report(0, 1, 1, 7, Doing.STARTING, Tier.ACCELERATOR, "so " * 40)}
     starts = replace(resident("g0.0", LONG, Role.TRAINING), reports=notes)
-    table = tables.workers(Pool(POOL.workers, (Gang("g0", ("w0",), 1, (starts,)),)))
+    table = tables.workers(MeshSnapshot(MESH.workers, (Gang("g0", ("w0",), 1, (starts,)),)))
     for terminal in (80, None):
         console = Console(width=printing.width(table, terminal), file=StringIO())
         console.print(table)
@@ -145,7 +145,8 @@ def test_no_name_is_cut_however_narrow_the_terminal_and_nothing_where_a_program_
 
 def test_what_went_wrong_is_said_below() -> None:
     end = Ended("rollout/a/0", "a", 1, "exit status 1", 98_000, 3, final=False)
-    assert tables.troubles([row("a"), row("b", phase=Phase.FAILED)], [end], 100_000) == [
+    rows = [row("a"), row("b", phase=Phase.FAILED)]
+    assert tables.troubles(MeshSnapshot(jobs=rows, ended=[end], now_ms=100_000)) == [
         "b failed: it broke",
         "rollout/a/0 ended 2 s ago, 3 times in all: exit status 1",
     ]

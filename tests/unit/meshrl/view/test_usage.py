@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from common.pool.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
 from common.state.registry import Entry
-from meshrl.view.mesh.pool import Pool
 from meshrl.view.mesh.processes import Meter, Used, owner
+from meshrl.view.mesh.snapshot import MeshSnapshot
 from meshrl.view.recording.usage import Tally
 
 OWNERS = {"trainer/a": "a", "trainer/b": "b"}
@@ -82,9 +83,9 @@ def resident(
     return Resident(id, job, Role.ROLLOUT, ranks=ranks, turns=turns, reports=reports)
 
 
-def pool(*gangs: Gang) -> Pool:
+def mesh(*gangs: Gang) -> MeshSnapshot:
     names = sorted({worker for gang in gangs for worker in gang.workers})
-    return Pool(tuple(Worker(name, "h0", "cpu:0", 7) for name in names), gangs)
+    return MeshSnapshot(tuple(Worker(name, "h0", "cpu:0", 7) for name in names), gangs)
 
 
 TWO = Gang("g0", ("w0", "w1"), 1, (resident("g0.0", "a", 0, 1),))
@@ -96,7 +97,7 @@ def test_accelerators_are_charged_to_whose_tensors_are_on_them() -> None:
     a, b = Tally(), Tally()
     for now_s in (10.0, 20.0, 30.0):
         for tally, job in ((a, "a"), (b, "b")):
-            tally.see_pool(pool(TWO, BOTH, ASLEEP), [], job, now_s)
+            tally.see_workers(mesh(TWO, BOTH, ASLEEP), job, now_s)
     assert a.accelerator_s == pytest.approx(20 * 2.5)
     assert b.accelerator_s == pytest.approx(20 * 0.5)
 
@@ -108,7 +109,7 @@ def test_a_resident_that_takes_turns_is_charged_what_it_computed() -> None:
     for now_s, turn_s in ((10.0, 4.0), (20.0, 5.5), (30.0, 7.0)):
         said = {"resident": "g1.0", "job": "a", "turn_held_s": turn_s}
         entry = Entry("engine/g1.0", "engine", incarnation="i", alive=True, stats=said)
-        a.see_pool(pool(by_turns), [entry], "a", now_s)
-        alone.see_pool(pool(BOTH), [entry], "a", now_s)
+        a.see_workers(replace(mesh(by_turns), entries=[entry]), "a", now_s)
+        alone.see_workers(replace(mesh(BOTH), entries=[entry]), "a", now_s)
     assert alone.accelerator_s == pytest.approx(10.0), "it takes no turns"
     assert a.accelerator_s == pytest.approx(3.0), "what it had computed before is another's count"

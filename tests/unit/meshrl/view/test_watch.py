@@ -15,9 +15,10 @@ from common.state.events import Event
 from common.state.jobs import JobRow, Phase
 from common.state.registry import Entry
 from meshrl.view.history.news import told
-from meshrl.view.history.run_snapshot import History, Reading, snapshot, time_to_go
+from meshrl.view.history.run_snapshot import RunHistory, RunReading, snapshot
 from meshrl.view.live.view import Lines, clock, screen, sparkline
-from meshrl.view.mesh.pool import Pool
+from meshrl.view.mesh.rates import time_to_go
+from meshrl.view.mesh.snapshot import MeshSnapshot
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def resident(gang: str, number: int, of: str, role: Role, **more: Any) -> Reside
     return Resident(f"{gang}.{number}", of, role, reports={0: report}, **more)
 
 
-POOL = Pool(
+MESH = MeshSnapshot(
     tuple(Worker(f"w{n}", "h0", f"cpu:{n}", 7) for n in range(4)),
     (
         Gang("g0", ("w0",), 1, (resident("g0", 0, "tiny", Role.TRAINING, core=True),)),
@@ -86,7 +87,7 @@ EVALUATIONS = [
 ]
 
 
-def reading(at: float, tokens: float, *events: Event) -> Reading:
+def reading(at: float, tokens: float, *events: Event) -> RunReading:
     rollout = Entry(
         name="rollout/tiny/0",
         kind="rollout",
@@ -101,20 +102,22 @@ def reading(at: float, tokens: float, *events: Event) -> Reading:
     )
     said = {"running": 31, "version": 9, "job": "tiny"}
     engine = Entry(name="engine/g1.0", kind="engine", alive=True, stats=said)
-    return Reading(
+    return RunReading(
         at=at,
         job=job("training", 3),
         rows=[row(1), row(2), row(3)],
-        entries=[rollout, other, engine],
-        pool=POOL,
-        jobs=[job("training", 3), replace(job("queued", 0), id="big", held=WAITS)],
+        mesh=replace(
+            MESH,
+            entries=[rollout, other, engine],
+            jobs=[job("training", 3), replace(job("queued", 0), id="big", held=WAITS)],
+        ),
         evaluations=EVALUATIONS,
         events=events,
     )
 
 
 def test_a_snapshot_says_where_the_run_stands() -> None:
-    shot = snapshot(reading(10.0, 0), History())
+    shot = snapshot(reading(10.0, 0), RunHistory())
     assert (shot.step, shot.steps, shot.phase) == (3, JobConfig().budget.steps, "training")
     assert shot.rewards == pytest.approx((0.1, 0.2, 0.3))
     assert shot.trained_s == pytest.approx(500.0)
@@ -124,7 +127,7 @@ def test_a_snapshot_says_where_the_run_stands() -> None:
 
 
 def test_workers_are_shown_with_all_that_resides_on_them() -> None:
-    shot = snapshot(reading(10.0, 0), History())
+    shot = snapshot(reading(10.0, 0), RunHistory())
     told = [(w.worker, w.gang, w.job, w.role, w.tier, w.state, w.doing) for w in shot.workers]
     on, training, rollout = Tier.ACCELERATOR, Role.TRAINING, Role.ROLLOUT
     assert told == [
@@ -138,14 +141,14 @@ def test_workers_are_shown_with_all_that_resides_on_them() -> None:
 
 
 def test_another_job_is_one_line_and_none_of_its_figures_is_this_one_s() -> None:
-    shot = snapshot(reading(10.0, 0), History())
+    shot = snapshot(reading(10.0, 0), RunHistory())
     assert [(o.job, o.state, o.workers) for o in shot.others] == [("big", WAITS, 2)]
     assert (shot.in_flight, shot.histogram) == (7, (5, 1, 1))
 
 
 def test_a_job_that_waits_or_is_paused_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     paused = "paused: job big has priority 1"
-    lines, history = Lines(), History()
+    lines, history = Lines(), RunHistory()
     for held in ("", paused, paused, ""):
         look = reading(10.0, 0)
         look.job = replace(look.job, held=held)
@@ -160,7 +163,7 @@ def test_a_job_that_waits_or_is_paused_says_why(capsys: pytest.CaptureFixture[st
 
 
 def test_the_rate_is_over_the_last_seconds_and_survives_a_restart() -> None:
-    history = History()
+    history = RunHistory()
     for second in range(20):
         shot = snapshot(reading(float(second), second * 100.0), history)
     assert shot.rolled_out_s == pytest.approx(100.0)
@@ -208,7 +211,7 @@ def test_events_become_news_for_people() -> None:
 
 def test_the_live_view_holds_everything_that_was_asked_for() -> None:
     console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    shot = snapshot(reading(65.0, 0, MOVE), History())
+    shot = snapshot(reading(65.0, 0, MOVE), RunHistory())
     console.print(screen(shot, Path("runs/tiny")))
     text = console.export_text()
     for wanted in (
@@ -239,7 +242,7 @@ def test_the_live_view_holds_everything_that_was_asked_for() -> None:
 def test_without_a_terminal_there_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     lines = Lines()
     first = reading(10.0, 0)
-    shot = snapshot(first, History())
+    shot = snapshot(first, RunHistory())
     lines.show(shot, [row(1)])
     lines.show(shot, [row(1), row(2)])
     lines.show(shot, [row(1), row(2)])
@@ -284,7 +287,7 @@ def test_the_end_of_a_process_is_told_with_its_error_and_how_often() -> None:
 def test_without_a_terminal_every_end_has_its_line_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    lines, history = Lines(), History()
+    lines, history = Lines(), RunHistory()
     first = snapshot(reading(10.0, 0, ended("engine/g1")), history)
     lines.show(first, [row(1)])
     lines.show(first, [row(1)])
@@ -297,7 +300,7 @@ def test_without_a_terminal_every_end_has_its_line_once(
 def test_a_process_that_ends_again_and_again_is_told_of_ever_more_rarely(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    lines, history = Lines(), History()
+    lines, history = Lines(), RunHistory()
     for times in range(1, 101):
         look = reading(10.0, 0, ended("environment-rollout-0-0", times=times))
         lines.show(snapshot(look, history), [])

@@ -1,4 +1,4 @@
-"""What `meshrl top` shows of a mesh at one moment, as plain data; `making.py` makes it of a look.
+"""Figures of a mesh at one moment that `meshrl top` and `watch` show; see `making.py`.
 
 `asdict` of a frame is the document of `meshrl top --json`.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.pool.explained import Explained, Judged
+
+CURVE = 24  # rewards of the last steps
 
 
 @dataclass(frozen=True)

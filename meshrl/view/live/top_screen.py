@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from common.state.jobs import Phase
+from meshrl.view.frames.frame import Frame, JobFrame, MoveFrame, ResidentFrame
 from meshrl.view.history import moves
 from meshrl.view.live import printing
 from meshrl.view.live.tables import moves as moves_table
 from meshrl.view.live.view import ROLE_COLORS, sparkline
-from meshrl.view.top.frame import Frame, JobFrame, MoveFrame, ResidentFrame
 
 MOVES = 5  # judged moves that are shown, the last ones
 CURVE = 16  # rewards

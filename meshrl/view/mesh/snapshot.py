@@ -1,0 +1,95 @@
+"""The snapshot of a mesh that all views are drawn from, read from its Redis in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from common.pool.explained import Explained, explained_of
+from common.pool.rows import Gang, Resident, Worker
+from common.pool.snapshot import Move
+from common.state import ended, jobs, leader, pool, registry
+from common.state.client import State, server_ms
+from common.state.ended import Ended
+from common.state.jobs import JobRow
+from common.state.keys import PLANNER
+from common.state.registry import Entry
+
+Rows = Sequence[Mapping[str, Any]]  # of a job's steps
+
+
+@dataclass(frozen=True)
+class MeshSnapshot:
+    """The rows of a mesh at one moment. Times are Redis' own, in milliseconds.
+
+    What `read_troubles` adds is empty in a snapshot without it.
+    """
+
+    workers: tuple[Worker, ...] = ()
+    gangs: tuple[Gang, ...] = ()
+    entries: Sequence[Entry] = ()
+    jobs: Sequence[JobRow] = ()
+    now_ms: float = 0.0
+    entitled: Mapping[str, int] = field(default_factory=dict)  # job -> workers that it is to have
+    explained: Mapping[str, Explained] = field(default_factory=dict)  # by job
+    moves: Sequence[Move] = ()  # under way
+    steps: Mapping[str, Rows] = field(default_factory=dict)  # last rows, by job
+    # -- of `read_troubles`
+    leader: str = ""  # process that leads the planners; empty: none does
+    ended: Sequence[Ended] = ()
+    services: tuple[tuple[str, str], ...] = ()  # (host, shard or sandbox that it is to run)
+    draining: Mapping[str, str] = field(default_factory=dict)  # host -> why
+
+    @property
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Figures of the processes that live, by name."""
+        return {entry.name: entry.stats for entry in self.entries if entry.alive}
+
+    @property
+    def live_jobs(self) -> list[JobRow]:
+        """The jobs that have not ended."""
+        return [row for row in self.jobs if not row.ended]
+
+    @property
+    def residents(self) -> list[tuple[Gang, Resident]]:
+        """All residents, with their gangs."""
+        return [(gang, resident) for gang in self.gangs for resident in gang.residents]
+
+    def residents_of(self, job: str) -> list[tuple[Gang, Resident]]:
+        """A job's residents, with their gangs."""
+        return [(gang, resident) for gang, resident in self.residents if resident.job == job]
+
+    def workers_of(self, job: str) -> set[str]:
+        """Ids of the workers that a job has residents on, in whatever tier."""
+        return {g.workers[rank] for g, r in self.residents_of(job) for rank in r.ranks}
+
+
+async def read_mesh(state: State, known: Sequence[JobRow] | None = None) -> MeshSnapshot:
+    """Read a mesh's rows. `known`: the jobs, which have long documents, if they were read lately.
+
+    StateUnavailable, DeadlineExceeded.
+    """
+    memory = await pool.remembered(state)
+    return MeshSnapshot(
+        tuple(await pool.workers(state)),
+        tuple(await pool.gangs(state)),
+        tuple(await registry.entries(state)),
+        tuple(await jobs.jobs(state)) if known is None else known,
+        await server_ms(state),
+        memory.get("entitled", {}),
+        explained_of(memory),
+        await pool.under_way(state),
+    )
+
+
+async def read_troubles(state: State, mesh: MeshSnapshot) -> MeshSnapshot:
+    """Read what tells of troubles as well: leader, ends of processes, services, drained hosts."""
+    leading, _ = await leader.leader(state, PLANNER)
+    return replace(
+        mesh,
+        leader=leading,
+        ended=await ended.ended(state),
+        services=tuple(await pool.served(state)),
+        draining=await pool.draining(state),
+    )

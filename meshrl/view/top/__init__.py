@@ -1,1 +1,0 @@
-"""All of a mesh in one frame: jobs, gangs, rates, moves. Open `frame.py` first."""
