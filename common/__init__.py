@@ -1,3 +1,3 @@
 """Code that every program shares: calls, state, formats, the model, generation. Open
-`runtime/mesh.py` first.
+`mesh/runtime/mesh.py` first.
 """

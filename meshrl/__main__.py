@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
-from common.errors import MeshError
-from common.process.child import PRIVATE
-from common.terminal import print_traceback, visible
+from common.base.errors import MeshError
+from common.base.host.terminal import print_traceback, visible
+from common.mesh.process.entry.child import PRIVATE
 from meshrl.cli import app
 from meshrl.directory import user
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.errors import ConfigError, MeshError, NotFound, PeerLost
+from common.base.errors import ConfigError, MeshError, NotFound, PeerLost
 from meshrl.directory.liveness import running_launcher
 from meshrl.directory.places import MeshPlace
 from meshrl.directory.target import place_of

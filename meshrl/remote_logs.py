@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from common.access.owner import PERSON, person_settings
 from common.api.node import ListLogs, LogFile, LogPart, Node, ReadLog
-from common.errors import MeshError
-from common.pool.names import agent
-from common.runtime.mesh import Mesh
-from common.settings import OFF, MeshSettings
+from common.base.errors import MeshError
+from common.base.host.settings import OFF, MeshSettings
+from common.mesh.access.owner import PERSON, person_settings
+from common.mesh.runtime.mesh import Mesh
 from common.state import registry
+from common.state.pool.workers.names import agent
 from meshrl.directory.places import MeshPlace
 
 PART_BYTES = 1 << 18

@@ -11,11 +11,11 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
-from common.access import identity, records, tokens
-from common.access.records import FILE, HOST, Token
-from common.access.ticket import Ticket
-from common.errors import ConfigError, Refused
-from common.settings import MeshSettings
+from common.base.errors import ConfigError, Refused
+from common.base.host.settings import MeshSettings
+from common.mesh.access import identity, records, tokens
+from common.mesh.access.records import FILE, HOST, Token
+from common.mesh.access.ticket import Ticket
 from meshrl.directory.places import MeshPlace, find_mesh
 from meshrl.view.live import printing
 

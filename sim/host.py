@@ -13,15 +13,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from common.clock import Clock
-from common.errors import DeadlineExceeded, NotFound, PeerLost
-from common.process.cores import Cores
-from common.process.ends.failure import Failure
-from common.process.ends.limits import Room
-from common.process.handle import Child, Usage
-from common.process.host import own_start_time, replace_file
-from common.random import Random
-from common.records.append_file import AppendFile
+from common.base.clock import Clock
+from common.base.errors import DeadlineExceeded, NotFound, PeerLost
+from common.base.files.append_file import AppendFile
+from common.base.random import Random
+from common.mesh.process.cores import Cores
+from common.mesh.process.ends.failure import Failure
+from common.mesh.process.ends.limits import Room
+from common.mesh.process.handle import Child, Usage
+from common.mesh.process.host import own_start_time, replace_file
 
 T = TypeVar("T")
 PLENTY = Room(memory=1 << 40, disk=1 << 40)

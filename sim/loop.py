@@ -17,9 +17,9 @@ from contextvars import Context, ContextVar, copy_context
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
-from common.clock import loop_timeout
-from common.errors import DeadlineExceeded
-from common.random import Random
+from common.base.clock import loop_timeout
+from common.base.errors import DeadlineExceeded
+from common.base.random import Random
 
 T = TypeVar("T")
 EPOCH_S = 1_700_000_000.0  # where virtual wall time starts: any fixed, plausible date

@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from common.errors import DeadlineExceeded, MeshError, NotFound, PeerLost, StorageFull
-from common.process.cores import Cores
-from common.process.ends.failure import Failure
-from common.process.ends.limits import Room
-from common.process.handle import UNKNOWN_EXIT, Usage
-from common.process.host import replace_file
-from common.random import Random
-from common.records.append_file import AppendFile
+from common.base.errors import DeadlineExceeded, MeshError, NotFound, PeerLost, StorageFull
+from common.base.files.append_file import AppendFile
+from common.base.random import Random
+from common.mesh.process.cores import Cores
+from common.mesh.process.ends.failure import Failure
+from common.mesh.process.ends.limits import Room
+from common.mesh.process.handle import UNKNOWN_EXIT, Usage
+from common.mesh.process.host import replace_file
 from sim.disk import Disk
 from sim.host import PLENTY
 from sim.loop import OWNER, VirtualClock, VirtualLoop

@@ -13,7 +13,7 @@ from contextvars import Context
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from common.process.ends.failure import Failure
+from common.mesh.process.ends.failure import Failure
 from sim.loop import OWNER
 
 if TYPE_CHECKING:

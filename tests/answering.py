@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from common.runtime.actor import Actor, call, cast, stream
-from common.runtime.interface import Call, Cast
+from common.api.calls.interface import Call, Cast
+from common.mesh.runtime.calls.actor import Actor, call, cast, stream
 from loadtests.doors.matrix import ANSWERS
 
 

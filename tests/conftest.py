@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
-from common.state.server import embedded
+from common.state.redis import embedded
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.jail.confinement import landlock
 from tests import ends, namespaces

@@ -8,18 +8,18 @@ from typing import Any
 
 import zmq
 
-from common.clock import Clock
-from common.process.host import Host, SystemHost
-from common.random import Random
-from common.runtime.doorway import LOOK_S, Doorway
-from common.runtime.mesh import Mesh
-from common.secret import SECRET_BYTES
-from common.settings import MeshSettings
-from common.state.client import State, sync_client
+from common.base.clock import Clock
+from common.base.host.secret import SECRET_BYTES
+from common.base.host.settings import MeshSettings
+from common.base.random import Random
+from common.mesh.process.host import Host, SystemHost
+from common.mesh.runtime.doorway import LOOK_S, Doorway
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.transport.address import bulk_key_text
+from common.mesh.transport.keys import Holders, ProcessKeys
+from common.mesh.transport.zmq import ZmqTransport
 from common.state.hosts import doors
-from common.transport.address import bulk_key_text
-from common.transport.keys import Holders, ProcessKeys
-from common.transport.zmq import ZmqTransport
+from common.state.redis.client import State, sync_client
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.redis.state import simulated_state
 from tests import ends

@@ -11,9 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from common.process.forking.birth import NURSERY_ENV, OFF
-from common.process.handle import SystemChild
-from common.process.host import SystemHost
+from common.mesh.process.forking.birth import NURSERY_ENV, OFF
+from common.mesh.process.handle import SystemChild
+from common.mesh.process.host import SystemHost
 from meshrl.launch import plan
 from tests.load import scaled
 

@@ -6,11 +6,11 @@ import math
 from dataclasses import field
 from enum import IntEnum
 
-from common.api.hint import Look
-from common.api.role import Resting
-from common.records.experts import NO_EXPERTS
-from common.runtime.interface import Call, Cast, Stream
-from common.wire.messages import Array, message
+from common.api.calls.hint import Look
+from common.api.calls.interface import Call, Cast, Stream
+from common.api.calls.role import Resting
+from common.base.encoding.messages import Array, message
+from common.base.experts import NO_EXPERTS
 
 
 class Finish(IntEnum):
@@ -49,7 +49,7 @@ class Tokens:
     finish: Array  # int8 [n]
     version: int  # the weights now loaded; a flush without requests tells of new ones
     # int16 [tokens, sparse layers x k]: where a mixture of experts sent the place that predicted
-    # each; see common.records.experts.
+    # each; see common.base.experts.
     experts: Array = field(default_factory=lambda: NO_EXPERTS)
     lineage: int = 0  # the lineage of `version`
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.runtime.interface import Call, Interface, Stream
-from common.wire.messages import message
+from common.api.calls.interface import Call, Interface, Stream
+from common.base.encoding.messages import message
 
 PIECE_BYTES = 1 << 20  # of a file in one message: enough to fill a link, little to keep in memory
 

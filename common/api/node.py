@@ -4,15 +4,16 @@ the turns of a gang, and the segments of memory that a worker owns for its role 
 
 from __future__ import annotations
 
-from common.api.hint import Look
-from common.api.segments import (
+from common.api.calls.hint import Look
+from common.api.calls.interface import Call, Cast, Interface
+from common.api.worker.segments import (
     DropSegment,
     FindSegment,
     MakeSegment,
     Segment,
     SegmentDropped,
 )
-from common.api.turns import (
+from common.api.worker.turns import (
     TURN_S,
     EndResident,
     GiveBack,
@@ -21,8 +22,7 @@ from common.api.turns import (
     TakeTurn,
     Turn,
 )
-from common.runtime.interface import Call, Cast, Interface
-from common.wire.messages import message
+from common.base.encoding.messages import message
 
 
 class Worker(Interface):

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
-from common.api.role import SETTLE_S, Resting
+from common.api.calls.interface import Call
+from common.api.calls.role import SETTLE_S, Resting
 from common.api.weights import Tensor
-from common.runtime.interface import Call
-from common.wire.messages import Array, message
+from common.base.encoding.messages import Array, message
 
 ADOPT_S = 30.0
 FORM_S = 60.0  # to meet the others
@@ -62,7 +62,7 @@ class Meeting:
     """An order to form the process group of a generation."""
 
     generation: int
-    where: str  # the ranks of this generation meet: see `common/wire/meeting.py`
+    where: str  # the ranks of this generation meet: see `common/weights/ways/meeting.py`
     deadline_s: float  # for each of their collectives
     # from which ranks connect to each other; empty: all are on one host
     addresses: list[str] = field(default_factory=list)
@@ -184,7 +184,7 @@ class RowsStaged:
 @message
 class StagedRows:
     """The answer to RowsStaged; with `whole` where the rows lie, and what they add to the
-    identities of the image and of the masters, by tensor (`common.weights.identity`).
+    identities of the image and of the masters, by tensor (`common.weights.layout.identity`).
     """
 
     pieces: list[Tensor] = field(default_factory=list)

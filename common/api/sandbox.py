@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
-from common.runtime.interface import Call, Cast, Interface
-from common.wire.messages import message
+from common.api.calls.interface import Call, Cast, Interface
+from common.base.encoding.messages import message
 
 OK = "ok"
 TIMEOUT = "timeout"  # over its deadline, in CPU time or in time not spent waiting for a core

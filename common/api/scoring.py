@@ -5,9 +5,9 @@ A sequence or question that cannot be scored is an outcome of its own, never an 
 
 from __future__ import annotations
 
-from common.api.role import Resting
-from common.runtime.interface import Call
-from common.wire.messages import Array, message
+from common.api.calls.interface import Call
+from common.api.calls.role import Resting
+from common.base.encoding.messages import Array, message
 
 
 def scoring_name(job: str) -> str:

@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
-from common.api.role import Resting
-from common.runtime.interface import Call
-from common.wire.messages import Array, message
+from common.api.calls.interface import Call
+from common.api.calls.role import Resting
+from common.base.encoding.messages import Array, message
 
 
 @message
@@ -120,7 +120,7 @@ class BroadcastPlace:
     broadcast of this version, or one has begun, and who asks is to fetch it by itself.
     """
 
-    where: str = ""  # see `common/wire/meeting.py`
+    where: str = ""  # see `common/weights/ways/meeting.py`
     senders: list[Sender] = field(default_factory=list)
     rank: int = 0  # in each sender's group
     members: int = 0  # of each

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.deltas import (
+from common.api.calls.interface import Call, Interface
+from common.api.transfer.deltas import (
     AskDeltas,
     BeginDelta,
     DeltaBases,
@@ -20,11 +21,10 @@ from common.api.deltas import (
     Received,
     StageDelta,
 )
-from common.api.versions import Base as Base
-from common.records.experts import NO_EXPERTS
-from common.records.lineages import NATIVE
-from common.runtime.interface import Call, Interface
-from common.wire.messages import Array, message
+from common.api.transfer.versions import Base as Base
+from common.base.encoding.messages import Array, message
+from common.base.experts import NO_EXPERTS
+from common.base.lineages import NATIVE
 
 STORE = "weights"  # the store's name in the registry
 
@@ -51,8 +51,8 @@ class Tensor:
 class Manifest:
     """The tensors of one weight version, and the chunks that hold them.
 
-    `image` is the identity of what is published (`common.weights.identity`): it depends neither on
-    chunks nor on who staged which rows. `sha256` is that of the manifest without it.
+    `image` is the identity of what is published (`common.weights.layout.identity`): it depends
+    neither on chunks nor on who staged which rows. `sha256` is that of the manifest without it.
     """
 
     job: str
@@ -93,13 +93,13 @@ class Fetch:
 @message
 class Examine:
     """Asks the store to look at a chunk that somebody found damaged: the file of a `kind` of
-    `common.records.damage`, and of a job.
+    `common.base.files.damage`, and of a job.
     """
 
     digest: str
     kind: str
     job: str
-    space: str = ""  # of `common.api.bulk.SPACES`
+    space: str = ""  # of `common.api.transfer.bulk.SPACES`
 
 
 @message
@@ -163,7 +163,7 @@ class Checkpoint:
     weights: str  # digest of the weights' manifest
     account: Any
     files: dict[str, str]  # digests of the files of its directory, by their path there
-    image: str = ""  # identities of the weights, see `common/weights/identity.py`
+    image: str = ""  # identities of the weights, see `common/weights/layout/identity.py`
     masters: str = ""
 
 
@@ -196,7 +196,7 @@ class LayOut:
 @message
 class LaidOut:
     """The answer to LayOut: the directory is there as a whole, and durable; or not yet, ask again
-    (`common.wire.weight_store` does).
+    (`common.weights.store.weight_store` does).
     """
 
     whole: bool = True
@@ -265,7 +265,7 @@ class Publish:
 @message
 class Published:
     """The answer to Publish: digests by path. They stay for hours; ask again after that, and at
-    once while not all are there (`common.wire.weight_store` does).
+    once while not all are there (`common.weights.store.weight_store` does).
     """
 
     files: dict[str, str]

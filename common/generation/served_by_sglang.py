@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from common.errors import ConfigError
-from common.model.checkpoint_files import EMBEDDING, UNEMBEDDING
-from common.model.config import ModelConfig
+from common.base.errors import ConfigError
+from common.model.architecture.config import ModelConfig
+from common.model.files.checkpoint_files import EMBEDDING, UNEMBEDDING
 
 if TYPE_CHECKING:
     from torch import Tensor  # the command line reads this module, and imports no torch

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 
 BUSY_SHARE = 0.55  # share of peak arithmetic that prefill reaches,
 TRAIN_SHARE = 0.4  # that training reaches, as dense models of some 10e9 parameters are reported to,

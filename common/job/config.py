@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Interval, Le, MinLen
 
-from common.errors import ConfigError
-from common.hints import hints_of
+from common.base.errors import ConfigError
+from common.base.files.at_url import is_url
+from common.base.hints import hints_of
 from common.job import builtin
 from common.job.constraints import (
     AlgorithmName,
@@ -29,7 +30,6 @@ from common.job.constraints import (
     Text,
     Whole,
 )
-from common.records.at_url import is_url
 
 
 @dataclass(frozen=True)

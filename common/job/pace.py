@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.hardware.profiles import Accelerator, declared
 
 # Where t workers share a model, each layer gathers their parts twice, after attention and after its

@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeVar, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from common.errors import ConfigError
-from common.hints import hints_of
+from common.base.errors import ConfigError
+from common.base.hints import hints_of
 from common.job.config import JobConfig
 from common.job.constraints import Misfit
 

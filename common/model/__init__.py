@@ -1,3 +1,3 @@
-"""The model: its one definition, its files, its tokenizer, its transfer. Open `decoder.py`
+"""The model: its one definition, its files, its tokenizer, its transfer. Open `network/decoder.py`
 first.
 """

@@ -12,12 +12,12 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
-from common.digest import digest_of_file, uncounted
-from common.errors import BadMessage, Damaged, MeshError
-from common.records import damage
-from common.records.durable import sync, sync_tree
-from common.records.lines import row_of
-from common.records.sealed import read_sealed
+from common.base.digest import digest_of_file, uncounted
+from common.base.errors import BadMessage, Damaged, MeshError
+from common.base.files import damage
+from common.base.files.durable import sync, sync_tree
+from common.base.files.lines import row_of
+from common.base.files.sealed import read_sealed
 
 NAME = re.compile(r"step-\d{3,}-\d{6,}-[0-9a-f]{8}")
 STATE = "state"  # below a checkpoint's directory: all that training depends on beside the weights

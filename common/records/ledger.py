@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import numpy as np
 
-from common.errors import BadMessage, Damaged, Refused, StorageFull
+from common.base.errors import BadMessage, Damaged, Refused, StorageFull
 from common.records import token_record
 
 if TYPE_CHECKING:
-    from common.process.host import Host
-    from common.records.append_file import AppendFile
+    from common.base.files.append_file import AppendFile
+    from common.mesh.process.host import Host
 
 MAGIC = b"MRLEDGR"
 FORMAT = 3  # version of the segments' format

@@ -10,12 +10,12 @@ from collections import deque
 from pathlib import Path
 
 from common.api.weights import STORE, KeepLines, Weights
-from common.errors import BadMessage, MeshError, StorageFull
-from common.job.job_data import JobData
-from common.process.host import Host
-from common.records.append_file import AppendFile
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
+from common.base.errors import BadMessage, MeshError, StorageFull
+from common.base.files.append_file import AppendFile
+from common.job.bundle.job_data import JobData
+from common.mesh.process.host import Host
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
 
 FILE_BYTES = 32 << 20  # twice that is what one file and the one before it take on the disk
 OLDER = ".older.jsonl"

@@ -1,1 +1,3 @@
-"""The shared state of the mesh in Redis, a module for each kind of row. Open `client.py` first."""
+"""The shared state of the mesh in Redis, a module for each kind of row. Open `redis/client.py`
+first.
+"""

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from common.records.lineages import NATIVE
-from common.state.client import State
-from common.state.keys import job_prefix
+from common.base.lineages import NATIVE
+from common.state.redis.client import State
+from common.state.redis.keys import job_prefix
 
 
 @dataclass(frozen=True)

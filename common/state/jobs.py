@@ -9,9 +9,9 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Any
 
-from common.errors import NotFound
-from common.state.client import State
-from common.state.keys import MESH, job_prefix
+from common.base.errors import NotFound
+from common.state.redis.client import State
+from common.state.redis.keys import MESH, job_prefix
 
 JOBS = f"{MESH}:jobs"
 COUNTS = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")

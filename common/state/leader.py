@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.state.client import State
-from common.state.keys import MESH
+from common.state.redis.client import State
+from common.state.redis.keys import MESH
 
 
 async def campaign(state: State, election: str, owner: str, ttl_ms: int) -> int:

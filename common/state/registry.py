@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from common.state.client import State
 from common.state.hosts.doors import Row
-from common.state.keys import MESH
+from common.state.redis.client import State
+from common.state.redis.keys import MESH
 
 LEASE_MS = 6000
 # Of the stats of these processes the leader of the planners reads so much at every look: it has

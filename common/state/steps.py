@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.state.client import State
 from common.state.groups import GroupRow, group_row
 from common.state.jobs import COUNTS, Phase, beginning, create
-from common.state.keys import job_prefix
+from common.state.redis.client import State
+from common.state.redis.keys import job_prefix
 
 # Groups opened after a checkpoint left no row when Redis was lost; none of their ids is used again.
 # More than a lineage opens, and few enough that Lua, which writes numbers with 14 digits, never
@@ -88,7 +88,7 @@ async def commit_step(
 ) -> Committed:
     """Makes version `step` current and ends its groups, once per (job, lineage, step). `image` and
     `masters` are the identities of what is published and of what is trained: see
-    `common/weights/identity.py`.
+    `common/weights/layout/identity.py`.
 
     `groups` and `filtered_groups` together are all that were leased for the step (an id may be in
     both). `record` is what a replay needs beside the groups; records of steps up to `covered`, the

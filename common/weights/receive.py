@@ -1,9 +1,9 @@
 """Receives versions of weights: brings what a host lacks of one, and opens its image there.
 
 On the store's own host the chunk files are the store's; elsewhere those of the host's cache. A file
-is hashed once for all processes of a host (`common.wire.verified`), by the one that stores it. A
-file of which that is not on record, or not any more, is hashed by the first that maps it, while the
-others see to the next ones.
+is hashed once for all processes of a host (`common.weights.chunks.verified`), by the one that
+stores it. A file of which that is not on record, or not any more, is hashed by the first that maps
+it, while the others see to the next ones.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from dataclasses import dataclass, field
 import torch
 
 from common.api.weights import STORE, Examine, Fetch, Manifest, Weights
-from common.errors import Damaged, MeshError, NotFound, StorageFull
-from common.model.source import Asked, Source
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
+from common.base.errors import Damaged, MeshError, NotFound, StorageFull
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
+from common.model.files.source import Asked, Source
+from common.weights.bulk.port import BulkClient, ChunkStore
 from common.weights.delta.receiving import acknowledge
-from common.weights.images import Image
-from common.weights.manifest import Rows, understood
+from common.weights.layout.images import Image
+from common.weights.layout.manifest import Rows, understood
+from common.weights.store import host_chunks
+from common.weights.store.weight_store import get, store_entry
 from common.weights.ways.base import Version
 from common.weights.ways.bringing import Bringing
 from common.weights.ways.peer import Pulled
-from common.wire import host_chunks
-from common.wire.bulk.port import BulkClient, ChunkStore
-from common.wire.weight_store import get, store_entry
 
 BATCH_BYTES = 256 << 20  # of chunks that are hashed in one go off the loop
 HASH_S = 120.0  # for these, from a disk that is slow

@@ -12,19 +12,19 @@ from functools import partial
 import torch
 
 from common.api.weights import STORE, Base, Manifest, Stage, Tensor, Weights
-from common.digest import digest_of
-from common.errors import BadMessage
-from common.model.safetensors_file import NAMES
-from common.model.source import nbytes
-from common.process.serial_executor import looked_at
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
-from common.weights.identity import Described, identity, merged
-from common.weights.laying import Chunk, How, Laid, Laying, Part, whole
-from common.weights.manifest import check, chunk_bytes, packed
-from common.wire import host_chunks
-from common.wire.bulk.port import BulkClient
-from common.wire.weight_store import put, store_entry
+from common.base.digest import digest_of
+from common.base.errors import BadMessage
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
+from common.mesh.runtime.serial_executor import looked_at
+from common.model.files.safetensors_file import NAMES
+from common.model.files.source import nbytes
+from common.weights.bulk.port import BulkClient
+from common.weights.layout.identity import Described, identity, merged
+from common.weights.layout.laying import Chunk, How, Laid, Laying, Part, whole
+from common.weights.layout.manifest import check, chunk_bytes, packed
+from common.weights.store import host_chunks
+from common.weights.store.weight_store import put, store_entry
 
 WRITTEN_AT_ONCE = 2  # chunks: one is hashed while another waits for the disk
 UNWRITTEN = 4  # chunks that may be in memory before who lays more has to wait

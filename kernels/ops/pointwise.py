@@ -34,7 +34,9 @@ Norms = tuple[Tensor, Tensor] | None
 
 
 class Operators(Protocol):
-    """The protocol `common.model.pointwise.Pointwise`, which this package may not import."""
+    """The protocol `common.model.network.pointwise.Pointwise`, which this package may not
+    import.
+    """
 
     def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm of x [.., n] over its last dimension."""
@@ -52,7 +54,7 @@ class Operators(Protocol):
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of projections; shapes as in
-        `common.model.pointwise.Pointwise.heads`.
+        `common.model.network.pointwise.Pointwise.heads`.
         """
 
 
@@ -88,7 +90,7 @@ class Fused:
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of projections; shapes as in
-        `common.model.pointwise.Pointwise.heads`.
+        `common.model.network.pointwise.Pointwise.heads`.
         """
         fits = cos.shape == sin.shape == (*qkv.shape[:-1], 1, cos.shape[-1])
         if not fits or not _takes(qkv, cos, sin, *(norms or ())):

@@ -20,9 +20,9 @@ from typing import Any
 
 import psutil
 
-from common.errors import MeshError
+from common.base.errors import MeshError
 from common.state import jobs, registry
-from common.state.client import State
+from common.state.redis.client import State
 from loadtests.damage.files import KINDS, LAUNCHER
 from loadtests.damage.harms import harm
 
@@ -39,7 +39,7 @@ UP_S = 120.0
 UNREGISTERED = {
     "redis-server": "redis",
     "valkey": "redis",
-    "module:common.process.forking.nursery": "nursery",
+    "module:common.mesh.process.forking.nursery": "nursery",
 }
 WAITED_FOR = ("engine", "trainer", "rollout", "sandbox", "weights", "environment", "redis")
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common.errors import MeshError
+from common.base.errors import MeshError
 from common.state import jobs
 from loadtests.chaos.faults import RUN_S, Chaos, Report, continued
 from loadtests.jobs.mesh import RunningMesh, mesh_up

@@ -23,7 +23,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from loadtests.chat_templates.comparing import OUTCOMES, compared, directory_of
 
 

@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from common.clock import SystemClock
-from common.process.host import SystemHost
+from common.base.clock import SystemClock
+from common.mesh.process.host import SystemHost
 from loadtests.conformance.rows import Row
 from services.sandbox.grading.code.grading import Grading
 from services.sandbox.grading.code.real_pytest import Suites

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.api.bulk import GROUPS
+from common.api.transfer.bulk import GROUPS
 from loadtests.damage.harms import HARMS
 
 DIGEST = re.compile(rb"[0-9a-f]{64}")

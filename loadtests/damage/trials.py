@@ -22,9 +22,9 @@ from typing import Any
 
 import psutil
 
-from common.errors import MeshError
+from common.base.errors import MeshError
 from common.state import registry
-from common.state.client import State
+from common.state.redis.client import State
 from loadtests.damage.files import LAUNCHER, Kind
 from loadtests.damage.harms import harm
 from loadtests.mistakes.job import JOB, Place, toml

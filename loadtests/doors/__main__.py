@@ -23,11 +23,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common.errors import MeshError
-from common.process.child import PRIVATE
-from common.settings import MeshSettings
+from common.base.errors import MeshError
+from common.base.host.settings import MeshSettings
+from common.mesh.process.entry.child import PRIVATE
 from common.state import jobs
-from common.state.client import State
+from common.state.redis.client import State
 from loadtests.doors.found import plan_of
 from loadtests.doors.plan import ANSWERED, GREETED, METRICS, REFUSED, Plan, Tried
 from meshrl.directory.places import MeshPlace

@@ -16,11 +16,11 @@ import numpy as np
 import zmq
 
 import common.api
-from common.runtime.interface import Cast, Interface, Method
-from common.transport.address import endpoint_of, key_of
-from common.transport.pump import LENGTH_BYTES
-from common.wire.frames import CALL, CAST, pack_header
-from common.wire.messages import encode
+from common.api.calls.interface import Cast, Interface, Method
+from common.base.encoding.messages import encode
+from common.mesh.transport.address import endpoint_of, key_of
+from common.mesh.transport.pump import LENGTH_BYTES
+from common.mesh.wire.frames import CALL, CAST, pack_header
 from loadtests.doors.plan import ANSWERED, REFUSED, Plan, Process, Tried
 
 WAIT_S = 4.0  # for all answers, after everything is sent
@@ -31,8 +31,8 @@ TOLD = 400
 @cache
 def methods() -> list[Method[Any]]:
     """Those of all interfaces that services declare."""
-    for module in pkgutil.iter_modules(common.api.__path__):
-        importlib.import_module(f"common.api.{module.name}")
+    for module in pkgutil.walk_packages(common.api.__path__, "common.api."):
+        importlib.import_module(module.name)
     found: dict[str, Method[Any]] = {}
     for interface in _below(Interface):
         found |= {method.label: method for method in interface.methods.values()}

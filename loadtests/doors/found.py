@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from common.settings import MeshSettings
+from common.base.host.settings import MeshSettings
 from common.state import registry
-from common.state.client import State
+from common.state.redis.client import State
 from loadtests.doors.plan import Plan, Port, Process
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.leftovers import belonging_to

@@ -26,31 +26,31 @@ from typing import Any
 import zmq
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from common.access import identity
-from common.access.owner import PERSON, person_settings
-from common.api.callers import CALLERS, ROLES
+from common.api.calls.callers import CALLERS, ROLES
+from common.api.calls.interface import Interface, Method
+from common.api.calls.role import Resting
 from common.api.engine import Engine
 from common.api.node import Node, Worker
 from common.api.ranks import Ranks
-from common.api.role import Resting
 from common.api.sandbox import Sandbox
 from common.api.scoring import Scoring
 from common.api.trainer import Trainer
 from common.api.weights import STORE, Weights
-from common.errors import NotAllowed, StaleIncarnation
-from common.job import bundle_files
-from common.runtime.interface import Interface, Method
-from common.settings import MeshSettings
+from common.base.encoding.messages import encode
+from common.base.errors import NotAllowed, StaleIncarnation
+from common.base.host.settings import MeshSettings
+from common.job.bundle import bundle_files
+from common.mesh.access import identity
+from common.mesh.access.owner import PERSON, person_settings
+from common.mesh.transport.address import bulk_key_text, endpoint_of, key_of, key_text
+from common.mesh.transport.keys import KeyPair
+from common.mesh.transport.pump import LENGTH_BYTES
+from common.mesh.wire.frames import CALL, pack_header, unpack_error, unpack_header
 from common.state import jobs, registry
-from common.state.client import State
 from common.state.hosts import doors
 from common.state.hosts.doors import Row
+from common.state.redis.client import State
 from common.state.registry import Entry
-from common.transport.address import bulk_key_text, endpoint_of, key_of, key_text
-from common.transport.keys import KeyPair
-from common.transport.pump import LENGTH_BYTES
-from common.wire.frames import CALL, pack_header, unpack_error, unpack_header
-from common.wire.messages import encode
 from loadtests.doors.calls import blank, call_all, methods
 from loadtests.doors.plan import GREETED, REFUSED, Plan, Port, Process, Tried
 from loadtests.doors.planting import LARGEST_BYTES, Planting, plant

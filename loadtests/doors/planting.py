@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from common.api.bulk import PUBLISHED, SPACES
-from common.digest import digest_of
-from common.errors import MeshError, NotFound
+from common.api.transfer.bulk import PUBLISHED, SPACES
+from common.base.digest import digest_of
+from common.base.errors import MeshError, NotFound
+from common.mesh.transport.address import bulk_key_of
 from common.state.registry import Entry
-from common.transport.address import bulk_key_of
-from common.wire.bulk.session import PUT, Session
-from common.wire.handshake import ClientHandshake
+from common.weights.bulk.session import PUT, Session
+from common.weights.handshakes.handshake import ClientHandshake
 
 DEADLINE_S = 30.0
 LARGEST_BYTES = 1 << 20  # of a file that is tried

@@ -21,7 +21,7 @@ import torch
 
 from common.generation.builtin.build import TorchEngine, build
 from common.generation.contract import Request
-from common.model.hf import load_model
+from common.model.files.hf import load_model
 
 SLOTS = 64
 STEPS = 8  # of a call, as an engine process flushes

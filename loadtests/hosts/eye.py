@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import MeshError
+from common.base.errors import MeshError
 from common.state import leader, registry
-from common.state.client import State
+from common.state.redis.client import State
 from loadtests.jobs.mesh import workers_by_job
 from meshrl.directory.places import MeshPlace
 from meshrl.view.mesh.diagnosing import read_writable

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import psutil
 
-from common.process.peers import listeners
+from common.mesh.process.peers import listeners
 from loadtests.hosts.flood.growth import between, read
 from loadtests.hosts.flood.pouring import Pour, Poured
 from loadtests.hosts.mesh import ROOT, Honest, HostsMesh, mesh_over, step_of

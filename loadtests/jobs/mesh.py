@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.errors import MeshError
-from common.pool.rows import Gang
-from common.state import events, pool, registry
-from common.state.client import State
+from common.base.errors import MeshError
+from common.state import events, registry
 from common.state.events import Event
+from common.state.pool.store import store as pool
+from common.state.pool.workers.rows import Gang
+from common.state.redis.client import State
 from loadtests.measuring.host import MOST_CORES, HostMeter
 from loadtests.measuring.meter import Meter
 from meshrl.client.client import Client, JobHandle

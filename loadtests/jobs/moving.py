@@ -7,8 +7,8 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from common.state import pool
 from common.state.events import Event
+from common.state.pool.store import store as pool
 from loadtests.jobs.mesh import LOOK_S, RunningMesh, Seen, mesh_up
 from loadtests.jobs.plan import Arm, Plan
 from loadtests.jobs.sharing import FOREVER, SETTLED_S, settled

@@ -9,8 +9,8 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 
-from common.pool.rows import Tier
-from common.state import pool
+from common.state.pool.store import store as pool
+from common.state.pool.workers.rows import Tier
 from loadtests.jobs.mesh import LOOK_S, RunningMesh, mesh_up
 from loadtests.jobs.plan import Arm, Plan
 

@@ -12,12 +12,12 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from common.clock import SystemClock
+from common.base.clock import SystemClock
 from common.generation.loading import Loading, Sought
-from common.runtime.mesh import Mesh
+from common.mesh.runtime.mesh import Mesh
 from common.state import registry
 from common.state.registry import Entry
-from common.wire.bulk.port import serve
+from common.weights.bulk.port import serve
 from loadtests.kvload.scene import LATE, WEIGHTS, LoadOnly, Scene, raised, scene
 from loadtests.measuring.unrenewed import FOREVER_S, own_keys, unrenewed
 from services.engine.kv.host_cache import HostCache

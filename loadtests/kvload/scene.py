@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.clock import SystemClock
+from common.base.clock import SystemClock
 from common.generation.builtin.build import TorchEngine, build
 from common.generation.contract import Request
 from common.generation.loading import CHUNK, Content, Kept, Loading, Sought
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
+from common.model.architecture.config import ModelConfig
+from common.model.network.decoder import Decoder
 from services.engine.kv.chunk_files import ChunkFiles, Head
 from services.engine.kv.host_cache import HostCache
 from services.engine.kv.keys import domain_of, names_of

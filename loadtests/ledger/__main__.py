@@ -29,9 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from common.secret import SECRET_BYTES
-from common.settings import SETTINGS_ENV, MeshSettings
-from common.state.server import embedded
+from common.base.host.secret import SECRET_BYTES
+from common.base.host.settings import SETTINGS_ENV, MeshSettings
+from common.state.redis import embedded
 from loadtests.ledger.engines import ASKED
 from loadtests.ledger.traffic import GREEDY_PROMPT, GREEDY_PROMPTS
 

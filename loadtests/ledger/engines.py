@@ -25,7 +25,7 @@ import numpy as np
 
 from common.generation.contract import Request, TokenEngine
 from common.job.pace import profile
-from common.runtime.mesh import Mesh, MeshSettings, run
+from common.mesh.runtime.mesh import Mesh, MeshSettings, run
 from loadtests.ledger.traffic import (
     GREEDY_NEW,
     LENGTH_MEDIAN,
@@ -104,8 +104,8 @@ def tiny() -> TokenEngine:
     import torch
 
     from common.generation.builtin.build import build
-    from common.model.config import ModelConfig
-    from common.model.decoder import Decoder
+    from common.model.architecture.config import ModelConfig
+    from common.model.network.decoder import Decoder
 
     torch.set_num_threads(1)
     config = ModelConfig(

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from common.api.engine import Finish, Sampling
-from common.errors import MeshError, ToolFailed
+from common.base.errors import MeshError, ToolFailed
+from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig
-from common.job.job_data import JobData
+from common.mesh.runtime.mesh import Mesh, MeshSettings, run
 from common.records.ledger import Kind, read, trajectory_id
 from common.records.token_record import TokenRows
-from common.runtime.mesh import Mesh, MeshSettings, run
 from common.state import jobs, registry
 from loadtests.ledger.traffic import (
     GREEDY_NEW,

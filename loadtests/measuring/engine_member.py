@@ -15,9 +15,9 @@ import torch
 from common.generation.builtin.build import build
 from common.generation.contract import TokenEngine
 from common.job.pace import profile
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.runtime.mesh import Mesh, MeshSettings, run
+from common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from common.model.architecture.config import ModelConfig
+from common.model.network.decoder import Decoder
 from services.engine.running import SWITCH_S, Driver
 from services.engine.service import FLUSH_S, FLUSH_STEPS, EngineService
 from services.engine.stepping.emulation import EmulatedSteps

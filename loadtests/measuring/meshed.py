@@ -13,12 +13,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from common.runtime.actor import Actor
-from common.runtime.mesh import Mesh, MeshSettings
-from common.secret import SECRET_BYTES
-from common.settings import SETTINGS_ENV
+from common.base.host.secret import SECRET_BYTES
+from common.base.host.settings import SETTINGS_ENV
+from common.mesh.runtime.calls.actor import Actor
+from common.mesh.runtime.mesh import Mesh, MeshSettings
 from common.state import registry
-from common.state.server.embedded import command
+from common.state.redis.embedded import command
 
 START_S = 120.0  # native code may have to be compiled
 

@@ -52,7 +52,7 @@ def kind_of(process: psutil.Process) -> str:
     """engine, trainer, rollout, environment, sandbox, ... by what it runs."""
     line = " ".join(process.cmdline())
     for mark, kind in (
-        ("common.process.forking.nursery", NURSERY),
+        ("common.mesh.process.forking.nursery", NURSERY),
         ("services.engine", "engine"),
         ("services.trainer", "trainer"),
         ("services.environment", "environment"),

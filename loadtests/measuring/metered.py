@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.state import events, jobs
-from common.state.client import State
+from common.state.redis.client import State
 from loadtests.measuring.meter import Meter
 from meshrl.view.recording.recorded import read_events
 

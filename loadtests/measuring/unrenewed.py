@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.clock import SystemClock
-from common.process.host import SystemHost
-from common.random import Random
-from common.runtime.mesh import Mesh
+from common.base.clock import SystemClock
+from common.base.random import Random
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.transport.keys import Keys, ProcessKeys
+from common.mesh.transport.zmq import ZmqTransport
 from common.state import registry
-from common.transport.keys import Keys, ProcessKeys
-from common.transport.zmq import ZmqTransport
 from sim.redis.state import simulated_state
 
 FOREVER_S = 3600.0  # lease length

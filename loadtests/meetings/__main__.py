@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from common.api.ranks import Meeting
-from common.wire.meeting import listen, place_of
+from common.weights.ways.meeting import listen, place_of
 from services.trainer.ranks.rank import join_group, leave_group
 
 WITHIN_S = 60.0

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import MeshError
+from common.base.errors import MeshError
 from common.generation.builtin.build import build
 from common.generation.contract import Request
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.hf import load_model
+from common.model.architecture.config import ModelConfig
+from common.model.files.hf import load_model
+from common.model.network.decoder import Decoder
 from kernels.ops.varlen import VarlenAttention
 from loadtests.models.changed import change
 from loadtests.models.drawn import CLASSES, VOCABULARY, drawn

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from common.errors import MeshError
+from common.base.errors import MeshError
 from common.state import registry
-from common.state.client import State
+from common.state.redis.client import State
 from meshrl.directory.liveness import running_launcher
 from meshrl.directory.places import MeshPlace
 

@@ -28,9 +28,9 @@ import uvloop
 
 from common.api.engine import Attach, CacheMove, CacheMoved, Engine, Sampling, Submit
 from common.generation.builtin.build import build
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.runtime.mesh import Mesh
+from common.mesh.runtime.mesh import Mesh
+from common.model.architecture.config import ModelConfig
+from common.model.network.decoder import Decoder
 from loadtests.measuring.unrenewed import FOREVER_S, knows, unrenewed
 from services.engine.kv import moves as cache_moves
 from services.engine.running import Driver

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from common.job.job_data import JobData
+from common.job.bundle.job_data import JobData
 from common.state import jobs
-from common.state.client import State
+from common.state.redis.client import State
 from loadtests.measuring.meter import Meter
 from loadtests.measuring.metered import all_events
 from loadtests.plain.loop import Job, run_plain, warmed_up

@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 from statistics import NormalDist
 
-from common.model.tokenizer import character_tokenizer
+from common.model.tokens.tokenizer import character_tokenizer
 from sim.mesh.job.job import CHARACTERS
 from sim.mesh.job.workload import AHEAD, PacedWorkload
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.errors import MeshError
-from common.pool.explained import PLANNED
+from common.base.errors import MeshError
 from common.state import registry
 from common.state.events import Event
+from common.state.pool.store.explained import PLANNED
 from loadtests.jobs.mesh import RunningMesh, mesh_up
 from loadtests.paced.job import write
 from loadtests.regret.figures import judgement

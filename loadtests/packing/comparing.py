@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from common.model.attention import causal_attention
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
+from common.model.architecture.config import ModelConfig
+from common.model.network.attention import causal_attention
+from common.model.network.decoder import Decoder
 from kernels.cost import BinCost
 from kernels.packing import Round, RoundPacker, makespan, pack_rounds
 from loadtests.measuring.flat import flat

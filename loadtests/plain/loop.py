@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.tokenizer import Tokenizer
+from common.model.architecture.config import ModelConfig
+from common.model.network.decoder import Decoder
+from common.model.tokens.tokenizer import Tokenizer
 from meshrl.job import jobfile
 from services.trainer.algorithms import algorithm
 from services.trainer.arithmetic.learner import Learner, add

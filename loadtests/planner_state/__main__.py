@@ -36,18 +36,19 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from common.clock import SystemClock
+from common.base.clock import SystemClock
+from common.base.random import Random
 from common.job.config import JobConfig
-from common.pool.decisions import Decision, Form, Place, Why
-from common.pool.rows import Doing, Report, Resident, Role, Tier, Worker
-from common.pool.settings import PoolSettings
-from common.process.host import SystemHost
-from common.random import Random
-from common.runtime.actor import Actor
-from common.runtime.mesh import Mesh
-from common.state import jobs, leader, pool, registry
-from common.state.client import State
-from common.state.server.embedded import command
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.calls.actor import Actor
+from common.mesh.runtime.mesh import Mesh
+from common.state import jobs, leader, registry
+from common.state.pool.placing.decisions import Decision, Form, Place, Why
+from common.state.pool.store import store as pool
+from common.state.pool.workers.rows import Doing, Report, Resident, Role, Tier, Worker
+from common.state.pool.workers.settings import PoolSettings
+from common.state.redis.client import State
+from common.state.redis.embedded import command
 from services.node.job_services import LOOK_S as AGENT_LOOK_S
 from services.node.worker import LOOK_S
 from services.planner.planner import Planner

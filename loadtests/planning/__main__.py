@@ -19,11 +19,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from common.pool.decisions import Decision, Dissolve, Form, Place, Remove
-from common.pool.needs import Need, PlannedJob
-from common.pool.rows import Doing, Gang, Report, Worker
-from common.pool.snapshot import Host, Snapshot
 from common.state.jobs import Phase
+from common.state.pool.demand.needs import Need, PlannedJob
+from common.state.pool.placing.decisions import Decision, Dissolve, Form, Place, Remove
+from common.state.pool.placing.snapshot import Host, Snapshot
+from common.state.pool.workers.rows import Doing, Gang, Report, Worker
 from services.planner.decide import decide
 from services.planner.memory import PlannerMemory
 

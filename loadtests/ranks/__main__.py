@@ -32,17 +32,17 @@ import torch._dynamo  # which FSDP imports in each process
 import torch.distributed as dist
 
 from common.api.ranks import Meeting
+from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig
-from common.job.job_data import JobData
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.hf import save_model
-from common.model.source import BATCH_BYTES, batches
-from common.model.storages import trim
-from common.model.tokenizer import character_tokenizer
-from common.pool.seat import Seat
-from common.weights.laying import Laying, slices
-from common.weights.laying import laying as how
+from common.model.architecture.config import ModelConfig
+from common.model.files.hf import save_model
+from common.model.files.source import BATCH_BYTES, batches
+from common.model.files.storages import trim
+from common.model.network.decoder import Decoder
+from common.model.tokens.tokenizer import character_tokenizer
+from common.state.pool.workers.seat import Seat
+from common.weights.layout.laying import Laying, slices
+from common.weights.layout.laying import laying as how
 from services.trainer.gang.running import make_rank
 from services.trainer.ranks.rank import Rank
 from services.trainer.ranks.saving import write

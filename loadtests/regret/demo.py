@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.pool.explained import PLANNED
-from common.records import lines
+from common.base.files import lines
 from common.state.events import Event
+from common.state.pool.store.explained import PLANNED
 from loadtests.measuring.host import HostMeter
 from meshrl.view.recording.recorded import EVENTS, event_of
 from sim.mesh.paced import rl_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from common.random import Random
+from common.base.random import Random
 from sim.drift import Drift
 from sim.mesh.job.workload import PacedWorkload, still
 

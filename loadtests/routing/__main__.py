@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 
 from common.api.engine import Sampling
+from common.mesh.runtime.mesh import Mesh, run
 from common.records.token_record import TokenRows
-from common.runtime.mesh import Mesh, run
 from common.state import registry
 from loadtests.measuring.flat import flat
 from loadtests.measuring.meshed import meshed

@@ -34,10 +34,10 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from common.runtime.mesh import Mesh
-from common.runtime.ref import Ref
-from common.transport.keys import ProcessKeys
-from common.wire.messages import encode
+from common.base.encoding.messages import encode
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.ref import Ref
+from common.mesh.transport.keys import ProcessKeys
 from loadtests.measuring.host import HostMeter
 from loadtests.measuring.unrenewed import FOREVER_S, knows, own_keys, unrenewed
 from loadtests.rpc import payloads

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from common.runtime.actor import Actor, call
-from common.runtime.interface import Call, Interface
-from common.wire.messages import Array, message
+from common.api.calls.interface import Call, Interface
+from common.base.encoding.messages import Array, message
+from common.mesh.runtime.calls.actor import Actor, call
 
 BODY_BYTES = 100
 

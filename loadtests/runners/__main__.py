@@ -22,9 +22,9 @@ import time
 from pathlib import Path
 
 from common.api.sandbox import JailSettings
-from common.clock import SystemClock
-from common.job.runners import RUNSC
-from common.process.host import SystemHost
+from common.base.clock import SystemClock
+from common.job.isolation.runners import RUNSC
+from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.outer_jail.interpreters import interpreter_of
 from services.sandbox.isolation.resources import cgroups

@@ -17,8 +17,8 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 
-from common.clock import SystemClock
-from common.process.host import SystemHost
+from common.base.clock import SystemClock
+from common.mesh.process.host import SystemHost
 from loadtests.sandbox.sandboxed import Place, sandboxed
 from loadtests.sandbox_cpu import spinning
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter

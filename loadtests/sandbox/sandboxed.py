@@ -17,13 +17,13 @@ from pathlib import Path
 import psutil
 
 from common.api.sandbox import JailSettings, LoadJob, RewardPart, RunTools, Sandbox, ToolCall
-from common.pool.names import sandbox
-from common.runtime.mesh import Mesh, MeshSettings
-from common.runtime.ref import Ref
-from common.secret import SECRET_BYTES
-from common.settings import SETTINGS_ENV
+from common.base.host.secret import SECRET_BYTES
+from common.base.host.settings import SETTINGS_ENV
+from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.mesh.runtime.ref import Ref
 from common.state import registry
-from common.state.server.embedded import command
+from common.state.pool.workers.names import sandbox
+from common.state.redis.embedded import command
 
 JOB = "load"  # that the sandbox serves
 NAME = sandbox(JOB, 0)

@@ -10,8 +10,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from common.clock import SystemClock
-from common.process.host import SystemHost
+from common.base.clock import SystemClock
+from common.mesh.process.host import SystemHost
 from loadtests.sandbox.sandboxed import Place
 from services.sandbox.isolation import tiers
 from services.sandbox.isolation.jail_launcher import JailLauncher

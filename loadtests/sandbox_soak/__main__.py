@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.api.sandbox import JailSettings, LoadJob, RewardBatch, RewardCall, RewardPart, Sandbox
-from common.errors import MeshError
+from common.base.errors import MeshError
 from loadtests.sandbox.sandboxed import CALL_S, JOB, START_S, TOOLS, Place, sandboxed
 from tests.unit.sandbox.escapes.corpus import FAMILIES
 from tests.unit.sandbox.escapes.program import Escape

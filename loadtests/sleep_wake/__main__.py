@@ -39,15 +39,15 @@ import numpy as np
 import psutil
 import torch
 
+from common.api.calls.interface import Interface
+from common.api.calls.role import Settle
 from common.api.node import Worker
-from common.api.role import Settle
+from common.base.files.kept import Mapped
 from common.job.config import AlgorithmConfig, OptimizerConfig
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.pool.rows import Tier
-from common.records.kept import Mapped
-from common.runtime.interface import Interface
-from common.runtime.residents.tiers import Keep, Take, Tiers
+from common.mesh.residents.tiers import Keep, Take, Tiers
+from common.model.architecture.config import ModelConfig
+from common.model.network.decoder import Decoder
+from common.state.pool.workers.rows import Tier
 from loadtests.measuring.flat import flat
 from loadtests.measuring.unrenewed import knows, unrenewed
 from loadtests.replay import runs as replay

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.api.role import Settle
+from common.api.calls.role import Settle
 from services.trainer.core.core import TrainerCore
 from services.trainer.core.sleeping import CoreSleeper
 

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common.errors import MeshError
+from common.base.errors import MeshError
 from loadtests.measuring.flat import flat
 from loadtests.soak import growing
 from loadtests.soak.slopes import Samples, rise, second_half, share, slope

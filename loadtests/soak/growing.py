@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 
-from common.errors import MeshError
+from common.base.errors import MeshError
 from common.state import registry
-from common.state.client import State
+from common.state.redis.client import State
 from loadtests.measuring.meter import kind_of
 
 SCAN = 1000  # keys that Redis looks at in one go

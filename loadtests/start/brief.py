@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from common.process.child import Channel
+from common.mesh.process.entry.child import Channel
 
 LONG_S = 600
 

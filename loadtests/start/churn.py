@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from common.process.handle import SystemChild
-from common.process.host import SystemHost
+from common.mesh.process.handle import SystemChild
+from common.mesh.process.host import SystemHost
 from loadtests.start.nursed import nursery, starting
 from loadtests.start.traces import left
 

@@ -20,11 +20,12 @@ from typing import Any
 
 import psutil
 
-from common.pool.rows import Resident, Role
-from common.pool.snapshot import Request
-from common.process.forking.birth import NURSERY_ENV, OFF
-from common.state import pool, registry
-from common.state.client import State
+from common.mesh.process.forking.birth import NURSERY_ENV, OFF
+from common.state import registry
+from common.state.pool.placing.snapshot import Request
+from common.state.pool.store import store as pool
+from common.state.pool.workers.rows import Resident, Role
+from common.state.redis.client import State
 from loadtests.measuring.metered import LOOK_S, started
 from loadtests.trainer import digits
 

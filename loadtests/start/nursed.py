@@ -8,11 +8,11 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from common.clock import SystemClock
-from common.process.forking.birth import NURSERY_ENV
-from common.process.handle import Child
-from common.process.host import Host
-from common.settings import SETTINGS_ENV
+from common.base.clock import SystemClock
+from common.base.host.settings import SETTINGS_ENV
+from common.mesh.process.forking.birth import NURSERY_ENV
+from common.mesh.process.handle import Child
+from common.mesh.process.host import Host
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.nursery import MeshNursery
 

@@ -24,9 +24,9 @@ from typing import Any
 
 import psutil
 
-from common.process.forking.birth import ANSWER_S, NURSERY_ENV, OFF
-from common.process.handle import UNKNOWN_EXIT, SystemChild
-from common.process.host import SystemHost
+from common.mesh.process.forking.birth import ANSWER_S, NURSERY_ENV, OFF
+from common.mesh.process.handle import UNKNOWN_EXIT, SystemChild
+from common.mesh.process.host import SystemHost
 from loadtests.start.nursed import nursery, starting
 from loadtests.start.owner import IN_THE_WAY
 from loadtests.start.traces import LOOK_S, left
@@ -131,9 +131,9 @@ class Trials:
         argv = [
             sys.executable,
             "-m",
-            "common.process.forking.nursery",
+            "common.mesh.process.forking.nursery",
             str(socket),
-            "common.process.host",
+            "common.mesh.process.host",
         ]
         child = self._host.spawn(argv, name="nursery", env={NURSERY_ENV: OFF})
         async with asyncio.timeout(BEGIN_S):

@@ -20,15 +20,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common.job.job_data import JobData
-from common.pool.names import shard, worker_process
-from common.pool.rows import Budget, Resident, Role, Worker
-from common.process.forking.birth import OFF
-from common.process.supervision.lease_watch import LeaseWatch
-from common.process.supervision.supervisor import ChildSpec, Supervisor
-from common.runtime.mesh import Mesh
-from common.settings import SETTINGS_ENV
+from common.base.host.settings import SETTINGS_ENV
+from common.job.bundle.job_data import JobData
+from common.mesh.process.forking.birth import OFF
+from common.mesh.process.supervision.lease_watch import LeaseWatch
+from common.mesh.process.supervision.supervisor import ChildSpec, Supervisor
+from common.mesh.runtime.mesh import Mesh
 from common.state import jobs, registry
+from common.state.pool.workers.names import shard, worker_process
+from common.state.pool.workers.rows import Budget, Resident, Role, Worker
 from loadtests.measuring.meshed import START_S, meshed
 from loadtests.start.nursed import cpu_s, nursery, starting
 from loadtests.trainer import digits

@@ -17,8 +17,8 @@ import sys
 from typing import Any
 
 from common.api.sandbox import JailSettings
-from common.clock import SystemClock
-from common.process.host import SystemHost
+from common.base.clock import SystemClock
+from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.outer_jail.interpreters import interpreter_of
 from services.sandbox.isolation.resources import cgroups

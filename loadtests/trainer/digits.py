@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 
-from common.model.tokenizer import character_tokenizer
+from common.model.tokens.tokenizer import character_tokenizer
 from loadtests.peers.make_model import Shape, write_model
 
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"  # "_" pads and "$" ends for who needs that

@@ -17,10 +17,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common.pool.rows import Role
-from common.pool.snapshot import Request
-from common.state import jobs, pool, registry
-from common.state.client import State
+from common.state import jobs, registry
+from common.state.pool.placing.snapshot import Request
+from common.state.pool.store import store as pool
+from common.state.pool.workers.rows import Role
+from common.state.redis.client import State
 from loadtests.measuring.metered import LOOK_S, run_job, started, steps_of
 from loadtests.start.nursed import cpu_s
 from loadtests.trainer import digits

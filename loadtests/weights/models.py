@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
+from common.model.architecture.config import ModelConfig
+from common.model.network.decoder import Decoder
 from loadtests.weights.contents import Tensors
 
 

@@ -28,15 +28,15 @@ from typing import Any
 import psutil
 
 from common.api.weights import STORE
-from common.process.forking.birth import NURSERY_ENV, OFF
-from common.process.handle import SystemChild
-from common.process.host import SystemHost
-from common.runtime.mesh import MeshSettings
-from common.secret import SECRET_BYTES
-from common.settings import SETTINGS_ENV
+from common.base.host.secret import SECRET_BYTES
+from common.base.host.settings import SETTINGS_ENV
+from common.mesh.process.forking.birth import NURSERY_ENV, OFF
+from common.mesh.process.handle import SystemChild
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.mesh import MeshSettings
 from common.state import registry
-from common.state.client import State
-from common.state.server.embedded import command
+from common.state.redis.client import State
+from common.state.redis.embedded import command
 from loadtests.weights.network import Links
 
 START_S = 120.0
@@ -162,7 +162,7 @@ class Scene:
             return
         socket = self.directory / "nursery"
         child = self._host.spawn(
-            [sys.executable, "-m", "common.process.forking.nursery", str(socket), *FORKED],
+            [sys.executable, "-m", "common.mesh.process.forking.nursery", str(socket), *FORKED],
             name="nursery",
             env={NURSERY_ENV: OFF, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             own_session=True,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from common.zebra.asymmetry import ExpertHosting, HostingBounds, RankCounts, hosting
-from common.zebra.batches import spread
-from common.zebra.costs import Costs
-from common.zebra.kinds import declared_profile
-from common.zebra.prices import costs_of
-from common.zebra.profile import AcceleratorCosts, Profile
-from common.zebra.timeline import Timeline, serial_s, timeline
+from common.hardware.zebra.asymmetry import ExpertHosting, HostingBounds, RankCounts, hosting
+from common.hardware.zebra.batches import spread
+from common.hardware.zebra.costs import Costs
+from common.hardware.zebra.kinds import declared_profile
+from common.hardware.zebra.prices import costs_of
+from common.hardware.zebra.profile import AcceleratorCosts, Profile
+from common.hardware.zebra.timeline import Timeline, serial_s, timeline
 from services.trainer.bins.division import ZebraDivision
 from sim.zebra.setups import MODELS
 

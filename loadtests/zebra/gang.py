@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 from common.api.ranks import Meeting
 from common.job.config import AlgorithmConfig, OptimizerConfig
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.rows import Drawn
+from common.model.architecture.config import ModelConfig
+from common.model.files.rows import Drawn
+from common.model.network.decoder import Decoder
 from loadtests.zebra.arms import COUNT, Arm, Setting, arms
 from services.trainer.bins.packing import Bin
 from services.trainer.ranks.rank import join_group

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from common.api.gateway import JobState
-from common.errors import ConfigError, DeadlineExceeded, MeshError, PeerLost, StateUnavailable
+from common.base.errors import ConfigError, DeadlineExceeded, MeshError, PeerLost, StateUnavailable
 from common.job.config import JobConfig
 from common.state.events import Event
 from meshrl.client.transport import ClientTransport

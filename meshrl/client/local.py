@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.api.gateway import JobState, SubmittedJob
-from common.clock import SystemClock
-from common.errors import NotFound, Refused, StateUnavailable
-from common.pool.rows import Role
-from common.pool.snapshot import Request
-from common.state import events, jobs, pool
-from common.state.client import State
+from common.base.clock import SystemClock
+from common.base.errors import NotFound, Refused, StateUnavailable
+from common.state import events, jobs
 from common.state.events import Event
 from common.state.lifecycle import deleting
 from common.state.lifecycle.following import happened, standing
-from common.state.server.embedded import without_password
+from common.state.pool.placing.snapshot import Request
+from common.state.pool.store import store as pool
+from common.state.pool.workers.rows import Role
+from common.state.redis.client import State
+from common.state.redis.embedded import without_password
 from meshrl.client.submitting import submit
 from meshrl.directory import exporting, places, versions
 from meshrl.directory.places import MeshPlace

@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from common.access import ticket
-from common.access.line import Line
 from common.api.gateway import (
     BeginUpload,
     EventsSince,
@@ -28,8 +26,10 @@ from common.api.gateway import (
     UploadPiece,
     VersionsRequest,
 )
-from common.digest import digest_of_file
-from common.errors import Damaged, NotAllowed, Refused
+from common.base.digest import digest_of_file
+from common.base.errors import Damaged, NotAllowed, Refused
+from common.mesh.access import ticket
+from common.mesh.access.line import Line
 from common.state.events import Event
 from meshrl.job import bundle
 from meshrl.job.loaded import JobFile

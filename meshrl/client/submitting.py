@@ -6,14 +6,14 @@ import uuid
 from pathlib import Path
 
 from common.api.gateway import SubmittedJob
-from common.errors import StateUnavailable
+from common.base.errors import StateUnavailable
+from common.base.host.settings import MeshSettings
+from common.job.isolation import containment
 from common.job.run_names import free_name
-from common.pool.asking import need_of
-from common.process import containment
-from common.settings import MeshSettings
 from common.state import jobs
-from common.state.client import State
-from common.state.lifecycle.fitting import refuse_what_never_fits
+from common.state.pool.demand.asking import need_of
+from common.state.pool.store.fitting import refuse_what_never_fits
+from common.state.redis.client import State
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.claims import claimed, writing
 from meshrl.directory.places import MeshPlace

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common.api.gateway import JobState
-from common.errors import DeadlineExceeded, Refused
+from common.base.errors import DeadlineExceeded, Refused
 from common.state.jobs import Phase
 from meshrl.client.blocking import request
 from meshrl.client.client import Client

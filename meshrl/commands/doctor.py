@@ -17,12 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 import common
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.job.config import SandboxConfig
-from common.job.runners import RUNSC
-from common.process import container
-from common.process.ends import limits
-from common.process.interpreters import home
+from common.job.isolation.runners import RUNSC
+from common.mesh.process import container
+from common.mesh.process.ends import limits
+from common.mesh.process.interpreters import home
 from kernels import build
 from meshrl.directory import places
 from meshrl.job.checks.machine import devices
@@ -125,8 +125,8 @@ def _threads() -> Remark:
 
 
 def _redis() -> Remark:
-    from common.errors import MeshError
-    from common.state.server import embedded
+    from common.base.errors import MeshError
+    from common.state.redis import embedded
     from meshrl.launch.redis.serving import can_tls
 
     try:
@@ -200,7 +200,7 @@ def _sglang() -> Remark:
 
 def _isolation() -> Remark:
     """The tier that code of the model runs in here; it is found by running some."""
-    from common.process import containment
+    from common.job.isolation import containment
 
     found = containment.found()
     if found.fix:
@@ -211,7 +211,7 @@ def _isolation() -> Remark:
 
 def _runsc() -> Remark:
     """Whether gVisor contains programs here, found by running one; few jobs ask for it."""
-    from common.process import containment
+    from common.job.isolation import containment
 
     path = shutil.which(RUNSC)
     if path is None:

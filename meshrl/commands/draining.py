@@ -9,10 +9,10 @@ import time
 import uuid
 from pathlib import Path
 
-from common.errors import DeadlineExceeded, NotFound, Refused
-from common.pool.snapshot import NOTICE, Request
-from common.state import pool
-from common.state.client import State
+from common.base.errors import DeadlineExceeded, NotFound, Refused
+from common.state.pool.placing.snapshot import NOTICE, Request
+from common.state.pool.store import store as pool
+from common.state.redis.client import State
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import MeshPlace, find_mesh
 from meshrl.view.mesh.hosts import HostRow, read_hosts

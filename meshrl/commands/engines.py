@@ -11,8 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common.errors import ConfigError
-from common.process.interpreters import home, interpreter
+from common.base.errors import ConfigError
+from common.mesh.process.interpreters import home, interpreter
 from meshrl.commands import doctor
 
 PACKAGES = {"sglang": "0.5.23"}  # what the adapter was held to

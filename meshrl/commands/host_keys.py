@@ -10,12 +10,12 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from common.access import records
-from common.clock import SystemClock
-from common.errors import NotFound, Refused
-from common.settings import MeshSettings
-from common.state.client import State
+from common.base.clock import SystemClock
+from common.base.errors import NotFound, Refused
+from common.base.host.settings import MeshSettings
+from common.mesh.access import records
 from common.state.hosts import admission, doors
+from common.state.redis.client import State
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.joined import joined_hosts
 from meshrl.directory.places import MeshPlace, find_mesh

@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, StateUnavailable
-from common.pool.reading import snapshot_document
-from common.state import leader, pool
-from common.state.client import State
-from common.state.keys import PLANNER
+from common.base.errors import ConfigError, StateUnavailable
+from common.state import leader
+from common.state.pool.store import store as pool
+from common.state.pool.store.reading import snapshot_document
+from common.state.redis.client import State
+from common.state.redis.keys import PLANNER
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import find_mesh
 

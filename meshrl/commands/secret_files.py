@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from common.access import tokens
-from common.access.records import HOST, PERSON
-from common.access.ticket import GATEWAY_PORT, named
-from common.errors import Refused
-from common.transport.keys import KeyPair
+from common.base.errors import Refused
+from common.mesh.access import tokens
+from common.mesh.access.records import HOST, PERSON
+from common.mesh.access.ticket import GATEWAY_PORT, named
+from common.mesh.transport.keys import KeyPair
 from meshrl.launch.head import handed_out
 from meshrl.launch.head.handed_out import HandedOut
 from meshrl.launch.redis import material

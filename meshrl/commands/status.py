@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from common.errors import StateUnavailable
-from common.pool.explained import Explained
-from common.process.ends.failure import end_of
-from common.process.handle import usage_of
-from common.settings import MeshSettings
-from common.state import ended, jobs
-from common.state.client import State
+from common.base.errors import StateUnavailable
+from common.base.host.settings import MeshSettings
+from common.mesh.process.ends.failure import end_of
+from common.mesh.process.handle import usage_of
+from common.mesh.process.supervision import ended
+from common.state import jobs
 from common.state.events import Event
-from common.state.pool import explained
+from common.state.pool.store.explained import Explained
+from common.state.pool.store.store import explained
+from common.state.redis.client import State
+from common.state.redis.embedded import without_password
 from common.state.registry import Entry
-from common.state.server.embedded import without_password
 from meshrl.client import checked
 from meshrl.client.blocking import request
 from meshrl.directory.asking import ANSWER_S, ask

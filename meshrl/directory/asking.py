@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from common.errors import DeadlineExceeded, StateUnavailable
-from common.state.client import State
-from common.state.server.embedded import without_password
+from common.base.errors import DeadlineExceeded, StateUnavailable
+from common.state.redis.client import State
+from common.state.redis.embedded import without_password
 from meshrl.directory.places import MeshPlace
 
 T = TypeVar("T")

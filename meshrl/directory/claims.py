@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from common.errors import Damaged, NotFound, Refused, StateUnavailable, StorageFull
+from common.base.errors import Damaged, NotFound, Refused, StateUnavailable, StorageFull
+from common.base.files.at_url import AtUrl
 from common.job.config import JobConfig
-from common.records.at_url import AtUrl
 from common.state import jobs
 from common.state.jobs import ENDED
 from meshrl.directory import places

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from meshrl.directory import places
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.errors import Damaged
-from common.records import damage
+from common.base.errors import Damaged
+from common.base.files import damage
 from common.state import jobs
-from common.state.client import State
+from common.state.redis.client import State
 from meshrl.directory.places import read_json, write_json
 
 NAME = "job.json"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from common.access.hosts import REPAIR
-from common.records import documents
+from common.base.files import documents
+from common.mesh.access.hosts import REPAIR
 from meshrl.directory.places import MeshPlace, write_json
 
 

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from common.clock import Clock
-from common.errors import Damaged, DeadlineExceeded, StateUnavailable, StorageFull
-from common.records import damage
-from common.records.lines import signature
+from common.base.clock import Clock
+from common.base.errors import Damaged, DeadlineExceeded, StateUnavailable, StorageFull
+from common.base.files import damage
+from common.base.files.lines import signature
 from meshrl.directory.places import read_json, write_json
 
 LOOK_S = 1.0

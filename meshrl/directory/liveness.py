@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.process.handle import start_time
+from common.mesh.process.handle import start_time
 from meshrl.directory.places import MeshPlace, read_if_whole
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.access.owner import PERSON, person_settings
-from common.errors import Damaged, NotFound, Refused
+from common.base.errors import Damaged, NotFound, Refused
+from common.base.files import documents
+from common.base.host.settings import MeshSettings
 from common.job.config import JobConfig
-from common.records import documents
-from common.settings import MeshSettings
+from common.mesh.access.owner import PERSON, person_settings
 from meshrl.directory.ownership import refuse_foreign
 
 

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from common.process.child import PRIVATE
+from common.mesh.process.entry.child import PRIVATE
 
 
 def settle(home: Path) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from common.errors import MeshError, from_wire
-from common.process.host import SystemHost
-from common.records.at_url import without_secrets
+from common.base.errors import MeshError, from_wire
+from common.base.files.at_url import without_secrets
+from common.mesh.process.host import SystemHost
 from meshrl.directory import job_file
 
 POLL_S = 0.01

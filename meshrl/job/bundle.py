@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from common.hardware.shapes import ModelShape
-from common.job import bundle_files
+from common.job.bundle import bundle_files
 from common.job.config import JobConfig
 from common.job.named_files import TOKENIZER, named_files, put
-from common.model.tokenizer import companions
+from common.model.tokens.tokenizer import companions
 from meshrl.directory.places import write_json
 from meshrl.job import edited, references, rows, tasksets
 from meshrl.job.checks.file.models import shape

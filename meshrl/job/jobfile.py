@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
+from common.base.files.at_url import is_url
 from common.job.config import JobConfig
 from common.job.named_files import with_paths
 from common.job.schema import JOB
-from common.records.at_url import is_url
 from meshrl.job import toml_file
 from meshrl.job.checks.file import all_checks, judges, sandbox, turns
 from meshrl.job.loaded import JobFile

@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.job.config import JobConfig
 from common.job.named_files import NamedFile, named_files
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.job import builtin
 from common.job.config import JobConfig
 from meshrl.job.loaded import at

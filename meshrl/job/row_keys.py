@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.job import builtin
 from common.job.config import JobConfig, RewardPartConfig
 from meshrl.job import references

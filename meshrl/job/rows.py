@@ -15,9 +15,9 @@ from typing import Any
 
 import msgpack
 
-from common.errors import ConfigError
-from common.finite_json import DECODER, NotFinite
-from common.model.messages import ROLES, conversation_of
+from common.base.encoding.finite_json import DECODER, NotFinite
+from common.base.errors import ConfigError
+from common.model.chat.messages import ROLES, conversation_of
 
 
 @dataclass(frozen=True, slots=True)

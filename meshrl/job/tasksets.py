@@ -9,10 +9,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.job.config import JobConfig
-from common.process import child
-from common.process.ends import failure
+from common.mesh.process.ends import failure
+from common.mesh.process.entry import child
 from meshrl.job.rows import travels
 
 BOOT = Path(__file__).parents[2] / "services" / "environment" / "verifying" / "boot.py"

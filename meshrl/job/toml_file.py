@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from meshrl.job.toml_lines import key_lines, line_of
 
 _ONCE = "A key or table of that name stands above: keep one of them"

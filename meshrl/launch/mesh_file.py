@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.job.constraints import FileTable
 from common.job.schema import Schema
-from common.pool.settings import PoolSettings
+from common.state.pool.workers.settings import PoolSettings
 from meshrl.job import toml_file
 
 

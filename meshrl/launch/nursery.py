@@ -8,12 +8,12 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-from common.clock import Clock
-from common.errors import DeadlineExceeded
-from common.process.forking.birth import ANSWER_S, NURSERY_ENV, OFF, answers
-from common.process.handle import Child
-from common.process.host import Host
-from common.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
+from common.base.clock import Clock
+from common.base.errors import DeadlineExceeded
+from common.mesh.process.forking.birth import ANSWER_S, NURSERY_ENV, OFF, answers
+from common.mesh.process.handle import Child
+from common.mesh.process.host import Host
+from common.mesh.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
 from meshrl.directory.places import MeshPlace
 from meshrl.launch import plan
 

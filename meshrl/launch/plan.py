@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.job.config import JobConfig
-from common.pool import names
-from common.pool.rows import Role
-from common.pool.taking import ALL, written
+from common.state.pool.placing.taking import ALL, written
+from common.state.pool.workers import names
+from common.state.pool.workers.rows import Role
 
 PLANNERS = 2  # the second takes over when the first one's lease ends
 # What the nursery has imported: all that services, role processes and environment processes have in
@@ -48,7 +48,7 @@ class Service:
 
 def nursery(socket: Path) -> list[str]:
     """The command line of a nursery at `socket`."""
-    return [sys.executable, "-m", "common.process.forking.nursery", str(socket), *NURSERY]
+    return [sys.executable, "-m", "common.mesh.process.forking.nursery", str(socket), *NURSERY]
 
 
 def services(workers: int, device: str, host: str, takes: Sequence[str] = ALL) -> list[Service]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from common.settings import MeshSettings
-from common.state.client import State
+from common.base.host.settings import MeshSettings
+from common.state.redis.client import State
 from meshrl.launch.holding import Hold
 from meshrl.launch.services import Services
 

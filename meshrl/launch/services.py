@@ -13,17 +13,17 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from common.clock import Clock
-from common.errors import DeadlineExceeded, MeshError
-from common.process.ends.failure import end_of
-from common.process.handle import Child
-from common.process.host import Host
-from common.process.supervision.lease_watch import LeaseWatch
-from common.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
-from common.settings import MESH_ENV, SETTINGS_ENV, mark_of
+from common.base.clock import Clock
+from common.base.errors import DeadlineExceeded, MeshError
+from common.base.host.settings import MESH_ENV, SETTINGS_ENV, mark_of
+from common.mesh.process.ends.failure import end_of
+from common.mesh.process.handle import Child
+from common.mesh.process.host import Host
+from common.mesh.process.supervision.ended import Report, Reports, ended
+from common.mesh.process.supervision.lease_watch import LeaseWatch
+from common.mesh.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.state import registry
-from common.state.client import State
-from common.state.ended import Report, Reports, ended
+from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 from meshrl.launch import absolving, leftovers, plan
 from meshrl.launch.nursery import MeshNursery

@@ -11,11 +11,11 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from common.errors import ConfigError, DeadlineExceeded, MeshError
-from common.pool.settings import PoolSettings
-from common.pool.taking import written
-from common.ports import ANY, ports
-from common.settings import OFF
+from common.base.errors import ConfigError, DeadlineExceeded, MeshError
+from common.base.host.ports import ANY, ports
+from common.base.host.settings import OFF
+from common.state.pool.placing.taking import written
+from common.state.pool.workers.settings import PoolSettings
 from meshrl import logs, tokens
 from meshrl.directory import places, user
 from meshrl.directory.liveness import running_launcher

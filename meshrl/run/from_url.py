@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from urllib.parse import quote
 
-from common.errors import BadMessage, Damaged, NotFound, Refused
-from common.records import documents
-from common.records.at_url import PART, AtUrl
+from common.base.errors import BadMessage, Damaged, NotFound, Refused
+from common.base.files import documents
+from common.base.files.at_url import PART, AtUrl
 from common.records.checkpoints import check_paths
 from meshrl.directory.job_file import BROUGHT
 from meshrl.directory.places import shown

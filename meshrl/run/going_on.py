@@ -9,11 +9,11 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import Refused
+from common.base.errors import Refused
 from common.job.changing import changed, differences
 from common.job.config import JobConfig
 from common.state import jobs
-from common.state.server import embedded
+from common.state.redis import embedded
 from meshrl.directory.places import write_json
 from meshrl.directory.target import Run
 from meshrl.job.loaded import JobFile

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import Damaged
-from common.records import lines
-from common.records.damage import EVENT, sentence
+from common.base.errors import Damaged
+from common.base.files import lines
+from common.base.files.damage import EVENT, sentence
 from common.state.events import Event
 from common.state.jobs import ENDED, Phase
 from common.state.lifecycle.accounting import wrong

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.errors import ConfigError, Refused
+from common.base.errors import ConfigError, Refused
 from meshrl.directory.target import Run
 
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.errors import Damaged
-from common.records import damage
+from common.base.errors import Damaged
+from common.base.files import damage
 from common.state import events
-from common.state.client import State
+from common.state.redis.client import State
 from meshrl.directory import job_file
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.claims import runs

@@ -6,7 +6,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, NotFound, Refused, StateUnavailable
+from common.base.errors import ConfigError, NotFound, Refused, StateUnavailable
 from common.job.changing import differences, refusal
 from common.records.checkpoints import steps_done
 from common.state import jobs

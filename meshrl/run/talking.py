@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import ConfigError, NotFound
+from common.base.errors import ConfigError, NotFound
 from meshrl.directory import exporting
 from meshrl.directory.target import Run, may_live, run_of
 from meshrl.run.outcome import INTERRUPTED

@@ -6,7 +6,7 @@ import importlib.metadata
 import re
 from pathlib import Path
 
-from common.errors import ConfigError, NotFound, Refused
+from common.base.errors import ConfigError, NotFound, Refused
 
 GAME = Path(__file__).parent / "game"
 DATA = ("train.jsonl", "held_out.jsonl", "tokenizer.json")

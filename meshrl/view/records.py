@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from common.errors import Damaged, DeadlineExceeded, MeshError, StateUnavailable
-from common.records import damage
+from common.base.errors import Damaged, DeadlineExceeded, MeshError, StateUnavailable
+from common.base.files import damage
 from common.state import events
 from common.state.lifecycle.accounting import wrong
 from meshrl.directory import job_file

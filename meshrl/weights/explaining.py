@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from common.records.lines import whole
+from common.base.files.lines import whole
 from common.state import registry
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.target import Run, may_live, run_of

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
-from common.records.at_url import is_url
+from common.base.errors import ConfigError
+from common.base.files.at_url import is_url
 from meshrl.client.blocking import request
 from meshrl.directory import places
 from meshrl.directory.target import Run, run_of

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.generation.builtin.build import BUILD_S, TorchEngine, build
 from common.generation.contract import TokenEngine
 from common.generation.kv_directories import disk_root, own_directory
-from common.job.job_data import JobData
-from common.job.model_shape import model_config
-from common.model.projections import targeted
-from common.model.tokenizer import Tokenizer
-from common.pool.seat import Seat
-from common.process.interpreters import home, interpreter
-from common.runtime.mesh import Mesh
+from common.job.bundle.job_data import JobData
+from common.job.bundle.model_shape import model_config
+from common.mesh.process.interpreters import home, interpreter
+from common.mesh.runtime.mesh import Mesh
+from common.model.architecture.projections import targeted
+from common.model.tokens.tokenizer import Tokenizer
+from common.state.pool.workers.seat import Seat
 from services.engine.kv.opening import not_kept
 from services.engine.service import FLUSH_S, FLUSH_STEPS
 

@@ -14,21 +14,21 @@ from typing import Any, Protocol
 
 import torch
 
-from common.errors import ConfigError, MeshError
+from common.base.errors import ConfigError, MeshError
 from common.generation.contract import EngineSteps, TokenEngine
-from common.job.job_data import JobData
-from common.job.local_files import local_job
-from common.job.model_shape import model_config
+from common.job.bundle.job_data import JobData
+from common.job.bundle.model_shape import model_config
 from common.job.pace import profile
-from common.model.lora import is_adapter, merged
-from common.pool.seat import Seat
-from common.runtime.mesh import Mesh, MeshSettings
-from common.runtime.patience import Patience, patiently
-from common.runtime.residents.turns import Turns
+from common.mesh.residents.turns import Turns
+from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.mesh.runtime.patience import Patience, patiently
+from common.model.network.lora import is_adapter, merged
+from common.records.traces import Traces
 from common.state import jobs
-from common.telemetry.traces import Traces
-from common.wire.bulk.port import BulkServer
-from common.wire.bulk.port import serve as serve_chunks
+from common.state.pool.workers.seat import Seat
+from common.weights.bulk.port import BulkServer
+from common.weights.bulk.port import serve as serve_chunks
+from common.weights.store.local_files import local_job
 from services.engine.build import opened
 from services.engine.kv.opening import host_cache
 from services.engine.service import EngineService

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from common.api.calls.hint import Look
+from common.api.calls.role import Drain, Drained, Settle, Settled
 from common.api.engine import (
     Abort,
     Attach,
@@ -29,15 +31,13 @@ from common.api.engine import (
     Submitted,
     Tokens,
 )
-from common.api.hint import Look
-from common.api.role import Drain, Drained, Settle, Settled
-from common.errors import MeshError, Refused
+from common.base.errors import MeshError, Refused
+from common.base.occupancy import Occupancy
 from common.generation.contract import EngineSteps, Request, TokenEngine
-from common.occupancy import Occupancy
-from common.runtime.actor import Actor, call, cast, stream
-from common.runtime.mesh import Mesh
-from common.runtime.residents.tiers import Tiers
-from common.runtime.residents.turns import Turns
+from common.mesh.residents.tiers import Tiers
+from common.mesh.residents.turns import Turns
+from common.mesh.runtime.calls.actor import Actor, call, cast, stream
+from common.mesh.runtime.mesh import Mesh
 from services.engine.kv.host_cache import HostCache
 from services.engine.kv.keys import NAME_BYTES
 from services.engine.kv.moves import CacheMoves

@@ -22,10 +22,10 @@ from common.environment import mcp_client
 from common.environment.framing import checked, encodable
 from common.environment.making import making
 from common.job import builtin
-from common.job.authored import beginning_of, place_of, placed
-from common.model.chat import ANYWHERE, TEMPLATE, Chat
-from common.model.tokenizer import Tokenizer
-from common.process.child import Channel
+from common.job.bundle.authored import beginning_of, place_of, placed
+from common.mesh.process.entry.child import Channel
+from common.model.chat.chat import ANYWHERE, TEMPLATE, Chat
+from common.model.tokens.tokenizer import Tokenizer
 from services.environment import threaded
 from services.environment.actions import BadAnswer
 from services.environment.sessions import ChatSession, Session, TextSession

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from common.base.errors import BadMessage
 from common.environment.framing import encodable, packed
-from common.errors import BadMessage
-from common.model.chat import Chat, Conversation, ParsedCall
-from common.model.messages import Message, conversation_of, message_of
-from common.model.tokenizer import Tokenizer
+from common.model.chat.chat import Chat, Conversation, ParsedCall
+from common.model.chat.messages import Message, conversation_of, message_of
+from common.model.tokens.tokenizer import Tokenizer
 from services.environment.actions import Answer, BadAnswer, call_for_answer, score
 from services.environment.tools import BadCall, BuiltIn
 

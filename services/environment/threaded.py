@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgpack
 
 from common.environment.framing import packed
-from common.process.child import Channel
+from common.mesh.process.entry.child import Channel
 
 PROBE = "text"  # operation that asks for a sign of life; no environment's
 

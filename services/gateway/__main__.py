@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from common.access import identity
-from common.access.identity import Identity
-from common.access.records import FILE
-from common.access.tokens import Tokens
-from common.errors import ConfigError, Damaged
-from common.ports import ANY, ports
-from common.runtime.mesh import Mesh, MeshSettings, run
-from common.transport.keys import GatewayKeys, KeyPair
-from common.transport.strangers import Limits
-from common.transport.zmq import ZmqTransport
+from common.base.errors import ConfigError, Damaged
+from common.base.host.ports import ANY, ports
+from common.mesh.access import identity
+from common.mesh.access.identity import Identity
+from common.mesh.access.records import FILE
+from common.mesh.access.tokens import Tokens
+from common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from common.mesh.transport.keys import GatewayKeys, KeyPair
+from common.mesh.transport.strangers import Limits
+from common.mesh.transport.zmq import ZmqTransport
 from services.gateway.front import FrontDoor
 from services.gateway.gateway import GatewayActor
 

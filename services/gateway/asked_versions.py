@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from common.api.gateway import VersionsRequest
-from common.errors import DeadlineExceeded, MeshError, Refused, from_wire
-from common.process.answers import answer_of
-from common.runtime.mesh import Mesh
+from common.base.errors import DeadlineExceeded, MeshError, Refused, from_wire
+from common.mesh.process.answers import answer_of
+from common.mesh.runtime.mesh import Mesh
 from common.state.jobs import JobRow
 
 ANSWER_S = 50.0  # below the call's deadline

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 
-from common.access.line import FRONT
-from common.access.records import HOST
-from common.access.tokens import Tokens
-from common.api.callers import CALLERS, CLIENT, JOINER
-from common.errors import BadMessage
-from common.runtime.actor import Actor, bind
-from common.runtime.calls.serving import Server
-from common.runtime.calls.sweep import Sweep
-from common.runtime.mesh import Mesh
-from common.transport.base import Peer, Transport
-from common.wire.frames import unpack_header
-from common.wire.messages import Frame
+from common.api.calls.callers import CALLERS, CLIENT, JOINER
+from common.base.encoding.messages import Frame
+from common.base.errors import BadMessage
+from common.mesh.access.line import FRONT
+from common.mesh.access.records import HOST
+from common.mesh.access.tokens import Tokens
+from common.mesh.runtime.calls.actor import Actor, bind
+from common.mesh.runtime.calls.serving import Server
+from common.mesh.runtime.calls.sweep import Sweep
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.transport.base import Peer, Transport
+from common.mesh.wire.frames import unpack_header
 
 STOP_S = 2.0
 # The id of the token, or of the member, that the request which is being served came with.

@@ -14,8 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.access.records import FILE
-from common.access.tokens import Tokens
 from common.api.gateway import (
     PIECE_BYTES,
     BeginUpload,
@@ -50,19 +48,21 @@ from common.api.gateway import (
     VersionsAnswer,
     VersionsRequest,
 )
-from common.errors import Damaged, DeadlineExceeded, NotFound, Refused, StateUnavailable
+from common.base.errors import Damaged, DeadlineExceeded, NotFound, Refused, StateUnavailable
+from common.base.files import documents
+from common.base.files.lines import signature
+from common.job.isolation import containment
 from common.job.run_names import free_name
-from common.pool.asking import need_of
-from common.process import containment
-from common.records import documents
-from common.records.lines import signature
-from common.runtime.actor import Actor, call, stream
-from common.runtime.mesh import Mesh
+from common.mesh.access.records import FILE
+from common.mesh.access.tokens import Tokens
+from common.mesh.runtime.calls.actor import Actor, call, stream
+from common.mesh.runtime.mesh import Mesh
 from common.state import jobs
 from common.state.jobs import JobRow
 from common.state.lifecycle import deleting
-from common.state.lifecycle.fitting import refuse_what_never_fits
 from common.state.lifecycle.following import happened, standing
+from common.state.pool.demand.asking import need_of
+from common.state.pool.store.fitting import refuse_what_never_fits
 from services.gateway.asked_versions import on_versions
 from services.gateway.front import holder
 from services.gateway.hosts import HostRequests

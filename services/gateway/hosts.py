@@ -12,12 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.access import members
-from common.access.hosts import Admitted
-from common.access.members import AGAIN_S
-from common.access.records import digest
-from common.access.tokens import Tokens
-from common.api.callers import HOST_ROLES, PLANNER
+from common.api.calls.callers import HOST_ROLES, PLANNER
 from common.api.gateway import (
     Changed,
     HostAdmitted,
@@ -27,13 +22,18 @@ from common.api.gateway import (
     RedisLocation,
     RemainingNames,
 )
-from common.errors import NotFound, Refused
-from common.release import release
-from common.runtime.mesh import Mesh
-from common.secret import SECRET_BYTES
-from common.state import pool
+from common.base.errors import NotFound, Refused
+from common.base.host.secret import SECRET_BYTES
+from common.base.release import release
+from common.mesh.access import members
+from common.mesh.access.hosts import Admitted
+from common.mesh.access.members import AGAIN_S
+from common.mesh.access.records import digest
+from common.mesh.access.tokens import Tokens
+from common.mesh.runtime.mesh import Mesh
 from common.state.hosts import admission
-from common.state.hosts.remaining import remaining_on
+from common.state.pool.store import store as pool
+from common.state.pool.store.remaining import remaining_on
 
 FILE_S = 10.0  # for a change of the tokens
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{2,40}")

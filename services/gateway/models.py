@@ -11,9 +11,9 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from common.api.gateway import PIECE_BYTES, ModelFiles, ModelRequest, ReadModelFile
-from common.errors import DeadlineExceeded, NotFound, Overloaded
-from common.job import bundle_files
-from common.runtime.mesh import Mesh
+from common.base.errors import DeadlineExceeded, NotFound, Overloaded
+from common.job.bundle import bundle_files
+from common.mesh.runtime.mesh import Mesh
 from common.state.jobs import JobRow
 
 EXPORTS = "exports"  # below a run

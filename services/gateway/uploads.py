@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from common.api.gateway import BeginUpload, SubmittedJob
-from common.errors import ConfigError, NotFound, Overloaded, Refused, StorageFull
-from common.job import arriving
+from common.base.errors import ConfigError, NotFound, Overloaded, Refused, StorageFull
+from common.base.files import documents
+from common.base.files.durable import sync_tree
+from common.job.bundle import arriving
 from common.job.config import JobConfig
-from common.process.host import Host
-from common.records import documents
-from common.records.durable import sync_tree
+from common.mesh.process.host import Host
 
 INCOMING = ".incoming-"  # how the directories of uploads begin
 IO_S = 60.0  # for one piece, or to make all files

@@ -8,10 +8,10 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from common.pool.taking import ALL, taken
-from common.runtime.mesh import Mesh, MeshSettings, run
-from common.runtime.orphan import ORPHAN_S
-from common.wire import host_chunks
+from common.mesh.residents.orphan import ORPHAN_S
+from common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from common.state.pool.placing.taking import ALL, taken
+from common.weights.store import host_chunks
 from services.node.agent import NodeAgent
 from services.node.gpus.accelerators import discover
 from services.node.residents.roles import with_overrides
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
         default=os.environ.get("MESHRL_ROLE_COMMANDS", "").splitlines(),
         metavar="ROLE=COMMAND",
         help="what workers start for a role, in place of ours; gets the options of "
-        "common/pool/seat.py; also a line each in $MESHRL_ROLE_COMMANDS",
+        "common/state/pool/workers/seat.py; also a line each in $MESHRL_ROLE_COMMANDS",
     )
     found.add_argument(
         "--orphan-s", type=float, default=ORPHAN_S, help="workers without an agent end after"

@@ -9,10 +9,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from common.errors import DeadlineExceeded, StateUnavailable
-from common.process.handle import Child
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
+from common.base.errors import DeadlineExceeded, StateUnavailable
+from common.mesh.process.handle import Child
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
 from common.state import registry
 
 LOOK_S = 2.0  # a look for one process must not hold up a restart

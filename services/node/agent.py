@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.api import node as api
-from common.api.hint import Look
+from common.api.calls.hint import Look
 from common.api.node import ListLogs, LogPart, Node, ReadLog
-from common.errors import DeadlineExceeded, StateUnavailable
-from common.pool.names import worker_process
-from common.pool.taking import ALL
-from common.process.handle import Child
-from common.process.host import Stoppable
-from common.process.supervision.lease_watch import LeaseWatch
-from common.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
-from common.runtime.actor import Actor, call, cast
-from common.runtime.mesh import Mesh
+from common.base.errors import DeadlineExceeded, StateUnavailable
+from common.mesh.process.handle import Child
+from common.mesh.process.host import Stoppable
+from common.mesh.process.supervision.ended import Report, Reports
+from common.mesh.process.supervision.lease_watch import LeaseWatch
+from common.mesh.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
+from common.mesh.runtime.calls.actor import Actor, call, cast
+from common.mesh.runtime.mesh import Mesh
 from common.state import events
-from common.state.ended import Report, Reports
+from common.state.pool.placing.taking import ALL
+from common.state.pool.workers.names import worker_process
 from services.node import old_runs
 from services.node.adopting import Notes
 from services.node.distance import Distance

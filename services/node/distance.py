@@ -4,9 +4,9 @@ of Redis' host.
 
 from __future__ import annotations
 
-from common.errors import DeadlineExceeded, StateUnavailable
-from common.runtime.mesh import Mesh
-from common.state.client import server_ms
+from common.base.errors import DeadlineExceeded, StateUnavailable
+from common.mesh.runtime.mesh import Mesh
+from common.state.redis.client import server_ms
 
 LOOK_S = 10.0
 ANSWER_S = 5.0

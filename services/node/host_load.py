@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
-from common.runtime.mesh import Mesh
+from common.mesh.runtime.mesh import Mesh
 
 LOOK_S = 1.0
 WINDOW_S = 5.0  # that `busy_cores` is the mean of

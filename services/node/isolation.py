@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from common.errors import DeadlineExceeded
-from common.job.isolation import ORDER, RUNNER, TRYING, contains
-from common.pool.names import TAKEN
-from common.process import containment
-from common.runtime.mesh import Mesh
+from common.base.errors import DeadlineExceeded
+from common.job.isolation import containment
+from common.job.isolation.isolation import ORDER, RUNNER, TRYING, contains
+from common.mesh.runtime.mesh import Mesh
+from common.state.pool.workers.names import TAKEN
 
 FOUND_S = 2 * containment.PROBE_S + 5.0  # the host's own, and gVisor's
 AGAIN_S = 300.0  # what is missing may be installed, and a probe fail for want of time or memory

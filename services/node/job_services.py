@@ -14,16 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.errors import DeadlineExceeded, StateUnavailable
-from common.pool import names
-from common.process.ends.failure import Failure
-from common.process.forking.birth import NURSERY_ENV, OFF
-from common.process.handle import Child
-from common.process.supervision.lease_watch import LeaseWatch
-from common.process.supervision.supervisor import NO_START, ChildSpec, End, Hooks, Supervisor
-from common.runtime.mesh import Mesh
-from common.state import pool
-from common.state.ended import Report, Reports
+from common.base.errors import DeadlineExceeded, StateUnavailable
+from common.mesh.process.ends.failure import Failure
+from common.mesh.process.forking.birth import NURSERY_ENV, OFF
+from common.mesh.process.handle import Child
+from common.mesh.process.supervision.ended import Report, Reports
+from common.mesh.process.supervision.lease_watch import LeaseWatch
+from common.mesh.process.supervision.supervisor import NO_START, ChildSpec, End, Hooks, Supervisor
+from common.mesh.runtime.mesh import Mesh
+from common.state.pool.store import store as pool
+from common.state.pool.workers import names
 from services.node.adopting import Notes
 from services.node.sandbox_code import SandboxCode
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.api.node import LogFile, LogPart
-from common.errors import NotFound
-from common.process.log_bounds import bound_file
+from common.base.errors import NotFound
+from common.mesh.process.output.log_bounds import bound_file
 
 MOST_BYTES = 1 << 20  # of a part, whatever is asked for
 ENDING = ".log"

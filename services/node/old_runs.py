@@ -8,12 +8,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from common.errors import MeshError, NotFound
+from common.base.errors import MeshError, NotFound
 from common.generation import kv_directories
-from common.job import local_files
-from common.runtime.mesh import Mesh
+from common.mesh.runtime.mesh import Mesh
 from common.state import jobs
-from common.wire import host_chunks
+from common.weights.store import host_chunks, local_files
 
 SWEEP_S = 3600.0
 # Of a job that Redis does not know: it may have lost it, and `meshrl resume` bring it back, but

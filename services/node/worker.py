@@ -15,17 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.api.hint import Look
+from common.api.calls.hint import Look
 from common.api.node import Worker
-from common.errors import DeadlineExceeded, StateUnavailable
-from common.pool.names import worker_process
-from common.pool.rows import Budget, Doing, Gang, Report, Tier
-from common.pool.rows import Worker as WorkerRow
-from common.runtime.actor import cast
-from common.runtime.mesh import Mesh, MeshSettings, run
-from common.runtime.orphan import ORPHAN_S, until_orphaned
-from common.runtime.tasks import first_of
-from common.state import pool
+from common.base.errors import DeadlineExceeded, StateUnavailable
+from common.mesh.residents.orphan import ORPHAN_S, until_orphaned
+from common.mesh.runtime.calls.actor import cast
+from common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from common.mesh.runtime.tasks import first_of
+from common.state.pool.store import store as pool
+from common.state.pool.workers.names import worker_process
+from common.state.pool.workers.rows import Budget, Doing, Gang, Report, Tier
+from common.state.pool.workers.rows import Worker as WorkerRow
 from services.node.residents.budgets import Budgets
 from services.node.residents.process import Around
 from services.node.residents.residents import Residents

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from common.runtime.mesh import Mesh, MeshSettings, run
+from common.mesh.runtime.mesh import Mesh, MeshSettings, run
 from services.planner.planner import Planner
 
 

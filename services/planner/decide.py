@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from common.pool.decisions import Decision
-from common.pool.fitting import fitted
-from common.pool.needs import PlannedJob
-from common.pool.snapshot import Snapshot
+from common.state.pool.demand.needs import PlannedJob
+from common.state.pool.placing.decisions import Decision
+from common.state.pool.placing.fitting import fitted
+from common.state.pool.placing.snapshot import Snapshot
 from services.planner.admission.feasibility import runnable, shortfalls
 from services.planner.admission.sharing import PoolDivision, ShareClaim, divide
 from services.planner.admission.takers import Takers

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from common.errors import MeshError
-from common.pool.decisions import (
+from common.base.errors import MeshError
+from common.base.host.terminal import guarded_output
+from common.state.pool.placing.decisions import (
     Admit,
     Decision,
     Decline,
@@ -29,9 +30,8 @@ from common.pool.decisions import (
     Remove,
     Serve,
 )
-from common.pool.reading import snapshot_of
-from common.pool.snapshot import Snapshot
-from common.terminal import guarded_output
+from common.state.pool.placing.snapshot import Snapshot
+from common.state.pool.store.reading import snapshot_of
 from services.planner.admission.takers import Takers
 from services.planner.decide import decide
 from services.planner.memory import PlannerMemory

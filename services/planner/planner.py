@@ -13,18 +13,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from common.api.hint import Look
+from common.api.calls.hint import Look
 from common.api.node import Node, Worker
-from common.errors import DeadlineExceeded, Fenced, MeshError
-from common.pool.decisions import Decision, Dissolve, Form, HostGone, Place, Remove, Serve
-from common.pool.names import agent, worker_process
-from common.pool.settings import PoolSettings
-from common.pool.snapshot import Snapshot
-from common.process.host import Stoppable
-from common.runtime.actor import Actor
-from common.runtime.mesh import Mesh
-from common.state import leader, pool
+from common.base.errors import DeadlineExceeded, Fenced, MeshError
+from common.mesh.process.host import Stoppable
+from common.mesh.runtime.calls.actor import Actor
+from common.mesh.runtime.mesh import Mesh
+from common.state import leader
 from common.state.lifecycle import deleting
+from common.state.pool.placing.decisions import (
+    Decision,
+    Dissolve,
+    Form,
+    HostGone,
+    Place,
+    Remove,
+    Serve,
+)
+from common.state.pool.placing.snapshot import Snapshot
+from common.state.pool.store import store as pool
+from common.state.pool.workers.names import agent, worker_process
+from common.state.pool.workers.settings import PoolSettings
 from services.planner.decide import decide
 from services.planner.memory import PlannerMemory
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from common.pool.names import shard
-from common.runtime.mesh import Mesh, MeshSettings, run
-from common.runtime.orphan import ORPHAN, until_orphaned
-from common.runtime.tasks import first_of
+from common.mesh.residents.orphan import ORPHAN, until_orphaned
+from common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from common.mesh.runtime.tasks import first_of
+from common.state.pool.workers.names import shard
 from services.rollout.shard import RolloutShard
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from common.job.evaluation_plan import HELD_OUT, EvaluationPlan, comparable, estimates, mean
-from common.runtime.patience import patiently
-from common.runtime.tasks import all_of
+from common.mesh.runtime.patience import patiently
+from common.mesh.runtime.tasks import all_of
 from common.state import jobs
 from services.rollout.job import ShardJob
 from services.rollout.runner import EVALUATION_GROUP

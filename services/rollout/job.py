@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import MeshError
-from common.job.job_data import JobData
-from common.job.model_shape import model_config
-from common.pool import measured
-from common.records import damage
+from common.base.errors import MeshError
+from common.base.files import damage
+from common.job.bundle.job_data import JobData
+from common.job.bundle.model_shape import model_config
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
+from common.mesh.runtime.tasks import all_of
 from common.records.ledger import Kind
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
-from common.runtime.tasks import all_of
 from common.state import events, jobs, registry
 from common.state import groups as rows
-from common.wire.bulk.port import BulkClient
+from common.state.pool.demand import measured
+from common.weights.bulk.port import BulkClient
 from services.rollout.broken import Broken
 from services.rollout.record.finished_groups import finished_group, hand_in
 from services.rollout.runner import TrajectoryRunner

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from common.api.engine import Finish, Sampling
-from common.errors import ToolFailed
-from common.job.job_data import JobData
-from common.model.tokenizer import Tokenizer
+from common.base.errors import ToolFailed
+from common.job.bundle.job_data import JobData
+from common.mesh.runtime.mesh import Mesh
+from common.model.tokens.tokenizer import Tokenizer
 from common.records.ledger import Kind
-from common.runtime.mesh import Mesh
 from services.rollout.environments.pool import EnvironmentPool
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.record.shard_ledger import ShardLedger

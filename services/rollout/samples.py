@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import StorageFull
-from common.job.job_data import JobData
-from common.records.lines import line_of
+from common.base.errors import StorageFull
+from common.base.files.lines import line_of
+from common.job.bundle.job_data import JobData
+from common.mesh.runtime.mesh import Mesh
 from common.records.run_lines import lines_of, sample_file
-from common.runtime.mesh import Mesh
 from services.rollout.trajectories.buffers import NOT_SAMPLED
 from services.rollout.trajectories.trajectory import Trajectory
 from services.rollout.trajectories.transcript import Transcript

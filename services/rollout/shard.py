@@ -11,17 +11,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.errors import MeshError, NotFound, Refused
+from common.base.errors import MeshError, NotFound, Refused
+from common.job.bundle.job_data import JobData
 from common.job.evaluation_plan import AFTER, BEFORE, EvaluationPlan, bracket, due
-from common.job.job_data import JobData
-from common.job.local_files import local_job
-from common.pool.names import service
-from common.process.ends.failure import FATAL, Failure
-from common.runtime.actor import Actor
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
-from common.state import jobs, pool
+from common.mesh.process.ends.failure import FATAL, Failure
+from common.mesh.runtime.calls.actor import Actor
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
+from common.state import jobs
 from common.state.jobs import ACTIVE, Phase
+from common.state.pool.store import store as pool
+from common.state.pool.workers.names import service
+from common.weights.store.local_files import local_job
 from services.rollout.evaluation import evaluate
 from services.rollout.job import LOOK_S, ShardJob
 from services.rollout.runner import TrajectoryRunner

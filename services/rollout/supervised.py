@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import ToolFailed
+from common.base.errors import ToolFailed
 from services.rollout.environments.pool import EnvironmentPool
 from services.rollout.trajectories.trajectory import Ending, Trajectory
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from common.job.job_data import JobData
-from common.runtime.mesh import Mesh
-from common.telemetry.stopwatch import UNTIMED, Stopwatch
-from common.telemetry.traces import Traces
+from common.job.bundle.job_data import JobData
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.telemetry.stopwatch import UNTIMED, Stopwatch
+from common.records.traces import Traces
 from services.rollout.trajectories.trajectory import Trajectory
 
 

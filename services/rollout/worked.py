@@ -6,8 +6,8 @@ from collections import deque
 
 import numpy as np
 
-from common.occupancy import Occupancy
-from common.pool.measured import LEVELS, Lengths, Work
+from common.base.occupancy import Occupancy
+from common.state.pool.demand.measured import LEVELS, Lengths, Work
 from services.rollout.routing.stay import AT_ENGINE, TURN
 
 IN_FLIGHT = "flight"  # places of `Worked.spent`, beside those of a stay: training trajectories

@@ -6,12 +6,12 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from common.job.local_files import modules_here
-from common.pool.names import service
-from common.process.ends import limits
-from common.runtime.mesh import Mesh, MeshSettings, run
-from common.runtime.orphan import ORPHAN, until_orphaned
-from common.runtime.pausing import stands_while_paused
+from common.mesh.process.ends import limits
+from common.mesh.residents.orphan import ORPHAN, until_orphaned
+from common.mesh.residents.pausing import stands_while_paused
+from common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from common.state.pool.workers.names import service
+from common.weights.store.local_files import modules_here
 from services.sandbox.actor import SandboxActor
 from services.sandbox.outcomes.ends import ToldEnds
 from services.sandbox.workers.pool import RLIMITS, PoolLimits

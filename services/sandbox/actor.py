@@ -20,12 +20,14 @@ from common.api.sandbox import (
     Sandbox,
     ToolCall,
 )
-from common.clock import Clock
-from common.errors import NotFound, Refused
-from common.job import builtin, isolation, loading
-from common.process.host import Host
-from common.runtime.actor import Actor, call, cast
-from common.runtime.waits import WaitTable
+from common.base.clock import Clock
+from common.base.errors import NotFound, Refused
+from common.job import builtin
+from common.job.bundle import loading
+from common.job.isolation import isolation
+from common.mesh.process.host import Host
+from common.mesh.runtime.calls.actor import Actor, call, cast
+from common.mesh.runtime.calls.waits import WaitTable
 from services.sandbox.isolation import tiers
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter, interpreter_of

@@ -12,11 +12,11 @@ from typing import Any
 import msgpack
 
 from common.api.sandbox import LoadJob, RewardBatch, RunTools
-from common.clock import SystemClock
-from common.errors import BadMessage, MeshError, to_wire
-from common.process.child import Channel
-from common.process.host import SystemHost
-from common.wire.messages import decode, encode
+from common.base.clock import SystemClock
+from common.base.encoding.messages import decode, encode
+from common.base.errors import BadMessage, MeshError, to_wire
+from common.mesh.process.entry.child import Channel
+from common.mesh.process.host import SystemHost
 from services.sandbox.actor import SandboxActor
 from services.sandbox.workers.pool import PoolLimits
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from common.api.sandbox import CRASHED, OK, REFUSED, JailSettings, LoadJob
-from common.clock import Clock
+from common.base.clock import Clock
 from common.job import builtin
 from services.sandbox.grading.code import grading as code
 from services.sandbox.grading.code import real_pytest

@@ -11,8 +11,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from common.api.sandbox import CRASHED, EVICTED, OK, OUT_OF_MEMORY, REFUSED
-from common.clock import Clock
-from common.errors import BadMessage, DeadlineExceeded, PeerLost
+from common.base.clock import Clock
+from common.base.errors import BadMessage, DeadlineExceeded, PeerLost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import GRACE_S, SLOWEST, Jail, Ran, wanted
 from services.sandbox.isolation.resources.limits import JailLimits

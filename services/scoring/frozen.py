@@ -10,19 +10,19 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.role import Drain, Drained, Settle, Settled
+from common.api.calls.role import Drain, Drained, Settle, Settled
 from common.api.scoring import JudgeBatch, RoleScores, ScoreBatch, ScoredBatch, Scoring, Verdicts
-from common.errors import MeshError, Refused
+from common.base.errors import MeshError, Refused
 from common.generation.contract import TokenEngine
-from common.model.storages import trim
-from common.model.tokenizer import Tokenizer
-from common.pool.rows import Tier
-from common.process.serial_executor import SerialExecutor
-from common.runtime.actor import Actor, call
-from common.runtime.mesh import Mesh
-from common.runtime.patience import NotThere
-from common.runtime.residents.tiers import Keep, Take, Tiers
-from common.runtime.residents.turns import Turns
+from common.mesh.residents.tiers import Keep, Take, Tiers
+from common.mesh.residents.turns import Turns
+from common.mesh.runtime.calls.actor import Actor, call
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import NotThere
+from common.mesh.runtime.serial_executor import SerialExecutor
+from common.model.files.storages import trim
+from common.model.tokens.tokenizer import Tokenizer
+from common.state.pool.workers.rows import Tier
 
 T = TypeVar("T")
 Load = Callable[[], Awaitable[dict[str, "FrozenModel"]]]

@@ -9,25 +9,25 @@ import torch
 from torch import Tensor
 
 from common.api.scoring import scoring_name
-from common.errors import ConfigError, Damaged, NotFound
+from common.base.errors import ConfigError, Damaged, NotFound
 from common.generation.builtin.build import BUILD_S, TorchEngine, build
+from common.job.bundle.job_data import JobData
+from common.job.bundle.model_shape import model_config
 from common.job.config import INITIAL, FrozenModelConfig
-from common.job.job_data import JobData
-from common.job.local_files import local_job
-from common.job.model_shape import model_config
-from common.model.config import ModelConfig
-from common.model.formats.checkpoint import load_config
-from common.model.hf import load_model
-from common.model.lora import merged
-from common.model.tokenizer import Tokenizer
-from common.model.vocabulary import with_tokenizer
-from common.pool.seat import Seat
-from common.runtime.mesh import Mesh, MeshSettings
-from common.runtime.patience import patiently
-from common.runtime.residents.turns import Turns
+from common.mesh.residents.turns import Turns
+from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.mesh.runtime.patience import patiently
+from common.model.architecture.config import ModelConfig
+from common.model.files.checkpoint import load_config
+from common.model.files.hf import load_model
+from common.model.network.lora import merged
+from common.model.tokens.tokenizer import Tokenizer
+from common.model.tokens.vocabulary import with_tokenizer
 from common.state import jobs
+from common.state.pool.workers.seat import Seat
+from common.weights.bulk.port import BulkClient
 from common.weights.receive import Receiver
-from common.wire.bulk.port import BulkClient
+from common.weights.store.local_files import local_job
 from services.scoring.frozen import FrozenModel, FrozenModels
 
 LOAD_S = 3600.0  # to load one model into memory

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.pool.seat import Seat, parser
-from common.runtime.mesh import run
+from common.mesh.runtime.mesh import run
+from common.state.pool.workers.seat import Seat, parser
 from services.trainer.running import main
 
 if __name__ == "__main__":

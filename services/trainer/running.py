@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from common.api.ranks import rank_name
-from common.errors import ConfigError, MeshError
-from common.gpus import computing
-from common.job.job_data import JobData
-from common.job.local_files import local_job
-from common.pool.seat import Seat
-from common.runtime.mesh import Mesh, MeshSettings
-from common.runtime.patience import patiently
-from common.runtime.pausing import stands_while_paused
+from common.base.errors import ConfigError, MeshError
+from common.hardware.gpus import computing
+from common.job.bundle.job_data import JobData
+from common.mesh.residents.pausing import stands_while_paused
+from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.mesh.runtime.patience import patiently
 from common.state import jobs
+from common.state.pool.workers.seat import Seat
+from common.weights.store.local_files import local_job
 from services.trainer.compute.compute import LocalCompute
 from services.trainer.compute.piece_runner import PieceRunner
 from services.trainer.core.core import TrainerCore

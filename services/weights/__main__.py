@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from common.api.weights import STORE
-from common.runtime.mesh import Mesh, MeshSettings, run
-from common.runtime.tasks import all_of
-from common.wire.bulk.port import ChunkStore
-from common.wire.bulk.port import serve as serve_chunks
+from common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from common.mesh.runtime.tasks import all_of
+from common.weights.bulk.port import ChunkStore
+from common.weights.bulk.port import serve as serve_chunks
 from services.weights.copying import Copying
 from services.weights.keeping.sweeping import Pace
 from services.weights.store import WeightStore

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import Damaged, NotFound
+from common.base.errors import Damaged, NotFound
+from common.base.files.lines import whole
 from common.records.checkpoints import all_checkpoints, manifest_of
-from common.records.lines import whole
 
 Checkpoint = tuple[Path, dict[str, Any]]  # the path of its manifest, and what that holds
 COMMITS = ("initial", "step", "lineage", "restored")  # events that name the current version

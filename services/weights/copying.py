@@ -16,16 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.errors import Damaged, MeshError, NotFound, StateUnavailable
-from common.job import bundle_files
-from common.records.at_url import without_secrets
+from common.base.errors import Damaged, MeshError, NotFound, StateUnavailable
+from common.base.files.at_url import without_secrets
+from common.job.bundle import bundle_files
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
 from common.records.checkpoints import manifest_of
 from common.records.durable_copy import Durable, DurableCopy, TakenOver, of_job
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
-from common.state import events, jobs, pool
+from common.state import events, jobs
 from common.state.jobs import JobRow
 from common.state.lifecycle import deleting
+from common.state.pool.store import store as pool
 
 T = TypeVar("T")
 LOOK_S = 2.0  # between two looks for commits

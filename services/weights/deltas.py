@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from common.api.deltas import (
+from common.api.transfer.deltas import (
     AskDeltas,
     BeginDelta,
     ChunkDelta,
@@ -23,11 +23,11 @@ from common.api.deltas import (
     Received,
     StageDelta,
 )
-from common.api.versions import Base
+from common.api.transfer.versions import Base
 from common.api.weights import Weights
-from common.errors import BadMessage, DeadlineExceeded
-from common.runtime.actor import Actor, call
-from common.runtime.mesh import Mesh
+from common.base.errors import BadMessage, DeadlineExceeded
+from common.mesh.runtime.calls.actor import Actor, call
+from common.mesh.runtime.mesh import Mesh
 from services.weights.keeping.records import JobRecords
 from services.weights.keeping.retention import Number
 

@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-from common.errors import MeshError, Refused
-from common.runtime.mesh import Mesh
+from common.base.errors import MeshError, Refused
+from common.mesh.runtime.mesh import Mesh
 
 T = TypeVar("T")
 ANSWER_S = 20.0  # until who asked hears that it goes on; well below the deadlines of the calls

@@ -18,16 +18,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from common.errors import Damaged, MeshError, NotFound
-from common.job.job_data import JobData
-from common.job.model_shape import model_config
-from common.model.output import ADAPTER, BASE, write_version
-from common.records import documents
+from common.base.errors import Damaged, MeshError, NotFound
+from common.base.files import documents
+from common.base.host.terminal import visible
+from common.job.bundle.job_data import JobData
+from common.job.bundle.model_shape import model_config
 from common.records.checkpoints import STATE, best, check_files
-from common.terminal import visible
-from common.weights.images import opened
-from common.weights.manifest import read_whole
-from common.wire.bulk.port import ChunkStore
+from common.weights.bulk.port import ChunkStore
+from common.weights.layout.images import opened
+from common.weights.layout.manifest import read_whole
+from common.weights.output import ADAPTER, BASE, write_version
 from services.weights.committed import Checkpoint, Version, checkpoints, versions
 from services.weights.making import MARKER, check_ours, making, put
 

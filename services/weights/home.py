@@ -9,10 +9,10 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from common.api.bulk import PUBLISHED
-from common.errors import NotFound, Refused
-from common.job import bundle_files
-from common.process.host import Host
+from common.api.transfer.bulk import PUBLISHED
+from common.base.errors import NotFound, Refused
+from common.job.bundle import bundle_files
+from common.mesh.process.host import Host
 from common.records.checkpoints import (
     appear,
     check_paths,
@@ -22,7 +22,7 @@ from common.records.checkpoints import (
 )
 from common.records.run_lines import LineFile
 from common.state.jobs import JobRow
-from common.wire.chunks import ChunkStore
+from common.weights.chunks.chunks import ChunkStore
 
 LAYING = ".laying-"  # in the name of a directory that is being laid out
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from common.errors import Refused
-from common.records.durable import sync, sync_tree
+from common.base.errors import Refused
+from common.base.files.durable import sync, sync_tree
 
 MARKER = "meshrl.json"  # marks a directory that an export wrote, and the next one may replace
 MADE = "made"  # what is being made, in a scratch directory: no model is opened by that one's name

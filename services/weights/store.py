@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.api.bulk import SPACES
+from common.api.transfer.bulk import SPACES
 from common.api.weights import (
     Aside,
     Checkpoint,
@@ -35,8 +35,8 @@ from common.api.weights import (
     Staged,
     Weights,
 )
-from common.digest import digest_of
-from common.errors import (
+from common.base.digest import digest_of
+from common.base.errors import (
     AlreadyCommitted,
     BadMessage,
     Damaged,
@@ -44,7 +44,11 @@ from common.errors import (
     NotFound,
     Refused,
 )
-from common.records import damage
+from common.base.files import damage
+from common.base.files.damage import FATES
+from common.base.files.sealed import sealed
+from common.mesh.runtime.calls.actor import call
+from common.mesh.runtime.mesh import Mesh
 from common.records.checkpoints import (
     NAME,
     check_paths,
@@ -53,15 +57,11 @@ from common.records.checkpoints import (
     older,
     set_aside,
 )
-from common.records.damage import FATES
-from common.records.sealed import sealed
-from common.runtime.actor import call
-from common.runtime.mesh import Mesh
 from common.state import jobs
-from common.weights.manifest import joined, packed, unpacked
-from common.wire.bulk.port import ChunkStore
-from common.wire.chunks import failure
-from common.wire.weight_store import WHY
+from common.weights.bulk.port import ChunkStore
+from common.weights.chunks.chunks import failure
+from common.weights.layout.manifest import joined, packed, unpacked
+from common.weights.store.weight_store import WHY
 from services.weights import home
 from services.weights.deltas import DeltaSets, WithDeltas
 from services.weights.errands import Errands, Progress

@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.errors import DeadlineExceeded, MeshError, StateUnavailable, from_wire
-from common.process.answers import said_by
-from common.records.at_url import without_secrets
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
+from common.base.errors import DeadlineExceeded, MeshError, StateUnavailable, from_wire
+from common.base.files.at_url import without_secrets
+from common.mesh.process.answers import said_by
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
 from common.state import events, jobs
 from services.weights.keeping.pins import pins
 from services.weights.keeping.records import IO_S, JobRecords

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from common.errors import ConfigError, MeshError, NotFound
+from common.base.errors import ConfigError, MeshError, NotFound
 from sim.cluster.drawing import draw
 from sim.cluster.figures import Figures, compared, flat, table
 from sim.cluster.model.cluster import Cluster

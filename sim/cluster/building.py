@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.hardware.profiles import Accelerator, declared
 from common.hardware.shapes import ModelShape
 from common.job.pace import TrainingPace, profile, training_profile
-from common.pool.measured import Curve
-from common.pool.needs import Need, PlannedJob
 from common.state.jobs import Phase
+from common.state.pool.demand.measured import Curve
+from common.state.pool.demand.needs import Need, PlannedJob
 from services.planner.costs.correction import Correction
 from services.planner.costs.rollout import EngineGang
 from services.planner.forecast import degrees

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.hardware.profiles import Accelerator
 from common.hardware.shapes import ModelShape
 from services.planner.costs.rollout import EngineGang

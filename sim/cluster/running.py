@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from sim.cluster.building import cluster_of
 from sim.cluster.figures import Figures, figures_of
 from sim.cluster.model.cluster import Cluster

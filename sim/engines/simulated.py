@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.api.engine import Finish
-from common.clock import Clock
-from common.errors import Refused
+from common.base.clock import Clock
+from common.base.errors import Refused
 from common.generation.contract import (
     NO_FLOATS,
     NO_VERSION,

@@ -11,11 +11,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common.errors import DeadlineExceeded
-from common.pool.explained import PLANNED
-from common.random import Random
-from common.records import lines
+from common.base.errors import DeadlineExceeded
+from common.base.files import lines
+from common.base.random import Random
 from common.state.events import Event
+from common.state.pool.store.explained import PLANNED
 from meshrl.view.recording.recorded import EVENTS, event_of
 from sim.loop import VirtualLoop
 from sim.mesh.job.workload import PacedWorkload

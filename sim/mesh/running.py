@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 import structlog
 
-from common.errors import DeadlineExceeded
-from common.random import Random
-from common.records.durable import simulate_disk
+from common.base.errors import DeadlineExceeded
+from common.base.files.durable import simulate_disk
+from common.base.random import Random
 from sim.loop import VirtualLoop
 from sim.mesh.faults import invariants
 from sim.mesh.faults.faults import FaultSchedule, kinds_of

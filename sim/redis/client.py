@@ -13,7 +13,7 @@ from redis.exceptions import DataError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from common.state.client import (
+from common.state.redis.client import (
     BACKOFF,
     RENEWAL_RETRIES,
     RENEWAL_TIMEOUT_S,

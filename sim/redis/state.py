@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from common.state.client import State
+from common.state.redis.client import State
 from sim.redis.client import SimulatedRedis, SimulatedSyncRedis
 from sim.redis.server import RedisServer, WallClock
 

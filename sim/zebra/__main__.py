@@ -3,8 +3,9 @@ source has measured.
 
     python -m sim.zebra
 
-Times are those of `common/zebra`, on declared profiles that are fitted to ratios of kernels only.
-The last line is JSON: `NAME`, and `NAME_off` for how far it is off the source's. Half a minute.
+Times are those of `common/hardware/zebra`, on declared profiles that are fitted to ratios of
+kernels only. The last line is JSON: `NAME`, and `NAME_off` for how far it is off the source's. Half
+a minute.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from __future__ import annotations
 import json
 import textwrap
 
-from common.zebra.costs import Costs
-from common.zebra.timeline import makespan
+from common.hardware.zebra.costs import Costs
+from common.hardware.zebra.timeline import makespan
 from sim.zebra.figures import NEAR, K, causes, compared, sensitivity
 from sim.zebra.hosted import plain, with_and_without
 from sim.zebra.orders import best_of_all, best_of_swaps
@@ -75,7 +76,9 @@ def main() -> None:
 
 
 def judged(model: str, k: int) -> float:
-    """What hosting saves with the number of experts that `common/zebra/asymmetry.py` settles on."""
+    """What hosting saves with the number of experts that `common/hardware/zebra/asymmetry.py`
+    settles on.
+    """
     none, some = with_and_without(model, k * K)
     return round(none.makespan / some.makespan, 4)
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from common.zebra.batches import checked, spread
-from common.zebra.costs import BACKWARD
-from common.zebra.prices import costs_of
-from common.zebra.profile import AcceleratorCosts, Profile
-from common.zebra.shapes import CoreShape
-from common.zebra.timeline import serial_s
-from common.zebra.together import all_to_all_s, expert_parallel_s, reduced_s
+from common.hardware.zebra.batches import checked, spread
+from common.hardware.zebra.costs import BACKWARD
+from common.hardware.zebra.prices import costs_of
+from common.hardware.zebra.profile import AcceleratorCosts, Profile
+from common.hardware.zebra.shapes import CoreShape
+from common.hardware.zebra.timeline import serial_s
+from common.hardware.zebra.together import all_to_all_s, expert_parallel_s, reduced_s
 
 MICROS = (1, 2, 3, 4, 6, 8)
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from functools import cache
 
-from common.zebra.asymmetry import Forward, HostingBounds, RankCounts, gather_and_squeeze, hosting
-from common.zebra.batches import spread
-from common.zebra.costs import Costs
-from common.zebra.prices import costs_of
-from common.zebra.timeline import Timeline, timeline
+from common.hardware.zebra.asymmetry import (
+    Forward,
+    HostingBounds,
+    RankCounts,
+    gather_and_squeeze,
+    hosting,
+)
+from common.hardware.zebra.batches import spread
+from common.hardware.zebra.costs import Costs
+from common.hardware.zebra.prices import costs_of
+from common.hardware.zebra.timeline import Timeline, timeline
 from sim.zebra.setups import SETUPS, profile
 
 GROUP = RankCounts(6, 6)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from common.errors import ConfigError
-from common.random import Random
-from common.zebra.costs import Costs
-from common.zebra.operations import planned_as
-from common.zebra.schedule import Task, attention_order, expert_order
-from common.zebra.timeline import makespan, plan_s
+from common.base.errors import ConfigError
+from common.base.random import Random
+from common.hardware.zebra.costs import Costs
+from common.hardware.zebra.operations import planned_as
+from common.hardware.zebra.schedule import Task, attention_order, expert_order
+from common.hardware.zebra.timeline import makespan, plan_s
 
 
 def all_orders(tasks: Sequence[Task], micros: int) -> Iterator[tuple[Task, ...]]:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from common.zebra.asymmetry import RankCounts
-from common.zebra.profile import Profile
-from common.zebra.shapes import CoreShape, choose, shape_of
+from common.hardware.zebra.asymmetry import RankCounts
+from common.hardware.zebra.profile import Profile
+from common.hardware.zebra.shapes import CoreShape, choose, shape_of
 from sim.zebra import baselines
 from sim.zebra.setups import DEFAULT, SETUPS, Assumed, Setup, profile
 

@@ -8,9 +8,9 @@ from functools import cache
 from itertools import product
 
 from common.hardware.shapes import ModelShape
-from common.zebra.costs import CHECKPOINTED
-from common.zebra.kinds import SCORES, USABLE, UTILISATION, declared_profile
-from common.zebra.profile import Profile
+from common.hardware.zebra.costs import CHECKPOINTED
+from common.hardware.zebra.kinds import SCORES, USABLE, UTILISATION, declared_profile
+from common.hardware.zebra.profile import Profile
 
 # The source calls its models like Mixtral; what it does not say of them is Mixtral's.
 PER_TOKEN = 2

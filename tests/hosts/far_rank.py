@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from common.api.ranks import Meeting
-from common.errors import RankLost
-from common.process.interfaces import address_of
-from common.settings import MeshSettings
-from common.wire.meeting import listen
+from common.base.errors import RankLost
+from common.base.host.interfaces import address_of
+from common.base.host.settings import MeshSettings
+from common.weights.ways.meeting import listen
 from services.trainer.ranks import interfaces
 from services.trainer.ranks.rank import Rank, of_the_group
 from tests.unit.trainer.ranks.batches_under_test import (

@@ -18,21 +18,21 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from common.api import bulk as bulk_api
+from common.api.transfer import bulk as bulk_api
 from common.api.weights import Group
-from common.errors import StateUnavailable
-from common.pool.rows import Apart
-from common.process.handle import SystemChild
-from common.process.host import SystemHost
-from common.runtime.mesh import Mesh
-from common.settings import ACCELERATOR_ENV, DEVICE_ENV, SETTINGS_ENV, MeshSettings
+from common.base.encoding.blob import pack
+from common.base.errors import StateUnavailable
+from common.base.host.settings import ACCELERATOR_ENV, DEVICE_ENV, SETTINGS_ENV, MeshSettings
+from common.mesh.process.handle import SystemChild
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.mesh import Mesh
 from common.state import events, groups, jobs, registry
-from common.state.client import State
-from common.state.server import embedded
+from common.state.pool.workers.rows import Apart
+from common.state.redis import embedded
+from common.state.redis.client import State
+from common.weights.bulk.port import BulkClient
 from common.weights.receive import Receiver
-from common.wire.blob import pack
-from common.wire.bulk.port import BulkClient
-from common.wire.weight_store import put
+from common.weights.store.weight_store import put
 from meshrl.job import bundle, jobfile
 from tests.load import scaled
 from tests.meshes import SECRET

@@ -6,12 +6,12 @@ Takes what services.trainer takes.
 from __future__ import annotations
 
 from common.api.ranks import OrderDone, RankOrder, Ranks, rank_name
-from common.errors import Fenced
-from common.job.job_data import JobData
-from common.pool.seat import Seat, parser
-from common.runtime.actor import call
-from common.runtime.mesh import Mesh, MeshSettings, run
+from common.base.errors import Fenced
+from common.job.bundle.job_data import JobData
+from common.mesh.runtime.calls.actor import call
+from common.mesh.runtime.mesh import Mesh, MeshSettings, run
 from common.state import jobs
+from common.state.pool.workers.seat import Seat, parser
 from services.trainer.gang.running import make_rank
 from services.trainer.ranks.actor import RankActor
 

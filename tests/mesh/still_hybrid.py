@@ -9,10 +9,10 @@ import os
 import signal
 
 from common.api.trainer import RoundLease, RoundResult
-from common.job.job_data import JobData
-from common.pool.seat import Seat, parser
-from common.runtime.mesh import Mesh, MeshSettings, run
+from common.job.bundle.job_data import JobData
+from common.mesh.runtime.mesh import Mesh, MeshSettings, run
 from common.state import jobs
+from common.state.pool.workers.seat import Seat, parser
 from services.trainer.hybrids.hybrid import Hybrid
 from services.trainer.initial.beginning import fresh_learner
 

@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.errors import StateUnavailable
+from common.base.errors import StateUnavailable
 from common.job.config import JobConfig
-from common.pool.decisions import Decision, Place, Remove, Why
-from common.pool.rows import Gang, Role
-from common.pool.snapshot import Request
-from common.state import events, leader, pool
-from common.state.client import State
-from common.state.keys import MESH, PLANNER
+from common.state import events, leader
+from common.state.pool.placing.decisions import Decision, Place, Remove, Why
+from common.state.pool.placing.snapshot import Request
+from common.state.pool.store import store as pool
+from common.state.pool.workers.rows import Gang, Role
+from common.state.redis.client import State
+from common.state.redis.keys import MESH, PLANNER
 from services.planner.planner import LEASE_MS
 from sim.redis.state import state_on
 from tests.mesh.simulated.test_planned_meshes import PlannedMesh, done

@@ -25,7 +25,7 @@ TIERS = ("daily", "deep", "timing", "ci")
 # Tests of the product's folders that must not wait for their seventh after a change.
 TESTS_OF = {
     "services/sandbox/": ("tests/unit/sandbox/", "tests/mesh/faults/test_jailed_code"),
-    "common/process/": ("tests/unit/common/process/",),
+    "common/mesh/process/": ("tests/unit/common/mesh/process/",),
     "services/weights/": ("tests/unit/weights/", "tests/mesh/weights/"),
     "services/trainer/": ("tests/unit/trainer/", "tests/mesh/training/"),
 }

@@ -22,11 +22,11 @@ from safetensors.torch import load
 from torch import Tensor
 
 from common.api.engine import Finish
-from common.clock import Clock, SystemClock
-from common.errors import MeshError, PeerLost, Refused
+from common.base.clock import Clock, SystemClock
+from common.base.errors import MeshError, PeerLost, Refused
 from common.generation.contract import Piece, Request
-from common.model.config import ModelConfig
-from common.model.hf import state_from_hf, state_to_hf
+from common.model.architecture.config import ModelConfig
+from common.model.files.hf import state_from_hf, state_to_hf
 from services.engine.sglang import reading_back, v0_5
 from services.engine.sglang.control import Control
 from services.engine.sglang.engine import ServedEngine, SGLangEngine

@@ -13,8 +13,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from common.clock import SystemClock
-from common.process.host import SystemHost
+from common.base.clock import SystemClock
+from common.mesh.process.host import SystemHost
 from services.engine.sglang.engine import SGLangEngine
 from services.engine.sglang.server import Launch, SGLangServer
 from services.engine.sglang.startup import attach

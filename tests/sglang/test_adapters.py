@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from common.errors import RemoteFailure
+from common.base.errors import RemoteFailure
 from common.generation.contract import Request
-from common.model.hf import state_to_hf
-from common.model.projections import targeted
+from common.model.architecture.projections import targeted
+from common.model.files.hf import state_to_hf
 from services.engine.sglang import reading_back, v0_5
 from services.engine.sglang.engine import SGLangEngine
 from services.engine.sglang.server import Adapting, SGLangServer

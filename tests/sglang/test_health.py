@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from common.api.engine import Finish
-from common.errors import DeadlineExceeded, PeerLost
+from common.base.errors import DeadlineExceeded, PeerLost
 from services.engine.sglang import v0_5
 from services.engine.sglang.control import RETRACT, Control
 from services.engine.sglang.engine import SGLangEngine

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import SystemClock
-from common.errors import ConfigError, PeerLost, RemoteFailure
-from common.process.host import SystemHost
+from common.base.clock import SystemClock
+from common.base.errors import ConfigError, PeerLost, RemoteFailure
+from common.mesh.process.host import SystemHost
 from services.engine.sglang import v0_5
 from services.engine.sglang.server import Launch, SGLangServer, free_port
 from tests.load import scaled

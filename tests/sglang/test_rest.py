@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.api.engine import Finish
-from common.errors import Refused
+from common.base.errors import Refused
 from services.engine.sglang.engine import SGLangEngine
 from tests.sglang import served
 from tests.unit.common.generation.engines_under_test import Listener, built_in, decoder, request

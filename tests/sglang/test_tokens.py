@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from common.api.engine import Finish
-from common.errors import Refused
+from common.base.errors import Refused
 from services.engine.sglang import v0_5
 from tests.sglang import served
 from tests.unit.common.generation.engines_under_test import (

@@ -16,10 +16,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.errors import MeshError, PeerLost, Refused, RemoteFailure
+from common.base.errors import MeshError, PeerLost, Refused, RemoteFailure
 from common.generation.contract import NO_VERSION, Quarantined
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
+from common.model.architecture.config import ModelConfig
+from common.model.network.decoder import Decoder
 from services.engine.sglang import v0_5
 from services.engine.sglang.engine import SGLangEngine
 from services.engine.sglang.health import HealthWatch

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.api.engine import Finish
+from common.base.experts import NO_EXPERTS
 from common.generation.batch.adapters import MOST_ADAPTERS
 from common.generation.contract import (
     NO_FLOATS,
@@ -20,7 +21,6 @@ from common.generation.contract import (
     joined,
 )
 from common.generation.counter import key_of
-from common.records.experts import NO_EXPERTS
 
 NOBODY = -1  # request id of a slot that runs nothing
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.generation.batch.blocks import BLOCK
 from common.generation.batch.paged import PagedMemory
 from common.generation.batch.slots import Slots
@@ -16,7 +16,7 @@ from common.generation.builtin.paths import PATHS, chosen
 from common.generation.steps.eager import ContiguousMemory, EagerCompute
 from common.generation.steps.graphs import GraphCompute
 from common.generation.steps.native import DTYPES, NativeCompute
-from common.model.config import ModelConfig
+from common.model.architecture.config import ModelConfig
 
 BUILD_S = 300.0  # some 10 s on a quiet core; engines of one host wait for each other
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.api.engine import Finish
-from common.clock import Clock, SystemClock
-from common.errors import ConfigError, Damaged, Refused
+from common.base.clock import Clock, SystemClock
+from common.base.errors import ConfigError, Damaged, Refused
 from common.generation.batch.adapters import changes_of
 from common.generation.batch.parts import Memory, StepCompute
 from common.generation.batch.slots import Slots
@@ -39,7 +39,7 @@ from common.generation.contract import (
     too_long,
 )
 from common.generation.loading import Loading, Prefixes
-from common.model.config import ModelConfig
+from common.model.architecture.config import ModelConfig
 
 
 @dataclass(frozen=True)

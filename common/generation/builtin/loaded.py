@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.errors import Refused
+from common.base.errors import Refused
 from common.generation.batch.adapters import MOST_ADAPTERS
 from common.generation.batch.slots import Slots
 from common.generation.contract import NO_VERSION

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.generation.steps.native import native_library
-from common.gpus import computing
-from common.model.config import ModelConfig
+from common.hardware.gpus import computing
+from common.model.architecture.config import ModelConfig
 from kernels.build import Library
 from kernels.ops import can_be_captured
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from common.clock import Clock
+from common.base.clock import Clock
 from common.generation.batch.parts import Memory, StepCompute
 from common.generation.batch.slots import Slots
 from common.generation.builtin.cache_moves import OLDER, shown

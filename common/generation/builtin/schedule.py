@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.api.engine import Finish
-from common.clock import Clock
+from common.base.clock import Clock
 from common.generation.batch.parts import SHARE_FROM, Memory, StepCompute
 from common.generation.batch.slots import Slots
 from common.generation.builtin.loaded import LoadedWeights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from common.api.engine import Finish
-from common.errors import Refused
+from common.base.errors import Refused
 from common.generation.batch.slots import Slots
 from common.generation.contract import Request
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from common.errors import Refused
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.weights.images import outline
+from common.base.errors import Refused
+from common.model.architecture.config import ModelConfig
+from common.model.network.decoder import Decoder
+from common.weights.layout.images import outline
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:

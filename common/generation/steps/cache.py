@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.model.attention import Attention, visible
-from common.model.config import ModelConfig
+from common.model.architecture.config import ModelConfig
+from common.model.network.attention import Attention, visible
 
 _BLOCK = 32  # context is computed in multiples of it: few distinct shapes, little waste
 _BAND = 16  # lanes that are computed to the length of their longest: long tails cost few of them

@@ -22,11 +22,11 @@ from common.generation.counter import uniforms
 from common.generation.steps.adapters import AdapterBank
 from common.generation.steps.cache import Cache
 from common.generation.steps.sampling import RowSampling, sample, unmodified
-from common.model.attention import causal_attention
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.moe import Routing
-from common.weights.images import load_tensor
+from common.model.architecture.config import ModelConfig
+from common.model.network.attention import causal_attention
+from common.model.network.decoder import Decoder
+from common.model.network.moe import Routing
+from common.weights.layout.images import load_tensor
 
 NO_BLOCKS = np.zeros(0, np.int64)
 

@@ -26,10 +26,10 @@ from common.generation.steps.adapters import AdapterBank
 from common.generation.steps.buckets import GraphBucket, GraphBuckets
 from common.generation.steps.eager import differing_from, draw, joined_experts, load_into
 from common.generation.steps.sampling import unmodified
-from common.model.attention import Attention, visible
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.moe import Routing, groups_here
+from common.model.architecture.config import ModelConfig
+from common.model.network.attention import Attention, visible
+from common.model.network.decoder import Decoder
+from common.model.network.moe import Routing, groups_here
 from kernels.backends.layout import unpacked
 from kernels.ops import (
     BLOCK,

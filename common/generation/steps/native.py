@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from common.errors import MeshError
+from common.base.errors import MeshError
 from common.generation.batch.adapters import TARGETS, Changes
 from common.generation.batch.blocks import BLOCK, blocks_of
 from common.generation.batch.parts import Rows
 from common.generation.batch.slots import Slots
 from common.generation.contract import Ints
-from common.model.config import ModelConfig
-from common.model.rope import rope_table
-from common.weights.images import parts_of
+from common.model.architecture.config import ModelConfig
+from common.model.network.rope import rope_table
+from common.weights.layout.images import parts_of
 from kernels.build import Library, library
 
 WIDTHS = (32, 64, 128)  # head widths with kernels; others are padded with zeros

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.clock import Clock
-from common.errors import DeadlineExceeded, MeshError, from_wire, to_wire
-from common.state.client import State
-from common.state.keys import MESH
+from common.base.clock import Clock
+from common.base.errors import DeadlineExceeded, MeshError, from_wire, to_wire
+from common.state.redis.client import State
+from common.state.redis.keys import MESH
 
 # Kinds of what is asked.
 JOIN, LEAVE, DRAIN, BACK, WHERE = "join", "leave", "drain", "back", "where"

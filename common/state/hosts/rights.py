@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from common.errors import Refused
-from common.settings import redis_user
-from common.state.keys import MESH
+from common.base.errors import Refused
+from common.base.host.settings import redis_user
+from common.state.redis.keys import MESH
 
 JOB = "{*}"  # what keys of any job begin with: names of jobs have no braces
 # Part of a user's name and of a pattern of keys: `*`, a blank or a colon would widen these.

@@ -1,1 +1,1 @@
-"""The Redis server itself: started, identified, older than it was. Open `embedded.py` first."""
+"""The Redis server itself: identified, or older than it was. Open `rollback.py` first."""

@@ -8,8 +8,8 @@ from how long Redis gave it no answer.
 
 from __future__ import annotations
 
-from common.state.client import State
-from common.state.keys import MESH
+from common.state.redis.client import State
+from common.state.redis.keys import MESH
 
 
 async def mesh_epoch(state: State) -> int:

@@ -18,9 +18,9 @@ import zstandard
 from numpy.typing import NDArray
 
 from common.api.weights import Tensor
-from common.digest import Hasher
-from common.errors import BadMessage, Damaged
-from common.weights.manifest import itemsize
+from common.base.digest import Hasher
+from common.base.errors import BadMessage, Damaged
+from common.weights.layout.manifest import itemsize
 from kernels import delta
 from kernels.delta import WIDTHS
 

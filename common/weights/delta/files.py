@@ -7,11 +7,11 @@ import mmap
 import os
 from collections.abc import Sequence
 
-from common.digest import digest_of
-from common.errors import NotFound
+from common.base.digest import digest_of
+from common.base.errors import NotFound
+from common.weights.chunks.chunks import ChunkStore
 from common.weights.delta.codec import applied, encoded
 from common.weights.delta.pairs import Pair
-from common.wire.chunks import ChunkStore
 
 LOCKS = ".locks"  # below a cache
 POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # one fault for all pages, where Linux has it

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from common.api.weights import Tensor
 from common.weights.delta.codec import width_of
-from common.weights.manifest import by_chunk
+from common.weights.layout.manifest import by_chunk
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
-from common.api.deltas import AskDeltas, ChunkDelta, Deltas, Received
-from common.api.versions import Base
+from common.api.transfer.deltas import AskDeltas, ChunkDelta, Deltas, Received
+from common.api.transfer.versions import Base
 from common.api.weights import STORE, Manifest, Weights
-from common.errors import BadMessage, Damaged, DeadlineExceeded, MeshError
-from common.runtime.mesh import Mesh
+from common.base.errors import BadMessage, Damaged, DeadlineExceeded, MeshError
+from common.mesh.runtime.mesh import Mesh
+from common.weights.bulk.port import BulkClient
+from common.weights.chunks.chunks import ChunkStore
 from common.weights.delta.choosing import delta_first, worth_waiting
 from common.weights.delta.files import make
-from common.wire import host_chunks
-from common.wire.bulk.port import BulkClient
-from common.wire.chunks import ChunkStore
-from common.wire.weight_store import get
+from common.weights.store import host_chunks
+from common.weights.store.weight_store import get
 
 WAIT_S = 2.0  # for more deltas that are of use: groups of chunks take fractions of it
 LEAST_RATE = 1e6  # bytes a second at which chunks are thought to be pulled, where nobody knows

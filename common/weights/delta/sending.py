@@ -13,19 +13,19 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import accumulate, zip_longest
 
-from common.api.deltas import BeginDelta, ChunkDelta, DeltaSet, StageDelta
-from common.api.versions import Base
+from common.api.transfer.deltas import BeginDelta, ChunkDelta, DeltaSet, StageDelta
+from common.api.transfer.versions import Base
 from common.api.weights import STORE, Fetch, Manifest, Tensor, Weights
-from common.errors import MeshError, NotFound
+from common.base.errors import MeshError, NotFound
 from common.job.config import TrainingConfig
-from common.process.serial_executor import looked_at
-from common.runtime.mesh import Mesh
-from common.runtime.tasks import all_of
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.serial_executor import looked_at
+from common.mesh.runtime.tasks import all_of
+from common.weights.bulk.port import BulkClient
 from common.weights.delta.files import delta_of, keep
 from common.weights.delta.pairs import Pair, grouped, paired
-from common.wire import host_chunks
-from common.wire.bulk.port import BulkClient
-from common.wire.weight_store import store_entry
+from common.weights.store import host_chunks
+from common.weights.store.weight_store import store_entry
 
 ASKING_S = 2.0  # of a step, at most, that go by until the store has said whether deltas are wanted
 ONE_S = 120.0  # to make the delta of a chunk and put it

@@ -13,14 +13,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from common.api.weights import STORE, Pair, Sources
-from common.errors import Damaged, HandshakeFailed, MeshError, NotFound, PeerLost, StorageFull
-from common.runtime.mesh import Mesh
-from common.runtime.patience import Patience
+from common.base.errors import Damaged, HandshakeFailed, MeshError, NotFound, PeerLost, StorageFull
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import Patience
+from common.weights.bulk.port import BulkClient
+from common.weights.chunks.chunks import ChunkStore
 from common.weights.pull.arriving import Arriving
 from common.weights.pull.seeking import Seeking
-from common.wire import host_chunks
-from common.wire.bulk.port import BulkClient
-from common.wire.chunks import ChunkStore
+from common.weights.store import host_chunks
 
 STREAMS = 4  # at once; the store gives fewer while hosts relay
 TELL_S = 1.0  # between two words with the store, which forgets who says nothing

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from common.api.weights import STORE, Failed, Seek, Sources, Weights
-from common.errors import MeshError
-from common.runtime.mesh import Mesh
-from common.runtime.patience import Patience
+from common.base.errors import MeshError
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import Patience
 from common.state import registry
 
 OVER_S = 1.0  # for the store to hear that it is over, which it notices itself

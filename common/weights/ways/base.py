@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.wire.chunks import ChunkStore
+from common.weights.chunks.chunks import ChunkStore
 
 
 @dataclass(frozen=True)

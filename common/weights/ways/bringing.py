@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from common.errors import Damaged, MeshError, NotFound
-from common.runtime.mesh import Mesh
+from common.base.errors import Damaged, MeshError, NotFound
+from common.mesh.runtime.mesh import Mesh
 from common.state import events
+from common.weights.chunks.chunks import ChunkStore
 from common.weights.ways.base import Version, Way
 from common.weights.ways.choosing import Choice, Choosing
-from common.wire.chunks import ChunkStore
 
 EVENT = "weights_way"  # a change of ways, and what came of it: `meshrl weights explain` shows it
 LOOK_S = 10.0  # to see what is there

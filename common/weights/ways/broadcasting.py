@@ -17,16 +17,16 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from common.api.trainer import BroadcastPlace, Gather, Sender
-from common.errors import MeshError, PeerLost
-from common.process.interfaces import address_of
-from common.process.serial_executor import looked_at
-from common.runtime.mesh import Mesh
+from common.base.errors import MeshError, PeerLost
+from common.base.host.interfaces import address_of
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.serial_executor import looked_at
+from common.weights.bulk.port import BulkClient
+from common.weights.chunks.chunks import ChunkStore
+from common.weights.store import host_chunks
+from common.weights.store.weight_store import store_entry
 from common.weights.ways.group import Group, place
-from common.wire import host_chunks
-from common.wire.bulk.port import BulkClient
-from common.wire.chunks import ChunkStore
-from common.wire.meeting import listen, place_of, ports_of, store_at
-from common.wire.weight_store import store_entry
+from common.weights.ways.meeting import listen, place_of, ports_of, store_at
 
 WINDOW_S = 0.3  # hosts hear of a version within milliseconds, and look at what they lack
 WAIT_S = 5.0  # that a member may keep the others waiting: long beside moving a chunk of 64 MiB

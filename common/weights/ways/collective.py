@@ -16,15 +16,15 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from common.api.trainer import BroadcastPlace, Gather, Sender, Trainer
-from common.digest import digest_of
-from common.errors import PeerLost
-from common.runtime.mesh import Mesh
+from common.base.digest import digest_of
+from common.base.errors import PeerLost
+from common.mesh.runtime.mesh import Mesh
+from common.weights.chunks.chunks import ChunkStore
+from common.weights.store import host_chunks
 from common.weights.ways.base import Version
 from common.weights.ways.broadcasting import Broadcasts
 from common.weights.ways.group import Group, place
-from common.wire import host_chunks
-from common.wire.chunks import ChunkStore
-from common.wire.meeting import store_at
+from common.weights.ways.meeting import store_at
 
 LOCK = "broadcast"
 LOOK_S = 10.0  # to see what this host has

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from common.errors import PeerLost, Refused
-from common.ports import ANYWHERE, ports
-from common.settings import MeshSettings, advertised_host
+from common.base.errors import PeerLost, Refused
+from common.base.host.ports import ANYWHERE, ports
+from common.base.host.settings import MeshSettings, advertised_host
 
 AHEAD = 2  # transfers at once: the next one moves while the last is hashed and written
 # NCCL's own watch would end the process of an engine for a member that is lost.

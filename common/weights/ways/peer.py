@@ -4,12 +4,12 @@ has it. Nobody waits for anybody, so it is the plainest way.
 
 from __future__ import annotations
 
-from common.runtime.mesh import Mesh
+from common.mesh.runtime.mesh import Mesh
+from common.weights.bulk.port import BulkClient
+from common.weights.chunks.chunks import ChunkStore
 from common.weights.delta.receiving import from_deltas
 from common.weights.pull.pull import Wanted, pull
 from common.weights.ways.base import Version
-from common.wire.bulk.port import BulkClient
-from common.wire.chunks import ChunkStore
 
 LEAST_BYTES = 8 << 20  # below, what is measured is the time of a few calls
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from common.settings import MeshSettings
+from common.base.host.settings import MeshSettings
 from loadtests.doors.found import connections, plan_of
 from loadtests.doors.plan import Plan as Doors
 from loadtests.hosts.flood.growth import Readings, between, read

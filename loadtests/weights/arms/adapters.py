@@ -14,10 +14,10 @@ import torch
 from common.generation.builtin.build import build
 from common.generation.builtin.engine import TorchEngine
 from common.generation.contract import Request
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.lora import merged
-from common.model.projections import projections, targeted
+from common.model.architecture.config import ModelConfig
+from common.model.architecture.projections import projections, targeted
+from common.model.network.decoder import Decoder
+from common.model.network.lora import merged
 from loadtests.weights.contents import Tensors
 from loadtests.weights.plan import Arm, Honest, Plan, ratios, spread
 

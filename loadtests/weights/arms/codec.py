@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.digest import digest_of
+from common.base.digest import digest_of
 from common.weights.delta.codec import applied, encoded
-from common.weights.manifest import chunk_bytes
+from common.weights.layout.manifest import chunk_bytes
 from loadtests.weights import contents
 from loadtests.weights.plan import Arm, Honest, Plan
 

@@ -17,8 +17,8 @@ import psutil
 import torch
 
 from common.state import jobs
-from common.weights.images import opened
-from common.wire.chunks import ChunkStore
+from common.weights.chunks.chunks import ChunkStore
+from common.weights.layout.images import opened
 from loadtests.measuring.meter import kind_of
 from loadtests.measuring.metered import all_events, started
 from loadtests.weights.plan import Arm, Honest, Plan, spread

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.digest import digest_of
-from common.runtime.mesh import Mesh, MeshSettings
-from common.wire.host_chunks import serve_cache
+from common.base.digest import digest_of
+from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.weights.store.host_chunks import serve_cache
 from loadtests.weights import contents, models
 from loadtests.weights.members.orders import obey
 from loadtests.weights.members.peers import download

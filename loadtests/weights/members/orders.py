@@ -10,7 +10,7 @@ import threading
 import traceback
 from typing import Any
 
-from common.process.child import Channel
+from common.mesh.process.entry.child import Channel
 
 
 async def obey(member: object) -> None:

@@ -6,21 +6,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from common.api.calls.hint import Look
+from common.api.calls.interface import Interface
 from common.api.engine import Engine
-from common.api.hint import Look
 from common.api.trainer import Restage, Restaged, Trainer
-from common.api.versions import Base
+from common.api.transfer.versions import Base
 from common.api.weights import STORE, Checkpoint, Weights
 from common.job.config import JobConfig, RolloutConfig, TrainingConfig
-from common.runtime.actor import Actor, call
-from common.runtime.interface import Interface
-from common.runtime.mesh import Mesh
+from common.mesh.runtime.calls.actor import Actor, call
+from common.mesh.runtime.mesh import Mesh
 from common.state import jobs, registry, steps
+from common.weights.bulk.port import BulkClient
 from common.weights.delta.sending import Deltas
-from common.weights.images import load_tensor
+from common.weights.layout.images import load_tensor
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
-from common.wire.bulk.port import BulkClient
 from loadtests.weights.contents import Tensors
 
 

@@ -19,7 +19,7 @@ import torch
 
 from common.api.engine import Attach, Engine, Finish, Sampling, Submit, Tokens
 from common.generation.builtin.build import build
-from common.runtime.mesh import Mesh, MeshSettings
+from common.mesh.runtime.mesh import Mesh, MeshSettings
 from loadtests.weights import models
 from loadtests.weights.members.orders import obey
 from services.engine.running import SWITCH_S, Driver, follow

@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from common.errors import ConfigError
-from common.ports import ANY, ANYWHERE, Taken, bare, ports, refused, shown
-from common.settings import OFF
+from common.base.errors import ConfigError
+from common.base.host.ports import ANY, ANYWHERE, Taken, bare, ports, refused, shown
+from common.base.host.settings import OFF
 from meshrl.job.loaded import JobFile
 from meshrl.launch import plan
 

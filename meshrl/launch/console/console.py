@@ -16,8 +16,8 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from common.errors import ConfigError
-from common.process.starting import opened_log
+from common.base.errors import ConfigError
+from common.mesh.process.starting import opened_log
 from meshrl.directory.ownership import made_private
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.console.followed import MOST_BYTES, Followed

@@ -13,17 +13,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-from common.access import members
-from common.access.hosts import Admitted
-from common.access.records import FILE
-from common.api.callers import HOST_ROLES, PLANNER
-from common.clock import Clock
-from common.errors import DeadlineExceeded, MeshError, NotFound, Refused, StateUnavailable
-from common.pool.snapshot import LEFT, NOTICE
-from common.state import events, pool, registry
-from common.state.client import State
+from common.api.calls.callers import HOST_ROLES, PLANNER
+from common.base.clock import Clock
+from common.base.errors import DeadlineExceeded, MeshError, NotFound, Refused, StateUnavailable
+from common.mesh.access import members
+from common.mesh.access.hosts import Admitted
+from common.mesh.access.records import FILE
+from common.state import events, registry
 from common.state.hosts import admission
 from common.state.hosts.admission import Asked
+from common.state.pool.placing.snapshot import LEFT, NOTICE
+from common.state.pool.store import store as pool
+from common.state.redis.client import State
 from meshrl.directory.joined import HostBook, JoinedHost
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.absences import Absences

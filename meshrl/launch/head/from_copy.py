@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from common.errors import BadMessage, Damaged, NotFound, Refused
-from common.job import bundle_files
-from common.records import documents
+from common.base.errors import BadMessage, Damaged, NotFound, Refused
+from common.base.files import documents
+from common.base.files.sealed import sealed
+from common.job.bundle import bundle_files
 from common.records.checkpoints import appear, check_paths
 from common.records.durable_copy import Durable, DurableCopy, of_job
-from common.records.sealed import sealed
 from common.state import jobs
-from common.state.client import State
+from common.state.redis.client import State
 from common.state.server.rollback import JobMark
 from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.launch.head.restoring import put_back

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common.access import identity, private, tokens
-from common.access.identity import Identity
-from common.access.records import FILE as TOKENS
-from common.access.records import Token
-from common.errors import ConfigError, Damaged, Refused
-from common.records import documents
-from common.transport.keys import KeyPair
+from common.base.errors import ConfigError, Damaged, Refused
+from common.base.files import documents
+from common.base.host import private
+from common.mesh.access import identity, tokens
+from common.mesh.access.identity import Identity
+from common.mesh.access.records import FILE as TOKENS
+from common.mesh.access.records import Token
+from common.mesh.transport.keys import KeyPair
 from meshrl.directory.places import MeshPlace
 
 FILE = "head.json"  # of `meshrl secrets`

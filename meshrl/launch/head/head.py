@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.access.hosts import Admitted
-from common.access.owner import PERSON, Owner, owner
-from common.api.callers import ROLES
-from common.errors import NotFound
-from common.process.interfaces import interface_behind
-from common.secret import SECRET_BYTES
-from common.settings import MeshSettings, new_host
+from common.api.calls.callers import ROLES
+from common.base.errors import NotFound
+from common.base.host.interfaces import interface_behind
+from common.base.host.secret import SECRET_BYTES
+from common.base.host.settings import MeshSettings, new_host
+from common.mesh.access.hosts import Admitted
+from common.mesh.access.owner import PERSON, Owner, owner
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis.network import Network
 from meshrl.launch.redis.serving import Told

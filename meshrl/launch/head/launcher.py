@@ -17,25 +17,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.clock import SystemClock
-from common.errors import ConfigError, Damaged, MeshError, Refused
-from common.pool import taking
-from common.pool.settings import PoolSettings
-from common.process.child import PRIVATE
-from common.process.handle import Child
-from common.process.host import SystemHost
-from common.process.streams import outlive_a_full_disk
-from common.records import damage
-from common.records.home import BYTES as PROBE_BYTES
-from common.records.home import make as make_home
-from common.secret import SECRET_BYTES
-from common.settings import OFF, MeshSettings
+from common.base.clock import SystemClock
+from common.base.errors import ConfigError, Damaged, MeshError, Refused
+from common.base.files import damage
+from common.base.files.home import BYTES as PROBE_BYTES
+from common.base.files.home import make as make_home
+from common.base.host.secret import SECRET_BYTES
+from common.base.host.settings import OFF, MeshSettings
+from common.mesh.process.entry.child import PRIVATE
+from common.mesh.process.handle import Child
+from common.mesh.process.host import SystemHost
+from common.mesh.process.output.streams import outlive_a_full_disk
+from common.mesh.process.supervision.ended import forget_all
 from common.state import events, registry
-from common.state.client import State
-from common.state.ended import forget_all
 from common.state.hosts import doors
-from common.state.pool import write_settings
-from common.state.server import embedded, home
+from common.state.pool.placing import taking
+from common.state.pool.store.store import write_settings
+from common.state.pool.workers.settings import PoolSettings
+from common.state.redis import embedded
+from common.state.redis.client import State
+from common.state.server import home
 from common.state.server.rollback import JobMark
 from meshrl.directory.joined import joined_hosts
 from meshrl.directory.kept import KeptDocument, keep

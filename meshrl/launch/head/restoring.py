@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, Damaged, MeshError, NotFound
+from common.base.errors import ConfigError, Damaged, MeshError, NotFound
 from common.records.checkpoints import (
     all_checkpoints,
     best,
@@ -19,7 +19,7 @@ from common.records.checkpoints import (
     manifest_of,
 )
 from common.state import jobs, steps
-from common.state.client import State
+from common.state.redis.client import State
 from common.state.server.rollback import JobMark, Mark
 from meshrl.directory.places import read_json
 from meshrl.launch.redis.recorded import recorded

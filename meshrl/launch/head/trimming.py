@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
-from common.clock import Clock
-from common.errors import DeadlineExceeded, StateUnavailable
+from common.base.clock import Clock
+from common.base.errors import DeadlineExceeded, StateUnavailable
 from common.state import readers
-from common.state.client import State
+from common.state.redis.client import State
 
 EVERY_S = 10.0  # at 100 events a second, which is a fast job, some 300 kB come in that time
 ANSWER_S = 4.0

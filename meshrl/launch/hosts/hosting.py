@@ -18,10 +18,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.access.line import Line
 from common.api.gateway import DescribeMember, Gateway
-from common.clock import SystemClock
-from common.errors import (
+from common.base.clock import SystemClock
+from common.base.errors import (
     ConfigError,
     Damaged,
     DeadlineExceeded,
@@ -31,14 +30,15 @@ from common.errors import (
     Refused,
     StateUnavailable,
 )
-from common.pool import taking
-from common.process.child import PRIVATE
-from common.process.host import SystemHost
-from common.process.streams import outlive_a_full_disk
-from common.settings import MeshSettings, advertised_host
+from common.base.host.settings import MeshSettings, advertised_host
+from common.mesh.access.line import Line
+from common.mesh.process.entry.child import PRIVATE
+from common.mesh.process.host import SystemHost
+from common.mesh.process.output.streams import outlive_a_full_disk
 from common.state import events
-from common.state.client import State, refusal_behind
-from common.state.keys import MESH
+from common.state.pool.placing import taking
+from common.state.redis.client import State, refusal_behind
+from common.state.redis.keys import MESH
 from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.launch import plan
 from meshrl.launch.ending import STOP_S

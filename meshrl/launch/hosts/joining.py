@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from common.access.line import Line
-from common.access.ticket import GATEWAY_PORT, Ticket, named
 from common.api.gateway import DescribeMember, Gateway, HostAdmitted, JoinHost, LocateRedis
-from common.errors import ConfigError, DeadlineExceeded, MeshError, NotAllowed, Refused
-from common.pool import taking
-from common.process.interfaces import address_of, interface_behind
-from common.release import release
-from common.settings import MeshSettings, advertised_host
+from common.base.errors import ConfigError, DeadlineExceeded, MeshError, NotAllowed, Refused
+from common.base.host.interfaces import address_of, interface_behind
+from common.base.host.settings import MeshSettings, advertised_host
+from common.base.release import release
+from common.mesh.access.line import Line
+from common.mesh.access.ticket import GATEWAY_PORT, Ticket, named
+from common.state.pool.placing import taking
 from meshrl import logs
 from meshrl.directory import places, user
 from meshrl.directory.liveness import running_launcher

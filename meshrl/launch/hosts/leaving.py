@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.api.gateway import Gateway, LeaveMesh
-from common.errors import DeadlineExceeded, NotAllowed, NotFound, PeerLost
+from common.base.errors import DeadlineExceeded, NotAllowed, NotFound, PeerLost
 from meshrl.directory.places import MeshPlace, find_mesh
 from meshrl.launch import ending
 from meshrl.launch.hosts import membership

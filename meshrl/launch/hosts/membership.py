@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
 
-from common.access.ticket import Ticket
-from common.errors import ConfigError
-from common.records import documents
-from common.settings import new_host
-from common.transport.keys import KeyPair
+from common.base.errors import ConfigError
+from common.base.files import documents
+from common.base.host.settings import new_host
+from common.mesh.access.ticket import Ticket
+from common.mesh.transport.keys import KeyPair
 from meshrl.directory.places import MeshPlace
 
 REPAIR = (

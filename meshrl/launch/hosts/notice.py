@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from common.access.line import Line
 from common.api.gateway import DrainHost, Gateway, HostReturned, LeaveMesh, ListRemaining
-from common.clock import Clock
-from common.errors import MeshError, NotAllowed, NotFound
+from common.base.clock import Clock
+from common.base.errors import MeshError, NotAllowed, NotFound
+from common.mesh.access.line import Line
 from meshrl.launch.hosts.membership import Membership
 
 LOOK_S = 0.5

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from common.settings import MeshSettings
+from common.base.host.settings import MeshSettings
 from meshrl.launch.hosts.hosting import HostShape
 
 GIB, MB = 1 << 30, 10**6

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.api.gateway import RedisLocation
-from common.settings import MeshSettings
+from common.base.host.settings import MeshSettings
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.hosts.membership import AUTHORITY
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from common.clock import Clock
-from common.telemetry.exposition import Exposition
+from common.base.clock import Clock
+from common.mesh.telemetry.exposition import Exposition
 from meshrl.launch.outward.merging import Merged
 from meshrl.launch.outward.scraping import Scraped, scrape
 from meshrl.launch.outward.standing import Standing

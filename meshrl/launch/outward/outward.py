@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from common.settings import MeshSettings
-from common.telemetry.endpoint import MetricsEndpoint, health
+from common.base.host.settings import MeshSettings
+from common.mesh.telemetry.endpoint import MetricsEndpoint, health
 from meshrl.launch.outward.host_page import HostPage
 from meshrl.launch.outward.root import Root
 from meshrl.launch.outward.standing import LOOK_S, Standing

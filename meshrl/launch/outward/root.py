@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from common.clock import Clock
-from common.process.host import Host
-from common.settings import MeshSettings
-from common.state.client import State
+from common.base.clock import Clock
+from common.base.host.settings import MeshSettings
+from common.mesh.process.host import Host
+from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 
 

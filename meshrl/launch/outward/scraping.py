@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from common.ports import bare, ports
+from common.base.host.ports import bare, ports
 
 ANSWER_S = 1.0  # a process that takes longer counts as one that is down
 MOST_BYTES = 8 << 20  # a page is some 10 kB

@@ -9,12 +9,13 @@ import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from common.clock import Clock
-from common.errors import DeadlineExceeded, MeshError, StateUnavailable
-from common.settings import MeshSettings
-from common.state import pool, registry
-from common.state.client import State
-from common.telemetry.watchdog import Watchdog
+from common.base.clock import Clock
+from common.base.errors import DeadlineExceeded, MeshError, StateUnavailable
+from common.base.host.settings import MeshSettings
+from common.mesh.telemetry.watchdog import Watchdog
+from common.state import registry
+from common.state.pool.store import store as pool
+from common.state.redis.client import State
 from meshrl.launch.outward.root import Root
 from meshrl.launch.outward.scraping import Process
 from meshrl.view.metrics.mesh_gauges import HeadSnapshot

@@ -13,10 +13,10 @@ from pathlib import Path
 from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, RedisError, ResponseError
 
-from common.clock import Clock
-from common.errors import StateUnavailable
-from common.process.handle import Child
-from common.state.server import embedded
+from common.base.clock import Clock
+from common.base.errors import StateUnavailable
+from common.mesh.process.handle import Child
+from common.state.redis import embedded
 from meshrl.directory.places import MeshPlace
 from meshrl.logs import tail
 

@@ -9,7 +9,7 @@ import hashlib
 import secrets
 from pathlib import Path
 
-from common.records import documents
+from common.base.files import documents
 from meshrl.launch.redis import certificate
 
 USERS, URL = "users.acl", "url"

@@ -8,13 +8,13 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.access.hosts import Admitted
-from common.errors import ConfigError
-from common.ports import ANYWHERE, Taken, ports
-from common.records import documents
-from common.settings import advertised_host
-from common.state.server import embedded
-from common.state.server.embedded import Listening
+from common.base.errors import ConfigError
+from common.base.files import documents
+from common.base.host.ports import ANYWHERE, Taken, ports
+from common.base.host.settings import advertised_host
+from common.mesh.access.hosts import Admitted
+from common.state.redis import embedded
+from common.state.redis.embedded import Listening
 
 PORT = "redis-port.json"  # in the mesh's directory: hosts that have joined come back to it
 REPAIR = "Remove it: hosts that have joined come back only where Redis gets the same port again"

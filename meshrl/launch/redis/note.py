@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common.errors import Damaged, StorageFull
-from common.records import documents
-from common.records.sealed import read_sealed, sealed
+from common.base.errors import Damaged, StorageFull
+from common.base.files import documents
+from common.base.files.sealed import read_sealed, sealed
 from common.state.jobs import ENDED
 from common.state.server.rollback import JobMark, Mark
 from meshrl.launch.redis.aof import Extent

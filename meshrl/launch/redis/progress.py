@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.errors import Damaged
-from common.records import damage
-from common.state.client import State
+from common.base.errors import Damaged
+from common.base.files import damage
+from common.state.redis.client import State
 from common.state.server import rollback
 from common.state.server.rollback import Mark
 from meshrl.directory.places import MeshPlace

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.base.files.lines import Row, is_checked, row_of
 from common.records.checkpoints import all_checkpoints
-from common.records.lines import Row, is_checked, row_of
 from common.state.events import order
 from common.state.server.rollback import FIRST, JobMark, Mark, joined
 

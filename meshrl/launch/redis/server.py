@@ -19,22 +19,17 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from common.access.hosts import Admitted
-from common.clock import Clock
-from common.errors import (
-    DeadlineExceeded,
-    MeshError,
-    Refused,
-    StateUnavailable,
-    StorageFull,
-)
-from common.process.handle import Child
-from common.process.host import Host
-from common.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
-from common.records import damage
+from common.base.clock import Clock
+from common.base.errors import DeadlineExceeded, MeshError, Refused, StateUnavailable, StorageFull
+from common.base.files import damage
+from common.mesh.access.hosts import Admitted
+from common.mesh.process.handle import Child
+from common.mesh.process.host import Host
+from common.mesh.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.state import events
-from common.state.client import State
-from common.state.server import embedded, rollback
+from common.state.redis import embedded
+from common.state.redis.client import State
+from common.state.server import rollback
 from common.state.server.rollback import Mark
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import guard, strangers

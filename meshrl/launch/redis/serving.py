@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 
-from common.errors import ConfigError
-from common.state.server import embedded
-from common.state.server.embedded import EmbeddedServer, Listening
+from common.base.errors import ConfigError
+from common.state.redis import embedded
+from common.state.redis.embedded import EmbeddedServer, Listening
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import guard
 from meshrl.launch.redis.network import Network, is_local, is_taken

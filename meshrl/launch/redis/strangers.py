@@ -8,9 +8,9 @@ import contextlib
 import re
 from collections.abc import Sequence
 
-from common.clock import Clock
-from common.errors import DeadlineExceeded, StateUnavailable
-from common.state.client import State
+from common.base.clock import Clock
+from common.base.errors import DeadlineExceeded, StateUnavailable
+from common.state.redis.client import State
 
 INTERVAL_S = 1.0
 PATIENCE_S = 5  # for a handshake and a password: milliseconds, and a second on a busy host

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from redis.exceptions import ResponseError
 
-from common.access import hosts
-from common.access.hosts import Admitted
-from common.errors import NotAllowed, Refused
-from common.settings import redis_user
-from common.state.client import SCRIPTS, State, script_source
+from common.base.errors import NotAllowed, Refused
+from common.base.host.settings import redis_user
+from common.mesh.access import hosts
+from common.mesh.access.hosts import Admitted
 from common.state.hosts import doors, rights
+from common.state.redis.client import SCRIPTS, State, script_source
 
 # What whoever makes users, and gives them their rights, may do itself.
 NEEDS = "ACL and SCRIPT, and all commands and keys (`+@all ~* &*`)"

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from common.errors import DeadlineExceeded, StateUnavailable
-from common.state.client import State
+from common.base.errors import DeadlineExceeded, StateUnavailable
+from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 from meshrl.directory.target import may_live
 from meshrl.view.live.view import Saying

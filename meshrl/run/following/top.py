@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from common.errors import HistoryLost
-from common.pool.explained import JUDGED
+from common.base.errors import HistoryLost
 from common.state import events
-from common.state.client import State
 from common.state.events import Event
 from common.state.jobs import JobRow
+from common.state.pool.store.explained import JUDGED
+from common.state.redis.client import State
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import MeshPlace, shown
 from meshrl.directory.target import place_of

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.api.gateway import JobState
-from common.errors import DeadlineExceeded, NotFound, PeerLost, StateUnavailable
-from common.pool.explained import JUDGED
+from common.base.errors import DeadlineExceeded, NotFound, PeerLost, StateUnavailable
 from common.state.events import Event
 from common.state.jobs import Phase
+from common.state.pool.store.explained import JUDGED
 from meshrl.client.client import Client
 from meshrl.run.following.top import TopScreen, tell
 from meshrl.run.outcome import INTERRUPTED

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
-from common.errors import HistoryLost, NotFound, Refused
-from common.records import lines
+from common.base.errors import HistoryLost, NotFound, Refused
+from common.base.files import lines
 from common.state import events, steps
-from common.state.client import State
+from common.state.redis.client import State
 from meshrl.directory.places import read_if_whole
 from meshrl.directory.target import Run, may_live, mesh_meant, row_of, run_of
 from meshrl.run.following import watching_mesh

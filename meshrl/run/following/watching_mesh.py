@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from common.state import jobs
-from common.state.client import State
 from common.state.jobs import JobRow, Phase
+from common.state.redis.client import State
 from meshrl.directory.asking import ask
 from meshrl.directory.places import MeshPlace, shown
 from meshrl.directory.target import may_live

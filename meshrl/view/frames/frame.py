@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.pool.explained import Explained, Judged
+from common.state.pool.store.explained import Explained, Judged
 
 CURVE = 24  # rewards of the last steps
 

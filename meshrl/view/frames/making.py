@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.pool.explained import Judged
-from common.pool.names import role_process
-from common.pool.rows import Gang, Resident, Role
-from common.pool.snapshot import Move
 from common.state.jobs import JobRow
+from common.state.pool.placing.snapshot import Move
+from common.state.pool.store.explained import Judged
+from common.state.pool.workers.names import role_process
+from common.state.pool.workers.rows import Gang, Resident, Role
 from common.state.registry import Entry
 from meshrl.view.frames.frame import Frame, HostFrame, JobFrame, MoveFrame, ResidentFrame
 from meshrl.view.mesh.processes import owner

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from common.pool.explained import Judged
 from common.state import steps
-from common.state.client import State
 from common.state.jobs import JobRow
+from common.state.pool.store.explained import Judged
+from common.state.redis.client import State
 from meshrl.view.frames.frame import CURVE, Frame
 from meshrl.view.frames.making import frame, shards_of
 from meshrl.view.mesh.rates import TokenRate

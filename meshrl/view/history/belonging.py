@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from common.pool.names import service
-from common.pool.rows import Role
 from common.state.events import Event
+from common.state.pool.workers.names import service
+from common.state.pool.workers.rows import Role
 from meshrl.view.mesh.processes import BY_RESIDENT, job_in
 
 # What a write of the planner tells together may be in any order: a worker that is lost, and the

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.pool.rows import Role, Tier
 from common.state.events import Event
+from common.state.pool.workers.rows import Role, Tier
 from meshrl.view.history.held import ADMISSION
 
 # What a decision's event has beside the figures that decided it.

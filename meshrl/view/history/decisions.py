@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
-from common.errors import HistoryLost
+from common.base.errors import HistoryLost
 from common.state import events
-from common.state.client import State
 from common.state.events import Event
+from common.state.redis.client import State
 from meshrl.view.history import decided
 
 KINDS = (

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.pool.rows import Doing, Role, Tier
 from common.state.events import Event
+from common.state.pool.workers.rows import Doing, Role, Tier
 from meshrl.view.history.decided import decisions, figures
 from meshrl.view.history.news import told
 

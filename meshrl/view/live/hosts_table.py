@@ -6,7 +6,7 @@ from datetime import datetime
 
 from rich.table import Table
 
-from common.pool.taking import ALL
+from common.state.pool.placing.taking import ALL
 from meshrl.view.live import printing
 from meshrl.view.mesh.hosts import HostRow
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.text import Text
 
-from common.errors import NotFound
-from common.terminal import visible
+from common.base.errors import NotFound
+from common.base.host.terminal import visible
 from meshrl.terminal import Console
 from meshrl.view.recording.samples import (
     Sample,

@@ -10,9 +10,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from common.pool.explained import Judged
-from common.pool.rows import Resident, Role
 from common.state.jobs import JobRow
+from common.state.pool.store.explained import Judged
+from common.state.pool.workers.rows import Resident, Role
 from common.state.registry import Entry
 from meshrl.view.history.held import reason
 from meshrl.view.history.moves import outcome, seconds

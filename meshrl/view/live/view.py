@@ -16,10 +16,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from common.base.host.terminal import guarded_output
 from common.job.evaluation_plan import GREEDY, HELD_OUT, SAMPLED
-from common.pool.rows import Role
 from common.state.jobs import Phase
-from common.terminal import guarded_output
+from common.state.pool.workers.rows import Role
 from meshrl.terminal import Console
 from meshrl.view.history.failures import SHOWN, Told, counted, first, lost, of_share
 from meshrl.view.history.held import OtherLine

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from common.process.handle import start_time, usage_of
-from common.state.client import State
-from common.state.keys import MESH
+from common.mesh.process.handle import start_time, usage_of
+from common.state.redis.client import State
+from common.state.redis.keys import MESH
 from common.state.registry import Entry
 from meshrl.view.mesh.snapshot import MeshSnapshot, read_mesh, read_troubles
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from common.pool.names import agent
-from common.pool.rows import Worker
+from common.state.pool.workers.names import agent
+from common.state.pool.workers.rows import Worker
 from meshrl.view.mesh.snapshot import MeshSnapshot
 
 PREFIX = "gpu_"  # of an agent's figures, each a table by worker

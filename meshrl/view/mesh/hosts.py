@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from common.pool.names import PLACED
-from common.pool.rows import Worker
-from common.pool.snapshot import LEFT
-from common.pool.taking import ALL
-from common.settings import MeshSettings
-from common.state.client import State
+from common.base.host.settings import MeshSettings
+from common.mesh.transport.address import endpoint_of
+from common.state.pool.placing.snapshot import LEFT
+from common.state.pool.placing.taking import ALL
+from common.state.pool.workers.names import PLACED
+from common.state.pool.workers.rows import Worker
+from common.state.redis.client import State
 from common.state.registry import Entry
-from common.transport.address import endpoint_of
 from meshrl.directory.joined import JoinedHost, joined_hosts
 from meshrl.directory.places import MeshPlace
 from meshrl.view.mesh.snapshot import MeshSnapshot, read_mesh, read_troubles

@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from common.pool.asking import need_of
-from common.pool.names import agent, role_process, sandbox, service, shard, worker_process
-from common.pool.needs import Need
-from common.pool.rows import Doing, Gang, Resident, Role
-from common.pool.snapshot import Host
-from common.pool.taking import nowhere, refusal
-from common.state.ended import Ended
+from common.mesh.process.supervision.ended import Ended
 from common.state.jobs import JobRow
-from common.state.pool import host_of
+from common.state.pool.demand.asking import need_of
+from common.state.pool.demand.needs import Need
+from common.state.pool.placing.snapshot import Host
+from common.state.pool.placing.taking import nowhere, refusal
+from common.state.pool.store.store import host_of
+from common.state.pool.workers.names import (
+    agent,
+    role_process,
+    sandbox,
+    service,
+    shard,
+    worker_process,
+)
+from common.state.pool.workers.rows import Doing, Gang, Resident, Role
 from common.state.registry import Entry
 from meshrl.view.mesh.snapshot import MeshSnapshot
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from common.pool.rows import Doing, Gang, Resident, Tier
+from common.state.pool.workers.rows import Doing, Gang, Resident, Tier
 from meshrl.view.mesh.snapshot import MeshSnapshot
 
 AWAY = (Doing.GONE, Doing.FAILED)

@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common.pool.explained import Explained, explained_of
-from common.pool.rows import Gang, Resident, Worker
-from common.pool.snapshot import Move
-from common.state import ended, jobs, leader, pool, registry
-from common.state.client import State, server_ms
-from common.state.ended import Ended
+from common.mesh.process.supervision import ended
+from common.mesh.process.supervision.ended import Ended
+from common.state import jobs, leader, registry
 from common.state.jobs import JobRow
-from common.state.keys import PLANNER
+from common.state.pool.placing.snapshot import Move
+from common.state.pool.store import store as pool
+from common.state.pool.store.explained import Explained, explained_of
+from common.state.pool.workers.rows import Gang, Resident, Worker
+from common.state.redis.client import State, server_ms
+from common.state.redis.keys import PLANNER
 from common.state.registry import Entry
 
 Rows = Sequence[Mapping[str, Any]]  # of a job's steps

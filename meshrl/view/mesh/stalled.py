@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.pool.names import PLACED, role_process
-from common.pool.rows import Role
+from common.state.pool.workers.names import PLACED, role_process
+from common.state.pool.workers.rows import Role
 from common.state.registry import LEASE_MS, Entry
 from meshrl.view.mesh import planned
 from meshrl.view.mesh.processes import owner

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.pool.names import role_process
-from common.pool.rows import Doing, Gang, Resident, Role, Tier, Worker
+from common.state.pool.workers.names import role_process
+from common.state.pool.workers.rows import Doing, Gang, Resident, Role, Tier, Worker
 from meshrl.view.mesh import gpus
 from meshrl.view.mesh.snapshot import MeshSnapshot
 

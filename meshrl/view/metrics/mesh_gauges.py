@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common.pool.rows import Gang, Role, Worker
 from common.state import steps
-from common.state.client import State
 from common.state.jobs import COUNTS, JobRow
+from common.state.pool.workers.rows import Gang, Role, Worker
+from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 from meshrl.view.mesh import hosts
 from meshrl.view.mesh.diagnosing import read_writable

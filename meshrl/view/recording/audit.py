@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from common.errors import Damaged, Refused
+from common.base.errors import Damaged, Refused
 from common.records import ledger
 from common.state.events import Event
 from common.state.lifecycle.accounting import WRONG, account, wrong

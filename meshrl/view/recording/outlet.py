@@ -12,11 +12,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from common.clock import Clock
-from common.errors import Damaged, MeshError, NotFound, Refused
-from common.process.host import Host
-from common.records import documents
-from common.records.at_url import PART, AtUrl, without_secrets
+from common.base.clock import Clock
+from common.base.errors import Damaged, MeshError, NotFound, Refused
+from common.base.files import documents
+from common.base.files.at_url import PART, AtUrl, without_secrets
+from common.mesh.process.host import Host
 from common.records.checkpoints import files_below, manifest_of
 
 EVERY_S = 60.0  # while the run goes on, beside each new checkpoint; and after an error

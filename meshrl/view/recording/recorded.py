@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.errors import Damaged, HistoryLost
-from common.pool.explained import JUDGED
-from common.process.host import Host
-from common.records import damage
-from common.records.lines import LineFile, Row, read, whole
+from common.base.errors import Damaged, HistoryLost
+from common.base.files import damage
+from common.base.files.lines import LineFile, Row, read, whole
+from common.mesh.process.host import Host
 from common.state import events, readers, steps
-from common.state.client import State
 from common.state.events import Event
+from common.state.pool.store.explained import JUDGED
+from common.state.redis.client import State
 from meshrl.directory import job_file
 from meshrl.directory.places import read_json
 from meshrl.view.history.belonging import Belonging

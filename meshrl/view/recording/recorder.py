@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.errors import (
+from common.base.errors import (
     Damaged,
     DeadlineExceeded,
     HistoryLost,
@@ -21,9 +21,9 @@ from common.errors import (
     StateUnavailable,
     StorageFull,
 )
-from common.process.ends.failure import NO_ROOM
-from common.records import damage
-from common.records.at_url import is_url
+from common.base.files import damage
+from common.base.files.at_url import is_url
+from common.mesh.process.ends.failure import NO_ROOM
 from common.records.checkpoints import all_checkpoints, is_first
 from common.state import events, groups, jobs, readers, steps
 from meshrl.directory import job_file

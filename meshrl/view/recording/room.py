@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from common.clock import Clock
-from common.errors import StorageFull
+from common.base.clock import Clock
+from common.base.errors import StorageFull
 
 LOOK_S = 0.5
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from common.clock import Clock
-from common.process.handle import Child
-from common.process.host import Host
-from common.state.client import State
+from common.base.clock import Clock
+from common.mesh.process.handle import Child
+from common.mesh.process.host import Host
+from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.records.lines import row_of
+from common.base.files.lines import row_of
 
 Sample = dict[str, Any]
 OLDER = ".older.jsonl"  # ends the name of a file that another has followed

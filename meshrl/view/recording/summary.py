@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from common.pool.explained import OPENING, PLANNED
-from common.pool.rows import Role
 from common.state.events import Event
 from common.state.jobs import Phase
+from common.state.pool.store.explained import OPENING, PLANNED
+from common.state.pool.workers.rows import Role
 from meshrl.view.history.failures import listed
 from meshrl.view.history.held import held_s
 from meshrl.view.history.news import unforeseen

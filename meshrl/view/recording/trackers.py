@@ -19,16 +19,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import MeshError, PeerLost, StorageFull
+from common.base.errors import MeshError, PeerLost, StorageFull
 from meshrl.directory.places import write_json
 from meshrl.job.checks.file.extras import TRACKERS
 from meshrl.view.guard import Guard
 from meshrl.view.recording import samples
 
 if TYPE_CHECKING:
-    from common.clock import Clock
-    from common.process.handle import Child
-    from common.process.host import Host
+    from common.base.clock import Clock
+    from common.mesh.process.handle import Child
+    from common.mesh.process.host import Host
     from common.state.events import Event
 
 TRACKING = "tracking.json"  # of a run: how far its trackers are

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from common.process.child import Channel
+from common.mesh.process.entry.child import Channel
 
 Values = dict[str, float]
 Rows = list[dict[str, Any]]  # of a table, all with the same keys

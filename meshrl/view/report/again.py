@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.errors import NotFound
-from common.records.lines import whole
+from common.base.errors import NotFound
+from common.base.files.lines import whole
 from common.state.events import Event
 from meshrl.directory.places import read_json, shown
 from meshrl.view.history import gangs

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.errors import NotFound
+from common.base.errors import NotFound
 from meshrl.view.history import gangs
 from meshrl.view.history.gangs import Mark, Span
 from meshrl.view.report import timeline

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.errors import StorageFull
-from common.process.ends.failure import NO_ROOM
-from common.records import documents
+from common.base.errors import StorageFull
+from common.base.files import documents
+from common.mesh.process.ends.failure import NO_ROOM
 from common.state.events import Event
 from common.state.jobs import Phase
 from common.state.lifecycle.accounting import WRONG

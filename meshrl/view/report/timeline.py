@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from common.pool.rows import Role
+from common.state.pool.workers.rows import Role
 from meshrl.view.history import gangs
 from meshrl.view.history.gangs import Mark, Span
 from meshrl.view.report.charts import BOTTOM, LEFT, TOP, Plot, legend, svg, ticks

@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
-from common.errors import NotFound
-from common.records import documents
-from common.records.lines import whole
+from common.base.errors import NotFound
+from common.base.files import documents
+from common.base.files.lines import whole
 from common.state.events import Event
 from meshrl.directory.places import shown
 from meshrl.view.recording.recorded import read_events

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.checksum import Checksum, Checksummer
+from common.base.checksum import Checksum, Checksummer
 from common.generation.loading import Content
 
 MAGIC = b"MRLKV\x00\x00\x01"

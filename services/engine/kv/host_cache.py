@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.api.engine import Stored
-from common.clock import Clock
-from common.errors import BadMessage
+from common.base.clock import Clock
+from common.base.errors import BadMessage
 from common.generation.contract import Ints
 from common.generation.loading import CHUNK, Kept, Loading, Origin, Sought
 from services.engine.kv.chunk_files import Head

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from common.clock import Clock
+from common.base.clock import Clock
 from common.generation.loading import CHUNK, Content, Loading
 from services.engine.kv.chunk_files import Head
 from services.engine.kv.rates import Pace

@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.api.engine import CacheFrame, CacheHead, CacheMove, CacheMoved, Engine, Export
-from common.errors import BadMessage, MeshError
+from common.base.errors import BadMessage, MeshError
 from common.generation.contract import NO_VERSION, EngineSteps, SessionCache, TokenEngine
 from common.generation.loading import CHUNK, Loading, Origin
-from common.runtime.mesh import Mesh
+from common.mesh.runtime.mesh import Mesh
 from services.engine.kv.rates import Pace
 
 R = TypeVar("R")

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from common.errors import ConfigError, MeshError
+from common.base.errors import ConfigError, MeshError
 from common.generation.builtin.engine import TorchEngine
 from common.generation.contract import TokenEngine
 from common.generation.kv_directories import disk_root, memory_root, own_directory
 from common.job.config import RolloutConfig
-from common.runtime.mesh import Mesh
+from common.mesh.runtime.mesh import Mesh
 from services.engine.kv.host_cache import HostCache
 from services.engine.kv.peers import Peers
 from services.engine.kv.shelf import Shelf

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from common.api.engine import Engine, Stored
-from common.errors import MeshError
-from common.runtime.mesh import Mesh
+from common.base.errors import MeshError
+from common.mesh.runtime.mesh import Mesh
 from common.state import registry
 from common.state.registry import Entry
-from common.wire.bulk.port import BulkClient
-from common.wire.chunks import ChunkStore
+from common.weights.bulk.port import BulkClient
+from common.weights.chunks.chunks import ChunkStore
 from services.engine.kv.chunk_files import HEAD_BYTES, unpacked
 from services.engine.kv.keys import NAME_BYTES
 from services.engine.kv.loader import Came

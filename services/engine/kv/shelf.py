@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from common.base.files.file_locks import lies_at, unheld
 from common.generation.kv_directories import enter, entered, leave
 from common.generation.loading import Content
-from common.process.file_locks import lies_at, unheld
 from services.engine.kv.chunk_files import HEAD_BYTES, ChunkFiles, Found, Head
 from services.engine.kv.keys import DIGITS
 from services.engine.kv.retention import leaving

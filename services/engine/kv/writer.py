@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from common.clock import Clock
+from common.base.clock import Clock
 from common.generation.loading import Content
 from services.engine.kv.chunk_files import Found, Head
 from services.engine.kv.shelf import Shelf

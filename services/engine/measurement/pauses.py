@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from common.clock import Clock
+from common.base.clock import Clock
 
 KEPT = 256  # the last of each: updates of hours, steps of seconds
 

@@ -16,11 +16,11 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import pad
 
-from common.errors import MeshError, Refused, RemoteFailure
+from common.base.errors import MeshError, Refused, RemoteFailure
 from common.generation.batch.adapters import changes_of
-from common.model.config import ModelConfig
-from common.model.lora import factor_of, to_peft
-from common.model.projections import FUSED, projections
+from common.model.architecture.config import ModelConfig
+from common.model.architecture.projections import FUSED, projections
+from common.model.network.lora import factor_of, to_peft
 from services.engine.sglang import v0_5
 from services.engine.sglang.http import Http, Pending
 from services.engine.sglang.weights import inline

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.clock import Clock, SystemClock
-from common.model.config import ModelConfig
+from common.base.clock import Clock, SystemClock
+from common.model.architecture.config import ModelConfig
 from services.engine.sglang import reading_back, v0_5
 from services.engine.sglang.health import HealthWatch
 from services.engine.sglang.http import Http

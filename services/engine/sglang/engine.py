@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.errors import Damaged, MeshError, Refused
+from common.base.errors import Damaged, MeshError, Refused
 from common.generation.builtin.weights import check_shapes, shapes_of
 from common.generation.contract import (
     NO_VERSION,
@@ -28,8 +28,8 @@ from common.generation.contract import (
     too_long,
 )
 from common.generation.served_by_sglang import known_rows
-from common.model.config import ModelConfig
-from common.model.hf import state_to_hf
+from common.model.architecture.config import ModelConfig
+from common.model.files.hf import state_to_hf
 from services.engine.sglang import v0_5
 from services.engine.sglang.adapters import ServerAdapters
 from services.engine.sglang.control import IN_PLACE, RETRACT, Control

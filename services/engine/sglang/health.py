@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from common.errors import MeshError, PeerLost
+from common.base.errors import MeshError, PeerLost
 from services.engine.sglang import v0_5
 from services.engine.sglang.http import Http
 

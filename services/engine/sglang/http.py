@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import aiohttp
 import httpx
 
-from common.errors import DeadlineExceeded, PeerLost, RemoteFailure
+from common.base.errors import DeadlineExceeded, PeerLost, RemoteFailure
 
 CONNECT_S = 10.0  # to a server on this host
 CLOSE_S = 5.0

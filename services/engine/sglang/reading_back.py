@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from common.errors import RemoteFailure
+from common.base.errors import RemoteFailure
 from common.generation.served_by_sglang import OF_VOCABULARY
-from common.model.config import ModelConfig
-from common.model.hf import fused_parts
+from common.model.architecture.config import ModelConfig
+from common.model.files.hf import fused_parts
 from services.engine.sglang import v0_5
 
 THEIRS = {  # our fused matrices by SGLang's names

@@ -15,8 +15,8 @@ from queue import Empty, SimpleQueue
 import numpy as np
 
 from common.api.engine import Finish
-from common.clock import Clock
-from common.errors import MeshError
+from common.base.clock import Clock
+from common.base.errors import MeshError
 from common.generation.builtin.stop_text import MARGIN, StopText, begin_of
 from common.generation.contract import Flush, Piece, Request, flush_of
 from services.engine.sglang import v0_5

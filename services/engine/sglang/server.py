@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.clock import Clock
-from common.errors import ConfigError, DeadlineExceeded, PeerLost, RemoteFailure
+from common.base.clock import Clock
+from common.base.errors import ConfigError, DeadlineExceeded, PeerLost, RemoteFailure
 from common.generation.served_by_sglang import served_by_sglang
-from common.model.config import ModelConfig
-from common.process.handle import Child
-from common.process.host import Host, Stoppable
-from common.process.log_bounds import bound_file
+from common.mesh.process.handle import Child
+from common.mesh.process.host import Host, Stoppable
+from common.mesh.process.output.log_bounds import bound_file
+from common.model.architecture.config import ModelConfig
 from services.engine.sglang import v0_5
 from services.engine.sglang.http import UNAUTHORIZED, Http
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from common.model.config import ModelConfig
+from common.model.architecture.config import ModelConfig
 from services.engine.sglang.control import UPDATE_S, Control
 from services.engine.sglang.engine import ServedEngine, SGLangEngine
 from services.engine.sglang.health import HealthWatch

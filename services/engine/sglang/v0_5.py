@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.api.engine import Finish
-from common.errors import Refused, RemoteFailure
+from common.base.errors import Refused, RemoteFailure
 from common.generation.contract import Request
 
 ENVIRONMENT = {

@@ -24,7 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
-from common.errors import ConfigError, MeshError, RemoteFailure
+from common.base.errors import ConfigError, MeshError, RemoteFailure
 from services.engine.sglang import v0_5
 from services.engine.sglang.http import Http, Pending
 

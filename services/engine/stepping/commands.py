@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from common.clock import Clock
-from common.errors import MeshError
+from common.base.clock import Clock
+from common.base.errors import MeshError
 
 R = TypeVar("R")
 

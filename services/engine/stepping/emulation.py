@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from common.api.engine import Finish
-from common.clock import Clock
+from common.base.clock import Clock
 from common.generation.contract import Flush, TokenEngine, joined, rows_of
 from common.job.pace import LATE, Pace
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from common.api.engine import Attach, Finish, Tokens
-from common.errors import Refused
+from common.base.errors import Refused
 from common.generation.contract import NO_FLOATS, Flush
 
 EMPTY = Flush(

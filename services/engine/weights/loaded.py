@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from common.api.turns import TURN_S
+from common.api.worker.turns import TURN_S
 from common.generation.contract import NO_VERSION, Quarantined, TokenEngine, replacing
-from common.runtime.mesh import Mesh
-from common.runtime.residents.turns import Turns
-from common.weights.images import outline
+from common.mesh.residents.turns import Turns
+from common.mesh.runtime.mesh import Mesh
+from common.weights.layout.images import outline
 from services.engine.kv.host_cache import HostCache
 from services.engine.measurement.pauses import Pauses
 from services.engine.stepping.commands import BETWEEN_S, Commands

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 
-from common.errors import DeadlineExceeded, Refused
+from common.base.errors import DeadlineExceeded, Refused
 from common.generation.contract import TokenEngine
-from common.model.storages import trim
-from common.pool.rows import Tier
-from common.runtime.mesh import Mesh
-from common.runtime.residents.tiers import Keep, Take
+from common.mesh.residents.tiers import Keep, Take
+from common.mesh.runtime.mesh import Mesh
+from common.model.files.storages import trim
+from common.state.pool.workers.rows import Tier
 from services.engine.stepping.commands import Commands
 from services.engine.weights.loaded import EngineWeights
 

@@ -9,15 +9,15 @@ from typing import Any
 
 from common.api.trainer import Restage, Trainer
 from common.api.weights import Manifest
-from common.errors import ConfigError, Damaged, MeshError, NotFound
-from common.runtime.mesh import Mesh
+from common.base.errors import ConfigError, Damaged, MeshError, NotFound
+from common.mesh.runtime.mesh import Mesh
 from common.state import jobs
-from common.weights.images import Image
+from common.weights.bulk.port import BulkClient
+from common.weights.layout.images import Image
 from common.weights.receive import Receiver
 from common.weights.ways.bringing import Bringing
 from common.weights.ways.collective import Collective
 from common.weights.ways.peer import Pulled
-from common.wire.bulk.port import BulkClient
 
 TRIES = 5  # a version that was damaged each time it was written: the disk does it
 # For a trainer that does not answer, because it is being started, or cannot write it again. One

@@ -28,7 +28,7 @@ def lend(package: str) -> None:
 if __name__ == "__main__":
     for name in ("common", "services"):
         lend(name)
-    from common.process.ends import failure
+    from common.mesh.process.ends import failure
 
     try:
         from services.environment.verifying.main import main

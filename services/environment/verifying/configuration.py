@@ -17,7 +17,7 @@ from verifiers.v1 import (
 )
 from verifiers.v1.runtimes import runtime_is_local
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from services.environment.verifying import harness
 
 SHELL = "bash"  # the harness of `verifiers` for tasksets that bring none

@@ -19,12 +19,12 @@ from typing import Any
 import msgpack
 from verifiers.v1 import Env, ModelContext
 
+from common.base.errors import MeshError
 from common.environment.framing import checked, encodable, frames, packed
 from common.environment.making import making
-from common.errors import MeshError
-from common.model.chat import Chat
-from common.model.tokenizer import Tokenizer
-from common.process.child import CHANNEL_FD, FRAME_LIMIT
+from common.mesh.process.entry.child import CHANNEL_FD, FRAME_LIMIT
+from common.model.chat.chat import Chat
+from common.model.tokens.tokenizer import Tokenizer
 from services.environment.verifying import configuration, harness
 from services.environment.verifying.client import ENGINES, MODEL, EngineClient, serving
 from services.environment.verifying.episode import Episode, RolloutFailed

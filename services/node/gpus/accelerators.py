@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from common.errors import ConfigError
-from common.gpus.devices import Device
-from common.gpus.found import ANSWER_S, enough, ours
-from common.gpus.visible import CUDA
+from common.base.errors import ConfigError
+from common.hardware.gpus.devices import Device
+from common.hardware.gpus.found import ANSWER_S, enough, ours
+from common.hardware.gpus.visible import CUDA
 from common.hardware.profiles import CPU, declared, kind_of
-from common.process.host import Host
+from common.mesh.process.host import Host
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from common.errors import DeadlineExceeded, StateUnavailable
-from common.gpus.driver import GpuLost, GpuTrouble, NoDriver
-from common.pool.rows import Budget, Doing, Gang, Report, Tier
-from common.process.handle import Child
-from common.state import pool
-from common.state.client import State
+from common.base.errors import DeadlineExceeded, StateUnavailable
+from common.hardware.gpus.driver import GpuLost, GpuTrouble, NoDriver
+from common.mesh.process.handle import Child
+from common.state.pool.store import store as pool
+from common.state.pool.workers.rows import Budget, Doing, Gang, Report, Tier
+from common.state.redis.client import State
 from services.node.residents.budgets import OverBudget
 from services.node.residents.process import ROOM_AGAIN_S, Around
 from services.node.residents.roles import RoleWish

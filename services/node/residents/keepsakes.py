@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from common.api.segments import FindSegment
-from common.errors import Damaged
-from common.pool.rows import Budget, Tier
-from common.records.kept import File, Mapped, Medium, head_of
-from common.settings import kept_file
+from common.api.worker.segments import FindSegment
+from common.base.errors import Damaged
+from common.base.files.kept import File, Mapped, Medium, head_of
+from common.base.host.settings import kept_file
+from common.state.pool.workers.rows import Budget, Tier
 from services.node.residents.process import Around
 
 LOOK_S = 30.0  # to read a head from a busy disk

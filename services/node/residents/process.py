@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.api.role import Drain, Resting, Settle
-from common.errors import (
+from common.api.calls.role import Drain, Resting, Settle
+from common.base.errors import (
     ConfigError,
     DeadlineExceeded,
     Fenced,
@@ -22,17 +22,17 @@ from common.errors import (
     StateUnavailable,
     StorageFull,
 )
-from common.gpus.driver import GpuLost, GpuTrouble, NoDriver
-from common.gpus.visible import CUDA
-from common.pool.rows import Budget, Doing, Tier
-from common.process.ends.failure import Failure, end_of
-from common.process.handle import Child
-from common.process.supervision.lease_watch import LeaseWatch
-from common.process.supervision.supervisor import NO_START, ChildSpec, End, Hooks, Supervisor
-from common.runtime.mesh import Mesh
-from common.settings import ACCELERATOR_ENV, DEVICE_ENV, WORKER_ENV
+from common.base.host.settings import ACCELERATOR_ENV, DEVICE_ENV, WORKER_ENV
+from common.hardware.gpus.driver import GpuLost, GpuTrouble, NoDriver
+from common.hardware.gpus.visible import CUDA
+from common.mesh.process.ends.failure import Failure, end_of
+from common.mesh.process.handle import Child
+from common.mesh.process.supervision.ended import Report, Reports
+from common.mesh.process.supervision.lease_watch import LeaseWatch
+from common.mesh.process.supervision.supervisor import NO_START, ChildSpec, End, Hooks, Supervisor
+from common.mesh.runtime.mesh import Mesh
 from common.state import jobs, registry
-from common.state.ended import Report, Reports
+from common.state.pool.workers.rows import Budget, Doing, Tier
 from services.node.residents.budgets import Budgets, OverBudget
 from services.node.residents.roles import RoleWish
 from services.node.residents.room import GpuFull, GpuRoom

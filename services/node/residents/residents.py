@@ -12,13 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from common.api.segments import DropSegment
-from common.errors import DeadlineExceeded, StateUnavailable
-from common.pool.rows import Doing, Report, Tier
-from common.process.handle import Child
-from common.process.supervision.lease_watch import LeaseWatch
-from common.settings import kept_file
-from common.state import pool
+from common.api.worker.segments import DropSegment
+from common.base.errors import DeadlineExceeded, StateUnavailable
+from common.base.host.settings import kept_file
+from common.mesh.process.handle import Child
+from common.mesh.process.supervision.lease_watch import LeaseWatch
+from common.state.pool.store import store as pool
+from common.state.pool.workers.rows import Doing, Report, Tier
 from services.node.residents.keeping import Keeping, kept
 from services.node.residents.keepsakes import left_by
 from services.node.residents.process import Around, RoleProcess

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from common.errors import ConfigError
-from common.pool import names
-from common.pool.rows import Gang, Report, Resident, Role, Tier
-from common.pool.seat import Seat
+from common.base.errors import ConfigError
+from common.state.pool.workers import names
+from common.state.pool.workers.rows import Gang, Report, Resident, Role, Tier
+from common.state.pool.workers.seat import Seat
 
 COMMANDS: Mapping[str, list[str]] = {
     Role.ROLLOUT: [sys.executable, "-m", "services.engine"],

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from common.errors import NotFound
-from common.gpus import driver
-from common.gpus.devices import Memory
-from common.pool.asking import need_of
-from common.pool.budgets import takes
-from common.pool.rows import Resident
-from common.runtime.mesh import Mesh
+from common.base.errors import NotFound
+from common.hardware.gpus import driver
+from common.hardware.gpus.devices import Memory
+from common.mesh.runtime.mesh import Mesh
 from common.state import jobs
+from common.state.pool.demand.asking import need_of
+from common.state.pool.placing.budgets import takes
+from common.state.pool.workers.rows import Resident
 from services.node.residents.budgets import OverBudget
 
 CONTEXT = 512 << 20  # what a process takes for CUDA itself, before its first tensor

@@ -11,16 +11,16 @@ from types import TracebackType
 from typing import Self
 
 from common.api.node import Worker
-from common.api.segments import (
+from common.api.worker.segments import (
     DropSegment,
     FindSegment,
     MakeSegment,
     Segment,
     SegmentDropped,
 )
-from common.errors import StorageFull
-from common.records.kept import segment_name
-from common.runtime.actor import Actor, call
+from common.base.errors import StorageFull
+from common.base.files.kept import segment_name
+from common.mesh.runtime.calls.actor import Actor, call
 
 SPARE_BYTES = 64 << 20  # of the host's memory that no segment takes: something has to answer
 

@@ -13,15 +13,15 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from common.api.node import Worker
-from common.api.turns import EndResident, GiveBack, GivenBack, ResidentEnded, TakeTurn, Turn
-from common.errors import DeadlineExceeded, MeshError, StateUnavailable
-from common.pool.names import worker_process
-from common.pool.rows import Gang
-from common.runtime.actor import Actor, call
-from common.runtime.mesh import Mesh
-from common.runtime.patience import NotThere
-from common.runtime.tasks import all_of
+from common.api.worker.turns import EndResident, GiveBack, GivenBack, ResidentEnded, TakeTurn, Turn
+from common.base.errors import DeadlineExceeded, MeshError, StateUnavailable
+from common.mesh.runtime.calls.actor import Actor, call
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import NotThere
+from common.mesh.runtime.tasks import all_of
 from common.state import registry
+from common.state.pool.workers.names import worker_process
+from common.state.pool.workers.rows import Gang
 from services.node.residents.turns import GrantedTurn, Leases, TurnOrder, TurnRequest
 
 Kill = Callable[[str, int, str], Awaitable[None]]  # resident, generation, why; returns when dead

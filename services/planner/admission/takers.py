@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from common.pool.names import TAKEN, service
-from common.pool.needs import Need, PlannedJob
-from common.pool.snapshot import LEFT, Host, Snapshot
-from common.pool.taking import nowhere, refusal
+from common.state.pool.demand.needs import Need, PlannedJob
+from common.state.pool.placing.snapshot import LEFT, Host, Snapshot
+from common.state.pool.placing.taking import nowhere, refusal
+from common.state.pool.workers.names import TAKEN, service
 from services.planner.admission.sharing import started
 from services.planner.pool.presence import Presence
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from common.pool.decisions import Judge, Why
-from common.pool.explained import OPENING, STAGE_TIME
-from common.pool.needs import PlannedJob
-from common.pool.rows import Role
 from common.state.jobs import Phase
+from common.state.pool.demand.needs import PlannedJob
+from common.state.pool.placing.decisions import Judge, Why
+from common.state.pool.store.explained import OPENING, STAGE_TIME
+from common.state.pool.workers.rows import Role
 from services.planner.balance import trials
 from services.planner.balance.learning import noted
 from services.planner.balance.opening import opened, opens

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from common.pool.needs import PlannedJob
+from common.state.pool.demand.needs import PlannedJob
 from services.planner.balance.opening import asked_of
 from services.planner.balance.watch import SplitWatch
 from services.planner.costs.correction import Correction

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from common.pool.explained import OPENING
-from common.pool.measured import kind_of
-from common.pool.needs import PlannedJob
+from common.state.pool.demand.measured import kind_of
+from common.state.pool.demand.needs import PlannedJob
+from common.state.pool.store.explained import OPENING
 from services.planner.balance.standing import Pressed, curves_of, host_cores, terms_of
 from services.planner.balance.watch import SplitWatch
 from services.planner.costs.correction import Correction

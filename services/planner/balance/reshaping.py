@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from common.pool.decisions import Place, Why
-from common.pool.measured import LEVELS, Lengths, kind_of
-from common.pool.needs import PlannedJob
+from common.state.pool.demand.measured import LEVELS, Lengths, kind_of
+from common.state.pool.demand.needs import PlannedJob
+from common.state.pool.placing.decisions import Place, Why
 from services.planner.balance import shapes
 from services.planner.balance.shapes import RolloutShape, ShapeRoom
 from services.planner.balance.standing import Pressed, explained, refused, terms_of

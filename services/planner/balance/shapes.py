@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.pool.measured import LEVELS, Lengths
+from common.state.pool.demand.measured import LEVELS, Lengths
 from services.planner.costs.training import TrainingLayout
 from services.planner.layouts.allocation import LayoutPlan, Timed, allocate
 from services.planner.layouts.grouping import LengthGroup, alike, groups_for, quantiles

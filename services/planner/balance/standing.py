@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from common.pool.decisions import Finish
-from common.pool.measured import Curve
-from common.pool.needs import PlannedJob
+from common.state.pool.demand.measured import Curve
+from common.state.pool.demand.needs import PlannedJob
+from common.state.pool.placing.decisions import Finish
 from services.planner.balance import triggers
 from services.planner.balance.watch import SplitWatch
 from services.planner.forecast.accounts import StepMark, Window

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.hardware import profiles
 from common.hardware.shapes import ModelShape
 from common.job.pace import training_profile

@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.hardware.profiles import declared
+from common.hardware.zebra.asymmetry import RankCounts
+from common.hardware.zebra.costs import BACKWARD
+from common.hardware.zebra.kinds import declared_profile
+from common.hardware.zebra.profile import AcceleratorCosts, Profile, kind_of_table
+from common.hardware.zebra.shapes import MICROS, CoreShape, shape_of
+from common.hardware.zebra.together import expert_parallel_s, fits_together
 from common.job.pace import DeclaredPace, declared_pace
-from common.pool.measured import LEVELS, Lengths
-from common.pool.needs import PlannedJob
-from common.pool.rows import Apart
-from common.zebra.asymmetry import RankCounts
-from common.zebra.costs import BACKWARD
-from common.zebra.kinds import declared_profile
-from common.zebra.profile import AcceleratorCosts, Profile, kind_of_table
-from common.zebra.shapes import MICROS, CoreShape, shape_of
-from common.zebra.together import expert_parallel_s, fits_together
+from common.state.pool.demand.measured import LEVELS, Lengths
+from common.state.pool.demand.needs import PlannedJob
+from common.state.pool.workers.rows import Apart
 
 AGAIN = 1.0  # times a forward that a backward takes longer where activations are computed again
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from common.hardware.profiles import Accelerator
 from common.hardware.shapes import ModelShape
-from common.pool.measured import Curve
+from common.state.pool.demand.measured import Curve
 from kernels.cost import expected
 from services.planner.costs.collectives import all_reduce_s
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from common.pool.measured import FIELDS, Measured, Work
+from common.state.pool.demand.measured import FIELDS, Measured, Work
 
 # A window lasts so long at least: processes tell their counts with each renewal of their leases,
 # every 1.5 s, and not at the same moment.

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.hardware import profiles
 from common.job.pace import COLLECTIVES_SHARE, Pace, profile
-from common.pool.measured import Curve
-from common.pool.needs import PlannedJob
+from common.state.pool.demand.measured import Curve
+from common.state.pool.demand.needs import PlannedJob
 from services.planner.costs.correction import Correction, CorrectionKey
 from services.planner.costs.rollout import TYPICAL, EngineGang
 

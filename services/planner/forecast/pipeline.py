@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from common.pool.measured import LEVELS
+from common.state.pool.demand.measured import LEVELS
 from services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms, share
 
 TRAJECTORIES = 800  # that are played in all, and

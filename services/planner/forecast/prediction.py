@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from common.pool.measured import Curve, Lengths
+from common.state.pool.demand.measured import Curve, Lengths
 from services.planner.forecast.accounts import Window
 from services.planner.forecast.pipeline import played_s
 from services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms, share

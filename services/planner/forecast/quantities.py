@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from common.pool.measured import Curve
+from common.state.pool.demand.measured import Curve
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
 from common.hardware.profiles import declared, kind_of
-from common.pool.budgets import room, takes
-from common.pool.decisions import Why
-from common.pool.documents import numbered
-from common.pool.needs import PlannedJob
-from common.pool.rows import Role, Tier
+from common.state.pool.demand.needs import PlannedJob
+from common.state.pool.placing.budgets import room, takes
+from common.state.pool.placing.decisions import Why
+from common.state.pool.store.documents import numbered
+from common.state.pool.workers.rows import Role, Tier
 from services.planner.pool.draft import Draft
 from services.planner.pool.team import Seated, Team
 

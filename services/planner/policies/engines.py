@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.pool.decisions import Why
-from common.pool.documents import numbered
-from common.pool.needs import PlannedJob
-from common.pool.rows import Role
-from common.pool.snapshot import Move
+from common.state.pool.demand.needs import PlannedJob
+from common.state.pool.placing.decisions import Why
+from common.state.pool.placing.snapshot import Move
+from common.state.pool.store.documents import numbered
+from common.state.pool.workers.rows import Role
 from services.planner.policies.gathering import NEVER, GatheredWorkers, gather, helps, holds, idle
 from services.planner.policies.moves import way_back
 from services.planner.pool.draft import Draft

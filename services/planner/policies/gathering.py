@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from common.pool.budgets import room, takes
-from common.pool.documents import numbered
-from common.pool.needs import Need
-from common.pool.rows import Role, Tier
+from common.state.pool.demand.needs import Need
+from common.state.pool.placing.budgets import room, takes
+from common.state.pool.store.documents import numbered
+from common.state.pool.workers.rows import Role, Tier
 from services.planner.pool.draft import Draft
 from services.planner.pool.team import Seated
 

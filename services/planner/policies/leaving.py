@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.pool.decisions import HostGone, Lose, Why
-from common.pool.needs import PlannedJob
+from common.state.pool.demand.needs import PlannedJob
+from common.state.pool.placing.decisions import HostGone, Lose, Why
 from services.planner.admission.sharing import PoolDivision
 from services.planner.pool.draft import Draft
 from services.planner.pool.presence import Presence, gone_for

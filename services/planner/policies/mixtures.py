@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.hardware.profiles import kind_of
-from common.pool.decisions import Why
-from common.pool.measured import Work
-from common.pool.needs import PlannedJob
-from common.pool.rows import Apart, Tier
+from common.state.pool.demand.measured import Work
+from common.state.pool.demand.needs import PlannedJob
+from common.state.pool.placing.decisions import Why
+from common.state.pool.workers.rows import Apart, Tier
 from services.planner.costs.mixtures import Foretold, foretold
 from services.planner.pool.draft import Draft
 from services.planner.pool.team import Seated

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from common.pool.decisions import Finish, Why
-from common.pool.needs import PlannedJob
-from common.pool.rows import Doing, Role
-from common.pool.snapshot import Move
+from common.state.pool.demand.needs import PlannedJob
+from common.state.pool.placing.decisions import Finish, Why
+from common.state.pool.placing.snapshot import Move
+from common.state.pool.workers.rows import Doing, Role
 from services.planner.pool.draft import Draft
 from services.planner.pool.team import Seated
 

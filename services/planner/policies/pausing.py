@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.pool.budgets import room, sleeps
-from common.pool.decisions import Admit, Why
-from common.pool.documents import numbered
-from common.pool.needs import PlannedJob
-from common.pool.rows import Doing, Tier
+from common.state.pool.demand.needs import PlannedJob
+from common.state.pool.placing.budgets import room, sleeps
+from common.state.pool.placing.decisions import Admit, Why
+from common.state.pool.store.documents import numbered
+from common.state.pool.workers.rows import Doing, Tier
 from services.planner.admission.sharing import PoolDivision, started
 from services.planner.pool.draft import Draft
 from services.planner.pool.team import Seated

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-from common.pool.budgets import room, takes
-from common.pool.decisions import Why
-from common.pool.needs import PlannedJob
-from common.pool.rows import Role, Tier
+from common.state.pool.demand.needs import PlannedJob
+from common.state.pool.placing.budgets import room, takes
+from common.state.pool.placing.decisions import Why
+from common.state.pool.workers.rows import Role, Tier
 from services.planner.policies import engines
 from services.planner.policies.cores import place_core
 from services.planner.policies.gathering import helps

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from common.pool.decisions import Decline, Why
-from common.pool.names import service
-from common.pool.needs import PlannedJob
-from common.pool.rows import Role
-from common.pool.snapshot import Request
+from common.state.pool.demand.needs import PlannedJob
+from common.state.pool.placing.decisions import Decline, Why
+from common.state.pool.placing.snapshot import Request
+from common.state.pool.workers.names import service
+from common.state.pool.workers.rows import Role
 from services.planner.admission.sharing import PoolDivision
 from services.planner.admission.takers import Takers
 from services.planner.policies import engines

@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from common.pool.decisions import Serve, Why
-from common.pool.names import sandbox, service, shard
-from common.pool.needs import PlannedJob
-from common.pool.snapshot import LEFT
+from common.state.pool.demand.needs import PlannedJob
+from common.state.pool.placing.decisions import Serve, Why
+from common.state.pool.placing.snapshot import LEFT
+from common.state.pool.workers.names import sandbox, service, shard
 from services.planner.admission.sharing import PoolDivision, started
 from services.planner.admission.takers import Takers
 from services.planner.pool.draft import Draft

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from common.pool.decisions import Decision, Dissolve, Form, Place, Remove, Why
-from common.pool.documents import numbered
-from common.pool.rows import Apart, Gang, Resident, Role, Worker
-from common.pool.snapshot import Move, Snapshot
+from common.state.pool.placing.decisions import Decision, Dissolve, Form, Place, Remove, Why
+from common.state.pool.placing.snapshot import Move, Snapshot
+from common.state.pool.store.documents import numbered
+from common.state.pool.workers.rows import Apart, Gang, Resident, Role, Worker
 from services.planner.pool.team import Seated, Team
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from common.pool.documents import numbered
-from common.pool.rows import Worker
-from common.pool.snapshot import LEFT, Snapshot
+from common.state.pool.placing.snapshot import LEFT, Snapshot
+from common.state.pool.store.documents import numbered
+from common.state.pool.workers.rows import Worker
 
 
 @dataclass(frozen=True, slots=True)

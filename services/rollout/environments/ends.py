@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from common.errors import ConfigError, MeshError, PeerLost
-from common.process.ends.failure import end_of
-from common.process.handle import Child
-from common.runtime.mesh import Mesh
-from common.state.ended import Report, Reports
+from common.base.errors import ConfigError, MeshError, PeerLost
+from common.mesh.process.ends.failure import end_of
+from common.mesh.process.handle import Child
+from common.mesh.process.supervision.ended import Report, Reports
+from common.mesh.runtime.mesh import Mesh
 
 KILLED = -9
 ENDING_S = 2.0  # from the end of its channel until its exit status can be read

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgpack
 
+from common.base.errors import DeadlineExceeded, MeshError, PeerLost
+from common.base.host.settings import WITHOUT_SETTINGS
 from common.environment.framing import frames, packed
-from common.errors import DeadlineExceeded, MeshError, PeerLost
-from common.process.handle import Child
-from common.runtime.mesh import Mesh
-from common.settings import WITHOUT_SETTINGS
+from common.mesh.process.handle import Child
+from common.mesh.runtime.mesh import Mesh
 from services.rollout.environments.ends import EnvironmentEnds, EnvironmentLost
 from services.rollout.environments.process import (
     EnvironmentHung,

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.job.job_data import JobData
-from common.runtime.mesh import Mesh
+from common.job.bundle.job_data import JobData
+from common.mesh.runtime.mesh import Mesh
 from services.rollout.environments.ends import EnvironmentLost
 from services.rollout.environments.episodes import EpisodeProcess
 from services.rollout.environments.process import (

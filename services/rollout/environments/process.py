@@ -10,12 +10,12 @@ from typing import Any
 
 import msgpack
 
+from common.base.errors import BadMessage, DeadlineExceeded, MeshError, ToolFailed
+from common.base.host.settings import WITHOUT_SETTINGS
 from common.environment.framing import frames, packed
-from common.errors import BadMessage, DeadlineExceeded, MeshError, ToolFailed
-from common.process.handle import Child
-from common.runtime.calls.batcher import Batcher
-from common.runtime.mesh import Mesh
-from common.settings import WITHOUT_SETTINGS
+from common.mesh.process.handle import Child
+from common.mesh.runtime.calls.batcher import Batcher
+from common.mesh.runtime.mesh import Mesh
 from services.rollout.environments.ends import EnvironmentEnds, EnvironmentLost
 from services.rollout.trajectories.failures import TrajectoryFailed
 

@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from common.api.bulk import GROUPS
+from common.api.transfer.bulk import GROUPS
 from common.api.weights import Group
-from common.records.experts import laid_out
-from common.records.lineages import NATIVE
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
+from common.base.encoding.blob import pack
+from common.base.experts import laid_out
+from common.base.lineages import NATIVE
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
 from common.state import groups as rows
-from common.wire.blob import pack
-from common.wire.bulk.port import BulkClient
-from common.wire.weight_store import put
+from common.weights.bulk.port import BulkClient
+from common.weights.store.weight_store import put
 from services.rollout.rewards.scoring import beside
 from services.rollout.trajectories.trajectory import Ending, Trajectory
 

@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.api.engine import Finish, Tokens
-from common.errors import BadMessage
-from common.records.experts import laid_out
+from common.base.encoding.messages import Array
+from common.base.errors import BadMessage
+from common.base.experts import laid_out
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.telemetry.stopwatch import UNTIMED
 from common.records.token_record import TokenRows, some
-from common.runtime.mesh import Mesh
-from common.telemetry.stopwatch import UNTIMED
-from common.wire.messages import Array
 from services.rollout.record.staging import NOBODY, OpenRequest, Staging
 from services.rollout.trajectories.trajectory import Trajectory
 

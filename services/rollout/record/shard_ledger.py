@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import Damaged, StorageFull
-from common.job.job_data import JobData
-from common.pool.names import service
-from common.records import damage
+from common.base.errors import Damaged, StorageFull
+from common.base.files import damage
+from common.job.bundle.job_data import JobData
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
 from common.records.ledger import (
     HEADER,
     MAX_RECORD,
@@ -28,10 +29,9 @@ from common.records.ledger import (
     segments,
 )
 from common.records.token_record import MEMBER_BITS, TokenRows, in_parts, some
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
 from common.state import events
 from common.state import groups as rows
+from common.state.pool.workers.names import service
 from services.rollout.trajectories.trajectory import Restored, Trajectory
 
 SYNC_S = 0.05  # what a host crash may cost (`fsync_ms`)

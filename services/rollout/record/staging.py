@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import Overloaded
-from common.records.experts import NO_EXPERTS, UNKNOWN
+from common.base.errors import Overloaded
+from common.base.experts import NO_EXPERTS, UNKNOWN
 from common.records.token_record import TokenRows, some
 from services.rollout.trajectories.trajectory import Trajectory
 

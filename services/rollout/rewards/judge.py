@@ -6,12 +6,12 @@ import math
 import re
 from typing import Any, Protocol
 
-from common.errors import ToolFailed
+from common.base.errors import ToolFailed
 from common.grading.answers import answer_of
+from common.job.bundle.job_data import JobData
 from common.job.config import JudgeConfig
-from common.job.job_data import JobData
-from common.model.chat import ANYWHERE
-from common.runtime.mesh import Mesh
+from common.mesh.runtime.mesh import Mesh
+from common.model.chat.chat import ANYWHERE
 from services.rollout.rewards.scoring import Scorer
 
 SAID = 200  # characters of an answer that an error shows

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from common.job.config import JudgeConfig
-from common.runtime.mesh import Mesh
+from common.mesh.runtime.mesh import Mesh
 from services.rollout.rewards.judge import SAID, JudgeFailed, parsed, question
 
 FIRST_RETRY_S = 1.0

@@ -30,13 +30,14 @@ from common.api.sandbox import (
     Sandbox,
     ToolCall,
 )
-from common.errors import DeadlineExceeded, MeshError, NotFound, Overloaded, ToolFailed
-from common.job import builtin, bundle_files, loading
-from common.job.job_data import MODULES, JobData
-from common.pool.names import sandbox, service
-from common.runtime.calls.batcher import Batcher
-from common.runtime.mesh import Mesh
+from common.base.errors import DeadlineExceeded, MeshError, NotFound, Overloaded, ToolFailed
+from common.job import builtin
+from common.job.bundle import bundle_files, loading
+from common.job.bundle.job_data import MODULES, JobData
+from common.mesh.runtime.calls.batcher import Batcher
+from common.mesh.runtime.mesh import Mesh
 from common.state import registry
+from common.state.pool.workers.names import sandbox, service
 from services.rollout.trajectories.failures import REWARD, Failures, TrajectoryFailed
 
 Q = TypeVar("Q")

@@ -8,13 +8,13 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from common.api.calls.interface import Call
 from common.api.scoring import JudgeBatch, ScoreBatch, Scoring, scoring_name
-from common.errors import MeshError, RemoteFailure, ToolFailed
-from common.job.job_data import JobData
-from common.runtime.calls.batcher import Batcher
-from common.runtime.interface import Call
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
+from common.base.errors import MeshError, RemoteFailure, ToolFailed
+from common.job.bundle.job_data import JobData
+from common.mesh.runtime.calls.batcher import Batcher
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
 from services.rollout.trajectories.trajectory import Trajectory
 
 Q = TypeVar("Q")

@@ -20,10 +20,10 @@ from common.api.engine import (
     Submit,
     Tokens,
 )
-from common.errors import MeshError, Refused
-from common.runtime.calls.batcher import Batcher
-from common.runtime.mesh import Mesh
-from common.runtime.ref import Ref
+from common.base.errors import MeshError, Refused
+from common.mesh.runtime.calls.batcher import Batcher
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.ref import Ref
 from services.rollout.record.staging import OpenRequest
 from services.rollout.routing import balance
 from services.rollout.routing.cache_moves import MoveCosts

@@ -11,11 +11,11 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from common.errors import StorageFull
-from common.process.host import Host
-from common.records.append_file import AppendFile
-from common.records.damage import set_aside
-from common.records.lines import line, row_of
+from common.base.errors import StorageFull
+from common.base.files.append_file import AppendFile
+from common.base.files.damage import set_aside
+from common.base.files.lines import line, row_of
+from common.mesh.process.host import Host
 from services.rollout.routing.lengths import HISTORY, Past
 
 NAME = "lengths.jsonl"

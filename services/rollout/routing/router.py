@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 from common.api.engine import Sampling
-from common.errors import MeshError
-from common.occupancy import Occupancy
-from common.runtime.mesh import Mesh
+from common.base.errors import MeshError
+from common.base.occupancy import Occupancy
+from common.mesh.runtime.mesh import Mesh
 from services.rollout.routing import balance
 from services.rollout.routing.cmlfq import Scheduler
 from services.rollout.routing.degree_buckets import Engine

@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import Protocol
 
 from common.api.engine import Finish
-from common.errors import MeshError, ToolFailed
-from common.job_clock import JobClock
-from common.occupancy import Occupancy
+from common.base.errors import MeshError, ToolFailed
+from common.base.job_clock import JobClock
+from common.base.occupancy import Occupancy
 from services.rollout.record.staging import OpenRequest
 from services.rollout.routing.cmlfq import Course
 from services.rollout.routing.engine_link import EngineLink

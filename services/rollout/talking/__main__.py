@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from common.errors import MeshError, NotFound, ToolFailed
-from common.process.host import SystemHost
+from common.base.errors import MeshError, NotFound, ToolFailed
+from common.mesh.process.host import SystemHost
 from services.rollout.talking.console import ChatConsole
 from services.rollout.talking.partner import Partner
 from services.rollout.talking.program import job_of, parser_of, run, seed_of

@@ -6,8 +6,8 @@ import json
 import sys
 from typing import Any
 
-from common.process.host import SystemHost
-from common.terminal import behind, visible
+from common.base.host.terminal import behind, visible
+from common.mesh.process.host import SystemHost
 from services.rollout.talking.partner import Played
 
 THINKING_S = 7 * 86_400.0  # that a person may take for what they say

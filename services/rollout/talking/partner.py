@@ -25,17 +25,17 @@ from common.api.sandbox import (
     RunTools,
     ToolCall,
 )
-from common.errors import MeshError, Refused, ToolFailed, from_wire
+from common.base.encoding.messages import decode, encode
+from common.base.errors import MeshError, Refused, ToolFailed, from_wire
 from common.generation.builtin.build import TorchEngine, build
 from common.generation.contract import Request
 from common.job.builtin import PERSON
-from common.job.job_data import JobData
-from common.model.hf import load_model
-from common.model.tokenizer import Tokenizer
-from common.model.vocabulary import with_tokenizer
-from common.process.handle import Child
-from common.process.host import Host
-from common.wire.messages import decode, encode
+from common.job.bundle.job_data import JobData
+from common.mesh.process.handle import Child
+from common.mesh.process.host import Host
+from common.model.files.hf import load_model
+from common.model.tokens.tokenizer import Tokenizer
+from common.model.tokens.vocabulary import with_tokenizer
 from services.rollout.environments.pool import command
 from services.rollout.environments.process import START_S, answer_of, dismissed, message_of
 from services.rollout.rewards.sandboxes import KEPT, load_request

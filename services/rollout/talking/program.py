@@ -10,10 +10,10 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, MeshError
-from common.job.job_data import JobData
-from common.random import Random
-from common.terminal import guarded_output, print_traceback, visible
+from common.base.errors import ConfigError, MeshError
+from common.base.host.terminal import guarded_output, print_traceback, visible
+from common.base.random import Random
+from common.job.bundle.job_data import JobData
 
 INTERRUPTED = 130
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import ToolFailed
-from common.job.job_data import JobData
-from common.process.host import SystemHost
+from common.base.errors import ToolFailed
+from common.job.bundle.job_data import JobData
+from common.mesh.process.host import SystemHost
 from services.rollout.talking.console import ChatConsole
 from services.rollout.talking.partner import Partner, Played
 from services.rollout.talking.program import job_of, parser_of, run, seed_of

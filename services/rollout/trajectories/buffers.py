@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.records.experts import NO_EXPERTS, UNKNOWN
+from common.base.experts import NO_EXPERTS, UNKNOWN
 
 NOT_SAMPLED = -1  # weight version of a token that the model did not sample
 FIRST_TOKENS = 64  # room that a buffer begins with
@@ -70,7 +70,7 @@ class TokenBuffer:
 
     @property
     def experts(self) -> ExpertIds:
-        """int16 [length, layers x k] as `common.records.experts` has them; NO_EXPERTS if none
+        """int16 [length, layers x k] as `common.base.experts` has them; NO_EXPERTS if none
         came."""
         self._settle()
         return self._experts[: self._length]

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from common.errors import MeshError, ToolFailed
-from common.job.authored import place_in, without_place
-from common.runtime.mesh import Mesh
+from common.base.errors import MeshError, ToolFailed
+from common.job.bundle.authored import place_in, without_place
+from common.mesh.runtime.mesh import Mesh
 from common.state import events
 
 TELL_S = 5.0  # between two events of one kind, the first apart

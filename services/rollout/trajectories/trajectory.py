@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from common.mesh.telemetry.stopwatch import UNTIMED, Untimed
 from common.records.ledger import Kind, Record, group_of, trajectory_id
 from common.records.token_record import TokenRows, some
-from common.telemetry.stopwatch import UNTIMED, Untimed
 from services.rollout.trajectories.buffers import ExpertIds, Floats, Ints, TokenBuffer
 
 
@@ -92,7 +92,7 @@ class Trajectory:
 
     @property
     def experts(self) -> ExpertIds:
-        """The tokens' experts as `common.records.experts` lays them out: NO_EXPERTS if no token
+        """The tokens' experts as `common.base.experts` lays them out: NO_EXPERTS if no token
         came with any.
         """
         return self.buffer.experts

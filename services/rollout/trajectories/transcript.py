@@ -9,8 +9,8 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from common.errors import ConfigError
-from common.model.tokenizer import Tokenizer
+from common.base.errors import ConfigError
+from common.model.tokens.tokenizer import Tokenizer
 from services.rollout.trajectories.trajectory import Trajectory
 
 CUT_SHORT = ("length", "turns")  # why trajectories end that their environment has not ended

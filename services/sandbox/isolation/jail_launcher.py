@@ -15,12 +15,12 @@ from typing import Any
 
 import psutil
 
-from common.clock import Clock
-from common.errors import MeshError, PeerLost
-from common.job.runners import Runner
-from common.process.ends import limits as host_limits
-from common.process.host import Host
-from common.runtime.waits import WaitTable
+from common.base.clock import Clock
+from common.base.errors import MeshError, PeerLost
+from common.job.isolation.runners import Runner
+from common.mesh.process.ends import limits as host_limits
+from common.mesh.process.host import Host
+from common.mesh.runtime.calls.waits import WaitTable
 from services.sandbox.isolation.jails.jail import DRAIN_S, Jail, JailFailed, Ran
 from services.sandbox.isolation.jails.pipes import Output, Pipe
 from services.sandbox.isolation.jails.zygotes import Zygote, ZygoteSilent

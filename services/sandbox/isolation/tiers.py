@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.api.sandbox import JailSettings
-from common.clock import Clock, SystemClock
-from common.errors import MeshError
-from common.job.isolation import MEANING
-from common.job.runners import Runner
-from common.process import container
-from common.process.host import Host, SystemHost
+from common.base.clock import Clock, SystemClock
+from common.base.errors import MeshError
+from common.job.isolation.isolation import MEANING
+from common.job.isolation.runners import Runner
+from common.mesh.process import container
+from common.mesh.process.host import Host, SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter, interpreter_of
 from services.sandbox.isolation.resources import cgroups

@@ -10,9 +10,9 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.clock import Clock
-from common.state.client import State
-from common.state.ended import Report, Reports
+from common.base.clock import Clock
+from common.mesh.process.supervision.ended import Report, Reports
+from common.state.redis.client import State
 
 TELL_S = 5.0  # between two events of one name
 KILLED = -9  # what ended a process that was killed for what it did not do

@@ -15,8 +15,8 @@ from typing import Any
 import msgpack
 
 from common.api.sandbox import BAD_VALUE, CRASHED, POSTPONED, RAISED, TIMEOUT
-from common.clock import Clock
-from common.errors import (
+from common.base.clock import Clock
+from common.base.errors import (
     BadMessage,
     DeadlineExceeded,
     MeshError,
@@ -25,13 +25,13 @@ from common.errors import (
     Refused,
     ToolFailed,
 )
-from common.job.authored import placed
-from common.process.child import FRAME_LIMIT
-from common.process.ends import limits as host_limits
-from common.process.handle import Child, Usage
-from common.process.host import Host
-from common.runtime.waits import WaitTable
-from common.settings import WITHOUT_SETTINGS
+from common.base.host.settings import WITHOUT_SETTINGS
+from common.job.bundle.authored import placed
+from common.mesh.process.ends import limits as host_limits
+from common.mesh.process.entry.child import FRAME_LIMIT
+from common.mesh.process.handle import Child, Usage
+from common.mesh.process.host import Host
+from common.mesh.runtime.calls.waits import WaitTable
 from services.sandbox.outcomes.answer import Answer
 from services.sandbox.outcomes.ends import KILLED, Ends
 from services.sandbox.workers.slicing import Durations, charged_s, grows, slice_size

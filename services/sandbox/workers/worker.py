@@ -21,8 +21,8 @@ from typing import Any
 
 import msgpack
 
-from common.job.authored import beginning_of, place_of, placed
-from common.process.child import Channel
+from common.job.bundle.authored import beginning_of, place_of, placed
+from common.mesh.process.entry.child import Channel
 
 OK, BAD_VALUE, RAISED = "ok", "bad_value", "raised"  # as in common.api.sandbox, which imports numpy
 REWARD = "reward:"  # before a reward's number: what it returns is a finite number
@@ -156,7 +156,7 @@ def described(error: BaseException, directory: str) -> str:
     """Type, text, and the line of the job's code that raised."""
     text = shown_error(error)
     if isinstance(error, OSError | MemoryError | RuntimeError):
-        from common.process.ends import limits  # hardly ever needed
+        from common.mesh.process.ends import limits  # hardly ever needed
 
         if limit := limits.hit(error):
             text = f"{text}. {limit}"

@@ -4,7 +4,7 @@ first.
 
 from __future__ import annotations
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.job.config import AlgorithmConfig
 from services.trainer.algorithms import (
     cispo,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from common.errors import Refused
+from common.base.errors import Refused
 
 
 class GradientSum:

@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
-from common.model.decoder import Decoder
-from common.weights.images import load_tensor
-from common.weights.laying import Part
+from common.model.network.decoder import Decoder
+from common.weights.layout.images import load_tensor
+from common.weights.layout.laying import Part
 from services.trainer.algorithms import algorithm
 from services.trainer.arithmetic import cut_rows
 from services.trainer.arithmetic.objective import objective

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from common.errors import Refused
-from common.model.storages import Storages
+from common.base.errors import Refused
+from common.model.files.storages import Storages
 from services.trainer.arithmetic.learner import Learner
 
 

@@ -17,9 +17,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.job.config import OptimizerConfig
-from common.model.lora import is_adapter
+from common.model.network.lora import is_adapter
 from services.trainer.arithmetic.cut_rows import group_of, local, on_whole
 
 MOMENTUM = 0.95

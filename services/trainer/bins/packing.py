@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import BadMessage
-from common.records.lineages import NATIVE, foreign
+from common.base.errors import BadMessage
+from common.base.lineages import NATIVE, foreign
 from kernels.packing import pack_rounds
 
 UNKNOWN = -1  # version of a token whose version nobody recorded, expert that nobody recorded
@@ -38,7 +38,7 @@ class Sequence:
     experts: ExpertIds | None = None  # [n, layers, k], that the place before a token was routed to
     group: int = 0
     member: int = 0
-    foreign_above: int = NATIVE  # see common.records.lineages
+    foreign_above: int = NATIVE  # see common.base.lineages
     truncated: bool = False  # cut off at the longest length
 
     @property

@@ -12,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.errors import Damaged
+from common.base.errors import Damaged
 from common.job.config import AlgorithmConfig, OptimizerConfig
-from common.process.serial_executor import looked_at
-from common.runtime.mesh import Mesh
-from common.runtime.residents.tiers import Keep, Take
-from common.weights.laying import How
+from common.mesh.residents.tiers import Keep, Take
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.serial_executor import looked_at
+from common.weights.bulk.port import BulkClient
+from common.weights.layout.laying import How
 from common.weights.staging import Stager
-from common.wire.bulk.port import BulkClient
 from services.trainer.arithmetic.gradient_sum import GradientSum
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.memory import LearnerMemory, taken_again

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from common.clock import Clock
+from common.base.clock import Clock
 from common.job.pace import LATE
 
 T = TypeVar("T")

@@ -10,13 +10,13 @@ from contextlib import asynccontextmanager
 from functools import partial, update_wrapper
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
-from common.errors import Damaged, RankLost
-from common.job.job_data import JobData
+from common.base.errors import Damaged, RankLost
+from common.job.bundle.job_data import JobData
 from common.job.pace import TrainingPace, declared_pace, training_profile
-from common.pool.seat import Seat
-from common.runtime.mesh import Mesh
-from common.runtime.residents.tiers import Nap
-from common.runtime.residents.turns import Turns
+from common.mesh.residents.tiers import Nap
+from common.mesh.residents.turns import Turns
+from common.mesh.runtime.mesh import Mesh
+from common.state.pool.workers.seat import Seat
 from services.trainer.bins.packing import Bin
 from services.trainer.compute.padding import Padding
 

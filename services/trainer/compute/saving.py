@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from common.weights.laying import Part
+from common.weights.layout.laying import Part
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.compute.piece_runner import SAVE, PieceRunner, piece
 from services.trainer.rows.saved import FIRST, save_rows, sync_all

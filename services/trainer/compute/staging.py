@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from common.weights.laying import Laid
+from common.weights.layout.laying import Laid
 from common.weights.staging import Stager
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.compute.piece_runner import SYNC, PieceRunner, piece

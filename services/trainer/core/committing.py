@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from common.api.calls.hint import Look
 from common.api.engine import Engine
-from common.api.hint import Look
-from common.errors import MeshError
+from common.base.errors import MeshError
+from common.job.bundle.job_data import JobData
 from common.job.changing import in_force
-from common.job.job_data import JobData
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
 from common.state import registry, steps
 from services.trainer.compute.compute import Compute
 from services.trainer.core.position import Position

@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, TypeVar
 
-from common.api.role import Drain, Drained, Settle, Settled
+from common.api.calls.role import Drain, Drained, Settle, Settled
 from common.api.trainer import (
     BroadcastPlace,
     Gather,
@@ -24,18 +24,18 @@ from common.api.trainer import (
     Trainer,
 )
 from common.api.weights import Group
-from common.errors import NotFound, RankLost, Refused
+from common.base.errors import NotFound, RankLost, Refused
+from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig
-from common.job.job_data import JobData
-from common.pool import measured
-from common.pool.seat import Seat
-from common.runtime.actor import Actor, call
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
-from common.runtime.residents.tiers import Tiers
+from common.mesh.residents.tiers import Tiers
+from common.mesh.runtime.calls.actor import Actor, call
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
 from common.state import jobs
+from common.state.pool.demand import measured
+from common.state.pool.workers.seat import Seat
+from common.weights.bulk.port import BulkClient
 from common.weights.ways.broadcasting import Broadcasts, files_here
-from common.wire.bulk.port import BulkClient
 from kernels.cost import Calibration, expected
 from services.trainer.compute.compute import Compute
 from services.trainer.core.committing import Commits

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from common.pool.measured import Work
-from common.runtime.mesh import Mesh
+from common.mesh.runtime.mesh import Mesh
+from common.state.pool.demand.measured import Work
 from services.trainer.arithmetic.stats import update_metrics
 from services.trainer.compute.piece_runner import PieceRunner
 from services.trainer.core.committing import EVALUATION

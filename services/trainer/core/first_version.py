@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from common.job.job_data import JobData
-from common.records import damage
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
+from common.base.files import damage
+from common.job.bundle.job_data import JobData
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
 from common.state import events
 from services.trainer.compute.compute import COMPUTE_S, Compute, LocalCompute
 from services.trainer.initial.beginning import Pieces, Tell, adapt, first_weights, start

@@ -7,15 +7,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from common.api.weights import Checkpoint
-from common.errors import ConfigError
+from common.base.errors import ConfigError
+from common.job.bundle.job_data import JobData
 from common.job.changing import as_it_was
 from common.job.config import JobConfig
-from common.job.job_data import JobData
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
 from common.state import jobs, steps
+from common.weights.bulk.port import BulkClient
 from common.weights.staging import keep
-from common.wire.bulk.port import BulkClient
 from services.trainer.compute.compute import Compute
 from services.trainer.core.position import CommittedVersion
 from services.trainer.steps.intake import Intake

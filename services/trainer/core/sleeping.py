@@ -10,11 +10,11 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from common.errors import Damaged, MeshError, Refused
-from common.pool.rows import Tier
-from common.runtime.patience import patiently
-from common.runtime.residents.tiers import Keep, Take
+from common.base.errors import Damaged, MeshError, Refused
+from common.mesh.residents.tiers import Keep, Take
+from common.mesh.runtime.patience import patiently
 from common.state import jobs, steps
+from common.state.pool.workers.rows import Tier
 from services.trainer.core.position import committed_of
 
 if TYPE_CHECKING:

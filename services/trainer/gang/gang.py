@@ -32,24 +32,18 @@ from common.api.ranks import (
     Taking,
     Update,
 )
-from common.errors import (
-    Damaged,
-    MeshError,
-    Refused,
-    StateUnavailable,
-    StorageFull,
-)
+from common.base.errors import Damaged, MeshError, Refused, StateUnavailable, StorageFull
 from common.job.config import AlgorithmConfig, OptimizerConfig
-from common.pool.rows import Tier
-from common.process.serial_executor import looked_at
-from common.runtime.mesh import Mesh
-from common.runtime.ref import Ref
-from common.runtime.residents.tiers import Keep, Take
-from common.runtime.tasks import first_of
+from common.mesh.residents.tiers import Keep, Take
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.ref import Ref
+from common.mesh.runtime.serial_executor import looked_at
+from common.mesh.runtime.tasks import first_of
 from common.state import registry
-from common.weights.laying import How
+from common.state.pool.workers.rows import Tier
+from common.weights.bulk.port import BulkClient
+from common.weights.layout.laying import How
 from common.weights.staging import Stager
-from common.wire.bulk.port import BulkClient
 from services.trainer.arithmetic.memory import LearnerMemory, taken_again
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.bins.packing import Bin

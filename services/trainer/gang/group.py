@@ -13,14 +13,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
+from common.api.calls.interface import Call
 from common.api.ranks import FORM_S, Meeting, RankOrder, Ranks, StandsBy, rank_name
-from common.errors import ConfigError, MeshError, RankLost, RemoteFailure
-from common.process.interfaces import address_of
-from common.runtime.interface import Call
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
-from common.runtime.ref import Ref
-from common.wire.meeting import NoPort, listen, place_of, ports_of
+from common.base.errors import ConfigError, MeshError, RankLost, RemoteFailure
+from common.base.host.interfaces import address_of
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
+from common.mesh.runtime.ref import Ref
+from common.weights.ways.meeting import NoPort, listen, place_of, ports_of
 from services.trainer.ranks import interfaces
 from services.trainer.ranks.interfaces import LOOPBACK
 from services.trainer.ranks.rank import Rank

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.api.ranks import MOVE_S, LentGradient
-from common.runtime.mesh import Mesh
+from common.mesh.runtime.mesh import Mesh
 from services.trainer.hybrids.gradient_transfer import GradientFiles, Outbox
 
 Cut = Callable[[NDArray[np.float32], int], NDArray[np.float32]]  # the rows of a rank

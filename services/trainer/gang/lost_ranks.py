@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from common.errors import RankLost
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
+from common.base.errors import RankLost
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
 from common.state import events
 
 LOSSES = 3  # losses in a row at one step that end the job: repeating mends nothing

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from common.job.job_data import JobData
-from common.job.model_shape import model_config
-from common.pool.rows import Apart
-from common.pool.seat import Seat
-from common.runtime.mesh import Mesh
-from common.wire.meeting import meetings_of
+from common.job.bundle.job_data import JobData
+from common.job.bundle.model_shape import model_config
+from common.mesh.runtime.mesh import Mesh
+from common.state.pool.workers.rows import Apart
+from common.state.pool.workers.seat import Seat
+from common.weights.ways.meeting import meetings_of
 from services.trainer.bins.division import EvenDivision, RoundDivision, ZebraDivision
 from services.trainer.compute.piece_runner import PieceRunner
 from services.trainer.gang.gang import GangCompute

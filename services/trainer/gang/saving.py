@@ -12,10 +12,10 @@ from pathlib import Path
 from torch import Tensor
 
 from common.api.ranks import MOVE_S, Ranks, RowsSaved, SaveRows
-from common.errors import BadMessage, RankLost
-from common.runtime.mesh import Mesh
-from common.wire.bulk.port import BulkClient
-from common.wire.weight_store import fetch_file
+from common.base.errors import BadMessage, RankLost
+from common.mesh.runtime.mesh import Mesh
+from common.weights.bulk.port import BulkClient
+from common.weights.store.weight_store import fetch_file
 from services.trainer.compute.piece_runner import SAVE, PieceRunner, piece
 from services.trainer.gang.group import RankGroup
 from services.trainer.ranks.rank import Rank

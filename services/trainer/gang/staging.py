@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from common.api.ranks import MOVE_S, Ranks, RowsStaged, StagedRows, StageRows
-from common.errors import RankLost
-from common.weights.laying import How, Laid
+from common.base.errors import RankLost
+from common.weights.layout.laying import How, Laid
 from common.weights.staging import Stager
 from services.trainer.compute.piece_runner import SYNC, PieceRunner, piece
 from services.trainer.gang.group import RankGroup

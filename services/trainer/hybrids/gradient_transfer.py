@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.api.ranks import LentGradient
-from common.digest import digest_of
-from common.errors import BadMessage, PeerLost
-from common.runtime.mesh import Mesh
+from common.base.digest import digest_of
+from common.base.errors import BadMessage, PeerLost
+from common.mesh.runtime.mesh import Mesh
 from common.state import registry
-from common.wire.bulk.port import BulkClient, serve
-from common.wire.chunks import ChunkStore, failure
+from common.weights.bulk.port import BulkClient, serve
+from common.weights.chunks.chunks import ChunkStore, failure
 
 PIECE_BYTES = 64 << 20
 PIECE_S = 30.0  # deadline of moving one

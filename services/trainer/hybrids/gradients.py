@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from common.api.trainer import RoundLease, RoundRequest, RoundResult
-from common.errors import DeadlineExceeded, Refused
-from common.runtime.mesh import Mesh
-from common.wire.bulk.port import BulkClient
+from common.base.errors import DeadlineExceeded, Refused
+from common.mesh.runtime.mesh import Mesh
+from common.weights.bulk.port import BulkClient
 from kernels.cost import Calibration
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.compute.compute import Compute, Round

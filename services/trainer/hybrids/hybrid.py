@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from common.api.role import Drain, Drained, Resting, Settle, Settled
+from common.api.calls.role import Drain, Drained, Resting, Settle, Settled
 from common.api.trainer import (
     JoinHybrids,
     LeaveHybrids,
@@ -26,18 +26,18 @@ from common.api.trainer import (
     RoundResult,
     Trainer,
 )
-from common.errors import Damaged, Fenced, MeshError, NotFound, Refused
-from common.job.job_data import JobData
+from common.base.errors import Damaged, Fenced, MeshError, NotFound, Refused
+from common.job.bundle.job_data import JobData
 from common.job.pace import training_profile
-from common.pool.rows import Tier
-from common.pool.seat import Seat
-from common.runtime.actor import Actor, call
-from common.runtime.mesh import Mesh
-from common.runtime.patience import Patience
-from common.runtime.residents.tiers import Keep, Take, Tiers
-from common.runtime.residents.turns import Turns
+from common.mesh.residents.tiers import Keep, Take, Tiers
+from common.mesh.residents.turns import Turns
+from common.mesh.runtime.calls.actor import Actor, call
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import Patience
+from common.state.pool.workers.rows import Tier
+from common.state.pool.workers.seat import Seat
+from common.weights.bulk.port import BulkClient
 from common.weights.receive import Receiver
-from common.wire.bulk.port import BulkClient
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.memory import LearnerMemory
 from services.trainer.arithmetic.stats import BinStats

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.errors import Fenced
+from common.base.errors import Fenced
 
 SILENT_S = 60.0  # a hybrid asks every few seconds, but while it computes or fetches
 

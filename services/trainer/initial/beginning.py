@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, Damaged
-from common.job.authored import beginning_of, place_of, placed
-from common.job.job_data import JobData
-from common.job.model_shape import model_config
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.rows import Beginning, Drawn, Stored, begin
-from common.model.tokenizer import Tokenizer
-from common.random import Random
-from common.records import damage
+from common.base.errors import ConfigError, Damaged
+from common.base.files import damage
+from common.base.random import Random
+from common.job.bundle.authored import beginning_of, place_of, placed
+from common.job.bundle.job_data import JobData
+from common.job.bundle.model_shape import model_config
+from common.model.architecture.config import ModelConfig
+from common.model.files.rows import Beginning, Drawn, Stored, begin
+from common.model.network.decoder import Decoder
+from common.model.tokens.tokenizer import Tokenizer
 from kernels.build import TRAINING, library
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.initial import warm_start

@@ -14,11 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common.digest import Hasher
-from common.errors import ConfigError, Damaged
+from common.base.digest import Hasher
+from common.base.errors import ConfigError, Damaged
+from common.base.random import Random
 from common.job.config import AlgorithmConfig, OptimizerConfig, WarmStartConfig
-from common.model.tokenizer import Tokenizer
-from common.random import Random
+from common.model.tokens.tokenizer import Tokenizer
 from services.trainer.arithmetic.learner import Learner, add
 from services.trainer.bins.packing import Sequence, make_bins
 

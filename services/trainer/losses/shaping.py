@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.job.config import AlgorithmConfig, JobConfig
 from services.trainer.bins.packing import Sequence
 from services.trainer.losses import kl

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from common.job.config import AlgorithmConfig
-from common.model.attention import Attention
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
+from common.model.architecture.config import ModelConfig
+from common.model.network.attention import Attention
+from common.model.network.decoder import Decoder
 from kernels.ops.varlen import VarlenAttention
 from services.trainer.bins.packing import Bin
 from services.trainer.losses.terms import LossTerms

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from common.model.decoder import Decoder
-from common.model.moe import Routing
-from common.model.pointwise import PLAIN
+from common.model.network.decoder import Decoder
+from common.model.network.moe import Routing
+from common.model.network.pointwise import PLAIN
 from kernels.ops.linear_logprob import linear_logprob
 from kernels.ops.pointwise import Fused
 from kernels.ops.varlen import VarlenAttention

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from common.job.config import LoraConfig
-from common.model.decoder import Decoder, Layer
-from common.model.lora import Adapters, LowRank
-from common.model.projections import check_adapters, targeted
+from common.model.architecture.projections import check_adapters, targeted
+from common.model.network.decoder import Decoder, Layer
+from common.model.network.lora import Adapters, LowRank
 
 
 def adapt(model: Decoder, config: LoraConfig, seed: int) -> None:

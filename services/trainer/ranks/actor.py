@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from common.api.calls.role import Drain, Drained, Settle, Settled
 from common.api.ranks import (
     ADOPT_S,
     COMPUTE_S,
@@ -37,19 +38,18 @@ from common.api.ranks import (
     Trouble,
     Update,
 )
-from common.api.role import Drain, Drained, Settle, Settled
-from common.errors import Fenced
+from common.base.errors import Fenced
+from common.base.files.below import below
+from common.base.host.interfaces import address_of
+from common.job.bundle.job_data import JobData
 from common.job.config import AlgorithmConfig, OptimizerConfig
-from common.job.job_data import JobData
-from common.pool.rows import Tier
-from common.pool.seat import Seat
-from common.process.interfaces import address_of
-from common.records.below import below
-from common.runtime.actor import Actor, call
-from common.runtime.mesh import Mesh
-from common.runtime.residents.places import Places
-from common.wire.bulk.port import BulkClient
-from common.wire.meeting import meetings_of, spans_hosts
+from common.mesh.residents.places import Places
+from common.mesh.runtime.calls.actor import Actor, call
+from common.mesh.runtime.mesh import Mesh
+from common.state.pool.workers.rows import Tier
+from common.state.pool.workers.seat import Seat
+from common.weights.bulk.port import BulkClient
+from common.weights.ways.meeting import meetings_of, spans_hosts
 from services.trainer.bins.packing import Bin
 from services.trainer.hybrids.gradient_transfer import collect_rows, read
 from services.trainer.ranks import interfaces

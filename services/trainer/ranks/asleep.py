@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from common.api.ranks import MOVE_S, Rest
-from common.errors import Damaged, Refused
-from common.pool.rows import Tier
-from common.runtime.residents.places import Places
+from common.base.errors import Damaged, Refused
+from common.mesh.residents.places import Places
+from common.state.pool.workers.rows import Tier
 from services.trainer.arithmetic.memory import LearnerMemory, taken_again
 from services.trainer.ranks.rank import Rank
 

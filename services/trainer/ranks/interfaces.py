@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import os
 
-from common.process.interfaces import interface_of
-from common.settings import MeshSettings, advertised_host
+from common.base.host.interfaces import interface_of
+from common.base.host.settings import MeshSettings, advertised_host
 
 LOOPBACK = "lo"
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"

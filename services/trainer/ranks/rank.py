@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _abort_process_group, _world
 
 from common.api.ranks import Meeting
-from common.errors import RankLost, Refused
+from common.base.errors import RankLost, Refused
 from common.job.config import AlgorithmConfig, OptimizerConfig
-from common.process.peers import End, client_hosts, foreign_clients, listeners
-from common.weights.laying import Part
-from common.wire.meeting import store_at
+from common.mesh.process.peers import End, client_hosts, foreign_clients, listeners
+from common.weights.layout.laying import Part
+from common.weights.ways.meeting import store_at
 from services.trainer.arithmetic.gradient_sum import GradientSum
 from services.trainer.arithmetic.memory import LearnerMemory
 from services.trainer.arithmetic.stats import BinStats

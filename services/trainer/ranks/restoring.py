@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 from common.api.ranks import MOVE_S, RestoreRows, RowsRestored, Trouble
-from common.job.job_data import JobData
+from common.job.bundle.job_data import JobData
+from common.mesh.runtime.mesh import Mesh
 from common.records.checkpoints import STATE
-from common.runtime.mesh import Mesh
-from common.wire.bulk.port import BulkClient
+from common.weights.bulk.port import BulkClient
 from services.trainer.ranks.errand import Errand
 from services.trainer.ranks.rank import Rank
 from services.trainer.ranks.trouble import UNREADABLE, trouble_of

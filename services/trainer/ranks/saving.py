@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from common.api.ranks import MOVE_S, RowsSaved, SavedFiles, SaveRows, Trouble
-from common.errors import MeshError
-from common.job.job_data import JobData
+from common.base.errors import MeshError
+from common.job.bundle.job_data import JobData
+from common.mesh.runtime.mesh import Mesh
 from common.records.checkpoints import STATE, files_below
-from common.runtime.mesh import Mesh
-from common.wire.bulk.port import BulkClient
-from common.wire.weight_store import put_file
+from common.weights.bulk.port import BulkClient
+from common.weights.store.weight_store import put_file
 from services.trainer.ranks.errand import Errand
 from services.trainer.ranks.rank import Rank
 from services.trainer.ranks.trouble import UNWRITABLE, tried, trouble_of

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 from common.api.ranks import MOVE_S, RowsStaged, StagedRows, StageRows
-from common.errors import RankLost
-from common.runtime.mesh import Mesh
-from common.weights.laying import How, Laid
+from common.base.errors import RankLost
+from common.mesh.runtime.mesh import Mesh
+from common.weights.bulk.port import BulkClient
+from common.weights.layout.laying import How, Laid
 from common.weights.staging import Stager
-from common.wire.bulk.port import BulkClient
 from services.trainer.ranks.errand import Errand
 from services.trainer.ranks.rank import Rank
 

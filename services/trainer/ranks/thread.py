@@ -10,9 +10,9 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from common.api.ranks import FORM_S
-from common.errors import RankLost
-from common.process.serial_executor import SerialExecutor, looked_at
-from common.runtime.mesh import Mesh
+from common.base.errors import RankLost
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.serial_executor import SerialExecutor, looked_at
 from services.trainer.ranks.rank import of_the_group
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from common.api.ranks import Trouble
-from common.errors import Damaged, MeshError, NotFound, StorageFull, from_wire
+from common.base.errors import Damaged, MeshError, NotFound, StorageFull, from_wire
 
 OF_THE_SYSTEM = "os_error"  # the code of an OSError
 UNREADABLE = Damaged, NotFound  # it is mended, or gone on from something older

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 import torch
 
 from common.api.weights import Manifest
-from common.errors import Damaged
-from common.runtime.mesh import Mesh
-from common.weights.images import Image
-from common.weights.laying import Part
-from common.weights.manifest import Rows, itemsize
+from common.base.errors import Damaged
+from common.mesh.runtime.mesh import Mesh
+from common.weights.bulk.port import BulkClient
+from common.weights.layout.images import Image
+from common.weights.layout.laying import Part
+from common.weights.layout.manifest import Rows, itemsize
 from common.weights.receive import Receiver
-from common.wire.bulk.port import BulkClient
 from services.trainer.rows.saved import MASTER, RowsMissing, SavedRows
 
 Fill = Callable[[str, Part], None]  # puts a weight's rows where the part says

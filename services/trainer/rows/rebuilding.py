@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from common.api.weights import Manifest, Tensor
-from common.job.job_data import JobData
-from common.model.config import ModelConfig
-from common.model.lora import is_adapter, load_adapter
-from common.model.output import ADAPTER, BASE
-from common.model.rows import Stored
-from common.model.safetensors_file import DTYPES
-from common.weights.manifest import by_chunk
+from common.job.bundle.job_data import JobData
+from common.model.architecture.config import ModelConfig
+from common.model.files.rows import Stored
+from common.model.files.safetensors_file import DTYPES
+from common.model.network.lora import is_adapter, load_adapter
+from common.weights.layout.manifest import by_chunk
+from common.weights.output import ADAPTER, BASE
 
 
 class Rebuilding:

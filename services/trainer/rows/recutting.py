@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.api.weights import Tensor
-from common.weights.manifest import by_chunk, by_tensor, itemsize
+from common.weights.layout.manifest import by_chunk, by_tensor, itemsize
 
 
 class Recutting:

@@ -17,7 +17,7 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from common.model.moe import Experts, by_expert, inverse, is_expert
+from common.model.network.moe import Experts, by_expert, inverse, is_expert
 from services.trainer.sharding.fsdp import KEEP_BYTES
 from services.trainer.sharding.owners import Owners
 from services.trainer.sharding.rows import gathered, summed
@@ -84,7 +84,7 @@ class Whole(torch.autograd.Function):
 
 class ExpertParallel:
     """The way of tokens to the experts of a layer, of which each rank of one group has as many, and
-    back; see `common.model.moe.Across`.
+    back; see `common.model.network.moe.Across`.
     """
 
     def __init__(self, alike: dist.ProcessGroup, others: dist.ProcessGroup, again: bool) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
-from common.model.decoder import Decoder
-from common.model.rows import Beginning
-from common.weights.laying import Part
+from common.model.files.rows import Beginning
+from common.model.network.decoder import Decoder
+from common.weights.layout.laying import Part
 from services.trainer.algorithms import algorithm
 from services.trainer.arithmetic.cut_rows import is_cut, local
 from services.trainer.arithmetic.learner import Learner

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.model.decoder import Decoder
-from common.model.lora import is_adapter
-from common.model.rows import Beginning
+from common.model.files.rows import Beginning
+from common.model.network.decoder import Decoder
+from common.model.network.lora import is_adapter
 from services.trainer.arithmetic.cut_rows import local
 from services.trainer.models import critic, lora
 from services.trainer.sharding.owners import Owners

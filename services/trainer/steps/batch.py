@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.api.weights import Group
-from common.errors import BadMessage, ConfigError
+from common.base.errors import BadMessage, ConfigError
+from common.base.lineages import counted
 from common.job.config import JobConfig
-from common.records.lineages import counted
 from services.trainer.algorithms import algorithm, refills
 from services.trainer.arithmetic.aggregation import token_weight
 from services.trainer.bins.packing import Sequence

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-from common.api.bulk import GROUPS
+from common.api.transfer.bulk import GROUPS
 from common.api.weights import Group
-from common.errors import BadMessage, Damaged, NotFound
-from common.pool.names import shard
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
+from common.base.encoding.blob import unpack
+from common.base.errors import BadMessage, Damaged, NotFound
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
 from common.state.groups import (
     GroupRow,
     LeasedGroups,
@@ -21,9 +21,9 @@ from common.state.groups import (
     group_stale,
     lease_groups,
 )
-from common.wire.blob import unpack
-from common.wire.bulk.port import BulkClient
-from common.wire.weight_store import get
+from common.state.pool.workers.names import shard
+from common.weights.bulk.port import BulkClient
+from common.weights.store.weight_store import get
 from services.trainer.steps.batch import whole
 
 POLL_S = 0.03  # how often ready groups are looked for,

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from common.api.weights import Group
 from common.job.config import JobConfig
-from common.runtime.mesh import Mesh
-from common.telemetry.stopwatch import UNTIMED, Untimed
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.telemetry.stopwatch import UNTIMED, Untimed
 from services.trainer.algorithms import algorithm, passes
 from services.trainer.arithmetic.aggregation import denominator
 from services.trainer.arithmetic.optimizers import lr_factor

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from common.api.weights import STORE, Checkpoint, Clear, LayOut, Weights
-from common.errors import Damaged, MeshError, NotFound
-from common.job.job_data import JobData
-from common.model.config import ModelConfig
-from common.model.hf import by_layer
-from common.model.output import VersionWriter
-from common.model.source import batches
-from common.records import damage
+from common.base.errors import Damaged, MeshError, NotFound
+from common.base.files import damage
+from common.job.bundle.job_data import JobData
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
+from common.model.architecture.config import ModelConfig
+from common.model.files.hf import by_layer
+from common.model.files.source import batches
 from common.records.checkpoints import (
     BASE_MANIFEST,
     MANIFEST,
@@ -30,13 +31,12 @@ from common.records.checkpoints import (
     files_below,
     newest_due,
 )
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
 from common.state import events
-from common.weights.manifest import unpacked
+from common.weights.bulk.port import BulkClient
+from common.weights.layout.manifest import unpacked
+from common.weights.output import VersionWriter
 from common.weights.receive import Receiver
-from common.wire.bulk.port import BulkClient
-from common.wire.weight_store import get, lay_out, put_file
+from common.weights.store.weight_store import get, lay_out, put_file
 from services.trainer.compute.compute import SAVE_S, Compute
 from services.trainer.compute.saving import StateSaving
 from services.trainer.versions.publishing import Publisher, VersionIdentity

@@ -9,23 +9,23 @@ from functools import partial
 
 from torch import Tensor
 
-from common.api.versions import Base
+from common.api.transfer.versions import Base
 from common.api.weights import STORE, Fetch, Manifest, Weights
-from common.digest import digest_of
-from common.errors import Damaged, NotFound, Refused
-from common.job.job_data import JobData
-from common.model.lora import is_adapter
-from common.model.source import BATCH_BYTES
-from common.pool.asking import unhelped
-from common.process.serial_executor import looked_at
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
+from common.base.digest import digest_of
+from common.base.errors import Damaged, NotFound, Refused
+from common.job.bundle.job_data import JobData
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
+from common.mesh.runtime.serial_executor import looked_at
+from common.model.files.source import BATCH_BYTES
+from common.model.network.lora import is_adapter
+from common.state.pool.demand.asking import unhelped
+from common.weights.bulk.port import BulkClient
 from common.weights.delta.sending import Deltas
-from common.weights.laying import Laid, laying, slices
-from common.weights.manifest import packed
+from common.weights.layout.laying import Laid, laying, slices
+from common.weights.layout.manifest import packed
 from common.weights.staging import Version, assembled, keep
-from common.wire.bulk.port import BulkClient
-from common.wire.weight_store import get, put
+from common.weights.store.weight_store import get, put
 from services.trainer.compute.compute import Compute
 from services.trainer.rows.recutting import Recutting
 

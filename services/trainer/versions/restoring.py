@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from common.api.weights import STORE, Checkpoint, Examine, Load, Older, SetAside, Weights
-from common.digest import digest_of
-from common.errors import BadMessage, ConfigError, Damaged, MeshError, NotFound
-from common.job.job_data import JobData
-from common.job.model_shape import model_config
-from common.records import damage
+from common.base.digest import digest_of
+from common.base.errors import BadMessage, ConfigError, Damaged, MeshError, NotFound
+from common.base.files import damage
+from common.job.bundle.job_data import JobData
+from common.job.bundle.model_shape import model_config
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import patiently
 from common.records.checkpoints import BASE_MANIFEST, MANIFEST, STATE
-from common.runtime.mesh import Mesh
-from common.runtime.patience import patiently
 from common.state import events
-from common.weights.manifest import joined, unpacked
+from common.weights.bulk.port import BulkClient
+from common.weights.layout.manifest import joined, unpacked
 from common.weights.receive import Receiver
-from common.wire.bulk.port import BulkClient
-from common.wire.weight_store import get, put
+from common.weights.store.weight_store import get, put
 from services.trainer.compute.compute import SAVE_S, Compute
 from services.trainer.rows.checkpoint_files import checkpoint_files
 from services.trainer.rows.rebuilding import Rebuilding

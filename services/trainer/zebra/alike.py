@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from common.clock import Clock, SystemClock
+from common.base.clock import Clock, SystemClock
 from services.trainer.bins.division import EvenDivision, RoundDivision
 from services.trainer.bins.packing import Bin
 from services.trainer.zebra.lanes import Shared

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.model.moe import Experts, by_expert
+from common.model.network.moe import Experts, by_expert
 
 
 @dataclass

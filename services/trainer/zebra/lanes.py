@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.clock import Clock
-from common.errors import RankLost
+from common.base.clock import Clock
+from common.base.errors import RankLost
 from services.trainer.zebra.pace import ZebraPace
 
 LEAST_S = 1e-6  # of a transfer that is paced

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from common.errors import ConfigError, RankLost
+from common.base.errors import ConfigError, RankLost
 from common.job.config import AlgorithmConfig, OptimizerConfig
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.moe import is_expert
-from common.model.rows import Beginning
+from common.model.architecture.config import ModelConfig
+from common.model.files.rows import Beginning
+from common.model.network.decoder import Decoder
+from common.model.network.moe import is_expert
 from services.trainer.algorithms import algorithm
 from services.trainer.arithmetic.learner import balance_share
 from services.trainer.arithmetic.stats import BinStats

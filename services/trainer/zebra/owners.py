@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.model.moe import is_expert
+from common.model.network.moe import is_expert
 from services.trainer.sharding.owners import evenly
 
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.hardware.profiles import CPU, kind_of
 from common.hardware.shapes import ModelShape
-from common.job.job_data import JobData
-from common.job.model_shape import model_config
+from common.hardware.zebra.costs import BACKWARD, CHECKPOINTED
+from common.hardware.zebra.kinds import declared_profile
+from common.hardware.zebra.profile import AcceleratorCosts, CostCurve, Profile
+from common.hardware.zebra.schedule import TaskKind
+from common.hardware.zebra.together import passes_s
+from common.job.bundle.job_data import JobData
+from common.job.bundle.model_shape import model_config
 from common.job.pace import LATE, declared_pace
-from common.zebra.costs import BACKWARD, CHECKPOINTED
-from common.zebra.kinds import declared_profile
-from common.zebra.profile import AcceleratorCosts, CostCurve, Profile
-from common.zebra.schedule import TaskKind
-from common.zebra.together import passes_s
 
 
 @dataclass

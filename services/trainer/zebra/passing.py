@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.model.decoder import Decoder
-from common.model.moe import is_expert
+from common.model.network.decoder import Decoder
+from common.model.network.moe import is_expert
 from services.trainer.arithmetic.cut_rows import local
 from services.trainer.models.precision import weakly
 from services.trainer.sharding.owners import evenly

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from common.model.decoder import Decoder, SparseLayer
+from common.model.network.decoder import Decoder, SparseLayer
 from services.trainer.models.forward import Placed
 
 
@@ -25,7 +25,7 @@ class PieceOutputs(NamedTuple):
     residual: Tensor  # [n, hidden_size]
     shares: Tensor  # [n, k], of what the chosen experts will make
     x: Tensor  # [n, hidden_size]: what goes to them
-    balance: Tensor  # scalar, see `common.model.moe.Chosen`
+    balance: Tensor  # scalar, see `common.model.network.moe.Chosen`
 
 
 class PieceInputs(NamedTuple):

@@ -15,11 +15,11 @@ import psutil
 import torch
 from torch import Tensor
 
-from common.clock import Clock
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.moe import Experts
-from common.zebra.profile import AcceleratorCosts, CostCurve
+from common.base.clock import Clock
+from common.hardware.zebra.profile import AcceleratorCosts, CostCurve
+from common.model.architecture.config import ModelConfig
+from common.model.network.decoder import Decoder
+from common.model.network.moe import Experts
 from services.trainer.bins.packing import Bin
 from services.trainer.models.forward import Placed, fuse, outputs, placed
 from services.trainer.zebra.pieces import Cut, PieceInputs, PieceOutputs, Pieces

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from common.errors import ConfigError, MeshError
+from common.base.errors import ConfigError, MeshError
 from common.hardware.profiles import kind_of
-from common.job.job_data import JobData
-from common.job.model_shape import model_config
-from common.runtime.mesh import Mesh
-from common.zebra.profile import kind_of_table
+from common.hardware.zebra.profile import kind_of_table
+from common.job.bundle.job_data import JobData
+from common.job.bundle.model_shape import model_config
+from common.mesh.runtime.mesh import Mesh
 from services.trainer.initial.beginning import DTYPES
 from services.trainer.zebra.profiler import profiled
 

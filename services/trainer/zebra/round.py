@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from common.clock import SystemClock
-from common.model.moe import Experts, inverse
-from common.zebra.schedule import Task, TaskKind, attention_order, expert_order
+from common.base.clock import SystemClock
+from common.hardware.zebra.schedule import Task, TaskKind, attention_order, expert_order
+from common.model.network.moe import Experts, inverse
 from services.trainer.models.forward import Placed
 from services.trainer.zebra import experts as of_experts
 from services.trainer.zebra.experts import Made

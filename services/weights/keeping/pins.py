@@ -17,12 +17,12 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from common.api.weights import Manifest
-from common.digest import DIGITS
-from common.errors import Damaged, NotFound
-from common.records import documents
-from common.records.durable import sync
-from common.weights.manifest import read_whole
-from common.wire.chunks import ChunkStore
+from common.base.digest import DIGITS
+from common.base.errors import Damaged, NotFound
+from common.base.files import documents
+from common.base.files.durable import sync
+from common.weights.chunks.chunks import ChunkStore
+from common.weights.layout.manifest import read_whole
 
 PINS = "pins"  # in the store's directory
 

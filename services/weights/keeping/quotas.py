@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.api.weights import Manifest
-from common.errors import MeshError, QuotaExceeded
-from common.runtime.mesh import Mesh
+from common.base.errors import MeshError, QuotaExceeded
+from common.mesh.runtime.mesh import Mesh
 from common.state import events, jobs
 from services.weights.keeping.pins import sizes
 from services.weights.keeping.records import JobRecords

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from common.errors import Damaged
-from common.process.host import Host
-from common.records import damage, documents
-from common.records.durable import sync
-from common.records.sealed import read_sealed, sealed
-from common.wire.chunks import failure
+from common.base.errors import Damaged
+from common.base.files import damage, documents
+from common.base.files.durable import sync
+from common.base.files.sealed import read_sealed, sealed
+from common.mesh.process.host import Host
+from common.weights.chunks.chunks import failure
 from services.weights.keeping.pins import Pin
 from services.weights.keeping.retention import Number
 

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from common.api.bulk import GROUPS, PUBLISHED, WEIGHTS
+from common.api.transfer.bulk import GROUPS, PUBLISHED, WEIGHTS
 from common.api.weights import Manifest
-from common.errors import BadMessage, Damaged, MeshError, NotFound, Refused
-from common.records import damage
+from common.base.errors import BadMessage, Damaged, MeshError, NotFound, Refused
+from common.base.files import damage
+from common.mesh.runtime.mesh import Mesh
 from common.records.checkpoints import manifest_of, newest_due, set_aside
-from common.runtime.mesh import Mesh
 from common.state import groups, jobs, steps
 from common.state.lifecycle import deleting
-from common.wire.bulk.port import ChunkStore
-from common.wire.weight_store import tell
+from common.weights.bulk.port import ChunkStore
+from common.weights.store.weight_store import tell
 from services.weights.deltas import DeltaSets
 from services.weights.keeping.pins import all_pins
 from services.weights.keeping.quotas import Quotas

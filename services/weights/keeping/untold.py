@@ -8,9 +8,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import MeshError
-from common.records import damage
-from common.runtime.mesh import Mesh
+from common.base.errors import MeshError
+from common.base.files import damage
+from common.mesh.runtime.mesh import Mesh
 from common.state import events
 
 

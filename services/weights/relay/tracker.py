@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.api.weights import Seek, Sources
-from common.clock import Clock
+from common.base.clock import Clock
 from services.weights.relay.relaying import again_s, assign
 from services.weights.relay.swarm import Swarm
 

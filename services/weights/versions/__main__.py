@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.clock import SystemClock
-from common.errors import MeshError, to_wire
+from common.base.clock import SystemClock
+from common.base.errors import MeshError, to_wire
 from services.weights.keeping.pins import Pin, pin, sizes, unpin
 from services.weights.keeping.quotas import GIB
 from services.weights.versions.known import RunVersions
@@ -107,7 +107,7 @@ def imported(asked: argparse.Namespace) -> Answer:
 
 def _together(run: RunVersions) -> int:
     """Bytes of all versions; a chunk that several have counts once."""
-    from common.weights.manifest import unpacked
+    from common.weights.layout.manifest import unpacked
 
     found = [unpacked(run.chunks.read(one.manifest)) for one in run.versions]
     return sum(sizes(found).values())

@@ -9,10 +9,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
-from common.errors import Damaged, NotFound, Refused
-from common.job.job_data import JobData
-from common.records import documents
-from common.records.at_url import AtUrl, is_url, without_secrets
+from common.base.errors import Damaged, NotFound, Refused
+from common.base.files import documents
+from common.base.files.at_url import AtUrl, is_url, without_secrets
+from common.job.bundle.job_data import JobData
 from common.records.checkpoints import files_below
 from services.weights import export
 from services.weights.committed import Version

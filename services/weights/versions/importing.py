@@ -14,25 +14,25 @@ from typing import Any
 import torch
 
 from common.api.weights import Tensor
-from common.clock import SystemClock
-from common.errors import Refused
-from common.job import bundle_files
+from common.base.clock import SystemClock
+from common.base.errors import Refused
+from common.base.files import documents
+from common.base.files.durable import sync, sync_tree
+from common.base.files.lines import line
+from common.job.bundle import bundle_files
+from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig, ModelConfigSection
-from common.job.job_data import JobData
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.formats.checkpoint import load_config
-from common.model.rows import Stored
-from common.model.safetensors_file import DTYPES
-from common.model.source import nbytes
-from common.model.tokenizer import companions
-from common.records import documents
-from common.records.durable import sync, sync_tree
-from common.records.lines import line
-from common.weights.laying import Chunk, Laying, Part, laying
-from common.weights.manifest import packed
+from common.model.architecture.config import ModelConfig
+from common.model.files.checkpoint import load_config
+from common.model.files.rows import Stored
+from common.model.files.safetensors_file import DTYPES
+from common.model.files.source import nbytes
+from common.model.network.decoder import Decoder
+from common.model.tokens.tokenizer import companions
+from common.weights.chunks.chunks import ChunkStore
+from common.weights.layout.laying import Chunk, Laying, Part, laying
+from common.weights.layout.manifest import packed
 from common.weights.staging import Version, assembled
-from common.wire.chunks import ChunkStore
 from services.weights.committed import Version as Committed
 from services.weights.export import fill
 from services.weights.keeping.records import JobVersions, record_path, write_record

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from common.api.weights import Manifest
-from common.errors import ConfigError, Damaged, MeshError, NotFound
+from common.base.errors import ConfigError, Damaged, MeshError, NotFound
+from common.base.files import documents
 from common.job.config import INITIAL
-from common.records import documents
 from common.records.checkpoints import best
-from common.weights.manifest import unpacked
-from common.wire.chunks import ChunkStore
+from common.weights.chunks.chunks import ChunkStore
+from common.weights.layout.manifest import unpacked
 from services.weights.committed import checkpoints, versions
 from services.weights.keeping.pins import Pin, pins, sizes
 from services.weights.keeping.records import NO_COMMIT, JobVersions, record_in, record_path

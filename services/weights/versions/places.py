@@ -7,9 +7,9 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from common.errors import ConfigError, MeshError, NotFound, Refused, StorageFull
-from common.records.append_file import FULL
-from common.records.at_url import is_url, without_secrets
+from common.base.errors import ConfigError, MeshError, NotFound, Refused, StorageFull
+from common.base.files.append_file import FULL
+from common.base.files.at_url import is_url, without_secrets
 from services.weights.making import check_ours
 
 TOKENIZER, CONFIG = "tokenizer.json", "config.json"

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from common.errors import ConfigError
-from common.pool.decisions import Decision, FailJob, Finish, Judge
-from common.pool.explained import PLANNED
-from common.pool.measured import kind_of
-from common.pool.rows import Resident, Role, Tier, Worker
-from common.pool.settings import PoolSettings
-from common.pool.snapshot import Host
+from common.base.errors import ConfigError
+from common.state.pool.demand.measured import kind_of
+from common.state.pool.placing.decisions import Decision, FailJob, Finish, Judge
+from common.state.pool.placing.snapshot import Host
+from common.state.pool.store.explained import PLANNED
+from common.state.pool.workers.rows import Resident, Role, Tier, Worker
+from common.state.pool.workers.settings import PoolSettings
 from services.planner.decide import decide
 from services.planner.memory import PlannerMemory
 from sim.cluster.model.agenda import Agenda

@@ -9,10 +9,10 @@ from statistics import fmean as mean
 
 from common.hardware.shapes import ModelShape
 from common.job.config import PlannerConfig
-from common.pool.measured import Measured, together
-from common.pool.needs import Need, PlannedJob
-from common.pool.rows import Resident, Role
 from common.state.jobs import Phase
+from common.state.pool.demand.measured import Measured, together
+from common.state.pool.demand.needs import Need, PlannedJob
+from common.state.pool.workers.rows import Resident, Role
 from sim.cluster.model.agenda import Agenda
 from sim.cluster.model.engine import SimEngine
 from sim.cluster.model.shard import Shard, SimTrajectory

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from common.errors import ConfigError
-from common.pool.decisions import Admit, Decision, Dissolve, Finish, Form, Place, Remove, Serve
-from common.pool.needs import PlannedJob
-from common.pool.rows import Doing, Gang, Report, Resident, Role, Worker
-from common.pool.settings import PoolSettings
-from common.pool.snapshot import Host, Move, Snapshot
+from common.base.errors import ConfigError
+from common.state.pool.demand.needs import PlannedJob
+from common.state.pool.placing.decisions import (
+    Admit,
+    Decision,
+    Dissolve,
+    Finish,
+    Form,
+    Place,
+    Remove,
+    Serve,
+)
+from common.state.pool.placing.snapshot import Host, Move, Snapshot
+from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Worker
+from common.state.pool.workers.settings import PoolSettings
 
 
 @dataclass

@@ -8,8 +8,8 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.occupancy import Occupancy
-from common.pool.measured import Work
+from common.base.occupancy import Occupancy
+from common.state.pool.demand.measured import Work
 from services.rollout.routing import balance, queues
 from services.rollout.routing.cmlfq import Scheduler
 from services.rollout.routing.degree_buckets import Engine as Rated

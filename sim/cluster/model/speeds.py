@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Protocol
 
 from common.job.pace import Pace
-from common.pool.measured import Curve
+from common.state.pool.demand.measured import Curve
 from services.planner.costs.rollout import EngineGang
 
 LEAST_S = 1e-9  # of a decode step

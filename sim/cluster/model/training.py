@@ -1,6 +1,6 @@
 """A job's training: the staleness gate, the groups of a step, and the steps.
 
-The gate and the choice of groups are those of `common/state/scripts/groups` (`admit`,
+The gate and the choice of groups are those of `common/state/redis/scripts/groups` (`admit`,
 `lease_groups`) and `steps/commit_step`, as a mesh runs them in Redis.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from common.pool.measured import Work
+from common.state.pool.demand.measured import Work
 from sim.cluster.model.agenda import Agenda
 
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Protocol
 
-from common.random import Random
+from common.base.random import Random
 from services.rollout.routing.lengths import ToolReturn
 from sim.drift import Drift
 

@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.job.config import PlannerConfig
 from common.job.constraints import (
     Count,
@@ -29,7 +29,7 @@ from common.job.constraints import (
     Whole,
 )
 from common.job.schema import Schema
-from common.pool.settings import PoolSettings
+from common.state.pool.workers.settings import PoolSettings
 from meshrl.job import toml_file
 
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from sim.cluster.model.workload import (
     Chain,
     LogNormal,

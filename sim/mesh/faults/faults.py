@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from common.random import Random
+from common.base.random import Random
 from sim.mesh.faults.damage import Spoiler
 from sim.mesh.world.world import World
 from sim.network import Faults

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.digest import digest_of
-from common.records.damage import EVENT, QUARANTINE
+from common.base.digest import digest_of
+from common.base.files.damage import EVENT, QUARANTINE
 from sim.mesh.faults.damage import APPENDED, named_in, unnoticed
 from sim.mesh.faults.witness import Facts
 

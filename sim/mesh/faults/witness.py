@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.api.bulk import GROUPS, WEIGHTS
+from common.api.transfer.bulk import GROUPS, WEIGHTS
 from common.api.weights import Group
-from common.digest import digest_of
-from common.state.keys import EVENTS
-from common.wire.blob import unpack
-from common.wire.chunks import ChunkStore
+from common.base.digest import digest_of
+from common.base.encoding.blob import unpack
+from common.state.redis.keys import EVENTS
+from common.weights.chunks.chunks import ChunkStore
 from sim.mesh.faults.damage import Damage, unnoticed
 from sim.mesh.world.redis import VirtualRedis, script_of
 
@@ -27,7 +27,7 @@ class WitnessedGroup:
     """A group as it lay in the store when a step that trains on it was about to be committed."""
 
     oldest: int  # lowest version of a token that was trained; -1: none was
-    foreign_above: int  # see common.records.lineages
+    foreign_above: int  # see common.base.lineages
 
 
 @dataclass

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.api.ranks import Meeting
-from common.errors import DeadlineExceeded, RankLost, Refused
+from common.base.errors import DeadlineExceeded, RankLost, Refused
+from common.job.bundle.job_data import JobData
 from common.job.config import AlgorithmConfig, OptimizerConfig
-from common.job.job_data import JobData
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.pool.seat import Seat
-from common.weights.laying import Part
+from common.model.architecture.config import ModelConfig
+from common.model.network.decoder import Decoder
+from common.state.pool.workers.seat import Seat
+from common.weights.layout.laying import Part
 from services.trainer.arithmetic.gradient_sum import GradientSum
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.memory import LearnerMemory

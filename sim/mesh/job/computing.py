@@ -10,10 +10,10 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor
 
-from common.clock import Clock
+from common.base.clock import Clock
 from common.generation.contract import Request
 from common.generation.counter import key_of, uniforms
-from common.job.job_data import JobData
+from common.job.bundle.job_data import JobData
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.bins.packing import Bin

@@ -20,7 +20,7 @@ from common.job.config import (
     TrackingConfig,
     TrainingConfig,
 )
-from common.model.tokenizer import character_tokenizer
+from common.model.tokens.tokenizer import character_tokenizer
 from sim.mesh.job.arithmetic import MODEL
 from sim.mesh.job.workload import PacedWorkload
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
-from common.errors import Damaged, StateUnavailable, StorageFull
-from common.records import damage
+from common.base.errors import Damaged, StateUnavailable, StorageFull
+from common.base.files import damage
 from common.state import events
-from common.state.client import State
+from common.state.redis.client import State
 from common.state.server import rollback
 from common.state.server.rollback import Mark
 from meshrl.directory.places import MeshPlace

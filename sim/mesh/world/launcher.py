@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from common.process.handle import Child
-from common.process.supervision.lease_watch import LeaseWatch
-from common.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
-from common.state.client import State
-from common.state.ended import Report, Reports
+from common.mesh.process.handle import Child
+from common.mesh.process.supervision.ended import Report, Reports
+from common.mesh.process.supervision.lease_watch import LeaseWatch
+from common.mesh.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
+from common.state.redis.client import State
 from meshrl.launch import absolving, plan
 from meshrl.launch.services import BUDGET, GRACE_S
 from sim.loop import VirtualClock

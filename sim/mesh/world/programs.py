@@ -13,16 +13,16 @@ from typing import Any
 
 import msgpack
 
-from common.api.callers import CALLERS
+from common.api.calls.callers import CALLERS
 from common.api.weights import STORE
 from common.environment.framing import packed
 from common.generation.contract import TokenEngine
-from common.job.job_data import JobData
-from common.pool import names
-from common.pool.seat import Seat, parser
-from common.runtime.lease import LOST
-from common.runtime.mesh import Mesh, MeshSettings
-from common.state.client import State
+from common.job.bundle.job_data import JobData
+from common.mesh.runtime.lease import LOST
+from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.state.pool.workers import names
+from common.state.pool.workers.seat import Seat, parser
+from common.state.redis.client import State
 from services.engine import running as engine_running
 from services.engine.service import EngineService
 from services.environment import environments

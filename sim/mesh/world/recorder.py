@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from common.clock import Clock
-from common.errors import StateUnavailable, StorageFull
-from common.records.lines import LineFile
+from common.base.clock import Clock
+from common.base.errors import StateUnavailable, StorageFull
+from common.base.files.lines import LineFile
 from common.state import events
-from common.state.client import State
+from common.state.redis.client import State
 from meshrl.view.recording.recorded import EVENTS, event_of
 from meshrl.view.recording.recorder import LOOK_S
 

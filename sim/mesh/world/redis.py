@@ -13,8 +13,8 @@ from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from common.random import Random
-from common.state.client import RENEWAL_RETRIES, RETRIES, SCRIPTS, State, script_source
+from common.base.random import Random
+from common.state.redis.client import RENEWAL_RETRIES, RETRIES, SCRIPTS, State, script_source
 from sim.machine import MachineClock
 from sim.process import VirtualProcess
 from sim.redis.client import SimulatedRedis, SimulatedSyncRedis

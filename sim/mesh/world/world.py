@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import MeshError
-from common.pool.settings import PoolSettings
-from common.random import Random
-from common.runtime.patience import patiently
+from common.base.encoding.messages import Frame
+from common.base.errors import MeshError
+from common.base.random import Random
+from common.mesh.process.supervision.ended import forget_all
+from common.mesh.runtime.patience import patiently
 from common.state import jobs, registry
-from common.state.client import State
-from common.state.ended import forget_all
-from common.state.pool import write_settings
+from common.state.pool.store.store import write_settings
+from common.state.pool.workers.settings import PoolSettings
+from common.state.redis.client import State
 from common.state.server.rollback import JobMark
-from common.wire.messages import Frame
 from meshrl.launch import plan
 from meshrl.launch.head.restoring import put_back
 from sim.loop import VirtualLoop

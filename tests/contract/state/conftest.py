@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from common.state.client import State
+from common.state.redis.client import State
 from sim.redis.state import simulated_state
 from tests.contract.state.by_script import restricted
 from tests.contract.state.state_bench import Bench, HandClock, Server

@@ -17,9 +17,9 @@ from typing import Any
 import redis
 
 from common.state import groups, jobs, steps
-from common.state.client import State
+from common.state.redis import embedded
+from common.state.redis.client import State
 from common.state.registry import Entry, evict, lookup, register
-from common.state.server import embedded
 from tests.load import scaled
 
 JOB = "job"

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from common.clock import SystemClock
-from common.errors import DeadlineExceeded, Refused
-from common.pool.snapshot import NOTICE, Request
-from common.state import pool
-from common.state.client import State
+from common.base.clock import SystemClock
+from common.base.errors import DeadlineExceeded, Refused
 from common.state.hosts import admission
+from common.state.pool.placing.snapshot import NOTICE, Request
+from common.state.pool.store import store as pool
+from common.state.redis.client import State
 from tests.contract.state.state_bench import Bench
 
 ABOUT = {"host": "gpu1-1f3a9c", "nested": {"roles": ["node"]}}

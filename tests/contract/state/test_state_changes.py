@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import NotFound
+from common.base.errors import NotFound
 from common.job.changing import changed
 from common.state import events, jobs
 from tests.contract.state.state_bench import JOB, TRAINER, Bench, Seats, document

@@ -6,13 +6,15 @@ import uuid
 
 import pytest
 
-from common.errors import Fenced, NotFound, Refused
-from common.pool.decisions import Admit, Form, Serve, Why
-from common.pool.rows import Worker
-from common.pool.snapshot import Request
-from common.state import ended, events, groups, jobs, leader, pool, readers, registry
-from common.state.client import State
+from common.base.errors import Fenced, NotFound, Refused
+from common.mesh.process.supervision import ended
+from common.state import events, groups, jobs, leader, readers, registry
 from common.state.lifecycle import deleting
+from common.state.pool.placing.decisions import Admit, Form, Serve, Why
+from common.state.pool.placing.snapshot import Request
+from common.state.pool.store import store as pool
+from common.state.pool.workers.rows import Worker
+from common.state.redis.client import State
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, document
 
 WHY = Why("default")

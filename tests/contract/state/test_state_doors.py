@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import Refused
+from common.base.errors import Refused
 from common.state import registry
-from common.state.client import State, SyncClient
 from common.state.hosts import doors
 from common.state.hosts.doors import Row
-from common.state.keys import MESH
+from common.state.redis.client import State, SyncClient
+from common.state.redis.keys import MESH
 from common.state.registry import Entry, Renewal
 from tests.contract.state.state_bench import Bench
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import ConfigError, PeerLost
-from common.process.ends.failure import Failure
+from common.base.errors import ConfigError, PeerLost
+from common.mesh.process.ends.failure import Failure
+from common.mesh.process.supervision.ended import Report, ended, tell
 from common.state import events, jobs
-from common.state.ended import Report, ended, tell
-from common.state.keys import job_prefix
+from common.state.redis.keys import job_prefix
 from common.state.registry import Entry, register
 from tests.contract.state.state_bench import JOB, TRAINER, Bench
 

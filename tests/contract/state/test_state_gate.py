@@ -19,10 +19,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from common.records.lineages import NATIVE
+from common.base.lineages import NATIVE
 from common.state import events, groups, jobs, steps
-from common.state.client import State
 from common.state.lifecycle import accounting
+from common.state.redis.client import State
 from sim.redis.state import simulated_state
 from tests.contract.state.state_bench import (
     JOB,

@@ -6,11 +6,12 @@ import uuid
 
 import pytest
 
-from common.errors import Fenced, NotFound, Refused
-from common.pool.decisions import Admit, Why
-from common.state import events, groups, jobs, leader, pool, registry, steps
-from common.state.client import State
+from common.base.errors import Fenced, NotFound, Refused
+from common.state import events, groups, jobs, leader, registry, steps
 from common.state.groups import LeasedGroups, LeaseWait
+from common.state.pool.placing.decisions import Admit, Why
+from common.state.pool.store import store as pool
+from common.state.redis.client import State
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, document
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 
-from common.runtime.patience import patiently
+from common.mesh.runtime.patience import patiently
 from common.state import groups
 from tests.contract.state.state_bench import JOB, SHARD, Bench, Seats
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import NotFound
+from common.base.errors import NotFound
 from common.state import groups, jobs
 from tests.contract.state.state_bench import JOB, TRAINER, Bench
 

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
-from common.errors import Fenced, Refused
-from common.pool import measured
-from common.pool.decisions import (
+from common.base.errors import Fenced, Refused
+from common.mesh.process.supervision import ended
+from common.state import events, jobs, leader, registry
+from common.state.pool.demand import measured
+from common.state.pool.demand.measured import LEVELS, Curve, Lengths, Work
+from common.state.pool.demand.needs import Need
+from common.state.pool.placing.decisions import (
     Admit,
     Decline,
     Dissolve,
@@ -22,15 +26,13 @@ from common.pool.decisions import (
     Serve,
     Why,
 )
-from common.pool.explained import Explained
-from common.pool.measured import LEVELS, Curve, Lengths, Work
-from common.pool.needs import Need
-from common.pool.rows import Budget, Doing, Gang, Report, Resident, Role, Tier, Worker
-from common.pool.settings import PoolSettings
-from common.pool.snapshot import Move, Request
-from common.state import ended, events, jobs, leader, pool, registry
-from common.state.client import State
-from common.state.lifecycle.fitting import offers, refuse_what_never_fits
+from common.state.pool.placing.snapshot import Move, Request
+from common.state.pool.store import store as pool
+from common.state.pool.store.explained import Explained
+from common.state.pool.store.fitting import offers, refuse_what_never_fits
+from common.state.pool.workers.rows import Budget, Doing, Gang, Report, Resident, Role, Tier, Worker
+from common.state.pool.workers.settings import PoolSettings
+from common.state.redis.client import State
 from tests.contract.state.state_bench import JOB, Bench, document
 from tests.load import scaled
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import Refused
+from common.base.errors import Refused
 from common.state import events, groups, jobs
 from common.state.groups import LeaseWait
 from common.state.lifecycle import accounting

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from common.errors import Fenced, Refused
+from common.base.errors import Fenced, Refused
 from common.state import events, leader, registry
-from common.state.client import State
+from common.state.redis.client import State
 from common.state.registry import LEASE_MS, Entry
 from common.state.server import epoch
 from sim.redis.state import simulated_state

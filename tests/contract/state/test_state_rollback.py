@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from common.errors import Fenced
+from common.base.errors import Fenced
 from common.state import events, jobs, registry, steps
-from common.state.keys import EVENTS, TRIMMED
 from common.state.lifecycle import deleting
+from common.state.redis.keys import EVENTS, TRIMMED
 from common.state.server import rollback
 from common.state.server.rollback import JobMark, Mark
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, Seats

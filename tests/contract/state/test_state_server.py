@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from redis.exceptions import ResponseError
 
-from common.errors import StateUnavailable
+from common.base.errors import StateUnavailable
 from common.state import events, groups, jobs, registry
-from common.state.client import State
 from common.state.lifecycle import accounting
+from common.state.redis.client import State
 from common.state.server import epoch
 from tests.contract.state.state_bench import JOB, SHARD, Bench, Server, binary_of, running_server
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import Fenced, Refused
-from common.records.lineages import NATIVE
+from common.base.errors import Fenced, Refused
+from common.base.lineages import NATIVE
 from common.state import events, groups, jobs, steps
 from common.state.lifecycle import accounting
 from common.state.steps import Committed

@@ -15,13 +15,13 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
-from common.random import Random
-from common.transport.address import endpoint_of
-from common.transport.zmq import ZmqTransport
-from common.wire.messages import Frame
+from common.base.encoding.messages import Frame
+from common.base.random import Random
+from common.mesh.transport.address import endpoint_of
+from common.mesh.transport.zmq import ZmqTransport
 from tests.load import scaled
 from tests.meshes import keys_of
-from tests.unit.common.runtime.talking import until
+from tests.unit.common.mesh.runtime.talking import until
 
 HALF_OPEN = 300
 NOISY = 200
@@ -121,8 +121,8 @@ async def test_connections_that_come_and_go_leave_nothing() -> None:
 
 PROGRAM = """
 import asyncio, time
-from common.transport.keys import ProcessKeys
-from common.transport.zmq import ZmqTransport
+from common.mesh.transport.keys import ProcessKeys
+from common.mesh.transport.zmq import ZmqTransport
 async def main():
     anybody = lambda keys: [("rollout@here",) for _ in keys]
     transport = ZmqTransport(keys=ProcessKeys(anybody, time.monotonic))

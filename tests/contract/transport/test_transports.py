@@ -10,16 +10,16 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from common.clock import SystemClock
-from common.random import Random
-from common.transport.base import Frames, Peer, Transport
-from common.transport.pump import JOIN_BYTES
-from common.transport.zmq import ZmqTransport
-from common.wire.messages import Frame
+from common.base.clock import SystemClock
+from common.base.encoding.messages import Frame
+from common.base.random import Random
+from common.mesh.transport.base import Frames, Peer, Transport
+from common.mesh.transport.pump import JOIN_BYTES
+from common.mesh.transport.zmq import ZmqTransport
 from sim.network import MemoryNetwork, MemoryTransport
 from tests.load import scaled
 from tests.meshes import keys_of
-from tests.unit.common.runtime.talking import until
+from tests.unit.common.mesh.runtime.talking import until
 
 SIZES = (0, 1, JOIN_BYTES, JOIN_BYTES + 1, 65_536, 1 << 20)  # of a body, around what joins frames
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from common.records import lines
+from common.base.files import lines
 from meshrl.view.recording import samples
 from tests.mesh.jobs import digits
 from tests.mesh.running import Run

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from common.job import bundle_files
+from common.job.bundle import bundle_files
+from common.mesh.process.supervision.ended import ended
 from common.state import events, jobs
-from common.state.ended import ended
 from meshrl.commands.status import diagnosis
 from meshrl.directory.places import MeshPlace
 from meshrl.job import bundle, jobfile

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.api.bulk import GROUPS
+from common.api.transfer.bulk import GROUPS
 from common.api.weights import Group
+from common.base.encoding.blob import unpack
 from common.records import ledger
 from common.records.ledger import Kind, trajectory_id
-from common.wire.blob import unpack
-from common.wire.chunks import ChunkStore
+from common.weights.chunks.chunks import ChunkStore
 from meshrl.launch.leftovers import belonging_to
 from services.rollout.trajectories.trajectory import Restored, Trajectory
 from tests.mesh.running import Run, slow_pace

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from common.settings import REDIS_ENV, MeshSettings
+from common.base.host.settings import REDIS_ENV, MeshSettings
 from common.state import jobs
 from meshrl.directory.places import MeshPlace
 from meshrl.job import bundle, jobfile

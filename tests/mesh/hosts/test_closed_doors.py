@@ -13,12 +13,12 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from common.access import owner
-from common.settings import MeshSettings, redis_password
+from common.base.host.settings import MeshSettings, redis_password
+from common.mesh.access import owner
 from common.state import events, jobs
-from common.state.client import State
 from common.state.hosts import rights
-from common.state.server import embedded
+from common.state.redis import embedded
+from common.state.redis.client import State
 from meshrl.cli import app
 from meshrl.directory.places import MeshPlace
 from meshrl.launch import leftovers

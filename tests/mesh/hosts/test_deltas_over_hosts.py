@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from common.state import jobs, pool, registry
+from common.state import jobs, registry
+from common.state.pool.store import store as pool
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher, Shape
 from tests.mesh.hosts.joining import beside, submitted, until

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from common.pool.settings import PoolSettings
 from common.state import events, jobs, registry
+from common.state.pool.workers.settings import PoolSettings
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher, Shape
 from tests.load import scaled

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from common.settings import REDIS_ENV, MeshSettings
+from common.base.host.settings import REDIS_ENV, MeshSettings
 from meshrl import health
 from meshrl.directory.places import MeshPlace, read_if_whole
 from meshrl.launch import leftovers

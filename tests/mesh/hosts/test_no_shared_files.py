@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from common.records.checkpoints import all_checkpoints, verified
-from common.state import events, jobs, pool, registry
+from common.state import events, jobs, registry
+from common.state.pool.store import store as pool
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.remote_logs import RemoteLogs

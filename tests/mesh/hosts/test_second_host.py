@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 import pytest
 from typer.testing import CliRunner
 
-from common.state import events, jobs, pool, registry
+from common.state import events, jobs, registry
 from common.state.events import Event
+from common.state.pool.store import store as pool
 from meshrl.cli import app
 from meshrl.directory.places import MeshPlace
 from meshrl.launch import leftovers

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from common.state import events, groups, jobs, pool
+from common.state import events, groups, jobs
 from common.state.lifecycle.accounting import account
+from common.state.pool.store import store as pool
 from sim.mesh.job.job import JOB
 from sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over

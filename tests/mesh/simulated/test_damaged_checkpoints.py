@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from common.api.weights import Manifest
-from common.digest import digest_of_file
+from common.base.digest import digest_of_file
+from common.base.encoding.blob import unpack
 from common.records.checkpoints import STATE, manifest_of
 from common.state import events, groups, jobs
 from common.state.lifecycle.accounting import account
-from common.wire.blob import unpack
-from common.wire.chunks import ChunkStore
+from common.weights.chunks.chunks import ChunkStore
 from sim.mesh.job.job import JOB
 from sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over

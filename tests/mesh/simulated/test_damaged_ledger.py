@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from common.base.files.damage import EVENT, QUARANTINE
 from common.records import ledger
-from common.records.damage import EVENT, QUARANTINE
 from common.state import events, groups
 from common.state.lifecycle.accounting import account
 from sim.mesh.job.job import JOB

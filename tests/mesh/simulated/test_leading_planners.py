@@ -8,17 +8,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.api.hint import Look
-from common.errors import DeadlineExceeded
+from common.api.calls.hint import Look
+from common.api.calls.interface import Cast, Interface
+from common.base.errors import DeadlineExceeded
 from common.job.config import JobConfig
-from common.pool import rows
-from common.pool.decisions import Decision, Form, Place, Remove, Serve, Why
-from common.pool.rows import Doing, Gang, Report, Resident, Role
-from common.pool.settings import PoolSettings
-from common.pool.snapshot import Request, Snapshot
-from common.runtime.actor import Actor, cast
-from common.runtime.interface import Cast, Interface
-from common.state import events, jobs, pool
+from common.mesh.runtime.calls.actor import Actor, cast
+from common.state import events, jobs
+from common.state.pool.placing.decisions import Decision, Form, Place, Remove, Serve, Why
+from common.state.pool.placing.snapshot import Request, Snapshot
+from common.state.pool.store import store as pool
+from common.state.pool.workers import rows
+from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role
+from common.state.pool.workers.settings import PoolSettings
 from services.planner.planner import LEASE_MS, LOOK_S, Planner, changed
 from sim.mesh.job.job import JOB
 from tests.mesh.simulated.worlds import Bare, BareWorld, on_bare_world

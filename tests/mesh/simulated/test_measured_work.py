@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from common.pool.measured import Measured, Work, kind_of
-from common.pool.planned import Published, measured
-from common.state import jobs, pool, registry
+from common.state import jobs, registry
+from common.state.pool.demand.measured import Measured, Work, kind_of
+from common.state.pool.demand.planned import Published, measured
+from common.state.pool.store import store as pool
 from sim.mesh.job.job import JOB
 from sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over

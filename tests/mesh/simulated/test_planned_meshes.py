@@ -16,12 +16,13 @@ from common.job.config import (
     RolloutConfig,
     TrainingConfig,
 )
-from common.pool import names
-from common.pool.measured import Work, told
-from common.pool.rows import Doing, Report, Resident, Tier, Worker
-from common.pool.settings import PoolSettings
-from common.runtime.actor import Actor
-from common.state import jobs, pool
+from common.mesh.runtime.calls.actor import Actor
+from common.state import jobs
+from common.state.pool.demand.measured import Work, told
+from common.state.pool.store import store as pool
+from common.state.pool.workers import names
+from common.state.pool.workers.rows import Doing, Report, Resident, Tier, Worker
+from common.state.pool.workers.settings import PoolSettings
 from services.planner.planner import LOOK_S, Planner
 from sim.mesh.job.job import JOB
 from tests.mesh.simulated.worlds import Bare, BareWorld, on_bare_world

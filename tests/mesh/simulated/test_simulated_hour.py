@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from common.errors import Fenced
-from common.pool.decisions import Dissolve, Why
-from common.state import events, groups, jobs, leader, pool
+from common.base.errors import Fenced
+from common.state import events, groups, jobs, leader
 from common.state.lifecycle.accounting import account
+from common.state.pool.placing.decisions import Dissolve, Why
+from common.state.pool.store import store as pool
 from sim.mesh.job.job import JOB
 from sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world

@@ -7,10 +7,10 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.random import Random
-from common.runtime.actor import Actor
-from common.runtime.mesh import Mesh
-from common.state.client import State
+from common.base.random import Random
+from common.mesh.runtime.calls.actor import Actor
+from common.mesh.runtime.mesh import Mesh
+from common.state.redis.client import State
 from sim.loop import VirtualLoop
 from sim.machine import Machine, MachineClock
 from sim.mesh.running import run_in

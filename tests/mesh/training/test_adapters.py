@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from common.api.weights import Manifest
-from common.model.hf import load_model
-from common.model.lora import is_adapter
-from common.weights.manifest import read_whole
-from common.wire.bulk.port import ChunkStore
+from common.model.files.hf import load_model
+from common.model.network.lora import is_adapter
+from common.weights.bulk.port import ChunkStore
+from common.weights.layout.manifest import read_whole
 from meshrl.directory.exporting import export
 from tests.load import scaled
 from tests.mesh.running import Run, slow_pace

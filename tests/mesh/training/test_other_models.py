@@ -17,10 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.hf import load_model, save_model
-from common.wire.bulk.port import ChunkStore
+from common.model.architecture.config import ModelConfig
+from common.model.files.hf import load_model, save_model
+from common.model.network.decoder import Decoder
+from common.weights.bulk.port import ChunkStore
 from meshrl.job.checks.machine.weights import READ_BYTES
 from tests.load import scaled
 from tests.mesh.running import JOB, ROOT, Run

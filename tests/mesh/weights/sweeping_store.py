@@ -6,7 +6,7 @@ Takes what services.weights takes.
 from __future__ import annotations
 
 from common.api.weights import STORE
-from common.runtime.mesh import Mesh, MeshSettings, run
+from common.mesh.runtime.mesh import Mesh, MeshSettings, run
 from services.weights.__main__ import serve
 from services.weights.keeping.sweeping import Pace
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from common.state import jobs
-from common.wire.chunks import ChunkStore
+from common.weights.chunks.chunks import ChunkStore
 from loadtests.weights import models
 from loadtests.weights.contents import identity_of
 from loadtests.weights.scene import OrderFailed

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import NotFound
+from common.base.errors import NotFound
 from common.records.durable_copy import DurableCopy, of_job
 from common.state import jobs
 from tests.mesh.weights.training import CORE, JOB, TrainedWeather

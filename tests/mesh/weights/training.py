@@ -13,16 +13,16 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
-from common.api import bulk
-from common.pool.seat import Seat
-from common.records.home import Home
-from common.runtime.mesh import Mesh, MeshSettings
+from common.api.transfer import bulk
+from common.base.encoding.blob import pack
+from common.base.files.home import Home
+from common.mesh.runtime.mesh import Mesh, MeshSettings
 from common.state import groups, jobs, registry
+from common.state.pool.workers.seat import Seat
 from common.state.server import home
+from common.weights.bulk.port import BulkClient
 from common.weights.receive import Receiver
-from common.wire.blob import pack
-from common.wire.bulk.port import BulkClient
-from common.wire.weight_store import put
+from common.weights.store.weight_store import put
 from loadtests.weights import contents, models
 from loadtests.weights.scene import Member, Scene
 from meshrl.directory.places import MeshPlace

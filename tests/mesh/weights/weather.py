@@ -22,7 +22,7 @@ from loadtests.weights import models
 from loadtests.weights.members.serving import PROMPT
 from loadtests.weights.scene import Member, Scene
 from tests.load import scaled
-from tests.unit.common.wire.road import Road
+from tests.unit.common.weights.bulk.road import Road
 
 MODEL = "little"  # nine chunks and more
 WHOLE = sum(tensor.nbytes for tensor in models.drawn(MODEL, 0).values())

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock
-from common.runtime.mesh import Mesh
+from common.base.clock import SystemClock
+from common.mesh.runtime.mesh import Mesh
 from sim.redis.state import simulated_state
 from tests.meshes import on_sockets
-from tests.unit.common.runtime.talking import Join, Talker
+from tests.unit.common.mesh.runtime.talking import Join, Talker
 
 
 @pytest.fixture

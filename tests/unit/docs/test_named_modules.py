@@ -70,12 +70,12 @@ def test_the_file_to_open_first_lies_in_its_folder() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "`common/runtime/gone.py`",
-        "see common/runtime/gone.py:",
-        "[here](../common/runtime/gone.py)",
+        "`common/mesh/runtime/gone.py`",
+        "see common/mesh/runtime/gone.py:",
+        "[here](../common/mesh/runtime/gone.py)",
         "`services/planner/gone`",
-        "`common.runtime.gone`",
-        "`common.runtime.mesh.Gone`",
+        "`common.mesh.runtime.gone`",
+        "`common.mesh.runtime.mesh.Gone`",
         "`python -m services.planner.gone <look.json`",
         '[sys.executable, "-m", "services.planner.gone"]',
     ],
@@ -83,5 +83,8 @@ def test_the_file_to_open_first_lies_in_its_folder() -> None:
 def test_a_module_that_is_gone_is_noticed(words: str) -> None:
     assert len(missing_in(words)) == 1
     assert (
-        missing_in("`common/runtime/mesh.py` `common.runtime.mesh.Mesh` `services/planner`") == []
+        missing_in(
+            "`common/mesh/runtime/mesh.py` `common.mesh.runtime.mesh.Mesh` `services/planner`"
+        )
+        == []
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from common.base.random import Random
 from common.generation.contract import TokenEngine
 from common.job.pace import Pace
-from common.pool.measured import Curve
-from common.random import Random
+from common.state.pool.demand.measured import Curve
 from services.engine.measurement.curve import WINDOW_STEPS, CurveFit
 from services.engine.service import EngineService
 from services.engine.stepping.emulation import EmulatedSteps

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.api.engine import Finish
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.generation.contract import TokenEngine
 from common.job.pace import PROFILES, Pace, profile
 from services.engine.stepping.emulation import EmulatedSteps

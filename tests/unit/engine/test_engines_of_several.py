@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import SystemClock
-from common.errors import ConfigError
-from common.process.host import SystemHost
+from common.base.clock import SystemClock
+from common.base.errors import ConfigError
+from common.mesh.process.host import SystemHost
 from services.engine.sglang.server import Launch, SGLangServer
 from tests.load import scaled
 from tests.unit.engine.sglang.test_secrets import MODEL, standing_in

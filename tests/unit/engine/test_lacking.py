@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from common.digest import digest_of
-from common.errors import ConfigError
+from common.base.digest import digest_of
+from common.base.errors import ConfigError
+from common.job.bundle.job_data import JobData
 from common.job.config import ModelConfigSection
-from common.job.job_data import JobData
-from common.pool.seat import Seat
+from common.state.pool.workers.seat import Seat
 from services.engine.weights.versions import PATIENCE_S, Versions
 from services.trainer.compute.compute import LocalCompute
 from services.trainer.core.core import TrainerCore

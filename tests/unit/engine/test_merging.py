@@ -7,8 +7,8 @@ from typing import Literal
 
 import pytest
 
+from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig, LoraConfig, RolloutConfig
-from common.job.job_data import JobData
 from services.engine.running import _wish
 from services.engine.weights.merging import MARGIN, OVERHEAD, Merging, Wish, merging_pays
 from tests.unit.common.generation.engines_under_test import StandingClock

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from common.api.calls.role import Settle
 from common.api.engine import Engine
-from common.api.role import Settle
-from common.errors import Damaged, Fenced, Refused
+from common.base.errors import Damaged, Fenced, Refused
 from common.generation.contract import Quarantined, Request
 from services.engine.weights.loaded import AdapterVersion
 from tests.unit.rollout.routing.test_router import Bench, on_bench

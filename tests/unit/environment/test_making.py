@@ -6,9 +6,9 @@ import errno
 
 import pytest
 
+from common.base.errors import ConfigError, DeadlineExceeded
 from common.environment.making import making
-from common.errors import ConfigError, DeadlineExceeded
-from common.process.ends.failure import Failure
+from common.mesh.process.ends.failure import Failure
 
 
 def with_cause(error: Exception, cause: Exception) -> Exception:

@@ -8,8 +8,8 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 import pytest
 
-from common.model.chat import Chat
-from common.model.tokenizer import Tokenizer
+from common.model.chat.chat import Chat
+from common.model.tokens.tokenizer import Tokenizer
 from loadtests.chat_templates.comparing import directory_of
 from services.environment.environments import Environments
 from services.environment.tools import BadCall, BuiltIn, JobTool

@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from common.process.child import Channel
+from common.mesh.process.entry.child import Channel
 from services.environment import threaded
 from services.environment.environments import Environments
 from sim.mesh.job.job import CHARACTERS
@@ -67,7 +67,7 @@ def gates() -> Iterator[dict[str, threading.Event]]:
 
 @pytest.fixture
 def shard(tmp_path: Any, gates: dict[str, threading.Event]) -> Iterator[Shard]:
-    from common.model.tokenizer import Tokenizer, character_tokenizer
+    from common.model.tokens.tokenizer import Tokenizer, character_tokenizer
 
     character_tokenizer(CHARACTERS, str(tmp_path / "tokenizer.json"))
     served = Environments(Waiting, Tokenizer.load(str(tmp_path / "tokenizer.json")), "prompt")

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock
-from common.errors import ToolFailed
+from common.base.clock import SystemClock
+from common.base.errors import ToolFailed
+from common.base.random import Random
+from common.job.bundle.job_data import JobData
 from common.job.config import DatasetConfig, EnvironmentConfig, JobConfig
-from common.job.job_data import JobData
-from common.model.tokenizer import Tokenizer
-from common.process.host import SystemHost
-from common.random import Random
+from common.mesh.process.host import SystemHost
+from common.model.tokens.tokenizer import Tokenizer
 from meshrl.job import tasksets
 from services.rollout.environments.pool import EnvironmentPool
 from tests.load import scaled

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from common.model.chat import Chat
-from common.model.tokenizer import Tokenizer
+from common.model.chat.chat import Chat
+from common.model.tokens.tokenizer import Tokenizer
 from meshrl.job.jobfile import load
 from services.environment.environments import Environments
 from services.environment.tools import BuiltIn, JobTool

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from common.access import identity, tokens
-from common.access.records import FILE
-from common.clock import SystemClock
-from common.settings import MeshSettings
-from common.state.client import State
+from common.base.clock import SystemClock
+from common.base.host.settings import MeshSettings
+from common.mesh.access import identity, tokens
+from common.mesh.access.records import FILE
+from common.state.redis.client import State
 from meshrl.starter.creating import create
 from services.gateway.__main__ import serve
 from sim.redis.state import simulated_state

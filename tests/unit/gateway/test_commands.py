@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from common.access import ticket
-from common.errors import ConfigError, NotFound, Refused
+from common.base.errors import ConfigError, NotFound, Refused
+from common.mesh.access import ticket
 from meshrl.cli import app
 from meshrl.client.client import Client
 from tests.unit.gateway.conftest import House

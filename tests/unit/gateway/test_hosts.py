@@ -14,13 +14,7 @@ from typing import Any
 
 import pytest
 
-from common.access import identity, members, records, tokens
-from common.access.hosts import Admitted
-from common.access.line import Line
-from common.access.members import AGAIN_S
-from common.access.records import HOST, digest
-from common.access.ticket import read
-from common.api.callers import HOST_ROLES, PLANNER
+from common.api.calls.callers import HOST_ROLES, PLANNER
 from common.api.gateway import (
     DescribeMember,
     DrainHost,
@@ -33,17 +27,24 @@ from common.api.gateway import (
     ListRemaining,
     LocateRedis,
 )
-from common.clock import SystemClock
-from common.errors import NotAllowed, NotFound, Refused
-from common.pool.snapshot import NOTICE, Request
-from common.records import documents
-from common.release import release
-from common.settings import MeshSettings, redis_password
-from common.state import events, pool
-from common.state.client import State
+from common.base.clock import SystemClock
+from common.base.errors import NotAllowed, NotFound, Refused
+from common.base.files import documents
+from common.base.host.settings import MeshSettings, redis_password
+from common.base.release import release
+from common.mesh.access import identity, members, records, tokens
+from common.mesh.access.hosts import Admitted
+from common.mesh.access.line import Line
+from common.mesh.access.members import AGAIN_S
+from common.mesh.access.records import HOST, digest
+from common.mesh.access.ticket import read
+from common.mesh.transport.keys import KeyPair
+from common.state import events
 from common.state.hosts import admission
+from common.state.pool.placing.snapshot import NOTICE, Request
+from common.state.pool.store import store as pool
+from common.state.redis.client import State
 from common.state.registry import Entry, evict, register
-from common.transport.keys import KeyPair
 from meshrl.directory.joined import joined_hosts
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.admitting import Admitting

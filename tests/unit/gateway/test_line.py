@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from common.access.line import Line
-from common.access.ticket import Ticket, read
 from common.api.gateway import Gateway, ListJobs
-from common.errors import PeerLost
-from common.transport.keys import KeyPair
+from common.base.errors import PeerLost
+from common.mesh.access.line import Line
+from common.mesh.access.ticket import Ticket, read
+from common.mesh.transport.keys import KeyPair
 from tests.load import scaled
 from tests.unit.gateway.conftest import House
 

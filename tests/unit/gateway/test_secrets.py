@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from common.access import identity, records, tokens
-from common.access.line import Line
-from common.access.ticket import Ticket, named, read
 from common.api.gateway import Gateway, JoinHost
-from common.clock import SystemClock
-from common.errors import ConfigError, NotAllowed, Refused
-from common.records import documents
-from common.release import release
-from common.transport.keys import KeyPair
+from common.base.clock import SystemClock
+from common.base.errors import ConfigError, NotAllowed, Refused
+from common.base.files import documents
+from common.base.release import release
+from common.mesh.access import identity, records, tokens
+from common.mesh.access.line import Line
+from common.mesh.access.ticket import Ticket, named, read
+from common.mesh.transport.keys import KeyPair
 from meshrl import Client
 from meshrl.cli import app
 from meshrl.directory.places import MeshPlace

@@ -18,12 +18,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from common.access import records, ticket
-from common.access.line import Line
-from common.api.callers import CALLERS, CLIENT
+from common.api.calls.callers import CALLERS, CLIENT
+from common.api.calls.interface import Call
 from common.api.gateway import Gateway, JobRequest, ListJobs
-from common.clock import SystemClock
-from common.errors import (
+from common.base.clock import SystemClock
+from common.base.errors import (
     ConfigError,
     DeadlineExceeded,
     NotAllowed,
@@ -33,12 +32,14 @@ from common.errors import (
     UnknownMethod,
 )
 from common.job.config import JobConfig
-from common.pool.rows import Worker
-from common.runtime.interface import Call
-from common.state import jobs, pool
+from common.mesh.access import records, ticket
+from common.mesh.access.line import Line
+from common.mesh.transport.keys import KeyPair
+from common.state import jobs
 from common.state.lifecycle import deleting
+from common.state.pool.store import store as pool
+from common.state.pool.workers.rows import Worker
 from common.state.registry import Entry, register
-from common.transport.keys import KeyPair
 from meshrl import Client
 from meshrl.cli import app
 from sim.redis.state import simulated_state

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from common.access import ticket
-from common.access.line import Line
 from common.api.gateway import (
     PIECE_BYTES,
     BeginUpload,
@@ -23,12 +21,14 @@ from common.api.gateway import (
     UploadOpened,
     UploadPiece,
 )
-from common.clock import SystemClock
-from common.errors import ConfigError, MeshError, NotFound, Overloaded, Refused
-from common.job import bundle_files
-from common.job.arriving import checked_places
+from common.base.clock import SystemClock
+from common.base.errors import ConfigError, MeshError, NotFound, Overloaded, Refused
+from common.job.bundle import bundle_files
+from common.job.bundle.arriving import checked_places
 from common.job.config import JobConfig
-from common.process.host import SystemHost
+from common.mesh.access import ticket
+from common.mesh.access.line import Line
+from common.mesh.process.host import SystemHost
 from common.state import jobs
 from meshrl.job import bundle, jobfile
 from services.gateway.uploads import EACH, INCOMING, Upload, Uploads, config_of

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from common.access import ticket
-from common.access.line import Line
 from common.api.gateway import Gateway, ModelRequest, ReadModelFile
-from common.digest import digest_of_file
-from common.errors import NotFound, Refused
-from common.job import bundle_files
+from common.base.digest import digest_of_file
+from common.base.errors import NotFound, Refused
+from common.job.bundle import bundle_files
+from common.mesh.access import ticket
+from common.mesh.access.line import Line
 from common.state import jobs
 from meshrl import Client
 from services.weights.export import write

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kernels.ops.pointwise as pointwise
-from common.model.pointwise import PLAIN, Pointwise
+from common.model.network.pointwise import PLAIN, Pointwise
 from kernels.build import library
 from kernels.ops.pointwise import Fused
 

@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import SystemClock
-from common.process.host import SystemHost
-from common.random import Random
-from common.runtime.mesh import Mesh
-from common.transport.zmq import ZmqTransport
+from common.base.clock import SystemClock
+from common.base.random import Random
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.transport.zmq import ZmqTransport
 from loadtests.doors.plan import ANSWERED, GREETED, METRICS, REFUSED, Plan, Port, Process, Tried
 from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import PATIENT, keys_of
-from tests.unit.common.runtime.talking import Talker
+from tests.unit.common.mesh.runtime.talking import Talker
 
 ROOT = Path(__file__).parents[3]
 TRIES_S = 90.0

@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 from common.api.weights import STORE
-from common.runtime.mesh import Mesh
-from common.settings import SETTINGS_ENV, MeshSettings
+from common.base.host.settings import SETTINGS_ENV, MeshSettings
+from common.mesh.runtime.mesh import Mesh
 from common.state import registry
+from common.state.redis import embedded
 from common.state.registry import Entry
-from common.state.server import embedded
-from common.wire.bulk.port import BulkClient
+from common.weights.bulk.port import BulkClient
 from loadtests.hosts.flood.growth import between, read
 from loadtests.hosts.flood.pouring import Pour, Poured, poured
 from tests.contract.state.state_bench import running_server

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from common.pool.rows import Gang, Resident, Role
 from common.state.events import Event
+from common.state.pool.workers.rows import Gang, Resident, Role
 from loadtests.jobs.mesh import Seen, workers_by_job
 from loadtests.jobs.moving import others_rate, role_changes
 from loadtests.jobs.sharing import max_min

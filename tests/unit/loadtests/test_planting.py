@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from common.api.bulk import BULK, PUBLISHED, SPACES, putting
-from common.api.callers import ROLES
-from common.digest import digest_of
+from common.api.calls.callers import ROLES
+from common.api.transfer.bulk import BULK, PUBLISHED, SPACES, putting
+from common.base.digest import digest_of
 from common.state.registry import Entry
 from loadtests.doors.planting import Planting, plant
-from tests.unit.common.wire.knocking import Port
+from tests.unit.common.weights.bulk.knocking import Port
 
 CODE = b"def reward(row, turns):\n    return 1.0\n"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.pool.measured import Curve
+from common.state.pool.demand.measured import Curve
 from loadtests.layouts import released
 from services.planner.layouts.grouping import alike
 from services.planner.layouts.serving import GangServer

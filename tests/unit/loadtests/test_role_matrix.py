@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from common.api.callers import CALLERS, ROLES
-from common.clock import SystemClock
-from common.process.host import SystemHost
-from common.random import Random
-from common.runtime.doorway import Doorway
-from common.runtime.mesh import Mesh
-from common.settings import MeshSettings
-from common.state.client import State
+from common.api.calls.callers import CALLERS, ROLES
+from common.base.clock import SystemClock
+from common.base.host.settings import MeshSettings
+from common.base.random import Random
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.doorway import Doorway
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.transport.zmq import ZmqTransport
 from common.state.hosts import doors
-from common.transport.zmq import ZmqTransport
+from common.state.redis.client import State
 from loadtests.doors.calls import methods
 from loadtests.doors.matrix import ANSWERS, role_matrix, without_key
 from loadtests.doors.plan import Process

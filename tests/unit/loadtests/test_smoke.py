@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from common.process.forking.birth import NURSERY_ENV
+from common.mesh.process.forking.birth import NURSERY_ENV
 from loadtests.measuring.flat import flat
 from tests.load import scaled
 from tests.unit.loadtests.benchmarks_page import documented

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from common.errors import ConfigError
-from common.process.interpreters import home, interpreter
+from common.base.errors import ConfigError
+from common.mesh.process.interpreters import home, interpreter
 from meshrl.cli import app
 from meshrl.commands import doctor, engines
 from tests.sglang.interpreter import python

@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from common.api.node import LogFile, LogPart
-from common.errors import PeerLost
-from common.process.handle import start_time
-from common.settings import MeshSettings
-from common.state.server import embedded
+from common.base.errors import PeerLost
+from common.base.host.settings import MeshSettings
+from common.mesh.process.handle import start_time
+from common.state.redis import embedded
 from meshrl import logs
 from meshrl.cli import app
 from meshrl.directory.places import MeshPlace, write_json

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from common.pool.reading import snapshot_document
-from common.pool.rows import Worker
-from common.pool.snapshot import Snapshot
 from common.state import leader
-from common.state.keys import PLANNER
+from common.state.pool.placing.snapshot import Snapshot
+from common.state.pool.store.reading import snapshot_document
+from common.state.pool.workers.rows import Worker
+from common.state.redis.keys import PLANNER
 from meshrl.cli import app
 from meshrl.commands import planning
 from tests.unit.meshrl.run.conftest import JOB, HeldMesh, held

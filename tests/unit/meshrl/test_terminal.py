@@ -15,13 +15,13 @@ from rich.table import Table
 from rich.text import Text
 from typer.testing import CliRunner
 
-from common.settings import MeshSettings
-from common.terminal import guarded_output
+from common.base.host.settings import MeshSettings
+from common.base.host.terminal import guarded_output
 from meshrl import __main__ as program
 from meshrl.cli import app
 from meshrl.directory.places import MeshPlace
 from meshrl.terminal import Console
-from tests.unit.common.test_terminal import ATTACKS, is_plain
+from tests.unit.common.base.test_terminal import ATTACKS, is_plain
 from tests.unit.meshrl.view.test_samples import sample
 
 ATTACK = "".join(ATTACKS)

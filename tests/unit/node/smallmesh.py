@@ -10,16 +10,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.errors import StateUnavailable
-from common.pool.decisions import Decision, Form, Place, Remove, Why
-from common.pool.rows import Resident, Role
-from common.process.handle import SystemChild, start_time
-from common.process.host import SystemHost
-from common.settings import SETTINGS_ENV, MeshSettings
-from common.state import events, leader, pool, registry
-from common.state.client import State
-from common.state.keys import PLANNER
-from common.state.server.embedded import command
+from common.base.errors import StateUnavailable
+from common.base.host.settings import SETTINGS_ENV, MeshSettings
+from common.mesh.process.handle import SystemChild, start_time
+from common.mesh.process.host import SystemHost
+from common.state import events, leader, registry
+from common.state.pool.placing.decisions import Decision, Form, Place, Remove, Why
+from common.state.pool.store import store as pool
+from common.state.pool.workers.rows import Resident, Role
+from common.state.redis.client import State
+from common.state.redis.embedded import command
+from common.state.redis.keys import PLANNER
 from tests.load import scaled
 from tests.meshes import SECRET
 

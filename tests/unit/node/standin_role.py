@@ -7,18 +7,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-from common.api.role import Drain, Drained, Resting, Settle, Settled
-from common.clock import SystemClock
-from common.errors import Fenced
-from common.pool.rows import Tier
-from common.pool.seat import Seat
-from common.pool.seat import parser as seats
-from common.process.host import SystemHost
-from common.random import Random
-from common.runtime.actor import Actor, call
-from common.runtime.mesh import Mesh, MeshSettings, run
-from common.state.client import State
-from common.transport.zmq import ZmqTransport
+from common.api.calls.role import Drain, Drained, Resting, Settle, Settled
+from common.base.clock import SystemClock
+from common.base.errors import Fenced
+from common.base.random import Random
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.calls.actor import Actor, call
+from common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from common.mesh.transport.zmq import ZmqTransport
+from common.state.pool.workers.rows import Tier
+from common.state.pool.workers.seat import Seat
+from common.state.pool.workers.seat import parser as seats
+from common.state.redis.client import State
 from tests.load import scaled
 from tests.meshes import entered
 

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from common.pool.rows import Budget, Resident, Role
-from common.process.supervision.lease_watch import LeaseWatch
-from common.runtime.mesh import Mesh
+from common.mesh.process.supervision.lease_watch import LeaseWatch
+from common.mesh.runtime.mesh import Mesh
+from common.state.pool.workers.rows import Budget, Resident, Role
 from services.node.residents.budgets import Budgets
 from services.node.residents.process import Around, RoleProcess
 from services.node.residents.roles import RoleWish

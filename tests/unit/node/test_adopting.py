@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import SystemClock
-from common.process.handle import start_time
-from common.process.host import SystemHost
-from common.random import Random
-from common.runtime.mesh import MeshSettings
-from common.settings import MESH_ENV
+from common.base.clock import SystemClock
+from common.base.host.settings import MESH_ENV
+from common.base.random import Random
+from common.mesh.process.handle import start_time
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.mesh import MeshSettings
 from common.state import registry
 from services.node.adopting import Notes
 from services.node.job_services import program

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import SystemClock
-from common.errors import StorageFull
-from common.pool.rows import Budget, Tier
-from common.process.ends.limits import Room
-from common.random import Random
+from common.base.clock import SystemClock
+from common.base.errors import StorageFull
+from common.base.random import Random
+from common.mesh.process.ends.limits import Room
+from common.state.pool.workers.rows import Budget, Tier
 from services.node.residents.budgets import SPARE_DISK, SPARE_MEMORY, Budgets
 from sim.host import SimulatedHost
 

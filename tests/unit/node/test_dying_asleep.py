@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.pool.decisions import Decision, Form, Place, Remove, Why
-from common.pool.rows import Doing, Resident, Role, Tier
-from common.random import Random
-from common.records import kept
-from common.runtime.mesh import MeshSettings
-from common.settings import kept_file
-from common.state import leader, pool
-from common.state.keys import PLANNER
+from common.base.files import kept
+from common.base.host.settings import kept_file
+from common.base.random import Random
+from common.mesh.runtime.mesh import MeshSettings
+from common.state import leader
+from common.state.pool.placing.decisions import Decision, Form, Place, Remove, Why
+from common.state.pool.store import store as pool
+from common.state.pool.workers.rows import Doing, Resident, Role, Tier
+from common.state.redis.keys import PLANNER
 from services.node.worker import parser, serve
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual

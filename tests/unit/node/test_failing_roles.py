@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, PeerLost
-from common.pool.rows import Doing
-from common.random import Random
-from common.runtime.mesh import MeshSettings
+from common.base.errors import ConfigError, PeerLost
+from common.base.random import Random
+from common.mesh.process.supervision.ended import ended
+from common.mesh.runtime.mesh import MeshSettings
 from common.state import events, jobs
-from common.state.ended import ended
 from common.state.jobs import JobRow
+from common.state.pool.workers.rows import Doing
 from services.node.residents.process import RoleProcess
 from sim.host import SimulatedChannel, SimulatedHost
 from sim.loop import VirtualClock, run_virtual

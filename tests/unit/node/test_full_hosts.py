@@ -7,9 +7,9 @@ import errno
 from pathlib import Path
 from typing import Any
 
-from common.pool.rows import Doing
-from common.random import Random
-from common.runtime.mesh import Mesh, MeshSettings
+from common.base.random import Random
+from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.state.pool.workers.rows import Doing
 from services.node.agent import TRY_AGAIN_S as WORKER_AGAIN_S
 from services.node.agent import NodeAgent
 from services.node.gpus.accelerators import cpu_slots

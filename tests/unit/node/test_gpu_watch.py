@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.errors import DeadlineExceeded
-from common.gpus.devices import Device
-from common.random import Random
-from common.runtime.mesh import MeshSettings
+from common.base.errors import DeadlineExceeded
+from common.base.random import Random
+from common.hardware.gpus.devices import Device
+from common.mesh.runtime.mesh import MeshSettings
 from services.node.gpus.watch import ANSWER_S, READ_S, GpuWatch
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual

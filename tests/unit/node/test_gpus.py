@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from common.job.config import JobConfig
-from common.pool.rows import Doing
-from common.state import jobs, pool, registry
+from common.state import jobs, registry
+from common.state.pool.store import store as pool
+from common.state.pool.workers.rows import Doing
 from meshrl.view.live import tables
 from meshrl.view.mesh import gpus as told
 from meshrl.view.mesh.snapshot import MeshSnapshot, read_mesh

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.process.cores import Cores
-from common.process.ends.limits import Room
-from common.random import Random
+from common.base.random import Random
+from common.mesh.process.cores import Cores
+from common.mesh.process.ends.limits import Room
 from services.node.host_load import HostLoad
 from sim.host import SimulatedHost
 from tests.meshes import alone

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock
-from common.errors import DeadlineExceeded
-from common.job.isolation import ORDER
-from common.process import containment
-from common.process.containment import Tiers
-from common.process.host import SystemHost
-from common.settings import MeshSettings
-from common.telemetry.logs import Telemetry
+from common.base.clock import SystemClock
+from common.base.errors import DeadlineExceeded
+from common.base.host.settings import MeshSettings
+from common.job.isolation import containment
+from common.job.isolation.containment import Tiers
+from common.job.isolation.isolation import ORDER
+from common.mesh.process.host import SystemHost
+from common.mesh.telemetry.logs import Telemetry
 from services.node.isolation import AGAIN_S, RARELY_S, SOON_S, OwnIsolation
 
 

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
+from common.base.random import Random
+from common.job.bundle.job_data import JobData
+from common.job.bundle.loading import digest_of, load_request
 from common.job.config import EnvironmentConfig, JobConfig
-from common.job.job_data import JobData
-from common.job.loading import digest_of, load_request
-from common.pool.decisions import Serve
-from common.random import Random
-from common.runtime.mesh import MeshSettings
-from common.state import jobs, leader, pool
-from common.state.ended import ended
-from common.state.keys import PLANNER
+from common.mesh.process.supervision.ended import ended
+from common.mesh.runtime.mesh import MeshSettings
+from common.state import jobs, leader
+from common.state.pool.placing.decisions import Serve
+from common.state.pool.store import store as pool
+from common.state.redis.keys import PLANNER
 from services.node.agent import NodeAgent
 from services.node.gpus.accelerators import cpu_slots
 from services.node.sandbox_code import CHANGED_S

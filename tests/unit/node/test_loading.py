@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.pool.decisions import Admit, Why
-from common.pool.rows import Doing
-from common.random import Random
-from common.runtime.mesh import Mesh, MeshSettings
-from common.state import jobs, leader, pool, registry
-from common.state.keys import PLANNER
+from common.base.random import Random
+from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.state import jobs, leader, registry
+from common.state.pool.placing.decisions import Admit, Why
+from common.state.pool.store import store as pool
+from common.state.pool.workers.rows import Doing
+from common.state.redis.keys import PLANNER
 from services.node.residents.process import LOADING_S
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import NotFound
+from common.base.errors import NotFound
 from services.node.log_files import MOST_BYTES, HostLogFiles
 
 

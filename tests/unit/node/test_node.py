@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from common.pool.decisions import Serve
-from common.pool.rows import Doing, Role, Tier
-from common.process.handle import start_time
-from common.state import events, pool
+from common.mesh.process.handle import start_time
+from common.state import events
+from common.state.pool.placing.decisions import Serve
+from common.state.pool.store import store as pool
+from common.state.pool.workers.rows import Doing, Role, Tier
 from tests.load import scaled
 from tests.unit.node.smallmesh import WHY, SmallMesh, gone, until
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from common.clock import SystemClock
+from common.base.clock import SystemClock
+from common.base.files.home import make
 from common.job.config import JobConfig
-from common.records.home import make
-from common.runtime.mesh import MeshSettings
+from common.mesh.runtime.mesh import MeshSettings
 from common.state import jobs
 from common.state.server import home
 from services.node.old_runs import UNKNOWN_S, sweep

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 import pytest
 
-from common.process.ends.failure import Failure
-from common.process.host import SystemHost
-from common.settings import SETTINGS_ENV, MeshSettings
+from common.base.host.settings import SETTINGS_ENV, MeshSettings
+from common.mesh.process.ends.failure import Failure
+from common.mesh.process.host import SystemHost
 from tests.gpus.driver import Gpus
 from tests.load import scaled
 from tests.meshes import SECRET
-from tests.unit.common.process.modules import python
+from tests.unit.common.mesh.process.modules import python
 from tests.unit.node.smallmesh import SmallMesh
 
 ENDS_S = 60.0

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from common.errors import ConfigError
-from common.gpus.devices import Device
-from common.pool.rows import Gang, Resident, Role, Tier
-from common.process.host import SystemHost
+from common.base.errors import ConfigError
+from common.hardware.gpus.devices import Device
+from common.mesh.process.host import SystemHost
+from common.state.pool.workers.rows import Gang, Resident, Role, Tier
 from services.node.gpus.accelerators import cpu_slots, discover, of_gpus
 from services.node.job_services import command
 from services.node.residents.roles import COMMANDS, wishes, with_overrides

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.api.segments import DropSegment, FindSegment, MakeSegment
-from common.errors import Refused, StorageFull
-from common.records.kept import Mapped
+from common.api.worker.segments import DropSegment, FindSegment, MakeSegment
+from common.base.errors import Refused, StorageFull
+from common.base.files.kept import Mapped
 from services.node.residents.segments import SPARE_BYTES, Segments
 from tests.load import scaled
 
@@ -26,7 +26,7 @@ def plenty() -> int:
 def write_and_end(path: str) -> None:
     """In another process."""
     program = (
-        "import sys, numpy as np; from common.records.kept import Mapped; "
+        "import sys, numpy as np; from common.base.files.kept import Mapped; "
         f"Mapped(sys.argv[1]).put({PAGE}, np.full(5, 7, np.uint8))"
     )
     subprocess.run([sys.executable, "-c", program, path], check=True, timeout=scaled(60))

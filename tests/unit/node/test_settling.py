@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
-from common.api.role import Drain, Drained, Resting, Settle, Settled
-from common.errors import RemoteFailure, StorageFull
-from common.pool.rows import Budget, Doing, Resident, Role, Tier
-from common.pool.seat import parser
-from common.random import Random
-from common.runtime.actor import Actor, call
-from common.runtime.mesh import Mesh, MeshSettings
+from common.api.calls.role import Drain, Drained, Resting, Settle, Settled
+from common.base.errors import RemoteFailure, StorageFull
+from common.base.random import Random
+from common.mesh.runtime.calls.actor import Actor, call
+from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.state.pool.workers.rows import Budget, Doing, Resident, Role, Tier
+from common.state.pool.workers.seat import parser
 from services.node.residents.process import TRY_AGAIN_S, UNSETTLED_S, WELL_S
 from services.node.residents.residents import OLD_LOGS, Residents, Tenancy
 from sim.host import SimulatedChannel, SimulatedHost

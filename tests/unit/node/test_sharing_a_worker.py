@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from common.api.node import Worker
-from common.clock import SystemClock
-from common.pool.rows import Gang, Resident, Role
-from common.pool.seat import Seat
-from common.process.handle import SystemChild
-from common.runtime.mesh import Mesh
-from common.settings import SETTINGS_ENV
+from common.base.clock import SystemClock
+from common.base.host.settings import SETTINGS_ENV
+from common.mesh.process.handle import SystemChild
+from common.mesh.runtime.mesh import Mesh
+from common.state.pool.workers.rows import Gang, Resident, Role
+from common.state.pool.workers.seat import Seat
 from services.node.residents.turn_keeper import KeepsTurns, TurnKeeper
 from services.node.residents.turns import Leases
 from tests.load import scaled

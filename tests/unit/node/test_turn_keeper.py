@@ -13,14 +13,14 @@ from typing import Any, cast
 import pytest
 
 from common.api.node import Worker
-from common.api.turns import TakeTurn
-from common.errors import Refused
-from common.pool.rows import Gang, Resident, Role
-from common.random import Random
-from common.runtime.actor import call
-from common.runtime.mesh import Mesh
-from common.runtime.patience import NotThere
-from common.runtime.residents.turns import Turns
+from common.api.worker.turns import TakeTurn
+from common.base.errors import Refused
+from common.base.random import Random
+from common.mesh.residents.turns import Turns
+from common.mesh.runtime.calls.actor import call
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import NotThere
+from common.state.pool.workers.rows import Gang, Resident, Role
 from services.node.residents.turn_keeper import LEAVE_S, KeepsTurns, TurnKeeper
 from services.node.residents.turns import Leases
 from sim.host import SimulatedHost

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from common.pool.seat import Seat, parser
-from common.runtime.mesh import Mesh, MeshSettings, run
-from common.runtime.residents.turns import Turns
+from common.mesh.residents.turns import Turns
+from common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from common.state.pool.workers.seat import Seat, parser
 from services.engine.running import Driver
 from services.engine.service import EngineService
 from services.trainer.compute.compute import LocalCompute

@@ -7,7 +7,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from common.pool.decisions import (
+from common.state.jobs import Phase
+from common.state.pool.demand.needs import Need, PlannedJob
+from common.state.pool.placing.decisions import (
     Admit,
     Decision,
     Decline,
@@ -19,11 +21,9 @@ from common.pool.decisions import (
     Remove,
     Serve,
 )
-from common.pool.needs import Need, PlannedJob
-from common.pool.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
-from common.pool.settings import PoolSettings
-from common.pool.snapshot import Host, Snapshot
-from common.state.jobs import Phase
+from common.state.pool.placing.snapshot import Host, Snapshot
+from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
+from common.state.pool.workers.settings import PoolSettings
 from services.planner.decide import decide
 from services.planner.memory import PlannerMemory
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.pool.measured import LEVELS, Curve, Lengths, Measured, Work
-from common.pool.rows import Role
+from common.state.pool.demand.measured import LEVELS, Curve, Lengths, Measured, Work
+from common.state.pool.workers.rows import Role
 from tests.unit.planner.pools import Looks
 
 TRAJECTORIES, SLOTS = 128, 64

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from common.pool.decisions import Decline, FailJob, Remove
-from common.pool.fitting import fitted, never_fits
-from common.pool.rows import Budget, Doing, Role, Worker
-from common.pool.settings import PoolSettings
-from common.pool.snapshot import Request
 from common.state.jobs import Phase
+from common.state.pool.placing.decisions import Decline, FailJob, Remove
+from common.state.pool.placing.fitting import fitted, never_fits
+from common.state.pool.placing.snapshot import Request
+from common.state.pool.workers.rows import Budget, Doing, Role, Worker
+from common.state.pool.workers.settings import PoolSettings
 from services.planner.memory import PlannerMemory
 from services.planner.policies.engines import shape
 from services.planner.pool.draft import Draft

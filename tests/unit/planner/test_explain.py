@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from common.errors import Refused
-from common.pool.reading import snapshot_document, snapshot_of
+from common.base.errors import Refused
+from common.state.pool.store.reading import snapshot_document, snapshot_of
 from tests.load import scaled
 from tests.unit.planner.pools import job, pool
 from tests.unit.planner.test_many_jobs import looks_at, pools

@@ -10,9 +10,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.pool.fitting import never_fits
-from common.pool.settings import PoolSettings
-from common.pool.snapshot import Request
+from common.state.pool.placing.fitting import never_fits
+from common.state.pool.placing.snapshot import Request
+from common.state.pool.workers.settings import PoolSettings
 from services.planner.policies.cores import DEAR, NEVER, fewest_hosts
 from tests.unit.planner.pools import Looks, job, pool
 

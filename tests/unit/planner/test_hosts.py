@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from common.pool.decisions import Decision, HostGone
-from common.pool.snapshot import LEFT, Host
+from common.state.pool.placing.decisions import Decision, HostGone
+from common.state.pool.placing.snapshot import LEFT, Host
 from tests.unit.planner.pools import Looks, job, pool
 
 GONE_MS = 11_000

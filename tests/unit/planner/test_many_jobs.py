@@ -8,12 +8,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.pool.decisions import Place
-from common.pool.fitting import least_workers, never_fits
-from common.pool.needs import PlannedJob
-from common.pool.rows import Doing, Tier
-from common.pool.settings import PoolSettings
 from common.state.jobs import Phase
+from common.state.pool.demand.needs import PlannedJob
+from common.state.pool.placing.decisions import Place
+from common.state.pool.placing.fitting import least_workers, never_fits
+from common.state.pool.workers.rows import Doing, Tier
+from common.state.pool.workers.settings import PoolSettings
 from services.planner.admission.sharing import ShareBounds, fill
 from tests.unit.planner.pools import Looks, does, job, pool
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from common.hardware.shapes import ModelShape
-from common.pool.decisions import Decision, Place
-from common.pool.explained import explained_of
-from common.pool.measured import LEVELS, Lengths, Measured, Work
-from common.pool.needs import PlannedJob
-from common.pool.rows import Apart, Doing, Report, Resident, Tier
-from common.zebra.kinds import declared_profile
+from common.hardware.zebra.kinds import declared_profile
+from common.state.pool.demand.measured import LEVELS, Lengths, Measured, Work
+from common.state.pool.demand.needs import PlannedJob
+from common.state.pool.placing.decisions import Decision, Place
+from common.state.pool.store.explained import explained_of
+from common.state.pool.workers.rows import Apart, Doing, Report, Resident, Tier
 from services.planner.costs.mixtures import Foretold, foretold
 from services.planner.policies.mixtures import Mixture
 from tests.unit.planner.pools import QUIET, Looks, job, pool

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from common.job.config import PlannerConfig
-from common.pool.decisions import Finish, Place
-from common.pool.rows import Doing
+from common.state.pool.placing.decisions import Finish, Place
+from common.state.pool.workers.rows import Doing
 from services.planner.memory import PlannerMemory
 from tests.unit.planner.plant import Plant, run, split, stepped
 from tests.unit.planner.pools import LOOK_MS, Looks, does, job, pool

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from common.job.config import PlannerConfig
-from common.pool.decisions import FailJob, Lose, Place
-from common.pool.rows import Budget, Role
-from common.pool.settings import PoolSettings
 from common.state.jobs import Phase
+from common.state.pool.placing.decisions import FailJob, Lose, Place
+from common.state.pool.workers.rows import Budget, Role
+from common.state.pool.workers.settings import PoolSettings
 from meshrl.launch.up_down import pool_without_file
 from tests.unit.planner.pools import NOW_MS, QUIET, Looks, job, pool
 

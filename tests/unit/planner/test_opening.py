@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from common.hardware.shapes import ModelShape
-from common.pool.decisions import Judge
-from common.pool.measured import LEVELS, Curve, Lengths, Measured, Work
-from common.pool.reading import snapshot_document, snapshot_of
+from common.state.pool.demand.measured import LEVELS, Curve, Lengths, Measured, Work
+from common.state.pool.placing.decisions import Judge
+from common.state.pool.store.reading import snapshot_document, snapshot_of
 from services.planner.balance.balancing import PLAYED, Plays
 from services.planner.balance.watch import SplitWatch
 from services.planner.costs.correction import Correction

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from common.pool.decisions import Remove
-from common.pool.rows import Doing, Gang, Resident, Role, Tier
-from common.pool.snapshot import Request
 from common.state.jobs import Phase
+from common.state.pool.placing.decisions import Remove
+from common.state.pool.placing.snapshot import Request
+from common.state.pool.workers.rows import Doing, Gang, Resident, Role, Tier
 from tests.unit.planner.pools import Looks, does, job, pool, settled
 
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.job.config import PlannerConfig
-from common.pool.decisions import Decision, Judge
-from common.pool.measured import Curve, Measured, Work
-from common.pool.snapshot import Host
+from common.state.pool.demand.measured import Curve, Measured, Work
+from common.state.pool.placing.decisions import Decision, Judge
+from common.state.pool.placing.snapshot import Host
 from services.planner.balance.trials import Verdict
 from services.planner.forecast.accounts import Account
 from services.planner.forecast.degrees import noted

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.pool.measured import LEVELS, Curve
+from common.state.pool.demand.measured import LEVELS, Curve
 from services.planner.forecast.pipeline import played_s
 from services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from common.pool.decisions import Decline
-from common.pool.snapshot import Request
+from common.state.pool.placing.decisions import Decline
+from common.state.pool.placing.snapshot import Request
 from tests.unit.planner.plant import Plant, run
 from tests.unit.planner.pools import Looks, job, pool
 

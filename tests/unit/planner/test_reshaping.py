@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.job.config import PlannerConfig
-from common.pool.decisions import Judge
+from common.state.pool.placing.decisions import Judge
 from services.planner.balance.standing import split_of
 from services.planner.costs.correction import Correction
 from services.planner.explain import predictions

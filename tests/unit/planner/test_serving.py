@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.pool.decisions import Decision, Decline, HostGone
-from common.pool.names import TAKEN, service
-from common.pool.snapshot import LEFT, Host, Request
-from common.pool.taking import ALL, nowhere, refusal
 from common.state.jobs import Phase
+from common.state.pool.placing.decisions import Decision, Decline, HostGone
+from common.state.pool.placing.snapshot import LEFT, Host, Request
+from common.state.pool.placing.taking import ALL, nowhere, refusal
+from common.state.pool.workers.names import TAKEN, service
 from tests.unit.planner.pools import Looks, job, pool
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.pool.needs import PlannedJob
 from common.state.jobs import Phase
+from common.state.pool.demand.needs import PlannedJob
 from services.planner.admission.sharing import ShareBounds, ShareClaim, divide, fill
 from tests.unit.planner.pools import job
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from common.pool.decisions import Place, Remove
-from common.pool.fitting import never_fits
-from common.pool.rows import Gang, Resident, Role, Tier
-from common.pool.settings import PoolSettings
-from common.pool.snapshot import Request
 from common.state.jobs import Phase
+from common.state.pool.placing.decisions import Place, Remove
+from common.state.pool.placing.fitting import never_fits
+from common.state.pool.placing.snapshot import Request
+from common.state.pool.workers.rows import Gang, Resident, Role, Tier
+from common.state.pool.workers.settings import PoolSettings
 from tests.unit.planner.pools import NOW_MS, Looks, job, pool, settled
 
 STEPS = 30

@@ -7,10 +7,10 @@ import types
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
-from common.errors import MeshError
-from common.runtime.mesh import Mesh
-from common.runtime.ref import Ref
-from common.state.client import State
+from common.base.errors import MeshError
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.ref import Ref
+from common.state.redis.client import State
 
 
 class Interruption:

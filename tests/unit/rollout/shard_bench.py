@@ -25,7 +25,9 @@ from common.api.sandbox import (
     RunTools,
     Sandbox,
 )
-from common.errors import StateUnavailable
+from common.base.errors import StateUnavailable
+from common.base.random import Random
+from common.job.bundle.job_data import JobData
 from common.job.config import (
     AlgorithmConfig,
     BudgetConfig,
@@ -37,13 +39,11 @@ from common.job.config import (
     RolloutConfig,
     TrackingConfig,
 )
-from common.job.job_data import JobData
-from common.model.tokenizer import Tokenizer, character_tokenizer
-from common.random import Random
-from common.runtime.actor import Actor, call, cast
-from common.runtime.mesh import Mesh
+from common.mesh.runtime.calls.actor import Actor, call, cast
+from common.mesh.runtime.mesh import Mesh
+from common.model.tokens.tokenizer import Tokenizer, character_tokenizer
 from common.state import groups, jobs, steps
-from common.wire.bulk.port import ChunkStore
+from common.weights.bulk.port import ChunkStore
 from services.engine.service import EngineService
 from services.environment.environments import Environments
 from services.rollout.job import ShardJob

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.clock import SystemClock
-from common.errors import DeadlineExceeded, StateUnavailable
+from common.base.clock import SystemClock
+from common.base.errors import DeadlineExceeded, StateUnavailable
+from common.job.bundle.job_data import JobData
 from common.job.config import BudgetConfig, EvaluationConfig, EvaluationDataset, JobConfig
 from common.job.evaluation_plan import EvaluationPlan
-from common.job.job_data import JobData
-from common.process.host import SystemHost
-from common.state.client import State
-from common.telemetry.logs import Telemetry
+from common.mesh.process.host import SystemHost
+from common.mesh.telemetry.logs import Telemetry
+from common.state.redis.client import State
 from services.rollout.evaluation import EvaluationRun
 from services.rollout.job import ShardJob
 from services.rollout.samples import Samples

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from common.api.sandbox import RAISED, TIMEOUT, Outcome, RewardCall
-from common.job.authored import beginning_of, place_in, place_of, placed, without_place
+from common.job.bundle.authored import beginning_of, place_in, place_of, placed, without_place
 from common.state import events, jobs
-from common.state.keys import job_prefix
+from common.state.redis.keys import job_prefix
 from services.rollout.rewards.sandboxes import TIMEOUTS
 from services.rollout.shard import RolloutShard
 from services.rollout.trajectories.failures import HUNG_CALLS, TELL_S, Failures, TrajectoryFailed

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from common.errors import DeadlineExceeded, MeshError, Overloaded, PeerLost, StateUnavailable
+from common.base.errors import DeadlineExceeded, MeshError, Overloaded, PeerLost, StateUnavailable
+from common.base.random import Random
 from common.job.evaluation_plan import EvaluationPlan
-from common.random import Random
 from services.rollout.evaluation import EvaluationRun
 from services.rollout.trajectories.trajectory import Trajectory, Turn
 from sim.loop import VirtualClock, run_virtual

@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from common.base.occupancy import Occupancy
+from common.base.random import Random
+from common.job.bundle.job_data import JobData
 from common.job.config import (
     BudgetConfig,
     DatasetConfig,
@@ -17,9 +20,6 @@ from common.job.config import (
     JobConfig,
     RewardConfig,
 )
-from common.job.job_data import JobData
-from common.occupancy import Occupancy
-from common.random import Random
 from common.state import groups, jobs, steps
 from services.rollout.job import ShardJob
 from services.rollout.routing.stay import Stay

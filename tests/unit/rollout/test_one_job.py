@@ -8,12 +8,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from common.pool.names import shard
-from common.random import Random
-from common.runtime.mesh import Mesh
+from common.base.random import Random
+from common.mesh.runtime.mesh import Mesh
 from common.state import jobs, registry
-from common.state.client import State
 from common.state.lifecycle.deleting import delete
+from common.state.pool.workers.names import shard
+from common.state.redis.client import State
 from services.rollout.__main__ import serve
 from services.rollout.shard import RolloutShard
 from sim.host import SimulatedHost

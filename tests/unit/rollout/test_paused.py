@@ -10,7 +10,7 @@ from typing import Any
 
 from common.job.evaluation_plan import EvaluationPlan
 from common.state import events, groups, jobs
-from common.state.keys import job_prefix
+from common.state.redis.keys import job_prefix
 from services.rollout.evaluation import evaluate
 from services.rollout.rewards.sandboxes import PATIENCE_S
 from services.rollout.shard import RolloutShard

@@ -13,8 +13,8 @@ import pytest
 from common.api.engine import Finish
 from common.grading.answers import answer_of
 from common.job.config import EnvironmentConfig, JobConfig, RewardConfig, RolloutConfig
-from common.model.chat import Chat
-from common.model.tokenizer import Tokenizer, character_tokenizer
+from common.model.chat.chat import Chat
+from common.model.tokens.tokenizer import Tokenizer, character_tokenizer
 from common.records.ledger import Kind
 from services.environment.environments import Environments
 from services.environment.tools import BuiltIn, JobTool

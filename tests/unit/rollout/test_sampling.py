@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import Refused
-from common.process.host import SystemHost
+from common.base.errors import Refused
+from common.mesh.process.host import SystemHost
 from services.rollout.talking.console import ChatConsole
 from services.rollout.talking.partner import Partner
 from services.rollout.talking.sampling import (

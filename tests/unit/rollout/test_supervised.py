@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import ToolFailed
-from common.model.chat import Chat
-from common.model.tokenizer import Tokenizer
+from common.base.errors import ToolFailed
+from common.model.chat.chat import Chat
+from common.model.tokens.tokenizer import Tokenizer
 from services.environment.environments import Environments
 from services.rollout.supervised import supervise
 from services.rollout.trajectories.buffers import NOT_SAMPLED

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from common.errors import NotFound, ToolFailed
+from common.base.errors import NotFound, ToolFailed
+from common.job.bundle.job_data import JobData
+from common.job.bundle.model_shape import model_config
 from common.job.config import JobConfig
-from common.job.job_data import JobData
-from common.job.model_shape import model_config
-from common.model.decoder import Decoder
-from common.model.hf import save_model
-from common.process.host import SystemHost
+from common.mesh.process.host import SystemHost
+from common.model.files.hf import save_model
+from common.model.network.decoder import Decoder
 from meshrl.job import bundle, jobfile
 from services.rollout.talking.__main__ import row_of
 from services.rollout.talking.partner import Partner, Played

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from common.records.lines import whole
+from common.base.files.lines import whole
 from services.rollout.record.group_commit import WINDOW_S
 from services.rollout.trajectories.trajectory import Trajectory
 from tests.unit.rollout.shard_bench import ENGINES, ShardBench, on_shard

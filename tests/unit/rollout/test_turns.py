@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from common.api.engine import Finish
-from common.errors import ToolFailed
+from common.base.errors import ToolFailed
 from common.job.config import JobConfig, RolloutConfig
-from common.model.tokenizer import Tokenizer
+from common.model.tokens.tokenizer import Tokenizer
 from common.records.ledger import Kind, Record
 from common.records.token_record import TokenRows
 from services.environment.environments import Environments

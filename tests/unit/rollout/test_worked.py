@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.job.evaluation_plan import EvaluationPlan
-from common.pool.measured import Work, work_of
+from common.state.pool.demand.measured import Work, work_of
 from services.rollout.evaluation import evaluate
 from tests.unit.rollout.shard_bench import ShardBench, on_shard
 

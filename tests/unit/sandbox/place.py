@@ -11,17 +11,17 @@ from common.api.sandbox import (
     LoadJob,
     RewardPart,
 )
-from common.clock import SystemClock
-from common.errors import StateUnavailable
-from common.process.handle import Child
-from common.process.host import SystemHost
-from common.random import Random
-from common.runtime.mesh import Mesh, MeshSettings
-from common.runtime.ref import Ref
-from common.settings import SETTINGS_ENV
-from common.state.client import State
-from common.state.server.embedded import command
-from common.transport.zmq import ZmqTransport
+from common.base.clock import SystemClock
+from common.base.errors import StateUnavailable
+from common.base.host.settings import SETTINGS_ENV
+from common.base.random import Random
+from common.mesh.process.handle import Child
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.mesh.runtime.ref import Ref
+from common.mesh.transport.zmq import ZmqTransport
+from common.state.redis.client import State
+from common.state.redis.embedded import command
 from tests.load import scaled
 from tests.meshes import PATIENT, SECRET, entered
 

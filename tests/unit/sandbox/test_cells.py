@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.clock import SystemClock
-from common.job_clock import JobClock
-from common.process.host import SystemHost
+from common.base.clock import SystemClock
+from common.base.job_clock import JobClock
+from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import JailFailed
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter

@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 
 from common.api.sandbox import OK
-from common.clock import SystemClock
-from common.process.host import SystemHost
-from common.random import Random
+from common.base.clock import SystemClock
+from common.base.random import Random
+from common.mesh.process.host import SystemHost
 from common.state import events
 from common.state.events import Event
 from meshrl.view.history.belonging import Belonging

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from common.process.host import SystemHost
+from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.resources import cgroups
 from tests.load import scaled
 from tests.unit.sandbox.escapes import corpus

@@ -23,10 +23,10 @@ from common.api.sandbox import (
     Sandbox,
     ToolCall,
 )
-from common.errors import NotFound, PeerLost, Refused, ToolFailed
+from common.base.errors import NotFound, PeerLost, Refused, ToolFailed
+from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig
-from common.job.job_data import JobData
-from common.process.handle import start_time
+from common.mesh.process.handle import start_time
 from common.state import registry
 from services.rollout.rewards.sandboxes import SandboxClient
 from tests.load import scaled

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from common.api.sandbox import JailSettings, LoadJob, RewardPart
-from common.clock import SystemClock
-from common.errors import Refused
-from common.job.loading import digest_of
-from common.process.host import SystemHost
+from common.base.clock import SystemClock
+from common.base.errors import Refused
+from common.job.bundle.loading import digest_of
+from common.mesh.process.host import SystemHost
 from services.sandbox.actor import SandboxActor
 from services.sandbox.workers.pool import PoolLimits
 

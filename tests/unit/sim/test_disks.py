@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import StorageFull
-from common.process.host import replace_file
-from common.random import Random
-from common.records.append_file import AppendFile
-from common.records.durable import sync
-from common.wire.chunks import ChunkStore
+from common.base.errors import StorageFull
+from common.base.files.append_file import AppendFile
+from common.base.files.durable import sync
+from common.base.random import Random
+from common.mesh.process.host import replace_file
+from common.weights.chunks.chunks import ChunkStore
 from sim.disk import Disk
 from sim.mesh.faults.damage import Spoiler, flip, misdirect
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.digest import digest_of
+from common.base.digest import digest_of
 from common.records.ledger import HEADER, Kind, frame
 from sim.mesh.faults.invariants import MeshTerms, check
 from sim.mesh.faults.witness import Facts, WitnessedGroup

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import DeadlineExceeded, NotFound, PeerLost, StorageFull
-from common.process.host import Host
-from common.random import Random
+from common.base.errors import DeadlineExceeded, NotFound, PeerLost, StorageFull
+from common.base.random import Random
+from common.mesh.process.host import Host
 from sim.host import SimulatedChannel, SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 

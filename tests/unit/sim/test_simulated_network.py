@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from common.errors import DeadlineExceeded, MeshError, PeerLost
-from common.random import Random
-from common.runtime.mesh import Mesh
+from common.base.errors import DeadlineExceeded, MeshError, PeerLost
+from common.base.random import Random
+from common.mesh.runtime.mesh import Mesh
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import Faults, MemoryNetwork, MemoryTransport
 from sim.redis.state import simulated_state
-from tests.unit.common.runtime.talking import Number, Talk, Talker, Text
+from tests.unit.common.mesh.runtime.talking import Number, Talk, Talker, Text
 
 
 class World:

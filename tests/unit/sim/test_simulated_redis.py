@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from redis.exceptions import DataError
 
-from common.errors import StateUnavailable
-from common.random import Random
+from common.base.errors import StateUnavailable
+from common.base.random import Random
 from common.state import events, leader
-from common.state.client import RENEWAL_TIMEOUT_S, RETRIES, SOCKET_TIMEOUT_S, State
+from common.state.redis.client import RENEWAL_TIMEOUT_S, RETRIES, SOCKET_TIMEOUT_S, State
 from sim.loop import VirtualClock, run_virtual
 from sim.redis.faults import Full
 from sim.redis.server import NotSimulated, RedisServer

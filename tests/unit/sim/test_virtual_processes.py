@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from common.errors import PeerLost
-from common.random import Random
+from common.base.errors import PeerLost
+from common.base.random import Random
 from sim.loop import VirtualLoop
 from sim.machine import Machine, ProcessHost, VirtualChild
 from sim.mesh.running import run_in

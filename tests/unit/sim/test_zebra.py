@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.zebra.costs import Costs
-from common.zebra.schedule import attention_order
-from common.zebra.timeline import makespan
+from common.hardware.zebra.costs import Costs
+from common.hardware.zebra.schedule import attention_order
+from common.hardware.zebra.timeline import makespan
 from sim.zebra.figures import NEAR, K, PaperFigure, causes, runs
 from sim.zebra.hosted import plain, with_and_without
 from sim.zebra.orders import all_orders, best_of_all, best_of_swaps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.weights.laying import Part
+from common.weights.layout.laying import Part
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.rows.saved import FIRST, MASTER, SavedRows, save_rows
 

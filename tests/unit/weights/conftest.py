@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from common.api.weights import STORE
-from common.clock import SystemClock
-from common.process.host import SystemHost
-from common.runtime.mesh import Mesh, MeshSettings
-from common.wire.bulk.doors import InterpreterDoor
-from common.wire.bulk.port import BulkServer, ChunkStore
+from common.base.clock import SystemClock
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.weights.bulk.doors import InterpreterDoor
+from common.weights.bulk.port import BulkServer, ChunkStore
 from services.weights.errands import Errands
 from services.weights.store import WeightStore
 from sim.redis.state import simulated_state

@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from common.api.bulk import GROUPS
+from common.api.transfer.bulk import GROUPS
 from common.api.weights import STORE, Checkpoint, Weights
-from common.errors import NotFound
+from common.base.errors import NotFound
+from common.base.random import Random
 from common.job.config import BudgetConfig, JobConfig, TrainingConfig
-from common.random import Random
-from common.runtime.mesh import Mesh, MeshSettings
+from common.mesh.runtime.mesh import Mesh, MeshSettings
 from common.state import groups, jobs, steps
-from common.state.client import State
+from common.state.redis.client import State
+from common.weights.bulk.port import BulkClient, ChunkStore
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
-from common.wire.bulk.port import BulkClient, ChunkStore
-from common.wire.weight_store import put
+from common.weights.store.weight_store import put
 from services.weights.store import WeightStore
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, VirtualLoop, run_virtual

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.runtime.mesh import Mesh
-from common.wire.bulk.port import BulkClient, ChunkStore
+from common.mesh.runtime.mesh import Mesh
+from common.weights.bulk.port import BulkClient, ChunkStore
 
 
 class Store:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from common.api.weights import STORE, Base, Fetch, Manifest, Weights
-from common.errors import MeshError
-from common.weights.manifest import Rows, by_chunk, read_whole
+from common.base.errors import MeshError
+from common.weights.layout.manifest import Rows, by_chunk, read_whole
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
 from tests.unit.weights.storing import Store

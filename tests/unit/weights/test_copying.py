@@ -16,10 +16,11 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from common.api.weights import STORE, Checkpoint, LayOut, Weights
-from common.clock import SystemClock
-from common.digest import digest_of
-from common.errors import BadMessage, Damaged, MeshError, NotFound, Refused
-from common.job import bundle_files
+from common.base.clock import SystemClock
+from common.base.digest import digest_of
+from common.base.errors import BadMessage, Damaged, MeshError, NotFound, Refused
+from common.base.files.sealed import sealed
+from common.job.bundle import bundle_files
 from common.records.checkpoints import (
     STATE,
     all_checkpoints,
@@ -28,7 +29,6 @@ from common.records.checkpoints import (
     verified,
 )
 from common.records.durable_copy import Durable, DurableCopy, TakenOver
-from common.records.sealed import sealed
 from common.state import events, jobs, registry, steps
 from common.state.lifecycle import deleting
 from meshrl.directory.places import MeshPlace, read_json

@@ -9,12 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from common.api.deltas import AskDeltas, BeginDelta, ChunkDelta, DeltaSet, Received, StageDelta
-from common.api.versions import Base
+from common.api.transfer.deltas import (
+    AskDeltas,
+    BeginDelta,
+    ChunkDelta,
+    DeltaSet,
+    Received,
+    StageDelta,
+)
+from common.api.transfer.versions import Base
 from common.api.weights import STORE, Weights
-from common.errors import BadMessage
-from common.records import documents
-from common.wire.weight_store import put
+from common.base.errors import BadMessage
+from common.base.files import documents
+from common.weights.store.weight_store import put
 from services.weights.deltas import MOST_PARTS
 from services.weights.versions.known import RunVersions
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store

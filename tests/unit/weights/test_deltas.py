@@ -14,30 +14,30 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from common.api.deltas import AskDeltas, BeginDelta, ChunkDelta, DeltaSet, StageDelta
-from common.api.versions import Base
+from common.api.transfer.deltas import AskDeltas, BeginDelta, ChunkDelta, DeltaSet, StageDelta
+from common.api.transfer.versions import Base
 from common.api.weights import STORE, Fetch, Weights
-from common.clock import SystemClock
-from common.digest import digest_of
+from common.base.clock import SystemClock
+from common.base.digest import digest_of
 from common.job.config import TrainingConfig
-from common.process.host import SystemHost
-from common.runtime.mesh import Mesh, MeshSettings
-from common.state.client import State
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.state.redis.client import State
+from common.weights.bulk.doors import InterpreterDoor
+from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
 from common.weights.delta import receiving
 from common.weights.delta.files import delta_of, keep
 from common.weights.delta.pairs import paired
 from common.weights.delta.receiving import from_deltas
 from common.weights.delta.sending import Deltas
-from common.weights.images import Image
+from common.weights.layout.images import Image
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
-from common.wire.bulk.doors import InterpreterDoor
-from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore
 from services.weights.store import WeightStore
 from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
-from tests.unit.common.wire.road import Road
+from tests.unit.common.weights.bulk.road import Road
 
 CHUNK = 100_000
 CHUNKS = 18

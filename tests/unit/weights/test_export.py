@@ -13,24 +13,24 @@ from torch import Tensor
 
 from common.api.weights import Manifest
 from common.api.weights import Tensor as Described
-from common.errors import Damaged, NotFound, Refused
+from common.base.encoding.blob import pack, unpack
+from common.base.errors import Damaged, NotFound, Refused
+from common.base.files.sealed import sealed
+from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig, LoraConfig
-from common.job.job_data import JobData
-from common.model.attention import causal_attention
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.hf import load_model, save_model
-from common.model.output import write_version
-from common.model.safetensors_file import NAMES
-from common.model.tokenizer import character_tokenizer
+from common.model.architecture.config import ModelConfig
+from common.model.files.hf import load_model, save_model
+from common.model.files.safetensors_file import NAMES
+from common.model.network.attention import causal_attention
+from common.model.network.decoder import Decoder
+from common.model.tokens.tokenizer import character_tokenizer
 from common.records.checkpoints import STATE, checkpoint_name, digests_below
-from common.records.sealed import sealed
-from common.wire.blob import pack, unpack
-from common.wire.bulk.port import ChunkStore
+from common.weights.bulk.port import ChunkStore
+from common.weights.output import write_version
 from services.trainer.models import lora
 from services.weights.committed import Version, versions
 from services.weights.export import chosen, write, write_below
-from tests.unit.common.records.harms import flip
+from tests.unit.common.base.files.harms import flip
 
 SHAPE = ModelConfig(
     architecture="llama",

@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 import pytest
 
 from common.api.weights import STORE, Clear, KeepLines, LayOut, SetAside
-from common.clock import SystemClock
-from common.errors import BadMessage, MeshError
+from common.base.clock import SystemClock
+from common.base.errors import BadMessage, MeshError
+from common.base.files import damage
+from common.base.files.append_file import AppendFile
 from common.job.config import JobConfig
-from common.process.host import SystemHost
-from common.records import damage
-from common.records.append_file import AppendFile
+from common.mesh.process.host import SystemHost
 from common.records.checkpoints import digests_below
 from common.state import events, jobs
-from common.wire.chunks import ChunkStore
-from common.wire.weight_store import lay_out
+from common.weights.chunks.chunks import ChunkStore
+from common.weights.store.weight_store import lay_out
 from services.weights.errands import ANSWER_S, STALL_S, Errands, Progress
 from services.weights.store import WeightStore
 from sim.host import SimulatedHost

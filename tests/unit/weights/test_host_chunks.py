@@ -17,23 +17,23 @@ import torch
 from structlog.testing import capture_logs
 
 from common.api.weights import STORE
-from common.clock import SystemClock
-from common.digest import digest_of
-from common.errors import NotFound
-from common.process.host import SystemHost
-from common.runtime.mesh import Mesh, MeshSettings
-from common.state.client import State
-from common.weights.images import Image
+from common.base.clock import SystemClock
+from common.base.digest import digest_of
+from common.base.errors import NotFound
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.state.redis.client import State
+from common.weights.bulk.doors import InterpreterDoor
+from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
+from common.weights.layout.images import Image
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
-from common.wire.bulk.doors import InterpreterDoor
-from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore
-from common.wire.host_chunks import UNUSED_S, sweep, through
+from common.weights.store.host_chunks import UNUSED_S, sweep, through
 from services.weights.store import WeightStore
 from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
-from tests.unit.common.wire.road import Road
+from tests.unit.common.weights.bulk.road import Road
 
 CHUNK = 100_000
 TENSORS = {f"layers.{i}": torch.full((CHUNK // 4,), float(i)) for i in range(4)}

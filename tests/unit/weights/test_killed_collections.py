@@ -20,8 +20,8 @@ import pytest
 from common.records.checkpoints import STATE, committed
 from common.state import events, jobs
 from common.state.lifecycle import deleting
-from common.weights.manifest import unpacked
-from common.wire.verified import NAME
+from common.weights.chunks.verified import NAME
+from common.weights.layout.manifest import unpacked
 from services.weights.keeping.pins import Pin, pin
 from services.weights.keeping.sweeping import GRACE_S, ORPHAN_S, ORPHANS_S, SWEEP_S
 from tests.load import scaled

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.errors import Damaged, Refused
-from common.model.hf import load_model
+from common.base.errors import Damaged, Refused
+from common.model.files.hf import load_model
 from services.weights.committed import versions
 from services.weights.export import scratch_of, write
 from services.weights.making import MADE, MARKER, OLD, making, put
@@ -23,7 +23,7 @@ CLEANS = """
 import sys
 from contextlib import suppress
 from pathlib import Path
-from common.errors import Refused
+from common.base.errors import Refused
 from services.weights.making import making
 for _ in range(int(sys.argv[2])):
     with suppress(Refused), making(Path(sys.argv[1])):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from common.api.weights import STORE, Manifest, Stage, Staged, Tensor, Weights
-from common.errors import AlreadyCommitted
-from common.process.host import SystemHost
+from common.base.errors import AlreadyCommitted
+from common.mesh.process.host import SystemHost
 from common.state import jobs, steps
-from common.state.client import State
+from common.state.redis.client import State
 from services.weights.keeping.records import JobRecords
 from services.weights.keeping.retention import Number
 from tests.contract.state.state_bench import JOB, TRAINER, Bench, document

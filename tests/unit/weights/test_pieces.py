@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from common.weights.bulk.port import BulkClient
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
-from common.wire.bulk.port import BulkClient
 from services.weights.export import read_tensors
 from tests.unit.weights.storing import Store
 

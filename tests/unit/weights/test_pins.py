@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.api.weights import Manifest, Stage, Tensor
-from common.errors import AlreadyCommitted, NotFound, QuotaExceeded, from_wire, to_wire
-from common.runtime.patience import waited_for
+from common.base.errors import AlreadyCommitted, NotFound, QuotaExceeded, from_wire, to_wire
+from common.mesh.runtime.patience import waited_for
 from common.state import events, jobs
 from common.state.events import Event
 from common.state.lifecycle import deleting

@@ -17,22 +17,22 @@ import torch
 from structlog.testing import capture_logs
 
 from common.api.weights import STORE
-from common.clock import SystemClock
-from common.errors import Damaged, NotFound, PeerLost
-from common.process.host import SystemHost
-from common.runtime.mesh import Mesh, MeshSettings
-from common.state.client import State
-from common.weights.images import Image
-from common.weights.manifest import Rows
+from common.base.clock import SystemClock
+from common.base.encoding.blob import pack
+from common.base.errors import Damaged, NotFound, PeerLost
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.state.redis.client import State
+from common.weights.bulk.doors import InterpreterDoor
+from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
+from common.weights.chunks import verified
+from common.weights.chunks.verified import NAME, TRUSTED_S, Verified
+from common.weights.layout.images import Image
+from common.weights.layout.manifest import Rows
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
 from common.weights.ways.base import Version
 from common.weights.ways.bringing import Bringing
-from common.wire import verified
-from common.wire.blob import pack
-from common.wire.bulk.doors import InterpreterDoor
-from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore
-from common.wire.verified import NAME, TRUSTED_S, Verified
 from services.weights.store import WeightStore
 from sim.redis.state import simulated_state
 from tests.load import scaled

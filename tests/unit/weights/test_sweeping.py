@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from common.api.bulk import GROUPS
+from common.api.transfer.bulk import GROUPS
 from common.api.weights import STORE, Examine, Fetch, Load, Weights
-from common.errors import Damaged, DeadlineExceeded, NotFound, StorageFull
+from common.base.errors import Damaged, DeadlineExceeded, NotFound, StorageFull
 from common.records.checkpoints import committed
 from common.state import events, jobs, steps
 from common.state.lifecycle import deleting
 from common.weights.receive import Receiver
 from services.weights.keeping.records import JobRecords
 from sim.host import SimulatedHost
-from tests.unit.common.records.harms import HARMS, Harm, delete, flip, older_copy
+from tests.unit.common.base.files.harms import HARMS, Harm, delete, flip, older_copy
 from tests.unit.weights.store_bench import EVERY, JOB, STEPS, StoreBench, on_store
 
 SOON_S = 15.0  # two sweeps and something

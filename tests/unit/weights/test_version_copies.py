@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from common.clock import SystemClock
-from common.errors import Damaged, DeadlineExceeded, NotFound
-from common.model.hf import load_model
-from common.process.host import SystemHost
-from common.runtime.mesh import MeshSettings
+from common.base.clock import SystemClock
+from common.base.errors import Damaged, DeadlineExceeded, NotFound
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.mesh import MeshSettings
+from common.model.files.hf import load_model
 from common.state import events, jobs
-from common.state.client import State
+from common.state.redis.client import State
 from meshrl.directory.versions import copied
 from services.weights.keeping.pins import Pin, pin
 from services.weights.keeping.records import JOBS, JobRecords

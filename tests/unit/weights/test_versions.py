@@ -16,18 +16,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from common.errors import (
-    ConfigError,
-    MeshError,
-    NotFound,
-    QuotaExceeded,
-    Refused,
-    StorageFull,
-)
-from common.model.hf import load_model, save_model
-from common.model.tokenizer import character_tokenizer
+from common.base.errors import ConfigError, MeshError, NotFound, QuotaExceeded, Refused, StorageFull
+from common.base.files.sealed import sealed
+from common.model.files.hf import load_model, save_model
+from common.model.tokens.tokenizer import character_tokenizer
 from common.records.checkpoints import checkpoint_name
-from common.records.sealed import sealed
 from meshrl.cli import app
 from meshrl.directory.versions import answer, asked, command
 from meshrl.run.resuming import resume

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.job.pace import declared_pace
-from common.model.config import ModelConfig
+from common.model.architecture.config import ModelConfig
 from meshrl.job.checks.file.models import shape
 from meshrl.job.loaded import JobFile
 

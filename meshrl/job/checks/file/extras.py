@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
+from common.base.host.ports import ports
+from common.base.host.settings import OFF
 from common.job.config import JobConfig
-from common.model.projections import check_adapters
-from common.ports import ports
-from common.settings import OFF
+from common.model.architecture.projections import check_adapters
 from meshrl.job.checks.file.models import shape
 from meshrl.job.loaded import JobFile
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.job.config import INITIAL, JobConfig
-from common.model.checkpoint_files import refuse_pointer
-from common.model.config import ModelConfig
-from common.model.formats.checkpoint import load_config
-from common.model.tokenizer import Tokenizer
+from common.model.architecture.config import ModelConfig
+from common.model.files.checkpoint import load_config
+from common.model.files.checkpoint_files import refuse_pointer
+from common.model.tokens.tokenizer import Tokenizer
 from meshrl.job.loaded import PLACED, JobFile
 
 

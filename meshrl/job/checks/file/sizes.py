@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from common.job.pace import profile, training_pace
-from common.pool.asking import need_of
-from common.pool.fitting import tight_floor
+from common.state.pool.demand.asking import need_of
+from common.state.pool.placing.fitting import tight_floor
 from meshrl.job.loaded import JobFile
 
 

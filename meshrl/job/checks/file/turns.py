@@ -7,10 +7,10 @@ from datetime import date
 from pathlib import Path
 
 from common.job.config import JobConfig
-from common.model.chat import TEMPLATE, Chat, ChatBroken, format_of
-from common.model.end_tokens import end_tokens
-from common.model.messages import conversation_of
-from common.model.tokenizer import Tokenizer
+from common.model.chat.chat import TEMPLATE, Chat, ChatBroken, format_of
+from common.model.chat.end_tokens import end_tokens
+from common.model.chat.messages import conversation_of
+from common.model.tokens.tokenizer import Tokenizer
 from meshrl.job import rows
 from meshrl.job.loaded import PLACED, WHOLE, JobFile, at
 

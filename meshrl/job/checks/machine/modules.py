@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, MeshError
-from common.model.messages import conversation_of
-from common.process import child
+from common.base.errors import ConfigError, MeshError
+from common.mesh.process.entry import child
+from common.model.chat.messages import conversation_of
 from meshrl.job import bundle
 from meshrl.job.checks.machine import tokens, trial
 from meshrl.job.checks.machine.rows import prompts, texts

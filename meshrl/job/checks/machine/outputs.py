@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import uuid
 
-from common.errors import ConfigError, MeshError
-from common.records.at_url import AtUrl, without_secrets
+from common.base.errors import ConfigError, MeshError
+from common.base.files.at_url import AtUrl, without_secrets
 from meshrl.job.loaded import JobFile
 
 

@@ -8,10 +8,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.generation.served_by_sglang import served_by_sglang
-from common.process import containment
-from common.process.interpreters import home, interpreter
+from common.job.isolation import containment
+from common.mesh.process.interpreters import home, interpreter
 from meshrl.job.checks.machine.tokens import known_model, model_at
 from meshrl.job.loaded import JobFile
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.job.config import INITIAL, RolloutConfig
-from common.model.config import ModelConfig
-from common.model.tokenizer import Tokenizer
-from common.model.vocabulary import absent_ids
+from common.model.architecture.config import ModelConfig
+from common.model.tokens.tokenizer import Tokenizer
+from common.model.tokens.vocabulary import absent_ids
 from meshrl.job.checks.file.models import loaded, shape_at
 from meshrl.job.loaded import JobFile
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.model import checkpoint_files
+from common.model.files import checkpoint_files
 from meshrl.job.checks.file.models import size
 from meshrl.job.checks.machine.tokens import model_at
 from meshrl.job.loaded import PLACED, JobFile

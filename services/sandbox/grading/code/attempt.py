@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from common.errors import DeadlineExceeded
+from common.base.errors import DeadlineExceeded
 from services.sandbox.grading.code.equality import Tolerance
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import Jail, JailFailed, Ran

@@ -8,7 +8,7 @@ import json
 import secrets
 from typing import Any
 
-from common.errors import BadMessage, PeerLost
+from common.base.errors import BadMessage, PeerLost
 from common.grading.cases import Called
 from common.grading.support import Unsupported
 from services.sandbox.grading.code.attempt import SEND_S, Attempt, answering

@@ -13,7 +13,7 @@ import socket
 from dataclasses import replace
 from typing import Any
 
-from common.errors import BadMessage, PeerLost
+from common.base.errors import BadMessage, PeerLost
 from common.grading.cases import BadTests
 from common.grading.support import Unsupported
 from services.sandbox.grading.code.attempt import SEND_S, Attempt, answering

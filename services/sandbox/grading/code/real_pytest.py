@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common.errors import BadMessage, DeadlineExceeded, PeerLost
+from common.base.errors import BadMessage, DeadlineExceeded, PeerLost
 from common.grading import shapes, suites
 from common.grading.cases import BadTests
 from common.grading.support import Unsupported

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.api.sandbox import CRASHED, OK, OUT_OF_MEMORY, OUTPUT_LIMIT, REFUSED, TIMEOUT
-from common.clock import Clock
-from common.errors import BadMessage, DeadlineExceeded, MeshError, PeerLost
+from common.base.clock import Clock
+from common.base.errors import BadMessage, DeadlineExceeded, MeshError, PeerLost
 from services.sandbox.isolation.jails.pipes import Output, Pipe
 from services.sandbox.isolation.resources.cgroups import Cgroup
 from services.sandbox.isolation.resources.limits import JailLimits

@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from common.clock import Clock
-from common.errors import BadMessage, DeadlineExceeded, PeerLost
+from common.base.clock import Clock
+from common.base.errors import BadMessage, DeadlineExceeded, PeerLost
 from services.sandbox.jail.wire import frames
 
 READ_BYTES = 1 << 16

@@ -10,11 +10,11 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from common.clock import Clock
-from common.errors import DeadlineExceeded, MeshError
-from common.process.handle import Child, Usage, start_time
-from common.process.host import Host
-from common.runtime.waits import WaitTable
+from common.base.clock import Clock
+from common.base.errors import DeadlineExceeded, MeshError
+from common.mesh.process.handle import Child, Usage, start_time
+from common.mesh.process.host import Host
+from common.mesh.runtime.calls.waits import WaitTable
 from services.sandbox.workers.slicing import charged_s
 
 LOOK_S = 0.5  # between two looks at a zygote that has not answered

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.api.sandbox import JailSettings
-from common.job import images
-from common.job.runners import Runner
+from common.job.isolation import images
+from common.job.isolation.runners import Runner
 
 
 @dataclass(frozen=True)

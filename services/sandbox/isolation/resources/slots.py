@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from common.clock import Clock
-from common.errors import Overloaded
+from common.base.clock import Clock
+from common.base.errors import Overloaded
 
 WAITING_MOST = 20_000  # calls; beyond them callers are refused
 WAIT_S = 900.0  # for a slot; callers have shorter deadlines

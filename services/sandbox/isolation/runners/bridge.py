@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.job.runners import Runner
+from common.job.isolation.runners import Runner
 from services.sandbox.isolation.runners import leftovers, usage
 from services.sandbox.jail.confinement import kernel
 from services.sandbox.jail.guests import guest

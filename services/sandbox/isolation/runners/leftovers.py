@@ -13,8 +13,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from common.clock import Clock
-from common.process.handle import start_time
+from common.base.clock import Clock
+from common.mesh.process.handle import start_time
 from services.sandbox.isolation.runners import usage
 
 PREFIX = "meshrl-runner-"

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import MeshError
-from common.job.runners import Runner
+from common.base.errors import MeshError
+from common.job.isolation.runners import Runner
 from services.sandbox.isolation.outer_jail.outer import INSIDE, PACKAGES
 from services.sandbox.isolation.resources.users import PLAIN_ID
 from services.sandbox.isolation.runners import bundle, leftovers

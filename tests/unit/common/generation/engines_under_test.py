@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.clock import loop_timeout
+from common.base.clock import loop_timeout
 from common.generation.builtin.build import TorchEngine, build
 from common.generation.contract import EngineSteps, Flush, Request, TokenEngine
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.lora import merged
-from common.model.projections import projections, targeted
+from common.model.architecture.config import ModelConfig
+from common.model.architecture.projections import projections, targeted
+from common.model.network.decoder import Decoder
+from common.model.network.lora import merged
 from sim.engines.simulated import SimulatedEngine
 
 VOCAB = 40

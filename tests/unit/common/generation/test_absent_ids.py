@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import ConfigError, Refused
+from common.base.errors import ConfigError, Refused
 from common.generation.served_by_sglang import known_rows, served_by_sglang
+from common.job.bundle.job_data import JobData
+from common.job.bundle.model_shape import model_config
 from common.job.config import JobConfig
-from common.job.job_data import JobData
-from common.job.model_shape import model_config
-from common.model.decoder import Decoder
-from common.model.hf import save_model, state_to_hf
-from common.model.vocabulary import absent_ids
+from common.model.files.hf import save_model, state_to_hf
+from common.model.network.decoder import Decoder
+from common.model.tokens.vocabulary import absent_ids
 from services.engine.sglang.engine import SGLangEngine
 from services.scoring.running import _load
 from services.trainer.bins.packing import Sequence, fill

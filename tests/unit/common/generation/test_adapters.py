@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.api.engine import Finish
-from common.errors import Refused
+from common.base.errors import Refused
 from common.generation.batch.adapters import MOST_ADAPTERS
 from common.generation.builtin.build import TorchEngine
 from tests.unit.common.generation.engines_under_test import (

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.api.engine import Finish
-from common.errors import Refused
+from common.base.errors import Refused
 from common.generation.contract import TokenEngine
 from services.engine.sglang.engine import SGLangEngine
 from tests.sglang import served

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.generation.builtin.build import build
-from common.model.config import ModelConfig
+from common.model.architecture.config import ModelConfig
 from tests.unit.common.generation.engines_under_test import MOE, TINY, decoder
 from tests.unit.common.weights.test_images import Cut, Files
 

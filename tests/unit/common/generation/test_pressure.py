@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import ConfigError, Refused
+from common.base.errors import ConfigError, Refused
 from common.generation.batch.blocks import BLOCK
 from tests.unit.common.generation.engines_under_test import (
     TINY,

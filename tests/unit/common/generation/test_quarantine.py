@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.api.engine import Finish
-from common.errors import Refused
+from common.base.errors import Refused
 from common.generation.contract import NO_VERSION, Quarantined, TokenEngine
 from services.engine.sglang.engine import SGLangEngine
 from tests.sglang import counterpart

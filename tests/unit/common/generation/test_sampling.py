@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.api.engine import Finish
-from common.errors import Refused
+from common.base.errors import Refused
 from common.generation.steps.sampling import RowSampling, sample
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import ConfigError, Refused
+from common.base.errors import ConfigError, Refused
 from common.generation.builtin.build import TorchEngine
-from common.model.attention import causal_attention
-from common.model.decoder import Decoder
+from common.model.network.attention import causal_attention
+from common.model.network.decoder import Decoder
 from tests.unit.common.generation.engines_under_test import (
     VOCAB,
     Heard,

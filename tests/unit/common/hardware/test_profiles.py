@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.hardware.profiles import declared, kind_of, profiles
 from common.job.pace import PROFILES, TRAINING_PROFILES
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import Damaged
-from common.job import bundle_files
+from common.base.errors import Damaged
+from common.job.bundle import bundle_files
+from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig
-from common.job.job_data import JobData
 
 
 def job_in(directory: Path) -> JobData:

@@ -10,9 +10,9 @@ import pytest
 import torch
 import xxhash
 
-from common.model.attention import causal_attention
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
+from common.model.architecture.config import ModelConfig
+from common.model.network.attention import causal_attention
+from common.model.network.decoder import Decoder
 from kernels.ops.varlen import VarlenAttention
 from tests.load import scaled
 

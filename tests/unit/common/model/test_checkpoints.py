@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.errors import ConfigError
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.formats.checkpoint import load_config
-from common.model.hf import load_model, save_model
+from common.base.errors import ConfigError
+from common.model.architecture.config import ModelConfig
+from common.model.files.checkpoint import load_config
+from common.model.files.hf import load_model, save_model
+from common.model.network.decoder import Decoder
 
 TINY = ModelConfig(
     architecture="llama",

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from common.model.attention import causal_attention
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.pointwise import Plain
+from common.model.architecture.config import ModelConfig
+from common.model.network.attention import causal_attention
+from common.model.network.decoder import Decoder
+from common.model.network.pointwise import Plain
 
 QWEN2 = ModelConfig(
     architecture="qwen2",

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.generation.builtin.build import build
 from common.job.config import LoraConfig
-from common.model.attention import causal_attention
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.hf import load_model, save_model
-from common.model.lora import is_adapter, merged, save_adapter
-from common.model.projections import check_adapters, targeted
+from common.model.architecture.config import ModelConfig
+from common.model.architecture.projections import check_adapters, targeted
+from common.model.files.hf import load_model, save_model
+from common.model.network.attention import causal_attention
+from common.model.network.decoder import Decoder
+from common.model.network.lora import is_adapter, merged, save_adapter
 from services.trainer.models import lora
 
 SHAPE = ModelConfig(

@@ -8,11 +8,11 @@ from typing import cast
 import pytest
 import torch
 
-from common.model.attention import causal_attention
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder, SparseLayer
-from common.model.moe import Experts, Routing, balance
-from common.records.experts import UNKNOWN
+from common.base.experts import UNKNOWN
+from common.model.architecture.config import ModelConfig
+from common.model.network.attention import causal_attention
+from common.model.network.decoder import Decoder, SparseLayer
+from common.model.network.moe import Experts, Routing, balance
 
 MOE = ModelConfig(
     architecture="qwen3_moe",

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from common.model.chat import Chat
-from common.model.messages import Message
-from common.model.quoting import ALIAS, MARK
-from common.model.tokenizer import Tokenizer
+from common.model.chat.chat import Chat
+from common.model.chat.messages import Message
+from common.model.tokens.quoting import ALIAS, MARK
+from common.model.tokens.tokenizer import Tokenizer
 from loadtests.chat_templates.comparing import ADD, CALL, SYSTEM, USER, VALUE, directory_of
 from services.environment.environments import Environments
 from tests.unit.common.model.chatting import qwen3_tokenizer

@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from common.errors import ConfigError
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder, Layer
-from common.model.hf import load_model, save_model
-from common.model.rows import Beginning, Drawn, Stored, normal_rows
+from common.base.errors import ConfigError
+from common.model.architecture.config import ModelConfig
+from common.model.files.hf import load_model, save_model
+from common.model.files.rows import Beginning, Drawn, Stored, normal_rows
+from common.model.network.decoder import Decoder, Layer
 
 DENSE = {
     "model_type": "qwen2",  # biases of queries, keys and values

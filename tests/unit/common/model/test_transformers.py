@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.errors import ConfigError
-from common.model.attention import causal_attention
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.hf import load_model, save_model, state_from_hf, state_to_hf
+from common.base.errors import ConfigError
+from common.model.architecture.config import ModelConfig
+from common.model.files.hf import load_model, save_model, state_from_hf, state_to_hf
+from common.model.network.attention import causal_attention
+from common.model.network.decoder import Decoder
 
 pytestmark = pytest.mark.group("transformers")  # which one worker imports for all
 LLAMA3_ROPE = {

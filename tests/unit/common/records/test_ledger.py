@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.clock import SystemClock
-from common.errors import BadMessage, Damaged, Refused, StorageFull
-from common.process.host import SystemHost
-from common.random import Random
+from common.base.clock import SystemClock
+from common.base.errors import BadMessage, Damaged, Refused, StorageFull
+from common.base.random import Random
+from common.mesh.process.host import SystemHost
 from common.records.ledger import (
     FORMAT,
     HEADER,

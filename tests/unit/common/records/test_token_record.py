@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import BadMessage
+from common.base.errors import BadMessage
 from common.records.token_record import MEMBER_BITS, TokenRows, in_parts, pack, unpack
 
 INT32 = st.integers(-(2**31), 2**31 - 1)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from common.api import callers
-from common.errors import NotAllowed, Refused
-from common.settings import redis_user
+from common.api.calls import callers
+from common.base.errors import NotAllowed, Refused
+from common.base.host.settings import redis_user
 from common.state import events, jobs
-from common.state.client import SCRIPTS, State, script_file, script_source
 from common.state.hosts import rights
 from common.state.hosts.rights import ALL, REPLAYED, keys_of, rules, scripts_of
+from common.state.redis.client import SCRIPTS, State, script_file, script_source
 from tests.contract.state.state_bench import binary_of, running_server
 from tests.load import scaled
 
@@ -38,6 +38,7 @@ HAND_IN = {"gateway", "person"}  # who say what a job runs
 HOST, OTHER = "here-000001", "there-000002"
 DIGEST = "5e" * 32
 
+SUPERVISION = "common.mesh.process.supervision."  # it reports ends by a script
 Symbol = tuple[str, str]  # module of common/state, name in it
 
 
@@ -110,7 +111,7 @@ def imported(tree: ast.Module) -> tuple[dict[str, str], dict[str, Symbol]]:
             continue
         for alias in node.names:
             local = alias.asname or alias.name
-            if not f"{node.module}.".startswith("common.state."):
+            if not f"{node.module}.".startswith(("common.state.", SUPERVISION)):
                 continue
             place = ROOT / node.module.replace(".", "/")
             if (place / f"{alias.name}.py").is_file():
@@ -123,7 +124,8 @@ def imported(tree: ast.Module) -> tuple[dict[str, str], dict[str, Symbol]]:
 @pytest.fixture(scope="module")
 def scripts_by_symbol() -> Callable[[set[Symbol]], set[str]]:
     graph: dict[Symbol, tuple[set[Symbol], set[str]]] = {}
-    for path in (ROOT / "common/state").rglob("*.py"):
+    ended = ROOT / "common/mesh/process/supervision/ended.py"
+    for path in [*(ROOT / "common/state").rglob("*.py"), ended]:
         tree = ast.parse(path.read_text())
         modules, names = imported(tree)
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -182,7 +184,13 @@ def test_a_service_runs_no_script_that_its_roles_have_no_right_to(
 def test_what_all_processes_run_all_may(
     scripts_by_symbol: Callable[[set[Symbol]], set[str]],
 ) -> None:
-    folders = ("common/runtime", "common/process", "common/wire", "common/transport")
+    folders = (
+        "common/mesh/runtime",
+        "common/mesh/process",
+        "common/mesh/wire",
+        "common/mesh/transport",
+        "common/weights/bulk",
+    )
     assert scripts_by_symbol(symbols_in(*folders)) <= ALL
 
 

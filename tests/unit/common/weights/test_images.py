@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from common.api.weights import Manifest, Tensor
-from common.errors import Damaged, MeshError
-from common.model.safetensors_file import NAMES
-from common.weights.images import Image, load_tensor
-from common.weights.layout import PAGE
-from common.weights.manifest import Rows
-from common.wire.chunks import ChunkStore
+from common.base.errors import Damaged, MeshError
+from common.model.files.safetensors_file import NAMES
+from common.weights.chunks.chunks import ChunkStore
+from common.weights.layout.images import Image, load_tensor
+from common.weights.layout.layout import PAGE
+from common.weights.layout.manifest import Rows
 
 Cut = tuple[str, int, int]  # elements of a tensor
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.api.weights import Tensor
-from common.digest import digest_of
-from common.model.safetensors_file import DTYPES
-from common.weights.laying import Chunk, How, Laying, Part, slices, whole
+from common.base.digest import digest_of
+from common.model.files.safetensors_file import DTYPES
+from common.weights.layout.laying import Chunk, How, Laying, Part, slices, whole
 from common.weights.staging import Version, assembled
 
 TENSORS = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from common.api.weights import Base, Manifest, Tensor
-from common.errors import BadMessage, Damaged
-from common.weights.manifest import (
+from common.base.encoding.blob import pack
+from common.base.errors import BadMessage, Damaged
+from common.weights.layout.manifest import (
     LEAST_BYTES,
     MOST_BYTES,
     Rows,
@@ -16,7 +17,6 @@ from common.weights.manifest import (
     packed,
     unpacked,
 )
-from common.wire.blob import pack
 
 A, B = "a" * 32, "b" * 32
 PIECES = [

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common.clock import SystemClock
+from common.base.clock import SystemClock
 from common.generation.builtin.build import TorchEngine
 from common.generation.contract import Request
 from services.engine.kv.chunk_files import Found

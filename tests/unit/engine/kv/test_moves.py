@@ -21,10 +21,10 @@ from common.api.engine import (
     Submit,
     Tokens,
 )
-from common.errors import BadMessage, PeerLost
+from common.base.errors import BadMessage, PeerLost
+from common.base.random import Random
 from common.generation.loading import CHUNK
-from common.random import Random
-from common.runtime.mesh import Mesh
+from common.mesh.runtime.mesh import Mesh
 from services.engine.kv.moves import MOVE_S, CacheMoves, _Came, _checked, _chunks
 from services.engine.service import EngineService
 from sim.engines.simulated import SimulatedEngine

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from common.api.engine import Engine, Stored
-from common.clock import SystemClock
-from common.errors import BadMessage
+from common.base.clock import SystemClock
+from common.base.errors import BadMessage
 from common.state import registry
 from common.state.registry import Entry
-from common.wire.bulk.port import serve
+from common.weights.bulk.port import serve
 from loadtests.measuring.unrenewed import own_keys, unrenewed
 from services.engine.kv import peers as asking
 from services.engine.kv.chunk_files import Head

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
+from common.base.files.file_locks import lies_at, unheld
 from common.generation import kv_directories
 from common.generation.kv_directories import own_directory, sweep
 from common.job.config import KvConfig, RolloutConfig
-from common.process.file_locks import lies_at, unheld
 from loadtests.measuring.unrenewed import own_keys, unrenewed
 from services.engine.kv.chunk_files import HEAD_BYTES, Found, Head
 from services.engine.kv.keys import domain_of, names_of

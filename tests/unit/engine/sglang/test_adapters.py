@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import ConfigError, Refused
+from common.base.errors import ConfigError, Refused
 from services.engine.sglang import v0_5
 from services.engine.sglang.server import Adapting, HierarchicalCache, Launch
 from services.engine.sglang.weights import inline

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from common.api.engine import Finish
-from common.errors import RemoteFailure
+from common.base.errors import RemoteFailure
 from services.engine.sglang.requests import SentRequest
 from services.engine.sglang.v0_5 import StreamChunk, chunk, generate, plain
 from tests.unit.common.generation.engines_under_test import VOCAB, request, text_of

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from common.errors import DeadlineExceeded, MeshError, PeerLost, RemoteFailure
+from common.base.errors import DeadlineExceeded, MeshError, PeerLost, RemoteFailure
 from services.engine.sglang import v0_5
 from services.engine.sglang.http import BESIDE, IDLE_S, Http
 from tests.load import scaled

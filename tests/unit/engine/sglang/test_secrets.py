@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import SystemClock
-from common.errors import ConfigError, PeerLost
-from common.model.config import ModelConfig
-from common.process.host import SystemHost
+from common.base.clock import SystemClock
+from common.base.errors import ConfigError, PeerLost
+from common.mesh.process.host import SystemHost
+from common.model.architecture.config import ModelConfig
 from services.engine.sglang.server import Launch, SGLangServer
 from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import TINY

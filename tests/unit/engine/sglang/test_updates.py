@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from common.api.engine import Finish
-from common.clock import SystemClock
-from common.errors import ConfigError, PeerLost, RemoteFailure
+from common.base.clock import SystemClock
+from common.base.errors import ConfigError, PeerLost, RemoteFailure
 from common.generation.contract import NO_VERSION, Quarantined
-from common.model.hf import state_to_hf
-from common.process.host import SystemHost
+from common.mesh.process.host import SystemHost
+from common.model.files.hf import state_to_hf
 from services.engine.sglang import reading_back
 from services.engine.sglang.control import UPDATE_S
 from services.engine.sglang.engine import SGLangEngine

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from common.errors import ConfigError, DeadlineExceeded, NotFound, Refused, StateUnavailable
-from common.pool.rows import Budget, Worker
-from common.settings import MeshSettings
-from common.state import events, jobs, pool
-from common.state.client import State
-from common.state.keys import MESH
+from common.base.errors import ConfigError, DeadlineExceeded, NotFound, Refused, StateUnavailable
+from common.base.host.settings import MeshSettings
+from common.state import events, jobs
+from common.state.pool.store import store as pool
+from common.state.pool.workers.rows import Budget, Worker
+from common.state.redis.client import State
+from common.state.redis.keys import MESH
 from common.state.registry import Entry, register
 from meshrl import Client
 from meshrl.job import jobfile

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.console import console, followed
 from meshrl.launch.console.followed import MOST_BYTES, Followed

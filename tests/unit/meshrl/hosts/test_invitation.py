@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common.access.ticket import Ticket
-from common.errors import ConfigError, NotFound
+from common.base.errors import ConfigError, NotFound
+from common.mesh.access.ticket import Ticket
 from meshrl.launch.checks import addresses
 from meshrl.launch.hosts import invitation
 from meshrl.launch.hosts.joining import join

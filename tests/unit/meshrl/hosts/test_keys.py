@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from common.access import members, tokens
-from common.access.records import HOST as FOR_HOSTS
-from common.access.records import read
-from common.clock import SystemClock
-from common.errors import NotFound
+from common.base.clock import SystemClock
+from common.base.errors import NotFound
+from common.mesh.access import members, tokens
+from common.mesh.access.records import HOST as FOR_HOSTS
+from common.mesh.access.records import read
 from common.state.hosts import doors
 from common.state.hosts.doors import Row
 from meshrl.commands.host_keys import _key, _still_good

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from common.settings import MeshSettings
+from common.base.host.settings import MeshSettings
 from meshrl.cli import app
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.hosts.hosting import HostShape

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.job.config import AlgorithmConfig
 from common.job.correction_bounds import LARGEST
 from common.job.schema import JOB

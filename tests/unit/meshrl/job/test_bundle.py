@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.hardware.shapes import ModelShape
-from common.job.bundle_files import digest_of, listed
+from common.job.bundle.bundle_files import digest_of, listed
 from meshrl.job.bundle import pack
 from meshrl.job.checks.file.models import size
 from meshrl.job.jobfile import load

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from loadtests.chat_templates.comparing import directory_of
 from meshrl.job.jobfile import load
 from tests.unit.common.model.chatting import qwen3_tokenizer

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
-from common.pool.asking import need_of
+from common.base.errors import ConfigError
+from common.state.pool.demand.asking import need_of
 from meshrl.job.jobfile import load
 
 PACED = 'rollout.pace="18/32/6000"'

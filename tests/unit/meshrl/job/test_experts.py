@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from meshrl.job.jobfile import load
 
 MIXTURE = {

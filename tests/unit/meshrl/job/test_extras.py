@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from meshrl.job import jobfile
 
 MODEL = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.job.config import JobConfig
 from common.job.schema import JOB
 from meshrl.job.jobfile import apply_override, load

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
+from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig
-from common.job.job_data import JobData
-from common.model.tokenizer import character_tokenizer
+from common.model.tokens.tokenizer import character_tokenizer
 from meshrl.job import bundle, jobfile
 from tests.unit.meshrl.conftest import NO_TENSORS
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from meshrl.job import jobfile
 from meshrl.job.row_keys import read_always
 

@@ -7,10 +7,10 @@ from typing import get_args
 
 import pytest
 
-from common.errors import ConfigError, Refused
-from common.job.isolation import ORDER
+from common.base.errors import ConfigError, Refused
+from common.job.isolation import containment
+from common.job.isolation.isolation import ORDER
 from common.job.schema import JOB
-from common.process import containment
 from meshrl.job import jobfile
 from meshrl.job.references import all_references
 

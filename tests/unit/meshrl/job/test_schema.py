@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.job.config import JobConfig
 from common.job.schema import JOB
 from meshrl.job.jobfile import load
@@ -30,7 +30,7 @@ def test_every_default_keeps_to_its_own_declaration() -> None:
 
 
 def test_processes_that_read_jobs_do_without_pydantic() -> None:
-    code = "import sys, common.job.job_data; sys.exit('pydantic' in sys.modules)"
+    code = "import sys, common.job.bundle.job_data; sys.exit('pydantic' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(60))
 
 

@@ -6,14 +6,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
-from common.clock import Clock
-from common.errors import PeerLost, StateUnavailable, StorageFull
-from common.process.ends.failure import Failure
-from common.process.supervision.supervisor import ChildSpec, End
-from common.random import Random
-from common.runtime.mesh import Mesh
+from common.base.clock import Clock
+from common.base.errors import PeerLost, StateUnavailable, StorageFull
+from common.base.random import Random
+from common.mesh.process.ends.failure import Failure
+from common.mesh.process.supervision.ended import Reports
+from common.mesh.process.supervision.supervisor import ChildSpec, End
+from common.mesh.runtime.mesh import Mesh
 from common.state import jobs
-from common.state.ended import Reports
 from meshrl.launch.absolving import PATIENCE_S, PROGRESS_S, absolved
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual

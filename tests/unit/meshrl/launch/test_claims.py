@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import Refused, StorageFull
+from common.base.errors import Refused, StorageFull
+from common.base.host.settings import MeshSettings
 from common.job.config import JobConfig
-from common.settings import MeshSettings
 from meshrl.directory.claims import claimed, writing
 from meshrl.directory.places import MeshPlace
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.settings import MeshSettings
+from common.base.host.settings import MeshSettings
 from meshrl.directory.liveness import running_launcher
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.ending import STOP_S, end

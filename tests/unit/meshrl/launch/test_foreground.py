@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.access.hosts import Admitted
-from common.errors import (
+from common.base.errors import (
     ConfigError,
     DeadlineExceeded,
     MeshError,
@@ -23,9 +22,10 @@ from common.errors import (
     StateUnavailable,
     StorageFull,
 )
-from common.ports import Taken
-from common.process.host import SystemHost
-from common.telemetry.endpoint import MetricsEndpoint
+from common.base.host.ports import Taken
+from common.mesh.access.hosts import Admitted
+from common.mesh.process.host import SystemHost
+from common.mesh.telemetry.endpoint import MetricsEndpoint
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.checks import addresses
 from meshrl.launch.foreground import AGAIN, ENDED, NEVER, begun, ended, ended_with, status_of

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import SystemClock
-from common.errors import StateUnavailable
-from common.settings import MeshSettings
+from common.base.clock import SystemClock
+from common.base.errors import StateUnavailable
+from common.base.host.settings import MeshSettings
 from meshrl.directory.places import MeshPlace, read_if_whole
 from meshrl.launch.ending import STOP_S
 from meshrl.launch.foreground import AGAIN, status_of

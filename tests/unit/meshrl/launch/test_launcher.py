@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import NotFound, Refused, StateUnavailable
-from common.process.handle import start_time
-from common.records import damage
-from common.settings import MESH_ENV, SETTINGS_ENV, mark_of
+from common.base.errors import NotFound, Refused, StateUnavailable
+from common.base.files import damage
+from common.base.host.settings import MESH_ENV, SETTINGS_ENV, mark_of
+from common.mesh.process.handle import start_time
 from common.state import events, jobs, registry
 from common.state.registry import Entry
 from common.state.server.rollback import JobMark

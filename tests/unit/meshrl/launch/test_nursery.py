@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.clock import SystemClock
-from common.process.forking.birth import NURSERY_ENV, answers
-from common.process.handle import Child, start_time
-from common.process.host import SystemHost
-from common.process.supervision.supervisor import End
+from common.base.clock import SystemClock
+from common.mesh.process.forking.birth import NURSERY_ENV, answers
+from common.mesh.process.handle import Child, start_time
+from common.mesh.process.host import SystemHost
+from common.mesh.process.supervision.supervisor import End
 from meshrl.directory.places import MeshPlace
 from meshrl.launch import plan
 from meshrl.launch.nursery import MeshNursery

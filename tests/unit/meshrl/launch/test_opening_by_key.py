@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from common.api.sandbox import LoadJob, Sandbox
-from common.errors import HandshakeFailed, RemoteFailure
-from common.runtime.mesh import Mesh
+from common.base.errors import HandshakeFailed, RemoteFailure
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.transport.address import key_of, key_text
 from common.state.hosts import doors
-from common.transport.address import key_of, key_text
 from loadtests.doors.calls import blank
 from tests.answering import answering
 from tests.load import scaled

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from common.records import lines
+from common.base.files import lines
 from common.state.server.rollback import JobMark, Mark
 from meshrl.launch.redis.recorded import RunRecord, recorded
 

@@ -24,18 +24,18 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from common.access import hosts
-from common.access.hosts import Admitted
-from common.clock import SystemClock
-from common.errors import ConfigError, NotAllowed, Refused, StateUnavailable
-from common.process.handle import SystemChild
-from common.process.host import SystemHost
-from common.process.supervision.supervisor import Hooks
-from common.settings import MeshSettings
+from common.base.clock import SystemClock
+from common.base.errors import ConfigError, NotAllowed, Refused, StateUnavailable
+from common.base.host.settings import MeshSettings
+from common.mesh.access import hosts
+from common.mesh.access.hosts import Admitted
+from common.mesh.process.handle import SystemChild
+from common.mesh.process.host import SystemHost
+from common.mesh.process.supervision.supervisor import Hooks
 from common.state import events
-from common.state.client import State
 from common.state.hosts import doors, rights
-from common.state.server import embedded
+from common.state.redis import embedded
+from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import certificate
 from meshrl.launch.redis.network import Network

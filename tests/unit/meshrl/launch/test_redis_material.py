@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from common.access.hosts import Admitted
-from common.clock import SystemClock
-from common.errors import ConfigError, MeshError, StateUnavailable
-from common.process.host import SystemHost
-from common.process.supervision.supervisor import Hooks
-from common.settings import MeshSettings
+from common.base.clock import SystemClock
+from common.base.errors import ConfigError, MeshError, StateUnavailable
+from common.base.host.settings import MeshSettings
+from common.mesh.access.hosts import Admitted
+from common.mesh.process.host import SystemHost
+from common.mesh.process.supervision.supervisor import Hooks
 from common.state import events, registry
-from common.state.client import State
 from common.state.hosts import rights
+from common.state.redis import embedded
+from common.state.redis.client import State
 from common.state.registry import Entry
-from common.state.server import embedded
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import guard, material
 from meshrl.launch.redis.network import Network

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from common.access.hosts import Admitted
-from common.errors import ConfigError
-from common.state.server import embedded
-from common.state.server.embedded import Listening
+from common.base.errors import ConfigError
+from common.mesh.access.hosts import Admitted
+from common.state.redis import embedded
+from common.state.redis.embedded import Listening
 from meshrl.launch.redis import certificate
 from meshrl.launch.redis.network import Network, far_url, is_taken
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock
-from common.errors import Damaged
-from common.random import Random
+from common.base.clock import SystemClock
+from common.base.errors import Damaged
+from common.base.files.durable import sync
+from common.base.files.sealed import sealed
+from common.base.random import Random
 from common.records.checkpoints import checkpoint_name
-from common.records.durable import sync
-from common.records.sealed import sealed
 from common.state import events, jobs
-from common.state.client import State
+from common.state.redis.client import State
 from common.state.server.rollback import JobMark, Mark
 from common.state.steps import IDS_APART
 from meshrl.directory.places import MeshPlace

@@ -14,15 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import SystemClock
-from common.errors import Fenced, StateUnavailable
-from common.process.host import SystemHost
-from common.process.supervision.supervisor import ChildSpec, Hooks
-from common.records import damage
-from common.records.documents import in_the_making
+from common.base.clock import SystemClock
+from common.base.errors import Fenced, StateUnavailable
+from common.base.files import damage
+from common.base.files.documents import in_the_making
+from common.mesh.process.host import SystemHost
+from common.mesh.process.supervision.supervisor import ChildSpec, Hooks
 from common.state import events, jobs, steps
-from common.state.client import State
-from common.state.server import embedded, rollback
+from common.state.redis import embedded
+from common.state.redis.client import State
+from common.state.server import rollback
 from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch.head.restoring import put_all_back
 from meshrl.launch.redis import note as notes

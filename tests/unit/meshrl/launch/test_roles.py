@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import ConfigError
-from common.pool.taking import ALL, taken, written
+from common.base.errors import ConfigError
+from common.state.pool.placing.taking import ALL, taken, written
 from meshrl.launch.plan import agent
 from meshrl.launch.roles import Role, role
 from services.node.__main__ import parser

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from common.pool.rows import Gang, Resident, Role, Worker
-from common.state.ended import Ended
+from common.mesh.process.supervision.ended import Ended
 from common.state.jobs import JobRow, Phase
+from common.state.pool.workers.rows import Gang, Resident, Role, Worker
 from meshrl.view.mesh.snapshot import MeshSnapshot
 from meshrl.view.mesh.stalled import Stall
 from meshrl.view.metrics.mesh_gauges import HeadSnapshot, families

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import SystemClock
-from common.errors import ConfigError
-from common.process.host import SystemHost
-from common.settings import MeshSettings
-from common.state import pool
-from common.state.client import State
+from common.base.clock import SystemClock
+from common.base.errors import ConfigError
+from common.base.host.settings import MeshSettings
+from common.mesh.process.host import SystemHost
+from common.state.pool.store import store as pool
+from common.state.redis.client import State
 from common.state.registry import Entry, register
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.outward.outward import outward

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import pytest
 
+from common.base.host.settings import MeshSettings
 from common.job.config import BudgetConfig, JobConfig
-from common.settings import MeshSettings
 from common.state import events, jobs
-from common.state.client import State
+from common.state.redis import embedded
+from common.state.redis.client import State
 from common.state.registry import Entry, register
-from common.state.server import embedded
 from meshrl.directory.places import write_json
 from tests.contract.state.state_bench import running_server
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from common.clock import SystemClock
-from common.errors import Refused
+from common.base.clock import SystemClock
+from common.base.errors import Refused
 from common.job.config import AlgorithmConfig, JobConfig
 from common.state import jobs, steps
 from common.state.jobs import Phase

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from common.process.handle import start_time
-from common.settings import MeshSettings
-from common.state.client import State
-from common.state.server import embedded
+from common.base.host.settings import MeshSettings
+from common.mesh.process.handle import start_time
+from common.state.redis import embedded
+from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace, write_json
 from meshrl.run.following.looking import looked
 from tests.contract.state.state_bench import Server, running_server

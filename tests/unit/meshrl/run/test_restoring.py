@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import Damaged
+from common.base.errors import Damaged
 from common.job.config import JobConfig
 from common.state import jobs
-from common.state.client import State
+from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.launch.head.launcher import Launcher, Shape
 from meshrl.run.restoring import record_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError, MeshError, NotFound, Refused
+from common.base.errors import ConfigError, MeshError, NotFound, Refused
 from common.job.config import JobConfig
 from common.state.jobs import Phase
 from meshrl.directory.claims import claimed

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from common.errors import ConfigError, NotFound
+from common.base.errors import ConfigError, NotFound
 from meshrl.cli import app
 from meshrl.directory.target import run_in
 from meshrl.run.talking import ModelChoice, asked, model_of, sample

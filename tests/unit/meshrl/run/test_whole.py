@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from common.api.weights import Manifest, Tensor
-from common.digest import digest_of
-from common.errors import MeshError, NotFound
-from common.job import bundle_files
+from common.base.digest import digest_of
+from common.base.encoding.blob import pack
+from common.base.errors import MeshError, NotFound
+from common.base.files.sealed import sealed
+from common.job.bundle import bundle_files
 from common.records.checkpoints import checkpoint_name, digests_below
-from common.records.sealed import sealed
-from common.wire.blob import pack
-from common.wire.chunks import ChunkStore
+from common.weights.chunks.chunks import ChunkStore
 from meshrl.directory.places import MeshPlace
 from meshrl.run import whole
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from common.pool.explained import Explained, judged_of
-from common.pool.snapshot import Move
 from common.state.jobs import Phase
+from common.state.pool.placing.snapshot import Move
+from common.state.pool.store.explained import Explained, judged_of
 from common.state.registry import Entry
 from meshrl.view.frames.frame import Frame
 from meshrl.view.frames.making import frame

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from common.pool.explained import JUDGED
-from common.state import events, leader, pool
-from common.state.client import State
-from common.state.keys import EVENTS, PLANNER
+from common.state import events, leader
+from common.state.pool.store import store as pool
+from common.state.pool.store.explained import JUDGED
+from common.state.redis.client import State
+from common.state.redis.keys import EVENTS, PLANNER
 from meshrl.cli import app
 from meshrl.run.following.top import TopScreen
 from meshrl.view.frames.frame import Frame, JobFrame

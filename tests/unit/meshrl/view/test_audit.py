@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.records import lines
+from common.base.files import lines
 from common.state.events import Event
 from common.state.jobs import Phase
 from meshrl.run.session import status

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock
-from common.errors import StateUnavailable
+from common.base.clock import SystemClock
+from common.base.errors import StateUnavailable
+from common.base.files.damage import EVENT, QUARANTINE, fields
+from common.base.files.lines import read
 from common.job.config import JobConfig
-from common.records.damage import EVENT, QUARANTINE, fields
-from common.records.lines import read
 from common.state import events, jobs, readers
-from common.state.client import State
+from common.state.redis.client import State
 from common.state.server.rollback import JobMark
 from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.directory.target import run_in

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from common.pool.rows import Role
 from common.state.jobs import JobRow, Phase
+from common.state.pool.workers.rows import Role
 from common.state.registry import Entry
 from meshrl.view.frames.frame import Frame
 from meshrl.view.frames.making import frame

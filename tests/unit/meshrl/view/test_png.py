@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import NotFound
+from common.base.errors import NotFound
 from meshrl.view.history.gangs import Mark, Span
 from meshrl.view.report import png
 from meshrl.view.report.charts import Figure, Series

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from common.errors import StorageFull
+from common.base.errors import StorageFull
+from common.base.files.lines import LineFile, read
 from common.job.config import JobConfig
-from common.records.lines import LineFile, read
 from common.state.events import Event
 from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch.head.launcher import Launcher, Shape

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from common.base.files.damage import EVENT
 from common.job.config import JobConfig, TrackingConfig
-from common.records.damage import EVENT
 from common.state import events, jobs
 from common.state.registry import Entry, register
 from meshrl.directory.places import MeshPlace, read_json, write_json

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import redis
 
-from common.settings import MeshSettings
-from common.state.server import embedded
+from common.base.host.settings import MeshSettings
+from common.state.redis import embedded
 from meshrl.commands.status import diagnosis
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import guard

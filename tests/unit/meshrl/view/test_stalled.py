@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from common.job.config import BudgetConfig, JobConfig
-from common.pool.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
-from common.state.ended import Ended
+from common.mesh.process.supervision.ended import Ended
 from common.state.jobs import COUNTS, JobRow, Phase
+from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
 from common.state.registry import LEASE_MS, Entry
 from meshrl.view.mesh.quiet import doing, working
 from meshrl.view.mesh.snapshot import MeshSnapshot

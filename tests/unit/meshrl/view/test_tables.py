@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from common.job.config import JobConfig
-from common.pool.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
-from common.state.ended import Ended
+from common.mesh.process.supervision.ended import Ended
 from common.state.jobs import COUNTS, JobRow, Phase
+from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
 from common.state.registry import Entry
 from meshrl.view.live import printing, tables
 from meshrl.view.mesh.snapshot import MeshSnapshot

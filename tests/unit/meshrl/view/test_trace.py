@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import NotFound
-from common.records.lines import line
+from common.base.errors import NotFound
+from common.base.files.lines import line
 from common.state.events import Event
 from meshrl.view.trace import writing
 from meshrl.view.trace.drawing import Noted, drawn

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock
-from common.errors import ConfigError
+from common.base.clock import SystemClock
+from common.base.errors import ConfigError
 from common.job.config import JobConfig, TrackingConfig
-from common.process.host import SystemHost
+from common.mesh.process.host import SystemHost
 from common.state.events import Event
 from meshrl.directory.places import read_json
 from meshrl.job import jobfile
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[4]
 CHILD = """
 import json, os, sys, time
 sys.path.insert(0, {root!r})
-from common.process.child import Channel
+from common.mesh.process.entry.child import Channel
 channel = Channel.from_env()
 about = json.loads(channel.recv())
 shown = open(about["target"], "a")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.pool.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
+from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
 from common.state.registry import Entry
 from meshrl.view.mesh.processes import Meter, Used, owner
 from meshrl.view.mesh.snapshot import MeshSnapshot

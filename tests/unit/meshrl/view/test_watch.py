@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from common.job.config import JobConfig
-from common.pool.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
 from common.state.events import Event
 from common.state.jobs import JobRow, Phase
+from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
 from common.state.registry import Entry
 from meshrl.view.history.news import told
 from meshrl.view.history.run_snapshot import RunHistory, RunReading, snapshot

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from common.hardware.profiles import Accelerator, declared
 from common.hardware.shapes import ModelShape
 from common.job.pace import PROFILES
-from common.model.config import ModelConfig
+from common.model.architecture.config import ModelConfig
 from loadtests.layouts import released
 from loadtests.layouts.cases import DEGREES, QWEN_14B, QWEN_30B_A3B
 from services.planner.costs.rollout import EngineGang

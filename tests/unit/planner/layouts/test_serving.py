@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.hardware.profiles import declared
-from common.pool.measured import Curve
+from common.state.pool.demand.measured import Curve
 from loadtests.layouts.cases import QWEN_14B, lengths, servers, small
 from services.planner.costs.rollout import EngineGang
 from services.planner.layouts.grouping import alike

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock
-from common.errors import ToolFailed
-from common.process.host import SystemHost
-from common.random import Random
+from common.base.clock import SystemClock
+from common.base.errors import ToolFailed
+from common.base.random import Random
+from common.mesh.process.host import SystemHost
 from services.rollout.environments import episodes
 from services.rollout.environments.ends import EnvironmentLost
 from services.rollout.environments.episodes import EpisodeProcess
@@ -30,7 +30,7 @@ PROGRAM = """\
 import sys, time
 sys.path.insert(0, sys.argv[1])
 import msgpack
-from common.process.child import Channel
+from common.mesh.process.entry.child import Channel
 
 channel, kept = Channel.from_env(), []
 while (block := channel.recv()) is not None:

@@ -13,15 +13,15 @@ from typing import Any
 import psutil
 import pytest
 
-from common.clock import SystemClock
-from common.errors import ToolFailed
+from common.base.clock import SystemClock
+from common.base.errors import ToolFailed
+from common.base.host.secret import SECRET_BYTES
+from common.base.host.settings import REDIS_ENV, SETTINGS_ENV, MeshSettings
+from common.base.random import Random
+from common.job.bundle.job_data import JobData
 from common.job.config import EnvironmentConfig, JobConfig, RolloutConfig
-from common.job.job_data import JobData
-from common.model.tokenizer import Tokenizer
-from common.process.host import SystemHost
-from common.random import Random
-from common.secret import SECRET_BYTES
-from common.settings import REDIS_ENV, SETTINGS_ENV, MeshSettings
+from common.mesh.process.host import SystemHost
+from common.model.tokens.tokenizer import Tokenizer
 from loadtests.chat_templates.comparing import directory_of
 from services.environment.environments import made, parser
 from services.rollout.environments.pool import EnvironmentPool, command

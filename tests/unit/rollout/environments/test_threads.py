@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import SystemClock
+from common.base.clock import SystemClock
+from common.base.random import Random
+from common.job.bundle.job_data import JobData
 from common.job.config import EnvironmentConfig, JobConfig
-from common.job.job_data import JobData
-from common.model.tokenizer import Tokenizer
-from common.process.host import SystemHost
-from common.random import Random
+from common.mesh.process.host import SystemHost
+from common.model.tokens.tokenizer import Tokenizer
 from services.rollout.environments.pool import EnvironmentPool
 from tests.load import scaled
 from tests.meshes import alone

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from common.api.engine import Finish, Tokens
 from common.api.weights import Group
-from common.errors import BadMessage
+from common.base.encoding import blob, messages
+from common.base.errors import BadMessage
+from common.base.experts import NO_EXPERTS, UNKNOWN, laid_out
 from common.generation.contract import Flush
-from common.records.experts import NO_EXPERTS, UNKNOWN, laid_out
 from common.records.ledger import Kind, Ledger, read
 from common.records.token_record import TokenRows
-from common.wire import blob, messages
 from services.engine.stepping.shards import cut
 from services.rollout.record.staging import ROW_TOKENS, OpenRequest, Staging
 from services.rollout.trajectories.trajectory import Restored, Trajectory

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from common.api.weights import Group
-from common.wire.blob import pack, unpack
+from common.base.encoding.blob import pack, unpack
 from services.rollout.record.finished_groups import finished_group
 from services.rollout.trajectories.trajectory import Ending, Trajectory
 

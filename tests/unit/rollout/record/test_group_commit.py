@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.api.engine import Finish, Tokens
-from common.errors import BadMessage
-from common.random import Random
+from common.base.errors import BadMessage
+from common.base.random import Random
 from common.records.token_record import TokenRows
 from services.rollout.record.group_commit import WINDOW_S, GroupCommit
 from services.rollout.record.staging import OpenRequest

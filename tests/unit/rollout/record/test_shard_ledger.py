@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.base.files.damage import EVENT, QUARANTINE
+from common.base.random import Random
+from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig
-from common.job.job_data import JobData
-from common.random import Random
-from common.records.damage import EVENT, QUARANTINE
+from common.mesh.runtime.mesh import Mesh
 from common.records.ledger import HEADER, Kind, frame, read, segments, trajectory_id
 from common.records.token_record import MEMBER_BITS, TokenRows
-from common.runtime.mesh import Mesh
 from common.state import events, groups, jobs, registry, steps
 from meshrl.view.recording.audit import without_fate
 from services.rollout.record.shard_ledger import ShardLedger

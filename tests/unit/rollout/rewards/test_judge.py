@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from common.clock import SystemClock
-from common.errors import ToolFailed
+from common.base.clock import SystemClock
+from common.base.errors import ToolFailed
+from common.base.random import Random
 from common.job.config import JudgeConfig
-from common.process.host import SystemHost
-from common.random import Random
-from common.runtime.mesh import Mesh
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.mesh import Mesh
 from services.rollout.rewards import judge_server
 from services.rollout.rewards.judge import JudgeFailed, parsed, question
 from services.rollout.rewards.judge_server import ServerJudge

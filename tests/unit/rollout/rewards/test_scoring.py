@@ -10,13 +10,13 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import pytest
 
-from common.api.role import Drain, Settle
+from common.api.calls.role import Drain, Settle
+from common.base.random import Random
 from common.generation.builtin.build import TorchEngine
+from common.job.bundle.job_data import JobData
 from common.job.config import FrozenModelConfig, JobConfig, JudgeConfig, ModelsConfig, RewardConfig
-from common.job.job_data import JobData
-from common.model.tokenizer import Tokenizer, character_tokenizer
-from common.random import Random
-from common.runtime.mesh import Mesh
+from common.mesh.runtime.mesh import Mesh
+from common.model.tokens.tokenizer import Tokenizer, character_tokenizer
 from services.rollout.rewards import scoring
 from services.rollout.rewards.scoring import Scorer, ScoringFailed, beside
 from services.rollout.trajectories.trajectory import Trajectory

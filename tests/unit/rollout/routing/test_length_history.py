@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from common.process.host import SystemHost
-from common.records.lines import line
+from common.base.files.lines import line
+from common.mesh.process.host import SystemHost
 from services.rollout.routing.length_history import NAME, LengthHistory
 from services.rollout.routing.lengths import Past
 

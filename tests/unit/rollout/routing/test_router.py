@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from common.api.engine import Finish, Sampling
-from common.errors import ToolFailed
+from common.base.errors import ToolFailed
+from common.base.random import Random
 from common.generation.contract import TokenEngine
-from common.random import Random
+from common.mesh.runtime.mesh import Mesh
 from common.records.token_record import TokenRows
-from common.runtime.mesh import Mesh
 from services.engine.service import EngineService
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.routing.cmlfq import Scheduler

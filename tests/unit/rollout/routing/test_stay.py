@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from common.api.engine import Finish
-from common.errors import ToolFailed
-from common.job_clock import JobClock
-from common.occupancy import Occupancy
-from common.random import Random
+from common.base.errors import ToolFailed
+from common.base.job_clock import JobClock
+from common.base.occupancy import Occupancy
+from common.base.random import Random
 from services.rollout.routing.stay import ATTEMPTS, PATIENCE_S, Stay
 from services.rollout.trajectories.trajectory import Trajectory
 from sim.loop import VirtualClock, run_virtual

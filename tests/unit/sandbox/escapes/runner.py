@@ -21,10 +21,10 @@ from typing import Any
 import psutil
 
 from common.api.sandbox import JailSettings
-from common.clock import SystemClock
-from common.errors import DeadlineExceeded, MeshError
-from common.job.runners import RUNSC
-from common.process.host import SystemHost
+from common.base.clock import SystemClock
+from common.base.errors import DeadlineExceeded, MeshError
+from common.job.isolation.runners import RUNSC
+from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import Jail
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter, interpreter_of

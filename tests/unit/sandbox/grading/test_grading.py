@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.clock import SystemClock
+from common.base.clock import SystemClock
 from common.grading.answers import answer_of, spoken
 from services.sandbox.grading.calculator import calculator
 from services.sandbox.grading.code.grading import Grading

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import SystemClock
+from common.base.clock import SystemClock
 from common.grading.support import Unsupported
 from services.sandbox.grading.code import isolated
 from services.sandbox.grading.code.attempt import Attempt

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock
+from common.base.clock import SystemClock
 from common.grading.answers import spoken
 from services.sandbox.grading.code.equality import Tolerance, same
 from services.sandbox.grading.code.grading import Grading

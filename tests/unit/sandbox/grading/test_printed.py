@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock
+from common.base.clock import SystemClock
 from services.sandbox.grading.code.grading import Grading
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.resources.limits import JailLimits

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from common.clock import SystemClock
-from common.process.host import SystemHost
+from common.base.clock import SystemClock
+from common.mesh.process.host import SystemHost
 from services.sandbox.grading.code.grading import Grading
 from services.sandbox.grading.code.real_pytest import Suites
 from services.sandbox.isolation.jail_launcher import JailLauncher

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from common.api.sandbox import JailSettings
-from common.clock import SystemClock
-from common.process.host import SystemHost
+from common.base.clock import SystemClock
+from common.mesh.process.host import SystemHost
 from services.sandbox.grading.code.grading import Grading
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import Ran

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 from common.api.sandbox import JailSettings
-from common.clock import SystemClock
-from common.errors import ConfigError
-from common.job import images
+from common.base.clock import SystemClock
+from common.base.errors import ConfigError
 from common.job.config import SandboxConfig
-from common.process import containment
-from common.process.host import SystemHost
+from common.job.isolation import containment, images
+from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.outer_jail.interpreters import interpreter_of
 from services.sandbox.isolation.resources import cgroups

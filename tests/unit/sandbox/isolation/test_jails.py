@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import SystemClock
-from common.errors import BadMessage
-from common.process.handle import start_time
-from common.process.host import SystemHost
-from common.runtime.waits import WaitTable
+from common.base.clock import SystemClock
+from common.base.errors import BadMessage
+from common.mesh.process.handle import start_time
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.calls.waits import WaitTable
 from services.sandbox.grading.code.grading import Grading
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import JailFailed, Ran

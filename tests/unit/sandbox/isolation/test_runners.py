@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.clock import SystemClock
-from common.process.host import SystemHost
+from common.base.clock import SystemClock
+from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import JailFailed
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
@@ -89,8 +89,8 @@ SANDBOX = r"""
 import asyncio, sys
 from pathlib import Path
 from tests.unit.sandbox.isolation.test_contract import LIMITS, Kind
-from common.clock import SystemClock
-from common.process.host import SystemHost
+from common.base.clock import SystemClock
+from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 
 async def main():

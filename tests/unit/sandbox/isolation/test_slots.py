@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from common.clock import SystemClock
-from common.errors import Overloaded
+from common.base.clock import SystemClock
+from common.base.errors import Overloaded
 from services.sandbox.isolation.resources import slots as module
 from services.sandbox.isolation.resources.slots import JailSlots
 from tests.load import scaled

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import SystemClock
-from common.job import isolation
+from common.base.clock import SystemClock
 from common.job.config import SandboxConfig
-from common.process import containment
-from common.process.host import SystemHost
+from common.job.isolation import containment, isolation
+from common.mesh.process.host import SystemHost
 from services.sandbox.isolation import tiers
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import SystemClock
-from common.process.host import SystemHost
+from common.base.clock import SystemClock
+from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import Ran
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter

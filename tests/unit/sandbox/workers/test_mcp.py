@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock
+from common.base.clock import SystemClock
+from common.base.errors import ToolFailed
 from common.environment import mcp_client
-from common.errors import ToolFailed
-from common.process.host import SystemHost
+from common.mesh.process.host import SystemHost
 from services.environment.environments import offered
 from services.environment.tools import BadCall
 from services.sandbox.workers.pool import Pool, PoolLimits, Work

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock
-from common.errors import ToolFailed
-from common.job.authored import place_in
-from common.process.child import FRAME_LIMIT
-from common.process.handle import start_time
-from common.process.host import SystemHost
-from common.runtime.waits import WaitTable
+from common.base.clock import SystemClock
+from common.base.errors import ToolFailed
+from common.job.bundle.authored import place_in
+from common.mesh.process.entry.child import FRAME_LIMIT
+from common.mesh.process.handle import start_time
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.calls.waits import WaitTable
 from services.sandbox.jail.confinement import landlock
 from services.sandbox.outcomes.answer import Answer
 from services.sandbox.workers.pool import Pool, PoolLimits, Work

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.process.handle import Usage
+from common.mesh.process.handle import Usage
 from services.sandbox.workers.slicing import Durations, charged_s, grows, slice_size
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from sim.cluster.building import cluster_of
 from sim.cluster.figures import Figures, compared, table
 from sim.cluster.model.cluster import Cluster

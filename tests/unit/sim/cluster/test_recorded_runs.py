@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from common.errors import NotFound
-from common.random import Random
+from common.base.errors import NotFound
+from common.base.random import Random
 from sim.cluster.sources.recorded import TRACE, recorded, written
 from sim.cluster.sources.scenario import read
 from tests.unit.sim.cluster.command import ran

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from sim.cluster.__main__ import SCENARIOS
 from sim.cluster.building import cluster_of
 from sim.cluster.sources.scenario import Arm, Scenario, apply, read

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from common.pool.decisions import Form
-from common.pool.needs import Need
+from common.state.pool.demand.needs import Need
+from common.state.pool.placing.decisions import Form
 from services.planner.decide import decide
 from sim.cluster.model.cluster import Cluster, SimFailure, SimHosts
 from sim.cluster.model.job import JobSpec

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.pool.measured import Curve
+from common.state.pool.demand.measured import Curve
 from sim.cluster.model.agenda import Agenda
 from sim.cluster.model.engine import SimEngine, SimRequest
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.job.config import AlgorithmConfig, JobConfig, RolloutConfig
 from common.job.constraints import AlgorithmName
 from services.trainer.algorithms import ALGORITHMS, algorithm

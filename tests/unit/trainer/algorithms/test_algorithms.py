@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.job.config import AlgorithmConfig, JobConfig
 from common.job.constraints import AlgorithmName
 from services.trainer.algorithms import ALGORITHMS, algorithm, passes, refills

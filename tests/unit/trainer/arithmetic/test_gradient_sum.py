@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from common.errors import Refused
+from common.base.errors import Refused
 from services.trainer.arithmetic.gradient_sum import GradientSum
 
 

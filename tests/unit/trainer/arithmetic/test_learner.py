@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import MeshError
+from common.base.errors import MeshError
 from common.job.config import AlgorithmConfig, OptimizerConfig
-from common.model.attention import causal_attention
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
+from common.model.architecture.config import ModelConfig
+from common.model.network.attention import causal_attention
+from common.model.network.decoder import Decoder
 from services.trainer.arithmetic.learner import Learner, add
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.bins.packing import Sequence, make_bins

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.lora import is_adapter
+from common.model.architecture.config import ModelConfig
+from common.model.network.decoder import Decoder
+from common.model.network.lora import is_adapter
 from services.trainer.arithmetic.learner import Learner, add
 from services.trainer.bins.packing import Bin, make_bins
 from tests.unit.trainer.arithmetic.test_learner import MODEL, sequences

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from common.api.weights import Group
-from common.model.decoder import Decoder, SparseLayer
-from common.records.experts import laid_out
-from common.wire import blob
+from common.base.encoding import blob
+from common.base.experts import laid_out
+from common.model.network.decoder import Decoder, SparseLayer
 from services.rollout.trajectories.trajectory import Trajectory
 from services.trainer.bins.packing import Bin, make_bins
 from services.trainer.models.forward import forward

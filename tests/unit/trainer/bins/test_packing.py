@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from common.errors import BadMessage
+from common.base.errors import BadMessage
 from services.trainer.bins.packing import Bin, Sequence, fresh, make_bins
 
 

@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from common.clock import Clock
-from common.errors import ConfigError
+from common.base.clock import Clock
+from common.base.errors import ConfigError
+from common.base.random import Random
 from common.job.pace import TRAINING_PROFILES, TrainingPace, training_profile
-from common.random import Random
 from services.trainer.compute.compute import LocalCompute
 from services.trainer.compute.padding import Padding
 from services.trainer.compute.piece_runner import PieceRunner

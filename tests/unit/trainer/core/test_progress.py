@@ -9,12 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from common.api.weights import Group
-from common.clock import SystemClock
+from common.base.clock import SystemClock
+from common.base.random import Random
+from common.job.bundle.job_data import JobData
 from common.job.config import ModelConfigSection
-from common.job.job_data import JobData
-from common.pool.seat import Seat
-from common.process.host import SystemHost
-from common.random import Random
+from common.mesh.process.host import SystemHost
+from common.state.pool.workers.seat import Seat
 from services.trainer.compute.compute import LocalCompute
 from services.trainer.core.core import TrainerCore
 from services.trainer.initial.beginning import fresh_learner

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageWriter,
 )
 
-from common.digest import digest_of_file
-from common.errors import Damaged, MeshError
-from common.weights.laying import Part
+from common.base.digest import digest_of_file
+from common.base.errors import Damaged, MeshError
+from common.weights.layout.laying import Part
 from services.trainer.rows.saved import SavedRows, files_for, load_state, save_rows, save_state
 
 STATE = {

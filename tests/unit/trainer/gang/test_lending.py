@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from common.clock import SystemClock
-from common.errors import NotFound
-from common.runtime.mesh import Mesh, MeshSettings
-from common.wire.bulk.port import BulkClient
+from common.base.clock import SystemClock
+from common.base.errors import NotFound
+from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.weights.bulk.port import BulkClient
 from services.trainer.gang.lending import Lending
 from services.trainer.hybrids.gradient_transfer import PIECE_BYTES, collect_rows, read
 from sim.redis.state import simulated_state

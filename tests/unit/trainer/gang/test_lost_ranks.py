@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from common.errors import Fenced, RankLost, StateUnavailable
-from common.random import Random
+from common.base.errors import Fenced, RankLost, StateUnavailable
+from common.base.random import Random
 from common.state import events, registry
-from common.state.client import State
+from common.state.redis.client import State
 from services.trainer.gang.lost_ranks import LOSSES, RankLosses
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual

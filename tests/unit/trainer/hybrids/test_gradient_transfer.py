@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.clock import SystemClock
-from common.errors import BadMessage, NotFound, PeerLost
-from common.process.host import SystemHost
-from common.runtime.mesh import Mesh, MeshSettings
-from common.wire.bulk.port import BulkClient
+from common.base.clock import SystemClock
+from common.base.errors import BadMessage, NotFound, PeerLost
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.weights.bulk.port import BulkClient
 from services.trainer.hybrids.gradient_transfer import PIECE_BYTES, Outbox, collect, hybrid_name
 from sim.redis.state import simulated_state
 from tests.meshes import on_sockets

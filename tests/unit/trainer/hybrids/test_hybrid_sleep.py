@@ -8,11 +8,11 @@ from typing import cast
 import pytest
 import torch
 
-from common.api.role import Settle
-from common.clock import Clock
-from common.job.job_data import JobData
-from common.pool.seat import Seat
-from common.random import Random
+from common.api.calls.role import Settle
+from common.base.clock import Clock
+from common.base.random import Random
+from common.job.bundle.job_data import JobData
+from common.state.pool.workers.seat import Seat
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.hybrids.hybrid import Hybrid
 from services.trainer.initial.beginning import fresh_learner

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import Fenced
+from common.base.errors import Fenced
 from services.trainer.hybrids.membership import HybridMembership
 
 

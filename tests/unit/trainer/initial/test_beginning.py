@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
+from common.base.random import Random
+from common.job.bundle.job_data import JobData
 from common.job.config import LoraConfig, ModelConfigSection, WarmStartConfig
-from common.job.job_data import JobData
-from common.random import Random
 from services.trainer.initial.beginning import demonstrations, first_weights, fresh_learner, outline
 from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.steps.groups_under_test import job

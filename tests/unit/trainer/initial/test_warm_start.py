@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from common.errors import ConfigError, Damaged
+from common.base.errors import ConfigError, Damaged
+from common.base.random import Random
 from common.job.config import AlgorithmConfig, OptimizerConfig, WarmStartConfig
 from common.job.constraints import AlgorithmName
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.tokenizer import Tokenizer, character_tokenizer
-from common.random import Random
+from common.model.architecture.config import ModelConfig
+from common.model.network.decoder import Decoder
+from common.model.tokens.tokenizer import Tokenizer, character_tokenizer
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.bins.packing import Bin, make_bins
 from services.trainer.initial import warm_start as warm

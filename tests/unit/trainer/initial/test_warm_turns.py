@@ -7,13 +7,13 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import cast
 
+from common.api.calls.interface import Interface
 from common.api.node import Worker
-from common.api.turns import GiveBack, GivenBack, TakeTurn, Turn
-from common.clock import Clock
-from common.random import Random
-from common.runtime.actor import Actor, call
-from common.runtime.interface import Interface
-from common.runtime.residents.turns import Turns
+from common.api.worker.turns import GiveBack, GivenBack, TakeTurn, Turn
+from common.base.clock import Clock
+from common.base.random import Random
+from common.mesh.residents.turns import Turns
+from common.mesh.runtime.calls.actor import Actor, call
 from services.trainer.core.first_version import SLICE_S
 from sim.loop import VirtualLoop, run_virtual
 from tests.unit.trainer.tiers.bench import Bench

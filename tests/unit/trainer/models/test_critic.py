@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from common.job.config import AlgorithmConfig, JobConfig, OptimizerConfig
-from common.model.attention import causal_attention
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
+from common.model.architecture.config import ModelConfig
+from common.model.network.attention import causal_attention
+from common.model.network.decoder import Decoder
 from services.trainer.algorithms import algorithm
 from services.trainer.arithmetic.aggregation import denominator
 from services.trainer.arithmetic.learner import Learner, add

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
+from common.model.architecture.config import ModelConfig
+from common.model.network.decoder import Decoder
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.bins.packing import Bin, Sequence, make_bins
 

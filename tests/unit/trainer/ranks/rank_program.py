@@ -24,10 +24,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from common.api.ranks import Meeting
-from common.model.source import batches
-from common.records import kept
-from common.records.kept import File
-from common.wire.meeting import listen, place_of
+from common.base.files import kept
+from common.base.files.kept import File
+from common.model.files.source import batches
+from common.weights.ways.meeting import listen, place_of
 from services.trainer.ranks.rank import Rank, filler
 from services.trainer.ranks.saving import write
 from services.trainer.rows.saved import MASTER, SavedRows, load_state

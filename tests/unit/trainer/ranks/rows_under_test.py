@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.rows import Drawn
+from common.model.architecture.config import ModelConfig
+from common.model.files.rows import Drawn
+from common.model.network.decoder import Decoder
 from services.trainer.sharding import expert_parallel, fsdp
 from services.trainer.sharding.fsdp import KEEP_BYTES
 from services.trainer.sharding.learners import ShardedLearner

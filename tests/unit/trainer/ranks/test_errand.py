@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from common.errors import RankLost, StorageFull
+from common.base.errors import RankLost, StorageFull
 from services.trainer.ranks.errand import Errand
 
 

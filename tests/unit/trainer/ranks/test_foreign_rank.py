@@ -18,8 +18,8 @@ PROGRAM = """
 import os, signal, socket, sys, time
 from contextlib import suppress
 from common.api.ranks import Meeting
-from common.errors import RankLost
-from common.process import peers
+from common.base.errors import RankLost
+from common.mesh.process import peers
 from services.trainer.ranks.rank import join_group
 
 USER, HERE = 65534, ["127.0.0.1"]

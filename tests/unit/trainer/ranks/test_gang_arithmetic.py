@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common.process.host import SystemHost
+from common.mesh.process.host import SystemHost
 from services.trainer.arithmetic.learner import Learner, add
 from tests.load import scaled
 from tests.unit.trainer.ranks.batches_under_test import (

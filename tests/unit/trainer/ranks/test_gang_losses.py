@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.api.calls.role import Drain, Drained, Settle, Settled
 from common.api.ranks import (
     Adopt,
     LentGradient,
@@ -40,9 +41,8 @@ from common.api.ranks import (
     Update,
     rank_name,
 )
-from common.api.role import Drain, Drained, Settle, Settled
-from common.clock import SystemClock
-from common.errors import (
+from common.base.clock import SystemClock
+from common.base.errors import (
     BadMessage,
     ConfigError,
     Damaged,
@@ -55,12 +55,12 @@ from common.errors import (
     RemoteFailure,
     StorageFull,
 )
-from common.records.kept import Content, Resumable
-from common.runtime.actor import Actor, call
-from common.runtime.mesh import Mesh
-from common.settings import MeshSettings
-from common.weights.laying import How
-from common.wire.meeting import NoPort
+from common.base.files.kept import Content, Resumable
+from common.base.host.settings import MeshSettings
+from common.mesh.runtime.calls.actor import Actor, call
+from common.mesh.runtime.mesh import Mesh
+from common.weights.layout.laying import How
+from common.weights.ways.meeting import NoPort
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.compute.saving import StateSaving
 from services.trainer.gang.gang import GangCompute

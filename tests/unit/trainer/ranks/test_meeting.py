@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from common.process.interfaces import address_of
-from common.settings import MeshSettings
-from common.wire.meeting import NoPort, listen, place_of, ports_of
+from common.base.host.interfaces import address_of
+from common.base.host.settings import MeshSettings
+from common.weights.ways.meeting import NoPort, listen, place_of, ports_of
 from services.trainer.ranks import interfaces
 from tests.load import scaled
 
@@ -24,7 +24,7 @@ CHOSEN: list[dict[str, str]] = [{}, {"NCCL_SOCKET_IFNAME": "ib0"}]
 PROGRAM = """
 import json, os, sys
 from common.api.ranks import Meeting
-from common.errors import RankLost
+from common.base.errors import RankLost
 from services.trainer.ranks.rank import join_group, leave_group
 
 MEETS_S = float(sys.argv[3])

@@ -11,16 +11,16 @@ import torch
 
 from common.api.ranks import RestoreRows, Trouble
 from common.api.weights import STORE, Fetch, Weights
-from common.errors import Damaged
+from common.base.errors import Damaged
+from common.base.files.sealed import sealed
+from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig
-from common.job.job_data import JobData
 from common.records.checkpoints import checkpoint_name, digests_below
-from common.records.sealed import sealed
-from common.weights.laying import Part
+from common.weights.layout.laying import Part
 from services.trainer.ranks.rank import Rank
 from services.trainer.ranks.restoring import RankRestoring
 from services.trainer.rows.saved import SavedRows, save_rows
-from tests.unit.common.records.harms import HARMS
+from tests.unit.common.base.files.harms import HARMS
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
 MOMENT = torch.arange(6.0).reshape(6, 1)

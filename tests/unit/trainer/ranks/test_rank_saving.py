@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from common.api.ranks import SaveRows
-from common.clock import SystemClock
+from common.base.clock import SystemClock
+from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig
-from common.job.job_data import JobData
-from common.runtime.mesh import Mesh
-from common.weights.laying import Part
-from common.wire.bulk.port import BulkClient
+from common.mesh.runtime.mesh import Mesh
+from common.weights.bulk.port import BulkClient
+from common.weights.layout.laying import Part
 from services.trainer.ranks.rank import Rank
 from services.trainer.ranks.saving import RankSaving
 from sim.redis.state import simulated_state

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from common.api.calls.role import Settle
 from common.api.ranks import LentGradient, Meeting, RankOrder, Rest
-from common.api.role import Settle
-from common.errors import Refused
+from common.base.errors import Refused
+from common.base.random import Random
+from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig
-from common.job.job_data import JobData
-from common.pool.rows import Tier
-from common.pool.seat import Seat
-from common.random import Random
-from common.runtime.mesh import MeshSettings
+from common.mesh.runtime.mesh import MeshSettings
+from common.state.pool.workers.rows import Tier
+from common.state.pool.workers.seat import Seat
 from services.trainer.ranks.actor import RankActor
 from services.trainer.ranks.rank import Rank
 from sim.host import SimulatedHost

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.api.weights import Group
-from common.errors import BadMessage, ConfigError
+from common.base.errors import BadMessage, ConfigError
 from common.job.config import JobConfig
 from common.job.constraints import AlgorithmName
 from services.trainer.steps.batch import Batch, Refill, staleness, teaches_nothing

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from common.base.random import Random
+from common.job.bundle.job_data import JobData
 from common.job.config import (
     BudgetConfig,
     DatasetConfig,
@@ -13,8 +15,6 @@ from common.job.config import (
     JobConfig,
     RewardConfig,
 )
-from common.job.job_data import JobData
-from common.random import Random
 from common.state import jobs
 from services.trainer.steps.evaluation_gate import evaluated
 from sim.host import SimulatedHost

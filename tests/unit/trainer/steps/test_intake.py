@@ -11,20 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.api.bulk import GROUPS
+from common.api.transfer.bulk import GROUPS
 from common.api.weights import STORE, Group
-from common.clock import SystemClock
+from common.base.clock import SystemClock
+from common.base.encoding.blob import pack
+from common.base.random import Random
 from common.job.config import JobConfig
-from common.process.host import SystemHost
-from common.random import Random
-from common.runtime.mesh import Mesh, MeshSettings
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.mesh import Mesh, MeshSettings
 from common.state import events, groups, jobs, steps
-from common.state.client import State
 from common.state.lifecycle import accounting
-from common.wire.blob import pack
-from common.wire.bulk.doors import InterpreterDoor
-from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore
-from common.wire.weight_store import put
+from common.state.redis.client import State
+from common.weights.bulk.doors import InterpreterDoor
+from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
+from common.weights.store.weight_store import put
 from services.rollout.record.finished_groups import hand_in
 from services.trainer.steps.batch import Refill, staleness
 from services.trainer.steps.intake import Intake
@@ -34,7 +34,7 @@ from sim.loop import VirtualClock, run_virtual
 from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import alone, on_sockets
-from tests.unit.common.records.harms import flip
+from tests.unit.common.base.files.harms import flip
 from tests.unit.trainer.steps.groups_under_test import group, job
 
 JOB, SHARD = "job", "rollout/job/0"

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from common.api.weights import Group
-from common.clock import SystemClock
+from common.base.clock import SystemClock
+from common.base.random import Random
 from common.job.config import JobConfig, OptimizerConfig
 from common.job.constraints import AlgorithmName
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.process.host import SystemHost
-from common.random import Random
+from common.mesh.process.host import SystemHost
+from common.model.architecture.config import ModelConfig
+from common.model.network.decoder import Decoder
 from kernels.cost import BinCost, Calibration
 from services.trainer.algorithms import ALGORITHMS
 from services.trainer.arithmetic.aggregation import denominator

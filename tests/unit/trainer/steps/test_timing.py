@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from common.base.files.lines import whole
+from common.base.random import Random
+from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig, TrackingConfig
-from common.job.job_data import JobData
-from common.random import Random
-from common.records.lines import whole
-from common.telemetry.stopwatch import UNTIMED
+from common.mesh.telemetry.stopwatch import UNTIMED
 from services.trainer.steps.timing import StepTimes
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual

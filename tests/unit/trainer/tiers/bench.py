@@ -13,17 +13,17 @@ import torch
 import xxhash
 from torch import Tensor
 
+from common.api.calls.interface import Interface
+from common.api.calls.role import Settle, Settled
 from common.api.node import Worker
-from common.api.role import Settle, Settled
 from common.api.weights import Group
-from common.clock import Clock
+from common.base.clock import Clock
+from common.base.random import Random
+from common.job.bundle.job_data import JobData
 from common.job.config import AlgorithmConfig, JobConfig, LoraConfig, ModelConfigSection
-from common.job.job_data import JobData
-from common.pool.seat import Seat
-from common.random import Random
-from common.runtime.interface import Interface
-from common.runtime.mesh import Mesh
-from common.state.client import State
+from common.mesh.runtime.mesh import Mesh
+from common.state.pool.workers.seat import Seat
+from common.state.redis.client import State
 from services.node.residents.segments import KeepsSegments, Segments
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.compute.compute import LocalCompute

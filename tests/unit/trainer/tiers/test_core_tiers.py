@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from common.api.role import Settled
-from common.clock import Clock
-from common.errors import Damaged, MeshError, RankLost, Refused, StorageFull
-from common.random import Random
+from common.api.calls.role import Settled
+from common.base.clock import Clock
+from common.base.errors import Damaged, MeshError, RankLost, Refused, StorageFull
+from common.base.random import Random
 from common.state.jobs import JobRow
 from services.trainer.core.position import committed_of
 from services.trainer.core.sleeping import COMMIT_S

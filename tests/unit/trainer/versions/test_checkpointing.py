@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.errors import Damaged, NotFound
+from common.base.errors import Damaged, NotFound
 from services.trainer.versions.publishing import VersionIdentity
-from tests.unit.common.records.harms import Harm, delete, flip
+from tests.unit.common.base.files.harms import Harm, delete, flip
 from tests.unit.trainer.versions.test_restoring import Trained, trained
 
 

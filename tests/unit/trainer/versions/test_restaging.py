@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from common.api.trainer import Restage, Restaged
-from common.pool.seat import Seat
-from common.weights.laying import How, Laid
+from common.state.pool.workers.seat import Seat
+from common.weights.layout.laying import How, Laid
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
 from services.trainer.compute.compute import LocalCompute

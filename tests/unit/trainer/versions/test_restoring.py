@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from common.api.weights import STORE, Fetch, Weights
-from common.errors import ConfigError, Damaged
+from common.base.errors import ConfigError, Damaged
+from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig, LoraConfig
-from common.job.job_data import JobData
-from common.model.config import ModelConfig
-from common.pool.planned import Published, planned
+from common.model.architecture.config import ModelConfig
 from common.records.checkpoints import STATE
 from common.state import events, steps
+from common.state.pool.demand.planned import Published, planned
 from common.state.registry import COUNTED
 from common.weights.staging import staged_whole
 from services.trainer.compute.compute import LocalCompute
@@ -32,7 +32,7 @@ from services.trainer.versions.publishing import Publisher, VersionIdentity
 from services.trainer.versions.restoring import Restoring
 from sim.mesh.job.arithmetic import MODEL
 from sim.mesh.job.job import config_of, document_of
-from tests.unit.common.records.harms import HARMS, Harm, delete
+from tests.unit.common.base.files.harms import HARMS, Harm, delete
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
 

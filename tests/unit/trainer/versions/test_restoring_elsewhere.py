@@ -15,7 +15,7 @@ import pytest
 from common.job.config import LoraConfig
 from common.records.checkpoints import STATE, all_checkpoints, manifest_of, verified
 from sim.mesh.job.job import config_of
-from tests.unit.common.records.harms import HARMS
+from tests.unit.common.base.files.harms import HARMS
 from tests.unit.trainer.versions.test_restoring import Trained, trained
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from common.job.config import AlgorithmConfig, OptimizerConfig
-from common.model.config import ModelConfig
-from common.model.decoder import Decoder
-from common.model.rows import Drawn, begin
+from common.model.architecture.config import ModelConfig
+from common.model.files.rows import Drawn, begin
+from common.model.network.decoder import Decoder
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.bins.division import ZebraDivision
 from services.trainer.bins.packing import Bin, make_bins

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock
-from common.errors import ConfigError
+from common.base.clock import SystemClock
+from common.base.errors import ConfigError
+from common.hardware.zebra.kinds import declared_profile
+from common.hardware.zebra.profile import Profile
+from common.hardware.zebra.schedule import TaskKind
+from common.hardware.zebra.together import expert_parallel_s, reduced_s
+from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig
-from common.job.job_data import JobData
-from common.zebra.kinds import declared_profile
-from common.zebra.profile import Profile
-from common.zebra.schedule import TaskKind
-from common.zebra.together import expert_parallel_s, reduced_s
 from services.trainer.zebra.alike import PacedBins
 from services.trainer.zebra.pace import ZebraPace, pace_of
 from sim.zebra.setups import MODELS

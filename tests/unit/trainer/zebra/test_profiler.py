@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from common.clock import SystemClock
+from common.base.clock import SystemClock
+from common.hardware.zebra.profile import kind_of_table
+from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig
-from common.job.job_data import JobData
-from common.model.config import ModelConfig
-from common.zebra.profile import kind_of_table
+from common.model.architecture.config import ModelConfig
 from services.trainer.zebra import profiler, profiling
 from services.trainer.zebra.profiler import profiled
 from tests.tokenizers import make_tokenizer

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common.process.host import SystemHost
+from common.mesh.process.host import SystemHost
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.sharding.rows import cut
 from services.trainer.zebra.owners import ZebraOwners

@@ -18,8 +18,8 @@ import torch._dynamo  # which DTensor imports in each process, for two CPU-secon
 from safetensors.torch import save_file
 
 from common.api.ranks import Meeting
-from common.model.decoder import Decoder
-from common.model.rows import Drawn
+from common.model.files.rows import Drawn
+from common.model.network.decoder import Decoder
 from services.trainer.bins.packing import Bin
 from services.trainer.ranks.rank import join_group, leave_group
 from services.trainer.zebra.learner import ZebraLearner

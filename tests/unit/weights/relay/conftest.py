@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import SystemClock
+from common.base.clock import SystemClock
 from sim.redis.state import simulated_state
 from tests.unit.weights.relay.hosts import Hosts
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from common.api.weights import STORE
-from common.clock import SystemClock
-from common.digest import digest_of
-from common.runtime.mesh import Mesh, MeshSettings
-from common.state.client import State
+from common.base.clock import SystemClock
+from common.base.digest import digest_of
+from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.state.redis.client import State
+from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore, serve
 from common.weights.pull.pull import Pulled, Wanted, pull
-from common.wire import host_chunks
-from common.wire.bulk.port import BulkClient, BulkServer, ChunkStore, serve
+from common.weights.store import host_chunks
 from services.weights.store import WeightStore
 from tests.meshes import on_sockets
 

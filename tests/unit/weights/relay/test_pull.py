@@ -10,17 +10,17 @@ from contextlib import asynccontextmanager
 import pytest
 
 from common.api.weights import STORE
-from common.digest import digest_of
-from common.errors import Damaged, NotAllowed, NotFound, Refused, StorageFull
+from common.base.digest import digest_of
+from common.base.errors import Damaged, NotAllowed, NotFound, Refused, StorageFull
 from common.state import registry
+from common.weights.bulk.channel import Steps
+from common.weights.bulk.serving import Serving
+from common.weights.bulk.session import ANSWER, OK
+from common.weights.chunks.chunks import ChunkStore
 from common.weights.pull.pull import Wanted, _Pull, pull
-from common.wire import host_chunks
-from common.wire.bulk.channel import Steps
-from common.wire.bulk.serving import Serving
-from common.wire.bulk.session import ANSWER, OK
-from common.wire.chunks import ChunkStore
+from common.weights.store import host_chunks
 from tests.load import scaled
-from tests.unit.common.wire.road import Road
+from tests.unit.common.weights.bulk.road import Road
 from tests.unit.weights.relay.hosts import CHUNK, Fetcher, Hosts
 
 LARGE = 3_000_000

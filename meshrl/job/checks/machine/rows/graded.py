@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from common.grading import shapes, under_pytest
 from common.grading.cases import BadTests
 from common.grading.support import Unsupported, unsupported

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
-from common.model.tokenizer import Tokenizer
+from common.base.errors import ConfigError
+from common.model.tokens.tokenizer import Tokenizer
 from meshrl.job import rows
 from meshrl.job.checks.machine.together import shown
 from meshrl.job.checks.machine.tokens import tokenizer_of

@@ -8,8 +8,8 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 
-from common.errors import ConfigError
-from common.model.chat import ANYWHERE
+from common.base.errors import ConfigError
+from common.model.chat.chat import ANYWHERE
 from meshrl.job.checks.machine.rows import prompts
 from meshrl.job.checks.machine.together import raise_all, shown
 from meshrl.job.checks.machine.tokens import tokenizer_of

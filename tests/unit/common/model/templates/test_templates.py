@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
 
-from common.errors import ConfigError
-from common.model.chat import Chat, ChatBroken
-from common.model.templates.conversation import MARK
-from common.model.tokenizer import Tokenizer
+from common.base.errors import ConfigError
+from common.model.chat.chat import Chat, ChatBroken
+from common.model.chat.conversation import MARK
+from common.model.tokens.tokenizer import Tokenizer
 from loadtests.chat_templates.comparing import (
     ADD,
     AGAIN,

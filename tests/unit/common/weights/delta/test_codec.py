@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from common.api.weights import Tensor
-from common.digest import digest_of
-from common.errors import BadMessage, Damaged
+from common.base.digest import digest_of
+from common.base.errors import BadMessage, Damaged
 from common.weights.delta.codec import (
     BLOCK_BYTES,
     applied,

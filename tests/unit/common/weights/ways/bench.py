@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from common.api.trainer import BroadcastPlace, Gather, Trainer
-from common.clock import SystemClock
-from common.digest import digest_of
-from common.runtime.actor import Actor, call
-from common.runtime.mesh import Mesh
-from common.settings import MeshSettings
-from common.state.client import State
+from common.base.clock import SystemClock
+from common.base.digest import digest_of
+from common.base.host.settings import MeshSettings
+from common.mesh.runtime.calls.actor import Actor, call
+from common.mesh.runtime.mesh import Mesh
+from common.state.redis.client import State
+from common.weights.chunks.chunks import ChunkStore
+from common.weights.store import host_chunks
 from common.weights.ways.base import Version
 from common.weights.ways.broadcasting import Broadcasts
 from common.weights.ways.collective import Collective
-from common.wire import host_chunks
-from common.wire.chunks import ChunkStore
 from sim.redis.state import simulated_state
 from tests.answering import answering
 from tests.meshes import on_sockets

@@ -11,7 +11,7 @@ import sys
 from datetime import timedelta
 
 from common.weights.ways.group import Group
-from common.wire.meeting import store_at
+from common.weights.ways.meeting import store_at
 
 print("ready", flush=True)
 told = json.loads(sys.stdin.readline())

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import NotFound, PeerLost
+from common.base.errors import NotFound, PeerLost
 from common.state import events
+from common.weights.chunks.chunks import ChunkStore
 from common.weights.ways import bringing as module
 from common.weights.ways.base import Version
 from common.weights.ways.bringing import EVENT, Bringing
-from common.wire.chunks import ChunkStore
 from tests.load import scaled
 from tests.unit.common.weights.ways.bench import Bench, benched
 

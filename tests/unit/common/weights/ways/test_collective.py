@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.api.trainer import BroadcastPlace, Gather
-from common.errors import PeerLost, StorageFull
+from common.base.errors import PeerLost, StorageFull
 from common.weights.ways import broadcasting
 from tests.load import scaled
 from tests.unit.common.weights.ways.bench import MANIFEST, benched

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import MeshError
-from common.model.tokenizer import character_tokenizer
+from common.base.errors import MeshError
+from common.model.tokens.tokenizer import character_tokenizer
 from meshrl.job import jobfile
 from meshrl.job.loaded import JobFile
 

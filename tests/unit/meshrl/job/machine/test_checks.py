@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from common.errors import ConfigError
+from common.base.errors import ConfigError
 from meshrl.cli import app
 from meshrl.job import jobfile
 from meshrl.job.checks.machine import all_checks as checks

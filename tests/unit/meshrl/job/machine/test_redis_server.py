@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError, MeshError, StateUnavailable
-from common.state.client import State
-from common.state.server import embedded
+from common.base.errors import ConfigError, MeshError, StateUnavailable
+from common.state.redis import embedded
+from common.state.redis.client import State
 from meshrl.launch.checks import redis_server
 from tests.load import scaled
 

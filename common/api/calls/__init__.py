@@ -1,0 +1,1 @@
+"""Methods, and the roles that may call them. Open `interface.py` first."""

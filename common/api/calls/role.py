@@ -1,0 +1,56 @@
+"""The interface of every role process towards the worker that started it: it drains, and it goes
+from tier to tier and back.
+"""
+
+from __future__ import annotations
+
+from common.api.calls.interface import Call, Interface
+from common.base.encoding.messages import message
+
+SETTLE_S = (
+    900.0  # tensors of some 100 GB to a disk; who asked may ask again, and finds it under way
+)
+
+
+@message
+class Drain:
+    """Asks a role process to finish what it can within the deadline and to give back the rest."""
+
+    reason: str  # why the gang leaves this role, for the log
+
+
+@message
+class Drained:
+    """The answer to Drain; the process may be ended now."""
+
+
+@message
+class Settle:
+    """Asks a role process to bring its tensors to a tier, and to stay there until it hears again.
+
+    The same wish twice changes nothing. Fenced: a later one has come. Anything else that is raised
+    leaves the process where it was (StorageFull: there is no room; Refused: not now).
+    """
+
+    # of `common.state.pool.workers.rows.Tier`; absent: a checkpoint covers all, and it may be ended
+    tier: str
+    epoch: int  # of the wish
+    turns: bool  # whether it takes turns with others of its gang while it computes
+    segments: str  # the process that owns segments of memory for it: its worker
+    files: str  # the directory where its files may lie, which is the worker's too
+
+
+@message
+class Settled:
+    """The answer to Settle: bytes of tensors that the process has of each now."""
+
+    accelerator: int
+    memory: int
+    disk: int
+
+
+class Resting(Interface):
+    """The methods that every role process has."""
+
+    drain = Call(Drain, Drained, deadline_s=5.0, idempotent=True)
+    settle = Call(Settle, Settled, deadline_s=SETTLE_S, idempotent=True)

@@ -1,0 +1,1 @@
+"""Messages about bytes that travel in bulk. Open `bulk.py` first."""

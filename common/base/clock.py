@@ -1,0 +1,79 @@
+"""Clocks: actors read the time and sleep through `Clock`, so that a mesh can run under virtual
+time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from common.base.errors import DeadlineExceeded
+
+
+class Clock(Protocol):
+    """The clocks of a process, as the machine or a simulation gives them."""
+
+    def monotonic(self) -> float:
+        """Seconds that never go back; only differences mean something. Safe from any thread."""
+
+    def wall(self) -> float:
+        """Seconds since the epoch."""
+
+    async def sleep(self, seconds: float) -> None:
+        """Returns after `seconds`; 0 lets other tasks run first."""
+
+    def timeout(self, seconds: float, what: str) -> AbstractAsyncContextManager[None]:
+        """Ends its block after `seconds` with DeadlineExceeded(what)."""
+
+
+def loop_timeout(seconds: float, what: str) -> AbstractAsyncContextManager[None]:
+    """A timeout by the time of the running loop, which may be virtual."""
+    return _LoopTimeout(seconds, what)
+
+
+class _LoopTimeout(AbstractAsyncContextManager[None]):
+    """A class and no generator: every await of the mesh is inside of one."""
+
+    __slots__ = ("_scope", "_seconds", "_what")
+
+    def __init__(self, seconds: float, what: str) -> None:
+        self._seconds, self._what = seconds, what
+        self._scope = asyncio.timeout(seconds)
+
+    async def __aenter__(self) -> None:
+        await self._scope.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        try:
+            await self._scope.__aexit__(kind, error, trace)  # type: ignore[arg-type]
+        except TimeoutError:
+            raise self._late() from None
+        if isinstance(error, TimeoutError) and self._scope.expired():
+            raise self._late() from None
+
+    def _late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"{self._what} took longer than {self._seconds:g} s")
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    def monotonic(self) -> float:
+        """Seconds since an arbitrary point, which never go back."""
+        return time.monotonic()
+
+    def wall(self) -> float:
+        """Seconds since the epoch."""
+        return time.time()
+
+    async def sleep(self, seconds: float) -> None:
+        """Returns after `seconds`."""
+        await asyncio.sleep(seconds)
+
+    def timeout(self, seconds: float, what: str) -> AbstractAsyncContextManager[None]:
+        """Ends its block after `seconds` with DeadlineExceeded(what)."""
+        return loop_timeout(seconds, what)

@@ -1,0 +1,1 @@
+"""Typed messages as bytes. Open `messages.py` first."""

@@ -1,0 +1,349 @@
+"""Typed messages as MessagePack, with arrays as buffers beside them. Import them from
+`common.mesh.wire.frames`.
+
+A message is a frozen dataclass; its encoder and decoder are compiled once, when the class is made.
+The body is a MessagePack array of the fields in order. Arrays of 1 KiB and more leave as frames of
+their own, without a copy. Nothing that arrives is trusted: sizes are checked before anything is
+decoded, types while it is, and what is off is a BadMessage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
+
+import msgpack
+import numpy as np
+
+from common.base.errors import BadMessage
+
+M = TypeVar("M")
+Array = np.ndarray[Any, np.dtype[Any]]
+Frame = bytes | memoryview
+
+OUT_OF_BAND_BYTES = 1024  # below this a frame of its own costs more than the copy
+_DTYPES = {
+    np.dtype(name).str: np.dtype(name)
+    for name in (
+        *("bool", "float16", "float32", "float64"),
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    )
+}
+
+_pack: Callable[[Any], bytes] = msgpack.Packer(autoreset=True).pack
+DECODE_ERRORS = (ValueError, TypeError, OverflowError, msgpack.UnpackException)
+
+
+@dataclass(frozen=True, slots=True)
+class MessageLimits:
+    """What one message may weigh; checked before decoding, on both ends."""
+
+    frames: int = 1026  # header, body and 1,024 buffers
+    header_bytes: int = 2048
+    body_bytes: int = 16 << 20
+    buffer_bytes: int = 256 << 20
+    total_bytes: int = 1 << 30
+    items: int = 1 << 18  # entries of one list or map: longer ones belong into an Array
+    depth: int = 32  # nesting inside an Any
+    dims: int = 8
+
+
+DEFAULT_LIMITS = MessageLimits()
+
+
+Buffers = list[memoryview]
+_Encode = Callable[[Any, Buffers], Any]
+_Decode = Callable[[Any, Iterator[Frame]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Codec:
+    encode: _Encode
+    decode: _Decode
+
+
+_codecs: dict[type, _Codec] = {}
+
+
+@dataclass_transform(frozen_default=True)
+def message(cls: type[M]) -> type[M]:
+    """Makes `cls` a frozen, slotted dataclass that encode and decode understand.
+
+    Fields: int, float, str, bytes, bool, X | None, list[X], dict[str, X], tuple[X, ...], tuple[X,
+    Y], Any (what MessagePack holds), Array, and other messages. Types must be defined when the
+    decorator runs.
+    """
+    made: Any = dataclass(frozen=True, slots=True)(cls)
+    hints = get_type_hints(made, localns=sys._getframe(1).f_locals)
+    _codecs[made] = _compile(made, {f.name: hints[f.name] for f in dataclasses.fields(made)})
+    kind: type[M] = made
+    return kind
+
+
+def encode(m: Any) -> tuple[bytes, Buffers]:
+    """The body and its out-of-band buffers (views of the message's own arrays: do not write to them
+    before they have left).
+    """
+    buffers: Buffers = []
+    codec = _codecs.get(type(m))
+    if codec is None:
+        raise BadMessage(f"{type(m).__name__} is not a message", fix="Decorate it with @message")
+    try:
+        return _pack(codec.encode(m, buffers)), buffers
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise BadMessage(f"a {type(m).__name__} that MessagePack cannot hold: {error}") from None
+
+
+def decode(
+    cls: type[M],
+    body: Frame,
+    buffers: Sequence[Frame] = (),
+    limits: MessageLimits = DEFAULT_LIMITS,
+) -> M:
+    """The message in `body`; its arrays are read-only views of `buffers`."""
+    rest = iter(buffers)
+    made: M = _codecs[cls].decode(unpacked(body, limits), rest)
+    if buffers and next(rest, None) is not None:
+        raise BadMessage(f"more buffers than a {cls.__name__} has arrays")
+    return made
+
+
+def unpacked(body: Frame, limits: MessageLimits) -> Any:
+    """The MessagePack value of a body; BadMessage if it is malformed or beyond the limits."""
+    size = len(body)
+    if size > limits.body_bytes:
+        raise BadMessage(f"a body of {size} bytes; the limit is {limits.body_bytes}")
+    try:
+        if size <= limits.items:  # msgpack bounds every container by the size of its input
+            return msgpack.unpackb(body)
+        return msgpack.unpackb(body, max_array_len=limits.items, max_map_len=limits.items)
+    except DECODE_ERRORS as error:
+        raise BadMessage(f"a body that is not MessagePack within limits: {error}") from None
+
+
+def checked(value: Any, arity: int, what: str) -> list[Any]:
+    """`value` as a list of `arity` fields; BadMessage names `what` if it is anything else."""
+    if type(value) is not list or len(value) != arity:
+        raise BadMessage(f"{what} with other than its {arity} fields")
+    return value
+
+
+_SCALARS = {int: "int", str: "str", bytes: "bytes", bool: "bool"}
+
+
+def _compile(cls: type, fields: dict[str, Any]) -> _Codec:
+    """Code of its own for each message class: scalars are checked in line, the rest through a
+    closure each.
+    """
+    scope: dict[str, Any] = {"cls": cls, "fail": _fail, "as_float": _as_float, "checked": checked}
+    packed, checks = [], []
+    for name, hint in fields.items():
+        where = f"{cls.__name__}.{name}"
+        scope[f"w_{name}"] = where
+        codec = None if hint in _SCALARS or hint is float else _codec(hint, where)
+        if codec is None or codec.encode is _as_is:
+            packed.append(f"m.{name}")
+        else:
+            scope[f"e_{name}"] = codec.encode
+            packed.append(f"e_{name}(m.{name}, buffers)")
+        if hint in _SCALARS:
+            checks.append(f" if type(f_{name}) is not {_SCALARS[hint]}: fail(w_{name}, f_{name})")
+        elif hint is float:
+            checks.append(
+                f" if type(f_{name}) is not float: f_{name} = as_float(w_{name}, f_{name})"
+            )
+        else:
+            assert codec is not None
+            scope[f"d_{name}"] = codec.decode
+            checks.append(f" f_{name} = d_{name}(f_{name}, buffers)")
+    names = "".join(f"f_{name}, " for name in fields)
+    unpack = (
+        [f" {names}= checked(v, {len(fields)}, {cls.__name__!r})"]
+        if fields
+        else [f" checked(v, 0, {cls.__name__!r})"]
+    )
+    source = [
+        "def encode(m, buffers):",
+        f" return ({''.join(p + ', ' for p in packed)})",
+        "def decode(v, buffers):",
+        *unpack,
+        *checks,
+        f" return cls({names})",
+    ]
+    exec("\n".join(source), scope)
+    return _Codec(
+        scope["encode"], _guarded(scope["decode"], cls) if _validates(cls) else scope["decode"]
+    )
+
+
+def _validates(cls: type) -> bool:
+    return hasattr(cls, "__post_init__")
+
+
+def _guarded(decode: _Decode, cls: type) -> _Decode:
+    """A __post_init__ may refuse values by ValueError: for a message that arrived that is a
+    BadMessage.
+    """
+
+    def guarded(v: Any, buffers: Iterator[Frame]) -> Any:
+        try:
+            return decode(v, buffers)
+        except ValueError as error:
+            raise BadMessage(f"{cls.__name__}: {error}") from None
+
+    return guarded
+
+
+def _fail(where: str, value: Any) -> None:
+    raise BadMessage(f"{where} holds a {type(value).__name__}, which does not belong there")
+
+
+def _as_float(where: str, value: Any) -> float:
+    if type(value) is not int:
+        _fail(where, value)
+    return float(value)
+
+
+def _as_is(value: Any, buffers: Buffers) -> Any:
+    return value
+
+
+def _codec(hint: Any, where: str) -> _Codec:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return _Codec(_as_is, lambda v, _: _plain(v, where))
+    if hint in _SCALARS or hint is float:
+        return _Codec(_as_is, _scalar(hint, where))
+    if hint in _codecs:
+        return _codecs[hint]
+    if hint is np.ndarray or origin is np.ndarray:
+        return _Codec(_encode_array, lambda v, buffers: _decode_array(v, buffers, where))
+    if origin in (Union, types.UnionType) and len(args) == 2 and types.NoneType in args:
+        return _optional(_codec(args[0] if args[1] is types.NoneType else args[1], where))
+    if origin is list and len(args) == 1:
+        return _list(args[0], where, list)
+    if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
+        return _list(args[0], where, tuple)
+    if origin is tuple and args:
+        return _tuple([_codec(arg, where) for arg in args], where)
+    if origin is dict and len(args) == 2 and args[0] is str:
+        return _dict(_codec(args[1], where), where)
+    raise TypeError(f"{where}: a message cannot hold {hint!r}; see common.mesh.wire.frames.message")
+
+
+def _scalar(hint: type, where: str) -> _Decode:
+    def decode_scalar(v: Any, buffers: Iterator[Frame]) -> Any:
+        if type(v) is not hint:
+            if hint is float:
+                return _as_float(where, v)
+            _fail(where, v)
+        return v
+
+    return decode_scalar
+
+
+def _optional(inner: _Codec) -> _Codec:
+    def encode_optional(v: Any, buffers: Buffers) -> Any:
+        return None if v is None else inner.encode(v, buffers)
+
+    def decode_optional(v: Any, buffers: Iterator[Frame]) -> Any:
+        return None if v is None else inner.decode(v, buffers)
+
+    return _Codec(_as_is if inner.encode is _as_is else encode_optional, decode_optional)
+
+
+def _list(item: Any, where: str, kind: type) -> _Codec:
+    inner = _codec(item, where)
+
+    def encode_list(v: Any, buffers: Buffers) -> Any:
+        return [inner.encode(x, buffers) for x in v]
+
+    def decode_list(v: Any, buffers: Iterator[Frame]) -> Any:
+        if type(v) is not list:
+            _fail(where, v)
+        if item in _SCALARS and set(map(type, v)) <= {item}:  # in C, for long lists of tokens
+            return v if kind is list else tuple(v)
+        return kind(inner.decode(x, buffers) for x in v)
+
+    return _Codec(_as_is if inner.encode is _as_is else encode_list, decode_list)
+
+
+def _tuple(inner: list[_Codec], where: str) -> _Codec:
+    def encode_tuple(v: Any, buffers: Buffers) -> Any:
+        return [codec.encode(x, buffers) for codec, x in zip(inner, v, strict=True)]
+
+    def decode_tuple(v: Any, buffers: Iterator[Frame]) -> Any:
+        parts = checked(v, len(inner), where)
+        return tuple(codec.decode(x, buffers) for codec, x in zip(inner, parts, strict=True))
+
+    return _Codec(encode_tuple, decode_tuple)
+
+
+def _dict(inner: _Codec, where: str) -> _Codec:
+    def encode_dict(v: Any, buffers: Buffers) -> Any:
+        return {key: inner.encode(x, buffers) for key, x in v.items()}
+
+    def decode_dict(v: Any, buffers: Iterator[Frame]) -> Any:
+        if type(v) is not dict or not set(map(type, v)) <= {str}:
+            _fail(where, v)
+        return {key: inner.decode(x, buffers) for key, x in v.items()}
+
+    return _Codec(_as_is if inner.encode is _as_is else encode_dict, decode_dict)
+
+
+_PLAIN = {type(None), bool, int, float, str, bytes}
+
+
+def _plain(value: Any, where: str) -> Any:
+    """`value` if it is JSON-like (bytes allowed) and not nested deeper than the limit."""
+    level, depth = [value], 0
+    while level:
+        deeper: list[Any] = []
+        for entry in level:
+            if type(entry) is list:
+                deeper += entry
+            elif type(entry) is dict:
+                deeper += entry.values()
+            elif type(entry) not in _PLAIN:
+                _fail(where, entry)
+        level, depth = deeper, depth + 1
+        if depth > DEFAULT_LIMITS.depth:
+            raise BadMessage(f"{where} is nested deeper than {DEFAULT_LIMITS.depth}")
+    return value
+
+
+# ---------------------------------------------------------------- arrays
+
+
+def _encode_array(array: Any, buffers: Buffers) -> Any:
+    """[dtype, shape, bytes]; None for the bytes when they follow as the next buffer."""
+    array = np.ascontiguousarray(array).reshape(np.shape(array))
+    kind = array.dtype.str
+    if kind not in _DTYPES:
+        raise TypeError(f"an array of {array.dtype}")
+    if array.nbytes < OUT_OF_BAND_BYTES:
+        return kind, array.shape, array.tobytes()
+    buffers.append(array.reshape(-1).view(np.uint8).data)
+    return kind, array.shape, None
+
+
+def _decode_array(value: Any, buffers: Iterator[Frame], where: str) -> Array:
+    kind, shape, inline = checked(value, 3, where)
+    dtype = _DTYPES.get(kind) if type(kind) is str else None
+    if dtype is None:
+        raise BadMessage(f"{where} is an array of unknown type {kind!r:.40}")
+    if type(shape) is not list or len(shape) > DEFAULT_LIMITS.dims:
+        raise BadMessage(f"{where} is an array of an impossible shape")
+    if not all(type(n) is int and n >= 0 for n in shape):
+        raise BadMessage(f"{where} is an array of an impossible shape")
+    raw = next(buffers, None) if inline is None else inline
+    if type(raw) is not bytes and type(raw) is not memoryview:
+        raise BadMessage(f"{where} is an array without its buffer")
+    if math.prod(shape) * dtype.itemsize != len(raw):
+        raise BadMessage(f"{where} is an array of shape {shape} and {len(raw)} bytes of {kind}")
+    return np.frombuffer(raw, dtype).reshape(shape)

@@ -1,0 +1,1 @@
+"""Files that survive a crash: durable writes, locks, damage. Open `durable.py` first."""

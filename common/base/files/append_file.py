@@ -1,0 +1,80 @@
+"""A file that grows by whole records: what a full disk cut short is truncated again."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from common.base.errors import StorageFull
+from common.base.files.durable import flush_content
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of writing, where there is no room
+
+
+class AppendFile:
+    """Appends records with write(2): each is in the kernel when `write` returns, or not at all.
+
+    `room` tells a bound in bytes on the file's length, -1 for none (a simulated disk has one). What
+    lies behind `keep` bytes, if that is told, is a torn tail and cut off.
+    """
+
+    def __init__(
+        self, path: Path, room: Callable[[], int] = lambda: -1, keep: int | None = None
+    ) -> None:
+        self.path = path
+        self._room = room
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise self._full(error, "no room for a new file") from error
+        self._length = os.lseek(self._fd, 0, os.SEEK_END)
+        if keep is not None and keep < self._length:
+            os.ftruncate(self._fd, keep)
+            self._length = keep
+
+    def write(self, record: bytes) -> None:
+        """Appends one record whole or not at all. StorageFull: the disk is full, and the file is as
+        before.
+        """
+        view, written = memoryview(record), 0
+        try:
+            while written < len(view):
+                if 0 <= self._room() < self._length + len(view):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                written += os.write(self._fd, view[written:])
+        except OSError as error:
+            os.ftruncate(self._fd, self._length)
+            problem = f"no room for {len(view)} bytes after {self._length}"
+            raise self._full(error, problem) from error
+        self._length += len(view)
+
+    def _full(self, error: OSError, problem: str) -> Exception:
+        """What to raise for `error`: StorageFull if that is what it says."""
+        if error.errno not in FULL:
+            return error
+        return StorageFull(
+            problem,
+            where=str(self.path),
+            fix="free space on this disk; the writer continues after the last whole record",
+        )
+
+    def tell(self) -> int:
+        """Length in bytes of the whole records."""
+        return self._length
+
+    def sync(self) -> None:
+        """Returns once all that was written is on the disk."""
+        flush_content(self._fd)
+
+    @property
+    def open(self) -> bool:
+        """Whether it can be written to."""
+        return self._fd >= 0
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,165 @@
+"""Files below a URL of any kind that fsspec knows. Every call blocks, as long as its server takes.
+
+Credentials are those that the client of its kind finds in this process's environment and files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from common.base.errors import ConfigError, MeshError, NotFound
+from common.base.urls import Url
+
+PART = ".part"  # ends the name of a file that is being written
+
+T = TypeVar("T")
+
+
+class AtUrl:
+    """What lies at a URL. Its errors are NotFound for what is not there, and MeshError, which names
+    the URL without the secrets in it.
+    """
+
+    def __init__(self, url: str, key: str, what: str, writer: str = "") -> None:
+        """`key`: the setting that names it, and `what` it is, for errors. `writer`: whose the
+        halves of files are, where several may write there. ConfigError for a URL of a kind that is
+        not known here, and for a chain of them.
+        """
+        if "::" in url:  # whose secrets could be anywhere in it: it is shown to nobody
+            raise ConfigError(
+                "a URL with :: in it, a chain of fsspec's, is no place to write to",
+                where=key,
+                fix="Name the place itself: s3://BUCKET/PATH, gs://, file:///DIRECTORY, ...",
+            )
+        if url.startswith("://"):  # which would be a path with an odd name
+            raise ConfigError(
+                f"{without_secrets(url)} is a URL of no kind",
+                where=key,
+                fix="Take s3://BUCKET/PATH, gs://, file:///DIRECTORY, ...",
+            )
+        import fsspec  # nobody else needs it, and it takes a while
+
+        self.shown, self._what, self._url = without_secrets(url), what, Url.of(url)
+        self._part = f".{writer}{PART}" if writer else PART
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(
+                f"{self.shown} is no URL that can be written to: {self._url.hide(str(error))}",
+                where=key,
+                fix="Take s3://BUCKET/PATH, gs://, file:///DIRECTORY, ..., and install what the "
+                "error names",
+            ) from error
+
+    def content(self, name: str) -> bytes:
+        """What a file holds."""
+        return self._asked(lambda: bytes(self._fs.cat_file(self._path(name))), name)
+
+    def place_content(self, name: str, content: bytes) -> None:
+        """Puts a file in place of what is there."""
+        self._place(name, lambda path: self._fs.pipe_file(path, content))
+
+    def place_file(self, name: str, path: Path) -> None:
+        """Puts a copy of a file of this host there."""
+        self._place(name, lambda there: self._fs.put_file(str(path), there))
+
+    def fetch_file(self, name: str, path: Path) -> None:
+        """Copies a file from there."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._asked(lambda: self._fs.get_file(self._path(name), str(path)), name)
+
+    def discard(self, name: str) -> None:
+        """Removes a file, or a folder with all that is below it, if it is there."""
+        path = self._path(name)
+
+        def removed() -> None:
+            with suppress(FileNotFoundError):  # `exists` would take an error for "not there"
+                self._fs.rm(path, recursive=True)
+
+        self._asked(removed, name)
+
+    def names(self, below: str) -> list[str]:
+        """Names of files and folders of a folder; none of one that is not there."""
+
+        def names() -> list[str]:
+            self._fs.invalidate_cache()
+            folder = self._path(below).rstrip("/")
+            try:
+                found = [str(path).rstrip("/") for path in self._fs.ls(folder, False)]
+            except FileNotFoundError:  # `isdir` would take any error for "not there"
+                return []
+            return [path.rpartition("/")[2] for path in found if path != folder]
+
+        return sorted(self._asked(names, below))
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of every file, by its path below the URL."""
+
+        def sizes() -> dict[str, int]:
+            self._fs.invalidate_cache()
+            root = self._root.rstrip("/")
+            try:
+                self._fs.ls(root, False)
+            except FileNotFoundError:
+                return {}
+            return {path[len(root) + 1 :]: size for path, size in self._below(root)}
+
+        return self._asked(sizes, "")
+
+    def _below(self, folder: str) -> Iterator[tuple[str, int]]:
+        """Files, where `find` would leave out those of a folder that cannot be listed."""
+        for about in self._fs.ls(folder, True):
+            path = str(about["name"]).rstrip("/")
+            if path == folder:  # as a bucket marks one
+                continue
+            if about["type"] != "directory":
+                yield path, int(about["size"])
+            else:
+                yield from self._below(path)
+
+    def _place(self, name: str, put: Callable[[str], object]) -> None:
+        """Has `put` write a file elsewhere, which then takes its name: a full disk or an end in the
+        middle leaves no half of it there.
+        """
+        path = self._path(name)
+
+        def place() -> None:
+            try:
+                self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            except FileNotFoundError as error:  # of a place that takes no folder, as /proc
+                raise OSError(f"no folder can be made there: {error}") from error
+            put(f"{path}{self._part}")
+            self._fs.mv(f"{path}{self._part}", path)
+
+        self._asked(place, name)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+    def _asked(self, work: Callable[[], T], name: str) -> T:
+        try:
+            return work()
+        except FileNotFoundError:
+            raise NotFound("it is missing", where=f"{self.shown}/{name}") from None
+        except MeshError:
+            raise
+        except Exception as error:  # each kind of URL has errors of its own
+            raise MeshError(
+                f"{self._what} cannot be reached: {type(error).__name__}: "
+                f"{self._url.hide(str(error))}",
+                where=f"{self.shown}/{name}",
+                fix="See that the URL can be written to with this host's credentials",
+            ) from error
+
+
+def is_url(text: str) -> bool:
+    """Whether a text names a URL, and no path."""
+    return "://" in text
+
+
+def without_secrets(url: str) -> str:
+    """The URL without a user's name and password, and without a query, which may be a signature."""
+    return Url.of(url).place.rstrip("/")

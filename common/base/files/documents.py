@@ -1,0 +1,118 @@
+"""JSON documents with a check: the last key, `check`, is a digest of all others.
+
+One without the key was written by hand or by an earlier version, and is read as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from common.base.errors import Damaged
+from common.base.files.append_file import AppendFile
+from common.base.files.durable import sync
+
+CHECK = "check"
+
+
+def digest(content: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits that tell one content from another, however it is laid out."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def encode(content: Mapping[str, Any]) -> bytes:
+    """The document's bytes, for people to read too."""
+    told = {key: value for key, value in content.items() if key != CHECK}
+    told |= {CHECK: digest(json.loads(json.dumps(told)))}  # as it will be read
+    return (json.dumps(told, indent=2) + "\n").encode()
+
+
+def decode(content: bytes, where: str) -> dict[str, Any]:
+    """What a document holds, without its check; Damaged when it is not what was written."""
+    odd: list[str] = []
+
+    def number(text: str) -> float:
+        found = float(text)
+        if repr(found) != text:  # other digits may be the same number
+            odd.append(text)
+        return found
+
+    try:
+        found = json.loads(content, parse_float=number)
+    except ValueError as error:  # also for bytes that are no text
+        why = f"it is not JSON: {error}" if content else "it is empty"
+        raise Damaged(why, where=where) from None
+    if not isinstance(found, dict):
+        raise Damaged("it does not hold a JSON object", where=where)
+    checked = found.pop(CHECK, None) or _under_another_name(found)
+    if checked is not None and (odd or checked != digest(found)):
+        raise Damaged("its content is not what its check says", where=where)
+    return found
+
+
+def _under_another_name(found: Mapping[str, Any]) -> str | None:
+    """The check of a document whose key `check` has changed."""
+    last = next(reversed(list(found.items())), None)
+    rest = {key: value for key, value in found.items() if last and key != last[0]}
+    return digest(rest) if last and last[1] == digest(rest) else None
+
+
+def read(path: Path, fix: str) -> dict[str, Any]:
+    """What the document there holds. Damaged, with what to do, when it is not what was written;
+    FileNotFoundError.
+    """
+    try:
+        return decode(path.read_bytes(), str(path))
+    except Damaged as error:
+        raise damaged(path, error.message, fix) from None
+
+
+def damaged(path: Path, why: str, fix: str) -> Damaged:
+    """The error of a document that cannot be used."""
+    return Damaged(f"{path.name} is damaged: {why}", where=str(path), fix=fix)
+
+
+def write(path: Path, content: Mapping[str, Any], *, durable: bool = True) -> None:
+    """Puts a document in place, as `put` does."""
+    put(path, encode(content), durable=durable)
+
+
+def put(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Whole or not at all, for this user's eyes: a reader never sees half a file, nor does who
+    comes after a power cut if it is `durable`. StorageFull with the old one in its place.
+    """
+    with putting(path, content, durable=durable):
+        pass
+
+
+def in_the_making(path: Path) -> Path:
+    """Where this process writes what is to be in that place."""
+    return path.with_name(f"{path.name}.{os.getpid()}.new")
+
+
+@contextlib.contextmanager
+def putting(path: Path, content: bytes, *, durable: bool) -> Iterator[None]:
+    """As `put`: within the block the file is whole, and not yet in its place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = in_the_making(path)
+    fresh.unlink(missing_ok=True)
+    file = AppendFile(fresh)
+    try:
+        file.write(content)
+        if durable:
+            file.sync()
+        yield
+        fresh.replace(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+    finally:
+        file.close()
+    if durable:
+        sync(path.parent)

@@ -1,0 +1,47 @@
+"""Where the runs of a mesh are at home: the head's directories, and whether this host sees them.
+
+Nobody assumes that a path of another host is the same directory here. The head writes a probe, a
+file of random bytes that are new at each start, and Redis names its host, its root and its digest:
+who reads those bytes below that root sees that very directory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.base.digest import digest_of
+from common.base.files import documents
+
+PROBE = "mesh/probe"  # below the root
+BYTES = 32  # of a probe: nobody guesses it, and no copy of a directory has that of today
+
+
+@dataclass(frozen=True)
+class Home:
+    """The host where runs are at home, its root, and the digest of the probe there."""
+
+    host: str
+    root: str
+    digest: str
+
+    def seen_from(self, host: str, path: Path) -> bool:
+        """Whether `path` of the home host is the same file or directory on `host`, which is this
+        one. What lies outside of the root is proved by nothing, and counts as another's.
+        """
+        if host == self.host:
+            return True
+        root = Path(self.root)
+        if not path.is_relative_to(root):
+            return False
+        try:
+            return digest_of((root / PROBE).read_bytes()) == self.digest
+        except OSError:
+            return False
+
+
+def make(host: str, root: Path, content: bytes) -> Home:
+    """Writes the probe, for this user's eyes; what Redis is to tell of it."""
+    root = root.absolute()
+    documents.put(root / PROBE, content)
+    return Home(host, str(root), digest_of(content))

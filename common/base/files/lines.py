@@ -1,0 +1,208 @@
+"""Files of JSON lines with a check: each line tells its number and a CRC-32 of itself, so that one
+that is damaged, missing or there twice is found.
+
+    {"step": 1, "reward": 0.5, "check": "0:1f2e3d4c"}
+
+A file in which no line has a check was written by hand or by an earlier version: it is read as it
+is. What follows the last newline is torn, by a crash or because it is being written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from common.base.errors import Damaged
+from common.base.files.append_file import AppendFile
+from common.base.files.damage import set_aside
+from common.base.files.durable import sync
+
+Row = dict[str, Any]
+BLOCK_BYTES = 1 << 20  # of a file that are in memory at a time while its CRC is made
+_CHECK = re.compile(rb', "check": "(\d+):([0-9a-f]{8})"}$')
+_ENDED = re.compile(rb', "check": "\d+:[0-9a-f]{8}"}.$', re.DOTALL)
+
+
+def line(row: Mapping[str, Any], number: int) -> bytes:
+    """The line of a row that has at least one field, with its newline; `number` counts from 0."""
+    return line_of(json.dumps(row), number)
+
+
+def line_of(text: str, number: int) -> bytes:
+    """The same of a row that is JSON already."""
+    told = f'{text[:-1]}, "check": "{number}:'.encode("utf-8", "replace")
+    return told + f'{zlib.crc32(told):08x}"}}\n'.encode()
+
+
+def row_of(text: bytes) -> Row | None:
+    """The row of a line without its newline, whether or not it has a check; None: it is damaged."""
+    found = _CHECK.search(text)
+    if found is not None and zlib.crc32(text[: found.start(2)]) != int(found[2], 16):
+        return None
+    try:
+        row = json.loads(text)
+    except ValueError:  # also for bytes that are no text
+        return None
+    if not isinstance(row, dict):
+        return None
+    row.pop("check", None)
+    return row
+
+
+def is_checked(text: bytes) -> bool:
+    """Whether a line without its newline ends with a check, be it right or wrong."""
+    return _CHECK.search(text) is not None
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What a file holds: its whole rows, and what is wrong with it, empty if nothing is."""
+
+    rows: list[Row] = field(default_factory=list)
+    length: int = 0  # bytes up to the end of its last line; what follows is torn
+    next: int = 0  # number of the line that comes next: with `rows` it tells how many are gone
+    checked: bool = True  # whether its lines have checks
+    damage: str = ""
+    before: int = 0  # rows before it
+    crc: int = 0  # CRC-32 of its first `length` bytes
+
+
+def read(path: Path) -> Lines:
+    """What a file holds; a missing one holds nothing. Nothing is written."""
+    content = path.read_bytes() if path.is_file() else b""
+    end = content.rfind(b"\n") + 1
+    texts = content[:end].split(b"\n")[:-1]
+    tail = content[end:]
+    wrong: list[str] = []
+    if _ENDED.search(tail):  # a whole line whose newline has become something else
+        texts.append(tail[:-1])
+        wrong.append(f"line {len(texts)} does not end")
+    checked = not texts or any(_CHECK.search(text) for text in texts)
+    rows: list[Row] = []
+    due = before = 0
+    for place, text in enumerate(texts, 1):
+        row = row_of(text)
+        found = _CHECK.search(text)
+        if row is None or (checked and found is None):
+            wrong.append(f"line {place} is damaged")
+            continue
+        number = int(found[1]) if found else due
+        if number < due:
+            wrong.append(f"line {place} is there twice")
+            continue
+        if number > due and not wrong:
+            wrong.append(f"{number - due} lines before line {place} are missing")
+        rows.append(row)
+        due = number + 1
+        before = before if wrong else len(rows)
+    due = max(due, len(texts) if wrong else due)
+    return Lines(
+        rows, end, due, checked, wrong[0] if wrong else "", before, zlib.crc32(content[:end])
+    )
+
+
+def whole(path: Path, *holding: str) -> Iterator[Row]:
+    """The whole rows of a file that somebody may be writing, one by one; only of lines that hold
+    one of some texts, if any are given.
+    """
+    if not path.is_file():
+        return
+    wanted = [text.encode() for text in holding]
+    with path.open("rb") as file:
+        for text in file:
+            if text.endswith(b"\n") and (not wanted or any(one in text for one in wanted)):
+                row = row_of(text[:-1])
+                if row is not None:
+                    yield row
+
+
+class LineFile:
+    """A file that one process appends to. What it holds is read first, and changed by `append` and
+    `rewrite` alone: a torn tail is cut off by the first of them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found = read(path)
+        self._next = self.found.next
+        self._seen = signature(path)
+        self._length, self._crc = self.found.length, self.found.crc
+
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Appends all of them or none. StorageFull; Damaged when somebody else has changed the file
+        since.
+        """
+        self.check()
+        lines = [line(row, self._next + n) for n, row in enumerate(rows)]
+        file = AppendFile(self.path, keep=self._length)
+        try:
+            file.write(added := b"".join(lines))
+            self._length, self._crc = file.tell(), zlib.crc32(added, self._crc)
+        finally:
+            file.close()
+            self._seen = signature(self.path)
+        self._next += len(lines)
+
+    def let_go(self) -> None:
+        """Forgets the rows that were found, which may be many; `found` tells only the rest."""
+        self.found = replace(self.found, rows=[])
+
+    def check(self) -> None:
+        """Damaged when the file is not as it was left; where it is read, it tells no more."""
+        now, seen = signature(self.path), self._seen
+        if now != seen:
+            if now and seen and now[:2] == seen[:2] and self._is_as_left():
+                self._seen = now  # only its time is another, as after a touch
+                return
+            gone = not self.path.exists()
+            raise Damaged(
+                "it is gone" if gone else "it was changed by somebody else", where=str(self.path)
+            )
+
+    def _is_as_left(self) -> bool:
+        crc, left = 0, self._length
+        with self.path.open("rb") as file:
+            while block := file.read(min(left, BLOCK_BYTES)):
+                crc, left = zlib.crc32(block, crc), left - len(block)
+        return left == 0 and crc == self._crc
+
+    @property
+    def next(self) -> int:
+        """The number of the line that comes next."""
+        return self._next
+
+    def rewrite(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Makes them all that the file holds, or leaves it as it is; StorageFull."""
+        self.replace(rows, None)
+
+    def replace(self, rows: Iterable[Mapping[str, Any]], root: Path | None) -> Path | None:
+        """The same, and sets what was there aside below `root`, if that is told; where it lies."""
+        fresh = self.path.with_name(self.path.name + ".new")
+        fresh.unlink(missing_ok=True)  # cut short by a full disk
+        lines = [line(row, n) for n, row in enumerate(rows)]
+        file = AppendFile(fresh)
+        try:
+            file.write(content := b"".join(lines))
+            file.sync()
+            self._length, self._crc = file.tell(), zlib.crc32(content)
+        finally:
+            file.close()
+        aside = set_aside(self.path, root) if root is not None and self.path.exists() else None
+        fresh.replace(self.path)
+        sync(self.path.parent)
+        self._next, self._seen = len(lines), signature(self.path)
+        return aside
+
+
+def signature(path: Path) -> tuple[int, int, int] | None:
+    """What changes when somebody writes to a file, or puts another in its place."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

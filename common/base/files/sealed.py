@@ -1,0 +1,41 @@
+"""JSON files that begin with a checksum of the rest: a byte that has changed is found when the file
+is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.base.checksum import BYTES, checksum_of
+from common.base.errors import Damaged, NotFound
+
+_HEAD = '{"digest": "%s",'
+_HEAD_BYTES = len(_HEAD % ("0" * 2 * BYTES))
+
+
+def sealed(document: Mapping[str, Any]) -> bytes:
+    """The JSON of a document that is not empty, with the checksum of its bytes before it."""
+    rest = json.dumps(document, indent=1).encode()[1:]
+    return (_HEAD % checksum_of(rest).hex()).encode() + rest
+
+
+def unsealed(content: bytes, path: Path) -> dict[str, Any]:
+    """The document that was sealed; Damaged, which names `path`, for any other bytes."""
+    rest = content[_HEAD_BYTES:]
+    if not content:
+        raise Damaged("it is empty", where=str(path))
+    if content[:_HEAD_BYTES] != (_HEAD % checksum_of(rest).hex()).encode():
+        raise Damaged("it is not what its digest says", where=str(path))
+    document: dict[str, Any] = json.loads(b"{" + rest)
+    return document
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """The document in a file; NotFound without one, Damaged when it is not what was written."""
+    try:
+        return unsealed(path.read_bytes(), path)
+    except FileNotFoundError:
+        raise NotFound("it is missing", where=str(path)) from None

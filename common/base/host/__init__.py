@@ -1,0 +1,1 @@
+"""Settings of this host's user: ports, secrets, terminal. Open `settings.py` first."""

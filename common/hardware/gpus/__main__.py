@@ -1,0 +1,30 @@
+"""Prints the devices of this host that are ours, and the driver's version, as JSON: `python -m
+common.hardware.gpus`. Who must not wait for a driver that hangs asks this process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+from common.base.errors import MeshError
+from common.hardware.gpus import driver
+from common.hardware.gpus.found import ours
+
+
+def main() -> int:
+    """0, or 1 with why there are none on stderr."""
+    try:
+        found = ours()
+        with driver.opened() as opened:
+            version = opened.version
+    except MeshError as error:
+        print(error.message, file=sys.stderr)
+        return 1
+    print(json.dumps({"driver": version, "devices": [asdict(device) for device in found]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

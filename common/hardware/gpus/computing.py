@@ -1,0 +1,34 @@
+"""Whether this process can compute on its GPU, by torch's word; it makes no CUDA context."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from common.base.errors import ConfigError
+from common.hardware.gpus.visible import CUDA
+
+
+class NoGpuPath(ConfigError):
+    """A process is to compute on a GPU, and cannot."""
+
+    code = "no_gpu_path"
+
+
+def need(what: str) -> None:
+    """NoGpuPath, with what is missing, unless torch sees a GPU for `what`. It blocks."""
+    if not torch.cuda.is_available():
+        raise NoGpuPath(
+            f"{what} cannot compute on a GPU: {_lacking()}",
+            where="mesh.device",
+            fix="Repair that, or start the mesh's workers with `--device cpu`",
+        )
+
+
+def _lacking() -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    seen = os.environ.get(CUDA)
+    limit = f"{CUDA} is not set" if seen is None else f"{CUDA}={seen!r}"
+    return f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds none ({limit})"

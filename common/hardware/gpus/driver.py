@@ -1,0 +1,255 @@
+"""NVIDIA's driver by NVML, whose library comes with it. Nothing here initialises CUDA.
+
+Every call may wait for the driver, for ever if a GPU has fallen off the bus: it is made off the
+event loop, with a deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from common.base.errors import ConfigError, MeshError
+from common.hardware.gpus.devices import Device, Holder, Memory, Reading
+
+# Bits of nvmlClocksEventReasons by NVML's names, those that say that something is wrong or at its
+# limit; idle, and clocks that somebody has set, are not among them.
+THROTTLES = {
+    0x04: "power_cap",
+    0x08: "hardware_slowdown",
+    0x20: "thermal",
+    0x40: "hardware_thermal",
+    0x80: "power_brake",
+}
+# The errors since the last call: the UUID of a GPU, and the XID.
+Errors = Callable[[], list[tuple[str, int]]]
+NOW_MS = 0  # events that are there already
+
+
+class NoDriver(ConfigError):
+    """There is no driver, or none that answers."""
+
+    code = "no_gpu_driver"
+
+
+class GpuLost(MeshError):
+    """The driver does not reach a GPU any more, or not before it is reset."""
+
+    code = "gpu_lost"
+
+
+class GpuTrouble(MeshError):
+    """The driver has refused an answer about a GPU, for another reason than that it is lost."""
+
+    code = "gpu_trouble"
+
+
+@contextmanager
+def opened() -> Iterator[Driver]:
+    """The driver, until the end of the block; NoDriver where there is none."""
+    import pynvml  # 30 ms of CPU time, which a mesh without GPUs does not spend
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        why = {
+            pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "there is no libnvidia-ml.so.1, which comes with "
+            "the driver (a container gets it with the capability `utility`)",
+            pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "its kernel module is not loaded",
+            pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "its library and its kernel module are of "
+            "two versions: an update waits for a restart",
+        }.get(error.value, str(error))
+        raise NoDriver(
+            f"no NVIDIA driver answers: {why}",
+            where="NVML",
+            fix="Repair the driver, or compute on CPUs",
+        ) from error
+    try:
+        yield Driver(pynvml)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+class Driver:
+    """What NVML tells. All of it raises GpuTrouble where the driver refuses."""
+
+    def __init__(self, nvml: Any) -> None:
+        """`nvml` is the module pynvml, initialised."""
+        self._nvml = nvml
+        self._lost = {
+            nvml.NVML_ERROR_GPU_IS_LOST,
+            nvml.NVML_ERROR_RESET_REQUIRED,
+            nvml.NVML_ERROR_GPU_NOT_FOUND,
+            nvml.NVML_ERROR_NOT_FOUND,
+        }
+        self._untold = {
+            nvml.NVML_ERROR_NOT_SUPPORTED,
+            nvml.NVML_ERROR_NO_PERMISSION,
+            nvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+            nvml.NVML_ERROR_NO_DATA,
+            nvml.NVML_ERROR_VGPU_ECC_NOT_SUPPORTED,
+        }
+
+    @property
+    def version(self) -> str:
+        """Of the driver."""
+        return str(self._nvml.nvmlSystemGetDriverVersion())
+
+    def devices(self) -> list[Device]:
+        """Every GPU that this process may see, in the order of the bus, each in MIG mode followed
+        by its instances. One that does not answer is `lost`.
+        """
+        found: list[Device] = []
+        for index in range(self._nvml.nvmlDeviceGetCount()):
+            try:
+                handle = self._told(self._nvml.nvmlDeviceGetHandleByIndex, index)
+                if handle is not None:  # else it is another user's
+                    gpu = self._device(handle, index)
+                    found += [gpu, *self._instances(handle, gpu)]
+            except (GpuLost, GpuTrouble) as error:
+                found.append(Device("", "NVIDIA GPU", 0, index, lost=error.message))
+        return found
+
+    def _device(self, handle: Any, index: int) -> Device:
+        mode = self._told(self._nvml.nvmlDeviceGetMigMode, handle)
+        sliced = mode is not None and mode[0] == self._nvml.NVML_DEVICE_MIG_ENABLE
+        return Device(
+            self._asked(self._nvml.nvmlDeviceGetUUID, handle),
+            self._asked(self._nvml.nvmlDeviceGetName, handle),
+            self._total(handle),
+            index,
+            sliced=sliced,
+        )
+
+    def _instances(self, handle: Any, gpu: Device) -> Iterator[Device]:
+        if not gpu.sliced:
+            return
+        nvml, asked = self._nvml, self._asked
+        for place in range(asked(nvml.nvmlDeviceGetMaxMigDeviceCount, handle)):
+            try:
+                own = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
+            except nvml.NVMLError as error:
+                if error.value == nvml.NVML_ERROR_NOT_FOUND:  # places need not be filled in order
+                    continue
+                raise self._failed(nvml.nvmlDeviceGetMigDeviceHandleByIndex, error) from error
+            numbers = (
+                asked(nvml.nvmlDeviceGetGpuInstanceId, own),
+                asked(nvml.nvmlDeviceGetComputeInstanceId, own),
+            )
+            uuid, name = asked(nvml.nvmlDeviceGetUUID, own), asked(nvml.nvmlDeviceGetName, own)
+            yield Device(uuid, name, self._total(own), gpu.index, gpu.uuid, numbers)
+
+    def _total(self, handle: Any) -> int:
+        memory = self._told(self._nvml.nvmlDeviceGetMemoryInfo, handle)
+        return 0 if memory is None else int(memory.total)
+
+    def reading(self, device: Device) -> Reading:
+        """How it does now; one that is lost says so."""
+        try:
+            return self._reading(device)
+        except GpuLost as error:
+            return Reading(lost=error.message)
+
+    def _reading(self, device: Device) -> Reading:
+        nvml = self._nvml
+        own, gpu = self._handle(device.uuid), self._handle(device.gpu)
+        memory = self._told(nvml.nvmlDeviceGetMemoryInfo, own)
+        # Of a GPU in MIG mode the driver tells it neither as a whole nor by instance.
+        busy = None if device.parent else self._told(nvml.nvmlDeviceGetUtilizationRates, own)
+        power = self._told(nvml.nvmlDeviceGetPowerUsage, gpu)
+        kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        why = self._told(nvml.nvmlDeviceGetCurrentClocksEventReasons, gpu)
+        if why is None:  # a driver before R535
+            why = self._told(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu)
+        heat = self._told(nvml.nvmlDeviceGetTemperature, gpu, nvml.NVML_TEMPERATURE_GPU)
+        if heat is None:  # a driver that has given that call up
+            heat = self._told(nvml.nvmlDeviceGetTemperatureV, gpu, nvml.NVML_TEMPERATURE_GPU)
+        return Reading(
+            used=None if memory is None else int(memory.used),
+            total=None if memory is None else int(memory.total),
+            utilization=None if busy is None else busy.gpu / 100,
+            temperature_c=heat,
+            power_w=None if power is None else power / 1000,
+            ecc_uncorrected=self._told(nvml.nvmlDeviceGetTotalEccErrors, gpu, *kinds),
+            throttled=None if why is None else tuple(n for b, n in THROTTLES.items() if why & b),
+        )
+
+    def memory(self, uuid: str) -> Memory | None:
+        """Of a device, and who has it; None for one that has none of its own. GpuLost."""
+        nvml, handle = self._nvml, self._handle(uuid)
+        memory = self._told(nvml.nvmlDeviceGetMemoryInfo, handle)
+        if memory is None:
+            return None
+        listed = [
+            *(self._told(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []),
+            *(self._told(nvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or []),
+        ]
+        sizes = {one.pid: one.usedGpuMemory for one in listed}
+        holders = [Holder(pid, size, self._program(pid)) for pid, size in sizes.items()]
+        most = sorted(holders, key=lambda one: -(one.bytes or 0))
+        return Memory(int(memory.free), int(memory.total), tuple(most))
+
+    def _program(self, pid: int) -> str:
+        try:
+            return str(self._told(self._nvml.nvmlSystemGetProcessName, pid) or "")
+        except GpuLost:  # it has ended, or its number means another here
+            return ""
+
+    @contextmanager
+    def errors(self, devices: list[Device]) -> Iterator[Errors]:
+        """Within the block, a function that gives what has happened since it was last called: the
+        UUID of a GPU and the XID of its error. Nothing where the driver tells none.
+        """
+        nvml = self._nvml
+        events = self._told(nvml.nvmlEventSetCreate)
+        if events is None:
+            yield list
+            return
+        try:
+            for uuid in {device.gpu for device in devices}:
+                kind = nvml.nvmlEventTypeXidCriticalError
+                with suppress(GpuLost):  # its reading says so
+                    self._told(nvml.nvmlDeviceRegisterEvents, self._handle(uuid), kind, events)
+            yield lambda: list(self._events(events))
+        finally:
+            nvml.nvmlEventSetFree(events)
+
+    def _events(self, events: Any) -> Iterator[tuple[str, int]]:
+        nvml = self._nvml
+        while True:
+            try:
+                event = nvml.nvmlEventSetWait_v2(events, NOW_MS)
+            except nvml.NVMLError as error:
+                if error.value == nvml.NVML_ERROR_TIMEOUT or error.value in self._lost:
+                    return
+                raise GpuTrouble(f"the driver tells no events: {error}", where="NVML") from error
+            yield str(nvml.nvmlDeviceGetUUID(event.device)), int(event.eventData)
+
+    def _handle(self, uuid: str) -> Any:
+        return self._asked(self._nvml.nvmlDeviceGetHandleByUUID, uuid)
+
+    def _told(self, ask: Callable[..., Any], *args: Any) -> Any:
+        """The answer; None where this GPU, driver or user gets none."""
+        try:
+            return ask(*args)
+        except self._nvml.NVMLError as error:
+            if error.value in self._untold:
+                return None
+            raise self._failed(ask, error) from error
+
+    def _asked(self, ask: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return ask(*args)
+        except self._nvml.NVMLError as error:
+            raise self._failed(ask, error) from error
+
+    def _failed(self, ask: Callable[..., Any], error: Any) -> MeshError:
+        said = f"{ask.__name__}: {error}"
+        if error.value in self._lost:
+            return GpuLost(
+                f"the driver has lost the GPU ({said})",
+                where="NVML",
+                fix="`nvidia-smi -q` and the kernel's log have more; it may need a reset",
+            )
+        return GpuTrouble(f"the driver refuses an answer ({said})", where="NVML")

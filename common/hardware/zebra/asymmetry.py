@@ -1,0 +1,196 @@
+"""Which experts attention ranks host so that neither kind of ranks waits for the other: Asym-EA,
+gather and squeeze (HeterMoE, arXiv 2504.03871, Algorithm 1).
+
+Experts move in chunks: of a layer, each expert rank gives n2 of them and each attention rank takes
+n1, M * n1 = N * n2. Every layer gathers the time for which attention ranks wait in it; where it has
+become as much as hosting a chunk fills (squeeze), a layer's chunk moves. M and N are the attention
+and expert ranks of a group; one of them has to divide the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+from common.base.errors import ConfigError
+from common.hardware.zebra.costs import Costs
+from common.hardware.zebra.timeline import makespan
+
+ROUNDING = 1e-9  # of sums of shares of a chunk
+WHERE = "experts on attention ranks"
+
+
+class RankCounts(NamedTuple):
+    """Those of a group."""
+
+    attention: int
+    experts: int
+
+
+class Forward(NamedTuple):
+    """What was measured of a micro-batch in one layer, in seconds."""
+
+    attention: float  # on an attention rank
+    experts: float  # an expert rank's share of the experts, there
+    elsewhere: float  # the same share on an attention rank
+
+
+class HostingBounds(NamedTuple):
+    """What memory asks for, in experts of all layers together."""
+
+    least: int = 0  # that each expert rank has to give, as it cannot hold them
+    most: int = 0  # that each attention rank can hold
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertHosting:
+    """Where the experts of each layer lie: M * hosted + N * kept are all of them."""
+
+    ranks: RankCounts
+    hosted: tuple[int, ...]  # by layer: on each attention rank
+    kept: tuple[int, ...]  # by layer: on each expert rank
+
+    @property
+    def held(self) -> int:
+        """Experts of all layers on each attention rank."""
+        return sum(self.hosted)
+
+    def costs(self, costs: Costs, elsewhere: float) -> Costs:
+        """Those of a group that hosts nothing, with what is hosted moved: `elsewhere` as in
+        `Forward`.
+        """
+        if not self.held:
+            return costs
+        shares = [
+            kept + hosted * self.ranks.attention / self.ranks.experts
+            for kept, hosted in zip(self.kept, self.hosted, strict=True)
+        ]
+        pairs = list(zip(self.hosted, self.kept, shares, strict=True))
+        return replace(
+            costs,
+            hosted=tuple(elsewhere * hosted / share for hosted, _, share in pairs),
+            kept=tuple(kept / share for _, kept, share in pairs),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """The chunks that a group can move, in all layers together."""
+
+    layers: int
+    experts: int  # of a layer
+    ranks: RankCounts
+    taken: int  # n1
+    given: int  # n2
+    least: int
+    most: int
+
+    def spread(self, rate: float) -> ExpertHosting:
+        """So many chunks a layer, of which whole ones move as soon as they have gathered."""
+        share = self.experts // self.ranks.experts
+        gathered, moved = 0.0, []
+        for _ in range(self.layers):
+            gathered += rate
+            moved.append(math.floor(gathered + ROUNDING))
+            gathered -= moved[-1]
+        return ExpertHosting(
+            self.ranks,
+            tuple(self.taken * chunks for chunks in moved),
+            tuple(share - self.given * chunks for chunks in moved),
+        )
+
+
+def gather_and_squeeze(
+    layers: int, experts: int, ranks: RankCounts, forward: Forward, bounds: HostingBounds
+) -> ExpertHosting:
+    """What the source's algorithm hosts, for `experts` of each layer. Nothing where neither of M
+    and N divides the other. ConfigError where memory does not allow that.
+    """
+    chunks = _chunks(layers, experts, ranks, bounds)
+    return chunks.spread(_rate(chunks, forward))
+
+
+def hosting(
+    layers: int,
+    micros: int,
+    experts: int,
+    ranks: RankCounts,
+    costs: Costs,
+    elsewhere: float,
+    bounds: HostingBounds,
+) -> ExpertHosting:
+    """The same, with as many chunks more or fewer as make a step of so many micro-batches shorter:
+    the algorithm counts neither the last piece nor transfers, nor what it takes to fill a short
+    step. `costs` are those with nothing hosted, `elsewhere` is as in `Forward`.
+    """
+    chunks = _chunks(layers, experts, ranks, bounds)
+    rate = _rate(chunks, Forward(costs.attention, costs.experts, elsewhere))
+
+    def step_s(moved: ExpertHosting) -> float:
+        return makespan(layers, micros, moved.costs(costs, elsewhere))
+
+    @cache
+    def counted_s(count: int) -> float:
+        return step_s(chunks.spread(count / layers))
+
+    count = _settled(counted_s, math.floor(rate * layers + ROUNDING), chunks)
+    spreads = [chunks.spread(one) for one in (rate, chunks.least / layers, count / layers)]
+    return min(spreads, key=step_s)
+
+
+def _settled(step_s: Callable[[int], float], count: int, chunks: _Chunks) -> int:
+    """A count that neither neighbour is better than, found by strides that halve."""
+    stride = 1 << max(0, (chunks.most - chunks.least).bit_length() - 3)
+    while stride:
+        near = (count, count - stride, count + stride)
+        best = min((one for one in near if chunks.least <= one <= chunks.most), key=step_s)
+        if best == count:
+            stride //= 2
+        count = best
+    return count
+
+
+def _rate(chunks: _Chunks, forward: Forward) -> float:
+    """Chunks that each layer gathers. The algorithm's alpha and beta scale what is gathered so that
+    all of it is no more than `most` chunks and no fewer than `least`.
+    """
+    share = chunks.experts // chunks.ranks.experts
+    gather = forward.experts - forward.attention
+    squeeze = (chunks.given * forward.experts + chunks.taken * forward.elsewhere) / share
+    wanted = gather / squeeze if squeeze > 0 else 0.0
+    low, high = chunks.least / chunks.layers, chunks.most / chunks.layers
+    return min(max(wanted, low), high)
+
+
+def _chunks(layers: int, experts: int, ranks: RankCounts, bounds: HostingBounds) -> _Chunks:
+    attention, holders = ranks
+    if min(layers, experts, attention, holders) < 1 or experts % holders:
+        raise ConfigError(
+            f"{experts} experts of {layers} layers do not spread evenly over {holders} ranks",
+            where=WHERE,
+            fix="take a number of expert ranks that divides the experts of a layer",
+        )
+    if attention % holders and holders % attention:
+        if bounds.least:
+            raise ConfigError(
+                f"{bounds.least} experts do not fit on an expert rank, and {attention} attention "
+                f"ranks cannot take as many each from {holders}",
+                where=WHERE,
+                fix="take numbers of ranks of which one divides the other",
+            )
+        return _Chunks(layers, experts, ranks, 0, 0, 0, 0)
+    taken = max(1, holders // attention)
+    given = taken * attention // holders
+    most = min(bounds.most // taken, layers * (experts // holders // given))
+    least = -(-bounds.least // given)
+    if least > most:
+        raise ConfigError(
+            f"an expert rank cannot hold {bounds.least} experts, and attention ranks only "
+            f"{most} chunks of {taken} each",
+            where=WHERE,
+            fix="take more ranks, or smaller micro-batches",
+        )
+    return _Chunks(layers, experts, ranks, taken, given, least, most)

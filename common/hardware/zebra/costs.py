@@ -1,0 +1,67 @@
+"""What a micro-batch costs on its way through one group of attention and expert ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from common.base.errors import ConfigError
+from common.hardware.zebra.schedule import Task, TaskKind
+
+BACKWARD = 2.0  # times a forward: gradients of inputs and of weights
+CHECKPOINTED = 3.0  # the same where activations are computed once more for it
+FIX = "give seconds of 0 or more, and one value for each layer or none"
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of a micro-batch forward on one rank, by what is computed or sent. Transfers take as
+    long where experts are hosted: rows for them leave a rank too, for another attention rank.
+    """
+
+    attention: float  # a piece but the last: attention and gate
+    experts: float  # of a layer, all that an expert rank holds where nothing is hosted elsewhere
+    head: float = 0.0  # the last piece: final norm, head and loss
+    dispatch: float = 0.0  # rows from attention ranks to a layer's experts
+    combine: float = 0.0  # what became of them, back
+    hosted: tuple[float, ...] = ()  # by layer: experts that an attention rank hosts
+    kept: tuple[float, ...] = ()  # by layer: share of `experts` that expert ranks keep
+    backward: float = BACKWARD  # times what is above, where the three below do not say
+    attention_backward: float | None = None
+    experts_backward: float | None = None
+    head_backward: float | None = None
+
+    def __post_init__(self) -> None:
+        """ConfigError for what is no number of seconds."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            for one in value if isinstance(value, tuple) else (value,):
+                if one is not None and not 0 <= one < math.inf:
+                    raise ConfigError(f"{field.name} is {one}", where="costs of zebra", fix=FIX)
+
+    @property
+    def hosts(self) -> tuple[bool, ...]:
+        """By layer, whether attention ranks host experts of it."""
+        return tuple(seconds > 0 for seconds in self.hosted)
+
+    def of(self, task: Task) -> float:
+        """Seconds of a task. The last piece is told by its own costs: see `head_of`."""
+        if task.work is TaskKind.ATTENTION:
+            return self._passed(task.backward, self.attention, self.attention_backward)
+        share = self.kept[task.layer] if self.kept else 1.0
+        if task.work is TaskKind.EXPERTS:
+            return self._passed(task.backward, self.experts, self.experts_backward) * share
+        hosted = self.hosted[task.layer] if self.hosted else 0.0
+        if not task.backward or self.experts_backward is None:
+            return self._passed(task.backward, hosted, None)
+        times = self.experts_backward / self.experts if self.experts else self.backward
+        return hosted * times
+
+    def head_of(self, backward: bool) -> float:
+        """Seconds of the last piece."""
+        return self._passed(backward, self.head, self.head_backward)
+
+    def _passed(self, backward: bool, forward_s: float, backward_s: float | None) -> float:
+        if not backward:
+            return forward_s
+        return forward_s * self.backward if backward_s is None else backward_s

@@ -1,0 +1,194 @@
+"""What a mixture costs on two kinds of accelerators, as far as a division between them depends on
+it: measured once for a setup, or declared by `kinds.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from typing import Any
+
+from common.base.errors import ConfigError
+from common.hardware.zebra.costs import CHECKPOINTED
+
+WHERE = "profile of mixed generations"
+
+
+def refused(message: str, fix: str) -> ConfigError:
+    """What is said of a profile that nothing can be told from."""
+    return ConfigError(message, where=WHERE, fix=fix)
+
+
+@dataclass(frozen=True, slots=True)
+class CostCurve:
+    """Seconds over a length or a number of rows. Between what was measured it is straight; it
+    begins at 0 seconds for 0, and goes on beyond the last as it does before that.
+    """
+
+    at: tuple[int, ...]  # ascending
+    seconds: tuple[float, ...]  # no falling ones
+
+    def __post_init__(self) -> None:
+        fix = "measure ascending lengths from 1 on; longer ones take no less"
+        rising = all(a < b for a, b in zip(self.at, self.at[1:], strict=False))
+        if not self.at or len(self.at) != len(self.seconds) or self.at[0] < 1 or not rising:
+            raise refused(f"a curve over {self.at} has {len(self.seconds)} values", fix)
+        if not all(0 <= one < math.inf for one in self.seconds):
+            raise refused(f"a curve has {self.seconds} seconds", fix)
+        if any(a > b for a, b in zip(self.seconds, self.seconds[1:], strict=False)):
+            raise refused(f"a curve falls: {self.seconds}", fix)
+
+    def of(self, x: float) -> float:
+        """Seconds at a length of 0 or more."""
+        at, seconds = (0, *self.at), (0.0, *self.seconds)
+        i = min(max(1, bisect_left(at, x)), len(at) - 1)
+        slope = (seconds[i] - seconds[i - 1]) / (at[i] - at[i - 1])
+        return seconds[i] + slope * (x - at[i])
+
+    def slowed(self, times: float) -> CostCurve:
+        """One that takes so many times as long."""
+        return CostCurve(self.at, tuple(times * one for one in self.seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorCosts:
+    """One kind of accelerators. Times are forward, and of one layer."""
+
+    name: str
+    memory_bytes: float  # that a model may use
+    experts: CostCurve  # seconds over rows: one expert's FFN; a token is as many rows as experts
+    attention: CostCurve | None = None  # seconds over the length of one sequence, with the gate
+    head: CostCurve | None = None  # seconds over tokens: the last norm, the head and the loss
+
+    def slowed(self, times: float) -> AcceleratorCosts:
+        """One that takes so many times as long."""
+        return replace(
+            self,
+            experts=self.experts.slowed(times),
+            attention=self.attention and self.attention.slowed(times),
+            head=self.head and self.head.slowed(times),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A mixture on a fast kind and a slow one. Bytes of state are those of weights, gradients and
+    optimizer. Where `slow` has no attention, nothing is said of alternatives that need it.
+    """
+
+    fast: AcceleratorCosts
+    slow: AcceleratorCosts
+    layers: int
+    experts: int  # of a layer
+    experts_per_token: int
+    row_bytes: float  # of a row that is sent
+    link_bytes_per_s: float  # of a rank, one way
+    attention_bytes: float  # state of all that is no expert
+    expert_bytes: float  # state of one expert of one layer
+    attention_gradient_bytes: float  # that ranks with the same parameters sum in a step
+    expert_gradient_bytes: float
+    attention_token_bytes: float  # activations that a token leaves on attention ranks, all layers
+    expert_row_bytes: float  # activations that a row leaves in one layer where its expert lies
+    link_latency_s: float = 0.0  # of a transfer
+    backward: float = CHECKPOINTED  # times a forward, of layers
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "experts", "experts_per_token"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise refused(f"{name} is {value}", "give a number from 1 on")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise refused(f"{field.name} is {value}", "give a number of 0 or more")
+        if self.link_bytes_per_s == 0:
+            raise refused("the link has no bandwidth", "measure link_bytes_per_s")
+        if self.experts_per_token > self.experts:
+            raise refused(
+                f"a token goes to {self.experts_per_token} of {self.experts} experts",
+                "give experts of one layer, and how many of them a token goes to",
+            )
+        if self.fast.attention is None or self.fast.head is None:
+            raise refused(f"{self.fast.name} has no attention", "measure it on the fast kind")
+        for kind in (self.fast, self.slow):
+            if not 0 < kind.memory_bytes < math.inf:
+                raise refused(f"{kind.name} has {kind.memory_bytes} bytes", "give its memory")
+
+    @property
+    def attention(self) -> CostCurve:
+        """Of the fast kind."""
+        assert self.fast.attention is not None
+        return self.fast.attention
+
+    @property
+    def head(self) -> CostCurve:
+        """Of the fast kind."""
+        assert self.fast.head is not None
+        return self.fast.head
+
+    def slowed(self, times: float) -> Profile:
+        """One whose kinds and links take so many times as long."""
+        return replace(
+            self,
+            fast=self.fast.slowed(times),
+            slow=self.slow.slowed(times),
+            link_bytes_per_s=self.link_bytes_per_s / times,
+            link_latency_s=self.link_latency_s * times,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON can hold of it; `read` makes a profile of that."""
+        return asdict(self)
+
+
+def read(table: Mapping[str, Any]) -> Profile:
+    """A profile as JSON has it. ConfigError when it is none."""
+    values = _known(Profile, table)
+    for name in ("fast", "slow"):
+        values[name] = kind_of_table(values[name], name)
+    for name, value in values.items():
+        if name not in ("fast", "slow"):
+            _number(value, name)
+    return Profile(**values)
+
+
+def kind_of_table(table: Any, where: str) -> AcceleratorCosts:
+    """A kind as JSON has it. ConfigError when it is none."""
+    values = _known(AcceleratorCosts, table)
+    if not isinstance(values["name"], str):
+        raise refused(f"{where} is called {values['name']!r}", "give the name of its kind")
+    _number(values["memory_bytes"], f"memory_bytes of {where}")
+    for name in ("experts", "attention", "head"):
+        if values.get(name) is not None:
+            values[name] = _curve(values[name], f"{name} of {where}")
+    return AcceleratorCosts(**values)
+
+
+def _curve(table: Any, where: str) -> CostCurve:
+    values = _known(CostCurve, table)
+    for name, many in values.items():
+        if not isinstance(many, list | tuple):
+            raise refused(f"{name} of {where} is {many!r}", "give a list of numbers")
+        for one in many:
+            _number(one, f"{name} of {where}")
+    return CostCurve(tuple(values["at"]), tuple(values["seconds"]))
+
+
+def _number(value: Any, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise refused(f"{name} is {value!r}", "give a number")
+
+
+def _known(cls: type[Any], table: Any) -> dict[str, Any]:
+    """The fields of a table, of which none is missing or not known."""
+    names = [one.name for one in fields(cls)]
+    if not isinstance(table, Mapping):
+        raise refused(f"{cls.__name__} is no table", f"give {', '.join(names)}")
+    unknown = sorted(set(table) - set(names))
+    missing = [one.name for one in fields(cls) if one.default is MISSING and one.name not in table]
+    if unknown or missing:
+        word = "is not known" if unknown else "is missing"
+        raise refused(f"{(unknown or missing)[0]} {word}", f"give {', '.join(names)}")
+    return dict(table)

@@ -1,0 +1,64 @@
+"""The files of a bundle, checked by whoever reads them: a bundle never changes under a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.base.digest import check_digest, digest_of_file
+from common.base.digest import digest_of as digest_of_bytes
+from common.base.errors import Damaged
+
+LARGE = 64 << 20  # bytes; of larger ones, which are weights, only the size is looked at in passing
+START_OVER = "Put it back from a copy of the run. To start over: meshrl run JOB"
+
+Files = Mapping[str, Sequence[Any]]  # by their names in the bundle: bytes and digest
+
+
+def listed(directory: Path) -> dict[str, list[Any]]:
+    """Bytes and digest of each file of a bundle, by its name in it."""
+    found = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {
+        path.relative_to(directory).as_posix(): [path.stat().st_size, digest_of_file(path)]
+        for path in found
+    }
+
+
+def digest_of(files: Files) -> str:
+    """Return the bundle's digest: of the names, sizes and digests of its files, in name order."""
+    told = "".join(f"{len(name)}:{name}:{size}:{of};" for name, (size, of) in sorted(files.items()))
+    return digest_of_bytes(told.encode())
+
+
+def check(directory: Path, files: Files, below: str = "", *, large: bool = False) -> None:
+    """Damaged, which names the first file that is not what was packed: of one file or folder, or of
+    all. Weights are read for it only if `large`; extra files, such as what Python has compiled, are
+    not looked at. Refused for a bundle that an earlier version packed.
+    """
+    chosen = {n: f for n, f in files.items() if not below or _lies(n, below)}
+    for name, (size, packed) in chosen.items():
+        check_digest(packed, str(directory))
+        path = directory / name
+        if not path.is_file():
+            raise Damaged(f"{path} is missing", fix=START_OVER)
+        if (found := path.stat().st_size) != size:
+            raise Damaged(f"{path} has {found} bytes instead of {size}", fix=START_OVER)
+        if (large or size <= LARGE) and digest_of_file(path) != packed:
+            raise Damaged(f"{path} is not what was packed: its digest differs", fix=START_OVER)
+
+
+def of(document: Mapping[str, Any]) -> Files:
+    """The files that a job's document lists; none in a document from before they were."""
+    found: Files = document["bundle"].get("files", {})
+    return found
+
+
+def _lies(name: str, below: str) -> bool:
+    return name == below or name.startswith(f"{below}/")
+
+
+def folder(path: str) -> str:
+    """The folder of a name in a bundle; the name itself where it lies in none."""
+    parent, _, _ = path.rpartition("/")
+    return parent or path

@@ -1,0 +1,113 @@
+"""A submitted job on the host that runs it: its configuration, and where its files lie here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from common.job.bundle import bundle_files
+from common.job.config import JobConfig
+
+MODULES = "modules"  # the folder of a bundle with the author's code
+
+
+@dataclass(frozen=True)
+class JobData:
+    """A submitted job: its id and configuration, and its directories."""
+
+    id: str
+    config: JobConfig
+    bundle: Path  # on this host
+    run_dir: Path  # where the run is at home, perhaps on another host: see `at_home`
+    # What was packed, to check by what is read.
+    files: bundle_files.Files = field(default_factory=dict, compare=False, repr=False)
+    own: Path | None = None  # where a host that does not see `run_dir` keeps its files of the run
+    packed: Path | None = None  # where the bundle is at home, if that is not `bundle`
+    digest: str = ""  # of the bundle
+
+    @property
+    def at_home(self) -> bool:
+        """Whether `run_dir` is a directory of this host, or proved to be the same."""
+        return self.own is None
+
+    @property
+    def here(self) -> Path:
+        """The directory of this host for files of the run."""
+        return self.own or self.run_dir
+
+    @property
+    def bundle_at_home(self) -> Path:
+        """The bundle's directory by the name that everybody knows it by."""
+        return self.packed or self.bundle
+
+    @classmethod
+    def of(cls, job: str, document: dict[str, Any], run_dir: str) -> JobData:
+        """The job of a row in Redis, whose document holds the configuration and `bundle: {dir,
+        digest, files}`, on a host where `run_dir` is at home; elsewhere see `local_files`.
+        """
+        values = {key: value for key, value in document.items() if key != "bundle"}
+        bundle = Path(document["bundle"]["dir"])
+        return cls(
+            job,
+            JobConfig.from_document(values),
+            bundle,
+            Path(run_dir),
+            bundle_files.of(document),
+            digest=str(document["bundle"].get("digest", "")),
+        )
+
+    def on(self, device: str) -> JobData:
+        """The job as a process computes it whose worker is of `device`: a job that is submitted
+        does not choose what the workers of its mesh are. Empty: no worker has started the process.
+        """
+        if not device or device == self.config.mesh.device:
+            return self
+        mesh = replace(self.config.mesh, device="cuda" if device == "cuda" else "cpu")
+        return replace(self, config=replace(self.config, mesh=mesh))
+
+    def elsewhere(self, bundle: Path, own: Path) -> JobData:
+        """The same on a host that does not see `run_dir`."""
+        return replace(self, bundle=bundle, own=own, packed=self.bundle)
+
+    def _whole(self, below: str) -> Path:
+        """A file or folder of the bundle; Damaged if it is not what was packed."""
+        bundle_files.check(self.bundle, self.files, below)
+        return self.bundle / below
+
+    @property
+    def modules(self) -> Path:
+        """Directory of the author's Python modules, which goes first on an import path. Damaged."""
+        return self._whole(MODULES)
+
+    @property
+    def tokenizer(self) -> Path:
+        """The bundled tokenizer.json; beside it lie the files that belong to it. Damaged."""
+        name = self.config.model.tokenizer or "tokenizer.json"
+        self._whole(bundle_files.folder(name))
+        return self.bundle / name
+
+    @property
+    def origin(self) -> Path | None:
+        """The bundled Hugging Face directory that the model begins from; None: from scratch.
+        Damaged, as far as that shows without reading weights.
+        """
+        path = self.config.model.path
+        return self._whole(path) if path else None
+
+    def frozen(self, role: str) -> Path:
+        """Where a frozen model of the job lies, if it was given as files. Damaged, as `origin`."""
+        path: str = getattr(self.config.models, role).path
+        return self._whole(path)
+
+    def rows(self, which: str) -> list[dict[str, Any]]:
+        """The rows of `train` or `held_out`; none when the job names no such file."""
+        return self.rows_of(getattr(self.config.dataset, which))
+
+    def rows_of(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a file of the bundle; none without a name. Damaged."""
+        if not name:
+            return []
+        with self._whole(name).open(encoding="utf-8") as file:
+            return [json.loads(line) for line in file]

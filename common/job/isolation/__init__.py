@@ -1,0 +1,1 @@
+"""Isolation of a job's sandboxes: tiers, runners, images. Open `isolation.py` first."""

@@ -1,0 +1,118 @@
+"""Images: what `sandbox.root` names, a directory tree or an OCI bundle that holds what the model's
+code sees as its file system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import struct
+from pathlib import Path
+
+from common.base.errors import ConfigError
+
+PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3", "/bin/python3")
+LINKS_MOST = 40  # followed for one path, as many as Linux follows
+# e_machine of the ELF header, by what uname says (elf.h).
+MACHINES = {"x86_64": 62, "aarch64": 183, "riscv64": 243, "ppc64le": 21, "s390x": 22}
+LOADER = 3  # PT_INTERP: the segment that names the program's loader
+HOW = 'docs/sandbox.md, "Images", says how to make one'
+
+
+def tree(place: str) -> Path:
+    """The directory that is to be the root: `place`, or the root file system of an OCI bundle there
+    (`config.json` with `root.path`); ConfigError if it is neither.
+    """
+    path = Path(place)
+    if not path.is_dir():
+        raise ConfigError(f"there is no directory {place}", fix=HOW)
+    bundle = path / "config.json"
+    if not bundle.is_file():
+        return path
+    try:
+        named = str(json.loads(bundle.read_text())["root"]["path"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{bundle} is no configuration of an OCI bundle", fix=HOW) from error
+    root = path / named
+    if not root.is_dir():
+        raise ConfigError(f"{bundle} names the root {named}, which is no directory", fix=HOW)
+    return root
+
+
+def inside(root: Path, path: str) -> Path | None:
+    """Where `path` of the image lies on this host: links are followed as they are read inside, and
+    none leads out. None if there is nothing.
+    """
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    found: list[str] = []
+    links = 0
+    while parts:
+        part = parts.pop(0)
+        if part == "..":
+            found = found[:-1]
+            continue
+        here = root.joinpath(*found, part)
+        if here.is_symlink():
+            links += 1
+            target = os.readlink(here)
+            if links > LINKS_MOST:
+                return None
+            if target.startswith("/"):
+                found = []
+            parts = [step for step in target.split("/") if step not in ("", ".")] + parts
+        elif here.exists():
+            found.append(part)
+        else:
+            return None
+    return root.joinpath(*found)
+
+
+def python_of(root: Path, named: str = "") -> str:
+    """The interpreter's path inside of the image: `named`, or the first usual one. ConfigError if
+    it is missing or cannot run on this host: another architecture, no loader.
+    """
+    for path in [named] if named else PYTHONS:
+        if not path.startswith("/"):
+            raise ConfigError(f"{path} is no absolute path inside of the image", fix=HOW)
+        program = inside(root, path)
+        if program is not None and program.is_file():
+            _runs_here(root, path, program)
+            return path
+    missing = named or ", ".join(PYTHONS)
+    raise ConfigError(
+        f"{root} has no interpreter {missing}",
+        fix="Install Python there, or name one of it with sandbox.python, as a path inside",
+    )
+
+
+def _runs_here(root: Path, path: str, program: Path) -> None:
+    if not os.access(program, os.X_OK):
+        raise ConfigError(f"{path} of {root} is not executable", fix="chmod a+x")
+    with program.open("rb") as file:
+        header = file.read(64)
+        if header[:4] != b"\x7fELF":
+            return  # a script, whose interpreter the kernel looks for
+        order = "<" if header[5] == 1 else ">"
+        machine = struct.unpack_from(f"{order}H", header, 18)[0]
+        expected = MACHINES.get(platform.machine(), machine)
+        if machine != expected or header[4] != 2:
+            raise ConfigError(
+                f"{path} of {root} is a program of another architecture (ELF machine {machine}); "
+                f"this host is {platform.machine()}",
+                fix=f"Make the image for {platform.machine()}",
+            )
+        (offset,) = struct.unpack_from(f"{order}Q", header, 32)
+        size, count = struct.unpack_from(f"{order}HH", header, 54)
+        for number in range(count):
+            file.seek(offset + number * size)
+            segment = file.read(size)
+            if struct.unpack_from(f"{order}I", segment)[0] == LOADER:
+                place, _, _, length = struct.unpack_from(f"{order}QQQQ", segment, 8)
+                file.seek(place)
+                loader = file.read(length).rstrip(b"\0").decode()
+                if inside(root, loader) is None:
+                    raise ConfigError(
+                        f"{path} of {root} is loaded by {loader}, which is not there",
+                        fix="Put the C library that it was built with into the image",
+                    )

@@ -1,0 +1,1 @@
+"""Actors, their calls, and the processes in which they run. Open `runtime/mesh.py` first."""

@@ -1,0 +1,53 @@
+"""The hosts that a mesh has let in: what Redis is told of each, which lets nobody in by itself."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from common.base.files import documents
+from common.base.host.settings import redis_password
+
+FILE = "hosts.json"  # in the mesh's directory, of its head
+REPAIR = (
+    "Put a copy of it back. Without one: `meshrl down`, remove it and {other}, start the mesh "
+    "again, and have each host `meshrl leave` and join with a new token"
+)
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A host that may belong to the mesh: digests of the passwords of its roles."""
+
+    host: str
+    passwords: dict[str, str]  # role -> SHA-256, in hexadecimal digits
+    made_s: float  # wall clock
+
+    @classmethod
+    def of(cls, host: str, secret: str, roles: Iterable[str], now_s: float) -> Admitted:
+        """A host whose processes have `secret`, for these roles."""
+        digests = {
+            role: hashlib.sha256(redis_password(secret, role).encode()).hexdigest()
+            for role in roles
+        }
+        return cls(host, digests, now_s)
+
+
+def admitted(directory: Path) -> dict[str, Admitted]:
+    """Those that have joined the mesh with this directory, by name. Damaged."""
+    path = directory / FILE
+    try:
+        rows = documents.read(path, REPAIR.format(other="joined.json"))["hosts"]
+        return {row["host"]: Admitted(**row) for row in rows}
+    except FileNotFoundError:
+        return {}
+    except (KeyError, TypeError) as error:
+        fix = REPAIR.format(other="joined.json")
+        raise documents.damaged(path, f"it holds no hosts: {error!r}", fix) from error
+
+
+def keep(directory: Path, hosts: Iterable[Admitted]) -> None:
+    """Puts them on record, in a file for this user alone. StorageFull."""
+    documents.write(directory / FILE, {"hosts": [asdict(one) for one in hosts]})

@@ -1,0 +1,144 @@
+"""A line to one actor at a known address, for who is no process of the mesh: no registry is asked,
+and the other end is known by its key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, TypeVar
+
+from common.api.calls.interface import Call, Stream
+from common.base.clock import SystemClock
+from common.base.encoding.messages import Frame, decode, encode
+from common.base.errors import (
+    BadMessage,
+    ConfigError,
+    DeadlineExceeded,
+    HandshakeFailed,
+    MeshError,
+    NotAllowed,
+    PeerLost,
+)
+from common.base.random import Random
+from common.mesh.access.ticket import Ticket
+from common.mesh.runtime.calls.calling import Caller
+from common.mesh.runtime.calls.directory import FIRST_RETRY_S, LONGEST_RETRY_S, Route
+from common.mesh.runtime.calls.sweep import Sweep
+from common.mesh.telemetry.logs import Telemetry
+from common.mesh.telemetry.tracing import Tracer
+from common.mesh.transport.base import Peer
+from common.mesh.transport.keys import KeyPair, TokenKeys
+from common.mesh.transport.zmq import ZmqTransport
+from common.mesh.wire.frames import unpack_header
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+FRONT = "gateway"  # actor and incarnation at the front door: a key says who answers, for ever
+_NOWHERE = "inproc://nobody"  # it listens where nobody can be
+_REFUSED = (
+    "the mesh does not take this token: it was revoked, has expired, is "
+    "another mesh's, or is not for this",
+    "Ask who gave it to you for another one",
+)
+
+
+class Line:
+    """Calls of a token's holder; `open` it on the loop that it is used on, and `close` it."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        """ConfigError when the ticket holds no keys, or no address."""
+        self._clock, random = SystemClock(), Random.system()
+        try:
+            keys = TokenKeys(KeyPair.of(ticket.secret.encode()), ticket.gateway.encode())
+        except ValueError as error:
+            raise ConfigError(f"the token holds no key: {error}") from None
+        self._address = ticket.address
+        self._route = Route(FRONT, ticket.address, FRONT)
+        self._transport = ZmqTransport(_NOWHERE, keys=keys, silence_refuses=False)
+        self._sweep = Sweep(self._clock.monotonic)
+        telemetry = Telemetry("client")
+        self._caller = Caller(
+            self._clock,
+            self._transport,
+            random.token(8),
+            Tracer(random.child("trace")),
+            telemetry,
+            self._sweep,
+        )
+
+    def open(self) -> None:
+        """Begins to listen for answers, on the running loop."""
+        self._sweep.start()
+        self._transport.start(self._deliver, self._caller.lost, lambda peer: None)
+
+    def _deliver(self, peer: Peer, frames: list[Frame], role: str) -> None:
+        try:
+            header = unpack_header(frames[0])
+        except BadMessage:
+            return
+        if not peer and len(frames) > 1:
+            self._caller.accept(header, frames)
+
+    async def call(self, method: Call[Q, R], request: Q, deadline_s: float | None = None) -> R:
+        """The reply, or the error that the other end raised. Asked again until the deadline while
+        nobody answers, if the method is idempotent. NotAllowed when the mesh says that the token is
+        not good.
+        """
+        body, buffers = encode(request)
+        now = self._clock.monotonic()
+        deadline = now + (method.deadline_s if deadline_s is None else deadline_s)
+        pause = FIRST_RETRY_S
+        while True:
+            row = self._caller.ask(self._route, method, body, buffers, now, deadline)
+            try:
+                frames = await row.future
+            except PeerLost as error:
+                again = (method.idempotent or not row.ran) and not row.answered
+                if not again or isinstance(error, HandshakeFailed):
+                    raise self._told(error) from error
+                if self._clock.monotonic() + pause >= deadline:
+                    raise self._told(error) from error
+            except MeshError as error:
+                raise self._told(error) from error
+            except BaseException:
+                self._caller.cancel(row)
+                raise
+            else:
+                return decode(method.reply, frames[1], frames[2:])
+            await self._clock.sleep(pause)
+            pause, now = min(2 * pause, LONGEST_RETRY_S), self._clock.monotonic()
+
+    async def stream(self, method: Stream[Q, R], request: Q) -> AsyncGenerator[R, None]:
+        """The replies as they come; closing the iterator cancels at the other end."""
+        body, buffers = encode(request)
+        incoming: Any = self._caller.open(self._route, method, body, buffers)
+        try:
+            async for item in incoming:
+                yield item
+        except MeshError as error:
+            raise self._told(error) from error
+        finally:
+            incoming.close()
+
+    def _told(self, error: MeshError) -> MeshError:
+        """What the end of a call means to who holds a token."""
+        if isinstance(error, HandshakeFailed | NotAllowed):
+            return NotAllowed(_REFUSED[0], where=self._address, fix=_REFUSED[1])
+        if isinstance(error, PeerLost):
+            return PeerLost(
+                "no mesh answers there: nobody is behind that address, it went away meanwhile, or "
+                "what answers has another key than the token says",
+                where=self._address,
+                fix="See with who gave you the token that the mesh runs and that the token is of "
+                "that mesh, and whether a firewall is in between",
+            )
+        if isinstance(error, DeadlineExceeded):
+            return DeadlineExceeded(error.message, where=self._address)
+        return error
+
+    async def close(self) -> None:
+        """Ends what is under way, and the connection."""
+        self._caller.stop()
+        self._sweep.stop()
+        await self._transport.close()

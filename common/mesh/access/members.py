@@ -1,0 +1,85 @@
+"""Hosts that join with a token, and are members from then on, each by a key of its own: what
+becomes of the token is nothing to them.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+from common.base.errors import Refused
+from common.mesh.access.records import HOST, Known, Member, Token, changing, digest
+
+AGAIN_S = 600.0  # in which a host that was let in may ask again, as the answer may have been lost
+ANOTHER = "Ask for another one: `meshrl token create --host` at the head of the mesh"
+
+
+def let_in(path: Path, token_id: str, host: str, public: bytes, now_s: float) -> None:
+    """Makes the host with this key a member; again for the same one, for a while. Refused when the
+    token does not let it in, or another host has its name or its key.
+    """
+    key = digest(public)
+    with changing(path) as known:
+        same = next((m for m in known.members if m.host == host or m.key == key), None)
+        if same is not None:
+            _refuse_another(same, Member(same.id, host, key, token_id, same.since_s), now_s)
+            return
+        token = next((t for t in known.tokens if t.id == token_id), None)
+        if token is None or (why := _unusable(token, now_s)):
+            raise Refused(why if token is not None else "the mesh knows no such token", fix=ANOTHER)
+        if any(t.key == key for t in known.tokens):
+            raise Refused("this is the key of a token, and no host's own")
+        known.members.append(Member(uuid.uuid4().hex[:12], host, key, token_id, now_s))
+        known.tokens[known.tokens.index(token)] = replace(token, used=token.used + 1, host=host)
+
+
+def _refuse_another(known: Member, asking: Member, now_s: float) -> None:
+    if known != asking:
+        raise Refused(f"a host called {known.host} is in the mesh", fix="Join from a new directory")
+    if now_s - known.since_s > AGAIN_S:
+        raise Refused(
+            f"{known.host} has joined {now_s - known.since_s:.0f} s ago, and is told its secret no "
+            "more",
+            fix="Join again: it is another host then, and `meshrl keys revoke "
+            f"{known.host}` at the head makes the mesh forget this one",
+        )
+
+
+def _unusable(token: Token, now_s: float) -> str:
+    """Why nobody joins with it; empty: somebody may."""
+    if token.kind != HOST:
+        return f"the token of {token.name} is for handing in jobs, not for joining"
+    if token.revoked_s:
+        return "this token was revoked"
+    if now_s >= token.expires_s:
+        return "this token has expired"
+    if not token.spent:
+        return ""
+    if token.uses == 1:
+        return f"this token was used by {token.host}; each lets in one host"
+    return f"this token has let in the {token.uses} hosts that it is good for, {token.host} last"
+
+
+def take_back(path: Path, token_id: str, host: str) -> None:
+    """The host was not let in after all: the token is as it was."""
+    with changing(path) as known:
+        if _removed(known, host, token_id):
+            known.tokens[:] = [
+                replace(t, used=t.used - 1, host="") if t.id == token_id else t
+                for t in known.tokens
+            ]
+
+
+def forget(path: Path, host: str) -> None:
+    """The host is a member no more: it may ask nothing."""
+    if path.exists():
+        with changing(path) as known:
+            _removed(known, host)
+
+
+def _removed(known: Known, host: str, token_id: str = "") -> bool:
+    """Whether it was there; with `token_id`, let in by that."""
+    gone = [m for m in known.members if m.host == host and token_id in ("", m.token)]
+    known.members[:] = [member for member in known.members if member not in gone]
+    return bool(gone)

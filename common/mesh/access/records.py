@@ -1,0 +1,118 @@
+"""What a mesh has on record of whom its gateway lets in: the tokens that it has given, and the
+members, which are hosts that have joined. Each is known by a key, of which the file has the digest
+alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO
+
+from common.base.errors import DeadlineExceeded
+from common.base.files import documents
+
+FILE = "tokens.json"  # in the mesh's directory
+REPAIR = (
+    "Put a copy of it back, or remove it: then no token that was given lets anybody in, hosts that "
+    "have joined stay, but are told nothing, and `meshrl token create` makes others"
+)
+LOCKED_S = 5.0  # of another's lock: less than callers wait for the thread that changes the file
+POLL_S = 0.05  # between two tries to lock it
+# Kinds of tokens: a person's is good for jobs, a host's for joining the mesh.
+PERSON, HOST = "person", "host"
+
+
+@dataclass(frozen=True)
+class Token:
+    """One that was given. Times are wall-clock seconds."""
+
+    id: str
+    name: str  # whom it was given to
+    key: str  # digest of its public key
+    made_s: float
+    expires_s: float
+    revoked_s: float = 0.0  # 0: it is not
+    priority: int = 0  # the highest `pool.priority` that its jobs may have
+    kind: str = PERSON
+    uses: int = 1  # hosts that a host's lets in; 0: any number
+    used: int = 0  # hosts that it has let in
+    host: str = ""  # the last of these
+
+    def good(self, now_s: float) -> bool:
+        """Whether who holds it is heard at all."""
+        return not self.revoked_s and now_s < self.expires_s
+
+    @property
+    def spent(self) -> bool:
+        """Whether it has let in as many hosts as it may."""
+        return bool(self.uses) and self.used >= self.uses
+
+
+@dataclass(frozen=True)
+class Member:
+    """A host that has joined, and is known by a key of its own from then on."""
+
+    id: str
+    host: str
+    key: str  # digest of its public key
+    token: str  # id of that which let it in
+    since_s: float  # wall clock
+
+
+@dataclass
+class Known:
+    """All that is on record, also tokens that are good no more, in the order of their making."""
+
+    tokens: list[Token] = field(default_factory=list)
+    members: list[Member] = field(default_factory=list)
+
+
+def read(path: Path) -> Known:
+    """Nothing where there is no file. Damaged."""
+    if not path.exists():
+        return Known()
+    try:
+        held = documents.read(path, REPAIR)
+        tokens = [Token(**row) for row in held["tokens"]]
+        return Known(tokens, [Member(**row) for row in held["members"]])
+    except (KeyError, TypeError) as error:
+        raise documents.damaged(path, f"it holds no tokens: {error!r}", REPAIR) from error
+
+
+@contextmanager
+def changing(path: Path, locked_s: float = LOCKED_S) -> Iterator[Known]:
+    """What is on record, to be changed in place; written when nothing has failed. DeadlineExceeded
+    when another has it locked for longer than `locked_s`: nothing was changed.
+    """
+    with path.with_suffix(".lock").open("w") as lock:
+        until_s = time.monotonic() + locked_s
+        while not _locked(lock):
+            if time.monotonic() >= until_s:
+                raise DeadlineExceeded(
+                    f"another process has the file of tokens locked, for {locked_s:g} s",
+                    where=lock.name,
+                    fix="Try again; `fuser` with the name of the file tells which process it is",
+                )
+            time.sleep(POLL_S)
+        known = read(path)
+        yield known
+        documents.write(path, asdict(known))
+
+
+def _locked(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def digest(public: bytes) -> str:
+    """By which a public key is on record."""
+    return hashlib.blake2b(public, digest_size=32).hexdigest()

@@ -1,0 +1,71 @@
+"""What a person is given to reach a mesh: one line of text, with a key of their own in it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from common.base.errors import ConfigError
+from common.base.host import private
+
+BEGINS = "meshrl-token:"
+FILE_FIX = f"Give a file of `meshrl token create`, or its text, which begins with {BEGINS}"
+GATEWAY_PORT = 7199  # where nothing else is said
+LONGEST = 4096  # characters: a file that is larger is none of ours
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Where a mesh's gateway listens, the key that it answers with, and the token's secret key."""
+
+    address: str
+    gateway: str  # public key, Z85
+    secret: str = field(repr=False)  # key, Z85
+
+    @property
+    def text(self) -> str:
+        """The line."""
+        return BEGINS + base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode()
+
+
+def named(where: str, port: int, setting: str) -> str:
+    """The address of NAME, NAME:PORT, [IPv6] or [IPv6]:PORT, as tickets have it; ConfigError, which
+    names the `setting`.
+    """
+    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[0-9A-Za-z._-]+)(?::(\d{1,5}))?", where)
+    if found is None or not 0 < int(found[2] or port) < 65536:
+        raise ConfigError(
+            f"{where!r} is no name or address of a host", where=setting, fix="Write NAME:PORT"
+        )
+    return f"tcp://{found[1]}:{found[2] or port}"
+
+
+def read(token: str | Path) -> Ticket:
+    """The ticket in a text, or in the file that it names; ConfigError when it is none, or when a
+    file of it can be read by others.
+    """
+    text = str(token).strip()
+    where = ""
+    if not text.startswith(BEGINS):
+        where, text = text, private.text(Path(text).expanduser(), "token", FILE_FIX, LONGEST)
+    if not text.startswith(BEGINS):
+        raise ConfigError(
+            f"what is there is no token, which begins with {BEGINS}",
+            where=where,
+            fix="Copy all of the line that `meshrl token create` printed",
+        )
+    try:
+        held = json.loads(base64.urlsafe_b64decode(text.removeprefix(BEGINS).encode()))
+        found = Ticket(**held)
+        if not all(isinstance(value, str) for value in held.values()):
+            raise ValueError("its parts are no texts")
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"the token cannot be read: {error}",
+            where=where,
+            fix="Copy it again, all of the line that `meshrl token create` printed",
+        ) from None
+    return found

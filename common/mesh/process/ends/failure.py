@@ -1,0 +1,172 @@
+"""What ended a process, as whoever started it finds it: a file beside its log.
+
+The entry of every process that a Host starts writes it (`child.py`, `newborn.py`, `Host.exit`), so
+that it tells of a failed import too, and while Redis is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from common.base.errors import (
+    ConfigError,
+    Fenced,
+    MeshError,
+    RankLost,
+    StateUnavailable,
+    StorageFull,
+    ToolFailed,
+)
+from common.mesh.process.ends import limits
+
+FAILURE_ENV = "MESHRL_FAILURE"  # path of the file
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+TAIL_BYTES = 1 << 16  # of a log: enough for the lines that an error shows
+TEXT_CHARS = 10_000  # of an error, which may be of a job's author
+ROOT = Path(__file__).parents[4]  # of our own packages
+
+# What starting a process again does about its error: nothing; perhaps nothing, so that the tries
+# are counted; it is the cure once the other process or the lease that the error tells of is back,
+# which is waited for while the job makes progress, and for some minutes without; or, always, once
+# an outage is over that is shown to people: a full disk, or Redis away.
+Restart = Literal["never", "counted", "patient", "always"]
+FATAL = (ConfigError, ToolFailed)
+OTHERS_FAULT = (Fenced, RankLost)
+OUTAGES = (StorageFull, StateUnavailable)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error that ended a process. `where` is a file and line where the error names nothing."""
+
+    type: str
+    text: str
+    where: str = ""
+    fix: str = ""
+    restart: Restart = "counted"
+    job: str = ""  # that it was at work for, if it serves more than one
+
+    @classmethod
+    def of(cls, error: BaseException, job: str = "") -> Failure:
+        """The failure that an exception is."""
+        name = type(error).__name__
+        if isinstance(error, MeshError):
+            where = error.where or place_of(error)
+            fix = error.fix or limits.hit(error.__cause__ or error)
+            return cls(name, error.message, where, fix, restart_after(error), job)
+        if isinstance(error, SystemExit):
+            return cls(name, str(error.code), job=job)
+        try:
+            text = str(error)
+        except Exception:  # the exception is of a job's author
+            text = ""
+        if len(text) > TEXT_CHARS:
+            text = f"{text[:TEXT_CHARS]}... ({len(text) - TEXT_CHARS} more characters)"
+        return cls(name, text, place_of(error), limits.hit(error), restart_after(error), job)
+
+    @property
+    def fatal(self) -> bool:
+        """Whether the process would only fail again."""
+        return self.restart == "never"
+
+    def fields(self) -> dict[str, str]:
+        """What an event tells of it."""
+        return {"type": self.type, "text": self.text, "where": self.where, "fix": self.fix}
+
+    def __str__(self) -> str:
+        told = f"{self.type}: {self.text}" if self.text else self.type
+        told = f"{told} (at {self.where})" if self.where else told
+        return f"{told}. {self.fix}" if self.fix else told
+
+
+def told(fields: dict[str, Any]) -> str:
+    """The text of `Failure.fields`; empty for none."""
+    kind, text, where, fix = (str(fields.get(n, "")) for n in ("type", "text", "where", "fix"))
+    return str(Failure(kind, text, where, fix)) if kind else ""
+
+
+def restart_after(error: BaseException) -> Restart:
+    """Whether it helps to start a process again that this error has ended."""
+    if isinstance(error, FATAL):
+        return "never"
+    if isinstance(error, MeshError):
+        others = error.retryable or isinstance(error, OTHERS_FAULT)
+        return "always" if isinstance(error, OUTAGES) else "patient" if others else "counted"
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return "always"
+    return "patient" if isinstance(error, asyncio.CancelledError) else "counted"
+
+
+def place_of(error: BaseException) -> str:
+    """`file:line` of the last code of ours, or of a job's, that an exception came through; of
+    anybody's if there is none.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _library(frame.filename)]
+    if not (own or frames):
+        return ""
+    last = (own or frames)[-1]
+    path = Path(last.filename)
+    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    return f"{shown}:{last.lineno}"
+
+
+def _library(file: str) -> bool:
+    return file.startswith(("<", sys.base_prefix)) or "site-packages" in file
+
+
+def path_beside(log: Path) -> Path:
+    """Where a process with this log leaves what ended it."""
+    return log.with_suffix(".failure.json")
+
+
+def leave(error: BaseException, job: str = "") -> None:
+    """Writes down what ends this process, if whoever started it has said where."""
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+        return  # an exit status, which is told anyway
+    path = os.environ.get(FAILURE_ENV)
+    if path:
+        content = {"pid": os.getpid(), "parent": os.getppid()} | asdict(Failure.of(error, job))
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            with contextlib.suppress(OSError):
+                os.close(0)  # nothing is read from it any more, and the file takes a descriptor
+        with contextlib.suppress(OSError):  # a full disk: then the exit status is all there is
+            Path(path).write_text(json.dumps(content), encoding="utf-8")
+
+
+def found(log: Path | None, pid: int) -> Failure | None:
+    """What the process of this number, or the one that it guarded, has left beside its log when it
+    ended.
+    """
+    if log is None:
+        return None
+    try:
+        content = json.loads(path_beside(log).read_bytes())
+        left_by = content.pop("pid"), content.pop("parent", 0)
+        return Failure(**content) if pid in left_by else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or a torn one
+        return None
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """The last lines of a file, without reading all of it."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()[-lines:] if lines > 0 else []
+
+
+def end_of(log: Path | None, lines: int = 3) -> str:
+    """The last lines of a log in one; empty where it has none."""
+    if log is None or not log.is_file():
+        return ""
+    return " / ".join(line.strip() for line in tail(log, lines) if line.strip())

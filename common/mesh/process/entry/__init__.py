@@ -1,0 +1,1 @@
+"""Entry of a child process: its limits, its guard. Open `child.py` first."""

@@ -1,0 +1,214 @@
+"""The first code of every process that a Host executes: it ties the process to its parent, then
+closes its files to other users, then runs the program in its place.
+
+`python -m common.mesh.process.entry.child parent=PID death=FD nice=N rlimit=AS:BYTES -- module:NAME
+ARGS...` runs a Python module in this same interpreter, which costs no second one; `-- exec:PROGRAM
+ARGS...` replaces it, and needs no more of Python than this file. The parent forks without running
+Python code in the child (a `preexec_fn` would, next to ZeroMQ's and our own threads). A program
+dies with the spawning thread of its parent, a module also when the parent's death pipe closes.
+`guard=FD` comes first, in place of `parent`: FD is the death pipe (`guard.py`). Only the standard
+library, and little of it: it is in the start-up time of every process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False  # `typing` and `signal` would take longer to import than all the rest
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+CHANNEL_FD = "MESHRL_CHANNEL_FD"
+FRAME_LIMIT = 64 << 20  # bytes; a longer length prefix means that the stream is garbage
+PR_SET_PDEATHSIG = 1
+SIGKILL = 9
+PRIVATE = 0o077  # umask of every process of a mesh: what it writes is for its user's eyes only
+RESERVE_BYTES = 64 << 20  # of address space: for the modules that tell of an error
+ORPHANED = 71  # exit status of a child whose parent was gone before it could be tied to it
+
+
+def tie_to_parent(parent: int) -> None:
+    """Has the kernel kill this process when the parent's spawning thread ends, or now if it has
+    ended.
+    """
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(ORPHANED)
+
+
+def end_with(death_fd: int) -> int:
+    """Has the kernel kill this process, even one that is stopped, at the end of the pipe whose
+    write end only its owner has; now if it has ended. It does so while the descriptor that is
+    returned is open; `death_fd` is closed.
+
+    The signal of a descriptor belongs to its open file, which every process that inherited it
+    shares: so the pipe is opened anew.
+    """
+    import fcntl
+    import select
+
+    own = os.open(f"/proc/self/fd/{death_fd}", os.O_RDONLY | os.O_NONBLOCK)
+    os.close(death_fd)
+    fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(own, fcntl.F_SETSIG, SIGKILL)
+    fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(own, 0)  # only its end
+    if poll.poll(0):
+        os._exit(ORPHANED)
+    return own
+
+
+def guarded(owner: int) -> None:
+    """Puts a guard between the parent and this process, which goes on in a fork; see `guard`."""
+    own = os.path.realpath(__file__)
+    for _ in range(5):
+        own = os.path.dirname(own)
+    sys.path.append(own)  # where no module of ours can be imported, as for a program
+    from common.mesh.process.entry import guard
+
+    sys.path.remove(own)
+    writing = guard.enter(owner, 1)
+    for number in (1, 2):
+        os.dup2(writing, number)
+    os.close(writing)
+
+
+def limit(spec: str) -> None:
+    """Sets one resource limit of this process, soft and hard, from NAME:VALUE, at most the hard
+    limit it has.
+    """
+    import resource
+
+    name, value = spec.split(":")
+    which: int = getattr(resource, f"RLIMIT_{name}")
+    _, hard = resource.getrlimit(which)
+    ceiling = int(value) if hard == resource.RLIM_INFINITY else min(int(value), hard)
+    resource.setrlimit(which, (ceiling, ceiling))
+
+
+def reserved() -> Callable[[], None]:
+    """What gives a process that hits a limit of the host the room to write that down: a descriptor,
+    and, where its address space is limited, some of that.
+    """
+    import mmap
+    import resource
+
+    limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    space = mmap.mmap(-1, RESERVE_BYTES, prot=mmap.PROT_READ) if limited else None
+
+    def give() -> None:
+        if space is not None:
+            space.close()
+        try:
+            os.close(0)  # nothing is read from it any more
+        except OSError:
+            return
+
+    return give
+
+
+class Channel:
+    """The child's end of the socket pair to its parent: blocking, length-prefixed frames."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._stream = stream
+        self._buffer = bytearray()
+
+    @classmethod
+    def from_env(cls) -> Channel:
+        """The channel that `Host.spawn` opened with `pipe`; KeyError if it opened none."""
+        import socket
+
+        return cls(socket.socket(fileno=int(os.environ.pop(CHANNEL_FD))))
+
+    def send(self, frame: bytes) -> None:
+        """Sends one frame; blocks until the parent has room for it."""
+        self._stream.sendall(len(frame).to_bytes(4, "little") + frame)
+
+    def recv(self) -> bytes | None:
+        """The next frame; None when the parent has closed its end."""
+        while True:
+            frame = take_frame(self._buffer)
+            if frame is not None:
+                return frame
+            more = self._stream.recv(1 << 16)
+            if not more:
+                return None
+            self._buffer += more
+
+    def move_above(self, lowest_fd: int) -> None:
+        """Moves the descriptor to a number that code does not hit that writes to small numbers by
+        mistake.
+        """
+        import fcntl
+        import socket
+
+        moved = fcntl.fcntl(self._stream.fileno(), fcntl.F_DUPFD_CLOEXEC, lowest_fd)
+        self._stream.close()
+        self._stream = socket.socket(fileno=moved)
+
+
+def take_frame(buffer: bytearray) -> bytes | None:
+    """Cuts the first whole frame off `buffer`; ValueError when its length cannot be true."""
+    if len(buffer) < 4:
+        return None
+    length = int.from_bytes(buffer[:4], "little")
+    if length > FRAME_LIMIT:
+        raise ValueError(f"a frame of {length} bytes; the limit is {FRAME_LIMIT}")
+    if len(buffer) < 4 + length:
+        return None
+    frame = bytes(buffer[4 : 4 + length])
+    del buffer[: 4 + length]
+    return frame
+
+
+def main(argv: list[str]) -> None:
+    """Applies the options before `--`, then becomes the program behind it. SystemExit: an unknown
+    option.
+    """
+    os.umask(PRIVATE)
+    split = argv.index("--")
+    program, arguments = argv[split + 1], argv[split + 2 :]
+    for option in argv[:split]:
+        key, value = option.split("=", 1)
+        if key == "guard":
+            guarded(int(value))
+        elif key == "parent":
+            tie_to_parent(int(value))
+        elif key == "death":
+            end_with(int(value))
+        elif key == "nice":
+            os.nice(int(value))
+        elif key == "rlimit":
+            limit(value)
+        else:
+            raise SystemExit(f"common.mesh.process.entry.child: unknown option {option!r}")
+    kind, _, name = program.partition(":")
+    if kind == "exec":
+        os.execvp(name, [name, *arguments])
+    import runpy
+
+    from common.mesh.process.output.streams import outlive_a_full_disk
+
+    outlive_a_full_disk()
+    sys.argv = [name, *arguments]
+    reserve = reserved()
+    try:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    except BaseException as error:
+        reserve()
+        from common.mesh.process.ends import failure
+
+        failure.leave(error)
+        raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

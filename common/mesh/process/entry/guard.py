@@ -1,0 +1,235 @@
+"""The parent of a process that runs an author's code: ends all that it starts, bounds its output.
+
+The guard stands between the owner and that process, as an init process in a container. As a
+subreaper it becomes the parent of everything below whose own parent ends, so nothing leaves it:
+neither a session of its own, nor a double fork, nor a cleared environment. When the process ends,
+or the owner does, the guard kills what is left below it, and ends in the same way as the process.
+
+What is printed below comes through a pipe, and goes to the log as far as `log_bounds` allows. Only
+the standard library: a guard is forked for each process, or executed with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import resource
+import select
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from common.mesh.process.entry.child import tie_to_parent
+from common.mesh.process.output.log_bounds import Budget, bound
+
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
+NAME = b"meshrl-guard"
+PIPE_BYTES = 1 << 20  # between two reads of a busy host, and what is dropped at once
+READ_BYTES = 1 << 16
+TAIL_BYTES = 1 << 13  # of what is dropped, that is kept
+BATCH_S = 0.001  # before a read: of a program that prints line by line, many lines are read at once
+DROP_S = 0.005  # between two drops: the pipe fills meanwhile, and who prints for ever waits
+NOTICE_S = 1.0  # without output, until a drop is noted
+BOUND_EVERY = 1 << 20  # bytes written between two looks at the log's length
+FAILED = 74  # exit status of a guard that failed itself
+
+
+def enter(owner: int, output: int, show: Callable[[], None] = lambda: None) -> int:
+    """Fork. Return, in the child, the descriptor to which it shall print.
+
+    The parent is the guard and never returns. `owner` is the reading end of a pipe that closes when
+    the owner ends; `output` is where the guard writes what the child prints; `show` names the
+    guard's process.
+    """
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    with contextlib.suppress(OSError):  # the user's share of pipes is used up
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    guard = os.getpid()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        os.setsid()
+        tie_to_parent(guard)
+        return writing
+    try:
+        libc.prctl(PR_SET_NAME, NAME, 0, 0, 0)
+        _close_others({owner, output, reading})
+        show()
+        Guard(child, owner, _Output(reading, output)).run()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.write(output, traceback.format_exc().encode())
+    os._exit(FAILED)
+
+
+class _Output:
+    """What is printed below, on its way to the log."""
+
+    def __init__(self, reading: int, log: int) -> None:
+        self.reading, self._log = reading, log
+        self._budget, self._unbounded = Budget(), 0
+        self._tail = b""  # of what was dropped
+
+    @property
+    def owes_notice(self) -> bool:
+        return self._budget.dropped > 0
+
+    def move(self) -> bool:
+        """Move a part of what lies in the pipe, or drop it; False at its end."""
+        allowed = self._budget.allowed(READ_BYTES)
+        if not allowed:
+            time.sleep(DROP_S)
+            return self._drop()
+        time.sleep(BATCH_S)
+        part = os.read(self.reading, allowed)
+        self._budget.spend(len(part))
+        self.note()
+        self._write(part)
+        return bool(part)
+
+    def note(self) -> None:
+        """Write down how much was dropped, and the end of it, perhaps a program's last words."""
+        self._budget.dropped -= len(self._tail)
+        self._write(self._budget.notice())
+        self._write(self._tail)
+        self._tail = b""
+
+    def _drop(self) -> bool:
+        part = os.read(self.reading, PIPE_BYTES)
+        self._budget.dropped += len(part)
+        self._tail = (self._tail + part[-TAIL_BYTES:])[-TAIL_BYTES:]
+        return bool(part)
+
+    def _write(self, part: bytes) -> None:
+        if not part:
+            return
+        with contextlib.suppress(OSError):  # a full disk: it is lost
+            os.write(self._log, part)
+            self._unbounded += len(part)
+            if self._unbounded >= BOUND_EVERY:
+                self._unbounded = 0
+                bound(self._log)
+
+    def finish(self) -> None:
+        """Move what is left, once nobody prints any more."""
+        os.set_blocking(self.reading, False)
+        with contextlib.suppress(BlockingIOError):
+            while self.move():
+                pass
+        self.note()
+
+
+class Guard:
+    """The loop of a guard's process."""
+
+    def __init__(self, child: int, owner: int, output: _Output) -> None:
+        self._child, self._owner, self._output = child, owner, output
+        self._status: int | None = None  # of the child, as waitpid has it
+        self._asked = False  # the owner wants the end
+        self._woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        os.set_blocking(wake, False)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.signal(signal.SIGTERM, lambda number, frame: self._ask())
+        signal.signal(signal.SIGUSR1, lambda number, frame: self._pass_on(number))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def run(self) -> NoReturn:
+        """Watches the child, its output and the owner, until the first or the last has ended."""
+        poller = select.poll()
+        poller.register(self._woken, select.POLLIN)
+        poller.register(self._owner, 0)  # only its end
+        poller.register(self._output.reading, select.POLLIN)
+        self._reap()
+        while self._status is None and not self._asked:
+            waits = 1000 * NOTICE_S if self._output.owes_notice else None
+            ready = poller.poll(waits)
+            if not ready:
+                self._output.note()
+            for fd, _ in ready:
+                if fd == self._woken:
+                    os.read(self._woken, 4096)
+                elif fd == self._owner:
+                    self._asked = True
+                elif not self._output.move():
+                    poller.unregister(fd)
+            self._reap()
+        self._end_all()
+        self._output.finish()
+        _end_as(self._status)
+
+    def _ask(self) -> None:
+        self._asked = True
+
+    def _pass_on(self, number: int) -> None:
+        if self._status is None:
+            os.kill(self._child, number)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                self._note(*ended)
+
+    def _note(self, pid: int, status: int) -> None:
+        if pid == self._child:
+            self._status = status
+
+    def _end_all(self) -> None:
+        """Kill what is below, until nothing is left but what belongs to another user."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                killed = sum(_kills(pid) for pid in _children())
+                pid, status = os.waitpid(-1, 0 if killed else os.WNOHANG)
+                if pid == 0:
+                    return
+                self._note(pid, status)
+
+
+def _close_others(kept: set[int]) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in kept:
+            with contextlib.suppress(OSError):  # that of the listing itself
+                os.close(int(name))
+
+
+def _children() -> Iterator[int]:
+    """Processes whose parent this one is."""
+    own = os.getpid()
+    try:
+        with open(f"/proc/self/task/{own}/children", "rb") as file:
+            yield from map(int, file.read().split())
+    except OSError:  # a kernel without it
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                if int(file.read().rpartition(b")")[2].split()[1]) == own:
+                    yield int(name)
+
+
+def _kills(pid: int) -> bool:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except OSError:  # another user's
+        return False
+    return True
+
+
+def _end_as(status: int | None) -> NoReturn:
+    """End with the status of the child, or by the signal that ended it."""
+    if status is None:
+        os._exit(FAILED)
+    if os.WIFEXITED(status):
+        os._exit(os.WEXITSTATUS(status))
+    number = os.WTERMSIG(status)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)

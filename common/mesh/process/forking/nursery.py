@@ -1,0 +1,242 @@
+"""The nursery of a host: a process that has imported what others need, and forks them on request.
+
+    python -m common.mesh.process.forking.nursery SOCKET MODULE...
+
+It has one thread and no ZeroMQ context, event loop, process group or CUDA context, so that a fork
+is whole; it checks that before it listens. Children belong to whoever asked for them (`birth.py`),
+and live on when the nursery ends. `newborn.py` says what a child shares with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from common.mesh.process.entry import guard
+from common.mesh.process.forking import newborn
+from common.mesh.process.forking.birth import DESCRIPTORS, ORDER_LIMIT, Order, same_user, short
+
+BACKLOG = 128
+# What an interpreter and its libraries read of their environment only when they are loaded: where
+# a process wants another value than the nursery had, it is spawned.
+READ_AT_LOAD = (
+    "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_",
+    "PYTHON", "PYTORCH_", "TORCH_",
+)  # fmt: skip
+SET_ANEW = {newborn.THREADS, "PYTHONPATH", *newborn.MALLOPT}
+
+
+class Newborn(NamedTuple):
+    """What a fork has to go by, in the child."""
+
+    order: Order
+    descriptors: Mapping[str, int]
+    connection: socket.socket
+
+
+class Nursery:
+    """Serves orders at `listener` until the process is ended."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._environment = read_at_load(os.environ)
+        self._owners: dict[int, socket.socket] = {}  # by pid of their child
+        self._woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+
+    def serve(self) -> Newborn:
+        """Returns in a forked child only."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    connection, _ = self._listener.accept()
+                    self._selector.register(connection, selectors.EVENT_READ)
+                elif isinstance(key.fileobj, socket.socket):
+                    self._selector.unregister(key.fileobj)
+                    if (forked := self._answer(key.fileobj)) is not None:
+                        self._let_go()
+                        return forked
+                else:
+                    self._tell_ends()
+
+    def _answer(self, connection: socket.socket) -> Newborn | None:
+        """Forks what is ordered, or says why not; a Newborn in the child."""
+        descriptors: list[int] = []
+        try:
+            message, descriptors, _, _ = socket.recv_fds(connection, ORDER_LIMIT, DESCRIPTORS)
+            order = Order.decode(message)
+            self._check(order, descriptors, connection)
+            pid = os.fork()
+        except (OSError, ValueError, TypeError) as error:
+            close_all(descriptors)
+            say(connection, {"refused": f"{type(error).__name__}: {error}"})
+            connection.close()
+            return None
+        if pid == 0:
+            os.setsid()  # before its owner hears of it: who ends the nursery ends its group
+            passed = dict(zip(order.passed, descriptors, strict=True))
+            about: dict[str, object] = {}
+            if order.guarded:
+                about = {"guard": os.getpid()}
+                passed |= guarded(order, passed)
+            say(connection, {"pid": os.getpid(), **about})
+            return Newborn(order, passed, connection)
+        close_all(descriptors)
+        self._owners[pid] = connection
+        return None
+
+    def _let_go(self) -> None:
+        """Closes, in a child, what has a descriptor. A selector is part of a cycle: the collection
+        that finds it, and the sockets that it knows, would close numbers that are others' by then.
+        """
+        self._selector.close()
+        for end in (self._listener, *self._owners.values()):
+            end.close()
+
+    def _check(self, order: Order, descriptors: list[int], connection: socket.socket) -> None:
+        if not same_user(connection):
+            raise ValueError("the order of another user")
+        if len(descriptors) != len(order.passed):
+            raise ValueError(f"{len(descriptors)} descriptors for {order.passed}")
+        if order.executable != sys.executable:
+            raise ValueError(f"this interpreter is {sys.executable}")
+        wanted = read_at_load(order.environment)
+        if wanted != self._environment:
+            differ = sorted(dict(wanted.items() ^ self._environment.items()))
+            raise ValueError(f"another environment than the nursery's: {differ}")
+
+    def _tell_ends(self) -> None:
+        """Tells owners how their children ended, whose sessions' leftovers are killed before their
+        numbers are free.
+        """
+        os.read(self._woken, 1 << 16)
+        while (ended := next_ended()) is not None:
+            with contextlib.suppress(ProcessLookupError):  # it ended before it had a session
+                os.killpg(ended, signal.SIGKILL)
+            _, status = os.waitpid(ended, 0)
+            owner = self._owners.pop(ended)
+            say(owner, {"status": os.waitstatus_to_exitcode(status)})
+            owner.close()
+
+
+def guarded(order: Order, passed: Mapping[str, int]) -> dict[str, int]:
+    """Puts a guard in front of this process; its standard streams from now on."""
+    signal.set_wakeup_fd(-1)  # the guard, which keeps the pid, has signals of its own
+    title = [order.executable, "-m", guard.__name__, order.module]
+    writing = guard.enter(
+        passed["death"], passed["stdout"], lambda: newborn.show(title, order.environment)
+    )
+    return {"stdout": writing, "stderr": writing}
+
+
+def next_ended() -> int | None:
+    """A child that has ended and is not reaped yet."""
+    try:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return None if ended is None else ended.si_pid
+
+
+def say(connection: socket.socket, answer: Mapping[str, object]) -> None:
+    """Sends an answer to an owner, unless it has ended."""
+    with contextlib.suppress(OSError):
+        connection.send(json.dumps(answer).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+
+def close_all(descriptors: list[int]) -> None:
+    """Closes what came with an order."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def read_at_load(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a running process cannot take over."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(READ_AT_LOAD) and name not in SET_ANEW
+    }
+
+
+def require_whole_forks() -> None:
+    """RuntimeError when an import has started a thread, or has begun to use a GPU."""
+    threads = os.listdir("/proc/self/task")
+    if len(threads) > 1:
+        raise RuntimeError(f"{len(threads)} threads: a fork would have the locks of one only")
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    child = os.fork()
+    if child == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    _, status = os.waitpid(child, 0)
+    if status or torch.cuda.is_initialized():
+        raise RuntimeError("an import has asked CUDA for its devices: no fork could use a GPU")
+
+
+def keep_at_exit() -> None:
+    """What imports would have removed at the end of this process is its own, and no child's: a
+    temporary directory is still there for the others. (PyTorch's operators take 30 ms of CPU.)
+    """
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+
+
+def listening(path: Path) -> socket.socket:
+    """A socket at `path`, for this user only, in place of what an earlier nursery left. It is there
+    once it listens: nobody who finds it is refused.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    before = os.umask(0o177)
+    try:
+        listener.bind(short(new, directory))
+    finally:
+        os.umask(before)
+        os.close(directory)
+    listener.listen(BACKLOG)
+    new.replace(path)
+    return listener
+
+
+def main(path: Path, modules: list[str]) -> None:
+    """Imports the modules, then serves at `path` until it is ended."""
+    own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [place for place in sys.path[1:] if place not in own]
+    gc.disable()
+    for module in modules:
+        importlib.import_module(module)
+    require_whole_forks()
+    keep_at_exit()
+    gc.collect()
+    gc.freeze()  # what is imported stays, and no collection of a child touches its pages
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))  # a child takes one
+    forked = Nursery(listening(path)).serve()
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    os._exit(newborn.become(*forked, paths))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

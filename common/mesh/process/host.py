@@ -1,0 +1,338 @@
+"""The host: every use of processes, threads and files goes through `Host`, so that it can be
+simulated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from common.base.errors import DeadlineExceeded
+from common.base.files.append_file import AppendFile
+from common.base.files.durable import flush, sync
+from common.mesh.process import marks
+from common.mesh.process.cores import Cores, cores
+from common.mesh.process.ends import failure, limits
+from common.mesh.process.ends.failure import FAILURE_ENV, Failure, path_beside
+from common.mesh.process.ends.limits import Room
+from common.mesh.process.entry.child import CHANNEL_FD
+from common.mesh.process.handle import Child, SystemChild, start_time
+from common.mesh.process.starting import Start, Starter
+from common.mesh.process.usage import usage
+
+T = TypeVar("T")
+BLOCKING_THREADS = 32  # enough for every file of a process; a stuck one holds its thread
+
+
+class Stoppable(Protocol):
+    """Something that runs until it is stopped."""
+
+    def stop(self) -> None:
+        """Ends it; a call that is running now still finishes."""
+
+
+class Host(Protocol):
+    """What a process needs of its machine, as the machine or a simulation gives it."""
+
+    def spawn(
+        self,
+        argv: list[str],
+        *,
+        name: str,
+        env: Mapping[str, str] = {},
+        log: Path | None = None,
+        own_session: bool = False,
+        die_with_parent: bool = True,
+        nice: int = 0,
+        rlimits: Mapping[str, int] = {},
+        pipe: bool = False,
+        pass_fds: Sequence[int] = (),
+        guarded: bool = False,
+    ) -> Child:
+        """Starts a process, from the main thread.
+
+        `argv` of `[sys.executable, "-m", module, ...]` runs the module, in a fork of the nursery
+        that $MESHRL_NURSERY of its environment names, if there is one; anything else is executed,
+        and so is what has `rlimits` or `pass_fds`.
+        `log` takes stdout and stderr (None: ours); `rlimits` by name without RLIMIT_ ("AS");
+        `pipe` opens a channel of frames, whose other end is
+        `common.mesh.process.entry.child.Channel.from_env()`; `pass_fds` stay open in it under their
+        numbers. `guarded`: it runs a job author's code. All that it starts ends with it, and with
+        this process, and its output is bounded (`common.mesh.process.entry.guard`).
+        """
+
+    def adopt(
+        self, pid: int, start_time: int, *, name: str, program: Sequence[str] = ()
+    ) -> Child | None:
+        """The running process that an earlier incarnation spawned; None if it has ended. With a
+        `program` (a module and its first arguments), where somebody else told of it: None too
+        unless it runs that, for this process's mesh.
+        """
+
+    def every(self, interval_s: float, fn: Callable[[], bool | None], name: str) -> Stoppable:
+        """Calls `fn` each `interval_s`, off the event loop, until it returns False.
+
+        What it raises is printed, and it is called again: a lease is still renewed after one
+        failure.
+        """
+
+    async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
+        """The result of `fn(*args)`, run off the event loop; DeadlineExceeded leaves it running,
+        its result unused.
+        """
+
+    def open_append(self, path: Path) -> AppendFile:
+        """A file to append records to; it is created if it is missing."""
+
+    def replace_file(self, path: Path, content: bytes) -> None:
+        """Puts `content` at `path`, which holds the old content or all of the new, whenever the
+        power goes.
+        """
+
+    def exit(
+        self, code: int, why: str, error: BaseException | None = None, job: str = ""
+    ) -> NoReturn:
+        """Ends this process at once with `code`, and prints why. Who started it finds the error,
+        and the job that it is of.
+        """
+
+    def failure_of(self, pid: int, log: Path | None, code: int = 1) -> Failure | None:
+        """The error that ended a process which was spawned with `log`, by its exit status; None for
+        one that somebody killed, or that has left no word.
+        """
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """The pid and the start time of this process, which name it for ever."""
+
+    def room(self, directory: Path) -> Room:
+        """Bytes that are left of memory, and of the disk that `directory` is on."""
+
+    def cores(self) -> Cores:
+        """Processors that the processes of this host share, and how busy they have been."""
+
+    def usage(self) -> dict[str, float]:
+        """What this process uses, by name; see `common.mesh.process.usage.usage`."""
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Puts `content` at `path`: after a crash it holds the old content or all of the new."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    with scratch.open("wb") as file:
+        file.write(content)
+        file.flush()
+        flush(file.fileno())
+    scratch.replace(path)
+    sync(path.parent)
+
+
+class _Ticker:
+    def __init__(self, interval_s: float, fn: Callable[[], bool | None], name: str) -> None:
+        self._stopped = threading.Event()
+        self._interval_s, self._fn = interval_s, fn
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            try:
+                if self._fn() is False:
+                    return
+            except Exception:
+                traceback.print_exc()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+_Work = tuple["Future[Any]", Callable[[], Any]]
+
+
+class _DaemonThreads:
+    """A pool whose stuck threads do not keep the process alive, as concurrent.futures' do.
+
+    The thread that was idle last is taken first: work that comes one piece after another stays in
+    one thread, whose caches and memory arena are warm (7 % of a training step's CPU time).
+    """
+
+    def __init__(self, most: int) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[queue.SimpleQueue[_Work]] = []
+        self._waiting: deque[_Work] = deque()
+        self._most, self._threads = most, 0
+
+    def submit(self, fn: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        with self._lock:
+            if self._idle:
+                self._idle.pop().put((future, fn))
+            elif self._threads < self._most:
+                self._threads += 1
+                inbox: queue.SimpleQueue[_Work] = queue.SimpleQueue()
+                inbox.put((future, fn))
+                threading.Thread(
+                    target=self._serve, args=(inbox,), name="blocking", daemon=True
+                ).start()
+            else:
+                self._waiting.append((future, fn))
+        return future
+
+    def _serve(self, inbox: queue.SimpleQueue[_Work]) -> None:
+        while True:
+            future, fn = inbox.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = fn()
+                except BaseException as error:
+                    self._rest(inbox)
+                    future.set_exception(error)
+                else:
+                    self._rest(inbox)
+                    future.set_result(result)
+                    del result
+            else:
+                self._rest(inbox)
+            del future, fn
+
+    def _rest(self, inbox: queue.SimpleQueue[_Work]) -> None:
+        """Before the result is told: who asks for the next piece then finds this thread idle."""
+        with self._lock:
+            if self._waiting:
+                inbox.put(self._waiting.popleft())
+            else:
+                self._idle.append(inbox)
+
+
+class SystemHost:
+    """The machine itself."""
+
+    def __init__(self) -> None:
+        self._blocking = _DaemonThreads(BLOCKING_THREADS)
+        self._starter = Starter()
+        self._oom_kills = limits.oom_kills()  # before ours
+
+    def spawn(
+        self,
+        argv: list[str],
+        *,
+        name: str,
+        env: Mapping[str, str] = {},
+        log: Path | None = None,
+        own_session: bool = False,
+        die_with_parent: bool = True,
+        nice: int = 0,
+        rlimits: Mapping[str, int] = {},
+        pipe: bool = False,
+        pass_fds: Sequence[int] = (),
+        guarded: bool = False,
+    ) -> SystemChild:
+        """Starts a process; see `Host.spawn`. Refused from any thread but the main one where it
+        dies with its parent.
+        """
+        environment = {**os.environ, **env}
+        environment.pop(CHANNEL_FD, None)
+        environment.pop(FAILURE_ENV, None)
+        if log is not None:
+            environment[FAILURE_ENV] = str(path_beside(log.absolute()))
+        start = Start(
+            name,
+            argv,
+            environment,
+            log,
+            own_session,
+            die_with_parent,
+            nice,
+            rlimits,
+            pipe,
+            pass_fds,
+            guarded,
+        )
+        return self._starter.start(start)
+
+    def adopt(
+        self, pid: int, start_time: int, *, name: str, program: Sequence[str] = ()
+    ) -> SystemChild | None:
+        """The running process of this number and start time; None if it has ended, or does not run
+        the `program` for this process's mesh.
+        """
+        child = SystemChild(name, pid)
+        if not child.start_time == start_time != 0 or child.poll() is not None:
+            return None
+        return child if not program or marks.is_ours(pid, program) else None
+
+    def every(self, interval_s: float, fn: Callable[[], bool | None], name: str) -> Stoppable:
+        """Calls `fn` each `interval_s` seconds in a thread of its own, until it returns False."""
+        return _Ticker(interval_s, fn, name)
+
+    async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
+        """`fn(*args)` in a thread; DeadlineExceeded leaves it running, its result unused."""
+        future = self._blocking.submit(lambda: fn(*args))
+        deadline = asyncio.timeout(deadline_s)
+        try:
+            async with deadline:
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            what = getattr(fn, "__qualname__", repr(fn))
+            raise DeadlineExceeded(f"{what} took longer than {deadline_s:g} s") from None
+
+    def open_append(self, path: Path) -> AppendFile:
+        """A file to append records to; it is created if it is missing."""
+        return AppendFile(path)
+
+    def replace_file(self, path: Path, content: bytes) -> None:
+        """Puts `content` at `path`: after a crash it holds the old content or all of the new."""
+        replace_file(path, content)
+
+    def exit(
+        self, code: int, why: str, error: BaseException | None = None, job: str = ""
+    ) -> NoReturn:
+        """Ends this process at once with `code`, without clean-up, and prints why to stderr."""
+        if error is not None:
+            failure.leave(error, job)
+        with contextlib.suppress(OSError):  # a full disk
+            print(f"exit {code}: {why}", file=sys.stderr, flush=True)
+        os._exit(code)
+
+    def failure_of(self, pid: int, log: Path | None, code: int = 1) -> Failure | None:
+        """The error that a process has left beside its log; that the kernel has killed it for want
+        of memory, where it says so.
+        """
+        if code != -signal.SIGKILL:
+            return failure.found(log, pid) if code > 0 else None
+        before, self._oom_kills = self._oom_kills, limits.oom_kills()
+        text = limits.killed_for_memory(before)
+        return Failure("OutOfMemory", text.rstrip(".")) if text else None
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """The pid and the start time of this process."""
+        return os.getpid(), own_start_time()
+
+    def room(self, directory: Path) -> Room:
+        """Bytes that are left of memory, and of the disk that `directory` is on."""
+        return limits.room(directory)
+
+    def cores(self) -> Cores:
+        """Processors that the processes of this host share, and how busy they have been."""
+        return cores()
+
+    def usage(self) -> dict[str, float]:
+        """Memory and CPU time of this process."""
+        return usage()
+
+
+def own_start_time() -> int:
+    """The start time of this process, which names it together with its pid: pids are used again."""
+    return start_time(os.getpid())

@@ -1,0 +1,1 @@
+"""Bounds of what a process prints. Open `streams.py` first."""

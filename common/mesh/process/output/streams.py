@@ -1,0 +1,67 @@
+"""Standard output and error of a process whose log may lie on a full disk: what there is no room
+for is lost, and nobody fails for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+import sys
+from typing import Any
+
+from common.base.host.terminal import VisibleStream, behind
+from common.mesh.process.output.log_bounds import Budget
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class _Lossy(io.FileIO):
+    """A descriptor that takes everything, and forgets what a full disk does not; of a log also what
+    is more than `log_bounds` allows.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, "wb", closefd=False)
+        # Behind a pipe a guard holds the limit, for all that write to it.
+        self._budget = Budget() if stat.S_ISREG(os.fstat(number).st_mode) else None
+
+    def write(self, content: Any) -> int:
+        if self._budget is not None:
+            size = len(memoryview(content).cast("B"))
+            if not self._budget.allowed(size):
+                self._budget.dropped += size
+                return size
+            self._budget.spend(size)
+            if notice := self._budget.notice():
+                self._written(notice)
+        return self._written(content)
+
+    def _written(self, content: Any) -> int:
+        try:
+            return super().write(content) or 0
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            return len(memoryview(content).cast("B"))
+
+
+def outlive_a_full_disk() -> None:
+    """Makes this process's own standard output and error such streams, unless somebody has put
+    others in their place.
+    """
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        own = behind(stream) if stream is not None else None
+        if own is None or own is not getattr(sys, f"__{name}__") or own.isatty():
+            continue
+        lossy = io.TextIOWrapper(
+            io.BufferedWriter(_Lossy(number)),
+            encoding=own.encoding,
+            errors=own.errors,
+            line_buffering=True,
+            write_through=name == "stderr",
+        )
+        setattr(sys, name, lossy if own is stream else VisibleStream(lossy))
+        setattr(sys, f"__{name}__", lossy)

@@ -1,0 +1,92 @@
+"""Compares child processes with their leases: frees the names of the dead, finds the stopped.
+
+A process under SIGSTOP runs, for the kernel, and renews nothing. It is told from a process whose
+Redis was away by watching: only an expiry that was seen through 2 s of good answers counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from common.base.clock import Clock
+from common.base.errors import DeadlineExceeded, StateUnavailable
+from common.mesh.process.handle import Child
+from common.state import registry
+from common.state.redis.client import State
+
+INTERVAL_S = 0.7
+EXPIRED_S = 2.0  # seconds of seen expiry before a process counts as stopped
+GRACE_S = 10.0  # after an outage of Redis, in which all register again
+ANSWER_S = 2.0  # for one look; an outage is anything slower
+
+
+class LeaseWatch:
+    """`host` is this machine's id in the registry, `children` those to watch."""
+
+    def __init__(
+        self, state: State, clock: Clock, host: str, children: Callable[[], Iterable[Child]]
+    ) -> None:
+        self._state, self._clock, self._host = state, clock, host
+        self._children = children
+        self._expired_since: dict[tuple[str, int], float] = {}
+        self._dead: dict[str, int] = {}  # name -> pid of an ended process, not yet evicted
+        self._no_verdict_before = 0.0
+        self._last_good = clock.monotonic()
+
+    async def run(self) -> None:
+        """Looks every `INTERVAL_S` until it is cancelled."""
+        while True:
+            await self._clock.sleep(INTERVAL_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Compares all children with their leases once. It gives no verdict while Redis does not
+        answer, nor for a while after.
+        """
+        try:
+            async with self._clock.timeout(ANSWER_S, "a look at the leases"):
+                for name, pid in list(self._dead.items()):
+                    await self._evict(name, pid)
+                expired = await self._expired()
+        except (StateUnavailable, DeadlineExceeded):
+            return
+        now = self._clock.monotonic()
+        if now - self._last_good > 2 * INTERVAL_S + ANSWER_S:
+            self._no_verdict_before = now + GRACE_S
+        self._last_good = now
+        before = self._expired_since if now >= self._no_verdict_before else {}
+        keys = [(child.name, child.pid) for child in expired]
+        self._expired_since = {key: before.get(key, now) for key in keys}
+
+    def expired(self, child: Child) -> bool:
+        """Whether the child's lease has been seen expired for `EXPIRED_S`."""
+        since = self._expired_since.get((child.name, child.pid))
+        now = self._clock.monotonic()
+        return since is not None and now - since >= EXPIRED_S and now >= self._no_verdict_before
+
+    async def evict(self, child: Child) -> None:
+        """Frees the registry name of a child that has ended; later, if Redis is away now."""
+        self._dead[child.name] = child.pid
+        try:
+            async with self._clock.timeout(ANSWER_S, "the eviction of a dead process"):
+                await self._evict(child.name, child.pid)
+        except (StateUnavailable, DeadlineExceeded):
+            return
+
+    async def _evict(self, name: str, pid: int) -> None:
+        entry = await registry.lookup(self._state, name)
+        if entry is not None and (entry.host, entry.pid) == (self._host, pid):
+            await registry.evict(self._state, name, entry.incarnation)
+        if self._dead.get(name) == pid:
+            del self._dead[name]
+
+    async def _expired(self) -> list[Child]:
+        """The children whose leases have ended."""
+        children = list(self._children())
+        names = [child.name for child in children]
+        known = await registry.lookup_all(self._state, names) if names else {}
+        return [child for child in children if self._has_expired(child, known.get(child.name))]
+
+    def _has_expired(self, child: Child, entry: registry.Entry | None) -> bool:
+        ours = entry is not None and (entry.host, entry.pid) == (self._host, child.pid)
+        return ours and entry is not None and not entry.alive

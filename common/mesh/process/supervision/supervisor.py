@@ -1,0 +1,317 @@
+"""A supervisor in the manner of Erlang: it restarts processes within a budget, then escalates.
+
+Source of the strategies and of the restart intensity: Erlang/OTP, `supervisor` behaviour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import traceback
+from collections.abc import Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from common.base.clock import Clock
+from common.base.errors import NotFound, Refused
+from common.mesh.process.ends.failure import Failure
+from common.mesh.process.handle import Child
+from common.mesh.process.host import Host
+from common.mesh.process.supervision.restarts import FIRST_DELAY_S, LONGEST_DELAY_S, Restarts
+
+CHECK_S = 0.5  # how often a running child's lease is looked at
+NO_START = 1  # what a run that could not even begin ended with
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """What to run. `name` is also the child's name in the registry."""
+
+    name: str
+    argv: list[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    log: Path | None = None
+    restart: Literal["always", "on_failure", "never"] = "always"
+    # Restarts, seconds: more in that time is given up, and so are more in a row by one error after
+    # runs that were all shorter.
+    budget: tuple[int, float] = (5, 60.0)
+    critical: bool = False  # its loss for good escalates
+    stage: int = 0  # started from the lowest, stopped from the highest
+    own_session: bool = False
+    die_with_parent: bool = True
+    nice: int = 0
+
+
+@dataclass(frozen=True)
+class End:
+    """How a run of a child ended: `why` in a few words, `failure` in its own."""
+
+    code: int
+    why: str  # "signal 9", "exit status 1", "stopped"
+    failure: Failure | None = None
+    restarts: int = 0  # how often it had been started again until then
+    final: bool = False  # it is not started again: it would only fail again
+    asked: bool = False  # its supervisor ended it
+    ran_s: float = 0.0  # from its start to its end
+    lasting_s: float = 0.0  # since it first ended so, and by nothing else
+
+    @property
+    def cause(self) -> str:
+        """What tells this end from those by other causes; no numbers that each end has anew."""
+        return f"{self.failure.type} {self.failure.where}" if self.failure is not None else self.why
+
+    @property
+    def told(self) -> str:
+        """The error if there is one, else how it ended."""
+        return str(self.failure) if self.failure is not None else self.why
+
+
+class Hooks:
+    """Callbacks for the owner of a supervisor; override what is needed. An error in one is printed
+    and passed over: a child is restarted though Redis is away.
+    """
+
+    async def started(self, child: Child) -> None:
+        """A child has been started, for the first time or again."""
+
+    async def ended(self, child: Child, end: End) -> None:
+        """A child has ended and is not restarted yet: the moment to free its registry name."""
+
+    def lease_expired(self, child: Child) -> bool:
+        """Whether the child runs although its lease has been gone for long: it is then killed."""
+        return False
+
+    async def absolved(self, spec: ChildSpec, end: End) -> bool:
+        """Whether a child whose budget is spent starts anew with a fresh one, because what ended it
+        has been taken from it.
+        """
+        return False
+
+    async def gave_up(self, spec: ChildSpec, why: str) -> None:
+        """A child is not restarted any more."""
+
+    async def escalate(self, name: str) -> None:
+        """A critical child is lost for good; its supervisor's owner decides what falls with it."""
+
+
+async def _tell(hook: Coroutine[None, None, None]) -> None:
+    try:
+        await hook
+    except Exception:
+        traceback.print_exc()
+
+
+@dataclass
+class _Running:
+    spec: ChildSpec
+    restarts: Restarts
+    child: Child | None = None
+    began: float = 0.0  # when it was started
+    why_not: str = ""  # why there is no child: its last start failed
+    stopping: bool = False
+    watcher: asyncio.Task[None] | None = None
+
+
+class Supervisor:
+    """Children may be given at the start or added later; all methods run on the main thread's loop.
+
+    With `one_for_all` the end of one restarts all, and is charged to the one that ended.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        clock: Clock,
+        specs: Iterable[ChildSpec] = (),
+        *,
+        hooks: Hooks | None = None,
+        strategy: Literal["one_for_one", "one_for_all"] = "one_for_one",
+    ) -> None:
+        self._host, self._clock = host, clock
+        self._hooks = hooks or Hooks()
+        self._strategy = strategy
+        self._children: dict[str, _Running] = {}
+        self._specs = sorted(specs, key=lambda spec: spec.stage)
+        self._all_together = asyncio.Lock()
+
+    @property
+    def children(self) -> dict[str, Child]:
+        """The children that run now, by name."""
+        return {
+            name: running.child
+            for name, running in self._children.items()
+            if running.child is not None and running.child.poll() is None
+        }
+
+    def restarts(self, name: str) -> int:
+        """How often a child has been restarted; KeyError for a name that is not supervised."""
+        return self._children[name].restarts.total
+
+    async def start(self) -> None:
+        """Starts the children that were given, in the order of their stages."""
+        for spec in self._specs:
+            await self.add(spec)
+
+    async def add(self, spec: ChildSpec, *, adopted: Child | None = None) -> Child:
+        """Starts and watches a child, or watches one that an earlier incarnation started.
+
+        A first start that fails is the caller's to handle, and the child is not supervised.
+        """
+        if spec.name in self._children:
+            raise Refused(f"{spec.name} is supervised already", fix="remove it first")
+        child = adopted or self._spawn(spec)
+        began = self._clock.monotonic()
+        running = self._children[spec.name] = _Running(spec, Restarts(*spec.budget), child, began)
+        running.watcher = asyncio.create_task(self._watch(running), name=f"watch {spec.name}")
+        await _tell(self._hooks.started(child))
+        return child
+
+    async def remove(self, name: str, grace_s: float) -> None:
+        """Ends the child (SIGTERM, after `grace_s` SIGKILL) and forgets it."""
+        running = self._children.get(name)
+        if running is None:
+            raise NotFound(f"no child {name!r}; there are {sorted(self._children)}")
+        await self._stop_one(running, grace_s)
+        self._children.pop(name, None)
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends all children, stage by stage from the highest, each stage within `grace_s`."""
+        for running in self._children.values():
+            running.stopping = True
+        for stage in sorted({r.spec.stage for r in self._children.values()}, reverse=True):
+            same = [r for r in self._children.values() if r.spec.stage == stage]
+            await asyncio.gather(*(self._stop_one(running, grace_s) for running in same))
+        self._children.clear()
+
+    def release(self) -> None:
+        """Stops watching and leaves the children running, for the next incarnation to adopt."""
+        for running in self._children.values():
+            if running.watcher is not None:
+                running.watcher.cancel()
+        self._children.clear()
+
+    def _spawn(self, spec: ChildSpec) -> Child:
+        return self._host.spawn(
+            spec.argv,
+            name=spec.name,
+            env=spec.env,
+            log=spec.log,
+            own_session=spec.own_session,
+            die_with_parent=spec.die_with_parent,
+            nice=spec.nice,
+        )
+
+    async def _restart(self, running: _Running) -> None:
+        """A start that fails is a run that failed: the child's watcher tries again or gives up."""
+        try:
+            running.child = self._spawn(running.spec)
+        except Exception as error:
+            traceback.print_exc()
+            running.why_not = f"it cannot be started: {type(error).__name__}: {error}"
+            running.began = self._clock.monotonic()
+        else:
+            running.began = self._clock.monotonic()
+            await _tell(self._hooks.started(running.child))
+
+    async def _stop_one(self, running: _Running, grace_s: float) -> None:
+        running.stopping = True
+        if running.watcher is not None and running.watcher is not asyncio.current_task():
+            running.watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running.watcher
+        child = running.child
+        if child is not None:
+            running.child = None
+            await self._stopped(child, grace_s, "stopped")
+
+    async def _stopped(self, child: Child, grace_s: float, why: str) -> None:
+        child.terminate()
+        code = await child.wait(grace_s)
+        if code is None:
+            child.kill()
+            code = await child.wait(LONGEST_DELAY_S)
+            why = f"{why}, after SIGKILL"
+        await _tell(self._hooks.ended(child, End(-9 if code is None else code, why, asked=True)))
+
+    async def _watch(self, running: _Running) -> None:
+        while not running.stopping:
+            if running.child is None:
+                end = End(NO_START, running.why_not)
+            else:
+                end = await self._end_of(running, running.child)
+                if running.stopping:
+                    return
+                ended, running.child = running.child, None
+                await _tell(self._hooks.ended(ended, end))
+            if not await self._again(running, end):
+                return
+
+    async def _end_of(self, running: _Running, child: Child) -> End:
+        killed = ""
+        while (code := await child.wait(CHECK_S)) is None:
+            if not killed and self._hooks.lease_expired(child):
+                killed = "its lease had expired while it ran"
+                child.kill()
+        why = killed or (f"signal {-code}" if code < 0 else f"exit status {code}")
+        failure = None
+        if code and not killed:
+            failure = self._host.failure_of(child.pid, running.spec.log, code)
+        final = failure is not None and failure.fatal
+        ran_s = self._clock.monotonic() - running.began
+        return End(code, why, failure, running.restarts.total, final, ran_s=ran_s)
+
+    async def _again(self, running: _Running, end: End) -> bool:
+        """Restarts what has ended, or gives it up: at once what would only fail again. Whether its
+        watcher goes on.
+        """
+        spec, why = running.spec, end.told
+        wanted = spec.restart == "always" or (spec.restart == "on_failure" and end.code != 0)
+        wanted = wanted and not end.final
+        now = self._clock.monotonic()
+        lasting_s = running.restarts.ended(end.cause, now - running.began, now)
+        delay = running.restarts.next_delay(now) if wanted else None
+        if delay is None and wanted:
+            why = f"{why}; {running.restarts.spent}"
+            if await self._absolved(spec, replace(end, lasting_s=lasting_s)):
+                running.restarts.forget()
+                delay = LONGEST_DELAY_S
+        if delay is None:
+            running.stopping = True
+            await _tell(self._hooks.gave_up(spec, why))
+            if spec.critical:
+                await _tell(self._hooks.escalate(spec.name))
+            return False
+        if self._strategy == "one_for_all":
+            await self._end_others(running)
+        await self._clock.sleep(delay)
+        await self._restart(running)
+        return True
+
+    async def _absolved(self, spec: ChildSpec, end: End) -> bool:
+        try:
+            return await self._hooks.absolved(spec, end)
+        except Exception:
+            traceback.print_exc()
+            return False
+
+    async def _end_others(self, ended: _Running) -> None:
+        """Each other child's own watcher sees the end, and restarts it without a charge."""
+        if self._all_together.locked():
+            return  # a sibling's end is why this one ended
+        async with self._all_together:
+            others = [r for r in self._children.values() if r is not ended and not r.stopping]
+            await asyncio.gather(*(self._replace(other) for other in others))
+
+    async def _replace(self, running: _Running) -> None:
+        if running.watcher is not None:
+            running.watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running.watcher
+        if running.child is not None:
+            child, running.child = running.child, None
+            await self._stopped(child, FIRST_DELAY_S * 20, "a sibling ended")
+        # The task runs at our next suspension, when the start has succeeded or failed: a hook that
+        # is cancelled leaves no child unwatched.
+        running.watcher = asyncio.create_task(self._watch(running))
+        await self._restart(running)

@@ -1,0 +1,94 @@
+"""Actors: the object of a process that answers the methods of one interface."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from common.api.calls.interface import Call, Cast, Interface, Method, Stream
+from common.base.errors import ConfigError
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+A = TypeVar("A", bound="Actor")
+
+
+class Actor:
+    """The owner of some state. All its methods run on one loop: one at a time between two awaits.
+
+    A method that is a plain `def` runs as soon as its message is read, without a task: the fast
+    path, for what takes less than a millisecond.
+    """
+
+    interface: ClassVar[type[Interface]] = Interface
+
+    async def start(self) -> None:
+        """Runs before the actor can be found."""
+
+    async def stop(self) -> None:
+        """Runs when nothing can reach the actor any more."""
+
+
+def call(
+    method: Call[Q, R],
+) -> Callable[[Callable[[A, Q], R | Awaitable[R]]], Callable[[A, Q], Any]]:
+    """Marks the method that answers `method`."""
+    return _marked(method)
+
+
+def stream(
+    method: Stream[Q, R],
+) -> Callable[[Callable[[A, Q], AsyncIterator[R]]], Callable[[A, Q], AsyncIterator[R]]]:
+    """Marks the async generator that answers `method`; it is closed when the consumer closes, or is
+    lost.
+    """
+    return _marked(method)
+
+
+def cast(
+    method: Cast[Q],
+) -> Callable[[Callable[[A, Q], Awaitable[None] | None]], Callable[[A, Q], Any]]:
+    """Marks the method that takes `method`."""
+    return _marked(method)
+
+
+def _marked(method: Method[Any]) -> Callable[[Any], Any]:
+    def mark(function: Any) -> Any:
+        function.answers = method
+        return function
+
+    return mark
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One method of one actor, ready to be called by the mesh."""
+
+    method: Method[Any]
+    run: Callable[[Any], Any]
+    suspends: bool  # an `async def`: needs a task
+
+
+def bind(actor: Actor) -> dict[str, Bound]:
+    """Wire name -> method; ConfigError if the actor does not answer exactly its interface."""
+    bound: dict[str, Bound] = {}
+    for name in dir(type(actor)):
+        method = getattr(getattr(type(actor), name), "answers", None)
+        if isinstance(method, Method):
+            run = getattr(actor, name)
+            bound[method.name] = Bound(method, run, inspect.iscoroutinefunction(run))
+            if isinstance(method, Stream) and not inspect.isasyncgenfunction(run):
+                raise ConfigError(
+                    f"{type(actor).__name__}.{name} streams, so it must be an async generator"
+                )
+    offered = actor.interface.methods
+    for missing in offered.keys() - bound.keys():
+        raise ConfigError(f"{type(actor).__name__} does not answer {offered[missing].label}")
+    for method_name, entry in bound.items():
+        if offered.get(method_name) is not entry.method:
+            raise ConfigError(
+                f"{type(actor).__name__} answers {entry.method.label}, not in its interface"
+            )
+    return bound

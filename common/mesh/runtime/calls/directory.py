@@ -1,0 +1,158 @@
+"""The directory of actors: their addresses, looked up in the registry and cached until proved
+wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+from common.base.clock import Clock
+from common.base.errors import (
+    DeadlineExceeded,
+    HandshakeFailed,
+    MeshError,
+    PeerLost,
+    StateUnavailable,
+    WrongKeys,
+)
+from common.mesh.runtime.calls.waits import WaitTable
+from common.state import registry
+from common.state.redis.client import State
+
+FIRST_RETRY_S = 0.02
+LONGEST_RETRY_S = 0.5
+DOUBTS = 2  # looks at which a process must have no lease: after an outage of Redis leases come back
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where an actor was found."""
+
+    actor: str
+    address: str
+    incarnation: str
+
+
+class Directory:
+    """The routes that this process knows, filled from the registry."""
+
+    def __init__(
+        self,
+        state: State,
+        clock: Clock,
+        waits: WaitTable,
+        check: Callable[[registry.Entry], Awaitable[None]] | None = None,
+    ) -> None:
+        """`check` looks whether an entry is true; it raises HandshakeFailed when it is not."""
+        self._state, self._clock, self._waits = state, clock, waits
+        self._check = check
+        self._doubted = False
+        self.silent_at = -math.inf  # when Redis last did not tell where somebody is
+        self._routes: dict[str, Route] = {}
+        self._lookups: dict[str, asyncio.Task[registry.Entry | None]] = {}
+        self._doubts: dict[Route, int] = {}
+
+    def known(self, name: str) -> Route | None:
+        """The remembered route of an actor; None: it has to be looked up."""
+        if self._doubted:
+            self._doubted = False
+            self._routes.clear()
+        return self._routes.get(name)
+
+    def doubt(self) -> None:
+        """Keys may have been revoked: all are looked up again. From any thread."""
+        self._doubted = True
+
+    def forget(self, route: Route) -> None:
+        """Drops a route that proved wrong, unless a newer one has replaced it."""
+        if self._routes.get(route.actor) is route:
+            del self._routes[route.actor]
+
+    def forget_address(self, address: str) -> None:
+        """Drops all routes to a process."""
+        for route in [r for r in self._routes.values() if r.address == address]:
+            del self._routes[route.actor]
+
+    async def find(self, name: str, deadline: float) -> Route:
+        """Where `name` is now; PeerLost when no process holds that name until the deadline, or none
+        whose key is right; WrongKeys as soon as that is certain.
+        """
+        pause = FIRST_RETRY_S
+        why: MeshError | None = None
+        with self._waits.wait("to find it", name):
+            while True:
+                try:
+                    entry = await self._look_up(name, deadline)
+                    if entry is not None and entry.alive:
+                        if self._check is not None:
+                            await self._check(entry)
+                        return self._remember(entry)
+                    why = _not_there(name, entry)
+                except (StateUnavailable, DeadlineExceeded) as error:
+                    why, self.silent_at = why or error, self._clock.monotonic()
+                except WrongKeys:
+                    raise
+                except HandshakeFailed as error:
+                    why = error
+                if self._clock.monotonic() + pause >= deadline:
+                    raise why
+                await self._clock.sleep(pause)
+                pause = min(2 * pause, LONGEST_RETRY_S)
+
+    def _remember(self, entry: registry.Entry) -> Route:
+        found = Route(entry.name, entry.address, entry.incarnation)
+        known = self._routes.get(entry.name)
+        if known == found:
+            return known
+        self._routes[entry.name] = found
+        return found
+
+    async def _look_up(self, name: str, deadline: float) -> registry.Entry | None:
+        """One look into the registry, shared by all who ask at the same time."""
+        task = self._lookups.get(name)
+        if task is None:
+            task = asyncio.create_task(registry.lookup(self._state, name), name=f"look up {name}")
+            self._lookups[name] = task
+            task.add_done_callback(lambda _: self._lookups.pop(name, None))
+        left = max(deadline - self._clock.monotonic(), 0.001)
+        async with self._clock.timeout(left, f"looking up {name}"):
+            return await asyncio.shield(task)
+
+    async def dead(self, routes: Iterable[Route]) -> list[Route]:
+        """The routes of `routes` whose process has lost its name: it may be stopped, its connection
+        open. Nobody is declared dead while Redis is away, nor at the first look after it came back.
+        """
+        doubted = self._doubts
+        self._doubts = {}
+        found = []
+        for route in routes:
+            entry = await registry.lookup(self._state, route.actor)
+            if entry is not None and entry.alive and entry.incarnation == route.incarnation:
+                continue
+            replaced = entry is not None and entry.alive
+            doubts = doubted.get(route, 0) + 1
+            if replaced or doubts >= DOUBTS:
+                found.append(route)
+            else:
+                self._doubts[route] = doubts
+        return found
+
+    def stop(self) -> None:
+        """Cancels look-ups that are under way."""
+        for task in self._lookups.values():
+            task.cancel()
+
+
+def _not_there(name: str, entry: registry.Entry | None) -> PeerLost:
+    if entry is None:
+        return PeerLost(
+            f"no process holds the name {name}", where="registry", fix="See `meshrl status`"
+        )
+    return PeerLost(
+        f"{name} has lost its lease (pid {entry.pid} on {entry.host})",
+        where="registry",
+        fix="See `meshrl logs` for why it ended",
+    )

@@ -1,0 +1,153 @@
+"""The consumer's end of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Generic, Protocol, TypeVar
+
+from common.api.calls.interface import Stream
+from common.base.encoding.messages import Frame, decode
+from common.base.errors import BadMessage, MeshError
+from common.mesh.runtime.calls.directory import Route
+from common.mesh.runtime.calls.sweep import NEVER
+from common.mesh.wire.frames import check_sizes
+
+R = TypeVar("R")
+
+
+class Flow(Protocol):
+    """The protocol by which the reading end of a stream speaks to its producer."""
+
+    def grant(self, incoming: Incoming[Any], taken: int) -> None:
+        """Tells the producer that `taken` items were read, so that as many more may come."""
+
+    def abandon(self, incoming: Incoming[Any]) -> None:
+        """Tells the producer that nobody reads any more."""
+
+    def waiting_until(self, incoming: Incoming[Any]) -> float:
+        """Notes that the reader waits from now on, and returns the time at which it gives up."""
+
+
+class Incoming(AsyncIterator[R], Generic[R]):
+    """The consumer's end of a stream. Closing it, or dropping it, cancels the producer across the
+    wire.
+
+    It holds at most `credits` items. Items are put back into order, so that it works over a network
+    that reorders.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        call_id: int,
+        route: Route,
+        method: Stream[Any, R],
+        now: float,
+    ) -> None:
+        self.call_id = call_id
+        self.route = route
+        self.method = method
+        self.since = self.heard = now  # when the wait began, and when a frame last came
+        self.deadline = NEVER  # finite while somebody waits
+        self._flow = flow
+        self._loop = asyncio.get_running_loop()
+        self.ran = True  # False once it is known that the method did not run
+        self._items: dict[int, list[Frame]] = {}
+        self._missing = -1  # the item that a probe found missing
+        self.taken = 0
+        self._granted = 0
+        self._length = -1
+        self._error: MeshError | None = None
+        self._closed = False
+        self._wake: asyncio.Future[None] | None = None
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether somebody waits for the next item."""
+        return self._wake is not None
+
+    def lacks(self, sent: int) -> bool:
+        """Whether one of the `sent` items is lost: a frame may be slow, but not by two probes."""
+        place = self.taken
+        while place in self._items:
+            place += 1
+        before, self._missing = self._missing, place if place < sent else -1
+        return self._missing >= 0 and self._missing == before
+
+    @property
+    def complete(self) -> bool:
+        """Whether every item up to the stream's end has arrived."""
+        return self._length >= 0 and self.taken + len(self._items) >= self._length
+
+    def put(self, place: int, frames: list[Frame]) -> None:
+        """Takes item number `place`; repetitions are dropped. An item beyond the credits ends the
+        stream with BadMessage.
+        """
+        if place < self.taken or place in self._items:
+            return  # a repetition
+        if place >= self.taken + self.method.credits:
+            self._flow.abandon(self)
+            self.fail(
+                BadMessage(f"{self.method.label} sent beyond its credits", where=self.route.actor)
+            )
+            return
+        self._items[place] = frames
+        if place == self.taken:
+            self._notify()
+
+    def end(self, length: int) -> None:
+        """The producer has ended after `length` items."""
+        self._length = length
+        self._notify()
+
+    def fail(self, error: MeshError) -> None:
+        """Makes the reader raise `error` once it has read what arrived before."""
+        self._error = error
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def __aiter__(self) -> Incoming[R]:
+        return self
+
+    async def __anext__(self) -> R:
+        while True:
+            frames = self._items.pop(self.taken, None)
+            if frames is not None:
+                return self._next(frames)
+            if self._closed or self.taken == self._length:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            self._wake = self._loop.create_future()
+            self.deadline = self._flow.waiting_until(self)
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+                self.deadline = NEVER
+
+    def _next(self, frames: list[Frame]) -> R:
+        self.taken += 1
+        if self.taken - self._granted >= (self.method.credits + 1) // 2 and self._length < 0:
+            self._granted = self.taken
+            self._flow.grant(self, self.taken)
+        if len(frames) > 2:
+            check_sizes(frames)
+        return decode(self.method.reply, frames[1], frames[2:])
+
+    def close(self) -> None:
+        """Drops what was not read and cancels the producer."""
+        if not self._closed:
+            self._closed = True
+            self._items.clear()
+            self._flow.abandon(self)
+            self._notify()
+
+    def __del__(self) -> None:
+        # `async for` with a break drops the iterator without closing it
+        if not self._closed and not self._loop.is_closed():
+            self.close()

@@ -1,0 +1,406 @@
+"""The server half of a mesh's calls: requests run on the actor and are answered, and streams flow
+under credits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from common.api.calls.callers import Callers
+from common.api.calls.interface import Call, Cast, Stream
+from common.base.clock import Clock
+from common.base.encoding.messages import Frame, decode, encode
+from common.base.errors import (
+    DeadlineExceeded,
+    MeshError,
+    NotAllowed,
+    NotFound,
+    Overloaded,
+    RemoteFailure,
+    StaleIncarnation,
+    UnknownMethod,
+    to_wire,
+)
+from common.mesh.runtime.calls.actor import Bound
+from common.mesh.runtime.calls.sweep import NEVER, Sweep
+from common.mesh.telemetry.logs import Telemetry
+from common.mesh.telemetry.tracing import Scope, adopt, scope
+from common.mesh.transport.base import Peer, Transport
+from common.mesh.wire.frames import (
+    CALL,
+    CANCEL,
+    CAST,
+    CREDIT,
+    END,
+    ERROR,
+    ITEM,
+    REPLY,
+    check_sizes,
+    pack_error,
+    pack_header,
+)
+
+_REQUESTS = (CALL, CAST)
+NOBODY: frozenset[str] = frozenset()
+MAX_RUNNING = (
+    10_000  # calls and streams under way at once; more are refused, so that memory stays bounded
+)
+# Of them, of one requester: 16 times the calls that an honest one has under way (`CREDITS`), and
+# streams beside them. Nobody keeps everybody else out.
+MAX_OF_ONE = 4_096
+EARLY = 1_000  # requests that may wait while an actor starts
+PROBE_S = 5.0  # how often a stream asks whether its consumer is still there
+UNANSWERED_PROBES = 12
+REMEMBERED_IDS = (
+    4096  # per sender, for refusing repetitions: 16 times what its credits allow under way
+)
+REMEMBERED_SENDERS = 1024
+NEVER_YET = float("-inf")
+REFUSED_EVERY_S = 30.0  # between two lines of the log on refusals, however many there are
+
+
+class _Running(Scope):
+    """A call or stream that has a task."""
+
+    __slots__ = (
+        *("credit", "due", "key", "label", "owner", "probes"),
+        *("sender", "sent", "task", "wake", "why"),
+    )
+
+    def __init__(
+        self, key: tuple[Peer, int], owner: str | Peer, sender: str, label: str, deadline: float
+    ) -> None:
+        super().__init__(deadline)
+        self.key = key
+        self.owner = owner
+        self.sender = sender
+        self.label = label
+        self.due = deadline  # when the sweep looks at it
+        self.task: asyncio.Task[None] | None = None
+        self.why: MeshError | None = None  # what to report when the runtime itself ends it
+        self.sent = self.credit = self.probes = 0  # streams only
+        self.wake: asyncio.Future[None] | None = None
+
+    def end(self, why: MeshError | None) -> None:
+        self.why = why
+        if self.task is not None:
+            self.task.cancel()
+
+
+class Server:
+    """Runs the requests of one process's actor and answers them."""
+
+    def __init__(
+        self,
+        name: str,
+        clock: Clock,
+        transport: Transport,
+        incarnation: str,
+        telemetry: Telemetry,
+        sweep: Sweep,
+        callers: Callers | None = None,
+    ) -> None:
+        self._callers = callers
+        self._allowed: dict[str, frozenset[str]] = {}  # roles that may call a method, by its name
+        self._refused_logged = NEVER_YET
+        self._name = name
+        self._clock = clock
+        self._transport = transport
+        self._incarnation = incarnation
+        self._telemetry = telemetry
+        self._sweep = sweep
+        self._methods: dict[str, Bound] = {}
+        self._open = False
+        self._early: list[
+            tuple[Peer, tuple[Any, ...], list[Frame], str]
+        ] = []  # came while the actor starts
+        self._running: dict[tuple[Peer, int], _Running] = {}
+        self._of_one: dict[str | Peer, int] = {}  # how many of them each requester has
+        self._seen: dict[str, _Seen] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        sweep.add(self._expire)
+
+    @property
+    def running(self) -> int:
+        """The number of requests that are being run."""
+        return len(self._running)
+
+    def start(self) -> None:
+        """Binds the server to the running loop."""
+        self._loop = asyncio.get_running_loop()
+
+    def expect(self, methods: dict[str, Bound]) -> None:
+        """Lets requests for these methods wait from now on, of those who may call them."""
+        self._methods = methods
+        if self._callers is not None:
+            callers = self._callers
+            self._allowed = {
+                name: callers.get(entry.method.label, NOBODY) for name, entry in methods.items()
+            }
+
+    def offer(self) -> None:
+        """Runs requests from now on; those that came early go first."""
+        self._open = True
+        early, self._early = self._early, []
+        for peer, header, frames, role in early:
+            self.accept(peer, header, frames, role)
+
+    def accept(self, peer: Peer, header: tuple[Any, ...], frames: list[Frame], role: str) -> None:
+        """Takes in a frame of a requester of this role: its method runs, or it is answered with the
+        reason why not; whoever may not call it hears that alone, whatever else is wrong.
+        """
+        kind, call_id = header[1], header[2]
+        if kind in _REQUESTS:
+            try:
+                self._request(peer, header, frames, role)
+            except MeshError as error:
+                self._telemetry.count(f"refused_{error.code}")
+                if kind == CALL:
+                    self._report(peer, call_id, header[5], error, ran=False)
+            return
+        running = self._running.get((peer, call_id))
+        if running is None:
+            self._telemetry.count("late_frames")
+            if kind == CANCEL and self._early:
+                self._early = [e for e in self._early if (e[0], e[1][2]) != (peer, call_id)]
+        elif kind == CANCEL:
+            running.end(None)
+        elif kind == CREDIT:
+            running.credit = max(running.credit, header[7])
+            running.probes = 0
+            if running.wake is not None and not running.wake.done():
+                running.wake.set_result(None)
+        else:
+            self._telemetry.count("bad_frames")
+
+    def _request(self, peer: Peer, header: tuple[Any, ...], frames: list[Frame], role: str) -> None:
+        _, kind, call_id, actor, name, sender, target, number, trace = header
+        if self._callers is not None and self._allowed.get(name, NOBODY).isdisjoint(role.split()):
+            self._log_refused(role, actor, name)
+            raise NotAllowed("not allowed")
+        if not self._open and target == self._incarnation:
+            if len(self._early) >= EARLY:
+                raise Overloaded(f"{self._name} is starting and {EARLY} requests wait for it")
+            self._early.append((peer, header, frames, role))
+            return
+        if target != self._incarnation:
+            raise StaleIncarnation(f"{self._name} was started again, or has this address by now")
+        if actor != self._name:
+            raise NotFound(f"no actor {actor!r:.80} lives in the process of {self._name}")
+        entry = self._methods.get(name)
+        if entry is None or (kind == CAST) != isinstance(entry.method, Cast):
+            raise UnknownMethod(f"{self._name} has no {name!r:.80} of that kind")
+        if len(frames) > 2:
+            check_sizes(frames)
+        request = decode(entry.method.request, frames[1], frames[2:])
+        seen = self._seen.get(sender)
+        if seen is None:
+            seen = self._remember(sender)
+        if seen.before(call_id):
+            self._telemetry.count("repeated_requests")
+            return
+        adopt(trace)
+        if entry.suspends or isinstance(entry.method, Stream):
+            self._spawn(peer, call_id, sender, entry, request, number)
+            return
+        scope.set(None)
+        try:
+            reply = entry.run(request)
+            if kind == CALL:
+                self._answer(peer, call_id, sender, entry, reply)
+        except Exception as error:
+            self._failed(peer, call_id, sender, entry, error, kind == CALL)
+
+    def _log_refused(self, role: str, actor: str, name: str) -> None:
+        now = self._clock.monotonic()
+        if now - self._refused_logged >= REFUSED_EVERY_S:
+            self._refused_logged = now
+            self._telemetry.log.warning(
+                "a call was refused", role=role, actor=actor[:80], method=name[:80]
+            )
+
+    def _spawn(
+        self, peer: Peer, call_id: int, sender: str, entry: Bound, request: Any, remaining_ms: int
+    ) -> None:
+        assert self._loop is not None
+        if len(self._running) >= MAX_RUNNING:
+            raise Overloaded(f"{self._name} has {MAX_RUNNING} calls under way")
+        owner = self._transport.owner(peer)
+        if (others := self._of_one.get(owner, 0)) >= MAX_OF_ONE:
+            raise Overloaded(f"{self._name} has {MAX_OF_ONE} calls of this process under way")
+        now = self._clock.monotonic()
+        deadline = now + remaining_ms / 1000 if remaining_ms > 0 else NEVER
+        running = _Running((peer, call_id), owner, sender, entry.method.label, deadline)
+        scope.set(running)
+        if isinstance(entry.method, Stream):
+            running.credit = 0
+            running.due = now + PROBE_S
+            work = self._run_stream(running, entry, entry.method, request)
+        else:
+            work = self._run(running, entry, request)
+        if running.due < NEVER:
+            self._sweep.by(running.due)
+        self._running[running.key] = running
+        self._of_one[owner] = others + 1
+        running.task = self._loop.create_task(work, name=entry.method.label)
+        # not in the coroutine: one that is cancelled before its first step never runs at all
+        running.task.add_done_callback(lambda _: self._ended(running))
+
+    def _ended(self, running: _Running) -> None:
+        running.over = True
+        if self._running.get(running.key) is running:
+            del self._running[running.key]
+        if self._of_one[running.owner] > 1:
+            self._of_one[running.owner] -= 1
+        else:
+            del self._of_one[running.owner]
+
+    async def _run(self, running: _Running, entry: Bound, request: Any) -> None:
+        peer, call_id = running.key
+        replies = isinstance(entry.method, Call)
+        try:
+            reply = await entry.run(request)
+            if replies:
+                self._answer(peer, call_id, running.sender, entry, reply)
+        except asyncio.CancelledError:
+            if replies and running.why is not None:
+                self._report(peer, call_id, running.sender, running.why)
+        except Exception as error:
+            self._failed(peer, call_id, running.sender, entry, error, replies)
+
+    async def _run_stream(
+        self, running: _Running, entry: Bound, method: Stream[Any, Any], request: Any
+    ) -> None:
+        peer, call_id = running.key
+        try:
+            async with aclosing(entry.run(request)) as items:
+                async for item in items:
+                    body, buffers = self._encoded(item, method.reply, entry)
+                    while running.sent >= running.credit + method.credits:
+                        running.wake = asyncio.get_running_loop().create_future()
+                        await running.wake
+                    header = self._header(ITEM, call_id, running.sender, running.sent)
+                    running.sent += 1
+                    self._transport.reply(peer, (header, body, *buffers))
+            end = self._header(END, call_id, running.sender, running.sent)
+            self._transport.reply(peer, (end, b"\xc0"))
+        except asyncio.CancelledError:
+            if running.why is not None:
+                self._report(peer, call_id, running.sender, running.why)
+        except Exception as error:
+            self._failed(peer, call_id, running.sender, entry, error, True)
+
+    # ------------------------------------------------------------ answers
+
+    def _encoded(self, reply: Any, kind: type, entry: Bound) -> tuple[bytes, list[memoryview]]:
+        if type(reply) is not kind:
+            raise RemoteFailure(
+                f"{entry.method.label} returned a {type(reply).__name__}, not a {kind.__name__}"
+            )
+        body, buffers = encode(reply)
+        if buffers or len(body) > 65_536:
+            check_sizes((b"", body, *buffers))
+        return body, buffers
+
+    def _answer(self, peer: Peer, call_id: int, sender: str, entry: Bound, reply: Any) -> None:
+        assert isinstance(entry.method, Call)
+        body, buffers = self._encoded(reply, entry.method.reply, entry)
+        self._transport.reply(peer, (self._header(REPLY, call_id, sender), body, *buffers))
+
+    def _failed(
+        self, peer: Peer, call_id: int, sender: str, entry: Bound, error: Exception, replies: bool
+    ) -> None:
+        self._telemetry.count("failed_requests")
+        if not isinstance(error, MeshError):  # a defect of ours: its stack belongs in the log
+            self._telemetry.log.error("a method raised", method=entry.method.label, exc_info=error)
+        if replies:
+            self._report(peer, call_id, sender, error)
+
+    def _report(
+        self, peer: Peer, call_id: int, sender: str, error: Exception, ran: bool = True
+    ) -> None:
+        header = self._header(ERROR, call_id, sender, 0 if ran else 1)
+        try:
+            self._transport.reply(peer, (header, pack_error(*to_wire(error))))
+        except MeshError:
+            self._telemetry.count("replies_dropped")
+
+    def _header(self, kind: int, call_id: int, sender: str, number: int = 0) -> bytes:
+        return pack_header(kind, call_id, "", "", self._incarnation, sender, number)
+
+    # ------------------------------------------------------------ ends
+
+    def expel(self, known: Callable[[str], Sequence[str]]) -> None:
+        """Ends what runs for processes whose keys are nobody's any more, as `known` tells."""
+        for running in list(self._running.values()):
+            if isinstance(running.owner, str) and not known(running.owner):
+                running.end(NotAllowed("not allowed"))
+
+    def gone(self, peer: Peer) -> None:
+        """Cancels what runs for a requester that has gone."""
+        for running in [r for r in self._running.values() if r.key[0] == peer]:
+            running.end(None)
+
+    def _expire(self, now: float) -> float:
+        soonest = NEVER
+        for running in list(self._running.values()):
+            if running.due <= now:
+                if running.deadline <= now:
+                    running.due = NEVER
+                    running.end(
+                        DeadlineExceeded(f"{running.label} ran past its deadline", where=self._name)
+                    )
+                    continue
+                self._probe(running, now)
+            soonest = min(soonest, running.due)
+        return soonest
+
+    def _probe(self, running: _Running, now: float) -> None:
+        running.due = now + PROBE_S
+        running.probes += 1
+        if running.probes > UNANSWERED_PROBES:
+            running.end(None)
+            return
+        try:
+            probe = self._header(CREDIT, running.key[1], running.sender, running.sent)
+            self._transport.reply(running.key[0], (probe, b"\xc0"))
+        except MeshError:
+            self._telemetry.count("control_dropped")
+
+    def _remember(self, sender: str) -> _Seen:
+        if len(self._seen) >= REMEMBERED_SENDERS:
+            del self._seen[next(iter(self._seen))]
+        seen = self._seen[sender] = _Seen()
+        return seen
+
+    async def stop(self, within_s: float) -> None:
+        """Ends what runs; callers hear that this process has gone when the connection closes."""
+        tasks = [r.task for r in self._running.values() if r.task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=within_s)
+
+
+class _Seen:
+    """Which call ids of one sender were taken: at most once, also over a network that repeats."""
+
+    __slots__ = ("_floor", "_ids")
+
+    def __init__(self) -> None:
+        self._ids: set[int] = set()
+        self._floor = 0
+
+    def before(self, call_id: int) -> bool:
+        """Whether `call_id` was seen before (or is too old to tell); remembers it."""
+        if call_id in self._ids or call_id < self._floor:
+            return True
+        self._ids.add(call_id)
+        if len(self._ids) > 2 * REMEMBERED_IDS:
+            ids = sorted(self._ids)
+            self._floor = ids[REMEMBERED_IDS]
+            self._ids = set(ids[REMEMBERED_IDS:])
+        return False

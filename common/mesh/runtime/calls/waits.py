@@ -1,0 +1,53 @@
+"""The table of waits: every process publishes with its lease whom it waits for, so that a stall can
+be traced to its culprit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from common.base.clock import Clock
+
+SHORTEST_S = 0.25  # shorter waits are work in progress
+PUBLISHED = 100  # the longest ones
+
+
+class WaitTable:
+    """The waits of one process that last right now."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._waits: dict[object, tuple[str, str, float]] = {}
+
+    @contextmanager
+    def wait(self, what: str, on: str, since: float | None = None) -> Iterator[None]:
+        """Records a wait for the length of the block; `since` (monotonic) if it began before."""
+        key = object()
+        self._waits[key] = (on, what, self._clock.monotonic() if since is None else since)
+        try:
+            yield
+        finally:
+            del self._waits[key]
+
+    def began(self, waited_s: float) -> float:
+        """When a wait began, for `wait`, that has lasted for so long."""
+        return self._clock.monotonic() - waited_s
+
+    def published(self, calls: Iterable[tuple[str, str, float]]) -> list[dict[str, Any]]:
+        """[{on, what, since_ms (wall), count}], the longest first; `calls` are (on, what, since) as
+        well.
+        """
+        now = self._clock.monotonic()
+        oldest: dict[tuple[str, str], tuple[float, int]] = {}
+        for on, what, since in [*self._waits.values(), *calls]:
+            if now - since >= SHORTEST_S:
+                first, count = oldest.get((on, what), (since, 0))
+                oldest[on, what] = (min(first, since), count + 1)
+        epoch = self._clock.wall() - now
+        longest = sorted(oldest.items(), key=lambda row: row[1][0])[:PUBLISHED]
+        return [
+            {"on": on, "what": what, "since_ms": int((epoch + since) * 1000), "count": count}
+            for (on, what), (since, count) in longest
+        ]

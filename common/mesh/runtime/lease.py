@@ -1,0 +1,177 @@
+"""The lease on a process's name in the registry: taken, renewed from a thread with the process's
+counters and waits, given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from common.base.clock import Clock
+from common.base.errors import DeadlineExceeded, Fenced, Refused, StateUnavailable
+from common.mesh.telemetry.logs import Telemetry
+from common.mesh.telemetry.watchdog import Watchdog, dump_stacks
+from common.state import registry
+
+if TYPE_CHECKING:
+    from common.mesh.process.host import Host, Stoppable
+    from common.mesh.runtime.doorway import Doorway
+    from common.state.redis.client import State
+
+# exit status of a process that may no longer act under its name (EX_TEMPFAIL: start it again)
+LOST = 75
+RETRY_S = 0.25
+STILL_S = 1.0  # without a tick of the event loop: worth publishing
+RELEASE_S = 2.0  # it expires by itself if Redis does not answer
+
+
+class Lease:
+    """The lease of one process. The loop takes snapshots of its stats with each tick, and a thread
+    sends the last one.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        host: Host,
+        clock: Clock,
+        watchdog: Watchdog,
+        telemetry: Telemetry,
+        *,
+        ttl_s: float,
+        renew_s: float,
+        snapshot: Callable[[], tuple[dict[str, Any], list[dict[str, Any]]]],
+        on_lost: Callable[[str], None] | None,
+        doorway: Doorway | None = None,
+    ) -> None:
+        """With `doorway` each renewal shows this process's key, and looks for revocations."""
+        self._doorway = doorway
+        self._state, self._host, self._clock = state, host, clock
+        self._watchdog, self._telemetry = watchdog, telemetry
+        self._ttl_s, self._renew_s = ttl_s, renew_s
+        self._snapshot = snapshot
+        self._on_lost = on_lost
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._renewal: Stoppable | None = None
+        self._published: Any = None
+        self._held = False
+        self._renewed_at = clock.monotonic()
+        self.entry = registry.Entry("", "")
+        self.token = 0
+
+    async def take(self, entry: registry.Entry) -> int:
+        """Takes the name and returns the fencing token. Waits for a predecessor's lease to run out,
+        for two lease lengths at most.
+        """
+        self._loop = asyncio.get_running_loop()
+        self.entry = entry
+        entry.stats, entry.waits = self._snapshot()
+        until = self._clock.monotonic() + 2 * self._ttl_s
+        while True:
+            try:
+                self.token = await registry.register(self._state, entry, int(self._ttl_s * 1000))
+                break
+            except Refused:
+                if self._clock.monotonic() > until:
+                    raise
+                await self._clock.sleep(RETRY_S)
+        self._held, self._renewed_at = True, self._clock.monotonic()
+        self._ticker = asyncio.create_task(self._tick(), name="watchdog")
+        self._renewal = self._host.every(self._renew_s, self.renew, f"lease {entry.name}")
+        return self.token
+
+    async def _tick(self) -> None:
+        while True:
+            await self._watchdog.next_tick()
+            self.entry.stats, self.entry.waits = self._snapshot()
+            told = (self.entry.stats.get("ready"), self.entry.stats.get("epoch"))
+            if (
+                told != self._published
+            ):  # somebody waits for this: do not let it wait for the renewal
+                self._published = told
+                await self.publish()
+
+    async def publish(self) -> None:
+        """Sends the present stats and waits now."""
+        self.entry.stats, self.entry.waits = self._snapshot()
+        try:
+            await self._host.run_blocking(self.renew, deadline_s=self._ttl_s)
+        except DeadlineExceeded:
+            self._telemetry.count("renewals_failed")
+
+    def lapsed(self) -> str:
+        """Why this process may not count on its name; empty while the lease holds."""
+        if not self._held:
+            return "it has no lease"
+        silent_s = self._clock.monotonic() - self._renewed_at
+        return f"its lease was renewed {silent_s:.1f} s ago" if silent_s > self._ttl_s else ""
+
+    async def renewed(self) -> bool:
+        """Renews now and returns whether the lease is held. Ends the process if it is lost."""
+        if self._held:
+            await self.publish()
+        return self._held
+
+    def renew(self) -> bool:
+        """Renews once; False ends the thread. Runs off the loop."""
+        if not self._held:
+            return False
+        hung = self._watchdog.stalled()
+        if hung:
+            return self._lost(hung)
+        entry, asked = self.entry, self._clock.monotonic()
+        stats = entry.stats
+        if (still_s := self._watchdog.still_s) > STILL_S:  # no tick says so, as there is none
+            stats = stats | {"loop_lag_ms": round(still_s * 1000, 1)}
+        doorway = self._doorway
+        try:
+            renewal = registry.renew(
+                self._state,
+                entry.name,
+                self.token,
+                int(self._ttl_s * 1000),
+                stats,
+                entry.waits,
+                doorway.row if doorway is not None else None,
+            )
+        except StateUnavailable:
+            self._telemetry.count(
+                "renewals_failed"
+            )  # the lease may outlive the outage: go on trying
+            return True
+        if renewal.held or not self._held:
+            self._renewed_at = asked
+            if doorway is not None and renewal.held:
+                doorway.keys.refresh(renewal.doors)
+            return True
+        return self._lost(
+            renewal.why or "the lease has expired or another incarnation holds the name"
+        )
+
+    def _lost(self, why: str) -> bool:
+        self._held = False
+        text = f"{self.entry.name} ({self.entry.incarnation}) lost its lease: {why}"
+        if self._on_lost is not None:
+            self._on_lost(text)
+        else:
+            dump_stacks(text, self._loop)
+            self._host.exit(LOST, text, Fenced(text))
+        return False
+
+    async def give_back(self) -> None:
+        """Stops renewing and frees the name; where Redis does not answer, the lease runs out by
+        itself.
+        """
+        if self._renewal is not None:
+            self._renewal.stop()
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if self._held:
+            self._held = False
+            try:
+                async with self._clock.timeout(RELEASE_S, "giving the name back"):
+                    await registry.release(self._state, self.entry.name, self.token)
+            except (StateUnavailable, DeadlineExceeded):
+                self._telemetry.count("releases_failed")

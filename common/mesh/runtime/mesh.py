@@ -1,0 +1,469 @@
+"""A process's membership of the mesh: its name, its calls to others, and their calls to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, AsyncExitStack
+from typing import Any
+
+from common.api.calls.callers import CALLERS, ROLES, Callers
+from common.api.calls.interface import Method
+from common.base.clock import Clock, SystemClock
+from common.base.encoding.messages import Frame
+from common.base.errors import BadMessage, ConfigError, MeshError, NotAllowed
+from common.base.host.settings import OFF, MeshSettings
+from common.base.job_clock import JobClock
+from common.base.random import Random
+from common.mesh.process.host import Host, SystemHost
+from common.mesh.process.running import run
+from common.mesh.runtime.calls.actor import Actor, bind
+from common.mesh.runtime.calls.calling import Caller
+from common.mesh.runtime.calls.directory import Directory, Route
+from common.mesh.runtime.calls.serving import Server
+from common.mesh.runtime.calls.sweep import Sweep
+from common.mesh.runtime.calls.waits import WaitTable
+from common.mesh.runtime.doorway import LOOK_S, Doorway
+from common.mesh.runtime.lease import Lease
+from common.mesh.runtime.monitor import Monitor
+from common.mesh.runtime.patience import WAITS
+from common.mesh.runtime.ref import Asking, Ref
+from common.mesh.telemetry.endpoint import MetricsEndpoint
+from common.mesh.telemetry.logs import Telemetry, log_to_stderr
+from common.mesh.telemetry.tracing import Tracer
+from common.mesh.telemetry.watchdog import Watchdog
+from common.mesh.transport.base import Peer, Transport
+from common.mesh.transport.strangers import Limits
+from common.mesh.transport.zmq import ZmqTransport
+from common.mesh.wire.frames import unpack_header
+from common.state import registry
+from common.state.hosts import doors
+from common.state.redis.client import State, sync_client
+
+STOP_S = 2.0  # for what runs when a process leaves
+ACTOR_STOP_S = 10.0
+HOUSEKEEPING_S = 2.0
+REFUSED_EVERY_S = 30.0  # between two lines of the log on strangers, however many there are
+IDLE_CONNECTION_S = 120.0
+
+__all__ = ["Mesh", "MeshSettings", "run"]
+
+
+class Mesh:
+    """One per process (a simulation holds many). `token` is the fencing token of the process's
+    registry lease. Whoever made `state` closes it, unless the mesh `owns_state`. With `callers`
+    a process asks, and is asked, only what the table allows by role; its own role is its `kind`.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        kind: str,
+        state: State,
+        owns_state: bool = False,
+        transport: Transport,
+        clock: Clock,
+        random: Random,
+        host: Host,
+        ttl_s: float = 6.0,
+        renew_s: float = 1.5,
+        stall_s: float = 30.0,
+        settings: MeshSettings | None = None,
+        callers: Callers | None = None,
+        on_lost: Callable[[str], None] | None = None,
+        doorway: Doorway | None = None,
+        job: str = "",
+    ) -> None:
+        self.name, self.kind = name, kind
+        self.state, self.transport, self.clock, self.random, self.host = (
+            state,
+            transport,
+            clock,
+            random,
+            host,
+        )
+        self.job_clock = JobClock(clock)  # of the one job that the process works for, if it does
+        self.settings = settings or MeshSettings(redis_url=state.url, run_root="", host="")
+        self.incarnation = random.token(8)
+        self.ready: bool | None = None  # published with the stats once it is set
+        self.telemetry = Telemetry(name, job)
+        self.waits = WaitTable(clock)
+        WAITS.set(self.waits)
+        self.doorway = doorway  # None in a simulation
+        self._directory = Directory(state, clock, self.waits, self.check if doorway else None)
+        self._watchdog = Watchdog(clock, stall_s)
+        self._sweep = Sweep(clock.monotonic)
+        self._expelling = False  # keys may have been revoked since the last look at what runs
+        if doorway is not None:
+            doorway.keys.heed(self._doubt_all)
+        self._caller = Caller(
+            clock,
+            transport,
+            self.incarnation,
+            Tracer(random.child("trace")),
+            self.telemetry,
+            self._sweep,
+            lambda: self._directory.silent_at,
+        )
+        self._callers = callers
+        self._server = Server(
+            name, clock, transport, self.incarnation, self.telemetry, self._sweep, callers
+        )
+        self._lease = Lease(
+            state,
+            host,
+            clock,
+            self._watchdog,
+            self.telemetry,
+            ttl_s=ttl_s,
+            renew_s=renew_s,
+            snapshot=self._snapshot,
+            on_lost=on_lost,
+            doorway=doorway,
+        )
+        self._stats: Callable[[], dict[str, Any]] = dict
+        self._asking = Asking(
+            clock,
+            self._directory,
+            self._caller,
+            self.telemetry,
+            self.start,
+            self.check_may_ask,
+            self._doubt,
+        )
+        self._refs: dict[str, Ref] = {}
+        self._actor: Actor | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._housekeeping: asyncio.Task[None] | None = None
+        self._owns_state = owns_state
+        self._left = False
+        # How many connections each door of this process has turned away, by reason.
+        self._doors: list[Callable[[], Mapping[str, int]]] = [lambda: self.transport.refused]
+        self._strangers: dict[str, int] = {}  # connections that were turned away, as last logged
+        self._strangers_logged = -REFUSED_EVERY_S
+        self._endpoint: MetricsEndpoint | None = None
+
+    @classmethod
+    async def open(cls, name: str, kind: str, settings: MeshSettings, job: str = "") -> Mesh:
+        """The mesh of a real process: sockets, Redis, the machine's clock, threads. `job`: the one
+        that it serves, if that is one. ConfigError: without a secret, or as of no role that there
+        is. Refused: this host is let in no more.
+        """
+        if not settings.secret:
+            raise ConfigError(
+                "the settings hold no secret, by which processes of a mesh know each other",
+                where="settings.json",
+                fix="Start the mesh anew with `meshrl up` or `meshrl run`, which makes one",
+            )
+        if kind not in ROLES:
+            raise ConfigError(
+                f"{kind!r} is no role of a process; there are {', '.join(sorted(ROLES))}",
+                where="common/api/calls/callers.py",
+            )
+        log_to_stderr(name, job)
+        clock = SystemClock()
+        async with AsyncExitStack() as opened:
+            state = await State.open(settings.redis_as(kind))
+            opened.push_async_callback(state.close)
+            if not settings.joinable:  # else the head alone admits hosts
+                await doors.admit_host(state, settings.host)
+            # The key is registered before the transport answers peers, who look it up.
+            client = sync_client(settings.redis_as(kind), LOOK_S)
+            doorway = await Doorway.enter(name, kind, settings.host, state, client, clock)
+            opened.push_async_callback(doorway.leave)
+            transport = ZmqTransport(
+                settings.bind,
+                settings.advertise,
+                keys=doorway.keys,
+                connections=Limits() if settings.joinable else None,
+            )
+            opened.push_async_callback(transport.close)
+            mesh = cls(
+                name=name,
+                kind=kind,
+                state=state,
+                owns_state=True,
+                transport=transport,
+                clock=clock,
+                random=Random.system(),
+                host=SystemHost(),
+                stall_s=settings.stall_s,
+                settings=settings,
+                callers=CALLERS,
+                doorway=doorway,
+                job=job,
+            )
+            state.renewed = mesh._lease.renewed
+            if settings.metrics != OFF:
+                mesh.show_metrics(settings.metrics)
+            opened.pop_all()  # the mesh closes them when it leaves
+        return mesh
+
+    @property
+    def log(self) -> Any:
+        """This process's log: `mesh.log.warning("what", key=value)`."""
+        return self.telemetry.log
+
+    @property
+    def token(self) -> int:
+        """The fencing token of this process's lease."""
+        return self._lease.token
+
+    # ------------------------------------------------------------ joining and leaving
+
+    def start(self) -> None:
+        """Opens the mesh for asking, without a name of its own. `join` does it too."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._sweep.start()
+            self._server.start()
+            self.transport.start(self._deliver, self._lost, self._server.gone)
+            self._housekeeping = asyncio.create_task(self._keep_house(), name="housekeeping")
+
+    async def join(
+        self,
+        actor: Actor | None,
+        *,
+        stats: Callable[[], dict[str, Any]] = dict,
+        bulk_address: str = "",
+    ) -> None:
+        """Takes the name, starts the actor, then lets requests in: those that came meanwhile wait.
+
+        Waits out a predecessor's lease; Refused if another incarnation keeps the name. `stats` runs
+        on the loop.
+        """
+        try:
+            methods = bind(actor) if actor is not None else {}
+            self._server.expect(methods)
+            self._stats = stats
+            self.start()
+            await self._lease.take(self._entry(bulk_address))
+            self._actor = actor
+            if actor is not None:
+                await actor.start()
+        except BaseException as error:
+            await self._close(error)
+            raise
+        self._server.offer()
+
+    def _entry(self, bulk_address: str) -> registry.Entry:
+        pid, start_time = self.host.identity
+        return registry.Entry(
+            name=self.name,
+            kind=self.kind,
+            address=self.transport.address,
+            bulk=bulk_address,
+            metrics=self._endpoint.address if self._endpoint is not None else "",
+            host=self.settings.host,
+            pid=pid,
+            start_time=start_time,
+            incarnation=self.incarnation,
+            run_root=self.settings.run_root,
+        )
+
+    async def leave(self) -> None:
+        """Ends what runs, stops the actor, gives the name back, then closes the connections. It
+        does all of it, whatever fails on the way or if it is cancelled; the first error is raised.
+        """
+        await self._close(None)
+
+    async def _close(self, first: BaseException | None) -> None:
+        """Raises `first`, or else the first error of closing; what else fails is logged."""
+        if not self._left:
+            self._left = True
+            for step in self._closing():
+                try:
+                    await step()
+                except BaseException as error:
+                    if first is None:
+                        first = error
+                    else:
+                        self.log.error("leaving", step=step.__qualname__, error=repr(error))
+        if first is not None:
+            raise first
+
+    def _closing(self) -> Iterator[Callable[[], Awaitable[None]]]:
+        """What `leave` does, step by step: none is left out because one before it failed."""
+        yield self._stop_serving
+        yield self._stop_actor
+        yield self._lease.give_back
+        yield self._stop_asking
+        yield self.transport.close
+        if self._endpoint is not None:
+            yield self._close_endpoint
+        if self.doorway is not None:
+            yield self.doorway.leave
+        if self._owns_state:
+            yield self.state.close
+
+    async def _stop_serving(self) -> None:
+        await self._server.stop(STOP_S)
+
+    async def _stop_actor(self) -> None:
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            async with self.clock.timeout(ACTOR_STOP_S, f"stopping {self.name}"):
+                await actor.stop()
+
+    async def _stop_asking(self) -> None:
+        self._directory.stop()
+        if self._housekeeping is not None:
+            self._housekeeping.cancel()
+        self._caller.stop()
+        self._sweep.stop()
+
+    async def _close_endpoint(self) -> None:
+        assert self._endpoint is not None
+        self._endpoint.close()
+
+    async def publish(self) -> None:
+        """Publishes stats and waits now instead of with the next renewal."""
+        await self._lease.publish()
+
+    def show_metrics(self, where: str) -> None:
+        """Serves metrics and health by HTTP, from now until it leaves; before `join`, which
+        publishes the address. ConfigError when `where` (as `mesh.metrics`) has no free port.
+        """
+        pages = Monitor(self.name, self.kind, self._lease, self._watchdog, self.telemetry).pages
+        self._endpoint = MetricsEndpoint(where, self.settings.advertise, self.host, pages)
+
+    @property
+    def serving(self) -> int:
+        """The number of calls and streams under way here."""
+        return self._server.running
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Within this block the loop may stand still for 300 s: large files are read, code is
+        compiled.
+        """
+        return self._watchdog.loading()
+
+    def wait(self, what: str, on: str) -> AbstractContextManager[None]:
+        """Records that this process waits for `on`: an actor, "redis", "group:12". Published with
+        every renewal.
+        """
+        return self.waits.wait(what, on)
+
+    def ref(self, name: str) -> Ref:
+        """The actor of this name, to be asked; it is looked up at the first call."""
+        ref = self._refs.get(name)
+        if ref is None:
+            ref = self._refs[name] = Ref(self._asking, name)
+        return ref
+
+    # ------------------------------------------------------------ what arrives
+
+    def _deliver(self, peer: Peer, frames: list[Frame], role: str) -> None:
+        try:
+            header = unpack_header(frames[0])
+            if len(frames) < 2:
+                raise BadMessage("a header without a body")
+        except BadMessage:
+            self.telemetry.count("bad_frames")
+            return
+        if peer:
+            self._server.accept(peer, header, frames, role)
+        else:
+            self._caller.accept(header, frames)
+
+    def _doubt_all(self) -> None:
+        """Keys may have been revoked; from any thread."""
+        self._directory.doubt()
+        self._expelling = True
+
+    def _doubt(self, route: Route) -> None:
+        """A peer does not let this process ask what it may."""
+        if self.doorway is not None:
+            self.doorway.doubt(route.address)
+            self._directory.forget(route)
+
+    async def check(self, entry: registry.Entry, *, bulk: bool = False) -> None:
+        """Returns when the process that an entry names has proved to be that, or where processes
+        of one mesh prove no more than their roles; with `bulk` by the key of its bulk port.
+        StateUnavailable; HandshakeFailed.
+        """
+        if self.doorway is not None:
+            await self.doorway.check(entry, self.host, bulk=bulk)
+
+    def _lost(self, address: str, reached: bool, refused: bool = False) -> None:
+        if refused and self.doorway is not None:
+            self.doorway.doubt(address)
+        self._directory.forget_address(address)
+        self._caller.lost(address, reached, refused)
+
+    # ------------------------------------------------------------ bookkeeping
+
+    def _snapshot(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        stats = {
+            "loop_lag_ms": round(self._watchdog.lag_s * 1000, 1),
+            **self.host.usage(),
+            "serving": self._server.running,
+            **self.telemetry.snapshot(),
+            **self._own_stats(),
+        }
+        if self.ready is not None:
+            stats["ready"] = self.ready
+        return stats, self.waits.published(self._caller.waits())
+
+    def _own_stats(self) -> dict[str, Any]:
+        try:
+            return self._stats()
+        except Exception:  # a service's defect in a figure must not cost it its lease
+            self.log.exception("stats")
+            self.telemetry.count("stats_failed")
+            return {}
+
+    async def _keep_house(self) -> None:
+        while True:
+            await self.clock.sleep(HOUSEKEEPING_S)
+            now = self.clock.monotonic()
+            self._caller.forget_idle(now - IDLE_CONNECTION_S)
+            self._count_strangers(now)
+            if self._expelling and self.doorway is not None:
+                self._expelling = False
+                self._server.expel(self.doorway.keys.holders_now)
+            await self._keep_shown()
+            waited_for = self._caller.waited_for(now - HOUSEKEEPING_S)
+            if not waited_for:
+                continue
+            try:
+                dead = await self._directory.dead(waited_for)
+            except MeshError as error:  # whatever it is, this task has more to look after
+                self.telemetry.count(f"not_looked_up_{error.code}")
+                continue
+            for route in dead:
+                self.transport.forget(route.address)
+                self._lost(route.address, True)
+
+    async def _keep_shown(self) -> None:
+        if self.doorway is None or not self._lease.lapsed():  # which shows the key
+            return
+        try:
+            await self.doorway.keep()
+        except MeshError as error:
+            self.telemetry.count(f"keys_not_shown_{error.code}")
+
+    def _count_strangers(self, now: float) -> None:
+        turned_away = dict(sum((Counter(door()) for door in self._doors), Counter()))
+        if turned_away == self._strangers or now - self._strangers_logged < REFUSED_EVERY_S:
+            return
+        new = {why: n - self._strangers.get(why, 0) for why, n in turned_away.items()}
+        for why, number in new.items():
+            self.telemetry.count(f"refused_{why}", number)
+        self.log.warning("connections were turned away", **new)
+        self._strangers, self._strangers_logged = turned_away, now
+
+    def count_refused(self, door: Callable[[], Mapping[str, int]]) -> None:
+        """Counts and logs, too, whom another door of this process has turned away, by reason."""
+        self._doors.append(door)
+
+    def check_may_ask(self, method: Method[Any]) -> None:
+        """NotAllowed: a process of this role may not call `method`, whoever would be asked."""
+        if self._callers is not None and self.kind not in self._callers.get(method.label, ()):
+            raise NotAllowed(
+                f"a {self.kind} may not call {method.label}",
+                where=self.name,
+                fix="common/api/calls/callers.py says who may",
+            )

@@ -1,0 +1,54 @@
+"""The context of a request beside its message: its trace, and the deadline of the call that it
+serves.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+from common.base.random import Random
+
+PREFIX = 36  # characters of a W3C traceparent's version, trace id and dashes
+LENGTH = 55
+
+_trace: ContextVar[str] = ContextVar("trace", default="")
+
+
+class Scope:
+    """The call that the running code serves. Its deadline bounds calls made for it; once it is
+    over, it bounds nothing.
+    """
+
+    __slots__ = ("deadline", "over")
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.over = False
+
+
+scope: ContextVar[Scope | None] = ContextVar("scope", default=None)
+
+
+def adopt(traceparent: str) -> None:
+    """What runs from here belongs to the trace of `traceparent`; anything malformed starts none."""
+    _trace.set(traceparent[:PREFIX] if len(traceparent) == LENGTH else "")
+
+
+def trace_id() -> str:
+    """32 hex digits, or empty outside any trace."""
+    return _trace.get()[3:35]
+
+
+class Tracer:
+    """Writes the traceparent of each call; a call outside any trace starts one."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._process = random.token(4)  # the upper half of our span ids; the call id is the lower
+
+    def traceparent(self, call_id: int) -> str:
+        """The W3C `traceparent` of an outgoing call: the current trace or a new one, and the call
+        as its parent.
+        """
+        prefix = _trace.get() or f"00-{self._random.token(16)}-"
+        return f"{prefix}{self._process}{call_id & 0xFFFFFFFF:08x}-01"

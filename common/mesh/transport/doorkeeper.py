@@ -1,0 +1,132 @@
+"""The thread that decides who may connect to a ROUTER, and counts whom it turned away.
+
+ZeroMQ asks over ZAP (RFC 27) whose key a peer has proved. A thread answers and not the event loop,
+which may stand still for minutes while a model loads: peers would miss their handshake's deadline
+one after the other. The ROUTER's monitor is read here for the same reason, as its writer would
+block: it tells of those who cannot even begin a handshake, being from outside the mesh.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from common.base.errors import StateUnavailable
+from common.mesh.transport.keys import Keys, ProcessKeys
+from common.mesh.transport.strangers import Limits, Strangers
+
+DOMAIN = b"meshrl"
+# Nobody can tell now whose key that is: the other end hears this and tries again. RFC 27 has 300
+# for it, after which libzmq says nothing, and holds the connection until its handshake times out.
+UNDECIDED = b"500"
+EVENTS = 10_000  # of the monitor that may wait for this thread; about 2 MB
+_MONITOR = "inproc://doorkeeper"
+_REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class Doorkeeper:
+    """Guards one ROUTER: to be made before it listens. Its thread ends with the context."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        router: zmq.Socket[bytes],
+        keys: Keys,
+        limits: Limits | None = None,
+    ) -> None:
+        # Another one whenever a connection comes in or a role may be another: what is known of
+        # connections may then be out of date.
+        self.changed = object()
+        # "keys": proved a key that nobody of the mesh has. "handshake": did not get that far.
+        # "descriptors": there was none left to take a connection with. "undecided": Redis was
+        # silent. "connections", "strangers" and "bytes": see `Limits`.
+        self.refused: Counter[str] = Counter()
+        self._keys = keys
+        self._asked = context.socket(zmq.REP)
+        self._asked.set(zmq.LINGER, 0)
+        self._asked.bind("inproc://zeromq.zap.01")
+        self.each_alone = isinstance(keys, ProcessKeys)  # whether no two processes share a key
+        keys.heed(self._note_change)
+        router.set(zmq.CURVE_SERVER, 1)
+        router.set(zmq.CURVE_SECRETKEY, keys.answering.secret)
+        router.set(zmq.ZAP_DOMAIN, DOMAIN)
+        router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of ours nobody comes in
+        self._strangers = Strangers(limits, self._turned_away) if limits is not None else None
+        seen = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED if limits is not None else 0
+        router.monitor(_MONITOR, _REFUSED | zmq.EVENT_ACCEPT_FAILED | seen)
+        self._monitor = context.socket(zmq.PAIR)
+        self._monitor.set(zmq.LINGER, 0)
+        self._monitor.set(zmq.RCVHWM, EVENTS)
+        self._monitor.connect(_MONITOR)
+        self._thread = threading.Thread(target=self._keep, name="doorkeeper", daemon=True)
+        self._thread.start()
+
+    def _keep(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._asked, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        try:
+            while True:
+                within_ms = self._strangers.turn() if self._strangers is not None else None
+                for socket, _ in poller.poll(within_ms):
+                    if socket is self._asked:
+                        self._asked.send_multipart(self._answer(self._asked.recv_multipart()))
+                    else:
+                        self._count(parse_monitor_message(self._monitor.recv_multipart()))
+        except zmq.ContextTerminated:
+            self._asked.close()
+            self._monitor.close()
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        """The User-Id of an admitted connection tells `Keys.role_now` who it is."""
+        version, request_id, *_ = request
+        if not _asks_for_curve(request):
+            return [version, request_id, b"400", b"", b"", b""]
+        public = z85.encode(request[6])
+        try:
+            role = self._keys.role_of(public)
+        except StateUnavailable:
+            self.refused["undecided"] += 1
+            return [version, request_id, UNDECIDED, b"", b"", b""]
+        if role is None:
+            return [version, request_id, b"400", b"", b"", b""]
+        self._note_change()  # before any message of it can arrive
+        user = self._keys.user_of(public, role)
+        return [version, request_id, b"200", b"", user.encode(), b""]
+
+    def _note_change(self) -> None:
+        self.changed = object()
+
+    def role_now(self, user: str) -> str:
+        """What the sender of a message is, by the User-Id of its connection."""
+        return self._keys.role_now(user)
+
+    def _turned_away(self, why: str) -> None:
+        self.refused[why] += 1
+
+    def _count(self, event: Any) -> None:
+        if event["event"] == zmq.EVENT_ACCEPTED and self._strangers is not None:
+            self._strangers.came(int(event["value"]))
+        elif event["event"] == zmq.EVENT_DISCONNECTED and self._strangers is not None:
+            self._strangers.went(int(event["value"]))
+        elif event["event"] == zmq.EVENT_ACCEPT_FAILED:
+            self.refused["descriptors"] += 1
+        elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            if event["value"] != int(UNDECIDED):  # which is counted when it is answered
+                self.refused["keys"] += 1
+        elif event["event"] & _REFUSED:
+            self.refused["handshake"] += 1
+
+
+def _asks_for_curve(request: list[bytes]) -> bool:
+    """[version, id, domain, address, routing id, mechanism, key], as RFC 27 has it."""
+    return len(request) == 7 and request[2] == DOMAIN and request[5] == b"CURVE"

@@ -1,0 +1,254 @@
+"""The production transport over ZeroMQ: a ROUTER for requests to this process, a DEALER for each
+peer, both pumped by hand on the event loop.
+
+A DEALER's monitor tells within milliseconds that its peer's process has ended. With keys every
+connection is CURVE: both ends prove that they belong to the mesh, and a request comes with the role
+that its sender has proved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from common.base.encoding.messages import DEFAULT_LIMITS, MessageLimits
+from common.base.errors import ConfigError
+from common.base.host.ports import ports
+from common.base.host.settings import advertised_host
+from common.mesh.transport.address import endpoint_of
+from common.mesh.transport.base import Deliver, Frames, Gone, Lost, Peer
+from common.mesh.transport.doorkeeper import UNDECIDED, Doorkeeper
+from common.mesh.transport.keys import Keys
+from common.mesh.transport.pump import Pump
+from common.mesh.transport.strangers import Limits
+
+LINGER_MS = 300  # last replies on the way out
+MAX_SOCKETS = 16_384  # libzmq's own limit is 1,023
+_TOLD = zmq.EVENT_HANDSHAKE_FAILED_AUTH  # the other end has said so
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | _TOLD
+_HANDSHAKE_S = 30.0  # that a peer may take to answer once it is connected, as libzmq has it
+_SILENT_SHARE = 0.9  # of it, without a word: nobody has refused anything
+_ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | _REFUSED
+
+
+class _Link:
+    """Our DEALER to one peer, and the monitor that sees the connection end."""
+
+    def __init__(
+        self,
+        pump: Pump,
+        loop: asyncio.AbstractEventLoop,
+        ended: Callable[[bool, bool], None],
+        refused: int,
+        silent_s: float,
+    ) -> None:
+        """`refused`: the events that are a refusal, unless one comes only after `silent_s`."""
+        self.pump = pump
+        self._loop = loop
+        self._ended = ended
+        self._refused = refused
+        self._silent_s, self._begun_at = silent_s, time.monotonic()
+        self._reached = False
+        told = _ENDED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._monitor = pump.socket.get_monitor_socket(told)
+        loop.add_reader(self._monitor.fileno(), self._look)
+        loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        while not self._monitor.closed:
+            try:
+                heard = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            event = heard["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._reached = True
+                continue
+            while self.pump.turn():  # the peer may have answered before it ended
+                pass
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                decided = heard["value"] != int(UNDECIDED)
+            else:  # a process that stands still does not answer, whatever keys it has
+                decided = time.monotonic() - self._begun_at < self._silent_s
+            self._ended(self._reached, bool(event & self._refused) and decided)
+
+    def close(self, linger_ms: int) -> None:
+        if not self._monitor.closed:
+            self._loop.remove_reader(self._monitor.fileno())
+            self.pump.socket.disable_monitor()
+            self._monitor.close(0)
+        self.pump.close(linger_ms)
+
+
+class ZmqTransport:
+    """Listens as soon as it is made (so that `address` is known), reads once it is started.
+
+    `bind` is a ZeroMQ endpoint; `*` as its port takes any free one, `LOW-HIGH` the first free one
+    of a range. `advertise` is the host (or whole endpoint) under which others reach it, when that
+    differs. Without `keys` anybody is served, and whatever answers at an address is believed: for
+    tests alone.
+    """
+
+    def __init__(
+        self,
+        bind: str = "tcp://127.0.0.1:*",
+        advertise: str = "",
+        *,
+        keys: Keys | None = None,
+        hwm: int = 1000,
+        park_messages: int = 10_000,
+        limits: MessageLimits = DEFAULT_LIMITS,
+        connections: Limits | None = None,
+        silence_refuses: bool = True,
+        handshake_s: float = _HANDSHAKE_S,
+    ) -> None:
+        """`connections`: limits of those that come, where others than this host's reach us.
+        `silence_refuses`: a handshake that ends without a word is one with wrong keys, as between
+        processes that a registry names; else nobody may be behind that address just now. One that
+        has no end within `handshake_s` is with a process that stands still.
+        """
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self._hwm, self._park_messages, self._limits = hwm, park_messages, limits
+        self._keys = keys
+        self._refusals = _REFUSED if silence_refuses else _TOLD
+        self._handshake_s = handshake_s
+        router = self._socket(zmq.ROUTER, bind)
+        router.set(zmq.ROUTER_MANDATORY, 1)
+        self._door = (
+            Doorkeeper(self._context, router, keys, connections) if keys is not None else None
+        )
+        self._router = Pump(router, True, park_messages, self._door)
+        try:
+            bound = _bound(router, bind)
+        except ConfigError:
+            router.close(0)
+            self._context.term()
+            raise
+        endpoint = _advertised(bound, advertise)
+        self.address = keys.published(endpoint) if keys is not None else endpoint
+        self._links: dict[str, _Link] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.IPV6, 1 if "[" in endpoint else 0)
+        socket.set(zmq.SNDHWM, self._hwm)
+        socket.set(zmq.RCVHWM, self._hwm)
+        socket.set(zmq.MAXMSGSIZE, self._limits.buffer_bytes)
+        socket.set(zmq.CONNECT_TIMEOUT, 5_000)
+        socket.set(zmq.HEARTBEAT_IVL, 3_000)  # finds hosts that vanish without closing
+        socket.set(zmq.HEARTBEAT_TIMEOUT, 15_000)
+        return socket
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """How many connections were turned away so far, by reason; see `Doorkeeper.refused`."""
+        return dict(self._door.refused) if self._door is not None else {}
+
+    def start(self, deliver: Deliver, lost: Lost, gone: Gone) -> None:
+        """Begins to deliver messages on the running loop; see `Transport.start`."""
+        self._loop = asyncio.get_running_loop()
+        self._deliver, self._lost, self._gone = deliver, lost, gone
+        self._router.start(self._loop, deliver, gone)
+
+    def send(self, address: str, frames: Frames) -> None:
+        """Sends a request to `address`, over a new connection if there is none. Overloaded: too
+        many are parked; WrongKeys: the address names no key.
+        """
+        link = self._links.get(address)
+        if link is None:
+            link = self._connect(address)
+        link.pump.send(b"", frames)
+
+    def reply(self, peer: Peer, frames: Frames) -> None:
+        """Sends an answer to who asked. Overloaded: too many are parked."""
+        self._router.send(peer, frames)
+
+    def _connect(self, address: str) -> _Link:
+        assert self._loop is not None, "start() comes before send()"
+        server_key = self._keys.asked(address) if self._keys is not None else b""
+        socket = self._socket(zmq.DEALER, endpoint_of(address))
+        socket.set(zmq.HANDSHAKE_IVL, int(1000 * self._handshake_s))
+        if self._keys is not None:
+            socket.set(zmq.CURVE_SERVERKEY, server_key)
+            socket.set(zmq.CURVE_PUBLICKEY, self._keys.asking.public)
+            socket.set(zmq.CURVE_SECRETKEY, self._keys.asking.secret)
+        pump = Pump(socket, False, self._park_messages)
+
+        def ended(reached: bool, refused: bool) -> None:
+            if self._links.get(address) is link:
+                self.forget(address)
+                self._lost(address, reached, refused)
+
+        link = self._links[address] = _Link(
+            pump, self._loop, ended, self._refusals, _SILENT_SHARE * self._handshake_s
+        )
+        pump.start(self._loop, self._deliver, self._gone)
+        pump.socket.connect(endpoint_of(address))
+        return link
+
+    def owner(self, peer: Peer) -> str | Peer:
+        """The key that it has proved, where each process has one; else the peer itself."""
+        return self._router.owners.get(peer, peer)
+
+    def forget(self, address: str) -> None:
+        """Closes the connection to `address` at once; what it has parked is dropped."""
+        link = self._links.pop(address, None)
+        if link is not None:
+            link.close(0)
+
+    @property
+    def parked(self) -> int:
+        """The number of messages that wait for peers that cannot take them yet."""
+        pumps = [self._router, *(link.pump for link in self._links.values())]
+        return sum(pump.parked for pump in pumps)
+
+    async def close(self) -> None:
+        """Sends what is parked for up to LINGER_MS, then closes all connections."""
+        for link in list(self._links.values()):
+            link.close(LINGER_MS)
+        self._links.clear()
+        self._router.close(LINGER_MS)
+        loop = asyncio.get_running_loop()
+        # Once handed over it runs to its end, even if who waits for it is cancelled.
+        await asyncio.shield(loop.run_in_executor(None, self._context.term))
+
+
+def _bound(router: zmq.Socket[bytes], bind: str) -> str:
+    """The endpoint that it listens at, the first free one of `bind`; ConfigError: there is none."""
+    endpoints = [bind]
+    if bind.startswith("tcp://"):
+        interface, tried = ports(bind, "mesh.bind")
+        endpoints = [f"tcp://{interface}:{port or '*'}" for port in tried]
+    trouble: zmq.ZMQError | None = None
+    for endpoint in endpoints:
+        try:
+            router.bind(endpoint)
+            found = router.getsockopt(zmq.LAST_ENDPOINT)
+            assert isinstance(found, bytes)
+            return found.decode()
+        except zmq.ZMQError as error:
+            trouble = error
+            if error.errno != zmq.EADDRINUSE:
+                break
+    raise ConfigError(
+        f"cannot listen on {bind}: {trouble}",
+        where="mesh.bind",
+        fix="Take an address of this host, and behind it * or a range that has a free port for "
+        "each process",
+    )
+
+
+def _advertised(bound: str, advertise: str) -> str:
+    if not advertise:
+        return bound
+    if re.fullmatch(r"\w+://.+:\d+", advertise):
+        return advertise
+    return f"tcp://{advertised_host(advertise)}:{bound.rsplit(':', 1)[1]}"

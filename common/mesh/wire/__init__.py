@@ -1,0 +1,1 @@
+"""Frames, which carry calls between processes. Open `frames.py` first."""

@@ -1,0 +1,95 @@
+"""The frames that cross a wire, [header][body][buffer...]: their kinds, and the limits on their
+sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+
+from common.base.encoding.messages import (
+    DECODE_ERRORS,
+    DEFAULT_LIMITS,
+    Frame,
+    MessageLimits,
+    checked,
+    unpacked,
+)
+from common.base.errors import BadMessage
+
+VERSION = 1
+CALL, REPLY, ERROR, ITEM, END, CREDIT, CANCEL, CAST = range(1, 9)
+# version, kind, id, actor, method, sender, target, number, traceparent. `sender` and `target` are
+# incarnations. `number` is the remaining deadline of a CALL in ms (0: none), the position of an
+# ITEM or END in its stream, and how many items the consumer has taken in a CREDIT.
+_HEADER_TYPES = (int, int, int, str, str, str, str, int, str)
+_pack: Callable[[Any], bytes] = msgpack.Packer(autoreset=True).pack
+_unpack: Callable[..., Any] = msgpack.unpackb
+
+
+def pack_header(
+    kind: int,
+    call_id: int,
+    actor: str = "",
+    method: str = "",
+    sender: str = "",
+    target: str = "",
+    number: int = 0,
+    trace: str = "",
+) -> bytes:
+    """The header frame of a message. `number` means what its kind says: a deadline, a place or
+    credits.
+    """
+    return _pack((VERSION, kind, call_id, actor, method, sender, target, number, trace))
+
+
+def unpack_header(frame: Frame, limits: MessageLimits = DEFAULT_LIMITS) -> tuple[Any, ...]:
+    """The nine fields of a header; BadMessage if it is too long, or not nine, or mistyped."""
+    if len(frame) > limits.header_bytes:
+        raise BadMessage(f"a header of {len(frame)} bytes; the limit is {limits.header_bytes}")
+    try:
+        fields = tuple(_unpack(frame))
+    except DECODE_ERRORS as error:
+        raise BadMessage(f"a header that is not MessagePack: {error}") from None
+    if tuple(map(type, fields)) != _HEADER_TYPES:
+        raise BadMessage("a header whose fields are not the nine that belong there")
+    if fields[0] != VERSION:
+        raise BadMessage(
+            f"wire version {fields[0]}; this process speaks {VERSION}",
+            fix="Start all processes of a mesh from one installation",
+        )
+    return fields
+
+
+def pack_error(code: str, text: str) -> bytes:
+    """The body of an error: its code, and up to 4096 characters of text."""
+    return _pack((code, text[:4096]))
+
+
+def unpack_error(body: Frame, limits: MessageLimits = DEFAULT_LIMITS) -> tuple[str, str]:
+    """(code, text) of an error's body; BadMessage if it holds anything else."""
+    code, text = checked(unpacked(body, limits), 2, "an error")
+    if type(code) is not str or type(text) is not str:
+        raise BadMessage("an error that is not a code and a text")
+    return code, text
+
+
+def check_sizes(frames: Sequence[Frame], limits: MessageLimits = DEFAULT_LIMITS) -> None:
+    """BadMessage if the frames [header, body, buffer...] exceed a limit; looks at lengths only."""
+    if len(frames) > limits.frames:
+        raise BadMessage(f"a message of {len(frames)} frames; the limit is {limits.frames}")
+    total = 0
+    for place, frame in enumerate(frames):
+        size = len(frame)
+        total += size
+        limit = limits.body_bytes if place == 1 else limits.buffer_bytes
+        if size > limit:
+            part = "body" if place == 1 else f"buffer {place - 2}"
+            raise BadMessage(
+                f"a {part} of {size} bytes; the limit is {limit}",
+                fix="Send it in parts, or through the bulk port",
+            )
+    if total > limits.total_bytes:
+        raise BadMessage(f"a message of {total} bytes; the limit is {limits.total_bytes}")

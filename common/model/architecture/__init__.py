@@ -1,0 +1,1 @@
+"""Shapes of models: config.json and its architectures. Open `config.py` first."""

@@ -1,0 +1,137 @@
+"""The shape of a decoder, read from and written to a Hugging Face config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.base.errors import ConfigError
+from common.model.architecture.architectures import ARCHITECTURES
+from common.model.architecture.description import described, fields
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What `Decoder` needs to know; widths in features, `rope_scaling` as config.json has it."""
+
+    architecture: str  # a key of ARCHITECTURES
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_size: int
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None  # None, or one of `formats.rotary.KINDS`
+    unrotated_layers: tuple[int, ...] = ()  # indices of layers without rotary embedding
+    sliding_window: int = 0  # tokens that a token of a sliding layer sees, itself among them
+    sliding_layers: tuple[int, ...] = ()  # indices, ascending; others see all before
+    norm_eps: float = 1e-6
+    qk_norm: bool = False  # RMSNorm over each head of queries and keys
+    attention_bias: bool = False  # on queries, keys and values (but for Qwen2: output too)
+    tie_embeddings: bool = False
+    max_positions: int = 2048
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
+    experts: int = 0  # experts in a layer that is a mixture; 0: every layer is dense
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    normalise_routing: bool = False  # the chosen experts' probabilities are made to sum to 1
+    balance_coefficient: float = 0.0  # weight of the load-balancing loss
+    dense_layers: tuple[int, ...] = ()  # indices of a mixture's dense layers, ascending
+    shared_ffn_size: int = 0  # of the expert that every token goes to as well, behind a gate
+    # Ids that the tokenizer lacks, as ascending half-open ranges: `Decoder` gives each of them the
+    # logit minus infinity. config.json knows nothing of it; see `vocabulary.absent_ids`.
+    absent_ids: tuple[tuple[int, int], ...] = ()
+    # What the checkpoint's config.json says, for `exported`; without a checkpoint, nothing.
+    source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise ConfigError(
+                f"unknown model architecture {self.architecture!r}",
+                where="config.json: model_type",
+                fix=f"use one of {', '.join(ARCHITECTURES)}",
+            )
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"{self.heads} heads cannot share {self.kv_heads} key-value heads",
+                where="config.json: num_key_value_heads",
+                fix="make it a divisor of num_attention_heads",
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"rotary embedding needs an even head width, not {self.head_dim}",
+                where="config.json: head_dim",
+                fix="use an even head_dim",
+            )
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise ConfigError(
+                f"{self.experts_per_token} of {self.experts} experts cannot be chosen",
+                where="config.json: num_experts_per_tok",
+                fix="use a number from 1 to that of the experts",
+            )
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Layers with a mixture of experts, ascending."""
+        if not self.experts:
+            return ()
+        return tuple(i for i in range(self.layers) if i not in self.dense_layers)
+
+    @property
+    def expert_shape(self) -> tuple[int, int]:
+        """Experts that a token is sent to: (sparse layers, experts in each)."""
+        return len(self.sparse_layers), self.experts_per_token
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers a decoder of this shape has."""
+        d, width = self.hidden_size, self.head_dim
+        queries, projected = self.heads * width, (self.heads + 2 * self.kv_heads) * width
+        attention = 2 * d + projected * d + d * queries + 2 * width * self.qk_norm
+        attention += projected * self.attention_bias + d * self.output_bias
+        expert, shared = 3 * d * self.expert_ffn_size, 3 * d * self.shared_ffn_size
+        sparse = self.experts * (d + expert) + (shared + d if shared else 0)
+        mixtures = len(self.sparse_layers)
+        layers = self.layers * attention + mixtures * sparse
+        layers += (self.layers - mixtures) * 3 * d * self.ffn_size
+        return layers + d + self.vocab_size * d * (1 if self.tie_embeddings else 2)
+
+    @property
+    def ids_end(self) -> int:
+        """One more than the highest id that the tokenizer has."""
+        last = self.absent_ids[-1] if self.absent_ids else None
+        return last[0] if last and last[1] == self.vocab_size else self.vocab_size
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether the projection behind attention has a bias; Qwen2 has them on q, k and v only."""
+        return self.attention_bias and self.architecture not in ("qwen2", "qwen2_moe")
+
+    def window(self, layer: int) -> int:
+        """How many tokens a token of this layer sees, itself among them; 0: all before it."""
+        return self.sliding_window if layer in self.sliding_layers else 0
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
+        """The shape that a config.json declares, keys that it lacks as `transformers` takes them;
+        ConfigError on a key whose meaning this decoder lacks.
+        """
+        return cls(**fields(raw))
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json that `transformers`, vLLM and SGLang load."""
+        return described(self)
+
+    def exported(self) -> dict[str, Any]:
+        """The config.json that the shape was read from, with what has changed since; for a shape
+        that comes from no checkpoint, as `to_hf`.
+        """
+        if not self.source:
+            return described(self)
+        before, now = described(ModelConfig.from_hf(self.source)), described(self)
+        return {**self.source, **{key: now[key] for key in now if now[key] != before[key]}}

@@ -1,0 +1,338 @@
+"""config.json: what it says of a decoder's shape, and a decoder's shape as one.
+
+A key that is not there holds what the architecture's configuration class in `transformers` says. A
+key that might change the arithmetic and is not known here is refused, so that no model is computed
+as another than it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from common.base.errors import ConfigError
+from common.model.architecture.architectures import ARCHITECTURES, HARMLESS, SIZES, Architecture
+from common.model.architecture.neutral import is_neutral
+from common.model.architecture.rotary import KEYS as ROTARY_KEYS
+from common.model.architecture.rotary import rotary
+
+if TYPE_CHECKING:
+    from common.model.architecture.config import ModelConfig
+
+_QUANTIZED = ("quantization_config", "compression_config")
+_SILU = ("silu", "swish")  # two names of one function
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `ModelConfig` that a config.json describes; ConfigError, with the key, when
+    this decoder does not compute such a model.
+    """
+    name, architecture = _architecture(raw)
+    _refuse_quantized(raw)
+    _refuse_unknown(raw, architecture)
+    value = _reader(raw, architecture)
+    _refuse_unsupported(value)
+    heads, hidden = _need(raw, "num_attention_heads"), _need(raw, "hidden_size")
+    layers, positions = _need(raw, "num_hidden_layers"), int(value("max_position_embeddings"))
+    theta, scaling = rotary(raw, value("rope_theta"), positions)
+    eos = raw.get("eos_token_id")
+    return {
+        "architecture": name,
+        "vocab_size": _need(raw, "vocab_size"),
+        "hidden_size": hidden,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": int(value("num_key_value_heads") or heads),
+        "head_dim": int(value("head_dim") or hidden // heads),
+        "ffn_size": _need(raw, "intermediate_size"),
+        "rope_theta": theta,
+        "rope_scaling": scaling or None,
+        "norm_eps": float(value("rms_norm_eps")),
+        "qk_norm": name in ("qwen3", "qwen3_moe"),
+        "attention_bias": _bias(name, value),
+        "tie_embeddings": bool(value("tie_word_embeddings")),
+        "max_positions": positions,
+        "bos_id": raw.get("bos_token_id"),
+        "eos_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+        "pad_id": raw.get("pad_token_id"),
+        "unrotated_layers": _unrotated(value, layers),
+        **_windows(name, value, layers),
+        **_mixture(name, architecture, value, layers),
+    }
+
+
+def described(config: ModelConfig) -> dict[str, Any]:
+    """A config.json that `transformers`, vLLM and SGLang load."""
+    name = config.architecture
+    eos = list(config.eos_ids) if len(config.eos_ids) > 1 else next(iter(config.eos_ids), None)
+    raw: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[name].model_class],
+        "model_type": name,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+        "max_position_embeddings": config.max_positions,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": eos,
+        "pad_token_id": config.pad_id,
+    }
+    known = ARCHITECTURES[name].defaults
+    if "attention_bias" in known:
+        raw["attention_bias"] = config.attention_bias
+    if "qkv_bias" in known:
+        raw["qkv_bias"] = config.attention_bias
+    if "mlp_bias" in known:
+        raw["mlp_bias"] = False
+    if "no_rope_layers" in known:
+        raw["no_rope_layers"] = [
+            int(i not in config.unrotated_layers) for i in range(config.layers)
+        ]
+    return raw | _windows_described(config) | _mixture_described(config)
+
+
+def _architecture(raw: Mapping[str, Any]) -> tuple[str, Architecture]:
+    name = raw.get("model_type")
+    known = ", ".join(ARCHITECTURES)
+    if name is None:
+        raise ConfigError(
+            "model_type is missing: nothing says which architecture this is",
+            where="config.json: model_type",
+            fix=f"add it; one of {known}",
+        )
+    if name not in ARCHITECTURES:
+        raise ConfigError(
+            f"unknown model architecture {name!r}",
+            where="config.json: model_type",
+            fix=f"use one of {known}",
+        )
+    return name, ARCHITECTURES[name]
+
+
+def _refuse_quantized(raw: Mapping[str, Any]) -> None:
+    for key in _QUANTIZED:
+        if found := raw.get(key):
+            method = found.get("quant_method") if isinstance(found, Mapping) else None
+            raise ConfigError(
+                f"the weights are quantized ({method or 'by ' + key}), which cannot be trained",
+                where=f"config.json: {key}",
+                fix="take the model's unquantized weights (bfloat16, float16 or float32)",
+            )
+
+
+def _refuse_unknown(raw: Mapping[str, Any], architecture: Architecture) -> None:
+    known = {*architecture.defaults, *architecture.ignored, *SIZES, *ROTARY_KEYS, *_QUANTIZED}
+    if "num_local_experts" in known:
+        known.add("num_experts")
+    if architecture.experts:
+        known.add("num_local_experts")
+    for key, value in raw.items():
+        if key in known or key in HARMLESS:
+            continue
+        off = is_neutral(key, value)
+        if key in ("sliding_window", "max_window_layers") and not raw.get("use_sliding_window"):
+            off = off or "use_sliding_window" in raw
+        if key == "layer_types" and raw["model_type"] != "mistral" and set(value) == {_FULL}:
+            off = not (raw.get("sliding_window") and raw.get("use_sliding_window", True))
+        if not off:
+            raise ConfigError(
+                f"{key} = {value!r} means nothing to {raw['model_type']} here, and might change "
+                "what it computes",
+                where=f"config.json: {key}",
+                fix="use a model without it; if it changes no arithmetic, remove the key",
+            )
+
+
+class _Reader:
+    """A config.json's values, the architecture's own where there is none."""
+
+    def __init__(self, raw: Mapping[str, Any], architecture: Architecture) -> None:
+        self._raw, self._defaults = raw, architecture.defaults
+
+    def __call__(self, key: str) -> Any:
+        found = self._raw.get(key)
+        if found is not None:
+            return found
+        default = self._defaults.get(key)
+        # A window may be said to be none; of other keys, null stands for nothing.
+        return None if key == "sliding_window" and key in self._raw else default
+
+
+def _reader(raw: Mapping[str, Any], architecture: Architecture) -> _Reader:
+    if raw["model_type"] in ("mixtral", "qwen3_moe"):  # two names of one key
+        for one, other in (
+            ("num_experts", "num_local_experts"),
+            ("num_local_experts", "num_experts"),
+        ):
+            if raw.get(one) is None and raw.get(other) is not None:
+                raw = {**raw, one: raw[other]}
+    return _Reader(raw, architecture)
+
+
+def _refuse_unsupported(value: _Reader) -> None:
+    if value("hidden_act") not in _SILU:
+        raise ConfigError(
+            f"activation {value('hidden_act')!r} is not implemented",
+            where="config.json: hidden_act",
+            fix="use a model with silu",
+        )
+    if value("mlp_bias"):
+        raise ConfigError(
+            "biases in the feed-forward layers are not implemented",
+            where="config.json: mlp_bias",
+            fix="use a model without them",
+        )
+    if value("router_jitter_noise"):
+        raise ConfigError(
+            "noise on what a router sees is not implemented",
+            where="config.json: router_jitter_noise",
+            fix="set it to 0",
+        )
+
+
+def _need(raw: Mapping[str, Any], key: str) -> int:
+    if key not in raw:
+        raise ConfigError(f"{key} is missing", where="config.json", fix=f"add {key}")
+    return int(raw[key])
+
+
+def _bias(name: str, value: _Reader) -> bool:
+    if name == "qwen2":
+        return True
+    return bool(value("qkv_bias" if name == "qwen2_moe" else "attention_bias"))
+
+
+def _unrotated(value: _Reader, layers: int) -> tuple[int, ...]:
+    """Layers without rotary embedding."""
+    listed, interval = value("no_rope_layers"), value("no_rope_layer_interval")
+    if listed is not None:
+        if len(listed) < layers:
+            raise ConfigError(
+                f"no_rope_layers has {len(listed)} entries for {layers} layers",
+                where="config.json: no_rope_layers",
+                fix="give each layer one: 1 with rotary embedding, 0 without",
+            )
+        return tuple(i for i in range(layers) if not listed[i])
+    if not interval:
+        return ()
+    return tuple(i for i in range(layers) if (i + 1) % int(interval) == 0)
+
+
+def _windows(name: str, value: _Reader, layers: int) -> dict[str, Any]:
+    """The width of sliding windows in tokens, and the layers that have one."""
+    window = value("sliding_window")
+    in_use = name in ("mistral", "mixtral") or value("use_sliding_window")
+    listed = value("layer_types") if ARCHITECTURES[name].layer_types else None
+    if listed is not None:
+        _check_layer_types(listed, layers, bool(in_use and window))
+        sliding = [i for i in range(layers) if listed[i] == _SLIDING]
+    elif not in_use or window is None:
+        sliding = []
+    elif name in ("qwen2", "qwen3"):
+        sliding = list(range(int(value("max_window_layers")), layers))
+    elif name == "qwen2_moe":
+        sliding = [i for i in range(layers) if i % 2 == 0 and i < int(value("max_window_layers"))]
+    elif name == "smollm3":
+        sliding = list(_unrotated(value, layers))
+    else:
+        sliding = list(range(layers))
+    if not sliding:
+        return {}
+    if int(window) < 1:
+        raise ConfigError(
+            f"a sliding window of {window} tokens sees nothing",
+            where="config.json: sliding_window",
+            fix="set use_sliding_window to false, or make it 1 at least",
+        )
+    return {"sliding_window": int(window), "sliding_layers": tuple(sliding)}
+
+
+def _check_layer_types(listed: Any, layers: int, window: bool) -> None:
+    unknown = {kind for kind in listed} - {_SLIDING, _FULL}
+    if len(listed) != layers or unknown:
+        what = f"has {sorted(unknown)}" if unknown else f"has {len(listed)} entries"
+        raise ConfigError(
+            f"layer_types {what} for {layers} layers of full or sliding attention",
+            where="config.json: layer_types",
+            fix=f"use a model of {_FULL} and {_SLIDING} layers",
+        )
+    if _SLIDING in listed and not window:
+        raise ConfigError(
+            "layer_types has sliding layers, and there is no window in use",
+            where="config.json: use_sliding_window",
+            fix="set use_sliding_window and sliding_window, or make all layers full",
+        )
+
+
+def _windows_described(config: ModelConfig) -> dict[str, Any]:
+    known = ARCHITECTURES[config.architecture].defaults
+    window = config.sliding_window or None
+    if "use_sliding_window" not in known:
+        return {"sliding_window": window} if "sliding_window" in known else {}
+    if window is None:
+        return {"use_sliding_window": False}
+    raw = {"use_sliding_window": True, "sliding_window": window}
+    if not ARCHITECTURES[config.architecture].layer_types:
+        return raw
+    kinds = [_SLIDING if i in config.sliding_layers else _FULL for i in range(config.layers)]
+    return raw | {"layer_types": kinds, "max_window_layers": config.layers}
+
+
+def _mixture(name: str, architecture: Architecture, value: _Reader, layers: int) -> dict[str, Any]:
+    """The fields of a mixture of experts."""
+    if not architecture.experts:
+        return {}
+    mixtral = name == "mixtral"
+    found: dict[str, Any] = {
+        "experts": int(value("num_local_experts" if mixtral else "num_experts")),
+        "experts_per_token": int(value("num_experts_per_tok")),
+        "balance_coefficient": float(value("router_aux_loss_coef")),
+    }
+    if mixtral:
+        return found | {
+            "expert_ffn_size": int(value("intermediate_size")),
+            "normalise_routing": True,
+        }
+    step, listed = int(value("decoder_sparse_step")), value("mlp_only_layers") or ()
+    return found | {
+        "expert_ffn_size": int(value("moe_intermediate_size")),
+        "normalise_routing": bool(value("norm_topk_prob")),
+        "dense_layers": tuple(i for i in range(layers) if i in listed or (i + 1) % step),
+        "shared_ffn_size": int(value("shared_expert_intermediate_size") or 0),
+    }
+
+
+def _mixture_described(config: ModelConfig) -> dict[str, Any]:
+    if not config.experts:
+        known = ARCHITECTURES[config.architecture].defaults
+        return {key: 0 for key in ("num_experts", "num_local_experts") if key in known}
+    chosen = {
+        "num_experts_per_tok": config.experts_per_token,
+        "router_aux_loss_coef": config.balance_coefficient,
+    }
+    if config.architecture == "mixtral":
+        return chosen | {
+            "intermediate_size": config.expert_ffn_size,
+            "num_local_experts": config.experts,
+        }
+    shared = {"shared_expert_intermediate_size": config.shared_ffn_size}
+    return (
+        chosen
+        | {
+            "num_experts": config.experts,
+            "moe_intermediate_size": config.expert_ffn_size,
+            "norm_topk_prob": config.normalise_routing,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(config.dense_layers),
+        }
+        | (shared if config.architecture == "qwen2_moe" else {})
+    )

@@ -1,0 +1,98 @@
+"""Maps Hugging Face's projections to the rows of our fused matrices, and to the names that users
+know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.base.errors import ConfigError
+from common.model.architecture.config import ModelConfig
+
+FUSED = {  # our matrix of a layer -> Hugging Face's, in row order
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "output": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+ATTENTION = ("qkv", "output")
+_MODULES = {"qkv": "self_attn", "output": "self_attn", "gate_up": "mlp", "down": "mlp"}
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One of Hugging Face's projections as rows of one of our matrices."""
+
+    name: str  # q_proj
+    fused: str  # qkv
+    start: int
+    rows: int
+    columns: int
+
+    @property
+    def module(self) -> str:
+        """Hugging Face's name of it within a layer."""
+        return f"{_MODULES[self.fused]}.{self.name}"
+
+
+def projections(config: ModelConfig) -> dict[str, Projection]:
+    """The projections of one dense layer, by Hugging Face's name."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    rows = {
+        "qkv": (queries, keys, keys),
+        "output": (config.hidden_size,),
+        "gate_up": (config.ffn_size, config.ffn_size),
+        "down": (config.hidden_size,),
+    }
+    columns = {
+        "qkv": config.hidden_size,
+        "output": queries,
+        "gate_up": config.hidden_size,
+        "down": config.ffn_size,
+    }
+    found = {}
+    for fused, names in FUSED.items():
+        start = 0
+        for name, count in zip(names, rows[fused], strict=True):
+            found[name] = Projection(name, fused, start, count, columns[fused])
+            start += count
+    return found
+
+
+def check_adapters(config: ModelConfig, rank: int, targets: Sequence[str]) -> None:
+    """ConfigError when adapters of `rank` on `targets` (as `lora.targets`) do not fit the model."""
+    names = targeted(config, targets)
+    parts = projections(config)
+    inside = sorted({parts[name].fused for name in names} & {"gate_up", "down"})
+    if inside and config.sparse_layers:
+        raise ConfigError(
+            f"{', '.join(inside)} of a mixture of experts take no adapters",
+            where="lora.targets",
+            fix='leave it out, or set it to ["qkv", "output"]',
+        )
+    smallest = min(min(parts[name].rows, parts[name].columns) for name in names)
+    if rank > smallest:
+        raise ConfigError(
+            f"adapters of rank {rank} for a projection of width {smallest}",
+            where="lora.rank",
+            fix=f"at most {smallest}; above it, train the whole model",
+        )
+
+
+def targeted(config: ModelConfig, targets: Sequence[str]) -> list[str]:
+    """Hugging Face's names of what `lora.targets` means, in their order; ConfigError if unknown.
+
+    None given: all that take adapters in a model of this shape.
+    """
+    known = [name for names in FUSED.values() for name in names]
+    chosen: set[str] = set()
+    for target in targets or (ATTENTION if config.sparse_layers else FUSED):
+        if target not in known and target not in FUSED:
+            raise ConfigError(
+                f"there is no projection {target!r} to adapt",
+                where="lora.targets",
+                fix=f"use any of {', '.join([*FUSED, *known])}",
+            )
+        chosen |= set(FUSED.get(target, (target,)))
+    return [name for name in known if name in chosen]

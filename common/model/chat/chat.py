@@ -1,0 +1,391 @@
+"""Chat formats: conversations as token ids of a model's own format, to which turns only append.
+
+Formats are those of the `renderers` package (Prime Intellect, Apache-2.0), which knows them as
+functions of token ids, or the chat template that a checkpoint carries (`templates/`). Either way a
+prompt is rendered once, a turn of the model is parsed from its ids, and what follows a turn is
+appended. Nothing that the model has seen or sampled is encoded again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from common.base.encoding.finite_json import is_finite
+from common.base.errors import ConfigError, MeshError
+from common.model.chat.messages import Message
+from common.model.tokens.tokenizer import WORDS, Tokenizer
+
+TEMPLATE = "template"  # the name of the format that a checkpoint's own chat template writes
+ANYWHERE = "anywhere"  # special tokens are made of messages' texts, too
+ASKED: Message = {"role": "user", "content": "hello"}
+ANSWERED: Message = {"role": "assistant", "content": "hello"}
+SAID = ("content", "text", "reasoning_content", "thinking", "reasoning")  # keys of free texts
+# What parsers raise over turns that nobody would write, such as ten thousand brackets.
+UNREADABLE = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+class ChatBroken(MeshError):
+    """After this turn the format cannot go on without changing earlier token ids."""
+
+    code = "chat_broken"
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """A tool call as the model wrote it; `problem` says why it cannot be made, and is empty if it
+    can.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    id: str
+    problem: str = ""
+    raw: str = ""  # the model's text
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A turn of the model, parsed."""
+
+    content: str
+    reasoning: str = ""
+    calls: list[ParsedCall] = field(default_factory=list)
+
+
+class Chat(ABC):
+    """A chat format over one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.stop_ids: list[int] = list(stop_ids)
+        self.quotes = True  # special tokens in messages are text
+
+    def guard(self) -> Tokenizer:
+        """Return the tokenizer, guarding all tokens by which the format separates turns.
+
+        These are special tokens, those that end a turn, and what is written around plain messages.
+        """
+        words = {i: t for i, t in self.tokenizer.added_words.items() if t not in WORDS}
+        try:
+            written = self._rendered([ASKED, ANSWERED, ASKED], ())
+        except (MeshError, AssertionError, *UNREADABLE):
+            written = []  # a format for other conversations: special tokens alone are guarded
+        return self.tokenizer.guarding(words[i] for i in {*written, *self.stop_ids} & words.keys())
+
+    def quoted(self, said: Any, *, free: bool = False) -> Any:
+        """Messages or tools with the special tokens of all their texts marked as quotations; `free`
+        texts are what somebody says, others are names that templates look at.
+        """
+        if not self.quotes:
+            return said
+        if isinstance(said, str):
+            return self.tokenizer.quote(said, ends=free)
+        if isinstance(said, dict):
+            return {
+                self.quoted(key): self.quoted(value, free=key in SAID)
+                for key, value in said.items()
+            }
+        if isinstance(said, list | tuple):
+            return [self.quoted(part, free=free) for part in said]
+        return said
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        options: dict[str, Any],
+        tokenizer: Tokenizer,
+        *,
+        history: str = "keep",
+        parser: str = "auto",
+        ends: Sequence[str] = (),
+        date: str = "",
+        special_tokens: str = TEMPLATE,
+    ) -> Chat:
+        """The format that `renderers` calls `name`, or with the name `template` the one in the
+        tokenizer's directory, with options such as `enable_thinking`.
+
+        Of a template, `history`, `parser`, `ends` and `date` say what `TemplateChat` says. With
+        `special_tokens = "anywhere"` texts of messages become special tokens, as templates' do.
+        ConfigError for a name or option that is not known, and for a tokenizer that lacks the
+        template or the format's special tokens.
+        """
+        if name == TEMPLATE:
+            from common.model.chat.conversation import TemplateChat
+
+            chat: Chat = TemplateChat(
+                tokenizer, options, history=history, parser=parser, ends=ends, date=date
+            )
+        else:
+            chat = _KnownChat.of(name, options, tokenizer)
+        chat.quotes = special_tokens != ANYWHERE
+        return chat
+
+    @property
+    def stop_tokens(self) -> list[str]:
+        """The tokens that end a turn."""
+        return [t for i in self.stop_ids if (t := self.tokenizer.id_to_token(i)) is not None]
+
+    @property
+    def dated(self) -> bool:
+        """Whether what the format writes depends on a `date` that it can be given."""
+        return False
+
+    @property
+    def tool_problem(self) -> str:
+        """Why the model cannot be offered tools; empty: it can."""
+        return ""
+
+    def begin(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Conversation:
+        """The conversation that begins with `messages`, the model's turn next."""
+        return self._begin(self.quoted(list(messages)), self.quoted(list(tools)))
+
+    def answer(
+        self, messages: Sequence[Message], answer: Message, tools: Sequence[Message] = ()
+    ) -> list[int]:
+        """The ids of a given turn after `messages`, with the token that ends it; ChatBroken when
+        the format would not write it after the prompt that `begin` renders."""
+        said = self.quoted(list(messages)), self.quoted(answer), self.quoted(list(tools))
+        return self._answer(*said)
+
+    @abstractmethod
+    def _begin(self, messages: list[Message], tools: list[Message]) -> Conversation:
+        """`begin`, of quoted messages and tools."""
+
+    @abstractmethod
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
+        """The ids of a whole conversation of quoted messages, whoever has the last word."""
+
+    def _answer(self, messages: list[Message], answer: Message, tools: list[Message]) -> list[int]:
+        prompt = self._begin(messages, tools).ids
+        ids = self._rendered([*messages, answer], tools)
+        ends = [n for n in range(len(prompt), len(ids)) if ids[n] in self.stop_ids]
+        if ids[: len(prompt)] != prompt or not ends:
+            raise ChatBroken("the chat format does not write this answer after its prompt")
+        return ids[len(prompt) : ends[-1] + 1]
+
+
+class Conversation(ABC):
+    """Token ids of a trajectory: rendered messages and sampled turns, in turn."""
+
+    def __init__(self, chat: Chat, ids: list[int]) -> None:
+        self._format = chat
+        self.ids = ids
+
+    @abstractmethod
+    def sampled(self, ids: Sequence[int]) -> Reply:
+        """Takes in a turn of the model, whole or cut short, and says what it means."""
+
+    def extend(self, messages: Sequence[Message]) -> list[int]:
+        """Appends messages after the model's turn, and opens its next; returns the new ids.
+
+        A turn that was cut short is closed first. ChatBroken when the format cannot do it.
+        """
+        return self._extend(self._format.quoted(list(messages)))
+
+    @abstractmethod
+    def _extend(self, messages: list[Message]) -> list[int]:
+        """`extend`, by quoted messages."""
+
+
+class _KnownChat(Chat):
+    """A format of the `renderers` package."""
+
+    def __init__(self, renderer: Any, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer, renderer.get_stop_token_ids())
+        self.renderer = renderer
+
+    @classmethod
+    def of(cls, name: str, options: dict[str, Any], tokenizer: Tokenizer) -> _KnownChat:
+        """The one of a name; see `load`."""
+        renderers = _renderers()
+        known = set(renderers.base.MODEL_RENDERER_MAP.values())
+        if name not in known:
+            raise ConfigError(
+                f"there is no chat format {name!r}",
+                fix=f"known are {TEMPLATE}, {', '.join(sorted(known))}",
+            )
+        kind = type(renderers.config_from_name(name))
+        try:
+            # Earlier turns stay as they were sampled: reasoning is not cut out of them afterwards.
+            config = kind.model_validate({"name": name, "thinking_retention": "all", **options})
+            spelling = _Spelling(tokenizer)
+            renderer = renderers.create_renderer(spelling, config)
+        except Exception as error:  # each format checks the tokenizer in its own way
+            raise ConfigError(
+                f"chat format {name!r}: {error}",
+                fix="use the format of the model that the tokenizer belongs to",
+            ) from error
+        chat = cls(renderer, tokenizer)
+        chat.tokenizer = spelling.tokenizer = chat.guard()
+        return chat
+
+    def _begin(self, messages: list[Message], tools: list[Message]) -> Conversation:
+        ids = self.renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True)
+        return _KnownConversation(self, [int(i) for i in ids], tools)
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
+        ids = self.renderer.render_ids(
+            list(messages), tools=list(tools) or None, add_generation_prompt=False
+        )
+        return [int(i) for i in ids]
+
+
+class _KnownConversation(Conversation):
+    def __init__(self, chat: _KnownChat, ids: list[int], tools: list[Message]) -> None:
+        super().__init__(chat, ids)
+        self._chat = chat
+        self._tools = tools
+        self._prompt_length = len(ids)
+        self._turn = len(ids)  # where the model's last turn begins
+
+    def sampled(self, ids: Sequence[int]) -> Reply:
+        before = self.ids
+        self._turn = len(before)
+        self.ids = [*before, *ids]
+        try:
+            parsed = self._chat.renderer.parse_response(
+                list(ids), tools=self._tools or None, prompt_ids=before
+            )
+        except UNREADABLE as error:
+            return Reply("", calls=[ParsedCall("", {}, f"call_{len(before)}", f"{error}"[:200])])
+        calls = [_call(c, f"call_{len(before)}_{i}") for i, c in enumerate(parsed.tool_calls)]
+        reply = Reply(parsed.content or "", parsed.reasoning_content or "", calls)
+        return _reread(reply, self._chat.tokenizer.decode(list(ids)))
+
+    def _extend(self, messages: list[Message]) -> list[int]:
+        added = self._bridge(self.ids[: self._turn], self.ids[self._turn :], messages)
+        # The turn itself may be in the way: the format would cut it where it first looks closed, or
+        # will not close it. What follows a closed turn does not depend on what was said before.
+        last = self.ids[-1:] if self.ids[-1] in self._chat.stop_ids else []
+        for length in (self._prompt_length, 1):
+            if added is None:
+                added = self._bridge(self.ids[:length], last, messages)
+        if added is None:
+            raise ChatBroken("the chat format cannot be continued after this turn of the model")
+        self.ids = [*self.ids, *added]
+        self._turn = len(self.ids)
+        return added
+
+    def _bridge(
+        self, prompt: list[int], turn: list[int], messages: Sequence[Message]
+    ) -> list[int] | None:
+        bridged = self._chat.renderer.bridge_to_next_turn(
+            prompt, turn, list(messages), tools=self._tools or None
+        )
+        if bridged is None:
+            return None
+        earlier = prompt + turn
+        ids = [int(i) for i in bridged.token_ids]
+        return ids[len(earlier) :] if ids[: len(earlier)] == earlier else None
+
+
+class _Spelling:
+    """A tokenizer as `renderers` asks for it: no special tokens are added, none are dropped."""
+
+    unk_token_id = None
+    eos_token_id = None
+    name_or_path = ""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    def decode(self, token_ids: Any, *_: Any, **__: Any) -> str:
+        return self.tokenizer.decode([token_ids] if isinstance(token_ids, int) else token_ids)
+
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
+        if isinstance(tokens, str):
+            return self.tokenizer.token_to_id(tokens)
+        return [self.tokenizer.token_to_id(t) for t in tokens]
+
+
+def _reread(reply: Reply, text: str) -> Reply:
+    """Read the calls from the text where `renderers` could not read one by its ids.
+
+    A tag inside a string of a call's JSON is the same token as the tag that ends the call.
+    """
+    from common.model.chat.calls import hermes
+
+    if not any(call.problem for call in reply.calls):
+        return reply
+    said = text.partition("</think>")[2] if reply.reasoning else text
+    written = hermes(said)
+    if not written.calls or any(call.problem for call in written.calls):
+        return reply
+    first = reply.calls[0].id.rpartition("_")[0]
+    calls = [replace(c, id=c.id or f"{first}_{i}") for i, c in enumerate(written.calls)]
+    return Reply(written.content.strip(), reply.reasoning, calls)
+
+
+def _call(parsed: Any, identity: str) -> ParsedCall:
+    """One attempt at a call; what `renderers` could not parse is told to the model as a problem."""
+    name, arguments = parsed.name, parsed.arguments
+    problem = "" if parsed.status == "ok" else str(parsed.status).replace("_", " ")
+    if not problem and isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            problem = "invalid json"
+    arguments = {} if arguments is None else arguments
+    if not problem and not is_finite(arguments):
+        problem = "a number of its arguments is not finite"
+    if not problem and not (isinstance(name, str) and isinstance(arguments, dict)):
+        problem = "a call is a name and an object of arguments"
+    return ParsedCall(
+        name if isinstance(name, str) else "",
+        arguments if isinstance(arguments, dict) else {},
+        parsed.id or identity,
+        problem,
+        parsed.raw,
+    )
+
+
+def format_of(model: Path, tokenizer: Path | None = None) -> str:
+    """The chat format of a Hugging Face model directory: what `renderers` calls it, by the name it
+    was published under, or else the template that lies beside `tokenizer`, or in it.
+
+    That name is in its path (`.../Qwen/Qwen3-8B`, or the Hub's cache) or its config.json.
+    """
+    from common.model.chat.files import has_template
+
+    templated = has_template(tokenizer.parent if tokenizer else model)
+    if templated and importlib.util.find_spec("renderers") is None:
+        return TEMPLATE
+    published = _renderers().base.MODEL_RENDERER_MAP
+    parts = model.parts
+    names = ["/".join(parts[i : i + 2]) for i in range(len(parts) - 1) if "--" not in parts[i]] + [
+        part.removeprefix("models--").replace("--", "/") for part in parts
+    ]
+    config = model / "config.json"
+    if config.is_file():
+        names.append(str(json.loads(config.read_text(encoding="utf-8")).get("_name_or_path", "")))
+    for name in names:
+        if name in published:
+            return str(published[name])
+    if templated:
+        return TEMPLATE
+    known = ", ".join(sorted(set(published.values())))
+    raise ConfigError(
+        f"nobody knows the chat format of {model}, and its tokenizer has no chat template",
+        fix=f"name it in environment.chat: {known}",
+    )
+
+
+def _renderers() -> Any:
+    try:
+        import renderers
+        import renderers.base
+    except ImportError as error:
+        raise ConfigError(
+            "chat formats take the package renderers", fix="pip install 'meshrl[chat]'"
+        ) from error
+    return renderers

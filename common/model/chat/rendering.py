@@ -1,0 +1,153 @@
+"""Renders a checkpoint's chat template: Jinja in a sandbox, with what `transformers` gives it.
+
+Source: `transformers` 5.23, `utils/chat_template_utils.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from common.base.errors import ConfigError
+from common.model.chat.chat import UNREADABLE, ChatBroken
+from common.model.chat.files import ChatFiles
+from common.model.chat.messages import Message
+
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")  # never a job's options
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; the first is usual
+
+
+class Rendering:
+    """The template of a tokenizer's directory, with a job's options for it."""
+
+    def __init__(self, files: ChatFiles, options: dict[str, Any], date: str = "") -> None:
+        """`date`: the day that it is to templates that ask, as 2026-11-22; empty: today.
+
+        ConfigError when a template is not Jinja, or an option has a name that it cannot have.
+        """
+        if taken := [name for name in options if name in RESERVED]:
+            raise ConfigError(f"environment.chat_options: {taken[0]!r} is not an option")
+        self._files = files
+        self._given = {**files.special_tokens, **options}
+        environment = _environment(date)
+        self.dated = any("strftime_now" in text for text in files.templates.values())
+        try:
+            self._compiled = {n: environment.from_string(t) for n, t in files.templates.items()}
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(
+                f"the chat template is not Jinja: {error.message}, line {error.lineno}",
+                where=str(files.directory),
+                fix="copy it there again, as a whole",
+            ) from error
+
+    def source(self, tools: bool) -> str:
+        """The text of the template that is used."""
+        return self._files.templates[self._name(tools)]
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Message], *, generate: bool) -> str:
+        """The conversation as the template writes it, with the start of the model's turn if it is
+        to `generate`. ChatBroken when the template refuses these messages.
+        """
+        try:
+            return self._compiled[self._name(bool(tools))].render(
+                messages=[_reasoning(dict(message)) for message in messages],
+                tools=list(tools) or None,
+                documents=None,
+                add_generation_prompt=generate,
+                **self._given,
+            )
+        except (jinja2.TemplateError, *UNREADABLE) as error:
+            raise ChatBroken(
+                f"the chat template refuses these messages: {error}",
+                where=", ".join(str(m.get("role")) for m in messages),
+                fix="send what the model's format allows, such as no system message to Gemma",
+            ) from error
+
+    def _name(self, tools: bool) -> str:
+        return "tool_use" if tools and "tool_use" in self._compiled else "default"
+
+
+def _reasoning(message: Message) -> Message:
+    """The message with its reasoning under the names that templates read."""
+    found = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    if found is not None:
+        message = {"thinking": found, **message, "reasoning_content": found}
+    return message
+
+
+def _environment(date: str) -> ImmutableSandboxedEnvironment:
+    def now(form: str) -> str:
+        return (datetime.fromisoformat(date) if date else datetime.now()).strftime(form)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    made.filters["tojson"] = _tojson
+    made.globals.update(
+        raise_exception=_raise, strftime_now=now, dict=_Dict(), namespace=_Namespace
+    )
+    return made
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what the model writes, and changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+class _Dict:
+    """`dict`, without its attributes."""
+
+    def __call__(self, *pairs: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*pairs, **named)
+
+    def fromkeys(self, *arguments: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*arguments)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """A namespace that holds no private names."""
+
+    def __init__(*arguments: Any, **named: Any) -> None:
+        self, *pairs = arguments
+        given = dict(*pairs, **named)
+        for name in given:
+            _public(name)
+        jinja2.utils.Namespace.__init__(self, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _public(name)
+        super().__setitem__(name, value)
+
+
+def _public(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace holds no {name!r}")
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is: Jinja's own filter escapes HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

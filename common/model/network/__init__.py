@@ -1,0 +1,1 @@
+"""The decoder, part by part. Open `decoder.py` first."""

@@ -1,0 +1,229 @@
+"""The model definition for training and for generating: a Llama, Mistral, Qwen, SmolLM3 or Mixtral
+decoder, dense or with a mixture of experts (`moe.py`).
+
+It differs from the textbook in two ways. Attention is passed in, and what lies between products may
+be, so the model knows nothing of packing, caches, parallelism or processors. Query, key and value
+projections are one matrix, gate and up projections another (rows in that order), because a small
+model spends its time in dispatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+from common.model.architecture.config import ModelConfig
+from common.model.network.attention import Attention
+from common.model.network.moe import Experts, Routed, Routing
+from common.model.network.pointwise import PLAIN, Pointwise
+from common.model.network.rope import rope_table
+from kernels.absent import hide
+
+
+class Added(Protocol):
+    """What adapters add to a layer's projections."""
+
+    def added(self, fused: str, x: Tensor, y: Tensor) -> Tensor:
+        """`y` [.., rows], which is `x` [.., columns] through our matrix `fused`, and what is added
+        to it."""
+
+
+_EMBEDDING_STD = 0.02
+
+
+class Decoder(nn.Module):
+    """Parameters are allocated, not set: `initialise` them or load a state.
+
+    `max_positions` bounds the rotary table (memory only); positions must stay below it.
+    """
+
+    rope: Tensor  # [max_positions, 2, head_dim]: cosines, and sines with the first half negated
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype = torch.float32,
+        max_positions: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.pointwise: Pointwise = PLAIN
+        d, vocab = config.hidden_size, config.vocab_size
+        self.embedding = nn.Parameter(torch.empty(vocab, d, dtype=dtype))
+        self._sparse = frozenset(config.sparse_layers)
+        self.layers = nn.ModuleList(
+            (SparseLayer if index in self._sparse else Layer)(config, dtype)
+            for index in range(config.layers)
+        )
+        self.final_norm = nn.Parameter(torch.empty(d, dtype=dtype))
+        if not config.tie_embeddings:
+            self.unembedding = nn.Parameter(torch.empty(vocab, d, dtype=dtype))
+        table = rope_table(config, max_positions or config.max_positions)
+        self.register_buffer("rope", table.to(dtype), persistent=False)
+
+    def use(self, pointwise: Pointwise) -> None:
+        """Makes all parts compute with these operators from now on."""
+        for part in self.modules():
+            if isinstance(part, Decoder | Layer | Experts):
+                part.pointwise = pointwise
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        experts: Tensor | None = None,
+        routing: Routing | None = None,
+    ) -> Tensor:
+        """Hidden states [.., hidden_size], normalised, of `tokens` [..] at `positions` [..].
+
+        Of a mixture of experts, `experts` [.., sparse layers, k] says where to send each token
+        (`common.base.experts.UNKNOWN`: where the router does), and `routing` is told where each
+        went.
+        """
+        hidden = embedding(tokens, self.embedding)
+        rotation = self.rotations(positions)
+        counted = routing.counted if routing is not None else None
+        routed: list[Routed] = []
+        for index, layer in enumerate(self.layers):
+            cos, sin = rotation(index)
+            if index in self._sparse:  # not its type: a layer may be wrapped
+                given = experts[..., len(routed), :] if experts is not None else None
+                hidden, told = layer(hidden, cos, sin, index, attention, given, counted)
+                routed.append(told)
+            else:
+                hidden = layer(hidden, cos, sin, index, attention)
+        if routing is not None and routed:
+            routing.experts = torch.stack([told.experts for told in routed], -2)
+            losses = torch.stack([told.balance for told in routed])
+            routing.balance = losses.mean() * self.config.balance_coefficient
+        return self.pointwise.normed(hidden, self.final_norm, self.config.norm_eps)
+
+    def rotations(self, positions: Tensor) -> Callable[[int], tuple[Tensor, Tensor]]:
+        """Cosines and sines of rotary positions [..], each [.., 1, head_dim], by layer."""
+        cos, sin = self.rope[positions].unsqueeze(-3).unbind(-2)
+        still = torch.ones_like(cos), torch.zeros_like(sin)
+        unrotated = self.config.unrotated_layers
+        return lambda layer: still if layer in unrotated else (cos, sin)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[.., vocab_size] of hidden states [.., hidden_size]; minus infinity for ids without a
+        token."""
+        tied = self.config.tie_embeddings
+        found = linear(hidden, self.embedding if tied else self.unembedding)
+        return hide(found, self.config.absent_ids)
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """Normal with std fan_in**-0.5; what adds to the residual stream by 1/sqrt(2 layers)."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            else:
+                std = spread(self.config, name, parameter.shape)
+                parameter.normal_(std=std, generator=generator)
+
+    def settle(self) -> None:
+        """Computes what is no parameter, once memory is there that a `meta` device had none of."""
+        table = rope_table(self.config, len(self.rope))
+        self.rope.copy_(table)
+
+
+def spread(config: ModelConfig, name: str, shape: torch.Size) -> float:
+    """The standard deviation that a matrix of a new model begins with."""
+    if name.endswith("embedding"):
+        return _EMBEDDING_STD
+    std: float = shape[-1] ** -0.5
+    return std / math.sqrt(2 * config.layers) if name.endswith(("output", "down")) else std
+
+
+class Layer(nn.Module):
+    """Attention and SwiGLU, each behind an RMSNorm, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.pointwise: Pointwise = PLAIN
+        d, width = config.hidden_size, config.head_dim
+        queries, keys = config.heads * width, config.kv_heads * width
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=dtype))
+
+        self.attention_norm = parameter(d)
+        self.qkv = parameter(queries + 2 * keys, d)
+        self.qkv_bias = parameter(queries + 2 * keys) if config.attention_bias else None
+        self.query_norm = parameter(width) if config.qk_norm else None
+        self.key_norm = parameter(width) if config.qk_norm else None
+        self.output = parameter(d, queries)
+        self.output_bias = parameter(d) if config.output_bias else None
+        self.mlp_norm = parameter(d)
+        self.adapters: Added | None = None  # what is added to the projections
+        self._feed_forward(dtype)
+
+    def _feed_forward(self, dtype: torch.dtype) -> None:
+        """Allocates what comes behind `mlp_norm`."""
+        d, width = self.config.hidden_size, self.config.ffn_size
+        self.gate_up = nn.Parameter(torch.empty(2 * width, d, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(d, width, dtype=dtype))
+
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attention: Attention
+    ) -> Tensor:
+        """The residual stream [.., hidden] after attention and the feed-forward part of layer
+        `index`.
+        """
+        hidden = self.attend(hidden, cos, sin, index, attention)
+        x = self.pointwise.normed(hidden, self.mlp_norm, self.config.norm_eps)
+        x = self.pointwise.swiglu(self._projected("gate_up", x))
+        return hidden + self._projected("down", x)
+
+    def attend(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attention: Attention
+    ) -> Tensor:
+        """The residual stream with what attention adds."""
+        c, pointwise = self.config, self.pointwise
+        x = pointwise.normed(hidden, self.attention_norm, c.norm_eps)
+        norms = None
+        if self.query_norm is not None and self.key_norm is not None:
+            norms = self.query_norm, self.key_norm
+        counts = c.heads, c.kv_heads
+        q, k, v = pointwise.heads(self._projected("qkv", x), cos, sin, counts, norms, c.norm_eps)
+        mixed = attention(index, q, k, v, c.window(index)).flatten(-2)
+        return hidden + self._projected("output", mixed)
+
+    def _projected(self, name: str, x: Tensor) -> Tensor:
+        """`x` through one of the layer's matrices, its bias and its adapters."""
+        y = linear(x, getattr(self, name), getattr(self, name + "_bias", None))
+        return y if self.adapters is None else self.adapters.added(name, x, y)
+
+
+class SparseLayer(Layer):
+    """A layer whose feed-forward part is a mixture of experts."""
+
+    def _feed_forward(self, dtype: torch.dtype) -> None:
+        self.experts = Experts(self.config, dtype)
+
+    def forward(  # type: ignore[override]  # it also tells where tokens went
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        index: int,
+        attention: Attention,
+        experts: Tensor | None = None,
+        counted: Tensor | None = None,
+    ) -> tuple[Tensor, Routed]:
+        """The residual stream [.., hidden] after attention and the experts of layer `index`, and
+        where each token was sent. `experts` repeats an earlier routing; `counted` says which tokens
+        count for the balance.
+        """
+        hidden = self.attend(hidden, cos, sin, index, attention)
+        x = self.pointwise.normed(hidden, self.mlp_norm, self.config.norm_eps)
+        added, routed = self.experts(x, experts, counted)
+        return hidden + added, routed

@@ -1,0 +1,198 @@
+"""A mixture of experts in place of a layer's feed-forward part, as Qwen's and Mixtral have it.
+
+It differs from the textbook in one way: which experts a token is sent to may be given. What an
+engine sampled with one routing is then trained with the same, although the router has changed by
+then, or rounds otherwise; the experts' weights still come from the router as it is, so that it
+learns (rollout routing replay, arXiv 2510.11370).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import grouped_mm, linear
+
+from common.model.architecture.config import ModelConfig
+from common.model.network.pointwise import PLAIN, Pointwise
+
+_ALIGNED = 16  # bytes, of which a grouped product wants rows to be a multiple
+
+
+class Routing:
+    """The routing of a forward pass: what it is asked about it, and its answers. (No dataclass: of
+    such an argument FSDP makes a copy when it casts tensors, and the answers would be the copy's.)
+    """
+
+    def __init__(self, counted: Tensor | None = None) -> None:
+        """`counted` bool [..]: tokens that `balance` is measured over."""
+        self.counted = counted
+        self.experts: Tensor | None = None  # [.., sparse layers, k]: where each token was sent
+        self.balance: Tensor | None = None  # scalar, a sum over the counted tokens; see `balance`
+
+
+class Routed(NamedTuple):
+    """One layer's share of a `Routing`. (A tuple: FSDP and checkpoints look into those.)"""
+
+    experts: Tensor  # [.., k]
+    balance: Tensor  # scalar; 0 where no token is counted
+
+
+class Chosen(NamedTuple):
+    """What a router has decided about n tokens."""
+
+    experts: Tensor  # int64 [n, k]: where each is sent
+    shares: Tensor  # [n, k] float32, of what these make of it; with a gradient to the router
+    balance: Tensor  # scalar; 0 where no token is counted
+
+
+class Across(Protocol):
+    """How tokens come to experts that lie on several ranks."""
+
+    def through(self, rows: Tensor, ends: Tensor, experts: Experts) -> Tensor:
+        """What the experts of a layer make of rows [m, hidden_size], those of an expert side by
+        side: an expert's end at its one of `ends` int64 [experts]. `experts` has the matrices of
+        those that lie here.
+        """
+
+
+def by_expert(counts: Tensor) -> Tensor:
+    """The order, int64 [rows], in which the rows of several sources lie side by side by expert:
+    those of each come so already, `counts` int64 [sources, experts] of each expert.
+    """
+    whose = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
+    return whose.repeat_interleave(counts.flatten()).argsort(stable=True)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """The order, int64 [n], that undoes another."""
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return back
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter of this name has a matrix for each expert."""
+    return name.endswith((".experts.gate_up", ".experts.down"))
+
+
+class Experts(nn.Module):
+    """`experts_per_token` SwiGLUs of many for each token, added by the router's probabilities."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.pointwise: Pointwise = PLAIN
+        self.across: Across | None = None  # None: all of them lie here
+        count, d, width = config.experts, config.hidden_size, config.expert_ffn_size
+        self.router = nn.Parameter(torch.empty(count, d, dtype=dtype))
+        self.gate_up = nn.Parameter(torch.empty(count, 2 * width, d, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(count, d, width, dtype=dtype))
+        if wide := config.shared_ffn_size:
+            self.shared_gate = nn.Parameter(torch.empty(1, d, dtype=dtype))
+            self.shared_gate_up = nn.Parameter(torch.empty(2 * wide, d, dtype=dtype))
+            self.shared_down = nn.Parameter(torch.empty(d, wide, dtype=dtype))
+
+    def forward(
+        self, x: Tensor, experts: Tensor | None = None, counted: Tensor | None = None
+    ) -> tuple[Tensor, Routed]:
+        """What the experts add to tokens x [.., hidden_size], and where each token was sent.
+
+        `experts` [.., k] says where to; a token for which one of them is
+        `common.base.experts.UNKNOWN` goes where the router sends it.
+        """
+        flat = x.reshape(-1, x.shape[-1])
+        chosen = self.route(flat, experts, counted)
+        y = self.joined(chosen.shares, self._through(flat, chosen.experts))
+        if self.config.shared_ffn_size:
+            y = y + self.shared(flat)
+        k = self.config.experts_per_token
+        return y.view(x.shape), Routed(chosen.experts.view(*x.shape[:-1], k), chosen.balance)
+
+    def route(self, x: Tensor, experts: Tensor | None, counted: Tensor | None) -> Chosen:
+        """Where tokens x [n, hidden_size] are sent; see `forward`."""
+        c = self.config
+        probabilities = linear(x, self.router).softmax(-1, dtype=torch.float32)
+        chosen = probabilities.detach().topk(c.experts_per_token).indices
+        if experts is not None:
+            given = experts.reshape(chosen.shape).to(chosen.dtype)
+            chosen = torch.where((given < 0).any(-1, keepdim=True), chosen, given)
+        shares = probabilities.gather(-1, chosen)
+        if c.normalise_routing:
+            shares = shares / shares.sum(-1, keepdim=True)
+        loss = x.new_zeros(())
+        if counted is not None:
+            loss = balance(probabilities, chosen, counted.reshape(-1))
+        return Chosen(chosen, shares, loss)
+
+    def joined(self, shares: Tensor, apart: Tensor) -> Tensor:
+        """[n, hidden_size]: the sum of what k experts made of each token, `apart`
+        [n, k, hidden_size], by their shares [n, k]."""
+        return torch.bmm(shares.to(apart.dtype).unsqueeze(1), apart).squeeze(1)
+
+    def _through(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """[n, k, hidden_size]: what the chosen experts [n, k] make of x [n, hidden_size]."""
+        n, k = chosen.shape
+        ordered, order = chosen.flatten().sort(stable=True)  # tokens of an expert, side by side
+        numbers = torch.arange(self.config.experts, device=x.device)
+        ends = torch.searchsorted(ordered, numbers, right=True)
+        rows = x.index_select(0, order // k)
+        if self.across is None:
+            made = self.made(rows, ends, self.gate_up, self.down)
+        else:
+            made = self.across.through(rows, ends, self)
+        return made.index_select(0, inverse(order)).view(n, k, -1)
+
+    def shared(self, x: Tensor) -> Tensor:
+        """What the expert that every token goes to makes of x [n, hidden_size], as far as its gate
+        lets it through."""
+        made = linear(self.pointwise.swiglu(linear(x, self.shared_gate_up)), self.shared_down)
+        return linear(x, self.shared_gate).sigmoid() * made
+
+    def made(self, rows: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """What experts of these matrices, [e, ..], make of rows [m, hidden_size]; see `Across`."""
+        grouped = groups_here(self.config, rows)
+        return (self._grouped if grouped else self._one_by_one)(rows, ends, gate_up, down)
+
+    def _one_by_one(self, rows: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """An expert after the other, those with tokens."""
+        stops = ends.tolist()
+        parts = []
+        # unbind: its gradient is one stack, that of an index would be a matrix of zeros for each
+        weights = zip(gate_up.unbind(), down.unbind(), strict=True)
+        for start, stop, (wide, narrow) in zip([0, *stops], stops, weights, strict=False):
+            if stop > start:
+                x = self.pointwise.swiglu(linear(rows[start:stop], wide))
+                parts.append(linear(x, narrow))
+        return torch.cat(parts) if parts else rows
+
+    def _grouped(self, rows: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """All experts in one call. On a CPU it is a loop inside, which has no gradients to gather:
+        a third off the time of a training step with 32 experts of width 256."""
+        stops = ends.to(torch.int32)
+        x = self.pointwise.swiglu(grouped_mm(rows, gate_up.mT, offs=stops))
+        return grouped_mm(x, down.mT, offs=stops)
+
+
+def balance(probabilities: Tensor, chosen: Tensor, counted: Tensor) -> Tensor:
+    """The sum, over the counted tokens, of: experts x the sum over experts of (choices that fell on
+    one, a token) x (its mean probability). Where all are equally busy it is k a token, and least.
+
+    Equations 4 to 6 of the Switch Transformer (arXiv 2101.03961), times the number of tokens, so
+    that what several bins give may be added. `probabilities` [n, experts], `chosen` [n, k].
+    """
+    count, k = probabilities.shape[-1], chosen.shape[-1]
+    weight = counted.to(probabilities.dtype)
+    fell = torch.zeros(count, dtype=probabilities.dtype, device=chosen.device)
+    fell = fell.scatter_add(0, chosen.flatten(), weight.repeat_interleave(k))
+    return count * fell @ (weight @ probabilities) / weight.sum().clamp(min=1)
+
+
+def groups_here(config: ModelConfig, like: Tensor) -> bool:
+    """Whether all experts are one grouped product for tensors such as `like`. If not, the host
+    learns how many tokens each has, which no CUDA graph can hold."""
+    widths = config.hidden_size, config.expert_ffn_size
+    whole = not any(width * like.dtype.itemsize % _ALIGNED for width in widths)
+    kernel = like.dtype == torch.bfloat16 or (like.dtype == torch.float32 and not like.is_cuda)
+    return whole and kernel

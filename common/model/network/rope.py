@@ -1,0 +1,94 @@
+"""The angles of rotary embedding, plain and stretched to more positions than a model began with.
+
+The formulas are those of `transformers` (`modeling_rope_utils.py`), operation for operation, so
+that angles agree to the last bits: at position 2000 a frequency's rounding is 1e-4 of a radian.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.model.architecture.config import ModelConfig
+
+_FAST, _SLOW = 32.0, 1.0  # turns between which YaRN goes over from kept to stretched (its paper)
+
+
+def rope_table(config: ModelConfig, positions: int) -> Tensor:
+    """[positions, 2, head_dim] float32, see `Decoder.rope`; what scaling multiplies attention by is
+    in it.
+    """
+    frequencies, factor = _frequencies(config)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+
+
+def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """[head_dim / 2] float32 radians a token, and what cosines and sines are multiplied by."""
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    wavelengths = config.rope_theta**half
+    frequencies = 1.0 / wavelengths
+    scaling = config.rope_scaling or {}
+    match scaling.get("rope_type"):
+        case "linear":
+            return frequencies / scaling["factor"], 1.0
+        case "llama3":
+            return _llama3(frequencies, scaling), 1.0
+        case "yarn":
+            return _yarn(wavelengths, config.rope_theta, scaling), _yarn_factor(scaling)
+        case _:  # dynamic scaling begins behind max_positions, where no sequence goes
+            return frequencies, 1.0
+
+
+def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Long wavelengths stretched by `factor`, short ones kept, a ramp between (Llama 3.1)."""
+    trained, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    waves = 2 * math.pi / frequencies
+    kept = (trained / waves - low) / (high - low)
+    ramp = (1 - kept) * frequencies / factor + kept * frequencies
+    stretched = torch.where(waves > trained / low, frequencies / factor, frequencies)
+    between = (waves >= trained / high) & (waves <= trained / low)
+    return torch.where(between, ramp, stretched)
+
+
+def _yarn(wavelengths: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
+    """Frequencies that turn fast kept, slow ones stretched by `factor`, a ramp over the dimensions
+    between (YaRN, arXiv 2309.00071, section 3.2).
+    """
+    half = len(wavelengths)
+    original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+
+    def dimension(turns: float) -> float:
+        """Where a frequency makes so many turns over the original positions."""
+        return 2 * half * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dimension(scaling.get("beta_fast") or _FAST)
+    high = dimension(scaling.get("beta_slow") or _SLOW)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    if low == high:
+        high += 0.001
+    kept = 1 - ((torch.arange(half, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    made: Tensor = 1.0 / (factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+    return made
+
+
+def _yarn_factor(scaling: Mapping[str, Any]) -> float:
+    """What YaRN multiplies queries and keys by (its section 3.3)."""
+    given = scaling.get("attention_factor")
+    if given is not None:
+        return float(given)
+    factor = scaling["factor"]
+    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+
+    def scale(by: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+
+    return scale(mscale) / scale(all_dim) if mscale and all_dim else scale(1.0)

@@ -1,1 +1,0 @@
-"""Chats by the template that a checkpoint carries; open `conversation.py` first."""

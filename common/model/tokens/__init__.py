@@ -1,0 +1,1 @@
+"""Tokenizers and vocabularies. Open `tokenizer.py` first."""

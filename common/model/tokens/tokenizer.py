@@ -1,0 +1,186 @@
+"""Text to token ids and back, over any Hugging Face tokenizer.json, and the files beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from common.base.errors import ConfigError
+from common.model.tokens.coverage import Coverage
+from common.model.tokens.quoting import Quoting, is_marked
+
+# Special tokens of some tokenizers that are words of a model's turn, and begin or end none.
+WORDS = ("<think>", "</think>", "[THINK]", "[/THINK]")
+BESIDE = (  # what may lie beside a tokenizer.json and belongs to it, as transformers writes it
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "tokenizer.model.v3",
+    "spiece.model",
+    "tiktoken.model",
+    "tekken.json",
+    "additional_chat_templates/*.jinja",
+)
+
+
+def companions(tokenizer: Path) -> list[Path]:
+    """The files that belong to a tokenizer.json, itself not included, relative to its directory."""
+    place = tokenizer.parent
+    found = [file for pattern in BESIDE for file in sorted(place.glob(pattern))]
+    return [file.relative_to(place) for file in found if file.is_file()]
+
+
+class Tokenizer:
+    """Drops no special tokens, and adds none but those that a sequence begins with (`begin`): what
+    else a caller wants in the text, it writes there.
+    """
+
+    def __init__(
+        self, backend: Backend, file: Path | None = None, structure: Iterable[str] = ()
+    ) -> None:
+        """`structure`: tokens that a chat format writes around messages, beside special ones."""
+        backend.no_truncation()  # a file may ask for either, as it was last used
+        backend.no_padding()
+        self._backend = backend
+        special = {t for t in self.special_tokens if t not in WORDS}
+        self._coverage = Coverage(backend)
+        self._quoting = Quoting(backend, special.union(structure))
+        self.file = file  # the tokenizer.json
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """The tokenizer of a tokenizer.json, or of the directory that holds one; ConfigError if
+        there is none.
+        """
+        file = Path(path)
+        if file.is_dir():
+            file /= "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(
+                "there is no tokenizer here",
+                where=str(file),
+                fix="name a tokenizer.json, or a directory that holds one",
+            )
+        try:
+            return cls(Backend.from_file(str(file)), file)
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(
+                f"the tokenizer cannot be read: {error}",
+                where=str(file),
+                fix="copy it there again, as a whole",
+            ) from error
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token with its id."""
+        found: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return found
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The tokens that the tokenizer never makes of parts of a text, with their ids."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
+
+    @property
+    def added_words(self) -> dict[int, str]:
+        """By id, the texts that are one token wherever they stand, and are not special."""
+        added = self._backend.get_added_tokens_decoder()
+        return {i: token.content for i, token in added.items() if not token.special}
+
+    def guarding(self, structure: Iterable[str]) -> Tokenizer:
+        """The same tokenizer, which quotes these tokens as it does special ones."""
+        return Tokenizer(self._backend, self.file, structure)
+
+    def quote(self, text: str, *, ends: bool = True) -> str:
+        """Untrusted text, marked so that `encode` makes no special token of it (`Quoting.mark`)."""
+        return self._quoting.mark(text, ends)
+
+    def quoted_tokens(self, text: str) -> list[str]:
+        """The special tokens that a text holds as text."""
+        return self._quoting.quoted(text)
+
+    def lost(self, text: str) -> list[str]:
+        """The pieces of a text that the tokenizer drops, or replaces by its unknown token."""
+        return self._coverage.lost(text)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, of its special tokens too, but for those in parts that `quote` has
+        marked. Raises ConfigError when the vocabulary cannot express the text.
+        """
+        try:
+            if is_marked(text):
+                return self._quoting.encode(text)
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(
+                f"text {text[:80]!r} does not encode: {error}",
+                where="tokenizer.json",
+                fix="keep to characters of its vocabulary, or use one with an unknown token",
+            ) from error
+        ids: list[int] = encoding.ids
+        return ids
+
+    def begin(self, text: str, *, quote: bool = False) -> list[int]:
+        """The ids of a text that a sequence begins with: as `encode`, after the tokens that the
+        tokenizer's own post-processor puts first, such as `<s>`, unless the text begins with them.
+
+        What it would put last is left out, since the sequence goes on. With `quote`, the text is
+        untrusted, and no other special token is made of it.
+        """
+        head = self._head(text)
+        if quote:
+            written = "".join(self.id_to_token(i) or "" for i in head)
+            written = written if text.startswith(written) else ""
+            text = written + self.quote(text[len(written) :])
+        ids = self.encode(text)
+        return ids if ids[: len(head)] == head else head + ids
+
+    def _head(self, text: str) -> list[int]:
+        if not self._backend.num_special_tokens_to_add(False):
+            return []
+        # Without a token of its own, what comes first cannot be told from what comes last.
+        bare = self._backend.encode(text or self.id_to_token(0), add_special_tokens=False)
+        whole = self._backend.post_process(bare, None, True)
+        first: int = whole.special_tokens_mask.index(0)
+        head: list[int] = whole.ids[:first]
+        return head
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token by its text; None: the vocabulary lacks it."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The text of a token by its id; None: the vocabulary lacks it."""
+        found: str | None = self._backend.id_to_token(token_id)
+        return found
+
+
+def character_tokenizer(chars: str, path: str | Path) -> Tokenizer:
+    """Writes a tokenizer.json to `path` in which `chars[i]` is token i; encoding others fails."""
+    if len(set(chars)) != len(chars):
+        twice = next(c for c in chars if chars.count(c) > 1)
+        raise ConfigError(f"character {twice!r} is listed twice", fix="list each character once")
+    vocabulary = {char: index for index, char in enumerate(chars)}
+    backend = Backend(models.WordLevel(vocabulary))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    backend.save(str(path))
+    return Tokenizer(backend)

@@ -1,0 +1,1 @@
+"""Demand of the jobs for workers. Open `needs.py` first."""

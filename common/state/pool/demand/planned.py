@@ -1,0 +1,107 @@
+"""A job as the planner sees it, from its row, its document and what its processes publish."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from common.hardware.shapes import ModelShape
+from common.job.config import PlannerConfig
+from common.state.jobs import Phase
+from common.state.pool.demand.asking import need_of, unhelped
+from common.state.pool.demand.measured import Measured, curve_of, lengths_of, together, work_of
+from common.state.pool.demand.needs import Need, PlannedJob
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A live process, and what it has published."""
+
+    name: str
+    kind: str
+    incarnation: str
+    stats: Mapping[str, Any]
+
+
+PROGRESS = {"engine": "tokens", "trainer": "step", "hybrid": "bins"}  # what a process has done
+
+
+def planned(
+    row: Mapping[str, Any],
+    document: Mapping[str, Any],
+    processes: Sequence[Published] = (),
+    kinds: Mapping[str, str] | None = None,
+) -> PlannedJob:
+    """The job of a row, its document (the resolved job file) and its live processes. `kinds`: what
+    accelerators the workers of each gang have.
+    """
+    return PlannedJob(
+        id=row["id"],
+        phase=Phase(row["phase"]),
+        need=_needed(document, processes),
+        config=PlannerConfig(**document.get("planner", {})),
+        groups_per_step=row["groups_per_step"],
+        group_size=document["algorithm"]["group_size"],
+        max_staleness=document["algorithm"]["max_staleness"],
+        slots=document["rollout"]["slots"],
+        bin_tokens=document["training"]["bin_tokens"],
+        recomputes=document["training"].get("activation_checkpointing", False),
+        steps=document["budget"]["steps"],
+        rejected=row["stale_requeued"],
+        submitted_ms=row["submitted_ms"],
+        steps_done=row["steps_done"],
+        held=row["held"],
+        checkpointed=bool(row["checkpoint"]),
+        progress={
+            process.stats["resident"]: int(process.stats.get(PROGRESS[process.kind], 0))
+            for process in processes
+            if process.kind in PROGRESS and process.stats.get("resident")
+        },
+        measured=measured(processes, kinds or {}),
+        pace=document["rollout"].get("pace", ""),
+        training_pace=document["training"].get("pace", ""),
+        model=_model(document),
+        shape=_shape(document),
+    )
+
+
+def _shape(document: Mapping[str, Any]) -> ModelShape | None:
+    """That of the trained model, where who submitted the job has said it."""
+    said = document.get("bundle", {}).get("shape")
+    return ModelShape(**said) if said else None
+
+
+def _model(document: Mapping[str, Any]) -> str:
+    """What a job's workers compute, as far as their speed goes by it."""
+    parameters = document.get("bundle", {}).get("parameters", 0)
+    rollout = document["rollout"]
+    parts = (f"{parameters} parameters", rollout.get("dtype", ""), rollout.get("pace", ""))
+    return " ".join(part for part in parts if part)
+
+
+def _needed(document: Mapping[str, Any], processes: Sequence[Published]) -> Need:
+    """What the document asks for, and what its core has said: a version may be in other types than
+    the document asks for, or the base of its adapters.
+    """
+    need, trainers = need_of(document), (p for p in processes if p.kind == "trainer")
+    there = {name for process in trainers for name in process.stats.get("published", ())}
+    if unhelped(there, document["training"]["dtype"]):
+        return replace(need, helped=False)
+    return need
+
+
+def measured(processes: Sequence[Published], kinds: Mapping[str, str]) -> Measured:
+    """What a job's live processes say of their work, by name and incarnation: who starts again
+    counts from nothing.
+    """
+    return Measured(
+        {p.name + p.incarnation: work_of(p.stats["work"]) for p in processes if "work" in p.stats},
+        tuple(
+            curve_of(kinds.get(p.stats.get("gang", ""), ""), p.stats["curve"])
+            for p in processes
+            if p.stats.get("curve")
+        ),
+        together([lengths_of(p.stats["lengths"]) for p in processes if p.stats.get("lengths")]),
+        {told["kind"]["name"]: told for p in processes if (told := p.stats.get("profile"))},
+    )

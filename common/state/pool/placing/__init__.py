@@ -1,0 +1,1 @@
+"""Snapshot of the pool, and the decisions on it. Open `snapshot.py` first."""

@@ -1,0 +1,83 @@
+"""All that the planner decides from, as one look of it finds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.job.isolation.isolation import TRYING
+from common.state.pool.demand.needs import PlannedJob
+from common.state.pool.workers.names import TAKEN
+from common.state.pool.workers.rows import Gang, Worker
+from common.state.pool.workers.settings import PoolSettings
+
+NOTICE = "is told to end"  # why nothing is placed on a host that ends soon, and may come back
+LEFT = "has left"  # why nothing is placed on a host that is in the mesh no more
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host that workers, shards and sandboxes run on."""
+
+    name: str
+    alive: bool = True
+    draining: str = ""  # why nothing new is placed there; empty: something may be
+    services: tuple[str, ...] = ()  # names of shards and sandboxes that it is to run
+    takes: tuple[str, ...] = tuple(TAKEN.values())  # the services that may be placed there
+    # Of isolation, those that a sandbox has there (see `common.job.isolation.isolation.contains`);
+    # None: nobody has asked, as where there is one host.
+    tiers: tuple[str, ...] | None = None
+    cores: float = 0.0  # processors that its processes share; 0: not known
+    busy_cores: float = 0.0  # of these, that were busy lately
+
+    @property
+    def trying(self) -> bool:
+        """Whether it still finds out which isolation it has."""
+        return self.tiers is not None and TRYING in self.tiers
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a person asked for; `kind` is move or drain."""
+
+    op: str
+    kind: str
+    worker: str = ""  # move: which worker
+    role: str = ""  # move: to which role, as that person wrote it
+    job: str = ""  # move: of which job; empty: the only one
+    host: str = ""  # drain
+    asked_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A change that was decided and is not complete: it is undone if it is not by `until_ms`."""
+
+    id: str  # the resident that arrives
+    gang: str
+    started_ms: int
+    until_ms: int
+    back: dict[str, Any]  # decisions' documents that bring about what was before
+    details: dict[str, Any]  # figures that decided it
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One look. Times are Redis' own, in milliseconds."""
+
+    now_ms: int
+    workers: tuple[Worker, ...] = ()
+    gangs: tuple[Gang, ...] = ()
+    jobs: tuple[PlannedJob, ...] = ()  # those that have not ended, as they were submitted
+    hosts: tuple[Host, ...] = ()
+    requests: tuple[Request, ...] = ()  # in the order in which they were made
+    moves: tuple[Move, ...] = ()
+    rests: frozenset[str] = frozenset()  # shards and sandboxes whose end would lose no work
+    settings: PoolSettings = field(default_factory=PoolSettings)
+    gangs_formed: int = 0  # so far: the next one is g<this>
+    up_ms: int = 0  # since when the mesh is up
+
+    @property
+    def gathers(self) -> bool:
+        """Whether workers of a new mesh may still be joining."""
+        return self.now_ms - self.up_ms < 1000 * self.settings.gather_s

@@ -1,0 +1,1 @@
+"""The pool in Redis. Open `store.py` first."""

@@ -1,0 +1,1 @@
+"""Workers of the pool, and the residents on them. Open `rows.py` first."""

@@ -1,0 +1,21 @@
+"""Names of Redis keys: those of a mesh start with `{mesh}`, those of a job with `{<job>}`."""
+
+from __future__ import annotations
+
+from common.base.errors import Refused
+
+MESH = "{mesh}"
+EVENTS = f"{MESH}:events"
+TRIMMED = f"{MESH}:trimmed"  # id of the last event that is gone
+READERS = f"{MESH}:readers"
+PLANNER = "planner"  # the election whose leader writes desired roles
+
+
+def job_prefix(job: str) -> str:
+    """`{job}`; Refused when the name would collide with the mesh's keys or break the braces."""
+    if not job or job == "mesh" or any(c in "{}:" or c.isspace() for c in job):
+        raise Refused(
+            f"{job!r} cannot be the name of a job",
+            fix="Choose one without spaces, colons or braces, other than 'mesh'.",
+        )
+    return f"{{{job}}}"

@@ -1,0 +1,329 @@
+"""The bulk port for large bytes beside the control traffic: chunks by digest over TCP, or straight
+from the file on the same host.
+
+Both ends of a connection prove first who they are (`doors.py`). Then a
+request is a verb, a digest and which part of the chunk; an answer a status and a length; then
+bytes. What is larger than memory travels in parts, each with a deadline of its own, and goes on
+where it was when a connection breaks. A client on the same host reads and writes the files
+themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from common.api.transfer.bulk import WEIGHTS
+from common.base.digest import digest_of
+from common.base.errors import (
+    Damaged,
+    HandshakeFailed,
+    NotAllowed,
+    NotFound,
+    PeerLost,
+    Refused,
+    WrongKeys,
+)
+from common.weights.bulk.doors import Door, InterpreterDoor, KeyDoor
+from common.weights.bulk.kept import Arrival, Kept
+from common.weights.bulk.rates import Rates
+from common.weights.bulk.server import LARGEST_BYTES, BulkServer
+from common.weights.bulk.session import HAS, NO_CHUNK, PUT, WHERE, Session
+from common.weights.bulk.transfer import PART_BYTES, Transfer
+from common.weights.chunks.chunks import ChunkStore
+from common.weights.chunks.partial import Partial
+
+if TYPE_CHECKING:
+    from common.mesh.runtime.mesh import Mesh
+    from common.state.registry import Entry
+
+__all__ = ["BulkClient", "BulkServer", "ChunkStore", "serve"]
+
+T = TypeVar("T")
+DEADLINE_S = 120.0
+REFUSED_S = 30.0  # of failing handshakes with one process: more than its restart takes
+REMEMBERED = 1024  # processes at which they fail
+FILE_S = 6 * 3600.0  # deadline of a whole file: 100 GB at 5 MB/s
+
+
+def door_of(mesh: Mesh) -> Door:
+    """Return the door of a process's bulk port."""
+    if mesh.doorway is None:
+        return InterpreterDoor(mesh.settings.sealed)
+    return KeyDoor(mesh.doorway.keys, mesh.kind, mesh.settings.sealed)
+
+
+def serve(mesh: Mesh, chunks: ChunkStore, *, takes: bool = True) -> BulkServer:
+    """The bulk port of a process, which serves these chunks until it is closed. `takes`: also such
+    as others put there.
+    """
+    settings = mesh.settings
+    door = door_of(mesh)
+    rates = Rates.of(settings)
+    server = BulkServer(
+        chunks, mesh.host, settings.bind, settings.advertise, door=door, rates=rates, takes=takes
+    )
+    mesh.count_refused(lambda: server.refused)
+    return server
+
+
+class BulkClient:
+    """Gets and puts chunks of whoever serves them; every transfer runs off the loop and has a
+    deadline.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        *,
+        largest_bytes: int = LARGEST_BYTES,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
+        """`largest_bytes`: of what is in memory whole. `part_bytes`: of a file in one request."""
+        self._mesh, self._largest_bytes, self._part_bytes = mesh, largest_bytes, part_bytes
+        self._door, self._rates, self._kept = door_of(mesh), Rates.of(mesh.settings), Kept()
+        self._directories: dict[str, bytes] = {}  # that are served, by address, with key
+        self._stores: dict[Path, ChunkStore] = {}  # of this host, by directory
+        self._refused_since: dict[str, float] = {}  # handshakes one after the other; by incarnation
+        self.untold: deque[tuple[Path, Path]] = deque()  # see ChunkStore
+
+    async def get(
+        self,
+        entry: Entry,
+        digest: str,
+        *,
+        space: str = WEIGHTS,
+        deadline_s: float = DEADLINE_S,
+        stall_s: float = math.inf,
+    ) -> bytes:
+        """The bytes of `digest`, checked. NotFound, PeerLost, Damaged when they were changed;
+        DeadlineExceeded, also when nothing moves for `stall_s`.
+        """
+        chunks = await self.local(entry)
+        if chunks is not None:
+            return await self._off_loop(lambda: chunks.space(space).read(digest), deadline_s)
+
+        def fetch() -> bytes:
+            with self._session(entry, deadline_s, stall_s) as session:
+                content = session.chunk(digest, space)
+            if digest_of(content) != digest:
+                raise Damaged(f"chunk {digest} arrived changed", where=entry.bulk)
+            return content
+
+        return await self._ask(entry, fetch, deadline_s)
+
+    async def lent(self, entry: Entry, name: str, *, deadline_s: float = DEADLINE_S) -> bytes:
+        """The bytes that lie under a name which is no digest of them, so that whoever asks checks
+        them, over a connection that is kept for the next. NotFound, PeerLost, DeadlineExceeded.
+        """
+        await self._mesh.check(entry, bulk=True)
+        key = f"{entry.address} {entry.bulk}"
+
+        def over(session: Session) -> bytes:
+            try:
+                content = session.chunk(name)
+            except NotFound:
+                self._kept.give(key, session)
+                raise
+            except BaseException:
+                session.close()
+                raise
+            self._kept.give(key, session)
+            return content
+
+        def fetch() -> bytes:
+            kept = self._kept.take(key)
+            if kept is not None:
+                with suppress(PeerLost):  # it was closed at the other end meanwhile
+                    return over(kept)
+            return over(self._session(entry, deadline_s).open())
+
+        return await self._ask(entry, fetch, deadline_s)
+
+    async def put(
+        self,
+        entry: Entry,
+        content: bytes | memoryview,
+        *,
+        space: str = WEIGHTS,
+        deadline_s: float = DEADLINE_S,
+    ) -> str:
+        """The digest of `content`, which is durable then. StorageFull, PeerLost; Refused when it is
+        too large, also by a file: who is on another host could not get it.
+        """
+        size = memoryview(content).nbytes
+        if size > self._largest_bytes:
+            raise Refused(
+                f"a chunk of {size} bytes; the bulk port takes {self._largest_bytes}",
+                where=entry.bulk,
+                fix="Put it in pieces, as weights are",
+            )
+        chunks = await self.local(entry)
+        if chunks is not None:
+            return await self._off_loop(lambda: chunks.space(space).write(content), deadline_s)
+
+        def send() -> str:
+            digest = digest_of(content)
+            with self._session(entry, deadline_s) as session:
+                if session.ask(HAS, digest, space=space) != b"\x01":
+                    session.ask(PUT, digest, content, space=space)
+            return digest
+
+        return await self._ask(entry, send, deadline_s)
+
+    async def fetch(
+        self, entry: Entry, digest: str, path: Path, *, deadline_s: float = FILE_S
+    ) -> None:
+        """Puts the bytes of `digest` into a file (mode 0600) that is there whole, durable and
+        checked, or not at all; they may be more than memory holds. NotFound, PeerLost, StorageFull,
+        Damaged when they were changed.
+        """
+        with Partial.of_file(path, digest) as partial:
+            await self.receive(entry, partial, deadline_s=deadline_s)
+
+    async def receive(
+        self,
+        entry: Entry,
+        partial: Partial,
+        *,
+        space: str = WEIGHTS,
+        deadline_s: float = FILE_S,
+    ) -> None:
+        """What `fetch` does, from where `partial` is: it may have begun at another server. PeerLost
+        leaves it as far as it has come.
+        """
+        chunks = await self.local(entry)
+        transfer = self._transfer(entry)
+        with partial.writer() as writer:
+
+            def receive() -> None:
+                if chunks is not None:
+                    stored = chunks.space(space)
+                    for block in stored.blocks(writer.digest, writer.position):
+                        writer.write(block)
+                else:
+                    transfer.fetch(writer, space)
+                writer.finish(entry.bulk)
+
+            try:
+                await self._ask(entry, receive, deadline_s)
+            finally:  # nothing goes on when nobody waits any more
+                transfer.stop()
+
+    async def arrive(
+        self,
+        entry: Entry,
+        partial: Partial,
+        size: int,
+        *,
+        stall_s: float,
+        deadline_s: float = FILE_S,
+    ) -> None:
+        """Adds what one server has of a chunk of `size` bytes to `partial`, from where that is,
+        over a connection that is kept for the next one; it is neither checked nor committed.
+        NotFound, StorageFull; Damaged when that server has another size of it, or sends less;
+        PeerLost, DeadlineExceeded when nothing moves for `stall_s`: both leave it as far as it has
+        come, for this server or another.
+        """
+        chunks = await self.local(entry)
+
+        def connect() -> Session:
+            return self._session(entry, deadline_s, stall_s)
+
+        with partial.writer() as writer:
+            arrival = Arrival(self._kept, f"{entry.address} {entry.bulk}", connect, writer, size)
+
+            def arrive() -> None:
+                if chunks is None:
+                    return arrival.run(self._part_bytes)
+                for block in chunks.blocks(writer.digest, writer.position):
+                    if writer.position + len(block) > size:
+                        raise Damaged("a chunk has another size there", where=str(chunks.directory))
+                    writer.write(block)
+
+            try:
+                await self._ask(entry, arrive, deadline_s)
+            finally:  # nothing goes on when nobody waits any more
+                arrival.stop()
+
+    async def put_file(self, entry: Entry, path: Path, *, deadline_s: float = FILE_S) -> str:
+        """The digest of a file's content, which is durable there then; it may be more than memory
+        holds. StorageFull, PeerLost; BadMessage when the file changes meanwhile.
+        """
+        chunks = await self.local(entry)
+        if chunks is not None:
+            return await self._off_loop(lambda: chunks.write_file(path), deadline_s)
+        transfer = self._transfer(entry)
+        try:
+            return await self._ask(entry, lambda: transfer.send(path), deadline_s)
+        finally:
+            transfer.stop()
+
+    def _transfer(self, entry: Entry) -> Transfer:
+        return Transfer(lambda: self._session(entry, DEADLINE_S), self._part_bytes)
+
+    async def local(self, entry: Entry) -> ChunkStore | None:
+        """The files themselves, for who is on their host. HandshakeFailed, after a while WrongKeys:
+        the entry is not of the process that it names.
+        """
+        await self._mesh.check(entry, bulk=True)
+        directory = Path(entry.bulk.partition("#")[2])
+        near = entry.host == self._mesh.settings.host and directory.is_absolute()
+        if near and os.access(directory, os.W_OK) and await self._lends(entry, directory):
+            if directory not in self._stores:
+                self._stores[directory] = ChunkStore(directory, self._mesh.clock.wall, self.untold)
+            return self._stores[directory]
+        return None
+
+    async def _lends(self, entry: Entry, directory: Path) -> bool:
+        """Whether the process of an entry serves this directory. Where others may write the
+        registry, too, the process itself tells, over a connection on which it proves its key.
+        """
+        if self._mesh.doorway is None:
+            return True
+        told = self._directories.get(entry.address, b"")
+        if not told:
+
+            def ask() -> bytes:
+                with self._session(entry, DEADLINE_S) as session:
+                    return session.ask(WHERE, NO_CHUNK)
+
+            told = await self._ask(entry, ask, DEADLINE_S)
+            if len(self._directories) >= REMEMBERED:
+                self._directories.clear()
+            self._directories[entry.address] = told
+        return told == os.fsencode(directory)
+
+    def _session(self, entry: Entry, deadline_s: float, stall_s: float = math.inf) -> Session:
+        place = entry.bulk.partition("#")[0]
+        proof = self._door.asking(entry.address, place)
+        most, rates = self._largest_bytes, self._rates
+        return Session(place, proof, deadline_s, most, rates=rates, stall_s=stall_s)
+
+    async def _ask(self, entry: Entry, work: Callable[[], T], deadline_s: float) -> T:
+        """The result of asking a bulk port, off the loop. WrongKeys when its handshakes have failed
+        for so long that no restart explains it.
+        """
+        now = self._mesh.clock.monotonic()
+        try:
+            result = await self._off_loop(work, deadline_s)
+        except (HandshakeFailed, NotAllowed) as error:
+            if self._mesh.doorway is not None:
+                self._mesh.doorway.doubt(entry.address)  # whose our keys are may have changed
+            if isinstance(error, NotAllowed):
+                raise
+            if len(self._refused_since) >= REMEMBERED:
+                self._refused_since.clear()
+            if now - self._refused_since.setdefault(entry.incarnation, now) > REFUSED_S:
+                raise WrongKeys(error.message, where=error.where, fix=error.fix) from error
+            raise
+        self._refused_since.pop(entry.incarnation, None)
+        return result
+
+    async def _off_loop(self, work: Callable[[], T], deadline_s: float) -> T:
+        return await self._mesh.host.run_blocking(work, deadline_s=deadline_s)

@@ -1,0 +1,1 @@
+"""Chunks in files, by digest. Open `chunks.py` first."""

@@ -1,0 +1,1 @@
+"""Handshakes of the bulk port. Open `handshake.py` first."""

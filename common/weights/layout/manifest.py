@@ -1,0 +1,157 @@
+"""What a manifest says: where the elements of each tensor lie. It has a digest of its own, by which
+it is stored, and inside it a sha256 by which whoever reads one knows it for whole.
+
+Format 1 had neither ranges nor the sha256: its pieces follow each other in the memory of their
+tensor. It is read as if it had both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from common.api.weights import Manifest, Tensor
+from common.base.encoding.blob import pack, unpack
+from common.base.errors import BadMessage, Damaged
+
+FORMAT = 2
+LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20  # of a chunk
+PAGE_BYTES = 4096  # of memory
+# Of an element, by safetensors' names: who reads a manifest needs no torch for that.
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1}
+PARTS = 64  # that a version has at least, where they are not too small: hosts relay them
+
+
+def chunk_bytes(version_bytes: int) -> int:
+    """How large the chunks of a version of this size are, at most: whole pages, so that chunks lie
+    side by side in memory.
+    """
+    share = -(-version_bytes // PARTS // PAGE_BYTES) * PAGE_BYTES
+    return min(max(share, LEAST_BYTES), MOST_BYTES)
+
+
+def packed(manifest: Manifest) -> bytes:
+    """A manifest as it is stored, sealed by its sha256."""
+    plain = replace(manifest, format=FORMAT, sha256="")
+    return pack(replace(plain, sha256=_sha256(plain)))
+
+
+def unpacked(content: bytes | memoryview, where: str = "") -> Manifest:
+    """The inverse, of format 1 too; BadMessage when it is no manifest, or one whose pieces do not
+    make up their tensors, Damaged when it is not what was sealed.
+    """
+    found = understood(unpack(Manifest, content))
+    if found.format == FORMAT and _sha256(replace(found, sha256="")) != found.sha256:
+        raise Damaged("a manifest is not what its sha256 says", where=where)
+    return found
+
+
+def understood(found: Manifest) -> Manifest:
+    """A manifest that the store has read, with the ranges of its pieces; BadMessage when they do
+    not make up their tensors.
+    """
+    if any(piece.end < 0 for piece in found.tensors):  # format 1
+        return replace(found, tensors=_ranged(found.tensors))
+    if found.format > FORMAT:
+        raise BadMessage(f"a manifest of format {found.format}", fix="Use a newer MeshRL")
+    check(found.tensors)
+    return found
+
+
+def joined(own: Manifest, base: Manifest) -> Manifest:
+    """A version of adapters with what its base has besides them."""
+    names = {piece.name for piece in own.tensors}
+    shared = [piece for piece in understood(base).tensors if piece.name not in names]
+    return replace(own, tensors=[*shared, *own.tensors])
+
+
+def read_whole(read: Callable[[str], bytes], digest: str) -> Manifest:
+    """A version from whoever reads what is stored under a digest, with what its base has besides
+    it."""
+    own = unpacked(read(digest), digest)
+    return own if own.base is None else joined(own, unpacked(read(own.base.digest), digest))
+
+
+def _sha256(manifest: Manifest) -> str:
+    return hashlib.sha256(pack(manifest)).hexdigest()
+
+
+def _ranged(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those of format 1, with the ranges that follow from their order."""
+    ends: dict[str, int] = {}
+    found = []
+    for piece in tensors:
+        begin = ends.get(piece.name, 0)
+        ends[piece.name] = begin + piece.size // itemsize(piece)
+        found.append(replace(piece, dim=0, begin=begin, end=ends[piece.name]))
+    check(found)
+    return found
+
+
+def itemsize(piece: Tensor) -> int:
+    """Bytes of an element; BadMessage for an unknown type."""
+    if (size := ITEM_BYTES.get(piece.dtype)) is None:
+        raise BadMessage(f"tensor {piece.name} of a manifest has the unknown type {piece.dtype}")
+    return size
+
+
+def by_tensor(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+    """The pieces of each tensor, in the order of their elements."""
+    found: dict[str, list[Tensor]] = {}
+    for piece in tensors:
+        found.setdefault(piece.name, []).append(piece)
+    for pieces in found.values():
+        pieces.sort(key=lambda piece: (piece.begin, piece.end))
+    return found
+
+
+def by_chunk(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+    """The pieces that lie in each chunk, in the order of their places there."""
+    found: dict[str, list[Tensor]] = {}
+    for piece in tensors:
+        found.setdefault(piece.chunk, []).append(piece)
+    for pieces in found.values():
+        pieces.sort(key=lambda piece: piece.offset)
+    return found
+
+
+def check(tensors: Iterable[Tensor]) -> None:
+    """BadMessage unless the pieces of each tensor are all of it, each element once."""
+    for name, pieces in by_tensor(tensors).items():
+        first, at = pieces[0], 0
+        for piece in pieces:
+            alike = (piece.dtype, piece.shape, piece.dim) == (first.dtype, first.shape, first.dim)
+            if not alike or piece.begin != at or piece.end < piece.begin:
+                raise BadMessage(f"the pieces of tensor {name} of a manifest do not follow")
+            if piece.size != (piece.end - piece.begin) * itemsize(piece) or piece.offset < 0:
+                raise BadMessage(f"a piece of tensor {name} of a manifest has {piece.size} bytes")
+            at = piece.end
+        if at != math.prod(first.shape) or not 0 <= first.dim < max(1, len(first.shape)):
+            raise BadMessage(f"tensor {name} of a manifest has {at} elements in {first.shape}")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows begin .. end of a tensor, along dimension `dim`: what a shard of it is."""
+
+    dim: int
+    begin: int
+    end: int
+
+
+def overlapping(tensors: Iterable[Tensor], wanted: Mapping[str, Rows | None]) -> list[Tensor]:
+    """The pieces with elements that somebody wants, of the tensors that are `wanted`; None: all of
+    one. Rows of another dimension than that by which a tensor is cut lie in all of its pieces.
+    """
+    return [
+        piece for piece in tensors if piece.name in wanted and _overlaps(piece, wanted[piece.name])
+    ]
+
+
+def _overlaps(piece: Tensor, rows: Rows | None) -> bool:
+    if rows is None or rows.dim != piece.dim or not piece.shape:
+        return True
+    width = math.prod(piece.shape) // max(1, piece.shape[piece.dim])
+    return piece.begin < rows.end * width and rows.begin * width < piece.end

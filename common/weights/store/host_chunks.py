@@ -1,0 +1,253 @@
+"""The chunks of weights that a host has fetched from the weight store of another host: each crosses
+the network once for all processes of the host.
+
+They lie in `<run_root>/chunks/<d[:2]>/<d>` under their digests, by which they are checked when they
+are read. Whoever needs a chunk first fetches it while the others wait. It is a cache: what cannot
+be read, kept or waited for is fetched from the store, and nothing fails for it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from common.base.errors import Damaged, DeadlineExceeded, MeshError, NotFound, StorageFull
+from common.mesh.runtime.mesh import Mesh
+from common.weights.bulk.port import BulkServer, serve
+from common.weights.chunks.chunks import ChunkStore, failure
+
+CHUNKS, LOCKS = "chunks", ".locks"  # below the root, and there
+LOOK_S = 0.02  # how often one who waits for another's fetch looks: little beside moving a chunk
+WAIT_S = 120.0  # for another process to fetch a chunk: as long as the bulk port may take
+IO_S = 60.0  # to read or write a chunk; a disk that takes longer is no help
+UNUSED_S = 3600.0  # versions follow each other in minutes, and restarts of engines too
+DISK_SHARE = 4  # chunks take no more than one part in so many of what the disk has for them
+
+
+def cache(mesh: Mesh) -> ChunkStore | None:
+    """The chunks of a process's host; None where none are kept."""
+    if not mesh.settings.chunks_bytes:
+        return None
+    return ChunkStore(Path(mesh.settings.run_root) / CHUNKS, mesh.clock.wall)
+
+
+def serve_cache(mesh: Mesh) -> BulkServer | None:
+    """The bulk port by which a host's agent gives others what this host has fetched, until it is
+    closed; None: it keeps nothing.
+    """
+    chunks = cache(mesh)
+    return None if chunks is None else serve(mesh, chunks, takes=False)
+
+
+async def make_room(
+    mesh: Mesh, chunks: ChunkStore, wanted: int, needed: Collection[str] = ()
+) -> None:
+    """Makes room for so many bytes, if it is in this host's own chunks: those go that were not used
+    for longest, and none that is `needed` beside what is wanted. StorageFull when there cannot be
+    so much.
+    """
+    own = cache(mesh)
+    if own is None or own.directory != chunks.directory:
+        return
+
+    def make() -> bool:
+        chunks.directory.mkdir(parents=True, exist_ok=True)
+        return _room(chunks.directory, wanted, mesh.settings.chunks_bytes, needed)
+
+    try:
+        made = await mesh.host.run_blocking(make, deadline_s=IO_S)
+    except OSError as error:
+        raise failure(error, chunks.directory) from error
+    if not made:
+        raise StorageFull(
+            f"no room for {wanted} bytes of weights beside what the disk must keep free",
+            where=str(chunks.directory),
+            fix=f"Free some space, or give the host a larger cache than "
+            f"{mesh.settings.chunks_bytes} bytes",
+        )
+
+
+async def through(
+    mesh: Mesh,
+    digest: str,
+    fetch: Callable[[], Awaitable[bytes]],
+    needed: Collection[str] = (),
+) -> bytes:
+    """The bytes of a chunk: those that this host has, or what `fetch` brings from the store, whose
+    errors are raised. It is kept if there is room without what is `needed`. `chunks_found` and
+    `chunks_fetched` are counted, and the bytes of both.
+    """
+    chunks = cache(mesh)
+    if chunks is None:
+        return await fetch()
+    content = await _found(mesh, chunks, digest)
+    if content is None:
+        # One lock for all chunks of a folder: so there are few, and none must ever go.
+        async with turn(mesh, chunks.directory / LOCKS / digest[:2]):
+            content = await _found(mesh, chunks, digest)
+            if content is None:
+                content = await fetch()
+                await _fetched(mesh, chunks, digest, content, needed)
+    return content
+
+
+async def _found(mesh: Mesh, chunks: ChunkStore, digest: str) -> bytes | None:
+    try:
+        content = await mesh.host.run_blocking(_read, chunks, digest, deadline_s=IO_S)
+    except (NotFound, OSError, DeadlineExceeded):
+        return None
+    except Damaged as error:
+        mesh.telemetry.count("chunks_damaged")
+        mesh.telemetry.log.warning("a chunk is fetched again", error=str(error))
+        return None
+    mesh.telemetry.count("chunks_found")
+    mesh.telemetry.count("chunks_found_bytes", len(content))
+    return content
+
+
+def _read(chunks: ChunkStore, digest: str) -> bytes:
+    try:
+        content = chunks.read(digest)
+    except Damaged:
+        chunks.path(digest).unlink(missing_ok=True)
+        raise
+    chunks.use(digest)  # see `_room`
+    return content
+
+
+async def keep(mesh: Mesh, digest: str, content: bytes | memoryview) -> None:
+    """Puts a chunk that this host has made where others of it find it, if it can be: who serves it
+    on, and who makes deltas of it.
+    """
+    chunks = cache(mesh)
+    if chunks is not None and not chunks.has(digest):
+        await _keep(mesh, chunks, digest, content)
+
+
+async def _fetched(
+    mesh: Mesh, chunks: ChunkStore, digest: str, content: bytes, needed: Collection[str]
+) -> None:
+    """Puts a chunk, which was fetched, where others find it, if it can be."""
+    mesh.telemetry.count("chunks_fetched")
+    mesh.telemetry.count("chunks_fetched_bytes", len(content))
+    await _keep(mesh, chunks, digest, content, needed)
+
+
+async def _keep(
+    mesh: Mesh,
+    chunks: ChunkStore,
+    digest: str,
+    content: bytes | memoryview,
+    needed: Collection[str] = (),
+) -> None:
+    run, most_bytes = mesh.host.run_blocking, mesh.settings.chunks_bytes
+    try:
+        kept = await run(_write, chunks, digest, content, most_bytes, needed, deadline_s=IO_S)
+    except (MeshError, OSError) as error:
+        kept = False
+        mesh.telemetry.log.warning("a chunk is not kept", chunk=digest, error=str(error))
+    if not kept:
+        mesh.telemetry.count("chunks_not_kept")
+
+
+def _write(
+    chunks: ChunkStore,
+    digest: str,
+    content: bytes | memoryview,
+    most_bytes: int,
+    needed: Collection[str],
+) -> bool:
+    """Whether there is room for the chunk; then it is there whole. Not durably: after a power cut
+    it may not be what its name says, as whoever reads it finds.
+    """
+    chunks.directory.mkdir(parents=True, exist_ok=True)
+    if not _room(chunks.directory, memoryview(content).nbytes, most_bytes, needed):
+        return False
+    chunks.keep(digest, content)
+    return True
+
+
+def _room(directory: Path, wanted: int, most_bytes: int, needed: Collection[str] = ()) -> bool:
+    """Removes chunks, those that were not used for longest first, until there is room for more.
+    None goes that is needed; and none at all where there would be too little room without those.
+    """
+    there = _files(directory)
+    held = sum(size for _, size, _ in there)
+    most = min(most_bytes, (shutil.disk_usage(directory).free + held) // DISK_SHARE)
+    may_go = [one for one in there if not _stays(one[-1], needed)]
+    if wanted + held - sum(size for _, size, _ in may_go) > most:
+        return False
+    for _, size, path in sorted(may_go):
+        if held + wanted <= most:
+            break
+        path.unlink(missing_ok=True)
+        held -= size
+    return True
+
+
+def _stays(path: Path, needed: Collection[str]) -> bool:
+    """Whether it is a chunk that is needed, or one in the making (`.DIGEST.PID.NUMBER`) by this
+    process: who has begun another one may have been killed.
+    """
+    name, *begun = path.name.removeprefix(".").split(".")
+    return name in needed and (not begun or begun[0] == str(os.getpid()))
+
+
+def _files(directory: Path) -> list[tuple[float, int, Path]]:
+    """Chunks, and those in the making: when each was last used, its bytes, and its path."""
+    found = []
+    for path in directory.glob("??/*"):
+        with suppress(FileNotFoundError):
+            stat = path.stat()
+            found.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
+    return found
+
+
+def sweep(root: Path, now: float) -> None:
+    """Removes chunks below a host's root that nobody has used for long, and what processes that
+    ended had begun to write. `now`: of the wall clock.
+    """
+    for used, _, path in _files(root / CHUNKS):
+        if used < now - UNUSED_S:
+            path.unlink(missing_ok=True)
+
+
+@asynccontextmanager
+async def turn(mesh: Mesh, path: Path) -> AsyncIterator[None]:
+    """Begins when no other process fetches under the same lock, which ends with its process; or
+    when one has done so for too long, or there can be no lock.
+    """
+    descriptor = _opened(path)
+    try:
+        until = mesh.clock.monotonic() + WAIT_S
+        while not _taken(descriptor) and mesh.clock.monotonic() < until:
+            await mesh.clock.sleep(LOOK_S)
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _opened(path: Path) -> int | None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+
+
+def _taken(descriptor: int | None) -> bool:
+    """Whether nobody else has the lock, as far as this file system can tell."""
+    if descriptor is None:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,278 @@
+"""A job's files on the host of a process: where its run is at home, or fetched by their digests.
+
+Elsewhere a bundle lies in `<run_root>/bundles/<digest>/`, for all processes of the host. Each of
+its folders (`data`, `model`, `modules`, `tokenizer`, ...) is there whole or not at all: whoever
+needs it first fetches it, the others wait. Bundles that nobody has used for longest go when there
+are too many bytes. What the host's processes write of a run lies in `<run_root>/runs/<job>/<when it
+came on record>/`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from common.api.transfer.bulk import PUBLISHED
+from common.api.weights import Publish
+from common.base.files.durable import sync_tree
+from common.base.files.file_locks import lies_at, taken, unheld
+from common.base.files.home import Home
+from common.job.bundle import bundle_files
+from common.job.bundle.job_data import MODULES, JobData
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.patience import NotThere, patiently
+from common.state.jobs import JobRow
+from common.state.server import home
+from common.weights.bulk.port import BulkClient
+from common.weights.store.weight_store import fetch_file, published
+
+BUNDLES, RUNS = "bundles", "runs"  # below the root
+USED = ".used"  # of a bundle: held by who uses it, and touched by who begins to
+FETCHING = ".fetching-"  # begins the name of a folder that is being fetched
+GONE = ".gone-"  # begins the name of what is being removed
+MOST_BYTES = 64 << 30  # that bundles take which nobody uses: as much as the largest one
+LOOK_S = 0.2  # how often one who waits for another's fetch looks
+PUBLISHED_S = 3600.0  # of the hours that the store keeps what was published
+FETCH_S = 12 * 3600.0  # for another process to fetch a bundle of any size
+IO_S = 600.0  # to look at, sync or remove a folder of any size
+# Descriptors by which this process holds the bundles that it uses, one for each use.
+_held: dict[str, list[int]] = {}
+
+
+async def local_job(mesh: Mesh, row: JobRow) -> JobData:
+    """The job of a row, with its bundle on this host, computed on what this process's worker is.
+    Damaged when the bundle is not what was packed and there is no other, StorageFull.
+    """
+    data = JobData.of(row.id, row.document, row.run_dir).on(mesh.settings.device)
+    if await at_home(mesh, data.run_dir):
+        return data
+    own = own_directory(mesh, row)
+    await mesh.host.run_blocking(lambda: own.mkdir(parents=True, exist_ok=True), deadline_s=IO_S)
+    bundle = await fetched(mesh, row)
+    return data.elsewhere(bundle, own)
+
+
+async def at_home(mesh: Mesh, path: Path) -> bool:
+    """Whether `path`, of the host where runs are at home, is the same here; NotThere is waited for.
+    On the one host of a mesh that takes no others nobody needs to say where home is.
+    """
+
+    found = await patiently(mesh.clock, lambda: _home(mesh))
+    if found is None or found.host == mesh.settings.host:
+        return True
+    seen = found.seen_from
+    return await mesh.host.run_blocking(seen, mesh.settings.host, path, deadline_s=IO_S)
+
+
+async def is_home(mesh: Mesh) -> bool:
+    """Whether runs are at home on this very host."""
+    found = await _home(mesh)
+    return found is None or found.host == mesh.settings.host
+
+
+async def _home(mesh: Mesh) -> Home | None:
+    found = await home.told(mesh.state)
+    if found is None and mesh.settings.joinable:
+        raise NotThere("nobody has said where runs are at home", fix="the head is being started")
+    return found
+
+
+def own_directory(mesh: Mesh, row: JobRow) -> Path:
+    """Where a host that does not see the run's home keeps its files of the run."""
+    return Path(mesh.settings.run_root) / RUNS / row.id / str(row.since_ms)
+
+
+def bundle_directory(root: str | Path, digest: str) -> Path:
+    """Where the bundle of a digest lies on a host with this root, if it was fetched."""
+    return Path(root) / BUNDLES / digest
+
+
+async def fetched(mesh: Mesh, row: JobRow, parts: Iterable[str] = ()) -> Path:
+    """The bundle's directory on this host, with all of it, or with some of its folders, fetched
+    from wherever it is at home; it stays until it is released, or this process ends.
+    """
+    files, digest = bundle_files.of(row.document), str(row.document["bundle"]["digest"])
+    folders = set(parts) or {Path(name).parts[0] for name in files}
+    directory = bundle_directory(mesh.settings.run_root, digest)
+    run = mesh.host.run_blocking
+    holding = asyncio.ensure_future(run(_hold, directory, deadline_s=IO_S))
+    try:
+        await asyncio.shield(holding)
+    except asyncio.CancelledError:  # its thread goes on, and holds the bundle yet
+        holding.add_done_callback(partial(_held_for_nobody, directory))
+        raise
+    try:
+        if await run(_missing, directory, folders, deadline_s=IO_S):
+            async with _alone(mesh, directory):
+                await run(_clear, directory, deadline_s=IO_S)  # of somebody who was cut off
+                for folder in sorted(await run(_missing, directory, folders, deadline_s=IO_S)):
+                    await _fetch(mesh, row, directory, folder)
+            await run(make_room, directory.parent, MOST_BYTES, deadline_s=IO_S)
+    except BaseException:
+        release(directory)
+        raise
+    return directory
+
+
+def _held_for_nobody(directory: Path, holding: asyncio.Future[None]) -> None:
+    if not holding.cancelled() and holding.exception() is None:
+        release(directory)
+
+
+async def modules_here(mesh: Mesh, modules: str, digest: str) -> str:
+    """The directory of a bundle's modules on this host, of which others know where it is at home
+    and its bundle's digest. NotThere until the host's agent has fetched it, which may and this
+    process may not.
+    """
+    if not digest or await at_home(mesh, Path(modules)):
+        return modules
+    directory = bundle_directory(mesh.settings.run_root, digest)
+    if not _held.get(str(directory)):  # it asks again and again, and never lets go
+        await mesh.host.run_blocking(_hold, directory, deadline_s=IO_S)
+    if await mesh.host.run_blocking(_missing, directory, {MODULES}, deadline_s=IO_S):
+        raise NotThere(f"{directory / MODULES} is not fetched yet", where=mesh.name)
+    return str(directory / MODULES)
+
+
+def release(directory: Path) -> None:
+    """One who has used the bundle in this process does so no longer."""
+    if held := _held.get(str(directory)):
+        os.close(held.pop())
+
+
+async def _fetch(mesh: Mesh, row: JobRow, directory: Path, folder: str) -> None:
+    """A folder of the bundle, or a file that lies in none."""
+    bulk, run, asked = BulkClient(mesh), mesh.host.run_blocking, Publish(row.id, below=[folder])
+    scratch = directory / f"{FETCHING}{folder}.{mesh.random.token(4)}"
+    files, since = await published(mesh, asked), mesh.clock.monotonic()
+    try:
+        for name, digest in files.items():
+            if mesh.clock.monotonic() - since > PUBLISHED_S:
+                files, since = await published(mesh, asked), mesh.clock.monotonic()
+            said = f"{name} of the bundle of {row.id}"
+            path = scratch / name
+            about = mesh, bulk, digest, path, said
+            await fetch_file(*about, job=row.id, kind="bundle", space=PUBLISHED)
+        await run(_appear, scratch, directory, folder, deadline_s=IO_S)
+    finally:
+        await run(_remove, scratch, deadline_s=IO_S)
+
+
+def _appear(scratch: Path, directory: Path, folder: str) -> None:
+    """Fails, in a thread that nobody waits for any more, once its scratch has been removed."""
+    sync_tree(scratch)
+    (scratch / folder).rename(directory / folder)
+
+
+def _remove(directory: Path) -> None:
+    """Takes it out of everybody's way before anything in it goes: a thread that is about to give it
+    its place has it whole, or not at all.
+    """
+    gone = directory.with_name(f"{GONE}{directory.name.lstrip('.')}")
+    with suppress(FileNotFoundError):
+        directory.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _clear(directory: Path) -> None:
+    """Whoever fetches is alone with the bundle."""
+    for path in directory.iterdir():
+        if path.name.startswith((FETCHING, GONE)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _missing(directory: Path, folders: set[str]) -> set[str]:
+    return {folder for folder in folders if not (directory / folder).exists()}
+
+
+@asynccontextmanager
+async def _alone(mesh: Mesh, directory: Path) -> AsyncIterator[None]:
+    """While no other process fetches the same bundle. A lock ends with its process."""
+    descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        what = f"a bundle that another process fetches to {directory}"
+        with mesh.wait(what, on=f"node/{mesh.settings.host}"):
+            async with mesh.clock.timeout(FETCH_S, what):
+                while not taken(descriptor):
+                    await mesh.clock.sleep(LOOK_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+# -- what stays ------------------------------------------------------------------------------------
+
+
+def _hold(directory: Path) -> None:
+    """Makes the directory, if need be, and keeps it while this process lives."""
+    while True:
+        place = directory / USED
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except (FileExistsError, FileNotFoundError):  # it was removed in between, as below
+            if directory.is_file():
+                raise
+            continue
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # whoever removes it looks for a moment only
+        if lies_at(descriptor, place):
+            os.utime(place)
+            _held.setdefault(str(directory), []).append(descriptor)
+            return
+        os.close(descriptor)
+
+
+def sweep(bundles: Path) -> None:
+    """Removes what a process that ended had begun to remove. Where one still does, both do."""
+    for path in bundles.glob(f"{GONE}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def make_room(bundles: Path, most_bytes: int) -> None:
+    """Removes bundles that no process of this host uses, those that were not used for longest
+    first, until what is left has `most_bytes` at most.
+    """
+    found = []
+    for directory in bundles.iterdir():
+        if directory.name.startswith(GONE):
+            continue
+        with suppress(FileNotFoundError):
+            found.append(((directory / USED).stat().st_mtime, directory))
+    sizes = {directory: _size(directory) for _, directory in found}
+    total = sum(sizes.values())
+    for _, directory in sorted(found):
+        if total <= most_bytes:
+            return
+        if _removed(directory):
+            total -= sizes[directory]
+
+
+def _size(directory: Path) -> int:
+    total = 0
+    for path in directory.rglob("*"):
+        with suppress(FileNotFoundError):
+            found = path.stat()
+            total += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return total
+
+
+def _removed(directory: Path) -> bool:
+    """Whether nobody uses the bundle; then it is gone."""
+    # With its mark, on which others wait: they find that it is elsewhere, and begin anew.
+    aside = directory.with_name(f"{GONE}{directory.name}.{os.getpid()}")
+    with unheld(directory / USED) as nobody:
+        if not nobody:
+            return False
+        try:
+            directory.rename(aside)
+        except FileNotFoundError:
+            return False
+    shutil.rmtree(aside, ignore_errors=True)
+    return True

@@ -1,0 +1,212 @@
+"""What a sleeping process keeps: it comes back bit by bit, or is known not to be whole."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.base.errors import Damaged, StorageFull
+from common.base.files import kept
+from common.base.files.kept import PIECE_BYTES, File, Mapped, Medium, Octets
+
+SIZES = {"empty": 0, "small": 7, "piece": PIECE_BYTES, "large": 2 * PIECE_BYTES + 13}
+
+
+class Memory:
+    """Content of random bytes; `dies_at`: the number of the piece at which its reader is killed."""
+
+    def __init__(self, seed: int | None, dies_at: int = -1) -> None:
+        draw = np.random.default_rng(seed)
+        self.sizes = SIZES
+        self.runs = {
+            name: np.zeros(size, np.uint8)
+            if seed is None
+            else draw.integers(0, 256, size).astype(np.uint8)
+            for name, size in SIZES.items()
+        }
+        self._left = dies_at
+
+    def read(self, name: str, start: int, end: int) -> Octets:
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._left -= 1
+        return self.runs[name][start:end]
+
+    def write(self, name: str, start: int, piece: Octets) -> None:
+        self.runs[name][start : start + len(piece)] = piece
+
+    def equals(self, other: Memory) -> bool:
+        return all((self.runs[name] == other.runs[name]).all() for name in SIZES)
+
+
+ABOUT = {"job": "sums", "version": 3}
+ROOM = kept.room_for(ABOUT, SIZES)
+
+
+@contextmanager
+def segment() -> Iterator[str]:
+    descriptor = os.memfd_create("kept")
+    os.ftruncate(descriptor, ROOM)
+    try:
+        yield f"/proc/{os.getpid()}/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+@pytest.fixture(params=["memory", "disk"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Medium]]:
+    """Makes a medium, fresh or as it lies there."""
+    if request.param == "disk":
+        yield lambda fresh=False: File(tmp_path / "one.kept", fresh=fresh)
+        return
+    with segment() as path:
+        yield lambda fresh=False: Mapped(path)
+
+
+def write(medium: Medium, content: Memory) -> None:
+    kept.keep(medium, ABOUT, content)
+    if isinstance(medium, File):
+        medium.finished()
+    medium.close()
+
+
+def test_what_is_kept_comes_back(place: Callable[..., Medium]) -> None:
+    content, back = Memory(1), Memory(None)
+    write(place(fresh=True), content)
+    medium = place()
+    head = kept.head_of(medium)
+    assert head.about == ABOUT and dict(head.sizes) == SIZES
+    kept.take(medium, head, back)
+    assert back.equals(content)
+
+
+def test_it_moves_between_memory_and_disk(tmp_path: Path) -> None:
+    content, back = Memory(2), Memory(None)
+    with segment() as first, segment() as second:
+        write(Mapped(first), content)
+        file = File(tmp_path / "one.kept", fresh=True)
+        kept.moved(Mapped(first), file)
+        file.finished()
+        kept.moved(file, Mapped(second))
+        kept.take(Mapped(second), kept.head_of(Mapped(second)), back)
+        file.close()
+    assert back.equals(content)
+
+
+@pytest.mark.rotating(3)
+@pytest.mark.parametrize("piece", range(4))
+def test_a_death_at_any_piece_leaves_nothing_that_is_taken_for_whole(
+    piece: int, tmp_path: Path
+) -> None:
+    with segment() as path:
+        for medium in (Mapped(path), File(tmp_path / "one.kept", fresh=True)):
+            child = os.fork()
+            if not child:
+                write(medium, Memory(3, dies_at=piece))
+                os._exit(0)
+            _, status = os.waitpid(child, 0)
+            assert os.WTERMSIG(status) == signal.SIGKILL
+            with pytest.raises(Damaged):
+                kept.head_of(medium)
+        assert not (tmp_path / "one.kept").exists()
+        write(Mapped(path), Memory(3))  # who comes after it writes over what is left
+        kept.head_of(Mapped(path))
+
+
+class Stops:
+    """A medium whose writer dies at the n-th thing that it puts there."""
+
+    def __init__(self, inner: Medium, puts: int) -> None:
+        self._inner, self._puts = inner, puts
+        self.where, self.size, self.get = inner.where, inner.size, inner.get
+
+    def put(self, offset: int, piece: Octets) -> None:
+        self._puts -= 1
+        if self._puts < 0:
+            raise KeyboardInterrupt
+        self._inner.put(offset, piece)
+
+    def flush(self) -> None:
+        self._inner.flush()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def test_only_the_mark_makes_it_whole() -> None:
+    puts = 5 + 2  # pieces, head, mark
+    for number in range(puts):
+        with segment() as path:
+            with pytest.raises(KeyboardInterrupt):
+                kept.keep(Stops(Mapped(path), number), ABOUT, Memory(4))
+            with pytest.raises(Damaged):
+                kept.head_of(Mapped(path))
+    with segment() as path:
+        kept.keep(Stops(Mapped(path), puts), ABOUT, Memory(4))
+        kept.head_of(Mapped(path))
+
+
+def test_any_byte_that_has_changed_is_found(place: Callable[..., Medium]) -> None:
+    write(place(fresh=True), Memory(5))
+    medium = place()
+    head = kept.head_of(medium)
+    draw = np.random.default_rng(0)
+    inside = [start + int(draw.integers(SIZES[n])) for n, start in head.offsets.items() if SIZES[n]]
+    before = min(head.offsets.values())
+    for at in [*range(0, before, 9), *inside]:
+        if isinstance(medium, Mapped):
+            found = medium.get(at, 1).copy()
+            medium.put(at, found ^ np.uint8(1))
+        else:
+            file = os.open(medium.where, os.O_RDWR)
+            found = np.frombuffer(os.pread(file, 1, at), np.uint8)
+            os.pwrite(file, (found ^ 1).tobytes(), at)
+        try:
+            if (at % 64 or at < before) and not _is_padding(head, at):
+                with pytest.raises(Damaged):
+                    kept.take(medium, kept.head_of(medium), Memory(None))
+        finally:
+            if isinstance(medium, Mapped):
+                medium.put(at, found)
+            else:
+                os.pwrite(file, found.tobytes(), at)
+                os.close(file)
+    kept.take(medium, kept.head_of(medium), Memory(None))
+
+
+def _is_padding(head: kept.Head, at: int) -> bool:
+    written = len(kept._described(head.about, head.sizes)) + kept.HEAD_BYTES + 16 * len(SIZES)
+    return written <= at < min(head.offsets.values())
+
+
+def test_a_shorter_file_is_not_whole(tmp_path: Path) -> None:
+    path = tmp_path / "one.kept"
+    write(File(path, fresh=True), Memory(6))
+    os.truncate(path, ROOM - 1)
+    with pytest.raises(Damaged):
+        kept.head_of(File(path))
+
+
+def test_a_full_disk_is_told_by_type_and_the_file_before_is_there_still(tmp_path: Path) -> None:
+    path = tmp_path / "one.kept"
+    write(File(path, fresh=True), Memory(7))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PIECE_BYTES, limits[1]))
+    try:
+        medium = File(path, fresh=True)
+        with pytest.raises(StorageFull, match="no room"):
+            kept.keep(medium, ABOUT, Memory(8))
+        medium.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [file.name for file in tmp_path.iterdir()] == ["one.kept"]
+    back = Memory(None)
+    kept.take(File(path), kept.head_of(File(path)), back)
+    assert back.equals(Memory(7))

@@ -1,0 +1,134 @@
+"""What the driver tells of GPUs, through NVML's own library interface."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from pathlib import Path
+
+import pynvml
+import pytest
+
+from tests.gpus.driver import DRIVER_NOT_LOADED, GIB, LOST, NO_SUPPORT, VERSION_MISMATCH, Gpus
+
+A, B = (f"GPU-{letter}{'1' * 7}-0000-0000-0000-000000000000" for letter in "ab")
+M1, M2 = (f"MIG-{number}0000000-0000-0000-0000-000000000000" for number in (1, 2))
+NOBODY = 1 << 22  # above the last number that a process gets
+pytestmark = pytest.mark.needs("compiler")
+LOOK = """
+import json, sys
+from dataclasses import asdict
+from common.hardware.gpus import driver
+with driver.opened() as opened:
+    devices = opened.devices()
+    said = {d.label: opened.reading(d).document() for d in devices if d.uuid}
+    print(json.dumps({
+        "devices": [asdict(d) for d in devices],
+        "readings": said,
+        "memory": {
+            d.uuid: m and asdict(m) for d in devices if d.uuid for m in [opened.memory(d.uuid)]
+        },
+    }))
+assert "torch" not in sys.modules
+"""
+
+
+def test_the_structures_are_those_of_the_driver_s_own_bindings(gpus: Gpus) -> None:
+    """What stands for the library here has the layout that NVIDIA publishes."""
+    library = ctypes.CDLL(str(Path(gpus.environment["LD_LIBRARY_PATH"]) / "libnvidia-ml.so.1"))
+    theirs = (
+        pynvml.c_nvmlMemory_t,
+        pynvml.c_nvmlUtilization_t,
+        pynvml.c_nvmlProcessInfo_v3_t,
+        pynvml.c_nvmlEventData_t,
+    )
+    sizes = [library.structure_sizes(place) for place in range(len(theirs))]
+    assert sizes == [ctypes.sizeof(structure) for structure in theirs]
+
+
+def test_gpus_and_instances_are_told_with_what_holds_of_each(gpus: Gpus) -> None:
+    gpus.gpu(
+        A, used=10 * GIB, busy=97, celsius=71, milliwatts=650_500, ecc=3, throttle=0x25, mig=-1
+    )
+    gpus.gpu(B, total="-", celsius=NO_SUPPORT, ecc=NO_SUPPORT, throttle=NO_SUPPORT, mig=1)
+    gpus.instance(B, M1, 7, used=GIB)
+    gpus.instance(B, M2, 9, ci=1)
+    gpus.process(A, os.getpid(), 6 * GIB)
+    gpus.process(A, NOBODY, NO_SUPPORT)
+    told = json.loads(gpus.run(LOOK))
+    assert [device["uuid"] for device in told["devices"]] == [A, B, M1, M2]
+    assert told["devices"][3]["instance"] == [9, 1] and told["devices"][3]["parent"] == B
+    assert told["devices"][1]["sliced"] and told["devices"][1]["memory"] == 0
+    assert told["readings"]["cuda:0 NVIDIA H100"] == {
+        "used": 10 * GIB,
+        "total": 80 * GIB,
+        "utilization": 0.97,
+        "temperature_c": 71,
+        "power_w": 650.5,
+        "ecc_uncorrected": 3,
+        "throttled": ["power_cap", "thermal"],  # 0x1 is idle, which is no trouble
+    }
+    # An instance has memory of its own; power is its GPU's, and this GPU tells no heat.
+    assert told["readings"]["cuda:1/7/0 NVIDIA H100 MIG 1g.10gb"] == {
+        "used": GIB,
+        "total": 10 * GIB,
+        "power_w": 70.0,
+    }
+    assert told["memory"][A]["free"] == 70 * GIB and told["memory"][B] is None
+    assert told["memory"][A]["holders"] == [
+        {
+            "pid": os.getpid(),
+            "bytes": 6 * GIB,
+            "name": Path("/proc/self/cmdline").read_text().split("\0")[0],
+        },
+        {"pid": NOBODY, "bytes": None, "name": ""},
+    ]
+
+
+def test_a_gpu_that_is_lost_is_told_among_the_others(gpus: Gpus) -> None:
+    gpus.gpu(A)
+    gpus.gpu(B)
+    gpus.fail(A, LOST)
+    told = json.loads(gpus.run(LOOK))
+    lost, well = told["devices"]
+    assert "GPU is lost" in lost["lost"] and well["uuid"] == B and not well["lost"]
+
+
+def test_errors_are_told_once_with_their_number(gpus: Gpus) -> None:
+    gpus.gpu(A)
+    gpus.xid(A, 79)
+    code = """
+import os
+from common.hardware.gpus import driver
+with driver.opened() as opened, opened.errors(opened.devices()) as news:
+    print(news(), news())
+    open(os.environ["NVML_TABLE"], "a").write("xid|%s|48\\n")
+    print(news(), news())
+"""
+    assert gpus.run(code % A).splitlines() == [f"[('{A}', 79)] []", f"[('{A}', 48)] []"]
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [(DRIVER_NOT_LOADED, "kernel module is not loaded"), (VERSION_MISMATCH, "of two versions")],
+)
+def test_a_driver_that_does_not_answer_says_why(gpus: Gpus, code: int, why: str) -> None:
+    gpus.init_fails(code)
+    assert why in gpus.run(NO_DRIVER)
+
+
+NO_DRIVER = """
+from common.hardware.gpus import driver
+try:
+    with driver.opened():
+        raise SystemExit("it answers")
+except driver.NoDriver as error:
+    print(error)
+"""
+
+
+def test_a_host_without_a_driver_says_so_and_no_import_fails(gpus: Gpus, tmp_path: Path) -> None:
+    said = gpus.run(NO_DRIVER, LD_LIBRARY_PATH=str(tmp_path))
+    assert "libnvidia-ml.so.1" in said or sys.platform != "linux"

@@ -1,0 +1,89 @@
+"""The tier that a process says is where it is, whatever fails on its way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.api.calls.role import Settle
+from common.base.errors import Refused
+from common.base.host.settings import kept_file
+from common.base.random import Random
+from common.mesh.residents.tiers import Keep, Take, Tiers
+from common.state.pool.workers.rows import Tier
+from sim.host import SimulatedHost
+from sim.loop import VirtualClock, run_virtual
+from tests.meshes import alone
+
+BYTES = 100
+
+
+class OneTensor:
+    """Sleeps and wakes, and asserts that nobody wakes what is awake."""
+
+    def __init__(self) -> None:
+        self.asleep = self.covered = False
+        self.refusal: Refused | None = None  # what `cover` raises
+
+    @property
+    def bytes(self) -> int:
+        return 0 if self.asleep else BYTES
+
+    async def sleep(self, keep: Keep) -> None:
+        assert not self.asleep
+        self.asleep = True
+
+    async def wake(self, take: Take) -> None:
+        assert self.asleep, "it sleeps"
+        self.asleep = False
+
+    async def move(self, tier: Tier) -> None:
+        assert self.asleep
+
+    async def cover(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
+    async def uncover(self) -> None:
+        pass
+
+
+class Bench:
+    def __init__(self, clock: VirtualClock, random: Random, files: Path) -> None:
+        mesh = alone("engine/g0.0", clock, random, SimulatedHost(clock, random.child("host")))
+        self.sleeper = OneTensor()
+        self.tiers = Tiers(mesh, self.sleeper, "", str(files))
+
+    async def settle(self, tier: str) -> int:
+        """Bytes on the accelerator after it."""
+        wish = Settle(tier, self.tiers.epoch + 1, turns=False, segments="", files="")
+        return (await self.tiers.settle(wish)).accelerator
+
+
+def test_who_cannot_remove_what_it_kept_is_awake_all_the_same(tmp_path: Path) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        bench = Bench(clock, random, tmp_path)
+        await bench.settle("disk")
+        kept_file(str(tmp_path), "engine/g0.0").mkdir()  # what no unlink removes
+        assert await bench.settle("accelerator") == BYTES
+        assert bench.tiers.tier == Tier.ACCELERATOR
+        assert await bench.settle("memory") == 0
+        assert await bench.settle("accelerator") == BYTES
+
+    run_virtual(main, limit_s=60.0)
+
+
+def test_who_wakes_to_be_covered_and_is_not_says_that_it_is_awake(tmp_path: Path) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        bench = Bench(clock, random, tmp_path)
+        await bench.settle("memory")
+        bench.sleeper.refusal = Refused("no checkpoint now")
+        for _ in range(2):
+            with pytest.raises(Refused, match="no checkpoint now"):
+                await bench.settle("absent")
+            assert bench.tiers.tier == Tier.ACCELERATOR
+        assert await bench.settle("accelerator") == BYTES
+        assert await bench.settle("memory") == 0
+
+    run_virtual(main, limit_s=60.0)

@@ -1,0 +1,220 @@
+"""Calls over real sockets: answers, errors, deadlines, cancellation, credits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import numpy as np
+import pytest
+
+from common.api.calls.interface import Call, Interface
+from common.base.errors import (
+    BadMessage,
+    DeadlineExceeded,
+    MeshError,
+    PeerLost,
+    Refused,
+    RemoteFailure,
+    UnknownMethod,
+)
+from common.mesh.runtime.calls.actor import call
+from common.mesh.runtime.calls.calling import CREDITS
+from common.state import registry
+from tests.load import scaled
+from tests.unit.common.mesh.runtime.talking import Block, Join, Number, Talk, Talker, Text, until
+
+
+async def test_a_call_is_answered(join: Join) -> None:
+    await join("a", Talker())
+    ref = (await join("b")).ref("a")
+    assert await ref.call(Talk.echo, Text("hello")) == Text("hello")
+
+
+async def test_arrays_travel_beside_the_body(join: Join) -> None:
+    await join("a", Talker())
+    array = np.arange(1 << 20, dtype=np.int32).reshape(1024, 1024)
+    reply = await (await join("b")).ref("a").call(Talk.block, Block(array))
+    assert np.array_equal(reply.block, array)
+
+
+async def test_errors_arrive_as_the_class_that_was_raised(join: Join) -> None:
+    await join("a", Talker())
+    ref = (await join("b")).ref("a")
+    with pytest.raises(Refused, match=r"not today.*come again"):
+        await ref.call(Talk.fail, Text("refuse"))
+    with pytest.raises(RemoteFailure, match="ValueError: boom"):
+        await ref.call(Talk.fail, Text("boom"))
+    with pytest.raises(RemoteFailure, match="returned a Number"):
+        await ref.call(Talk.fail, Text("lie"))
+
+
+class Unmakeable(MeshError):
+    code = "unmakeable"
+
+    def __init__(self, message: str, *, where: str, needed: str) -> None:
+        super().__init__(message, where=where, fix=needed)
+
+
+async def test_an_error_that_cannot_be_made_again_ends_its_call_all_the_same(join: Join) -> None:
+    class Odd(Talker):
+        @call(Talk.fail)
+        async def fail(self, m: Text) -> Text:
+            raise Unmakeable(m.text, where="here", needed="this")
+
+    await join("a", Odd())
+    ref = (await join("b")).ref("a")
+    async with asyncio.timeout(scaled(10.0)):
+        with pytest.raises(BadMessage, match="an error of a cannot be taken in: TypeError"):
+            await ref.call(Talk.fail, Text("x"), deadline_s=scaled(2.0))
+
+
+async def test_an_unknown_method_is_named_and_those_there_are_are_not(join: Join) -> None:
+    class Other(Interface):
+        nonsense = Call(Text, Text)
+        numbers = Call(Text, Text)  # a stream there
+
+    await join("a", Talker())
+    ref = (await join("b")).ref("a")
+    with pytest.raises(UnknownMethod, match="a has no 'nonsense'") as told:
+        await ref.call(Other.nonsense, Text(""))
+    assert "echo" not in str(told.value)
+    with pytest.raises(BadMessage):
+        await ref.call(Other.numbers, Text(""))
+
+
+async def test_what_cannot_be_sent_fails_before_it_leaves(join: Join) -> None:
+    await join("a", Talker())
+    ref = (await join("b")).ref("a")
+    with pytest.raises(BadMessage, match="limit"):
+        await ref.call(Talk.echo, Text("x" * (17 << 20)))
+    assert await ref.call(Talk.echo, Text("still here")) == Text("still here")
+
+
+async def test_a_deadline_ends_both_sides(join: Join) -> None:
+    actor = Talker()
+    await join("a", actor)
+    ref = (await join("b")).ref("a")
+    with pytest.raises(DeadlineExceeded, match=r"Talk\.sleep.*at a"):
+        await ref.call(Talk.sleep, Number(30), deadline_s=scaled(1.5))
+    await until(actor.cancelled.is_set)
+
+
+async def test_cancelling_the_caller_cancels_the_callee(join: Join) -> None:
+    actor = Talker()
+    await join("a", actor)
+    task = asyncio.create_task((await join("b")).ref("a").call(Talk.sleep, Number(30)))
+    await until(lambda: actor.sleeping)
+    task.cancel()
+    await until(actor.cancelled.is_set)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_nested_call_inherits_deadline_and_trace(join: Join) -> None:
+    inner = Talker()
+    await join("inner", inner)
+    await join("outer", Talker())
+    ref = (await join("caller")).ref("outer")
+    outer_trace, inner_trace = (await ref.call(Talk.relay, Text("trace"))).text.split()
+    assert outer_trace == inner_trace and len(outer_trace) == 32
+    with pytest.raises(DeadlineExceeded):
+        await ref.call(Talk.relay, Text("sleep"), deadline_s=scaled(1.5))
+    await until(inner.cancelled.is_set)
+
+
+async def test_more_calls_than_credits_wait_and_are_all_answered(join: Join) -> None:
+    actor = Talker()
+    await join("a", actor)
+    ref = (await join("b")).ref("a")
+    calls = [asyncio.create_task(ref.call(Talk.sleep, Number(600))) for _ in range(CREDITS + 50)]
+    await until(lambda: actor.sleeping == CREDITS)
+    await asyncio.sleep(0.05)
+    actor.awake.set()
+    assert {reply.text for reply in await asyncio.gather(*calls)} == {"slept"}
+    assert actor.most_sleeping == CREDITS
+
+
+async def test_requests_wait_while_an_actor_starts(join: Join) -> None:
+    starting = asyncio.create_task(join("a", Talker(start_s=0.2)))
+    reply = await (await join("b")).ref("a").call(Talk.echo, Text("early"))
+    assert reply == Text("early") and (await starting).name == "a"
+
+
+async def test_a_request_that_was_cancelled_while_an_actor_starts_never_runs(join: Join) -> None:
+    class Late(Talker):
+        async def start(self) -> None:
+            await may_start.wait()
+
+    may_start, actor = asyncio.Event(), Late()
+    starting = asyncio.create_task(join("a", actor))
+    ref = (await join("b")).ref("a")
+    with pytest.raises(DeadlineExceeded):
+        await ref.call(Talk.count, Number(1), deadline_s=scaled(0.3))
+    # When what was sent behind the cancellation has arrived, the cancellation has, too.
+    behind = asyncio.create_task(ref.call(Talk.echo, Text("")))
+    assert actor.mesh is not None
+    server = actor.mesh._server
+    await until(lambda: [header[4] for _, header, *_ in server._early] == ["echo"])
+    may_start.set()
+    await asyncio.gather(starting, behind)
+    assert await ref.call(Talk.count, Number(2)) == Number(1)
+    assert actor.counted == [2]
+
+
+async def test_a_cast_arrives_or_is_counted(join: Join) -> None:
+    actor = Talker()
+    await join("a", actor)
+    mesh = await join("b")
+    await mesh.ref("a").cast(Talk.tell, Text("look"))
+    await mesh.ref("nobody").cast(Talk.tell, Text("look"))
+    await until(lambda: actor.told)
+    assert actor.told == ["look"]
+    assert mesh.telemetry.counters["casts_dropped_peer_lost"] == 1
+
+
+async def test_a_name_that_nobody_holds_is_a_lost_peer_at_the_deadline(join: Join) -> None:
+    ref = (await join("b")).ref("nobody")
+    with pytest.raises(PeerLost, match="nobody"):
+        await ref.call(Talk.echo, Text(""), deadline_s=scaled(0.1))
+
+
+async def test_a_restarted_actor_is_found_again(join: Join) -> None:
+    first, second = Talker(), Talker()
+    old = await join("a", first)
+    ref = (await join("b")).ref("a")
+    assert await ref.call(Talk.count, Number(1)) == Number(1)
+    await old.leave()
+
+    async def count() -> Number:
+        """Repeat a call that was sent before the end of the old actor was noticed."""
+        while True:
+            with contextlib.suppress(PeerLost):
+                return await ref.call(Talk.count, Number(2))
+
+    waiting = asyncio.create_task(count())
+    await asyncio.sleep(0.05)
+    await join("a", second)
+    async with asyncio.timeout(scaled(30.0)):
+        assert await waiting == Number(1)
+    assert (first.counted, second.counted) == ([1], [2])
+
+
+async def test_waits_name_the_actor_that_is_waited_for(join: Join) -> None:
+    actor = Talker()
+    await join("a", actor)
+    mesh = await join("b")
+    call = asyncio.create_task(mesh.ref("a").call(Talk.sleep, Number(600)))
+    with mesh.wait("a reply of the operator", on="operator"):
+        waits: set[tuple[str, str]] = set()
+        while ("a", "Talk.sleep") not in waits:
+            await asyncio.sleep(0.1)
+            await mesh.publish()
+            entry = await registry.lookup(mesh.state, "b")
+            assert entry is not None
+            waits = {(w["on"], w["what"]) for w in entry.waits}
+    assert waits == {("a", "Talk.sleep"), ("operator", "a reply of the operator")}
+    assert entry is not None
+    assert {"loop_lag_ms", "rss_mb", "cpu_s"} <= entry.stats.keys()
+    actor.awake.set()
+    await call

@@ -1,0 +1,335 @@
+"""Hosts of one mesh, whose processes have a key each: who is let in, who is called, who no more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+
+from common.base.clock import Clock, SystemClock
+from common.base.errors import HandshakeFailed, NotAllowed, Refused, WrongKeys
+from common.base.host.settings import MeshSettings
+from common.base.random import Random
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.calls.calling import REFUSED_S
+from common.mesh.runtime.doorway import AGAIN_S, Doorway
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.transport.address import endpoint_of, key_of, key_text, keyed
+from common.mesh.transport.keys import KeyPair
+from common.mesh.transport.zmq import ZmqTransport
+from common.state import registry
+from common.state.hosts import doors
+from common.state.redis.client import State
+from common.state.redis.keys import MESH
+from sim.redis.client import SimulatedSyncRedis
+from sim.redis.server import RedisServer
+from sim.redis.state import state_on
+from tests.contract.state.state_bench import HandClock
+from tests.load import scaled
+from tests.meshes import PATIENT
+from tests.unit.common.mesh.runtime.talking import (
+    Number,
+    Talk,
+    Talker,
+    Text,
+    call_until_refused,
+    until,
+)
+
+HEAD, JOINED = "head-000001", "gpu2-77aa01"
+SOON_S = 20.0
+HELLO = Text("hello")
+
+MAY = [method.label for method in (Talk.echo, Talk.sleep, Talk.numbers)]
+Joined = Callable[..., Awaitable[Mesh]]
+
+
+@pytest.fixture
+def clock() -> SystemClock:
+    return SystemClock()
+
+
+@pytest.fixture
+def server(clock: SystemClock) -> RedisServer:
+    return RedisServer(clock)
+
+
+@pytest.fixture
+async def state(server: RedisServer, clock: SystemClock) -> AsyncIterator[State]:
+    """The owner's."""
+    found = state_on(server, State, clock)
+    for host in (HEAD, JOINED):
+        await doors.admit_host(found, host)
+    yield found
+    await found.close()
+
+
+@pytest.fixture
+async def joined(state: State, server: RedisServer, clock: SystemClock) -> AsyncIterator[Joined]:
+    """`await joined(name, host=HEAD, role=..., actor=None)` -> a mesh where a rollout may call
+    `Talk.echo`; what it lost its lease for is in `lost`.
+    """
+    meshes: list[Mesh] = []
+    ended: list[str] = []
+
+    async def join(
+        name: str, host: str = HEAD, role: str = "", actor: Talker | None = None, **about: Any
+    ) -> Mesh:
+        role = role or name.partition("/")[0]
+        about.setdefault("on_lost", ended.append)  # in place of the end of this very process
+        client = SimulatedSyncRedis(server)
+        doorway = await Doorway.enter(name, role, host, state, client, clock)
+        mesh = Mesh(
+            name=name,
+            kind=role,
+            state=state_on(server, State, clock),
+            owns_state=True,
+            transport=ZmqTransport(keys=doorway.keys),
+            clock=clock,
+            random=Random.system(),
+            host=SystemHost(),
+            settings=MeshSettings(redis_url="", run_root="", host=host),
+            callers=dict.fromkeys(MAY, frozenset({"rollout"})),
+            doorway=doorway,
+            renew_s=0.2,
+            **(PATIENT | about),
+        )
+        meshes.append(mesh)
+        await mesh.join(actor)
+        return mesh
+
+    yield join
+    for mesh in meshes:
+        await mesh.leave()
+    assert not ended
+
+
+async def test_processes_of_two_hosts_call_each_other_by_their_roles(joined: Joined) -> None:
+    await joined("engine/g0.0", JOINED, actor=Talker())
+    rollout = await joined("rollout/job/0")
+    assert await rollout.ref("engine/g0.0").call(Talk.echo, HELLO) == HELLO
+    trainer = await joined("trainer/job")
+    trainer._callers = None  # as a process that does not ask itself whether it may
+    with pytest.raises(NotAllowed):
+        await call_until_refused(trainer.ref("engine/g0.0"), Talk.echo, HELLO)
+
+
+async def test_who_has_left_stands_at_no_door(joined: Joined, state: State) -> None:
+    mesh = await joined("rollout/job/0", JOINED)
+    [row] = await doors.rows(state)
+    assert (row.name, row.role, row.host) == ("rollout/job/0", "rollout", JOINED)
+    assert row.public == key_text(key_of(mesh.transport.address))
+    await mesh.leave()
+    assert await doors.rows(state) == []
+
+
+async def test_a_process_of_an_expelled_host_does_not_start(joined: Joined, state: State) -> None:
+    await doors.revoke_host(state, JOINED)
+    with pytest.raises(Refused, match=rf"engine/g0\.0 is not let in.*{JOINED}.*meshrl hosts"):
+        await joined("engine/g0.0", JOINED)
+
+
+async def test_a_host_cannot_pass_for_a_service_that_it_has_no_key_for(
+    joined: Joined, state: State
+) -> None:
+    """It may write what it likes into the registry, and its key is let in, as another role's."""
+    liar = Talker()
+    engine = await joined("engine/g0.0", JOINED, actor=liar)
+    entry = registry.Entry("weights", "weights", engine.transport.address, host=HEAD)
+    entry.incarnation = engine.incarnation
+    await registry.register(state, entry, 600_000)
+    rollout = await joined("rollout/job/0")
+    with pytest.raises(HandshakeFailed) as refused:
+        await call_until_refused(rollout.ref("weights"), Talk.echo, HELLO)
+    said = str(refused.value)
+    assert f"one of engine@{JOINED}, not of weights@{HEAD}" in said and "meshrl keys" in said
+    assert endpoint_of(engine.transport.address) in said
+    entry.name, entry.host, entry.incarnation = f"node/{HEAD}", JOINED, "another"
+    await registry.register(state, entry, 600_000)
+    with pytest.raises(HandshakeFailed, match=f"not of node@{JOINED}"):
+        await call_until_refused(rollout.ref(f"node/{HEAD}"), Talk.echo, HELLO)
+
+
+async def test_an_agent_of_one_host_cannot_pass_for_that_of_another(
+    joined: Joined, state: State
+) -> None:
+    agent = await joined(f"node/{JOINED}", JOINED, actor=Talker())
+    entry = registry.Entry(f"node/{HEAD}", "node", agent.transport.address, host=JOINED)
+    entry.incarnation = agent.incarnation
+    await registry.register(state, entry, 600_000)
+    rollout = await joined("rollout/job/0")
+    with pytest.raises(HandshakeFailed, match=f"is one of node@{JOINED}"):
+        await call_until_refused(rollout.ref(f"node/{HEAD}"), Talk.echo, HELLO)
+
+
+async def test_a_host_that_shows_the_keys_of_others_keeps_nobody_from_anybody(
+    joined: Joined, state: State
+) -> None:
+    """As early as it likes: before anybody has asked whose these keys are, and before their
+    owners show them.
+    """
+    engine = await joined("engine/g0.0", actor=Talker())
+    rollout = await joined("rollout/job/0")
+    assert engine.doorway is not None and rollout.doorway is not None
+    for mesh in (engine, rollout):
+        assert mesh.doorway is not None
+        row = mesh.doorway.row
+        theirs = f"{MESH}:door:{row.role}:{HEAD}"
+        await state.command("HDEL", theirs, row.public)
+        await state.command("HSET", f"{MESH}:door:worker:{JOINED}", row.public, "0 worker/w0")
+        assert mesh.doorway.keys.ask_again(row.public) == (f"worker@{JOINED}",)
+    assert rollout.doorway.keys.holders_of(engine.doorway.row.public) == (f"worker@{JOINED}",)
+    for mesh in (engine, rollout):
+        assert mesh.doorway is not None
+        await doors.enter(state, mesh.doorway.row)
+    assert (
+        await rollout.ref("engine/g0.0").call(Talk.echo, HELLO, deadline_s=scaled(SOON_S)) == HELLO
+    )
+
+
+@pytest.mark.parametrize("wrong", ["a key of nobody", "no key", "the port of another"])
+async def test_wrong_keys_are_said_within_seconds_by_who_asks(
+    joined: Joined, state: State, wrong: str
+) -> None:
+    mesh = await joined("engine/g0.0", actor=Talker())
+    rollout = await joined("rollout/job/0")
+    endpoint, stranger = endpoint_of(mesh.transport.address), KeyPair.new().public
+    expected = {
+        "a key of nobody": (keyed(endpoint, stranger), r"is nobody's who is let in"),
+        "no key": (endpoint, r"names no key"),
+        "the port of another": (
+            keyed(endpoint, key_of(rollout.transport.address)),
+            r"is one of rollout@|has not proved the key",
+        ),
+    }
+    address, said = expected[wrong]
+    entry = registry.Entry("engine/g1.0", "engine", address, host=HEAD, incarnation="x" * 16)
+    await registry.register(state, entry, 600_000)
+    with pytest.raises(HandshakeFailed, match=said) as early:
+        await call_until_refused(rollout.ref("engine/g1.0"), Talk.echo, HELLO)
+    assert not isinstance(early.value, WrongKeys), "its lease may just not have run out"
+    assert endpoint in str(early.value) and "`meshrl keys`" in str(early.value)
+    assert rollout.doorway is not None
+    rollout.doorway._wrong_since["x" * 16] -= REFUSED_S
+    with pytest.raises(WrongKeys, match=said):
+        await rollout.ref("engine/g1.0").call(Talk.echo, HELLO, deadline_s=600.0)
+
+
+async def test_a_listener_without_the_key_that_the_registry_has_is_told_nothing(
+    joined: Joined, state: State
+) -> None:
+    """Another process has the port of one that is gone, whose key still stands at its door."""
+    engine = await joined("engine/g0.0", actor=Talker())
+    rollout = await joined("rollout/job/0")
+    gone = KeyPair.new().public
+    await doors.enter(state, doors.Row("engine", HEAD, key_text(gone), "engine/g1.0"))
+    address = keyed(endpoint_of(engine.transport.address), gone)
+    entry = registry.Entry("engine/g1.0", "engine", address, host=HEAD, incarnation="x" * 16)
+    await registry.register(state, entry, 600_000)
+    with pytest.raises(HandshakeFailed, match=f"has not proved the key {key_text(gone)[:8]}"):
+        await call_until_refused(rollout.ref("engine/g1.0"), Talk.echo, HELLO)
+    rollout._caller._refused_since["x" * 16] -= REFUSED_S
+    with pytest.raises(WrongKeys):
+        await rollout.ref("engine/g1.0").call(Talk.echo, HELLO, deadline_s=600.0)
+
+
+async def test_a_revoked_key_is_refused_on_a_connection_that_is_open(
+    joined: Joined, state: State
+) -> None:
+    """By every process that renews its lease, and its own process ends."""
+    lost: list[str] = []
+    await joined("engine/g0.0", actor=Talker())
+    mesh = await joined("rollout/job/0", JOINED, on_lost=lost.append)
+    good = await joined("rollout/job/1", JOINED)
+    assert await mesh.ref("engine/g0.0").call(Talk.echo, HELLO) == HELLO
+    assert await good.ref("engine/g0.0").call(Talk.echo, HELLO) == HELLO
+    assert mesh.doorway is not None
+    await doors.revoke_key(state, mesh.doorway.row.public)
+
+    with pytest.raises((NotAllowed, HandshakeFailed)):
+        await call_until_refused(mesh.ref("engine/g0.0"), Talk.echo, HELLO)
+    with pytest.raises(HandshakeFailed, match=r"key of this process.* is let in no more"):
+        await call_until_refused(mesh.ref("engine/g0.0"), Talk.echo, HELLO)
+    await until(lambda: lost and "revoked" in lost[0], SOON_S)
+    assert await good.ref("engine/g0.0").call(Talk.echo, HELLO) == HELLO
+
+
+async def test_what_runs_for_a_revoked_process_ends(joined: Joined, state: State) -> None:
+    """A call that would have been answered, and a stream that would have gone on."""
+    lost: list[str] = []
+    talker = Talker()
+    await joined("engine/g0.0", actor=talker)
+    mesh = await joined("rollout/job/0", JOINED, on_lost=lost.append)
+    call = asyncio.create_task(mesh.ref("engine/g0.0").call(Talk.sleep, Number(600)))
+    numbers = mesh.ref("engine/g0.0").stream(Talk.numbers, Number(1 << 30))
+    await anext(numbers)
+    await until(lambda: talker.sleeping, SOON_S)
+    assert mesh.doorway is not None
+    await doors.revoke_key(state, mesh.doorway.row.public)
+    await asyncio.wait_for(talker.closed.wait(), scaled(SOON_S))
+    await asyncio.wait_for(talker.cancelled.wait(), scaled(SOON_S))
+    assert not talker.sleeping
+    with pytest.raises((NotAllowed, HandshakeFailed)):
+        await asyncio.wait_for(call, scaled(SOON_S))
+    await numbers.aclose()
+
+
+async def test_nobody_of_an_expelled_host_is_called_any_more(joined: Joined, state: State) -> None:
+    """Also over a connection that is open, to a process that goes on all the same."""
+    lost: list[str] = []
+    talker = Talker()
+    await joined("engine/g0.0", JOINED, actor=talker, on_lost=lost.append)
+    rollout = await joined("rollout/job/0")
+    await rollout.ref("engine/g0.0").call(Talk.echo, HELLO)
+    await doors.revoke_host(state, JOINED)
+    await until(lambda: lost and "expelled" in lost[0], SOON_S)
+
+    with pytest.raises(HandshakeFailed, match="nobody's who is let in"):
+        await call_until_refused(rollout.ref("engine/g0.0"), Talk.echo, HELLO)
+
+
+async def test_a_process_without_a_lease_keeps_its_key_at_its_door() -> None:
+    """As a command that follows a log for hours does, and asks nobody for a name."""
+    time = HandClock()
+    server, clock = RedisServer(time), cast(Clock, time)
+    state = state_on(server, State, time)
+    await doors.admit_host(state, HEAD)
+
+    async def entered(name: str) -> Doorway:
+        client = SimulatedSyncRedis(server)
+        return await Doorway.enter(name, "person", HEAD, state, client, clock)
+
+    staying, gone = await entered("person/1"), await entered("person/2")
+    for _ in range(60):
+        time.now += AGAIN_S / 2
+        await staying.keep()
+    await entered("person/3")
+    assert {row.name for row in await doors.rows(state)} == {"person/1", "person/3"}
+    await doors.revoke_key(state, staying.row.public)
+    time.now += 2 * AGAIN_S
+    with pytest.raises(Refused, match="was revoked"):
+        await staying.keep()
+    assert gone.row.public not in {row.public for row in await doors.rows(state)}
+
+
+async def test_while_redis_is_silent_a_stranger_waits_and_the_known_go_on(
+    joined: Joined, server: RedisServer
+) -> None:
+    engine = await joined("engine/g0.0", actor=Talker())
+    known, other = await joined("rollout/job/0"), await joined("rollout/job/1")
+    await known.ref("engine/g0.0").call(Talk.echo, HELLO)
+    assert engine.doorway is not None and other.doorway is not None
+    await other._directory.find("engine/g0.0", other.clock.monotonic() + scaled(SOON_S))
+    server.faults.away = True
+    waiting = asyncio.create_task(
+        other.ref("engine/g0.0").call(Talk.echo, HELLO, deadline_s=scaled(60.0))
+    )
+    await until(lambda: engine.transport.refused.get("undecided"), SOON_S)
+    assert await known.ref("engine/g0.0").call(Talk.echo, HELLO) == HELLO
+    known.transport.forget(engine.transport.address)
+    assert await known.ref("engine/g0.0").call(Talk.echo, HELLO) == HELLO, "its key is known"
+    assert not waiting.done()
+    server.faults.away = False
+    assert await waiting == HELLO

@@ -1,0 +1,274 @@
+"""A mesh that leaves, or cannot join, closes all that it opened, whatever fails on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.base.clock import SystemClock
+from common.base.errors import ConfigError, Refused, StateUnavailable
+from common.base.random import Random
+from common.mesh.process.host import Stoppable, SystemHost
+from common.mesh.runtime.calls.actor import call
+from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.mesh.transport.zmq import ZmqTransport
+from common.state import registry
+from common.state.redis.client import State
+from common.state.redis.embedded import command
+from sim.redis.state import simulated_state
+from tests.load import scaled
+from tests.meshes import PATIENT, SECRET
+from tests.unit.common.mesh.runtime.talking import Number, Talk, Talker, Text, until
+
+STEPS = ["actor", "lease", "transport", "state"]
+
+
+class Trouble:
+    """What happens at the named steps, once their own work is done."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, Callable[[], Awaitable[None]]] = {}
+        self.reached: list[str] = []
+
+    async def at(self, step: str) -> None:
+        self.reached.append(step)
+        if step in self.steps:
+            await self.steps[step]()
+
+
+class Troubled(Talker):
+    def __init__(self, trouble: Trouble) -> None:
+        super().__init__()
+        self.trouble = trouble
+
+    async def start(self) -> None:
+        await self.trouble.at("start")
+
+    async def stop(self) -> None:
+        await self.trouble.at("actor")
+
+
+class TroubledState(State):
+    def __init__(self, *arguments: Any, trouble: Trouble) -> None:
+        super().__init__(*arguments)
+        self.trouble = trouble
+
+    async def run(self, script: str, keys: list[str], *args: Any) -> Any:
+        answer = await super().run(script, keys, *args)
+        await self.trouble.at({"vacate": "lease", "register": "take"}.get(script, script))
+        return answer
+
+    async def close(self) -> None:
+        await super().close()
+        await self.trouble.at("state")
+
+
+class TroubledTransport(ZmqTransport):
+    def __init__(self, trouble: Trouble) -> None:
+        super().__init__()
+        self.trouble = trouble
+
+    async def close(self) -> None:
+        await super().close()
+        await self.trouble.at("transport")
+
+
+class CountingHost(SystemHost):
+    """Knows which of its threads were told to stop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: dict[str, Stoppable] = {}
+
+    def every(self, interval_s: float, fn: Callable[[], bool | None], name: str) -> Stoppable:
+        thread, running = super().every(interval_s, fn, name), self.running
+
+        class Counted:
+            def stop(self) -> None:
+                running.pop(name, None)
+                thread.stop()
+
+        running[name] = Counted()
+        return running[name]
+
+
+class Scene:
+    """A mesh with all that it can open, and an actor."""
+
+    def __init__(self) -> None:
+        self.trouble, self.clock, self.host = Trouble(), SystemClock(), CountingHost()
+        self.whole = simulated_state(self.clock)
+        whole = (self.whole.url, self.whole.client, self.whole._sync, self.clock.monotonic)
+        self.transport = TroubledTransport(self.trouble)
+        self.mesh = Mesh(
+            name="a",
+            kind="test",
+            state=TroubledState(*whole, trouble=self.trouble),
+            owns_state=True,
+            transport=self.transport,
+            clock=self.clock,
+            random=Random.system(),
+            host=self.host,
+            **PATIENT,
+        )
+        self.mesh.show_metrics("127.0.0.1:*")
+        self.actor = Troubled(self.trouble)
+
+    async def all_is_closed(self) -> None:
+        """Tasks, the lease's thread, sockets, connections and the metrics' port."""
+        assert self.transport._context.closed
+        assert "state" in self.trouble.reached
+        assert not [name for name in self.host.running if name.startswith("lease")]
+        await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
+        assert self.mesh._endpoint is not None
+        host, _, port = self.mesh._endpoint.address.removeprefix("http://").rpartition(":")
+        await until(lambda: refused(host, int(port)))
+
+
+def refused(host: str, port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex((host, port)) != 0
+
+
+async def fails() -> None:
+    raise RuntimeError("broken")
+
+
+async def refuses() -> None:
+    raise Refused("not me")
+
+
+async def hangs() -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_a_step_that_fails_leaves_nothing_open_and_surfaces(step: str) -> None:
+    scene = Scene()
+    await scene.mesh.join(scene.actor)
+    scene.trouble.steps[step] = fails
+    with pytest.raises(RuntimeError, match="broken"):
+        await scene.mesh.leave()
+    assert [s for s in scene.trouble.reached if s in STEPS] == STEPS
+    await scene.all_is_closed()
+    entry = await registry.lookup(scene.whole, "a")
+    assert entry is not None and not entry.alive
+    await scene.whole.close()
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_leaving_that_is_cancelled_leaves_nothing_open(step: str) -> None:
+    scene = Scene()
+    await scene.mesh.join(scene.actor)
+    scene.trouble.steps[step] = hangs
+    leaving = asyncio.create_task(scene.mesh.leave())
+    await until(lambda: step in scene.trouble.reached)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert [s for s in scene.trouble.reached if s in STEPS] == STEPS
+    await scene.all_is_closed()
+
+
+async def test_leaving_that_is_cancelled_while_calls_end_leaves_nothing_open() -> None:
+    scene = Scene()
+    stubborn = asyncio.Event()
+
+    class Stubborn(Troubled):
+        @call(Talk.sleep)
+        async def sleep(self, m: Number) -> Text:
+            try:
+                await hangs()
+            finally:
+                await stubborn.wait()
+            return Text("")
+
+    await scene.mesh.join(Stubborn(scene.trouble))
+    asking = asyncio.create_task(scene.mesh.ref("a").call(Talk.sleep, Number(9)))
+    await until(lambda: scene.mesh.serving)
+    leaving = asyncio.create_task(scene.mesh.leave())
+    await asyncio.sleep(0.05)
+    assert scene.trouble.reached[-1] not in STEPS
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    stubborn.set()
+    await asyncio.wait([asking])
+    await scene.all_is_closed()
+
+
+async def test_the_first_of_several_errors_surfaces() -> None:
+    scene = Scene()
+    await scene.mesh.join(scene.actor)
+    scene.trouble.steps.update(actor=refuses, transport=fails, state=fails)
+    with pytest.raises(Refused, match="not me"):
+        await scene.mesh.leave()
+    await scene.all_is_closed()
+
+
+async def test_a_step_that_fails_after_the_cancellation_does_not_hide_it() -> None:
+    scene = Scene()
+    await scene.mesh.join(scene.actor)
+    scene.trouble.steps.update(actor=hangs, transport=fails)
+    leaving = asyncio.create_task(scene.mesh.leave())
+    await until(lambda: "actor" in scene.trouble.reached)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    await scene.all_is_closed()
+
+
+@pytest.mark.parametrize("step", ["take", "start"])
+async def test_joining_that_fails_closes_what_it_opened(step: str) -> None:
+    scene = Scene()
+    scene.trouble.steps.update({step: fails, "transport": refuses})
+    with pytest.raises(RuntimeError, match="broken"):
+        await scene.mesh.join(scene.actor)
+    await scene.all_is_closed()
+
+
+@pytest.mark.parametrize("step", ["take", "start"])
+async def test_joining_that_is_cancelled_closes_what_it_opened(step: str) -> None:
+    scene = Scene()
+    scene.trouble.steps.update({step: hangs, "state": fails})
+    joining = asyncio.create_task(scene.mesh.join(scene.actor))
+    await until(lambda: step in scene.trouble.reached)
+    joining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    await scene.all_is_closed()
+
+
+async def test_a_process_that_cannot_open_its_mesh_closes_its_connections(tmp_path: Path) -> None:
+    server, host = command(tmp_path), SystemHost()
+    redis = host.spawn(server.argv, name="redis", log=tmp_path / "redis.log")
+    watching = await eventually_open(server.url)
+    taken, kept = socket.create_server(("127.0.0.1", 0)), []
+    where = f"127.0.0.1:{taken.getsockname()[1]}"
+    odd: list[dict[str, Any]] = [{"metrics": where}, {"bind": f"tcp://{where}"}]
+    for options in odd:
+        settings = MeshSettings(server.url, str(tmp_path), host="here", secret=SECRET, **options)
+        with pytest.raises(ConfigError) as why:
+            await Mesh.open("a", "engine", settings)
+        kept.append(why)  # what the error's frames hold is not closed by being collected
+    async with asyncio.timeout(scaled(20.0)):
+        while len((await watching.command("CLIENT", "LIST")).splitlines()) > 1:
+            await asyncio.sleep(0.02)
+    await watching.close()
+    taken.close()
+    redis.kill()
+    assert await redis.wait(scaled(5.0)) is not None
+
+
+async def eventually_open(url: str) -> State:
+    async with asyncio.timeout(scaled(20.0)):
+        while True:
+            try:
+                return await State.open(url, connect_s=1)
+            except StateUnavailable:
+                await asyncio.sleep(0.02)

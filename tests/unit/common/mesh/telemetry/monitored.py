@@ -1,0 +1,61 @@
+"""A service of a mesh of its own, for tests: SIGUSR1 holds its loop up until a line comes in,
+SIGUSR2 makes it ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+
+from common.base.clock import SystemClock
+from common.base.random import Random
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.mesh import Mesh, run
+from common.mesh.transport.zmq import ZmqTransport
+from common.state import registry
+from sim.redis.state import simulated_state
+
+LONGEST_S = 600.0  # that it lives, should nobody end it
+
+
+async def main() -> None:
+    clock = SystemClock()
+    state = simulated_state(clock)
+    mesh = Mesh(
+        name="monitored/0",
+        kind="monitored",
+        state=state,
+        transport=ZmqTransport(),
+        clock=clock,
+        random=Random.system(),
+        host=SystemHost(),
+        stall_s=1.0,
+        ttl_s=120.0,
+        renew_s=60.0,  # nobody ends it while it stands still
+    )
+    mesh.show_metrics(sys.argv[1])
+    mesh.ready = False
+    mesh.telemetry.count("answers", 3)
+    stats = {
+        "job": "j",
+        "busy_s": 2.5,
+        "requests": {"rollout/0": 4},
+        "path": "native",
+        "core": True,
+    }
+    await mesh.join(None, stats=lambda: stats)
+    entry = await registry.lookup(state, "monitored/0")
+    assert entry is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, sys.stdin.readline)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, setattr, mesh, "ready", True)
+    print(json.dumps({"address": entry.metrics}), flush=True)
+    try:
+        await asyncio.sleep(LONGEST_S)
+    finally:
+        await mesh.leave()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,193 @@
+"""What a real process answers a monitor, also while its loop stands still."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from common.base.errors import ConfigError
+from common.base.host.ports import ports
+from common.mesh.process.host import SystemHost
+from common.mesh.telemetry.endpoint import CLIENTS, MetricsEndpoint, health
+from common.mesh.transport.zmq import ZmqTransport
+from tests.load import scaled
+
+ROOT = Path(__file__).parents[5]
+SOON_S = 30.0  # for an answer, on a busy host
+LABELS = {"service": "monitored/0", "kind": "monitored", "job": "j"}
+one_service = pytest.mark.group("monitored")
+
+
+class Monitored:
+    def __init__(self, where: str) -> None:
+        self.program = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("monitored.py")), where],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert self.program.stdout is not None
+        said = self.program.stdout.readline()
+        self.address: str = json.loads(said)["address"]
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(self.address + path, timeout=scaled(SOON_S)) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def until(self, path: str, status: int) -> str:
+        end = time.monotonic() + scaled(SOON_S)
+        while (answer := self.get(path))[0] != status:
+            assert time.monotonic() < end, answer
+            time.sleep(0.01)
+        return answer[1]
+
+    def let_go(self) -> None:
+        """Ends what SIGUSR1 began."""
+        assert self.program.stdin is not None
+        self.program.stdin.write(b"\n")
+        self.program.stdin.flush()
+
+    def metrics(self) -> dict[str, float]:
+        """By name, and `name of` for tables."""
+        found = {}
+        for family in text_string_to_metric_families(self.get("/metrics")[1]):
+            for sample in family.samples:
+                assert LABELS.items() <= sample.labels.items(), sample
+                found[f"{sample.name} {sample.labels.get('of', '')}".strip()] = sample.value
+        return found
+
+
+@pytest.fixture(scope="module")
+def monitored() -> Iterator[Monitored]:
+    service = Monitored("127.0.0.1:*")
+    yield service
+    service.program.terminate()
+    assert service.program.wait(scaled(SOON_S)) == 0
+
+
+@one_service
+def test_metrics_are_the_kernels_the_services_and_the_runtimes(monitored: Monitored) -> None:
+    found = monitored.metrics()
+    assert found["process_cpu_seconds_total"] > 0.1
+    assert found["process_resident_memory_bytes"] > 1e7
+    assert found["meshrl_busy_s"] == 2.5
+    assert found["meshrl_core"] == 1.0
+    assert found["meshrl_requests rollout/0"] == 4.0
+    assert found["meshrl_answers_total"] == 3.0
+    assert "meshrl_path" not in found and "meshrl_answers" not in found
+    while monitored.metrics()["meshrl_loop_lag_seconds"] > 0.4:  # a busy host may hold it up
+        time.sleep(0.01)
+
+
+@one_service
+def test_it_answers_while_the_loop_stands_still_and_says_so(monitored: Monitored) -> None:
+    assert monitored.until("/livez", 200) == "ok\n"
+    monitored.program.send_signal(signal.SIGUSR1)
+    reason = monitored.until("/livez", 503)
+    assert "the event loop has not run for" in reason
+    assert monitored.metrics()["meshrl_loop_lag_seconds"] > 0.4
+    assert monitored.metrics()["meshrl_live"] == 0.0
+    monitored.let_go()
+    assert monitored.until("/livez", 200) == "ok\n"  # it runs again
+
+
+@one_service
+def test_ready_is_what_the_service_says(monitored: Monitored) -> None:
+    monitored.until("/livez", 200)
+    assert monitored.until("/readyz", 503) == "the service is not ready for work\n"
+    monitored.program.send_signal(signal.SIGUSR2)
+    assert monitored.until("/readyz", 200) == "ok\n"
+
+
+@one_service
+def test_an_unknown_path_says_which_there_are(monitored: Monitored) -> None:
+    assert monitored.get("/health") == (404, "there is /metrics /livez /readyz\n")
+
+
+@one_service
+def test_a_client_that_says_nothing_holds_nobody_up(monitored: Monitored) -> None:
+    host, _, port = monitored.address.removeprefix("http://").partition(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(8)]
+    assert monitored.until("/livez", 200) == "ok\n"
+    for connection in silent:
+        connection.close()
+
+
+def test_processes_of_a_host_share_a_range_of_ports() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        low = taken.getsockname()[1]
+        one = MetricsEndpoint(f"127.0.0.1:{low}-{low + 20}", "", SystemHost(), {"/": health(str)})
+        assert low < int(one.address.rpartition(":")[2]) <= low + 20
+        one.close()
+        with pytest.raises(ConfigError, match=r"no port .* wider range"):
+            MetricsEndpoint(f"127.0.0.1:{low}", "", SystemHost(), {})
+
+
+@pytest.mark.parametrize("advertise", ["tcp://worker-7:*", "tcp://worker-7", "worker-7:7000"])
+def test_others_are_told_the_advertised_host(advertise: str) -> None:
+    one = MetricsEndpoint("0.0.0.0:*", advertise, SystemHost(), {})
+    assert re.fullmatch(r"http://worker-7:\d+", one.address)
+    one.close()
+
+
+def test_pages_for_this_host_alone_are_where_they_are_whatever_is_advertised() -> None:
+    one = MetricsEndpoint("127.0.0.1:*", "tcp://worker-7:*", SystemHost(), {"/": health(str)})
+    with urllib.request.urlopen(one.address + "/", timeout=scaled(5.0)) as answer:
+        assert answer.read() == b"ok\n"
+    one.close()
+
+
+@pytest.mark.parametrize("advertise", ["127.0.0.1", "tcp://127.0.0.1", "tcp://127.0.0.1:*"])
+async def test_a_host_is_advertised_with_the_port_that_was_bound(advertise: str) -> None:
+    transport = ZmqTransport("tcp://127.0.0.1:*", advertise)
+    assert re.fullmatch(r"tcp://127\.0\.0\.1:\d+", transport.address)
+    await transport.close()
+
+
+async def test_a_whole_endpoint_is_advertised_as_it_is() -> None:
+    transport = ZmqTransport("tcp://127.0.0.1:*", "tcp://[fe80::7]:7000")
+    assert transport.address == "tcp://[fe80::7]:7000"
+    await transport.close()
+
+
+@pytest.mark.parametrize("where", ["9400", "here:", "here:a-b", "here:9-8", "here:70000"])
+def test_a_place_that_is_none_is_refused(where: str) -> None:
+    with pytest.raises(ConfigError, match="no place to listen"):
+        ports(where, "mesh.metrics")
+
+
+def test_clients_that_stay_cost_few_threads_and_keep_nobody_out() -> None:
+    endpoint = MetricsEndpoint("127.0.0.1:*", "", SystemHost(), {"/livez": health(lambda: "")})
+    host, _, port = endpoint.address.removeprefix("http://").rpartition(":")
+    before = threading.active_count()
+    staying = []
+    for _ in range(4 * CLIENTS):
+        staying.append(socket.create_connection((host, int(port)), timeout=scaled(SOON_S)))
+        staying[-1].sendall(b"GET /livez HTTP/1.0\r\n")  # and no end of it
+    with urllib.request.urlopen(f"{endpoint.address}/livez", timeout=scaled(SOON_S)) as answer:
+        assert answer.read() == b"ok\n"
+    for hung_up in staying[: 3 * CLIENTS]:
+        with suppress(ConnectionResetError):
+            assert hung_up.recv(1) == b""
+    assert threading.active_count() - before <= 2 * CLIENTS
+    for stays in staying:
+        stays.close()
+    endpoint.close()

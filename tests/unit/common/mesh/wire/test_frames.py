@@ -1,0 +1,203 @@
+"""Messages survive the wire, and nothing else does."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.base.encoding.messages import DEFAULT_LIMITS, Array, decode, encode, message
+from common.base.errors import BadMessage
+from common.mesh.wire.frames import check_sizes, pack_header, unpack_header
+
+
+@message
+class Inner:
+    name: str
+    weight: float
+
+
+@message
+class Everything:
+    integer: int
+    real: float
+    text: str
+    raw: bytes
+    flag: bool
+    maybe: int | None
+    integers: list[int]
+    pairs: list[tuple[int, str]]
+    table: dict[str, Inner]
+    fixed: tuple[str, ...]
+    inner: Inner
+    inners: list[Inner]
+    maybe_inner: Inner | None
+    anything: Any
+    later: str = "default"
+
+
+@message
+class Blocks:
+    first: Array
+    second: Array | None
+    rest: list[Array]
+
+
+integers = st.integers(-(2**63), 2**64 - 1)
+reals = st.floats(allow_nan=False)
+inner = st.builds(Inner, st.text(), reals)
+plain = st.recursive(
+    st.none() | st.booleans() | integers | reals | st.text() | st.binary(),
+    lambda deeper: st.lists(deeper, max_size=3) | st.dictionaries(st.text(), deeper, max_size=3),
+    max_leaves=8,
+)
+everything = st.builds(
+    Everything,
+    integers,
+    reals,
+    st.text(),
+    st.binary(),
+    st.booleans(),
+    st.none() | integers,
+    st.lists(integers),
+    st.lists(st.tuples(integers, st.text())),
+    st.dictionaries(st.text(), inner),
+    st.lists(st.text()).map(tuple),
+    inner,
+    st.lists(inner),
+    st.none() | inner,
+    plain,
+    st.text(),
+)
+
+
+@given(everything)
+def test_a_message_arrives_as_it_left(m: Everything) -> None:
+    assert decode(Everything, *encode(m)) == m
+
+
+@given(st.binary(max_size=200), st.lists(st.binary(max_size=20), max_size=3))
+def test_random_bytes_are_a_bad_message_or_a_message(body: bytes, buffers: list[bytes]) -> None:
+    for cls in (Everything, Blocks, Inner):
+        with suppress(BadMessage):
+            assert isinstance(decode(cls, body, buffers), cls)
+
+
+@given(plain, plain, plain)
+def test_values_of_other_types_are_a_bad_message(a: Any, b: Any, c: Any) -> None:
+    try:
+        m = decode(Blocks, msgpack.packb([a, b, c]))
+    except BadMessage:
+        return
+    assert isinstance(m.first, np.ndarray)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "int32", "int64", "uint16", "float32", "float64"]
+)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (40, 50), (2, 0, 4)])
+def test_an_array_arrives_with_its_type_and_shape(dtype: str, shape: tuple[int, ...]) -> None:
+    array = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
+    m = decode(Blocks, *encode(Blocks(array, None, [array.T, array])))
+    for got, sent in ((m.first, array), (m.rest[0], array.T), (m.rest[1], array)):
+        assert got.dtype == sent.dtype and got.shape == sent.shape
+        assert np.array_equal(got, sent)
+
+
+def test_large_arrays_leave_as_views_without_a_copy() -> None:
+    array = np.zeros(4096, np.float32)
+    body, buffers = encode(Blocks(array, None, [np.zeros(3)]))
+    assert len(body) < 100 and len(buffers) == 1
+    assert np.shares_memory(np.frombuffer(buffers[0], np.float32), array)
+
+
+def test_buffers_must_be_those_that_the_body_names() -> None:
+    body, buffers = encode(Blocks(np.zeros(4096), None, []))
+    others: list[list[Any]] = [[], [bytes(8)], [*buffers, bytes(4)]]
+    for wrong in others:
+        with pytest.raises(BadMessage):
+            decode(Blocks, body, wrong)
+
+
+def test_a_missing_or_additional_field_is_a_bad_message() -> None:
+    fields: Any
+    for fields in (["a"], ["a", 1.0, 2], [], {}):
+        with pytest.raises(BadMessage):
+            decode(Inner, msgpack.packb(fields))
+
+
+@pytest.mark.parametrize("fields", [["a", "1"], [b"a", 1.0], ["a", True], [1, 1.0], ["a", None]])
+def test_a_field_of_the_wrong_type_is_named(fields: list[Any]) -> None:
+    with pytest.raises(BadMessage, match=r"Inner\.(name|weight)"):
+        decode(Inner, msgpack.packb(fields))
+
+
+def test_any_is_not_nested_beyond_the_limit() -> None:
+    @message
+    class Holder:
+        value: Any
+
+    value: Any = 1
+    for _ in range(DEFAULT_LIMITS.depth + 1):
+        value = [value]
+    with pytest.raises(BadMessage, match="nested"):
+        decode(Holder, *encode(Holder(value)))
+    with pytest.raises(BadMessage):
+        decode(Holder, b"\x91" * 5000 + b"\xc0")
+
+
+def test_object_arrays_and_foreign_values_do_not_leave() -> None:
+    with pytest.raises(BadMessage):
+        encode(Blocks(np.array([{}]), None, []))
+    with pytest.raises(BadMessage):
+        encode(Inner(object(), 1.0))  # type: ignore[arg-type]
+
+
+def test_sizes_are_checked_by_looking_at_lengths() -> None:
+    limit = DEFAULT_LIMITS
+    for frames in (
+        [b""] * (limit.frames + 1),
+        [b"", memoryview(bytes(1)).cast("B"), _Claims(limit.buffer_bytes + 1)],
+        [b"", _Claims(limit.body_bytes + 1)],
+        [b"", b"", *[_Claims(limit.buffer_bytes)] * 5],
+    ):
+        with pytest.raises(BadMessage):
+            check_sizes(frames)  # type: ignore[arg-type]
+
+
+class _Claims:
+    """Has a length and no bytes: whoever reads them fails the test."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+
+def test_headers_of_other_versions_and_shapes_are_refused() -> None:
+    good = pack_header(1, 7, "weights", "stage", "a", "b", 10, "trace")
+    assert unpack_header(good)[1:] == (1, 7, "weights", "stage", "a", "b", 10, "trace")
+    for bad in (
+        msgpack.packb((2, *unpack_header(good)[1:])),
+        msgpack.packb([1, 1]),
+        msgpack.packb([True, 1, 7, "", "", "", "", 0, ""]),
+        msgpack.packb((*unpack_header(good)[:8], "t" * 3000)),
+        good[:-1],
+        b"",
+    ):
+        with pytest.raises(BadMessage):
+            unpack_header(bad)
+
+
+def test_a_field_that_cannot_cross_is_refused_when_the_class_is_made() -> None:
+    with pytest.raises(TypeError, match=r"Wrong\.value"):
+
+        @message
+        class Wrong:
+            value: set[int]

@@ -1,0 +1,203 @@
+"""Chunks by digest: durable, checked on both ends, over TCP and from the file."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from common.base.digest import digest_of
+from common.base.errors import (
+    BadMessage,
+    Damaged,
+    DeadlineExceeded,
+    NotFound,
+    PeerLost,
+    Refused,
+    StorageFull,
+)
+from common.base.files import damage
+from common.base.host.settings import MeshSettings
+from common.mesh.process.host import SystemHost
+from common.state.registry import Entry
+from common.weights.bulk.doors import InterpreterDoor
+from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
+from tests.unit.common.mesh.runtime.talking import Join
+
+CONTENT = os.urandom(3_000_000)
+SETTINGS = MeshSettings("memory://", "", host="", secret="5e" * 32)
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[BulkServer]:
+    chunks = ChunkStore(tmp_path / "chunks")
+    made = BulkServer(chunks, SystemHost(), "tcp://127.0.0.1:*", door=InterpreterDoor())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def client(join: Join) -> BulkClient:
+    return BulkClient(await join("client", settings=SETTINGS))
+
+
+def entry(server: BulkServer, host: str) -> Entry:
+    return Entry("store", "test", bulk=server.address, host=host)
+
+
+@pytest.mark.parametrize("host", ["", "another host"])
+async def test_what_was_put_is_got(server: BulkServer, client: BulkClient, host: str) -> None:
+    for content in (CONTENT, b"", b"x"):
+        digest = await client.put(entry(server, host), content)
+        assert digest == digest_of(content)
+        assert await client.put(entry(server, host), content) == digest
+        assert await client.get(entry(server, host), digest) == content
+
+
+@pytest.mark.parametrize("host", ["", "another host"])
+async def test_what_is_not_there_or_was_changed_is_an_error(
+    server: BulkServer, client: BulkClient, host: str, tmp_path: Path
+) -> None:
+    with pytest.raises(NotFound, match="no chunk"):
+        await client.get(entry(server, host), "0" * 64)
+    digest = await client.put(entry(server, host), CONTENT)
+    path = ChunkStore(tmp_path / "chunks").path(digest)
+    path.write_bytes(CONTENT[:-1] + b"?")
+    with pytest.raises(Damaged):
+        await client.get(entry(server, host), digest)
+    assert await client.put(entry(server, host), CONTENT) == digest
+    assert await client.get(entry(server, host), digest) == CONTENT
+    kept = tmp_path / "chunks/quarantine" / digest[:2] / digest
+    assert kept.read_bytes() == CONTENT[:-1] + b"?"
+
+
+@pytest.mark.parametrize("host", ["", "another host"])
+async def test_a_full_disk_is_a_clear_error_and_leaves_nothing(
+    server: BulkServer, client: BulkClient, host: str, tmp_path: Path
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    try:
+        with pytest.raises(StorageFull):
+            await client.put(entry(server, host), CONTENT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [p for p in (tmp_path / "chunks").rglob("*") if p.is_file()] == []
+    digest = await client.put(entry(server, host), CONTENT)
+    assert await client.get(entry(server, host), digest) == CONTENT
+
+
+@pytest.mark.parametrize("host", ["", "another host"])
+async def test_what_is_too_large_is_refused_at_once(join: Join, tmp_path: Path, host: str) -> None:
+    chunks = ChunkStore(tmp_path / "chunks")
+    door = InterpreterDoor()
+    server = BulkServer(chunks, SystemHost(), "tcp://127.0.0.1:*", door=door, largest_bytes=1000)
+    client = BulkClient(await join("client", settings=SETTINGS), largest_bytes=1000)
+    with pytest.raises(Refused, match="1001 bytes; the bulk port takes 1000") as refused:
+        await client.put(entry(server, host), bytes(1001))
+    assert not refused.value.retryable and "in pieces" in refused.value.fix
+    digest = await client.put(entry(server, host), bytes(1000))
+    assert await client.get(entry(server, host), digest) == bytes(1000)
+    server.close()
+
+
+async def test_no_server_is_a_lost_peer_and_silence_a_deadline(client: BulkClient) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(DeadlineExceeded):
+            there = Entry("s", "test", bulk=f"tcp://127.0.0.1:{port}", host="far")
+            await client.get(there, "0" * 64, deadline_s=0.2)
+    for bulk in (f"tcp://127.0.0.1:{port}", "#/nowhere"):
+        with pytest.raises(PeerLost):
+            await client.get(Entry("s", "test", bulk=bulk, host="far"), "0" * 64)
+
+
+def test_a_chunk_that_is_written_again_is_not_deleted(tmp_path: Path) -> None:
+    chunks = ChunkStore(tmp_path)
+    old, again = chunks.write(b"old"), chunks.write(b"again")
+    for digest in (old, again):
+        os.utime(chunks.path(digest), (1000, 1000))
+    found = chunks.older_than(60, 5000)
+    assert found == chunks.written([old, again, "0" * 64]) and len(found) == 2
+    assert chunks.older_than(60, 1050) == {}
+    chunks.write(b"again")
+    chunks.delete(found)
+    assert not chunks.has(old) and chunks.read(again) == b"again"
+
+
+def test_chunks_of_an_earlier_version_are_refused_and_never_deleted(tmp_path: Path) -> None:
+    chunks, earlier = ChunkStore(tmp_path), "ab" * 16
+    place = tmp_path / earlier[:2] / earlier
+    place.parent.mkdir()
+    place.write_bytes(b"content")
+    os.utime(place, (1000, 1000))
+    with pytest.raises(Refused, match=r"earlier version of MeshRL.*meshrl export"):
+        chunks.read(earlier)
+    assert chunks.older_than(60, 5000) == chunks.written([earlier]) == {}
+    assert place.read_bytes() == b"content"
+
+
+def test_a_chunk_that_is_written_again_while_it_is_deleted_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks, rename = ChunkStore(tmp_path), os.rename
+    digest = chunks.write(b"content")
+    os.utime(chunks.path(digest), (1000, 1000))
+
+    def late(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        assert chunks.write(b"content") == digest
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    chunks.delete(chunks.written([digest]))
+    assert os.rename is rename and chunks.read(digest) == b"content"
+    assert [path.name for path in tmp_path.glob("??/*")] == [digest]
+
+
+def test_a_name_that_is_no_digest_never_becomes_a_path(tmp_path: Path) -> None:
+    for name in ("../../etc/passwd", "0" * 31, "Z" * 32, ""):
+        with pytest.raises(BadMessage):
+            ChunkStore(tmp_path).path(name)
+
+
+def damaged(chunks: ChunkStore) -> tuple[str, Path]:
+    path = chunks.path(digest := chunks.write(b"content"))
+    path.write_bytes(b"c0ntent")
+    return digest, path
+
+
+def test_two_who_find_a_chunk_damaged_set_it_aside_once(tmp_path: Path) -> None:
+    chunks = ChunkStore(tmp_path)
+    digest, path = damaged(chunks)
+    with path.open("rb"):
+        whole, aside = chunks.examine(digest)
+    assert not whole and aside is not None and aside.read_bytes() == b"c0ntent"
+    assert chunks.examine(digest) == (False, None)
+    assert chunks.write(b"content") == digest
+    assert chunks.examine(digest) == (True, None) and chunks.read(digest) == b"content"
+    path.write_bytes(b"")
+    assert chunks.write(b"content") == digest, "whoever has the bytes writes them again"
+    assert chunks.read(digest) == b"content"
+    assert [(told, kept.name) for told, kept in chunks.untold] == [(path, f"{digest}.1")]
+
+
+def test_what_is_written_again_while_somebody_finds_it_damaged_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks, set_aside = ChunkStore(tmp_path), damage.set_aside
+    digest, _ = damaged(chunks)
+
+    def late(path: Path, root: Path) -> Path:
+        monkeypatch.setattr(damage, "set_aside", set_aside)
+        assert chunks.write(b"content") == digest
+        return set_aside(path, root)
+
+    monkeypatch.setattr(damage, "set_aside", late)
+    assert chunks.examine(digest) == (True, None)
+    assert chunks.read(digest) == b"content"
+    assert [file.read_bytes() for file in tmp_path.glob("quarantine/*/*")] == [b"c0ntent"]

@@ -1,0 +1,243 @@
+"""Connections are kept from one chunk to the next, and what breaks or stalls goes on elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.base.digest import digest_of
+from common.base.errors import Damaged, DeadlineExceeded, NotFound, PeerLost, Refused
+from common.base.host.settings import MeshSettings
+from common.mesh.process.host import SystemHost
+from common.state.registry import Entry
+from common.weights.bulk.doors import InterpreterDoor
+from common.weights.bulk.kept import MOST
+from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
+from common.weights.chunks.partial import Partial
+from tests.load import scaled
+from tests.unit.common.mesh.runtime.talking import Join
+from tests.unit.common.weights.bulk.road import Road
+
+SIZE = 200_000
+CONTENTS = [os.urandom(SIZE) for _ in range(4)]
+SETTINGS = MeshSettings("memory://", "", host="", secret="5e" * 32)
+STALL_S = 0.5  # of what is to stall
+HANG_S = 20.0  # of what is to arrive
+
+
+class Server:
+    def __init__(self, root: Path) -> None:
+        self.chunks = ChunkStore(root)
+        self.digests = [self.chunks.write(content) for content in CONTENTS]
+        door, where = InterpreterDoor(), "tcp://127.0.0.1:*"
+        self.port = BulkServer(self.chunks, SystemHost(), where, "127.0.0.2", door=door)
+        self.entry = Entry("store", "test", bulk=self.port.address, host="another host")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path / "chunks")
+    yield made
+    made.port.close()
+
+
+@pytest.fixture
+def way(server: Server) -> Iterator[Road]:
+    number = int(server.port.address.partition("#")[0].rpartition(":")[2])
+    with Road(number, 1 << 40) as made:
+        yield made
+
+
+@pytest.fixture
+async def client(join: Join) -> AsyncIterator[BulkClient]:
+    made = BulkClient(await join("client", settings=SETTINGS), part_bytes=70_000)
+    yield made
+    made._kept.close_idle(0.0)
+
+
+class Target:
+    """A place for what arrives."""
+
+    def __init__(self, root: Path, client: BulkClient, server: Server) -> None:
+        self.chunks = ChunkStore(root / "target")
+        self._client, self._server = client, server
+
+    async def arrive(
+        self, digest: str, partial: Partial | None = None, stall_s: float = HANG_S
+    ) -> Partial:
+        partial = partial or Partial.of_chunk(self.chunks, digest, durable=False)
+        await self._client.arrive(self._server.entry, partial, SIZE, stall_s=scaled(stall_s))
+        assert partial.right
+        partial.commit()
+        partial.discard()
+        return partial
+
+
+@pytest.fixture
+def target(tmp_path: Path, client: BulkClient, server: Server) -> Target:
+    return Target(tmp_path, client, server)
+
+
+async def test_chunks_one_after_the_other_come_over_one_connection(
+    server: Server, way: Road, target: Target
+) -> None:
+    for digest in server.digests:
+        await target.arrive(digest)
+    with pytest.raises(NotFound):
+        await target.arrive("0" * 64)
+    await target.arrive(server.digests[0])
+    assert way.connections == 1
+    assert [target.chunks.read(digest) for digest in server.digests] == CONTENTS
+
+
+async def test_one_that_was_closed_meanwhile_is_made_again(
+    server: Server, way: Road, target: Target
+) -> None:
+    await target.arrive(server.digests[0])
+    for end in list(way.standing):
+        end.shutdown(2)
+    await target.arrive(server.digests[1])
+    assert way.connections == 2
+
+
+async def test_what_breaks_is_left_as_far_as_it_came_and_goes_on_there(
+    server: Server, way: Road, target: Target
+) -> None:
+    way.most = 120_000
+    partial = Partial.of_chunk(target.chunks, server.digests[0], durable=False)
+    with pytest.raises(PeerLost):
+        await target.arrive(partial.digest, partial)
+    assert 70_000 < partial.position < 120_000
+    came, way.most, before = partial.position, 1 << 40, way.carried
+    await target.arrive(partial.digest, partial)
+    assert way.carried - before < len(CONTENTS[0]) - came + 2000
+    assert target.chunks.read(partial.digest) == CONTENTS[0]
+
+
+async def test_one_that_stalls_is_given_up(server: Server, way: Road, target: Target) -> None:
+    way.stands_at = 120_000
+    partial = Partial.of_chunk(target.chunks, server.digests[0], durable=False)
+    with pytest.raises(DeadlineExceeded):
+        await target.arrive(partial.digest, partial, STALL_S)
+    assert 0 < partial.position < len(CONTENTS[0])
+    way.stands_at = 1 << 40
+    await target.arrive(partial.digest, partial)
+    assert target.chunks.read(partial.digest) == CONTENTS[0]
+
+
+@pytest.mark.parametrize("size", [0, 5, SIZE - 1, SIZE + 1, 50 * SIZE])
+@pytest.mark.parametrize("near", [False, True])
+async def test_what_has_another_size_elsewhere_is_not_taken(
+    server: Server, way: Road, target: Target, client: BulkClient, size: int, near: bool
+) -> None:
+    partial = Partial.of_chunk(target.chunks, server.digests[0], durable=False)
+    partial.write(CONTENTS[0][:150_000])
+    server.chunks.path(partial.digest).write_bytes(b"x" * size)
+    entry = replace(server.entry, host="") if near else server.entry
+    if near and size < SIZE:
+        await client.arrive(entry, partial, SIZE, stall_s=scaled(HANG_S))
+    else:
+        with pytest.raises(Damaged, match="another size"):
+            await client.arrive(entry, partial, SIZE, stall_s=scaled(HANG_S))
+    assert not partial.right and partial.position <= SIZE and server.port.sent < SIZE
+    partial.discard()
+
+
+async def test_no_more_are_kept_than_are_of_use(
+    client: BulkClient, server: Server, way: Road, tmp_path: Path
+) -> None:
+    digest = server.digests[0]
+    for n in range(MOST + 4):  # as many processes, as far as the client knows
+        entry = replace(server.entry, address=str(n))
+        with Partial.of_file(tmp_path / "target", digest) as partial:
+            await client.arrive(entry, partial, SIZE, stall_s=scaled(HANG_S))
+    assert way.connections == MOST + 4
+    async with asyncio.timeout(scaled(20)):
+        while server.port.connections > MOST:
+            await asyncio.sleep(0.01)
+        client._kept.close_idle(0.0)
+        while server.port.connections:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_late_thread_writes_nothing_into_what_another_source_goes_on_with(
+    client: BulkClient, server: Server, way: Road, target: Target
+) -> None:
+    """It stands in a read when nobody waits for it any more, and then has something to write."""
+    digest = server.digests[0]
+    partial = Partial.of_chunk(target.chunks, digest, durable=False)
+    near = ChunkStore(target.chunks.directory.parent / "near")
+    place = near.path(digest)
+    place.parent.mkdir(parents=True)
+    os.mkfifo(place)
+    entry = replace(server.entry, host="", bulk=f"#{near.directory}")
+    late = asyncio.create_task(client.arrive(entry, partial, SIZE, stall_s=scaled(HANG_S)))
+    stands = await opened(place)
+    late.cancel()
+    await asyncio.wait([late])
+    way.stands_at = 120_000
+    with pytest.raises(DeadlineExceeded):
+        await target.arrive(digest, partial, STALL_S)
+    came, way.stands_at = partial.position, 1 << 40
+    os.write(stands, b"x" * 5000)
+    os.close(stands)
+    async with asyncio.timeout(scaled(60)):
+        while not nobody_reads(place):
+            await asyncio.sleep(0.01)
+    assert partial.position == came > 0
+    await target.arrive(digest, partial)
+    assert target.chunks.read(digest) == CONTENTS[0]
+
+
+async def opened(pipe: Path) -> int:
+    """The writing end of a pipe, once somebody reads there."""
+    async with asyncio.timeout(scaled(60)):
+        while True:
+            with suppress(OSError):
+                return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            await asyncio.sleep(0.01)
+
+
+def nobody_reads(pipe: Path) -> bool:
+    try:
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError as error:
+        return error.errno == errno.ENXIO
+    return False
+
+
+def test_who_wrote_before_another_took_over_is_refused(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    partial = Partial.of_chunk(store, digest := digest_of(b"one two"), durable=False)
+    with partial, partial.writer() as first:
+        first.write(b"one ")
+        with partial.writer() as second:
+            second.write(b"two")
+            for late in (lambda: first.write(b"two"), first.finish, lambda: first.position):
+                with pytest.raises(Refused):
+                    late()
+            first.leave()  # which is not to end the other one
+            second.finish()
+        with pytest.raises(Refused):
+            second.write(b"more")
+    assert store.read(digest) == b"one two"
+
+
+def test_what_arrived_changed_is_forgotten_by_who_finishes_it(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    partial = Partial.of_chunk(store, digest := digest_of(b"content"), durable=False)
+    with partial, partial.writer() as writer:
+        writer.write(b"contend")
+        with pytest.raises(Damaged, match="arrived changed"):
+            writer.finish()
+        assert writer.position == 0
+        writer.write(b"content")
+        writer.finish()
+    assert store.read(digest) == b"content"

@@ -1,0 +1,426 @@
+"""Where each process has a key of its own, its bulk port lets in whom the mesh knows, to what their
+roles allow, for as long as that is true.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from common.api.calls.callers import ROLES
+from common.api.transfer.bulk import BULK, PUBLISHED, SPACES, putting
+from common.api.transfer.bulk import GET as MAY_GET
+from common.base.clock import SystemClock
+from common.base.digest import digest_of
+from common.base.errors import HandshakeFailed, NotAllowed, NotFound, PeerLost, StateUnavailable
+from common.base.host.settings import MeshSettings
+from common.base.random import Random
+from common.mesh.process.host import SystemHost
+from common.mesh.runtime.doorway import Doorway
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.transport.zmq import ZmqTransport
+from common.state.hosts import doors as mesh_doors
+from common.state.redis.client import State
+from common.state.registry import Entry
+from common.weights.bulk.port import BulkClient, ChunkStore, serve
+from common.weights.bulk.server import PAUSE_S, STRANGERS, USER_CONNECTIONS
+from common.weights.bulk.session import GET, HAS, PUT, REQUEST, REST, Session
+from common.weights.handshakes.handshake import SUITES, ClientHandshake
+from sim.redis.client import SimulatedSyncRedis
+from sim.redis.server import RedisServer
+from sim.redis.state import state_on
+from tests import ends
+from tests.load import scaled
+from tests.meshes import PATIENT
+from tests.unit.common.weights.bulk.knocking import CONTENT, DEADLINE_S, Port, all_of
+from tests.unit.common.weights.bulk.road import Road
+
+HEAD, JOINED = "head-000001", "gpu2-77aa01"
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> Iterator[Port]:
+    made = Port(tmp_path / "chunks")
+    yield made
+    made.server.close()
+
+
+# ---------------------------------------------------------------- whole processes
+
+
+@pytest.mark.parametrize("encrypt", [None, False])
+async def test_processes_of_two_hosts_move_chunks_and_files(
+    tmp_path: Path, encrypt: bool | None
+) -> None:
+    clock = SystemClock()
+    redis = RedisServer(clock)
+    owner = state_on(redis, State, clock)
+
+    async def mesh(name: str, host: str) -> Mesh:
+        await mesh_doors.admit_host(owner, host)
+        role = name.partition("/")[0]
+        state = state_on(redis, State, clock)
+        doorway = await Doorway.enter(name, role, host, state, SimulatedSyncRedis(redis), clock)
+        made = Mesh(
+            name=name,
+            kind=role,
+            state=state,
+            owns_state=True,
+            transport=ZmqTransport(keys=doorway.keys),
+            clock=clock,
+            random=Random.system(),
+            host=SystemHost(),
+            **PATIENT,
+            settings=MeshSettings("", "", host=host, joinable=True, encrypt=encrypt),
+            doorway=doorway,
+            on_lost=ends.lost,
+        )
+        await made.join(None)
+        return made
+
+    store, trainer, engine = (
+        await mesh("weights", HEAD),
+        await mesh("trainer/job", JOINED),
+        await mesh("engine/g0", JOINED),
+    )
+    beside = await mesh("trainer/other", HEAD)
+    store_chunks = ChunkStore(tmp_path / "chunks")
+    server = serve(store, store_chunks)
+    entry = Entry("weights", "weights", store.transport.address, server.address, host=HEAD)
+    try:
+        client = BulkClient(trainer, part_bytes=100_000)
+        digest = await client.put(entry, CONTENT)
+        assert await client.get(entry, digest) == CONTENT
+        (source := tmp_path / "source").write_bytes(CONTENT[1:])
+        moved = await client.put_file(entry, source)
+        await BulkClient(engine).fetch(entry, moved, target := tmp_path / "target")
+        assert target.read_bytes() == CONTENT[1:]
+        with pytest.raises(NotAllowed, match="role engine may not put chunks of weights"):
+            await BulkClient(engine).put(entry, CONTENT)
+        # Files are read and written straight where the store itself says that it serves them,
+        # and not where anybody who may write the registry has its row say so.
+        near = BulkClient(beside)
+        assert (await near.local(entry)) is not None
+        (elsewhere := tmp_path / "elsewhere").mkdir()
+        entry.bulk = server.address.partition("#")[0] + f"#{elsewhere}"
+        kept = await near.put(entry, CONTENT[2:])
+        assert store_chunks.has(kept) and not list(elsewhere.iterdir())
+        strange = ChunkStore(elsewhere).write(b"of another")
+        with pytest.raises(NotFound):
+            await near.get(entry, strange)
+        entry.bulk = server.address
+        entry.address = engine.transport.address  # one that says that it is the store
+        with pytest.raises(HandshakeFailed, match=f"is one of engine@{JOINED}, not of weights"):
+            await client.get(entry, digest)
+        entry.address = store.transport.address
+        assert trainer.doorway is not None
+        await mesh_doors.revoke_key(owner, trainer.doorway.row.public)
+        assert store.doorway is not None
+        store.doorway.keys.refresh(1 << 40)
+        with pytest.raises(HandshakeFailed, match=r"keys\?"):
+            await client.get(entry, digest)
+        with pytest.raises(HandshakeFailed, match=r"the key of this process.*is let in no more"):
+            await client.get(entry, digest)
+        assert await BulkClient(engine).get(entry, digest) == CONTENT
+        store._count_strangers(clock.monotonic())
+        assert store.telemetry.snapshot()["refused_bulk_keys"] == server.refused["bulk_keys"] > 0
+    finally:
+        server.close()
+        for one in (engine, trainer, beside, store):
+            await one.leave()
+        await owner.close()
+
+
+# ---------------------------------------------------------------- who may what
+
+
+@pytest.mark.parametrize("role", sorted(ROLES))
+def test_each_role_may_what_the_table_says_and_nothing_else(port: Port, role: str) -> None:
+    door = port.door(role)
+    for space in SPACES:
+        may_put = role in BULK.get(("weights", putting(space)), ())
+        for verb, may in {GET: role in BULK["weights", MAY_GET], HAS: may_put}.items():
+            with port.session(door) as session:
+                if may:
+                    with suppress(NotFound):
+                        assert session.ask(verb, port.digest, space=space) is not None
+                    continue
+                with pytest.raises(NotAllowed, match=f"role {role} may not .*chunks of weights"):
+                    session.ask(verb, port.digest, space=space)
+                with pytest.raises(PeerLost):
+                    session.ask(verb, port.digest, space=space)
+        digest = digest_of(f"planted in {space}".encode())
+        try:
+            with port.session(door) as session:
+                session.ask(PUT, digest, f"planted in {space}".encode(), space=space)
+            assert may_put
+        except (NotAllowed, PeerLost):
+            assert not may_put
+        there = {name: port.chunks.space(name).has(digest) for name in SPACES}
+        assert there == {name: may_put and name == space for name in SPACES}
+
+
+def test_no_role_puts_what_the_store_publishes() -> None:
+    assert ("weights", putting(PUBLISHED)) not in BULK
+
+
+def test_the_table_names_roles_that_there_are() -> None:
+    for (served, _), roles in BULK.items():
+        assert {served} | roles <= ROLES
+    assert not any("sandbox" in roles for roles in BULK.values())
+
+
+def test_a_revoked_key_is_refused_at_its_next_request(port: Port) -> None:
+    door, other = port.door("engine"), port.door("engine")
+    with port.session(door) as session, port.session(other) as another:
+        assert session.chunk(port.digest) == CONTENT
+        assert another.chunk(port.digest) == CONTENT
+        port.revoke(door)
+        with pytest.raises(NotAllowed, match="not let in any more"):
+            session.chunk(port.digest)
+        assert another.chunk(port.digest) == CONTENT
+    with pytest.raises(HandshakeFailed, match=r"keys\?"), port.session(door):
+        pass
+
+
+# ---------------------------------------------------------------- who is not let in
+
+
+def test_a_stranger_gets_no_byte(port: Port) -> None:
+    """Nobody's key, that of another port, and what is no hello at all."""
+    address, place = port.address, port.place
+    stranger, known = port.door(""), port.door("trainer")
+    wrong_server = f"tcp://x:1#{'ab' * 32}.{'ab' * 32}"
+    right = known.asking(address, place).hello()
+    hellos = [
+        b"",
+        os.urandom(101),
+        *(magic + os.urandom(97) for magic in SUITES),
+        stranger.asking(address, place).hello(),
+        known.asking(wrong_server, place).hello(),
+        known.asking(address, "tcp://127.0.0.2:1").hello(),
+        right[:-1] + bytes([right[-1] ^ 1]),
+    ]
+    request = REQUEST.pack(GET, 0, bytes.fromhex(port.digest), 0, 1 << 20, 0)
+    for hello in hellos:
+        with port.connect() as connection:
+            connection.sendall(hello + bytes(16) + request)
+            with suppress(OSError):  # it has hung up already
+                connection.shutdown(socket.SHUT_WR)
+            assert all_of(connection) == b"", hello[:4]
+    assert port.asked <= 1 + len(hellos)
+
+
+@pytest.mark.parametrize("who", ["a stranger", "a server with another key"])
+def test_a_wrong_key_is_said_at_once_by_who_asks(port: Port, who: str) -> None:
+    address = ""
+    if who == "a server with another key":
+        address = f"tcp://127.0.0.1:1#{'ab' * 32}.{'ab' * 32}"
+    started = time.monotonic()
+    door = port.door("trainer" if address else "")
+    with pytest.raises(HandshakeFailed, match=r"keys\?"), port.session(door, address, 3600.0):
+        pass
+    assert time.monotonic() - started < scaled(DEADLINE_S / 2)
+
+
+def test_a_recorded_hello_opens_nothing(port: Port) -> None:
+    asking = port.door("trainer").asking(port.address, port.place)
+    hello = asking.hello()
+    with port.connect() as honest:
+        honest.sendall(hello)
+        proof = asking.proof(honest.recv(ClientHandshake.challenge_bytes, socket.MSG_WAITALL))
+        assert proof is not None
+    for replayed in (proof, bytes(16)):
+        with port.connect() as connection:
+            connection.sendall(hello + replayed + bytes(100))
+            assert len(all_of(connection)) == ClientHandshake.challenge_bytes
+
+
+def test_who_is_looked_up_keeps_nobody_waiting(port: Port) -> None:
+    """Redis takes its time over a key: others are served meanwhile, and it is after that."""
+    slow, quick = port.door("trainer"), port.door("engine")
+    asked, answers = threading.Event(), threading.Event()
+    with port.session(quick) as session:
+
+        def wait(keys: object) -> None:
+            asked.set()
+            assert answers.wait(scaled(DEADLINE_S))
+
+        port.waits = wait
+        entered: list[bytes] = []
+
+        def knock() -> None:
+            with port.session(slow) as late:
+                entered.append(late.chunk(port.digest))
+
+        knocking = threading.Thread(target=knock)
+        knocking.start()
+        assert asked.wait(scaled(DEADLINE_S))
+        assert session.chunk(port.digest) == CONTENT and not entered
+        answers.set()
+        knocking.join(scaled(DEADLINE_S))
+    assert entered == [CONTENT]
+
+
+def test_while_redis_is_silent_the_known_come_in_and_others_are_to_try_again(port: Port) -> None:
+    known, unknown = port.door("engine"), port.door("trainer")
+    with port.session(known) as session:
+        assert session.chunk(port.digest) == CONTENT
+
+    def silent(keys: object) -> None:
+        raise StateUnavailable("Redis does not answer")
+
+    port.waits = silent
+    with port.session(known) as session:
+        assert session.chunk(port.digest) == CONTENT
+    with pytest.raises(HandshakeFailed) as refused, port.session(unknown):
+        pass
+    assert refused.value.retryable and port.server.refused["bulk_undecided"] == 1
+
+
+@pytest.mark.parametrize("encrypt", [None, False, True])
+@pytest.mark.parametrize("joinable", [False, True])
+def test_what_is_sealed_by_default(joinable: bool, encrypt: bool | None) -> None:
+    settings = MeshSettings("", "", joinable=joinable, encrypt=encrypt)
+    assert settings.sealed == (joinable if encrypt is None else encrypt)
+
+
+# ---------------------------------------------------------------- what follows
+
+
+@pytest.mark.parametrize("magic", list(SUITES), ids=["aes", "chacha"])
+@pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "plain"])
+def test_both_suites_carry_all_there_is_to_ask(tmp_path: Path, magic: bytes, sealed: bool) -> None:
+    port = Port(tmp_path / "chunks", sealed=sealed)
+    door = port.door("trainer", sealed=sealed)
+    proof = door.asking(port.address, port.place)
+    own, server = door._keys.bulk, port.keys.bulk_public
+    proof = ClientHandshake(own, server, port.place, sealed, magic)
+    with Session(port.place, proof, scaled(DEADLINE_S), 1 << 30) as session:
+        assert (proof.ciphers is not None) == sealed
+        content = os.urandom(1_500_000)
+        session.ask(PUT, digest_of(content), content)
+        assert session.chunk(digest_of(content)) == content
+        with pytest.raises(NotFound):
+            session.chunk("0" * 64)
+        assert session.ask(HAS, port.digest) == b"\x01"
+    port.server.close()
+
+
+@contextmanager
+def on_the_way(
+    directory: Path, most: int = 1 << 40, sealed: bool = True
+) -> Iterator[tuple[Port, Road]]:
+    port = Port(directory, sealed=sealed, advertise="127.0.0.2")
+    with Road(port.number, most) as way:
+        yield port, way
+    port.server.close()
+
+
+@pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "plain"])
+def test_who_sits_on_the_way_reads_nothing_that_is_sealed(tmp_path: Path, sealed: bool) -> None:
+    with (
+        on_the_way(tmp_path / "chunks", sealed=sealed) as (port, way),
+        port.session(port.door("trainer", sealed=sealed)) as session,
+    ):
+        assert session.chunk(port.digest) == CONTENT
+    assert (CONTENT[1000:1032] in way.seen) == (not sealed)
+    assert len(way.seen) > len(CONTENT)
+
+
+@pytest.mark.parametrize("server, client", [(True, False), (False, True)])
+def test_it_is_sealed_if_either_end_wants_that(tmp_path: Path, server: bool, client: bool) -> None:
+    with (
+        on_the_way(tmp_path / "chunks", sealed=server) as (port, way),
+        port.session(port.door("trainer", sealed=client)) as session,
+    ):
+        assert session.chunk(port.digest) == CONTENT
+    assert CONTENT[1000:1032] not in way.seen
+
+
+def test_what_is_changed_or_cut_off_on_the_way_is_missed(tmp_path: Path) -> None:
+    """Wherever it happens, nobody takes what arrives for the chunk."""
+    with on_the_way(tmp_path / "chunks") as (port, way):
+        door = port.door("trainer")
+        with port.session(door) as session:
+            session.chunk(port.digest)
+        whole = len(way.seen)
+        for at in (*range(0, whole, whole // 20), whole - 17, whole - 1):
+            way.spoils = at
+            with pytest.raises(PeerLost), port.session(door) as session:
+                session.chunk(port.digest)
+        way.spoils = -1
+        for most in (*range(0, whole, whole // 20), whole - 1):
+            way.most = most
+            with pytest.raises(PeerLost), port.session(door) as session:
+                session.chunk(port.digest)
+
+
+# ---------------------------------------------------------------- how many
+
+
+def test_one_process_has_so_many_connections_and_others_find_room(port: Port) -> None:
+    greedy, other = port.door("engine"), port.door("trainer")
+    with ExitStack() as open_ones:
+        for _ in range(USER_CONNECTIONS):
+            session = open_ones.enter_context(port.session(greedy))
+            session.chunk(port.digest)
+        with pytest.raises(PeerLost), port.session(greedy) as session:
+            session.chunk(port.digest)
+        with port.session(other) as session:
+            assert session.chunk(port.digest) == CONTENT
+    assert port.server.refused["bulk_crowd"] == 1
+
+
+def test_who_knocks_often_pushes_only_itself_out(port: Port) -> None:
+    """A stranger of another address that has just begun is not pushed out by a crowd of one."""
+    with ExitStack() as held:
+        slow = held.enter_context(
+            socket.create_connection(
+                ("127.0.0.1", port.number), scaled(DEADLINE_S), source_address=("127.0.0.3", 0)
+            )
+        )
+        asking = port.door("trainer").asking(port.address, port.place)
+        hello = asking.hello()
+        slow.sendall(hello[:50])
+        for _ in range(3 * STRANGERS):
+            held.enter_context(port.connect())
+        slow.sendall(hello[50:])
+        assert len(slow.recv(ClientHandshake.challenge_bytes, socket.MSG_WAITALL)) == (
+            ClientHandshake.challenge_bytes
+        )
+        assert port.server.connections <= STRANGERS
+
+
+def test_without_descriptors_the_thread_rests_and_then_goes_on(port: Port) -> None:
+    door = port.door("trainer")
+    with port.session(door) as session, ExitStack() as held:
+        waiting = [held.enter_context(socket.socket()) for _ in range(50)]
+        limits, deadline_s = resource.getrlimit(resource.RLIMIT_NOFILE), scaled(DEADLINE_S)
+        used = max(int(name) for name in os.listdir("/proc/self/fd")) + 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used, limits[1]))
+        try:
+            started = time.monotonic()
+            while port.server.refused["bulk_descriptors"] < 3:
+                with suppress(OSError):  # also what earlier tests give back by and by
+                    while True:
+                        held.enter_context(socket.socket())
+                if waiting:
+                    waiting.pop().connect(("127.0.0.1", port.number))
+                assert time.monotonic() - started < deadline_s
+                time.sleep(0.01)
+            refused = port.server.refused["bulk_descriptors"]
+            assert refused <= (time.monotonic() - started) / PAUSE_S + 2
+            assert session.ask(REST, "0" * 64) == bytes(8), "who is in is served"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        with port.session(door) as another:
+            assert another.chunk(port.digest) == CONTENT

@@ -1,0 +1,151 @@
+"""The handshake and its ciphers are those of the Noise Protocol Framework."""
+
+from __future__ import annotations
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from common.weights.handshakes.noise import (
+    AES_GCM,
+    CHACHA_POLY,
+    TAG_BYTES,
+    Cipher,
+    Initiator,
+    Refusal,
+    Responder,
+    Suite,
+)
+
+# The test vectors of the cacophony library for the two protocols.
+PROLOGUE = bytes.fromhex("4a6f686e2047616c74")
+INITIATOR = "e61ef9919cde45dd5f82166404bd08e38bceb5dfdfded0a34c8df7ed542214d1"
+INITIATOR_EPHEMERAL = "893e28b9dc6ca8d611ab664754b8ceb7bac5117349a4439a6b0569da977c464a"
+RESPONDER = "4a3acbfdb163dec651dfa3194dece676d437029c62a408b4c5ea9114246e4893"
+RESPONDER_EPHEMERAL = "bbdb4cdbd309f1a1f2e1456967fe288cadd6f712d65dc7b7793d5e63da6b375b"
+RESPONDER_PUBLIC = "31e0303fd6418d2f8c0e78b91f22e8caed0fbe48656dcf4767e4834f701b8f62"
+PAYLOADS = [
+    "4c756477696720766f6e204d69736573",
+    "4d757272617920526f746862617264",
+    "462e20412e20486179656b",
+    "4361726c204d656e676572",
+    "4a65616e2d426170746973746520536179",
+    "457567656e2042f6686d20766f6e2042617765726b",
+]
+MESSAGES = {
+    AES_GCM: [
+        "ca35def5ae56cec33dc2036731ab14896bc4c75dbb07a61f879f8e3afa4c7944"
+        "4e417bc55c7a8166c993356c1be41ef67818a292426f301556c7f26b21d25ddb"
+        "097153891a9a956cff47b83e63ad8d701c1342c209cff1ca5ecd43402762ac24"
+        "9e3bd3a4c0a145fe07cb5dae28ea13a3",
+        "95ebc60d2b1fa672c1f46a8aa265ef51bfe38e7ccb39ec5be34069f144808843"
+        "af2ccf9972e22afc67aeafcd25162f7f98c363b7762e3e4cb7d272e39f27a5",
+        "66acfc92e3197de166809e6d4d5d003dcc819a84bc3522ca53c9d9",
+        "71f89aa6533a6de70b0826864dd75f60806ee40170c16290189eb3",
+        "4795a3423550c8bf00386bd496a3e2c76c10669d2a75ab8f79b5094c5412a25705",
+        "aa0bb39097555c918e40be82abc2b909eb79d9eb87adb07e268fc37323a6cf904fd01fb391",
+    ],
+    CHACHA_POLY: [
+        "ca35def5ae56cec33dc2036731ab14896bc4c75dbb07a61f879f8e3afa4c7944"
+        "718da798efbcd91528520204f904b9bd6c7413dccdc214d951e15253e39987f1"
+        "8146e8cd0873654207148333479d4d16c289f0294b29960a72f48e0b7bba2e89"
+        "083169825e59642148d492020664ccf7",
+        "95ebc60d2b1fa672c1f46a8aa265ef51bfe38e7ccb39ec5be34069f144808843"
+        "5361e70b2ed446e6c9ec387d1d6b3b840f194e373979d241b203c4acafccf5",
+        "050e9f3c8fac16b68dbce8f8c4bfbf6617c897f9ada4aa29aa19c8",
+        "344233a6cabb7141d80f3da2fedc311d9646bbb0f505afe403a667",
+        "62cdeeb172ad7ade7aa7d9e069da5790f12331bfa00177787a1d0810c67dc3b2b4",
+        "029bead1b40992327044d409d9a1f3ad8f36c3c452775d557e18bbeb2e8dfcead32d514024",
+    ],
+}
+
+
+def pair(secret: str) -> X25519PrivateKey:
+    return X25519PrivateKey.from_private_bytes(bytes.fromhex(secret))
+
+
+def ends(suite: Suite) -> tuple[Initiator, Responder]:
+    return (
+        Initiator(
+            suite,
+            pair(INITIATOR),
+            bytes.fromhex(RESPONDER_PUBLIC),
+            PROLOGUE,
+            pair(INITIATOR_EPHEMERAL),
+        ),
+        Responder(suite, pair(RESPONDER), PROLOGUE, pair(RESPONDER_EPHEMERAL)),
+    )
+
+
+def sealed(cipher: Cipher, content: bytes) -> bytes:
+    room = bytearray(len(content) + TAG_BYTES)
+    assert cipher.seal(content, room) == len(room)
+    return bytes(room)
+
+
+def opened(cipher: Cipher, content: bytes) -> bytes:
+    room = bytearray(max(0, len(content) - TAG_BYTES))
+    assert cipher.open(content, room) == len(room)
+    return bytes(room)
+
+
+@pytest.mark.parametrize("suite", [AES_GCM, CHACHA_POLY], ids=["aes", "chacha"])
+def test_every_byte_is_as_the_framework_has_it(suite: Suite) -> None:
+    initiator, responder = ends(suite)
+    payloads = [bytes.fromhex(text) for text in PAYLOADS]
+    expected = [bytes.fromhex(text) for text in MESSAGES[suite]]
+    assert initiator.first(payloads[0]) == expected[0]
+    public, payload = responder.begin(expected[0])
+    assert public == pair(INITIATOR).public_key().public_bytes_raw()
+    assert payload == payloads[0]
+    message, back, forth = responder.second(payloads[1])
+    assert message == expected[1]
+    payload, send, receive = initiator.finish(message)
+    assert payload == payloads[1]
+    for at in (2, 4):
+        assert sealed(send, payloads[at]) == expected[at]
+        assert opened(forth, expected[at]) == payloads[at]
+        assert sealed(back, payloads[at + 1]) == expected[at + 1]
+        assert opened(receive, expected[at + 1]) == payloads[at + 1]
+
+
+@pytest.mark.parametrize("suite", [AES_GCM, CHACHA_POLY], ids=["aes", "chacha"])
+def test_what_is_changed_replayed_or_left_out_is_refused(suite: Suite) -> None:
+    initiator, responder = ends(suite)
+    first = initiator.first(b"")
+    for at in range(0, len(first), 7):
+        changed = first[:at] + bytes([first[at] ^ 1]) + first[at + 1 :]
+        with pytest.raises(Refusal):
+            Responder(suite, pair(RESPONDER), PROLOGUE).begin(changed)
+    with pytest.raises(Refusal):
+        Responder(suite, pair(RESPONDER), PROLOGUE + b"?").begin(first)
+    with pytest.raises(Refusal):
+        Responder(suite, pair(INITIATOR), PROLOGUE).begin(first)
+    responder.begin(first)
+    second, _, forth = responder.second(b"")
+    with pytest.raises(Refusal):
+        ends(suite)[0].finish(second[:-1] + bytes([second[-1] ^ 1]))
+    _, send, _ = initiator.finish(second)
+    messages = [sealed(send, b"one"), sealed(send, b"two"), sealed(send, b"three")]
+    assert opened(forth, messages[0]) == b"one"
+    with pytest.raises(Refusal):
+        opened(forth, messages[0])
+    with pytest.raises(Refusal):
+        opened(forth, messages[2][:-1])
+
+
+def test_a_key_that_makes_every_secret_zero_is_refused() -> None:
+    with pytest.raises(Refusal):
+        Initiator(AES_GCM, pair(INITIATOR), bytes(32), PROLOGUE).first(b"")
+    _, responder = ends(AES_GCM)
+    with pytest.raises(Refusal):
+        responder.begin(bytes(96))
+
+
+@pytest.mark.parametrize("suite", [AES_GCM, CHACHA_POLY], ids=["aes", "chacha"])
+def test_both_ends_change_the_key_at_once(suite: Suite) -> None:
+    send, receive = (Cipher(suite, bytes(32), rekey_after=3) for _ in range(2))
+    still = Cipher(suite, bytes(32))
+    for number in range(8):
+        message = sealed(send, b"the same")
+        assert opened(receive, message) == b"the same"
+        assert (message == sealed(still, b"the same")) == (number < 3)
