@@ -1,6 +1,4 @@
-"""The protocols of the two halves of the built-in engine that differ from path to path: `Compute`
-runs the model, `Memory` decides where keys and values lie.
-"""
+"""The protocol of what runs the model in the built-in engine, which differs from path to path."""
 
 from __future__ import annotations
 
@@ -14,8 +12,6 @@ from torch import Tensor
 from common.generation.batch.adapters import Changes
 from common.generation.contract import Ints
 
-SHARE_FROM = 6  # common tokens from which taking over a neighbour's beats computing them
-
 Rows = NDArray[np.int64]  # slot numbers, ascending where they decode
 
 
@@ -23,7 +19,6 @@ class StepCompute(Protocol):
     """Runs tokens of slots through the model. State is in the engine's `Slots`."""
 
     vocab_size: int
-    prefill_from: int  # known tokens from which one run of their own beats a token a step
     layout: str  # what `read` gives: path, type, order and shape
     cache_bytes_per_token: int
 
@@ -49,7 +44,7 @@ class StepCompute(Protocol):
 
     def score(self, tokens: Ints, blocks: Ints, place: int = 0) -> NDArray[np.float32]:
         """Log-probabilities at temperature 1 of all tokens but the first, with the adapter in
-        `place` (0: none); `blocks` of the cache are free to use, if there are blocks."""
+        `place` (0: none); `blocks` of the cache are free to use."""
 
     def span_bytes(self, start: int, end: int) -> int:
         """Bytes of the entries of tokens [start, end); `start` begins a block."""
@@ -65,38 +60,3 @@ class StepCompute(Protocol):
 
     def wake(self) -> None:
         """Allocates memory for weights and cache again; `load` follows."""
-
-
-class Memory(Protocol):
-    """The protocol of what decides where the cache of each slot lies."""
-
-    def place(self, slot: int) -> None:
-        """Readies a slot for its new request: what lies behind its computed tokens is given up."""
-
-    def share(self, slot: int) -> None:
-        """Takes what others have computed of the slot's tokens under the same weights."""
-
-    def publish(self, slot: int, tail: bool) -> None:
-        """Lets others share what the slot has computed, if all of it is of the same weights; its
-        last tokens, which do not fill a block, if `tail`.
-        """
-
-    def grow(self, slot: int, tokens: int, spare: int = 0) -> bool:
-        """Makes room for the slot's first `tokens` tokens, with `spare` blocks left; False if there
-        is none.
-        """
-
-    def short(self, slots: Rows, tokens: Rows) -> Rows:
-        """The slots of `slots` whose first `tokens[i]` tokens have no room yet."""
-
-    def free(self, slot: int) -> None:
-        """Gives up what the slot has."""
-
-    def forget(self) -> None:
-        """Makes nothing shareable that is computed so far, because there are other weights."""
-
-    def borrow(self, tokens: int) -> NDArray[np.int64] | None:
-        """Blocks for so many tokens, until `give_back`; None: there are not enough."""
-
-    def give_back(self, blocks: NDArray[np.int64]) -> None:
-        """Returns blocks that `borrow` gave."""

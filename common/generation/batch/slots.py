@@ -187,17 +187,6 @@ class Slots:
         self.session[np.isin(self.session, list(gone))] = NO_SESSION
         return freed
 
-    def donor(self, slot: int) -> tuple[int, int]:
-        """(slot, n): whose first n cache entries, all made under the weights that this one is
-        computed with, serve this one too."""
-        end, weights = int(self.known[slot]) - 1, self.current(slot)
-        same = self.tokens[:, :end] == self.tokens[slot, :end]
-        prefix = np.where(same.all(1), end, same.argmin(1)) if end else np.zeros(self.count, int)
-        usable = np.minimum(prefix, self.computed) * (self.weights == weights)
-        usable[slot] = 0
-        best = int(usable.argmax())
-        return best, int(usable[best])
-
     def unsampled(self) -> NDArray[np.bool_]:
         """Slots whose cache no token sampled here depends on [slots]: under other weights their
         next token would carry the new version over entries of the old one, and nobody could tell.

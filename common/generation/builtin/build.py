@@ -13,11 +13,11 @@ from common.generation.batch.paged import PagedMemory
 from common.generation.batch.slots import Slots
 from common.generation.builtin.engine import EngineOptions, TorchEngine
 from common.generation.builtin.paths import PATHS, chosen
-from common.generation.steps.eager import ContiguousMemory, EagerCompute
 from common.generation.steps.graphs import GraphCompute
 from common.generation.steps.native import DTYPES, NativeCompute
 from common.model.architecture.config import ModelConfig
 
+NAMES = {"eager": "torch eager", "graphs": "graphs"}  # of the torch paths, for people
 BUILD_S = 300.0  # some 10 s on a quiet core; engines of one host wait for each other
 
 __all__ = ["BUILD_S", "PATHS", "TorchEngine", "build"]
@@ -61,20 +61,16 @@ def build(
     width = -(-max_length // BLOCK)
     blocks = max(-(-kv_tokens // BLOCK) or slots * width, width + 1)
 
-    def paged(compute: NativeCompute | GraphCompute, name: str) -> TorchEngine:
-        memory = PagedMemory(places, blocks, compute.copy)
-        compute.attach(memory.table)
-        return TorchEngine(places, compute, memory, config, name, how)
-
     taken = chosen(path, device, config, dtype)
-    behind = f" ({taken.why})" if taken.why else ""
-    if taken.path == "graphs":
-        graphs = GraphCompute(config, getattr(torch, dtype), places, blocks, taken.device)
-        return paged(graphs, f"graphs, {dtype}, {taken.device.type}{behind}")
+    compute: NativeCompute | GraphCompute
     if taken.library is not None:
-        native = NativeCompute(taken.library, config, places, blocks)
-        return paged(native, f"native, {dtype}")
-    eager = EagerCompute(config, getattr(torch, dtype), places)
-    memory = ContiguousMemory(places, eager)
-    slow = f"torch eager, {dtype}{behind}"
-    return TorchEngine(places, eager, memory, config, slow, how)
+        compute = NativeCompute(taken.library, config, places, blocks)
+        name = f"native, {dtype}"
+    else:
+        compute = GraphCompute(config, getattr(torch, dtype), places, blocks, taken.device)
+        behind = f" ({taken.why})" if taken.why else ""
+        on = f", {taken.device.type}" if taken.path == "graphs" else ""
+        name = f"{NAMES[taken.path]}, {dtype}{on}{behind}"
+    memory = PagedMemory(places, blocks, compute.copy)
+    compute.attach(memory.table)
+    return TorchEngine(places, compute, memory, config, name, how)

@@ -2,8 +2,7 @@
 
 Continuous batching at the level of tokens: each step holds one token of every request that decodes
 and, up to a budget, stretches of known tokens (prompts, tool results) of requests that join. What
-computes the step and where keys and values lie are parts (`parts.py`): a native decoder over a
-paged cache, or the same model in eager torch over contiguous slots.
+computes the step is a part (`parts.py`): a native decoder, or the same model in torch.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from common.api.engine import Finish
 from common.base.clock import Clock, SystemClock
 from common.base.errors import ConfigError, Damaged, Refused
 from common.generation.batch.adapters import changes_of
-from common.generation.batch.parts import Memory, StepCompute
+from common.generation.batch.paged import PagedMemory
+from common.generation.batch.parts import StepCompute
 from common.generation.batch.slots import Slots
 from common.generation.builtin.cache_moves import cached
 from common.generation.builtin.loaded import LoadedWeights
-from common.generation.builtin.schedule import Schedule
+from common.generation.builtin.schedule import STRETCH, Schedule
 from common.generation.builtin.stop_text import StopText
 from common.generation.builtin.weights import check_shapes, shapes_of
 from common.generation.contract import (
@@ -63,7 +63,7 @@ class TorchEngine:
         self,
         slots: Slots,
         compute: StepCompute,
-        memory: Memory,
+        memory: PagedMemory,
         config: ModelConfig,
         path: str,
         options: EngineOptions,
@@ -248,7 +248,7 @@ class TorchEngine:
             self._memory.publish(slot, tail=True)
             schedule.loads.meet(slot)
             ahead = slots.known[slot] - slots.computed[slot]
-            if ahead < schedule.stretch and slot not in schedule.loads:
+            if ahead < STRETCH and slot not in schedule.loads:
                 schedule.set_joining(slot, False)
                 schedule.loads.keep(slot, lost=False)
         if self._stop_text:

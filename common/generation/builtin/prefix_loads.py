@@ -12,7 +12,8 @@ from functools import partial
 import numpy as np
 
 from common.base.clock import Clock
-from common.generation.batch.parts import Memory, StepCompute
+from common.generation.batch.paged import PagedMemory
+from common.generation.batch.parts import StepCompute
 from common.generation.batch.slots import Slots
 from common.generation.builtin.cache_moves import OLDER, shown
 from common.generation.builtin.loaded import LoadedWeights
@@ -33,7 +34,7 @@ class PrefixLoads:
         self,
         slots: Slots,
         compute: StepCompute,
-        memory: Memory,
+        memory: PagedMemory,
         clock: Clock,
         joining: Sequence[int],
         weights: LoadedWeights,

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from common.api.engine import Finish
 from common.base.clock import Clock
-from common.generation.batch.parts import SHARE_FROM, Memory, StepCompute
+from common.generation.batch.paged import PagedMemory
+from common.generation.batch.parts import StepCompute
 from common.generation.batch.slots import Slots
 from common.generation.builtin.loaded import LoadedWeights
 from common.generation.builtin.prefill_rate import PrefillRate
@@ -17,6 +18,8 @@ from common.generation.builtin.prefix_loads import PrefixLoads
 from common.generation.builtin.stop_text import StopText
 from common.generation.contract import Request
 
+SHARE_FROM = 6  # common tokens from which taking over a neighbour's beats computing them
+STRETCH = 2  # tokens to compute from which a slot joins: each is a row of the same step
 PREFILL_TOKENS = 512  # known tokens in a step, so that decoding rows do not wait for long
 
 
@@ -29,7 +32,7 @@ class Schedule:
         self,
         slots: Slots,
         compute: StepCompute,
-        memory: Memory,
+        memory: PagedMemory,
         weights: LoadedWeights,
         stop_text: StopText,
         clock: Clock,
@@ -39,7 +42,6 @@ class Schedule:
         """`mixed`: caches of several versions are allowed."""
         self.preempted = 0  # requests that gave up their cache to older ones
         self.prefill = PrefillRate()
-        self.stretch = max(2, compute.prefill_from)  # tokens to compute from which a slot joins
         self.joining: list[int] = []  # slots with more than one token to compute, oldest first
         self._slots, self._memory, self._weights = slots, memory, weights
         self._stop_text = stop_text
@@ -77,7 +79,7 @@ class Schedule:
                 continue
             load = self.loads.of(slot)
             ahead = int(slots.known[slot] - slots.computed[slot])
-            if load is None and ahead < self.stretch and not self._leads(slot):
+            if load is None and ahead < STRETCH and not self._leads(slot):
                 self.set_joining(slot, False)
                 continue
             led.append(slot)

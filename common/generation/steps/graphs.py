@@ -1,4 +1,4 @@
-"""The GPU path: the model in torch over the paged cache, decode steps as CUDA graphs by bucket.
+"""The torch path: the model over the paged cache, decode steps by bucket, on a GPU as CUDA graphs.
 
 A decode step is cut into buckets (`buckets.py`); each has buffers and a graph of its own, captured
 when it is first needed. Stretches of known tokens run as packed sequences beside them. On a CPU the
@@ -24,12 +24,12 @@ from common.generation.batch.slots import Slots
 from common.generation.contract import NO_FLOATS, Ints
 from common.generation.steps.adapters import AdapterBank
 from common.generation.steps.buckets import GraphBucket, GraphBuckets
-from common.generation.steps.eager import differing_from, draw, joined_experts, load_into
-from common.generation.steps.sampling import unmodified
+from common.generation.steps.sampling import draw, joined_experts, unmodified
 from common.model.architecture.config import ModelConfig
 from common.model.network.attention import Attention, visible
 from common.model.network.decoder import Decoder
 from common.model.network.moe import Routing, groups_here
+from common.weights.layout.images import load_tensor
 from kernels.backends.layout import unpacked
 from kernels.ops import (
     BLOCK,
@@ -61,8 +61,6 @@ class Captured:
 
 class GraphCompute:
     """The model in PyTorch over the paged cache, its decode steps captured as CUDA graphs."""
-
-    prefill_from = 1
 
     def __init__(
         self,
@@ -280,13 +278,22 @@ class GraphCompute:
 
     @torch.inference_mode()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Copies weights into the model, at the addresses that captured graphs read."""
-        load_into(self.model, state)
+        """Copies weights into the model, at the addresses that captured graphs read. KeyError if
+        one is missing.
+        """
+        for name, tensor in self.model.state_dict().items():
+            load_tensor(state, name, tensor)
 
     @torch.inference_mode()
     def differing(self, state: Mapping[str, Tensor]) -> list[str]:
-        """Names of the weights that it computes with otherwise than `state` has them."""
-        return differing_from(self.model, state)
+        """Names of the weights that are not, bit by bit, those of `state` in the model's type."""
+        odd = []
+        for name, tensor in self.model.state_dict().items():
+            wanted = torch.empty_like(tensor)
+            load_tensor(state, name, wanted)
+            if not torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8)):
+                odd.append(name)
+        return odd
 
     @torch.inference_mode()
     def load_adapter(self, place: int, changes: Changes) -> None:

@@ -119,8 +119,6 @@ def native_library(config: ModelConfig, dtype: str = "float32") -> Library:
 class NativeCompute:
     """The model in C++, over a paged cache of its own."""
 
-    prefill_from = 1  # every token is a row of the same step
-
     def __init__(self, found: Library, config: ModelConfig, slots: Slots, blocks: int) -> None:
         """Raises FileNotFoundError, with the reason, when the library could not be built, and
         MeshError when memory runs out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.generation.batch.parts import Rows
+from common.generation.batch.slots import Slots
+from common.generation.counter import uniforms
 from kernels.ops import token_logprob
 
 
@@ -27,8 +31,32 @@ class RowSampling:
         return bool((self.top_p < 1).any() or self.top_k.any() or self.min_p.any())
 
 
+def draw(state: Slots, slots: Rows, logits: Tensor, experts: Tensor | None = None) -> None:
+    """Samples the next token of each of `slots` from float32 logits [n, vocab]; `experts` are those
+    that the tokens before went to, [n, sparse layers, k], in a mixture of them."""
+    how = RowSampling(
+        state.temperature[slots], state.top_p[slots], state.top_k[slots], state.min_p[slots]
+    )
+    drawn = uniforms(state.key[slots], state.known[slots])
+    tokens, logprobs = sample(logits, how, drawn)
+    asked = state.wants_unmodified[slots]
+    plain = logprobs
+    if asked.any():
+        plain = np.where(asked, unmodified(logits, tokens), np.float32(np.nan))
+    if experts is None:
+        return state.record(slots, tokens, logprobs, plain)
+    went = experts.flatten(1).to(torch.int16).cpu().numpy()
+    state.record(slots, tokens, logprobs, plain, went)
+
+
+def joined_experts(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The experts of a step's rows, [n, sparse layers, k]; None for a dense model."""
+    there = [part for part in parts if part is not None]
+    return torch.cat(there) if there else None
+
+
 def sample(
-    logits: Tensor, how: RowSampling, uniforms: NDArray[np.float64]
+    logits: Tensor, how: RowSampling, drawn: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """(tokens, log-probabilities) [n] of float32 logits [n, vocab] over their rows' temperatures.
 
@@ -38,7 +66,7 @@ def sample(
     temperature = how.temperature
     if (temperature == 1).all() and not how.filters:
         probabilities = logits.softmax(-1)
-        chosen = _inverse_transform(probabilities, uniforms)
+        chosen = _inverse_transform(probabilities, drawn)
     else:
         greedy = temperature == 0
         divisor = _column(np.where(greedy, np.float32(1), temperature), logits)
@@ -49,8 +77,8 @@ def sample(
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)
         chosen = logits.argmax(-1, keepdim=True)
         if not greedy.all():
-            drawn = _inverse_transform(probabilities, uniforms)
-            chosen = torch.where(_column(greedy, logits), chosen, drawn)
+            likely = _inverse_transform(probabilities, drawn)
+            chosen = torch.where(_column(greedy, logits), chosen, likely)
     logprobs = probabilities.gather(1, chosen).log()
     return chosen.squeeze(1).cpu().numpy(), logprobs.squeeze(1).cpu().numpy()
 
@@ -79,10 +107,10 @@ def _likely(probabilities: Tensor, how: RowSampling) -> Tensor:
     return torch.zeros_like(kept).scatter_(1, order, kept)
 
 
-def _inverse_transform(probabilities: Tensor, uniforms: NDArray[np.float64]) -> Tensor:
+def _inverse_transform(probabilities: Tensor, drawn: NDArray[np.float64]) -> Tensor:
     # float64: over a large vocabulary a float32 sum would give its last tokens nothing
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    heights = _column(uniforms, probabilities) * cumulative[:, -1:]
+    heights = _column(drawn, probabilities) * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, heights, right=True)
     # What is no number is larger than all: its token stays in the vocabulary, its logprob is nan.
     return found.clamp_(max=probabilities.shape[1] - 1)

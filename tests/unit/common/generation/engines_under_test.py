@@ -108,7 +108,7 @@ def with_adapter(
     return model
 
 
-BUILT_IN = ("native", "eager", "graphs")  # paths of the built-in engine; see `built_in`
+BUILT_IN = ("native", "graphs")  # paths of the built-in engine; see `built_in`
 
 
 def text_of(tokens: Sequence[int]) -> str:

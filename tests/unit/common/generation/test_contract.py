@@ -27,7 +27,6 @@ from tests.unit.common.generation.engines_under_test import (
 
 KINDS = (
     pytest.param("native", marks=pytest.mark.needs("compiler")),
-    "eager",
     "graphs",
     "simulated",
     pytest.param(

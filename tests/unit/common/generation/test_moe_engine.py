@@ -34,9 +34,7 @@ SHAPE = MOE.expert_shape
 THREE = replace(MOE, experts_per_token=3)
 
 
-@pytest.fixture(
-    params=[pytest.param("native", marks=pytest.mark.needs("compiler")), "eager", "graphs"]
-)
+@pytest.fixture(params=[pytest.param("native", marks=pytest.mark.needs("compiler")), "graphs"])
 def path(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
