@@ -13,60 +13,27 @@ from loadtests.chat_templates.comparing import directory_of
 from meshrl.job.jobfile import load
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.common.model.templates.formats import FORMATS
+from tests.unit.meshrl.job.conftest import Given
 
 
-@pytest.fixture
-def chat_job(job: Path) -> Path:
-    qwen3_tokenizer(job.parent)
-    return job
-
-
-def test_the_formats_stop_tokens_join_the_jobs(chat_job: Path) -> None:
-    config, _ = load(chat_job, ["environment.chat=qwen3", 'rollout.stop=["a"]'])
+def test_the_formats_stop_tokens_join_the_jobs(chat: Given) -> None:
+    config = chat.load("environment.chat=qwen3", 'rollout.stop=["a"]')
     assert config.rollout.stop == ["a", "<|im_end|>", "<|endoftext|>"]
 
 
-def test_auto_is_resolved_by_the_models_published_name(chat_job: Path, shape: str) -> None:
-    model = chat_job.parent / "models/Qwen/Qwen3-8B"
+def test_auto_is_resolved_by_the_models_published_name(chat: Given, shape: str) -> None:
+    model = chat.path.parent / "models/Qwen/Qwen3-8B"
     model.mkdir(parents=True)
     (model / "config.json").write_text(shape)
-    (chat_job.parent / "tokenizer.json").rename(model / "tokenizer.json")
-    config, _ = load(
-        chat_job, ["environment.chat=auto", f"model.path={model}", "model.tokenizer=''"]
-    )
+    (chat.path.parent / "tokenizer.json").rename(model / "tokenizer.json")
+    config = chat.load("environment.chat=auto", f"model.path={model}", "model.tokenizer=''")
     assert config.environment.chat == "qwen3"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (["environment.chat=qwen33"], "no chat format 'qwen33'"),
-        (["environment.chat=auto"], "nobody knows the chat format"),
-        (["environment.chat=glm-4.5"], r"chat format 'glm-4\.5'"),
-        (["environment.chat=qwen3", "environment.chat_options={x=1}"], r"chat format 'qwen3'"),
-        (["environment.chat_options={x=1}"], "chat_options without environment.chat"),
-        (["environment.chat_history=refuse"], "chat_history without environment.chat"),
-        (
-            ["environment.chat=qwen3", "environment.chat_history=refuse"],
-            "always keeps",
-        ),
-        (["environment.chat=qwen3", "environment.tool_call_parser=hermes"], "in its own way"),
-        (["environment.chat=template"], "has no chat template"),
-    ],
-)
-def test_a_format_that_cannot_work_is_refused(
-    chat_job: Path, overrides: list[str], says: str
-) -> None:
-    with pytest.raises(ConfigError, match=says):
-        load(chat_job, overrides)
-
-
-def test_rows_of_a_chat_may_hold_messages(chat_job: Path) -> None:
+def test_rows_of_a_chat_may_hold_messages(chat: Given) -> None:
     line = '{"prompt": [{"role": "user", "content": "1+1="}]}\n'
-    (chat_job.parent / "train.jsonl").write_text(line)
-    assert load(chat_job, ["environment.chat=qwen3"])
-    with pytest.raises(ConfigError, match="'prompt' is a list"):
-        load(chat_job, [])
+    (chat.path.parent / "train.jsonl").write_text(line)
+    assert chat.load("environment.chat=qwen3")
 
 
 def model_of(job: Path, shape: str, config: object, generation: object) -> Path:
@@ -104,10 +71,9 @@ def test_the_models_own_end_tokens_end_a_turn(
     assert load(job, named)[0].rollout.stop == ["a", *ends]
 
 
-def test_a_model_from_scratch_has_the_end_tokens_it_is_described_with(chat_job: Path) -> None:
-    end = qwen3_tokenizer(chat_job.parent).token_to_id("<|im_end|>")
-    config, _ = load(chat_job, [f"model.config.eos_token_id={end}"])
-    assert config.rollout.stop == ["<|im_end|>"]
+def test_a_model_from_scratch_has_the_end_tokens_it_is_described_with(chat: Given) -> None:
+    end = qwen3_tokenizer(chat.path.parent).token_to_id("<|im_end|>")
+    assert chat.load(f"model.config.eos_token_id={end}").rollout.stop == ["<|im_end|>"]
 
 
 @pytest.mark.parametrize(

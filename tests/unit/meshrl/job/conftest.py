@@ -1,0 +1,96 @@
+"""Jobs that tests of job files vary: each is a path, and settings that belong to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from common.base.errors import ConfigError
+from common.job.config import JobConfig
+from common.model.tokens.tokenizer import character_tokenizer
+from meshrl.job.jobfile import load
+from tests.unit.common.model.chatting import qwen3_tokenizer
+from tests.unit.meshrl.conftest import NO_TENSORS
+
+EXAMPLE = Path(__file__).parents[4] / "examples/calculator.toml"
+RANKS = ("training.ranks=4", "mesh.workers=9")
+MIXTURE = (
+    *RANKS,
+    "model.config.model_type=qwen3_moe",
+    "model.config.num_key_value_heads=2",
+    "model.config.num_experts=6",
+    "model.config.num_experts_per_tok=2",
+    "model.config.moe_intermediate_size=16",
+)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A job file with settings."""
+
+    path: Path
+    settings: tuple[str, ...] = ()
+
+    def load(self, *settings: str) -> JobConfig:
+        """The job with further settings."""
+        return load(self.path, [*self.settings, *settings])[0]
+
+    def refusal(self, *settings: str) -> str:
+        """What is said of the job with further settings."""
+        with pytest.raises(ConfigError) as caught:
+            self.load(*settings)
+        return str(caught.value)
+
+
+@pytest.fixture
+def tiny(job: Path) -> Given:
+    """The job of two rows."""
+    return Given(job)
+
+
+@pytest.fixture
+def calculator() -> Given:
+    """The example, which has an environment, tools and a reward of its own."""
+    return Given(EXAMPLE)
+
+
+@pytest.fixture
+def ranks(job: Path) -> Given:
+    """A job of a dense model, whose core has four ranks."""
+    return Given(job, RANKS)
+
+
+@pytest.fixture
+def mixture(job: Path) -> Given:
+    """A job of a mixture of experts, whose core has four ranks."""
+    return Given(job, MIXTURE)
+
+
+@pytest.fixture
+def chat(job: Path) -> Given:
+    """A job whose tokenizer has the tokens of a chat format."""
+    qwen3_tokenizer(job.parent)
+    return Given(job)
+
+
+@pytest.fixture
+def frozen(job: Path, shape: str) -> Given:
+    """The job of two rows with a teacher, a stranger and another dataset beside it."""
+    character_tokenizer("0123456789+=", job.parent / "tokenizer.json")
+    model(job.parent / "teacher", "0123456789+=abc", shape)
+    model(job.parent / "stranger", "abc0123456789+=", shape)
+    (job.parent / "more.jsonl").write_text('{"prompt": "2+3="}\n{"prompt": "2+4="}\n')
+    (job.parent / "given.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
+    (job.parent / "ask.txt").write_text("Is {answer} right?\nyes or no\n")
+    return Given(job)
+
+
+def model(directory: Path, characters: str, shape: str) -> Path:
+    """What the checks look at of a Hugging Face directory."""
+    directory.mkdir()
+    (directory / "config.json").write_text(shape)
+    (directory / "model.safetensors").write_bytes(NO_TENSORS)
+    character_tokenizer(characters, directory / "tokenizer.json")
+    return directory

@@ -1,0 +1,40 @@
+"""What cannot be of a job file is refused with its line or setting, and what would be right.
+
+`refusals.jsonl` has one mistake a line: the job that it is made in, a fixture; `set`, further
+settings; `replace`, a text of the file and another one; `append`, text at its end; `files`, others
+beside it, of which those that are no UTF-8 stand under the key latin-1; the `line` that is named;
+`says`, texts of the error.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.meshrl.job.conftest import Given
+
+CASES = [json.loads(line) for line in Path(__file__).with_name("refusals.jsonl").open("rb")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["says"][0])
+def test_a_mistake_is_refused_where_it_stands(
+    case: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    job: Given = request.getfixturevalue(case["job"])
+    for name, content in case.get("files", {}).items():
+        encoding, text = (
+            next(iter(content.items())) if isinstance(content, dict) else (None, content)
+        )
+        (job.path.parent / name).write_bytes(text.encode(encoding or "utf-8"))
+    if "replace" in case:
+        assert case["replace"][0] in job.path.read_text()
+        job.path.write_text(job.path.read_text().replace(*case["replace"]))
+    if "append" in case:
+        job.path.write_text(f"{job.path.read_text()}\n{case['append']}\n")
+    said = job.refusal(*case.get("set", ()))
+    assert all(text in said for text in case["says"]), said
+    if "line" in case:
+        assert said.startswith(f"{job.path}, line {case['line']}")
