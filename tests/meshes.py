@@ -55,8 +55,8 @@ async def entered(
 def curve(socket: zmq.Socket[bytes], keys: ProcessKeys, address: str) -> None:
     """Make a socket that calls `address` with these keys, and need follow no rules."""
     socket.set(zmq.CURVE_SERVERKEY, keys.asked(address))
-    socket.set(zmq.CURVE_PUBLICKEY, keys.asking.public)
-    socket.set(zmq.CURVE_SECRETKEY, keys.asking.secret)
+    socket.set(zmq.CURVE_PUBLICKEY, keys.own.public)
+    socket.set(zmq.CURVE_SECRETKEY, keys.own.secret)
 
 
 def begun(header: bytes, body: bytes = b"") -> bytes:

@@ -12,7 +12,7 @@ from common.mesh.access.identity import Identity
 from common.mesh.access.records import FILE
 from common.mesh.access.tokens import Tokens
 from common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from common.mesh.transport.keys import GatewayKeys, KeyPair
+from common.mesh.transport.keys import KeyPair, TokenKeys
 from common.mesh.transport.strangers import Limits
 from common.mesh.transport.zmq import ZmqTransport
 from services.gateway.front import FrontDoor
@@ -55,7 +55,7 @@ def listening(
         mesh.log.warning("tokens that were given are good no more", why=str(error))
         before = None
     own = before.keys if before is not None else KeyPair.new()
-    keys = GatewayKeys(own, known.holder)
+    keys = TokenKeys(own, own.public, known.holder)
     connections = Limits() if mesh.settings.joinable else None
     transport = None
     if before is not None and before.bound.rpartition(":")[0] == listen.rpartition(":")[0]:

@@ -57,7 +57,7 @@ class Doorkeeper:
         self.each_alone = isinstance(keys, ProcessKeys)  # whether no two processes share a key
         keys.heed(self._note_change)
         router.set(zmq.CURVE_SERVER, 1)
-        router.set(zmq.CURVE_SECRETKEY, keys.answering.secret)
+        router.set(zmq.CURVE_SECRETKEY, keys.own.secret)
         router.set(zmq.ZAP_DOMAIN, DOMAIN)
         router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of ours nobody comes in
         self._strangers = Strangers(limits, self._turned_away) if limits is not None else None

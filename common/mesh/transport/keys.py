@@ -47,12 +47,8 @@ class Keys(Protocol):
     """What one end of connections proves itself with, and knows the others by."""
 
     @property
-    def answering(self) -> KeyPair:
-        """What it proves itself with to those who call it."""
-
-    @property
-    def asking(self) -> KeyPair:
-        """What it proves itself with to those that it calls."""
+    def own(self) -> KeyPair:
+        """The pair that this end proves."""
 
     def asked(self, address: str) -> bytes:
         """The public key that who answers at `address` must have."""
@@ -78,25 +74,6 @@ class Keys(Protocol):
         """Has `changed` called, from any thread, whenever an answer of `role_now` may differ."""
 
 
-class _Lasting:
-    """Keys that keep their role for as long as their connection lasts."""
-
-    def published(self, endpoint: str) -> str:
-        """The endpoint: whoever may call knows the key."""
-        return endpoint
-
-    def user_of(self, public: bytes, role: str) -> str:
-        """The role itself."""
-        return role
-
-    def role_now(self, user: str) -> str:
-        """As it was when it came in."""
-        return user
-
-    def heed(self, changed: Callable[[], None]) -> None:
-        """No answer changes."""
-
-
 def roles_in(holders: Holders) -> str:
     """The roles in each role@host, with blanks between them. Who calls has the other half of its
     key, so what it may do is what any holder may: to be entered by others takes nothing from it.
@@ -113,7 +90,7 @@ class ProcessKeys:
         """`whose`: the holders of public keys in hexadecimal digits, as Redis has them now;
         StateUnavailable.
         """
-        self.own = self.answering = self.asking = KeyPair.new()
+        self.own = KeyPair.new()
         self.bulk = X25519PrivateKey.generate()  # of bulk ports: one pair serves one protocol
         self._whose, self._monotonic = whose, monotonic
         self._known: dict[str, Holders] = {}  # by key; replaced as a whole: read unlocked
@@ -228,34 +205,39 @@ def _without_key(address: str) -> WrongKeys:
     )
 
 
-class GatewayKeys(_Lasting):
-    """Of the gateway's front door: it answers whoever holds a token, and calls nobody."""
+class TokenKeys:
+    """Keys of connections that tokens open: of the gateway, or of a holder. A role lasts
+    as long as its connection.
+    """
 
-    def __init__(self, own: KeyPair, holder: Callable[[bytes], str | None]) -> None:
-        """`holder`: the id of the token that has a public key, while it is good."""
-        self.answering = self.asking = own
-        self._holder = holder
-
-    def asked(self, address: str) -> bytes:
-        """It calls nobody."""
-        return self.answering.public
-
-    def role_of(self, public: bytes) -> str | None:
-        """The id of a token."""
-        return self._holder(public)
-
-
-class TokenKeys(_Lasting):
-    """Of somebody who holds a token: it calls one gateway, and answers nobody."""
-
-    def __init__(self, asking: KeyPair, gateway: bytes) -> None:
-        self.asking, self._gateway = asking, gateway
-        self.answering = KeyPair.new()
+    def __init__(
+        self,
+        own: KeyPair,
+        gateway: bytes,
+        holder: Callable[[bytes], str | None] = lambda public: None,
+    ) -> None:
+        """`gateway`: its public key. `holder`: the id of the good token with a public key."""
+        self.own, self._gateway, self._holder = own, gateway, holder
 
     def asked(self, address: str) -> bytes:
-        """The gateway's."""
+        """The gateway's key: it is called, and calls nobody."""
         return self._gateway
 
+    def published(self, endpoint: str) -> str:
+        """The endpoint: whoever may call knows the key."""
+        return endpoint
+
     def role_of(self, public: bytes) -> str | None:
-        """Nobody is let in."""
-        return None
+        """The id of a token; None: nobody is let in with this key."""
+        return self._holder(public)
+
+    def user_of(self, public: bytes, role: str) -> str:
+        """The role itself."""
+        return role
+
+    def role_now(self, user: str) -> str:
+        """As it was when it came in."""
+        return user
+
+    def heed(self, changed: Callable[[], None]) -> None:
+        """No answer changes."""

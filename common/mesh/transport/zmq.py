@@ -178,8 +178,8 @@ class ZmqTransport:
         socket.set(zmq.HANDSHAKE_IVL, int(1000 * self._handshake_s))
         if self._keys is not None:
             socket.set(zmq.CURVE_SERVERKEY, server_key)
-            socket.set(zmq.CURVE_PUBLICKEY, self._keys.asking.public)
-            socket.set(zmq.CURVE_SECRETKEY, self._keys.asking.secret)
+            socket.set(zmq.CURVE_PUBLICKEY, self._keys.own.public)
+            socket.set(zmq.CURVE_SECRETKEY, self._keys.own.secret)
         pump = Pump(socket, False, self._park_messages)
 
         def ended(reached: bool, refused: bool) -> None:
