@@ -21,7 +21,7 @@ from meshrl.launch.ending import STOP_S
 ECHO_S = 1.0  # one Ctrl-C may arrive twice, from the terminal and from a parent
 
 
-class Held(Refused):
+class DirectoryHeld(Refused):
     """Another process holds the directory; it may be one that ends."""
 
     code = "held"
@@ -44,7 +44,7 @@ class Hold:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             lock.close()
-            raise Held(
+            raise DirectoryHeld(
                 f"a mesh runs in {self._place.root} already",
                 fix=f"`meshrl down --mesh {self._place.root}` stops it",
             ) from error

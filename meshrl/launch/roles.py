@@ -12,7 +12,7 @@ OF_A_HEAD = 3  # CPU slots of `meshrl up`, unless another number is asked for
 
 
 @dataclass(frozen=True)
-class Role:
+class HostRole:
     """As the command line says it. `workers` 0 of `device` cpu: none."""
 
     workers: int
@@ -20,7 +20,9 @@ class Role:
     takes: tuple[str, ...]
 
 
-def role(workers: int, device: str, none: bool, services: str | None, otherwise: int = 0) -> Role:
+def role(
+    workers: int, device: str, none: bool, services: str | None, otherwise: int = 0
+) -> HostRole:
     """What the options of `meshrl up` and `meshrl join` come to; `none`: --no-workers, `otherwise`:
     the CPU slots of a host that does not say how many. ConfigError for those that contradict each
     other, or leave nothing to give.
@@ -40,4 +42,4 @@ def role(workers: int, device: str, none: bool, services: str | None, otherwise:
             where="--services",
             fix="Give it --workers N, or --services shards,sandboxes",
         )
-    return Role(workers, device, takes)
+    return HostRole(workers, device, takes)

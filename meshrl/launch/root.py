@@ -10,7 +10,7 @@ from meshrl.launch.holding import Hold
 from meshrl.launch.services import Services
 
 
-class Root:
+class RootProcess:
     """The processes of a host's part of a mesh, and the hold on its directory. `state` and
     `settings` are there once the mesh's Redis is known.
     """

@@ -26,9 +26,9 @@ from meshrl.launch.checks import addresses, redis_server
 from meshrl.launch.console import console
 from meshrl.launch.foreground import point_to
 from meshrl.launch.head import from_copy, handed_out
-from meshrl.launch.head.launcher import Shape, serve
-from meshrl.launch.holding import Held
-from meshrl.launch.roles import Role
+from meshrl.launch.head.launcher import MeshShape, serve
+from meshrl.launch.holding import DirectoryHeld
+from meshrl.launch.roles import HostRole
 
 START_S = 90.0
 POLL_S = 0.1
@@ -41,7 +41,7 @@ LAUNCHER = "launcher"  # the name of its log
 
 def up(
     root: Path | None,
-    role: Role,
+    role: HostRole,
     bind: str,
     advertise: str,
     metrics: str,
@@ -72,7 +72,7 @@ def up(
     workers = _startable(role, bind, metrics, gateway, listen)
     pool = told.pool if told is not None else pool_without_file(workers)
     if running_launcher(place):
-        raise Held(f"a mesh runs in {place.root} already", fix="`meshrl down` stops it")
+        raise DirectoryHeld(f"a mesh runs in {place.root} already", fix="`meshrl down` stops it")
     if listen:
         addresses.room(listen, plan.ports_of_head(workers))
     place.logs.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def up(
         from_copy.keep(told.durable.url, place)
     if foreground:
         reached = (bind, advertise, metrics, gateway, listen)
-        shape = Shape(workers, role.device, *reached, encrypt, role.takes, *rates)
+        shape = MeshShape(workers, role.device, *reached, encrypt, role.takes, *rates)
         return _stays(place, shape, pool, health, invites=bool(listen) and secrets is None)
     launcher = _launched(
         place,
@@ -117,7 +117,9 @@ def _called(workers: int) -> str:
     return f"a mesh of {workers} workers" if workers else "a mesh without workers of its own"
 
 
-def _stays(place: MeshPlace, shape: Shape, pool: PoolSettings, health: str, invites: bool) -> int:
+def _stays(
+    place: MeshPlace, shape: MeshShape, pool: PoolSettings, health: str, invites: bool
+) -> int:
     """The mesh in this process, until it is told to end; the exit status."""
 
     def ready() -> None:
@@ -140,7 +142,7 @@ def _reached(bind: str, gateway: str | None, listen: str, advertise: str) -> tup
     return bind, gateway, listen
 
 
-def _startable(role: Role, bind: str, metrics: str, gateway: str, listen: str) -> int:
+def _startable(role: HostRole, bind: str, metrics: str, gateway: str, listen: str) -> int:
     """The number of workers, once this host has all that they need; an error says what it lacks."""
     addresses.listens(bind)
     if gateway != OFF:

@@ -18,7 +18,7 @@ from meshrl.directory.places import write_json
 from meshrl.directory.target import Run
 from meshrl.job.loaded import JobFile
 from meshrl.launch.checks import mesh_checks
-from meshrl.launch.head.launcher import Launcher, Shape, shape_of
+from meshrl.launch.head.launcher import Launcher, MeshShape, shape_of
 from meshrl.launch.head.restoring import put_back
 from meshrl.run.refusals import finished, too_few
 from meshrl.run.session import session, shape_for
@@ -100,7 +100,7 @@ class _Begin:
         write_json(self.run.directory / "job.json", record)
 
 
-def _shape(run: Run, config: JobConfig) -> Shape:
+def _shape(run: Run, config: JobConfig) -> MeshShape:
     """The mesh that the job asks for now, or the one that it was submitted to."""
     if run.place.root == run.directory:
         return shape_for(config)

@@ -30,7 +30,7 @@ TELLING = tuple(
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """`state` is running, finished, failed or stopped: what has not finished and nobody runs."""
 
     run: str
@@ -95,7 +95,7 @@ class Outcome:
         }
 
 
-def outcome_of(run: Run, live: bool | None = None) -> Outcome:
+def outcome_of(run: Run, live: bool | None = None) -> RunOutcome:
     """How the run stands; `live`: whether its mesh runs, None: look."""
     harm: list[str] = []
     phase, error, held_out, gave_up = Phase.QUEUED.value, "", None, ""
@@ -122,7 +122,7 @@ def outcome_of(run: Run, live: bool | None = None) -> Outcome:
         state, error = ("failed", gave_up) if gave_up and phase != Phase.STOPPED else (STILL, "")
     if state == Phase.FINISHED and (bad := _wrong(run)):
         state, error = "failed", f"its account is wrong: {bad}"
-    return Outcome(
+    return RunOutcome(
         run=run.shown,
         job=run.job,
         state=state,

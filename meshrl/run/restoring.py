@@ -43,9 +43,9 @@ def record_of(directory: Path) -> dict[str, Any]:
         if runs(place):
             known = ask(place, put_back, ANSWER_S)
         else:
-            from meshrl.launch.head.launcher import Launcher, Shape  # only now is it needed
+            from meshrl.launch.head.launcher import Launcher, MeshShape  # only now is it needed
 
-            known = asyncio.run(Launcher(place, Shape()).ask_redis(put_back))
+            known = asyncio.run(Launcher(place, MeshShape()).ask_redis(put_back))
         if known:
             return job_file.read(path)
     raise Damaged(

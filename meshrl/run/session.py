@@ -24,10 +24,10 @@ from meshrl.directory.claims import claimed, writing
 from meshrl.directory.target import run_in
 from meshrl.directory.versions import copied
 from meshrl.job.bundle import pack_run
-from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.launch.head.launcher import Launcher, MeshShape
 from meshrl.launch.holding import interruptible
 from meshrl.run.outcome import FAILED, FINISHED, INTERRUPTED
-from meshrl.view.guard import Guard
+from meshrl.view.guard import WarningGuard
 from meshrl.view.live.guarded import GuardedView
 from meshrl.view.live.view import view_for
 from meshrl.view.recording.audit import accused
@@ -50,10 +50,10 @@ def run(config: JobConfig, base: Path, force: bool, job_file: Path | None = None
         return asyncio.run(session(run_dir, shape_for(config), begin, claim.replace))
 
 
-def shape_for(config: JobConfig) -> Shape:
+def shape_for(config: JobConfig) -> MeshShape:
     """The mesh that a job asks for."""
     mesh = config.mesh
-    return Shape(
+    return MeshShape(
         mesh.workers,
         mesh.device,
         mesh.bind,
@@ -64,7 +64,7 @@ def shape_for(config: JobConfig) -> Shape:
 
 async def session(
     run_dir: Path,
-    shape: Shape,
+    shape: MeshShape,
     begin: Callable[[Launcher], Awaitable[None]],
     started: Callable[[], None] = lambda: None,
 ) -> int:
@@ -122,7 +122,7 @@ async def _conclude(
     recorder: Recorder, summary: dict[str, Any], launcher: Launcher, stop: asyncio.Event
 ) -> int:
     """Says what the user can do next, and delivers what is to be elsewhere; the exit status."""
-    with Guard()("the closing table"):
+    with WarningGuard()("the closing table"):
         show(summary, recorder.run_dir)
     phase = recorder.shot.phase if recorder.shot else None
     if launcher.failed.is_set():

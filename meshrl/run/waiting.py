@@ -15,7 +15,7 @@ from common.state.redis.client import State
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import read_if_whole
 from meshrl.directory.target import Run, may_live, row_of, run_of
-from meshrl.run.outcome import Outcome, outcome_of, over
+from meshrl.run.outcome import RunOutcome, outcome_of, over
 
 POLL_S = 0.5
 TIMED_OUT = 124  # exit status of a wait that was too short, as timeout(1) has it
@@ -47,7 +47,7 @@ def cancel(chosen: Path, mesh: Path | None, as_json: bool) -> int:
     return 0
 
 
-def _cancel(run: Run) -> Outcome:
+def _cancel(run: Run) -> RunOutcome:
     async def stop(state: State) -> None:
         await row_of(state, run)
         await jobs.cancel(state, run.job, uuid.uuid4().hex)
@@ -56,11 +56,11 @@ def _cancel(run: Run) -> Outcome:
     return until_over(run, WRITTEN_S) or outcome_of(run, live=False)
 
 
-def _ended(found: Outcome) -> str:
+def _ended(found: RunOutcome) -> str:
     return "finished" if found.state == "finished" else f"failed ({found.error})"
 
 
-def until_over(run: Run, timeout_s: float | None) -> Outcome | None:
+def until_over(run: Run, timeout_s: float | None) -> RunOutcome | None:
     """How the run ended, once it has and what it leaves is written; None when that takes longer."""
     until = None if timeout_s is None else time.monotonic() + timeout_s
     gone: float | None = None  # since when Redis answers and has the run no more
@@ -113,5 +113,5 @@ def _last_note(run: Run, at_least: float) -> float:
     return max(at_least, record.stat().st_mtime if record.is_file() else 0.0)
 
 
-def _print(found: Outcome, as_json: bool) -> None:
+def _print(found: RunOutcome, as_json: bool) -> None:
     print(json.dumps(found.document()) if as_json else "\n".join(found.lines()))

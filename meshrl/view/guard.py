@@ -19,7 +19,7 @@ def warn(text: str) -> None:
         return
 
 
-class Guard:
+class WarningGuard:
     """Turns each exception of a guarded block into one warning; the same one is printed once."""
 
     def __init__(self, say: Callable[[str], None] = warn) -> None:

@@ -21,12 +21,12 @@ from common.mesh.process.starting import opened_log
 from meshrl.directory.ownership import made_private
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.console.followed import MOST_BYTES, Followed
-from meshrl.launch.console.output import Output
+from meshrl.launch.console.output import ObjectOutput
 
 POLL_S = 0.2
 BOUND_S = 5.0  # between two looks whether a file is too large
 LAST_S = 5.0  # for what is left, when the process ends
-_begun: list[Console] = []
+_begun: list[LogPrinter] = []
 
 
 def begin(place: MeshPlace, name: str) -> None:
@@ -38,7 +38,7 @@ def begin(place: MeshPlace, name: str) -> None:
     try:
         made_private(place.directory)
         place.logs.mkdir(parents=True, exist_ok=True)
-        console = Console(place.logs, Output(os.dup(1)))
+        console = LogPrinter(place.logs, ObjectOutput(os.dup(1)))
         log = opened_log(place.log(name))
     except OSError as error:
         raise ConfigError(
@@ -64,10 +64,10 @@ def end() -> None:
         console.end()
 
 
-class Console:
+class LogPrinter:
     """Follows the logs of a directory: what is there already has been told."""
 
-    def __init__(self, logs: Path, output: Output) -> None:
+    def __init__(self, logs: Path, output: ObjectOutput) -> None:
         self._logs, self._output = logs, output
         self._files = {path: Followed(path, path.stat().st_size) for path in logs.glob("*.log")}
         self._ending = threading.Event()

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshrl.launch.console.lines import Lines
+from meshrl.launch.console.lines import LogObjects
 
 MOST_BYTES = 64 << 20  # of a file on its disk
 BLOCK_BYTES = 512  # of `st_blocks`, whatever the file system
@@ -28,7 +28,7 @@ class Followed:
     def __init__(self, path: Path, start: int) -> None:
         """`start`: where what is new begins."""
         self._path, self._at = path, start
-        self._lines = Lines(path.stem)
+        self._lines = LogObjects(path.stem)
         self._begun = b""  # of a line that is not whole
         self._grew_s = 0.0
         self.behind = False  # there was more than one part at the last look

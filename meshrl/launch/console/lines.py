@@ -18,7 +18,7 @@ REDIS_LEVELS = {".": "debug", "-": "debug", "*": "info", "#": "warning"}
 SAID = re.compile(r"(error|warning|critical|fatal)\b", re.IGNORECASE)
 
 
-class Lines:
+class LogObjects:
     """One log, line by line. What it has taken and not given may go on: see `rest`."""
 
     def __init__(self, service: str) -> None:

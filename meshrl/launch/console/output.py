@@ -8,7 +8,7 @@ import select
 STEP_BYTES = 4096  # PIPE_BUF of Linux: a pipe that is writable takes so much without waiting
 
 
-class Output:
+class ObjectOutput:
     """A descriptor of its own. `gone` once nobody reads it any more."""
 
     def __init__(self, descriptor: int) -> None:

@@ -18,13 +18,13 @@ from common.mesh.access.hosts import Admitted
 from common.mesh.access.owner import PERSON, Owner, owner
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis.network import Network
-from meshrl.launch.redis.serving import Told
+from meshrl.launch.redis.serving import RedisAddresses
 
 SHARED = ("stall_s", "encrypt")  # settings that all hosts have alike
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadNetwork:
     """The head itself as a host: its name stays, its secret is of this start. `listen` is where its
     processes are reached.
     """
@@ -34,7 +34,7 @@ class Head:
     secret: str = field(repr=False)
 
     @classmethod
-    def new(cls, place: MeshPlace, listen: str) -> Head:
+    def new(cls, place: MeshPlace, listen: str) -> HeadNetwork:
         """That of a start of the mesh. Damaged."""
         try:
             host = owner(place.directory).host
@@ -50,7 +50,7 @@ class Head:
         admitted = dataclasses.replace(own, passwords={**own.passwords, **people.passwords})
         return Network(admitted, self.listen, advertise)
 
-    def settings(self, told: Told, base: MeshSettings) -> MeshSettings:
+    def settings(self, told: RedisAddresses, base: MeshSettings) -> MeshSettings:
         """Those of the head's processes."""
         return dataclasses.replace(
             base,
@@ -68,7 +68,7 @@ class Head:
         Owner(mesh_secret, self.host).write(place.directory)
 
 
-def told_to_hosts(told: Told, settings: MeshSettings) -> dict[str, Any]:
+def told_to_hosts(told: RedisAddresses, settings: MeshSettings) -> dict[str, Any]:
     """What every host that joins is told; see `common.api.gateway.Joined`."""
     authority = Path(told.far_authority).read_text() if told.far_authority else ""
     shared = {name: getattr(settings, name) for name in SHARED if hasattr(settings, name)}

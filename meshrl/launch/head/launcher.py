@@ -45,13 +45,13 @@ from meshrl.launch import plan
 from meshrl.launch.foreground import AGAIN, ENDED, begun
 from meshrl.launch.head import from_copy, trimming
 from meshrl.launch.head.admitting import Admitting
-from meshrl.launch.head.head import Head, told_to_hosts
+from meshrl.launch.head.head import HeadNetwork, told_to_hosts
 from meshrl.launch.head.restoring import put_all_back
 from meshrl.launch.holding import Hold, interruptible
 from meshrl.launch.outward.outward import outward
 from meshrl.launch.redis.server import MeshRedis
-from meshrl.launch.redis.serving import Told
-from meshrl.launch.root import Root
+from meshrl.launch.redis.serving import RedisAddresses
+from meshrl.launch.root import RootProcess
 from meshrl.launch.services import BUDGET, GRACE_S, Services
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ BACK_TRIES = 3  # times that Redis may go back again before the mesh has
 
 
 @dataclass(frozen=True)
-class Shape:
+class MeshShape:
     """What a mesh is made of, when nothing has started yet."""
 
     workers: int = 3
@@ -77,10 +77,12 @@ class Shape:
     rate_down: int = 0
 
 
-class Launcher(Root):
+class Launcher(RootProcess):
     """One mesh from start to stop."""
 
-    def __init__(self, place: MeshPlace, shape: Shape, pool: PoolSettings | None = None) -> None:
+    def __init__(
+        self, place: MeshPlace, shape: MeshShape, pool: PoolSettings | None = None
+    ) -> None:
         """`pool`: its settings; None: as they were when the mesh was started last."""
         self.place, self.shape = place, shape
         self._pool = pool
@@ -88,7 +90,7 @@ class Launcher(Root):
         super().__init__(Services(self.host, self.clock, place), Hold(place))
         self._starts = False  # it may have processes
         self._secret = secrets.token_hex(SECRET_BYTES)
-        self._head = Head.new(place, shape.listen) if shape.listen else None
+        self._head = HeadNetwork.new(place, shape.listen) if shape.listen else None
         self._redis = MeshRedis(
             *(self.host, self.clock, place, self._secret, BUDGET, self._services),
             self._redis_went_back,
@@ -283,7 +285,7 @@ class Launcher(Root):
         users, gone_s, head = self._redis, self.pool.gone_s, self.settings.host
         await Admitting(self.place, self.state, self.clock, users, about, gone_s, head).run()
 
-    def _write_settings(self, told: Told) -> None:
+    def _write_settings(self, told: RedisAddresses) -> None:
         shape = self.shape
         self.settings = MeshSettings(
             redis_url=told.url,
@@ -331,11 +333,11 @@ class Launcher(Root):
         return found
 
 
-def shape_of(place: MeshPlace) -> Shape:
+def shape_of(place: MeshPlace) -> MeshShape:
     """The shape of a mesh that was started before."""
     path = place.shape
     try:
-        return Shape(**read_json(path))
+        return MeshShape(**read_json(path))
     except (Damaged, FileNotFoundError, TypeError) as error:
         raise ConfigError(
             f"{path}, which says what the mesh is made of, is gone or damaged: {error}",
@@ -359,7 +361,7 @@ def pool_of(place: MeshPlace) -> PoolSettings:
 
 async def serve(
     root: Path,
-    shape: Shape,
+    shape: MeshShape,
     pool: PoolSettings,
     health: str = "",
     ready: Callable[[], None] = lambda: None,
@@ -404,22 +406,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="meshrl.launch.head.launcher")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--device", default=Shape.device)
-    parser.add_argument("--bind", default=Shape.bind)
+    parser.add_argument("--device", default=MeshShape.device)
+    parser.add_argument("--bind", default=MeshShape.bind)
     parser.add_argument("--advertise", default="")
-    parser.add_argument("--metrics", default=Shape.metrics)
-    parser.add_argument("--gateway", default=Shape.gateway)
+    parser.add_argument("--metrics", default=MeshShape.metrics)
+    parser.add_argument("--gateway", default=MeshShape.gateway)
     parser.add_argument("--listen", default="")
     parser.add_argument("--encrypt", action=argparse.BooleanOptionalAction)
     parser.add_argument("--rate-up", type=int, default=0)
     parser.add_argument("--rate-down", type=int, default=0)
     parser.add_argument("--health", default="")
     parser.add_argument("--pool", type=json.loads, default={})
-    parser.add_argument("--services", type=taking.taken, default=Shape.takes)
+    parser.add_argument("--services", type=taking.taken, default=MeshShape.takes)
     a = parser.parse_args()
     listening = (a.bind, a.advertise, a.metrics, a.gateway, a.listen)
     rates = (a.rate_up, a.rate_down)
-    shape = Shape(a.workers, a.device, *listening, a.encrypt, a.services, *rates)
+    shape = MeshShape(a.workers, a.device, *listening, a.encrypt, a.services, *rates)
     try:
         code = asyncio.run(serve(a.root, shape, PoolSettings(**a.pool), a.health))
     except MeshError as error:

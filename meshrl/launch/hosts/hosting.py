@@ -46,7 +46,7 @@ from meshrl.launch.foreground import AGAIN, ENDED, ERRORS, NEVER, begun, ended_w
 from meshrl.launch.holding import Hold, interruptible
 from meshrl.launch.hosts import membership, notice
 from meshrl.launch.outward.outward import outward
-from meshrl.launch.root import Root
+from meshrl.launch.root import RootProcess
 from meshrl.launch.services import Services
 
 ROLE = "node"  # as whom the root process itself asks Redis
@@ -97,7 +97,7 @@ class HostShape:
             ) from error
 
 
-class Hosting(Root):
+class Hosting(RootProcess):
     """A host's part of a mesh from start to stop. `failed` is set, with the reason in `why`, when
     it gives up, or belongs to the mesh no more.
     """

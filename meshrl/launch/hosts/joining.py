@@ -31,7 +31,7 @@ from meshrl.launch import plan
 from meshrl.launch.checks import addresses
 from meshrl.launch.console import console
 from meshrl.launch.foreground import point_to
-from meshrl.launch.holding import Held
+from meshrl.launch.holding import DirectoryHeld
 from meshrl.launch.hosts import hosting, invitation, membership
 from meshrl.launch.hosts.hosting import HostShape
 from meshrl.launch.hosts.membership import Membership
@@ -78,7 +78,7 @@ def join(
         )
     if running_launcher(place):
         host = known.host if known is not None else "a host"
-        raise Held(
+        raise DirectoryHeld(
             f"{host} runs in {place.root} already, and is in its mesh",
             fix="`meshrl leave` ends that; --root DIR joins as another host",
         )

@@ -14,7 +14,7 @@ from functools import partial
 from common.base.host.settings import MeshSettings
 from common.mesh.telemetry.endpoint import MetricsEndpoint, health
 from meshrl.launch.outward.host_page import HostPage
-from meshrl.launch.outward.root import Root
+from meshrl.launch.outward.root import RootStatus
 from meshrl.launch.outward.standing import LOOK_S, Standing
 from meshrl.view.metrics.mesh_gauges import read_head
 
@@ -23,7 +23,7 @@ SETTING = "--health"
 
 @asynccontextmanager
 async def outward(
-    root: Root,
+    root: RootStatus,
     stop: asyncio.Event,
     where: str,
     head: bool,

@@ -13,7 +13,7 @@ from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 
 
-class Root(Protocol):
+class RootStatus(Protocol):
     """What a Launcher and a Hosting tell of themselves, on the event loop."""
 
     place: MeshPlace

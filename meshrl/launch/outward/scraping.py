@@ -18,7 +18,7 @@ GET = b"GET /metrics HTTP/1.0\r\n\r\n"
 
 
 @dataclass(frozen=True)
-class Process:
+class MonitoredProcess:
     """One that runs on this host, or that should."""
 
     service: str
@@ -37,23 +37,23 @@ class Process:
 class Scraped:
     """What a process answered in time; `page` is empty when it has none."""
 
-    process: Process
+    process: MonitoredProcess
     up: bool
     page: str = ""
 
 
-def scrape(processes: Sequence[Process], where: str) -> list[Scraped]:
+def scrape(processes: Sequence[MonitoredProcess], where: str) -> list[Scraped]:
     """What each answers, after `ANSWER_S` at most. `where`: as `mesh.metrics`, of this host. Only
     it is asked, whatever address a record has.
     """
     return asyncio.run(_all(processes, where))
 
 
-async def _all(processes: Sequence[Process], where: str) -> list[Scraped]:
+async def _all(processes: Sequence[MonitoredProcess], where: str) -> list[Scraped]:
     return list(await asyncio.gather(*(_one(process, where) for process in processes)))
 
 
-async def _one(process: Process, where: str) -> Scraped:
+async def _one(process: MonitoredProcess, where: str) -> Scraped:
     if not process.alive or not process.metrics:
         return Scraped(process, process.alive)
     host, family = bare(ports(where, "mesh.metrics")[0])

@@ -16,8 +16,8 @@ from common.mesh.telemetry.watchdog import Watchdog
 from common.state import registry
 from common.state.pool.store import store as pool
 from common.state.redis.client import State
-from meshrl.launch.outward.root import Root
-from meshrl.launch.outward.scraping import Process
+from meshrl.launch.outward.root import RootStatus
+from meshrl.launch.outward.scraping import MonitoredProcess
 from meshrl.view.metrics.mesh_gauges import HeadSnapshot
 
 LOOK_S = 5.0  # between two looks: each reads the whole registry, which may have thousands of rows
@@ -43,7 +43,7 @@ class Standing:
 
     def __init__(
         self,
-        root: Root,
+        root: RootStatus,
         stop: asyncio.Event,
         of_mesh: OfMesh | None,
         stall_s: float,
@@ -120,15 +120,17 @@ class Standing:
         silent = [p.service for p in self.processes() if not p.alive]
         return f"{', '.join(silent)} renews no lease" if silent else ""
 
-    def processes(self) -> list[Process]:
+    def processes(self) -> list[MonitoredProcess]:
         """Those of this host that live by their leases, and services that should and do not."""
         alive = [
-            Process(e.name, e.kind, str(e.stats.get("job") or ""), e.metrics)
+            MonitoredProcess(e.name, e.kind, str(e.stats.get("job") or ""), e.metrics)
             for e in self.seen.entries
         ]
         names = {process.service for process in alive}
         missing = [name for name in self._planned if name not in names]
-        return alive + [Process(name, name.partition("/")[0], alive=False) for name in missing]
+        return alive + [
+            MonitoredProcess(name, name.partition("/")[0], alive=False) for name in missing
+        ]
 
     def mesh(self) -> HeadSnapshot | None:
         """The mesh as it was seen within the last seconds; None: that is not known."""

@@ -24,7 +24,7 @@ from meshrl.launch.redis.note import Note, NoteFile
 from meshrl.launch.redis.recorded import RunRecord
 
 
-class Progress:
+class RedisProgress:
     """`known` is as far as it has come. While it is `returning`, the jobs of a Redis that was lost
     are to be put back. `files` are those of the mesh's own, as they were when they were noted last.
     """

@@ -35,8 +35,8 @@ from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import guard, strangers
 from meshrl.launch.redis.aside import complaint, rename
 from meshrl.launch.redis.network import Network, far_url
-from meshrl.launch.redis.progress import Progress
-from meshrl.launch.redis.serving import Serving, Told
+from meshrl.launch.redis.progress import RedisProgress
+from meshrl.launch.redis.serving import RedisAddresses, RedisListening
 from meshrl.launch.redis.users import HostUsers
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
@@ -68,12 +68,12 @@ class MeshRedis(Hooks):
         self._owner, self._went_back = owner, went_back
         self._network = network
         self._users = HostUsers(place.directory, network.head) if network else None
-        self._serving = Serving(place, secret, network, self._users, clock.wall)
+        self._serving = RedisListening(place, secret, network, self._users, clock.wall)
         self.supervisor: Supervisor | None = None
         self.url = embedded.configured_url()  # for the launcher
-        self.told = Told(self.url)  # for all others
+        self.told = RedisAddresses(self.url)  # for all others
         self.why = ""  # why it was not as it had been, when it was let in last
-        self._progress = Progress(place)
+        self._progress = RedisProgress(place)
         self._untold = False  # the mesh has no event yet that tells `why`
         self._own = not self.url
         self._owner_url = self.url
@@ -107,7 +107,7 @@ class MeshRedis(Hooks):
             await guard.wait_until_ready(self.url, self._clock, None, None)
             if self._network is not None:
                 far, authority = far_url(self.url, self._network.listen)
-                self.told = Told(far, authority, far, authority)
+                self.told = RedisAddresses(far, authority, far, authority)
         else:
             if why := await asyncio.to_thread(self._progress.differs):
                 await self._set_aside(why, ROOM_S)

@@ -22,7 +22,7 @@ PROBE_S = 10.0  # for a server to say whether it can do TLS: it takes millisecon
 
 
 @dataclass(frozen=True)
-class Told:
+class RedisAddresses:
     """What settings of processes tell of Redis: on this host, and on those that join."""
 
     url: str = field(repr=False)
@@ -31,7 +31,7 @@ class Told:
     far_authority: str = ""
 
 
-class Serving:
+class RedisListening:
     """The configuration, which is read again whenever the server starts."""
 
     def __init__(
@@ -47,20 +47,20 @@ class Serving:
         self._port = 0  # 0: it is on a socket
         self._listening: tuple[str, Listening] | None = None
 
-    async def configured(self) -> tuple[EmbeddedServer, Told]:
+    async def configured(self) -> tuple[EmbeddedServer, RedisAddresses]:
         """The server, whose configuration is written. StateUnavailable: there is none; ConfigError:
         none that may listen where it is to.
         """
         if self._network is None:
             server, self._port = guard.server_in(self._place, self._secret, self._port)
-            return server, Told(server.url)
+            return server, RedisAddresses(server.url)
         if self._listening is None:
             now = datetime.datetime.fromtimestamp(self._wall(), datetime.UTC)
             chosen = partial(listening_in, self._place, self._network, now)
             self._listening = await asyncio.to_thread(chosen)
         server, at = self.write(), self._listening[1]
         far = self._network.url(at)
-        return server, Told(server.bare_url, server.authority, far, at.authority)
+        return server, RedisAddresses(server.bare_url, server.authority, far, at.authority)
 
     def lost_port(self) -> bool:
         """Whether another process has taken, since it was found free, the port of the server, which

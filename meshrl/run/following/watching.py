@@ -17,7 +17,7 @@ from meshrl.directory.places import read_if_whole
 from meshrl.directory.target import Run, may_live, mesh_meant, row_of, run_of
 from meshrl.run.following import watching_mesh
 from meshrl.run.following.looking import looked
-from meshrl.run.outcome import INTERRUPTED, Outcome, outcome_of
+from meshrl.run.outcome import INTERRUPTED, RunOutcome, outcome_of
 from meshrl.view.history.belonging import Belonging
 from meshrl.view.history.run_snapshot import RunHistory, RunReading, RunSnapshot, snapshot
 from meshrl.view.live.view import view_for
@@ -107,7 +107,7 @@ def watch(chosen: Path | None, mesh: Path | None) -> int:
     return found.status
 
 
-def _seen(run: Run, last: RunSnapshot) -> Outcome:
+def _seen(run: Run, last: RunSnapshot) -> RunOutcome:
     """How the run ended; who records it may not have written that down yet."""
     return replace(
         outcome_of(run, live=False),

@@ -15,7 +15,7 @@ Key = tuple[str, str, bool]
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailureKind:
     """All failures of one kind at one place so far."""
 
     kind: str  # as in `reward raised`
@@ -36,7 +36,7 @@ class Heard:
     """The failures of a run, by kind and place, as its events tell of them."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
-        self._found: dict[Key, Failure] = {}
+        self._found: dict[Key, FailureKind] = {}
         for event in events:
             self.hear(event)
 
@@ -45,25 +45,25 @@ class Heard:
         if event.kind != "failure":
             return
         f = event.fields
-        new = Failure(f["kind"], f["where"], bool(f["evaluation"]), f["text"], f.get("fix", ""))
+        new = FailureKind(f["kind"], f["where"], bool(f["evaluation"]), f["text"], f.get("fix", ""))
         old = self._found.get(new.key, new)
         more = replace(old, count=old.count + f["count"], calls=old.calls + f["calls"])
         self._found[new.key] = more
 
     @property
-    def all(self) -> tuple[Failure, ...]:
+    def all(self) -> tuple[FailureKind, ...]:
         """In the order in which they first came."""
         return tuple(self._found.values())
 
 
-class Told:
+class ShownFailures:
     """Which failures have been shown: each at first with its text, then by its number."""
 
     def __init__(self) -> None:
         self._shown: dict[Key, tuple[int, int]] = {}
         self._counted_s = 0.0
 
-    def news(self, failures: Sequence[Failure], stepped: bool, elapsed_s: float) -> list[str]:
+    def news(self, failures: Sequence[FailureKind], stepped: bool, elapsed_s: float) -> list[str]:
         """Lines for what nobody has seen yet; counts come with each step, or after AGAIN_S."""
         fresh = [f for f in failures if f.key not in self._shown]
         lines = [first(f) for f in fresh]
@@ -76,11 +76,11 @@ class Told:
         self._shown |= {f.key: (f.count, f.calls) for f in fresh}
         return lines
 
-    def _more_calls(self, failure: Failure) -> bool:
+    def _more_calls(self, failure: FailureKind) -> bool:
         return self._shown.get(failure.key, (0, failure.calls))[1] < failure.calls
 
 
-def first(failure: Failure) -> str:
+def first(failure: FailureKind) -> str:
     """The first of a kind: what, where, and what to do."""
     where = f" at {failure.where}" if failure.where else ""
     during = " in evaluation" if failure.evaluation else ""
@@ -88,14 +88,14 @@ def first(failure: Failure) -> str:
     return f"{failure.kind}{during}{where}: {failure.text}{fix}"
 
 
-def counts(failures: Sequence[Failure]) -> str:
+def counts(failures: Sequence[FailureKind]) -> str:
     """`failed so far: reward raised 40 (digits.py:12 in reward())`, most first."""
     ranked = sorted(failures, key=lambda f: (-f.count, -f.calls))
     more = f", and {len(ranked) - SHOWN} more kinds" if len(ranked) > SHOWN else ""
     return "failed so far: " + ", ".join(map(counted, ranked[:SHOWN])) + more
 
 
-def counted(failure: Failure) -> str:
+def counted(failure: FailureKind) -> str:
     """A kind with its numbers."""
     where = f" ({failure.where})" if failure.where else ""
     during = " in evaluation" if failure.evaluation else ""

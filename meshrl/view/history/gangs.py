@@ -48,7 +48,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Mark:
+class TimelineMark:
     """Something that happened at a moment, to some workers (none: to all)."""
 
     at: float  # seconds from the run's start
@@ -125,11 +125,11 @@ class _Seats:
             self.found.append(replace(span, end=min(span.end, at)))
 
 
-def moves(events: Iterable[Event], start_ms: int) -> list[Mark]:
+def moves(events: Iterable[Event], start_ms: int) -> list[TimelineMark]:
     """The moves that ended, well or not, and those that were judged or declined; each with its
     reason and its figures.
     """
-    found: list[Mark] = []
+    found: list[TimelineMark] = []
     workers: dict[str, tuple[str, ...]] = {}
     for event in events:
         fields, at = event.fields, (event.ms - start_ms) / 1000
@@ -137,7 +137,7 @@ def moves(events: Iterable[Event], start_ms: int) -> list[Mark]:
             workers.setdefault(str(fields["resident"]), tuple(fields["workers"]))
         text = reason(event)
         if text:
-            found.append(Mark(at, text, workers.get(str(fields.get("resident")), ())))
+            found.append(TimelineMark(at, text, workers.get(str(fields.get("resident")), ())))
     return found
 
 

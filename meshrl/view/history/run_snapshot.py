@@ -11,7 +11,7 @@ from common.state.events import Event
 from common.state.jobs import ENDED, JobRow, Phase
 from common.state.lifecycle.accounting import COUNTED
 from common.state.registry import Entry
-from meshrl.view.history.failures import Failure, Heard
+from meshrl.view.history.failures import FailureKind, Heard
 from meshrl.view.history.held import OtherLine, others, reason
 from meshrl.view.history.news import ALERTS, is_worth_a_line, told
 from meshrl.view.mesh import prefixes
@@ -68,7 +68,7 @@ class RunSnapshot:
     histogram: tuple[int, ...] = ()
     news: tuple[str, ...] = ()  # the last events worth a line
     alerts: tuple[str, ...] = ()  # every process that ended unasked, and the like, so far
-    failures: tuple[Failure, ...] = ()  # what failed in the job's own code in this session
+    failures: tuple[FailureKind, ...] = ()  # what failed in the job's own code in this session
     trouble: str = ""  # why this is not up to date
     full: str = ""  # which disk is full, and what to do
     quiet: str = ""  # since when the job has made no progress, if that is too long

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from meshrl.view.guard import Guard
+from meshrl.view.guard import WarningGuard
 from meshrl.view.history.run_snapshot import RunSnapshot
 from meshrl.view.live.view import View
 
@@ -15,7 +15,7 @@ class GuardedView:
     """A view of a run whose faults, such as a closed pipe, do not end the run."""
 
     def __init__(self, view: View) -> None:
-        self._view, self._guard = view, Guard()
+        self._view, self._guard = view, WarningGuard()
 
     def __enter__(self) -> Self:
         with self._guard("the view"):

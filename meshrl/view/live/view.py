@@ -21,7 +21,7 @@ from common.job.evaluation_plan import GREEDY, HELD_OUT, SAMPLED
 from common.state.jobs import Phase
 from common.state.pool.workers.rows import Role
 from meshrl.terminal import Console
-from meshrl.view.history.failures import SHOWN, Told, counted, first, lost, of_share
+from meshrl.view.history.failures import SHOWN, ShownFailures, counted, first, lost, of_share
 from meshrl.view.history.held import OtherLine
 from meshrl.view.history.run_snapshot import Evaluation, RunSnapshot
 from meshrl.view.mesh.prefixes import told
@@ -55,10 +55,10 @@ class View(Saying, Protocol):
 
 def view_for(run_dir: Path) -> View:
     """The live view when stdout is a terminal, else lines."""
-    return LiveView(run_dir) if sys.stdout.isatty() else Lines()
+    return LiveView(run_dir) if sys.stdout.isatty() else RunLines()
 
 
-class Lines:
+class RunLines:
     """One line for each step, evaluation and change of phase; for logs and pipes."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Lines:
         self._alerts = 0
         self._quiet = False
         self._held = ""
-        self._failures = Told()
+        self._failures = ShownFailures()
 
     def __enter__(self) -> Self:
         return self

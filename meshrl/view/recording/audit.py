@@ -19,7 +19,7 @@ from meshrl.directory import job_file
 from meshrl.directory.places import existing_run
 from meshrl.terminal import Console
 from meshrl.view.history.held import Going
-from meshrl.view.recording.recorded import Mark, damaged, job_of, read_events
+from meshrl.view.recording.recorded import RecordMark, damaged, job_of, read_events
 
 BEGUN_WITHIN_MS = 10_000  # a group is in the ledger so soon after its admission
 
@@ -78,7 +78,7 @@ def in_flight(run_dir: Path, events: list[Event], job: str) -> int:
 def _marked(run_dir: Path, events: list[Event]) -> int | None:
     """Trajectories in flight, of a record that was closed; None: it goes on, or was cut off."""
     with suppress(Damaged):
-        mark = Mark.of(run_dir)
+        mark = RecordMark.of(run_dir)
         if mark is not None and (not events or mark.event == events[-1].id):
             return mark.samples
     return None

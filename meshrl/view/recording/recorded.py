@@ -32,7 +32,7 @@ EVENTS, METRICS, MARK = "events.jsonl", "metrics.jsonl", "in_flight.json"
 
 
 @dataclass(frozen=True)
-class Mark:
+class RecordMark:
     """Where the record stood when its mesh was stopped last, and what was in flight then."""
 
     event: str = "0"  # the last one
@@ -40,7 +40,7 @@ class Mark:
     samples: int = 0
 
     @classmethod
-    def of(cls, run_dir: Path) -> Mark | None:
+    def of(cls, run_dir: Path) -> RecordMark | None:
         """None: there is none, as after a crash. Damaged."""
         path = run_dir / MARK
         if not path.is_file():
@@ -136,7 +136,7 @@ class Recorded:
         self._events.let_go()
         self._metrics.let_go()
 
-    def see(self, mark: Mark | None) -> None:
+    def see(self, mark: RecordMark | None) -> None:
         """Takes in where an earlier session stood: what ends before it is an older copy, or cut."""
         if mark is not None and events.order(mark.event) > events.order(self.last):
             self.wrong.setdefault(EVENTS, f"it ends before event {mark.event}, which was recorded")

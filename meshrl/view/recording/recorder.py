@@ -40,11 +40,11 @@ from meshrl.view.recording.recorded import (
     EVENTS,
     MARK,
     METRICS,
-    Mark,
     Recorded,
+    RecordMark,
     last_step,
 )
-from meshrl.view.recording.room import Room
+from meshrl.view.recording.room import RoomForWrites
 from meshrl.view.recording.running_mesh import RunningMesh
 from meshrl.view.recording.trackers import TRACKING, Trackers
 from meshrl.view.recording.usage import Tally
@@ -87,7 +87,9 @@ class Recorder:
         """Reads what is recorded already, and writes nothing."""
         self.recorded = Recorded(self.run_dir, self.job)
         self.tally = self._unless_damaged("usage", "usage.json", Tally.read) or Tally()
-        self.recorded.see(self._unless_damaged("mark", MARK, lambda path: Mark.of(path.parent)))
+        self.recorded.see(
+            self._unless_damaged("mark", MARK, lambda path: RecordMark.of(path.parent))
+        )
         self._evaluated = evaluated(self.recorded.known, self.job)
         self._seen = self.recorded.last  # the last event of the stream
         self._unshown = True  # what is recorded, until this session's trackers have it
@@ -177,7 +179,7 @@ class Recorder:
         """A last look, when the services have ended: what is in flight now stays so. Waits for room
         on a full disk, until it is `given_up`: the next session records what is left.
         """
-        room = Room(self._clock, given_up)
+        room = RoomForWrites(self._clock, given_up)
         await room.write(lambda: self._count_cpu(force=True))
         await self.look()
         while self._refused and not room.over(self._refused):

@@ -11,7 +11,7 @@ from common.base.errors import StorageFull
 LOOK_S = 0.5
 
 
-class Room:
+class RoomForWrites:
     """Writes that wait, until they are `given_up`."""
 
     def __init__(self, clock: Clock, given_up: Callable[[], bool] = lambda: False) -> None:

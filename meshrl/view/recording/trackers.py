@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from common.base.errors import MeshError, PeerLost, StorageFull
 from meshrl.directory.places import write_json
 from meshrl.job.checks.file.extras import TRACKERS
-from meshrl.view.guard import Guard
+from meshrl.view.guard import WarningGuard
 from meshrl.view.recording import samples
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class Trackers:
 
     def __init__(self, trackers: list[TrackerProcess], path: Path) -> None:
         self.trackers, self._path = trackers, path
-        self._guard = Guard()
+        self._guard = WarningGuard()
 
     @classmethod
     def of(
@@ -217,7 +217,7 @@ class Trackers:
         """The trackers that the job of a run directory asks for, where an earlier session left
         them. `held` is what `job.json` says, `known` what that session wrote down.
         """
-        path, guard = run_dir / TRACKING, Guard()
+        path, guard = run_dir / TRACKING, WarningGuard()
         asked = held["document"].get("tracking", {})
         made = []
         for name in TRACKERS:

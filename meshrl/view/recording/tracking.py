@@ -21,7 +21,7 @@ Rows = list[dict[str, Any]]  # of a table, all with the same keys
 TITLE = "evaluation/samples"
 
 
-class Tracker(Protocol):
+class RunTracker(Protocol):
     def show(self, step: int, values: Values, wall: float) -> None: ...
     def table(self, step: int, rows: Rows, wall: float) -> None:
         """Trajectories of an evaluation, for reading."""
@@ -144,7 +144,7 @@ def markdown(row: dict[str, Any]) -> str:
     return f"**{head}**{blocks}"
 
 
-TRACKERS: dict[str, Callable[[dict[str, Any]], Tracker]] = {
+TRACKERS: dict[str, Callable[[dict[str, Any]], RunTracker]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
     "trackio": Trackio,
@@ -158,7 +158,7 @@ def serve(name: str, channel: Channel) -> None:
     first = channel.recv()
     if first is None:
         return
-    tracker: Tracker = TRACKERS[name](json.loads(first))
+    tracker: RunTracker = TRACKERS[name](json.loads(first))
     channel.send(b"ready")
     while (frame := channel.recv()) is not None:
         for record in json.loads(frame):

@@ -9,7 +9,7 @@ from common.base.files.lines import whole
 from common.state.events import Event
 from meshrl.directory.places import read_json, shown
 from meshrl.view.history import gangs
-from meshrl.view.history.gangs import Mark
+from meshrl.view.history.gangs import TimelineMark
 from meshrl.view.history.news import told, unforeseen
 from meshrl.view.history.run_snapshot import Evaluation, evaluation
 from meshrl.view.recording import samples
@@ -59,7 +59,7 @@ def draw(run_dir: Path, directory: Path) -> list[Path]:
     written = [png.lines(figure, directory) for figure in every]
     start_ms = events[0].ms if events else 0
     end = (events[-1].ms - start_ms) / 1000 if events else 0.0
-    faults = [Mark((e.ms - start_ms) / 1000, told(e)) for e in events if unforeseen(e)]
+    faults = [TimelineMark((e.ms - start_ms) / 1000, told(e)) for e in events if unforeseen(e)]
     about = gangs.spans(events, start_ms, end), gangs.moves(events, start_ms), faults, end
     written.append(png.workers(TIMELINE, *about, directory))
     return [path for path in written if path is not None]

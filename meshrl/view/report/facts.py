@@ -9,7 +9,7 @@ from rich.table import Table
 
 from common.job.evaluation_plan import HELD_OUT
 from meshrl.terminal import Console
-from meshrl.view.history.failures import Failure, counts, of_share
+from meshrl.view.history.failures import FailureKind, counts, of_share
 from meshrl.view.live.view import clock
 from meshrl.view.mesh.prefixes import told
 
@@ -80,7 +80,7 @@ def _workers(found: dict[str, Any]) -> str:
 
 def _failed(found: dict[str, Any]) -> list[tuple[str, str]]:
     """The share of trajectories that failed, and why."""
-    kinds = [Failure(**failure) for failure in found["failures"]]
+    kinds = [FailureKind(**failure) for failure in found["failures"]]
     if not kinds and not found["typed_drops"]:
         return []
     why = counts(kinds).removeprefix("failed so far: ") if kinds else ""

@@ -9,8 +9,8 @@ from typing import Any
 from common.state.events import Event
 from meshrl.view.history import gangs
 from meshrl.view.history.decided import decisions
-from meshrl.view.history.failures import Failure, counted
-from meshrl.view.history.gangs import Mark
+from meshrl.view.history.failures import FailureKind, counted
+from meshrl.view.history.gangs import TimelineMark
 from meshrl.view.history.news import told, unforeseen
 from meshrl.view.history.run_snapshot import Evaluation
 from meshrl.view.report import figures, sections, timeline
@@ -49,7 +49,7 @@ def html(
     end = (events[-1].ms - start_ms) / 1000 if events else 1.0
     news = [((e.ms - start_ms) / 1000, told(e)) for e in events]
     news = [(second, text) for second, text in news if text]
-    faults = [Mark((e.ms - start_ms) / 1000, told(e)) for e in events if unforeseen(e)]
+    faults = [TimelineMark((e.ms - start_ms) / 1000, told(e)) for e in events if unforeseen(e)]
     shown, marks = gangs.spans(events, start_ms, end), gangs.moves(events, start_ms)
     every = [
         ("Summary", _table(facts(found))),
@@ -85,7 +85,7 @@ def _read(kept: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def _failures(found: dict[str, Any]) -> list[tuple[str, str]]:
     """What failed in the job's own code, by kind and place."""
-    kinds = [Failure(**failure) for failure in found["failures"]]
+    kinds = [FailureKind(**failure) for failure in found["failures"]]
     rows = [(counted(f), ". ".join(filter(None, (f.text, f.fix)))) for f in kinds]
     return [("Failed trajectories", _table(rows))] if rows else []
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from common.base.errors import NotFound
 from meshrl.view.history import gangs
-from meshrl.view.history.gangs import Mark, Span
+from meshrl.view.history.gangs import Span, TimelineMark
 from meshrl.view.report import timeline
 from meshrl.view.report.charts import Figure, color
 
@@ -56,8 +56,8 @@ def lines(figure: Figure, directory: Path, x_label: str = "step") -> Path | None
 def workers(
     title: str,
     spans: Sequence[Span],
-    moves: Sequence[Mark],
-    faults: Sequence[Mark],
+    moves: Sequence[TimelineMark],
+    faults: Sequence[TimelineMark],
     end: float,
     directory: Path,
 ) -> Path | None:

@@ -18,12 +18,12 @@ from common.state.jobs import Phase
 from common.state.lifecycle.accounting import WRONG
 from meshrl.directory.exporting import command
 from meshrl.directory.places import write_json
-from meshrl.view.guard import Guard
+from meshrl.view.guard import WarningGuard
 from meshrl.view.history.run_snapshot import Evaluation, RunSnapshot
 from meshrl.view.recording import audit, samples, summary
 from meshrl.view.recording.recorded import rare_events, read_events, thinned
 from meshrl.view.recording.recorder import Recorder
-from meshrl.view.recording.room import Room
+from meshrl.view.recording.room import RoomForWrites
 from meshrl.view.recording.running_mesh import RunningMesh
 from meshrl.view.report.page import html
 from meshrl.view.trace import writing as traced
@@ -38,7 +38,7 @@ async def write(recorder: Recorder, given_up: Callable[[], bool] = lambda: False
     """Writes what a run leaves behind, whatever its end; returns the summary. Waits for room on a
     full disk, until it is `given_up`.
     """
-    room, guard = Room(recorder.mesh.clock, given_up), Guard()
+    room, guard = RoomForWrites(recorder.mesh.clock, given_up), WarningGuard()
     run_dir, document = recorder.run_dir, recorder.held["document"]
     events = read_events(run_dir)
     evaluations = list(recorder.shot.evaluations) if recorder.shot else []
@@ -60,7 +60,7 @@ async def write(recorder: Recorder, given_up: Callable[[], bool] = lambda: False
 
 
 def _summary(
-    recorder: Recorder, events: list[Event], evaluations: list[Evaluation], guard: Guard
+    recorder: Recorder, events: list[Event], evaluations: list[Evaluation], guard: WarningGuard
 ) -> dict[str, Any]:
     """Return a run's summary; how the run ended is in it even if the rest cannot be made."""
     shot, job = recorder.shot, recorder.job

@@ -9,7 +9,7 @@ from html import escape
 
 from common.state.pool.workers.rows import Role
 from meshrl.view.history import gangs
-from meshrl.view.history.gangs import Mark, Span
+from meshrl.view.history.gangs import Span, TimelineMark
 from meshrl.view.report.charts import BOTTOM, LEFT, TOP, Plot, legend, svg, ticks
 
 COLORS: dict[str, str] = {
@@ -22,7 +22,9 @@ ROW = 26  # height of a row
 PALE = 0.35  # how a resident shows that starts, drains or sleeps
 
 
-def drawn(spans: Sequence[Span], moves: Sequence[Mark], faults: Sequence[Mark], end: float) -> str:
+def drawn(
+    spans: Sequence[Span], moves: Sequence[TimelineMark], faults: Sequence[TimelineMark], end: float
+) -> str:
     """The chart of a run that has lasted `end` seconds; an empty one says so."""
     rows = gangs.rows(spans)
     if not rows:
@@ -75,7 +77,7 @@ def _span(plot: Plot, lane: int, lanes: int, top: float, span: Span) -> str:
     )
 
 
-def _move(plot: Plot, top: float, mark: Mark) -> str:
+def _move(plot: Plot, top: float, mark: TimelineMark) -> str:
     x = plot.x(mark.at)
     y = top + ROW - 4
     points = f"{x - 5:.1f},{y:.1f} {x + 5:.1f},{y:.1f} {x:.1f},{y - 10:.1f}"

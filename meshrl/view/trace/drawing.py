@@ -29,7 +29,7 @@ PHASES = {
 
 
 @dataclass
-class Noted:
+class TraceNotes:
     """What the processes of a run have noted, by the name of each."""
 
     shards: dict[str, list[Row]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Noted:
             yield from rows
 
 
-def drawn(noted: Noted, events: Sequence[RunEvent]) -> Iterator[Event]:
+def drawn(noted: TraceNotes, events: Sequence[RunEvent]) -> Iterator[Event]:
     """The events of a trace of a run, whose events are in order."""
     begun = [float(row["at"]) for row in noted.rows()] + [e.ms / 1000 for e in events[:1]]
     tracks = Tracks(min(begun, default=0.0))

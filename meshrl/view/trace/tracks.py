@@ -43,7 +43,7 @@ class Bar:
 
 
 @dataclass
-class Process:
+class TraceProcess:
     """A group of tracks, under one name."""
 
     pid: int
@@ -56,14 +56,14 @@ class Tracks:
 
     def __init__(self, began_s: float) -> None:
         self._began_s = began_s
-        self._processes: dict[str, Process] = {}
+        self._processes: dict[str, TraceProcess] = {}
 
-    def process(self, name: str) -> tuple[Process, list[Event]]:
+    def process(self, name: str) -> tuple[TraceProcess, list[Event]]:
         """The process of that name, and the events that name it if it is new."""
         found = self._processes.get(name)
         if found is not None:
             return found, []
-        made = self._processes[name] = Process(len(self._processes) + 1, name)
+        made = self._processes[name] = TraceProcess(len(self._processes) + 1, name)
         order = {"sort_index": made.pid}
         return made, [
             _about("process_name", made.pid, 0, {"name": name}),

@@ -18,7 +18,7 @@ from common.base.files.lines import whole
 from common.state.events import Event
 from meshrl.directory.places import shown
 from meshrl.view.recording.recorded import read_events
-from meshrl.view.trace.drawing import Noted, Row, drawn, name_of
+from meshrl.view.trace.drawing import Row, TraceNotes, drawn, name_of
 from meshrl.view.trace.tracks import Event as TraceEvent
 
 NAME = "trace.json"
@@ -67,9 +67,9 @@ def _for_this_user(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def noted(run_dir: Path) -> Noted:
+def noted(run_dir: Path) -> TraceNotes:
     """What the processes of a run have noted; lines that are torn or damaged are left out."""
-    found = Noted()
+    found = TraceNotes()
     for path in sorted((run_dir / FOLDER).glob("*.jsonl"), key=_age):
         kind, name = name_of(path)
         rows: deque[Row] = deque(whole(path), maxlen=MOST)

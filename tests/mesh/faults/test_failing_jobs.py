@@ -22,7 +22,7 @@ from common.state import events, jobs
 from meshrl.commands.status import diagnosis
 from meshrl.directory.places import MeshPlace
 from meshrl.job import bundle, jobfile
-from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.launch.head.launcher import Launcher, MeshShape
 from tests.load import scaled
 from tests.mesh.running import JOB
 
@@ -36,7 +36,7 @@ Changes = dict[str, dict[str, Any]]
 @pytest.fixture
 async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Launcher]:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    launcher = Launcher(MeshPlace(tmp_path / "m"), Shape(workers=2))
+    launcher = Launcher(MeshPlace(tmp_path / "m"), MeshShape(workers=2))
     await launcher.start()
     yield launcher
     await launcher.stop()

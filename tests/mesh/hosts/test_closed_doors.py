@@ -22,7 +22,7 @@ from common.state.redis.client import State
 from meshrl.cli import app
 from meshrl.directory.places import MeshPlace
 from meshrl.launch import leftovers
-from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.launch.head.launcher import Launcher, MeshShape
 from meshrl.launch.redis import certificate
 from tests.mesh.hosts.joining import submitted, until
 
@@ -34,7 +34,9 @@ KEPT = ("settings.json", owner.FILE, certificate.KEY, certificate.AUTHORITY_KEY)
 @pytest.fixture
 async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Launcher]:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    launcher = Launcher(MeshPlace(tmp_path / "head"), Shape(workers=1, listen="tcp://127.0.0.1:*"))
+    launcher = Launcher(
+        MeshPlace(tmp_path / "head"), MeshShape(workers=1, listen="tcp://127.0.0.1:*")
+    )
     await launcher.start()
     yield launcher
     await launcher.stop()

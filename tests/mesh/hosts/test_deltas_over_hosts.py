@@ -12,7 +12,7 @@ import pytest
 from common.state import jobs, registry
 from common.state.pool.store import store as pool
 from meshrl.directory.places import MeshPlace
-from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.launch.head.launcher import Launcher, MeshShape
 from tests.mesh.hosts.joining import beside, submitted, until
 
 pytestmark = pytest.mark.timeout(300)
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture
 async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Launcher]:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    launcher = Launcher(MeshPlace(tmp_path / "head"), Shape(workers=0))
+    launcher = Launcher(MeshPlace(tmp_path / "head"), MeshShape(workers=0))
     await launcher.start()
     yield launcher
     await launcher.stop()

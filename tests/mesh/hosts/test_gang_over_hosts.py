@@ -12,7 +12,7 @@ import pytest
 from common.state import events, jobs, registry
 from common.state.pool.workers.settings import PoolSettings
 from meshrl.directory.places import MeshPlace
-from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.launch.head.launcher import Launcher, MeshShape
 from tests.load import scaled
 from tests.mesh.hosts.hidden import HiddenHost
 from tests.mesh.hosts.joining import submitted, until
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.needs("root")]
 async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Launcher]:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
     pool = PoolSettings(gangs="network", short_s=scaled(120.0))  # the second host may come late
-    launcher = Launcher(MeshPlace(tmp_path / "head"), Shape(workers=1), pool)
+    launcher = Launcher(MeshPlace(tmp_path / "head"), MeshShape(workers=1), pool)
     await launcher.start()
     yield launcher
     await launcher.stop()

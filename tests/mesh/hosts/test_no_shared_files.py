@@ -15,7 +15,7 @@ from common.records.checkpoints import all_checkpoints, verified
 from common.state import events, jobs, registry
 from common.state.pool.store import store as pool
 from meshrl.directory.places import MeshPlace
-from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.launch.head.launcher import Launcher, MeshShape
 from meshrl.remote_logs import RemoteLogs
 from meshrl.view.recording import samples
 from meshrl.view.trace import writing
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("root")]
 @pytest.fixture
 async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Launcher]:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    launcher = Launcher(MeshPlace(tmp_path / "head"), Shape(workers=0))
+    launcher = Launcher(MeshPlace(tmp_path / "head"), MeshShape(workers=0))
     await launcher.start()
     yield launcher
     await launcher.stop()

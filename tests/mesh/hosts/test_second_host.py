@@ -25,7 +25,7 @@ from common.state.pool.store import store as pool
 from meshrl.cli import app
 from meshrl.directory.places import MeshPlace
 from meshrl.launch import leftovers
-from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.launch.head.launcher import Launcher, MeshShape
 from tests.load import scaled
 from tests.mesh.hosts.joining import JoinedHost, beside, submitted, until
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(SILENT_S)
 @pytest.fixture
 async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Launcher]:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    launcher = Launcher(MeshPlace(tmp_path / "head"), Shape(workers=1))
+    launcher = Launcher(MeshPlace(tmp_path / "head"), MeshShape(workers=1))
     await launcher.start()
     yield launcher
     await launcher.stop()

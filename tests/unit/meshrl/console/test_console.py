@@ -18,7 +18,7 @@ from common.base.errors import ConfigError
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.console import console, followed
 from meshrl.launch.console.followed import MOST_BYTES, Followed
-from meshrl.launch.console.output import Output
+from meshrl.launch.console.output import ObjectOutput
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]
@@ -103,7 +103,7 @@ def test_a_log_that_is_gone_is_told_to_its_last_word_and_begun_anew(told: Told) 
 
 def test_no_log_is_looked_at_for_ever(tmp_path: Path) -> None:
     reads, writes = os.pipe()
-    following = console.Console(tmp_path, Output(writes))
+    following = console.LogPrinter(tmp_path, ObjectOutput(writes))
     following.start()
     for number in range(3):
         (tmp_path / f"{number}.log").write_text("x\n")
@@ -128,7 +128,7 @@ def test_who_hangs_up_or_does_not_read_ends_nothing_and_hinders_no_end(told: Tol
 
 def test_a_reader_that_has_gone_is_written_to_no_more() -> None:
     reads, writes = os.pipe()
-    output = Output(writes)
+    output = ObjectOutput(writes)
     os.close(reads)
     output.add("x\n")
     output.write(1.0)
@@ -138,7 +138,7 @@ def test_a_reader_that_has_gone_is_written_to_no_more() -> None:
 
 def test_a_full_pipe_takes_the_rest_later_and_whole() -> None:
     reads, writes = os.pipe()
-    output, text = Output(writes), "".join(f"{i:07d}\n" for i in range(40_000))
+    output, text = ObjectOutput(writes), "".join(f"{i:07d}\n" for i in range(40_000))
     output.add(text)
     output.write(0.0)
     assert output.stuck

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.launch.console.lines import Lines
+from meshrl.launch.console.lines import LogObjects
 
 NOW = "2026-11-23T12:00:00Z"
 TRACEBACK = """\
@@ -19,7 +19,7 @@ ZeroDivisionError: division by zero"""
 
 
 def objects(*lines: str, service: str = "planner-0") -> list[dict[str, Any]]:
-    log = Lines(service)
+    log = LogObjects(service)
     found = [text for line in lines for text in log.take(line, NOW)]
     return [json.loads(text) for text in [*found, *log.rest(NOW)]]
 

@@ -29,7 +29,7 @@ from common.mesh.telemetry.endpoint import MetricsEndpoint
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.checks import addresses
 from meshrl.launch.foreground import AGAIN, ENDED, NEVER, begun, ended, ended_with, status_of
-from meshrl.launch.holding import Held, Hold
+from meshrl.launch.holding import DirectoryHeld, Hold
 from meshrl.launch.redis.network import Network
 
 WITHIN_S = 30.0
@@ -40,7 +40,9 @@ def test_a_mistake_is_not_to_be_tried_again(kind: type[MeshError]) -> None:
     assert status_of(kind("no")) == NEVER
 
 
-@pytest.mark.parametrize("kind", [DeadlineExceeded, PeerLost, StateUnavailable, StorageFull, Held])
+@pytest.mark.parametrize(
+    "kind", [DeadlineExceeded, PeerLost, StateUnavailable, StorageFull, DirectoryHeld]
+)
 def test_what_may_be_otherwise_soon_is(kind: type[MeshError]) -> None:
     assert status_of(kind("not now")) == AGAIN
 

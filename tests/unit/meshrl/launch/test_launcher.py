@@ -20,7 +20,7 @@ from common.state.server.rollback import JobMark
 from meshrl.commands.status import diagnosis
 from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch import leftovers
-from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.launch.head.launcher import Launcher, MeshShape
 from meshrl.launch.redis import guard
 from meshrl.launch.redis import note as notes
 from tests.contract.state.state_bench import JOB, Bench, document
@@ -33,7 +33,7 @@ PATIENCE_S = 60.0
 @pytest.fixture
 async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Launcher]:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    launcher = Launcher(MeshPlace(tmp_path), Shape(workers=2))
+    launcher = Launcher(MeshPlace(tmp_path), MeshShape(workers=2))
     await launcher.start()
     yield launcher
     await launcher.stop()
@@ -116,7 +116,7 @@ async def test_a_redis_that_goes_back_while_the_mesh_starts_is_begun_anew_once_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    mesh = Launcher(MeshPlace(tmp_path), Shape(workers=1))
+    mesh = Launcher(MeshPlace(tmp_path), MeshShape(workers=1))
     run_dir = tmp_path / "a run"
     run_dir.mkdir()
     write_json(run_dir / "job.json", {"job": JOB, "document": document()})
@@ -146,7 +146,7 @@ async def test_a_start_that_fails_leaves_nothing_that_had_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    mesh = Launcher(MeshPlace(tmp_path), Shape(workers=1))
+    mesh = Launcher(MeshPlace(tmp_path), MeshShape(workers=1))
     left: list[asyncio.subprocess.Process] = []
 
     async def begin() -> None:
@@ -168,5 +168,5 @@ async def test_a_start_that_fails_leaves_nothing_that_had_begun(
 
 async def test_a_second_launcher_in_one_place_is_refused(mesh: Launcher) -> None:
     with pytest.raises(Refused, match="meshrl down"):
-        await Launcher(mesh.place, Shape(workers=2)).start()
+        await Launcher(mesh.place, MeshShape(workers=2)).start()
     assert await alive(mesh)

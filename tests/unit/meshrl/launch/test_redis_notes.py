@@ -24,7 +24,7 @@ from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.restoring import put_back
 from meshrl.launch.redis import note as notes
 from meshrl.launch.redis.note import Note, NoteFile
-from meshrl.launch.redis.progress import Progress
+from meshrl.launch.redis.progress import RedisProgress
 from sim.disk import Disk
 from sim.redis.state import simulated_as, simulated_state
 from tests.contract.state.state_bench import JOB, document
@@ -52,7 +52,7 @@ def note_of(**one: int | str) -> Note:
 class Busy(State):
     """A Redis in which an event comes, and becomes known, while it is being looked at."""
 
-    progress: Progress | None = None
+    progress: RedisProgress | None = None
 
     async def run(self, script: str, keys: list[str], *args: Any) -> Any:
         """Answer a script; before `job_marks`, which ends a look, another event comes."""
@@ -63,7 +63,7 @@ class Busy(State):
 
 
 async def test_an_event_that_comes_during_a_look_does_not_make_redis_look_older(root: Path) -> None:
-    progress = Progress(MeshPlace(root))
+    progress = RedisProgress(MeshPlace(root))
     state = simulated_as(Busy, SystemClock())
     assert isinstance(state, Busy)
     await events.append(state, "note", {})

@@ -7,15 +7,17 @@ import pytest
 from common.base.errors import ConfigError
 from common.state.pool.placing.taking import ALL, taken, written
 from meshrl.launch.plan import agent
-from meshrl.launch.roles import Role, role
+from meshrl.launch.roles import HostRole, role
 from services.node.__main__ import parser
 
 
 def test_a_host_gives_workers_and_takes_all_services_unless_it_says_otherwise() -> None:
-    assert role(0, "cpu", False, None, 3) == Role(3, "cpu", ("shards", "sandboxes"))
-    assert role(0, "cuda", False, "shards", 3) == Role(0, "cuda", ("shards",))
-    assert role(0, "cpu", True, "sandboxes,shards", 3) == Role(0, "cpu", ("shards", "sandboxes"))
-    assert role(1, "cpu", False, "none") == Role(1, "cpu", ())
+    assert role(0, "cpu", False, None, 3) == HostRole(3, "cpu", ("shards", "sandboxes"))
+    assert role(0, "cuda", False, "shards", 3) == HostRole(0, "cuda", ("shards",))
+    assert role(0, "cpu", True, "sandboxes,shards", 3) == HostRole(
+        0, "cpu", ("shards", "sandboxes")
+    )
+    assert role(1, "cpu", False, "none") == HostRole(1, "cpu", ())
 
 
 @pytest.mark.parametrize(

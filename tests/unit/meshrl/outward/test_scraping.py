@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from meshrl.launch.outward.scraping import Process, scrape
+from meshrl.launch.outward.scraping import MonitoredProcess, scrape
 from tests.load import scaled
 
 HERE = "127.0.0.1:*"
@@ -44,8 +44,8 @@ def answering(
         ended.set()
 
 
-def process(port: int, name: str = "engine/0") -> Process:
-    return Process(name, "engine", metrics=f"http://127.0.0.1:{port}")
+def process(port: int, name: str = "engine/0") -> MonitoredProcess:
+    return MonitoredProcess(name, "engine", metrics=f"http://127.0.0.1:{port}")
 
 
 def test_what_hangs_drips_or_is_gone_is_down_and_the_rest_is_asked_at_the_same_time() -> None:
@@ -73,7 +73,7 @@ def test_what_hangs_drips_or_is_gone_is_down_and_the_rest_is_asked_at_the_same_t
 
 
 def test_one_without_a_page_is_up_by_its_lease() -> None:
-    found = scrape([Process("a", "a"), Process("b", "b", alive=False)], HERE)
+    found = scrape([MonitoredProcess("a", "a"), MonitoredProcess("b", "b", alive=False)], HERE)
     assert [(one.process.service, one.up, one.page) for one in found] == [
         ("a", True, ""),
         ("b", False, ""),
@@ -82,5 +82,5 @@ def test_one_without_a_page_is_up_by_its_lease() -> None:
 
 def test_no_other_host_is_asked_whatever_a_record_says() -> None:
     with answering(PAGE) as port:
-        elsewhere = Process("a", "a", metrics=f"http://192.0.2.1:{port}")
+        elsewhere = MonitoredProcess("a", "a", metrics=f"http://192.0.2.1:{port}")
         assert scrape([elsewhere], "0.0.0.0:*")[0].page == "x 1\n"

@@ -12,7 +12,7 @@ from common.job.config import JobConfig
 from common.state import jobs
 from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace, read_json, write_json
-from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.launch.head.launcher import Launcher, MeshShape
 from meshrl.run.restoring import record_of
 
 JOB = "sum"
@@ -30,7 +30,7 @@ def test_the_copy_in_redis_is_used_and_without_one_it_is_said_what_to_do(tmp_pat
     async def submit(state: State) -> None:
         await jobs.submit(state, JOB, document, str(tmp_path), "submit")
 
-    asyncio.run(Launcher(MeshPlace(tmp_path), Shape()).ask_redis(submit))
+    asyncio.run(Launcher(MeshPlace(tmp_path), MeshShape()).ask_redis(submit))
     assert record_of(tmp_path) == {"job": JOB, "document": document}
     assert (tmp_path / "quarantine/job.json").read_bytes() == whole[:-9]
     assert read_json(path)["job"] == JOB

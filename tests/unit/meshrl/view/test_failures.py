@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from common.state.events import Event
-from meshrl.view.history.failures import AGAIN_S, Heard, Told, of_share
+from meshrl.view.history.failures import AGAIN_S, Heard, ShownFailures, of_share
 from meshrl.view.history.run_snapshot import RunHistory, evaluation, snapshot
-from meshrl.view.live.view import Lines, evaluation_line, step_line
+from meshrl.view.live.view import RunLines, evaluation_line, step_line
 from tests.unit.meshrl.view.test_watch import reading, row
 
 WHERE = "digits.py:12 in reward()"
@@ -30,7 +30,7 @@ def failure(count: int = 1, **more: Any) -> Event:
 
 
 def test_the_first_of_each_kind_is_said_at_once_and_then_its_count_with_each_step() -> None:
-    heard, told = Heard([failure()]), Told()
+    heard, told = Heard([failure()]), ShownFailures()
     assert told.news(heard.all, False, 1.0) == [f"reward raised at {WHERE}: ValueError: no"]
     heard.hear(failure(5))
     assert told.news(heard.all, False, 2.0) == []
@@ -49,7 +49,7 @@ def test_plain_lines_tell_of_failures_and_of_each_steps_share(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shot = snapshot(reading(10.0, 0.0, failure(3)), RunHistory())
-    lines = Lines()
+    lines = RunLines()
     lines.show(shot, [])
     assert f"reward raised at {WHERE}: ValueError: no" in capsys.readouterr().out
     assert "  failed 12 %  " in step_line(row(1, failed_share=0.125), shot)

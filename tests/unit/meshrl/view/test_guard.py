@@ -13,10 +13,10 @@ import pytest
 from common.job.config import JobConfig
 from common.state.events import Event
 from meshrl.directory.places import MeshPlace, write_json
-from meshrl.launch.head.launcher import Launcher, Shape
-from meshrl.view.guard import Guard
+from meshrl.launch.head.launcher import Launcher, MeshShape
+from meshrl.view.guard import WarningGuard
 from meshrl.view.live.guarded import GuardedView
-from meshrl.view.live.view import Lines
+from meshrl.view.live.view import RunLines
 from meshrl.view.recording.recorder import Recorder
 from meshrl.view.report import report
 
@@ -24,7 +24,7 @@ from meshrl.view.report import report
 async def test_a_report_and_trackers_that_fail_cost_a_run_a_warning_and_no_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launcher, run_dir = Launcher(MeshPlace(tmp_path), Shape()), tmp_path / "one"
+    launcher, run_dir = Launcher(MeshPlace(tmp_path), MeshShape()), tmp_path / "one"
     document = JobConfig(name="one").document()
     tracking = {"tensorboard": True, "trace": True}
     held = {"job": "one", "document": document | {"tracking": tracking}}
@@ -48,7 +48,7 @@ async def test_a_report_and_trackers_that_fail_cost_a_run_a_warning_and_no_resul
 
 def test_a_guarded_fault_is_one_warning_with_its_place() -> None:
     said: list[str] = []
-    guard = Guard(said.append)
+    guard = WarningGuard(said.append)
     for _ in range(3):
         with guard("the chart"):
             [].pop()
@@ -64,7 +64,7 @@ class ClosedPipe(io.StringIO):
 def test_a_view_whose_output_is_closed_does_not_end_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with contextlib.redirect_stdout(ClosedPipe()), GuardedView(Lines()) as view:
+    with contextlib.redirect_stdout(ClosedPipe()), GuardedView(RunLines()) as view:
         view.say("one")
         view.say("two")
     assert capsys.readouterr().err.count("BrokenPipeError") == 1

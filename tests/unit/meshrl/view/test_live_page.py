@@ -14,7 +14,7 @@ import pytest
 from common.job.config import JobConfig
 from common.state import jobs
 from meshrl.directory.places import MeshPlace, write_json
-from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.launch.head.launcher import Launcher, MeshShape
 from meshrl.run import session
 from meshrl.view.recording.recorder import Recorder
 from meshrl.view.report import report
@@ -30,7 +30,7 @@ class Followed:
     def __init__(self, directory: Path) -> None:
         self.run_dir = directory / "one"
         self.page = self.run_dir / "report.html"
-        self.launcher = Launcher(MeshPlace(directory), Shape())
+        self.launcher = Launcher(MeshPlace(directory), MeshShape())
         self.launcher.state = simulated_state(self.launcher.clock)
         self.stop = asyncio.Event()
 

@@ -22,7 +22,7 @@ from common.state.redis.client import State
 from common.state.server.rollback import JobMark
 from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.directory.target import run_in
-from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.launch.head.launcher import Launcher, MeshShape
 from meshrl.launch.head.restoring import put_back
 from meshrl.run.outcome import outcome_of
 from meshrl.view.recording.recorded import Recorded, read_events
@@ -66,7 +66,7 @@ class Run:
 
     def __init__(self, directory: Path, state: type[State] = State) -> None:
         self.directory = directory
-        self.launcher = Launcher(MeshPlace(directory), Shape())
+        self.launcher = Launcher(MeshPlace(directory), MeshShape())
         self.launcher.state = simulated_as(state, self.launcher.clock)
 
     async def begin(self) -> None:

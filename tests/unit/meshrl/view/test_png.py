@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.base.errors import NotFound
-from meshrl.view.history.gangs import Mark, Span
+from meshrl.view.history.gangs import Span, TimelineMark
 from meshrl.view.report import png
 from meshrl.view.report.charts import Figure, Series
 from tests.load import scaled
@@ -33,8 +33,8 @@ def test_the_timeline_of_workers_is_one_too(tmp_path: Path) -> None:
         Span("w0 w1", "training", "ready", 0.0, 9.0),
         Span("w1", "rollout", "leaving", 2.0, 12.0),
     ]
-    marks = [Mark(2.0, "moved", ("w1",)), Mark(3.0, "declined")]
-    path = png.workers("Workers", spans, marks, [Mark(1.0, "it ended")], 9.0, tmp_path)
+    marks = [TimelineMark(2.0, "moved", ("w1",)), TimelineMark(3.0, "declined")]
+    path = png.workers("Workers", spans, marks, [TimelineMark(1.0, "it ended")], 9.0, tmp_path)
     assert path is not None and path.read_bytes().startswith(PNG)
     assert png.workers("Workers", [], [], [], 9.0, tmp_path) is None
 

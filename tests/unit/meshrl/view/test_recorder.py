@@ -15,7 +15,7 @@ from common.base.files.lines import LineFile, read
 from common.job.config import JobConfig
 from common.state.events import Event
 from meshrl.directory.places import MeshPlace, write_json
-from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.launch.head.launcher import Launcher, MeshShape
 from meshrl.view.history import news
 from meshrl.view.recording.evaluations import evaluated
 from meshrl.view.recording.recorder import Recorder
@@ -81,7 +81,7 @@ def test_rows_that_stay_outlive_a_full_disk_when_those_after_them_are_cut_off(
     LineFile(metrics).append(rows)
     document = JobConfig(name=JOB).document()
     write_json(tmp_path / "job.json", {"job": JOB, "document": document})
-    recorder = Recorder(Launcher(MeshPlace(tmp_path), Shape()), JOB, tmp_path)
+    recorder = Recorder(Launcher(MeshPlace(tmp_path), MeshShape()), JOB, tmp_path)
     back = [event("lineage", lineage=1, version=2)]
     with no_room(), pytest.raises(StorageFull):
         recorder._abandon(3, back)

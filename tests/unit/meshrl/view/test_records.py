@@ -19,7 +19,7 @@ from common.job.config import JobConfig, TrackingConfig
 from common.state import events, jobs
 from common.state.registry import Entry, register
 from meshrl.directory.places import MeshPlace, read_json, write_json
-from meshrl.launch.head.launcher import Launcher, Shape
+from meshrl.launch.head.launcher import Launcher, MeshShape
 from meshrl.run.outcome import INTERRUPTED
 from meshrl.run.session import _conclude
 from meshrl.view import records
@@ -43,7 +43,7 @@ class Recorded:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.launcher = Launcher(MeshPlace(directory), Shape())
+        self.launcher = Launcher(MeshPlace(directory), MeshShape())
         self.launcher.state = simulated_state(self.launcher.clock)
         self.stop = asyncio.Event()
         self.recording = asyncio.create_task(record_all(self.launcher, self.stop))
@@ -216,7 +216,7 @@ async def test_what_is_recorded_of_a_job_is_at_the_url_that_it_names(
 async def test_a_recorder_that_is_left_copies_nothing_more_and_who_waits_is_told_of_the_rest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launcher, run_dir, stop = Launcher(MeshPlace(tmp_path), Shape()), tmp_path / "one", Event()
+    launcher, run_dir, stop = Launcher(MeshPlace(tmp_path), MeshShape()), tmp_path / "one", Event()
     document = JobConfig(name="one", out=f"file://{tmp_path}/there").document()
     write_json(run_dir / "job.json", {"job": "one", "document": document})
     recorder = Recorder(launcher, "one", run_dir)
@@ -233,7 +233,7 @@ async def test_a_recorder_that_is_left_copies_nothing_more_and_who_waits_is_told
 async def test_a_model_that_cannot_be_exported_is_named_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launcher, run_dir = Launcher(MeshPlace(tmp_path), Shape()), tmp_path / "one"
+    launcher, run_dir = Launcher(MeshPlace(tmp_path), MeshShape()), tmp_path / "one"
     run_dir.mkdir()
     assert not await report.export_model(launcher, run_dir)
     said = capsys.readouterr().err

@@ -13,7 +13,7 @@ from common.state.events import Event
 from common.state.jobs import Phase
 from meshrl.job.toml_writing import to_toml
 from meshrl.view.history.decided import decisions
-from meshrl.view.history.gangs import Mark, Span, moves, spans
+from meshrl.view.history.gangs import Span, TimelineMark, moves, spans
 from meshrl.view.history.gangs import rows as rows_of
 from meshrl.view.history.run_snapshot import Evaluation
 from meshrl.view.recording.summary import planned_moves, summarize
@@ -253,7 +253,9 @@ def test_a_worker_has_a_row_of_its_own_with_lanes_for_those_that_are_there_toget
         (1, 2),
         (1, 2),
     ]
-    drawn = timeline.drawn([wide, beside, after], [Mark(5.0, "g2 <moved>", ("w10",))], [], 9.0)
+    drawn = timeline.drawn(
+        [wide, beside, after], [TimelineMark(5.0, "g2 <moved>", ("w10",))], [], 9.0
+    )
     assert drawn.count("<rect") == 4 and drawn.count("<polygon") == 1
     assert "g2 &lt;moved&gt;" in drawn and "scoring" not in drawn
 

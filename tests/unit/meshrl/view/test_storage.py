@@ -14,7 +14,7 @@ from common.base.files import lines
 from common.state.registry import Entry
 from meshrl.view import storage
 from meshrl.view.history.run_snapshot import RunHistory, snapshot
-from meshrl.view.live.view import Lines
+from meshrl.view.live.view import RunLines
 from tests.unit.meshrl.view.test_watch import reading
 
 NO_ROOM_THERE = Path("/proc")  # a file system that never has any
@@ -69,7 +69,7 @@ def test_the_run_says_at_once_who_waits_for_room_and_when_there_is_some(
     full, well = reading(10.0, 0), reading(14.0, 0)
     entry = Entry(name="rollout/0", kind="rollout", alive=True, waits=waits)
     full.mesh = replace(full.mesh, entries=[entry])
-    lines, history = Lines(), RunHistory()
+    lines, history = RunLines(), RunHistory()
     for look in (full, full, well):
         lines.show(snapshot(look, history), [])
     printed = capsys.readouterr().out

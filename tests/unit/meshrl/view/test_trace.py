@@ -14,7 +14,7 @@ from common.base.errors import NotFound
 from common.base.files.lines import line
 from common.state.events import Event
 from meshrl.view.trace import writing
-from meshrl.view.trace.drawing import Noted, drawn
+from meshrl.view.trace.drawing import TraceNotes, drawn
 from meshrl.view.trace.tracks import Bar, Shape, Tracks
 from tests.traced import check, spans_of
 
@@ -70,7 +70,7 @@ EVENTS = [
     event(2.1, "move", **MOVE, policy="user", started_ms=1000 * (START_S + 1.5)),
     event(3.0, "phase", phase="finished", error=""),
 ]
-NOTED = Noted(
+NOTED = TraceNotes(
     shards={
         "shard 0": [
             trajectory(7, 0.5, "open", 1.5, "queue", 0.25, "prefill", 30.0, "decode", 70.125),
@@ -114,7 +114,7 @@ def test_a_trace_has_trajectories_trainer_engines_and_gangs() -> None:
 
 def test_an_arrow_leads_from_a_group_to_the_step_that_trained_it() -> None:
     late = trajectory(7, 0.6, "open", 250.0)
-    noted = Noted(shards={"shard 0": [*NOTED.shards["shard 0"], late]}, trainer=NOTED.trainer)
+    noted = TraceNotes(shards={"shard 0": [*NOTED.shards["shard 0"], late]}, trainer=NOTED.trainer)
     events = list(drawn(noted, EVENTS))
     check(events)
     source, target = (e for e in events if e["ph"] in "sf")
@@ -122,7 +122,7 @@ def test_an_arrow_leads_from_a_group_to_the_step_that_trained_it() -> None:
     [step] = [s for s in spans_of(events, "trainer") if s["name"] == "step 4"]
     assert (target["pid"], target["tid"]) == (step["pid"], step["tid"])
     too_late = trajectory(7, 1.1, "open", 250.0)  # by its host's clock: after the step
-    noted = Noted(shards={"shard 0": [too_late]}, trainer=NOTED.trainer)
+    noted = TraceNotes(shards={"shard 0": [too_late]}, trainer=NOTED.trainer)
     assert not [e for e in drawn(noted, EVENTS) if e["ph"] in "sf"]
 
 

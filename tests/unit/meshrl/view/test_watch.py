@@ -16,7 +16,7 @@ from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, 
 from common.state.registry import Entry
 from meshrl.view.history.news import told
 from meshrl.view.history.run_snapshot import RunHistory, RunReading, snapshot
-from meshrl.view.live.view import Lines, clock, screen, sparkline
+from meshrl.view.live.view import RunLines, clock, screen, sparkline
 from meshrl.view.mesh.rates import time_to_go
 from meshrl.view.mesh.snapshot import MeshSnapshot
 
@@ -148,7 +148,7 @@ def test_another_job_is_one_line_and_none_of_its_figures_is_this_one_s() -> None
 
 def test_a_job_that_waits_or_is_paused_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     paused = "paused: job big has priority 1"
-    lines, history = Lines(), RunHistory()
+    lines, history = RunLines(), RunHistory()
     for held in ("", paused, paused, ""):
         look = reading(10.0, 0)
         look.job = replace(look.job, held=held)
@@ -240,7 +240,7 @@ def test_the_live_view_holds_everything_that_was_asked_for() -> None:
 
 
 def test_without_a_terminal_there_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Lines()
+    lines = RunLines()
     first = reading(10.0, 0)
     shot = snapshot(first, RunHistory())
     lines.show(shot, [row(1)])
@@ -287,7 +287,7 @@ def test_the_end_of_a_process_is_told_with_its_error_and_how_often() -> None:
 def test_without_a_terminal_every_end_has_its_line_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    lines, history = Lines(), RunHistory()
+    lines, history = RunLines(), RunHistory()
     first = snapshot(reading(10.0, 0, ended("engine/g1")), history)
     lines.show(first, [row(1)])
     lines.show(first, [row(1)])
@@ -300,7 +300,7 @@ def test_without_a_terminal_every_end_has_its_line_once(
 def test_a_process_that_ends_again_and_again_is_told_of_ever_more_rarely(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    lines, history = Lines(), RunHistory()
+    lines, history = RunLines(), RunHistory()
     for times in range(1, 101):
         look = reading(10.0, 0, ended("environment-rollout-0-0", times=times))
         lines.show(snapshot(look, history), [])
