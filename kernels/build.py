@@ -17,11 +17,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from kernels import prebuilt
 from kernels.prebuilt import trusted
@@ -78,6 +79,21 @@ class Library:
         if self.path is None:
             raise FileNotFoundError(self.reason)
         return ctypes.CDLL(str(self.path))
+
+    def bound(
+        self,
+        signatures: Mapping[str, Sequence[Any]],
+        result: Any = ctypes.c_int,
+        results: Mapping[str, Any] | None = None,
+    ) -> ctypes.CDLL:
+        """The library's functions with the types of their arguments, and of their results, which are
+        `result` but for those in `results`.
+        """
+        loaded = self.load()
+        for name, arguments in signatures.items():
+            function = getattr(loaded, name)
+            function.argtypes, function.restype = arguments, (results or {}).get(name, result)
+        return loaded
 
 
 @cache

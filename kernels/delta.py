@@ -38,11 +38,7 @@ def functions() -> ctypes.CDLL | None:
     built = library("delta")
     if built.path is None:
         return None
-    loaded = built.load()
-    for name, arguments in SIGNATURES.items():
-        getattr(loaded, name).argtypes = arguments
-        getattr(loaded, name).restype = SIZE
-    return loaded
+    return built.bound(SIGNATURES, SIZE)
 
 
 def differences(old: Bytes, now: Bytes, width: int, most: int) -> Differences | None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,47 +26,20 @@ NVCC_FLAGS = ("-O3", "-std=c++20")
 REASON_MOST = 500  # characters of a compiler's complaint
 
 
-def bucket_pack(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[index]: [n, ...] by int64 [b] -> [b, ...], zeros where the index is negative. May
-    decline.
-    """
-    with torch.cuda.device(rows.device):
-        return launchers(rows.device).bucket_pack(rows, index)
+def _launched(name: str) -> Callable[..., Any]:
+    """The operator of this name by its launcher, on the device of its first tensor."""
+
+    def run(first: Tensor, *arguments: Any) -> Any:
+        with torch.cuda.device(first.device):
+            return getattr(launchers(first.device), name)(first, *arguments)
+
+    return run
 
 
-def bucket_scatter(packed: Tensor, index: Tensor, rows: Tensor) -> None:
-    """rows[index] = packed in place, but where the index is negative. May decline."""
-    with torch.cuda.device(rows.device):
-        launchers(rows.device).bucket_scatter(packed, index, rows)
-
-
-def paged_write(
-    keys: Tensor,
-    values: Tensor,
-    new_keys: Tensor,
-    new_values: Tensor,
-    table: Tensor,
-    positions: Tensor,
-) -> None:
-    """Writes new_keys, new_values [n, kv_heads, width] into the cache, in place. May decline."""
-    with torch.cuda.device(keys.device):
-        launchers(keys.device).paged_write(keys, values, new_keys, new_values, table, positions)
-
-
-def paged_decode(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int = 0,
-) -> Tensor:
-    """Attention of queries [n, heads, width] over the cache -> like queries. May decline."""
-    with torch.cuda.device(keys.device):
-        return launchers(keys.device).paged_decode(
-            queries, keys, values, table, lengths, scale, window
-        )
+bucket_pack = _launched("bucket_pack")
+bucket_scatter = _launched("bucket_scatter")
+paged_write = _launched("paged_write")
+paged_decode = _launched("paged_decode")
 
 
 def varlen_prefill(

@@ -1,6 +1,11 @@
-"""The exception by which an implementation of an operator hands over to the reference."""
+"""The exception by which an implementation of an operator hands over to the reference, and what
+tensors of all of them must be.
+"""
 
 from __future__ import annotations
+
+import torch
+from torch import Tensor
 
 
 class Declined(Exception):
@@ -12,3 +17,14 @@ class Declined(Exception):
     def __init__(self, reason: str = "") -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+def need_contiguous(*tensors: Tensor) -> None:
+    """Declined for a tensor that is written in place, or too large to copy, and not contiguous."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise Declined
+
+
+def narrow(tensor: Tensor) -> int:
+    """1 of a bfloat16 tensor, 0 of a float32 one, as the libraries are told."""
+    return int(tensor.dtype == torch.bfloat16)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.backends.declined import Declined
+from kernels.backends.declined import Declined, narrow, need_contiguous
 from kernels.backends.layout import BLOCK
 
 WIDTHS = (32, 64, 128)  # head widths that paged_decode.cu is compiled for
@@ -45,7 +45,7 @@ class Launchers:
         """rows[index]: [n, ...] by int64 [b] -> [b, ...], zeros where the index is negative.
         Declined: rows are not contiguous.
         """
-        _need_contiguous(rows)
+        need_contiguous(rows)
         packed = rows.new_empty(index.shape[0], *rows.shape[1:])
         self._move(1, rows, index.contiguous(), rows, packed)
         return packed
@@ -54,7 +54,7 @@ class Launchers:
         """rows[index] = packed in place, but where the index is negative. Declined: rows are not
         contiguous.
         """
-        _need_contiguous(rows)
+        need_contiguous(rows)
         self._move(0, packed.contiguous(), index.contiguous(), rows, rows)
 
     def _move(
@@ -78,13 +78,13 @@ class Launchers:
         cache is not contiguous, or a head is too wide.
         """
         n, kv_heads, width = new_keys.shape
-        _need_contiguous(keys, values)
+        need_contiguous(keys, values)
         if width > WIDEST:
             raise Declined
         rows = [tensor.contiguous() for tensor in (new_keys, new_values, table, positions)]
         sizes = (n, width, keys.shape[0], kv_heads, table.shape[1])
         if new_keys.numel():
-            self._launch("paged_write_launch", _narrow(keys), keys, values, *rows, *sizes)
+            self._launch("paged_write_launch", narrow(keys), keys, values, *rows, *sizes)
 
     def paged_decode(
         self,
@@ -101,7 +101,7 @@ class Launchers:
         """
         n, heads, width = queries.shape
         kv_heads, table_width = keys.shape[1], table.shape[1]
-        _need_contiguous(keys, values)
+        need_contiguous(keys, values)
         if width not in WIDTHS or keys.data_ptr() % 16 or values.data_ptr() % 16:
             raise Declined
         out = queries.new_empty(queries.shape)
@@ -115,7 +115,7 @@ class Launchers:
         seen = min(window, table_width * BLOCK)  # a wider one is none
         sizes = (n, heads, width, keys.shape[0], kv_heads, table_width, count, seen)
         arguments = (*tensors, *sizes, scale, partial, out)
-        self._launch("paged_decode_launch", _narrow(keys), *arguments)
+        self._launch("paged_decode_launch", narrow(keys), *arguments)
         return out
 
     def _launch(self, name: str, *arguments: Tensor | int | float) -> None:
@@ -138,13 +138,3 @@ def splits(groups: int, table_width: int, processors: int) -> int:
     """
     wanted = -(-processors * RESIDENT // groups)
     return max(1, min(wanted, table_width // BLOCKS_LEAST))
-
-
-def _need_contiguous(*tensors: Tensor) -> None:
-    """Declined for a tensor that is written in place, or too large to copy, and not contiguous."""
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        raise Declined
-
-
-def _narrow(tensor: Tensor) -> int:
-    return int(tensor.dtype == torch.bfloat16)

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.backends.declined import Declined
+from kernels.backends.declined import Declined, narrow, need_contiguous
 from kernels.build import library
 
 # As in csrc/paged.h.
@@ -36,17 +36,14 @@ def functions() -> ctypes.CDLL:
     built = library("ops")
     if built.path is None:
         raise Declined(built.reason)
-    loaded = built.load()
-    for name, arguments in SIGNATURES.items():
-        getattr(loaded, name).argtypes = arguments
-    return loaded
+    return built.bound(SIGNATURES)
 
 
 def bucket_pack(rows: Tensor, index: Tensor) -> Tensor:
     """rows[index]: [n, ...] by int64 [b] -> [b, ...], zeros where the index is negative. Declined:
     rows are not contiguous.
     """
-    _need_contiguous(rows)
+    need_contiguous(rows)
     packed = rows.new_empty(index.shape[0], *rows.shape[1:])
     index, size = index.contiguous(), _row_bytes(rows)
     _call("ops_bucket_pack", rows, rows.shape[0], size, index, index.shape[0], packed)
@@ -57,7 +54,7 @@ def bucket_scatter(packed: Tensor, index: Tensor, rows: Tensor) -> None:
     """rows[index] = packed in place, but where the index is negative. Declined: rows are not
     contiguous.
     """
-    _need_contiguous(rows)
+    need_contiguous(rows)
     packed, index = packed.contiguous(), index.contiguous()
     n, size = rows.shape[0], _row_bytes(rows)
     _call("ops_bucket_scatter", packed, index, index.shape[0], n, size, rows)
@@ -76,13 +73,13 @@ def paged_decode(
     kernel for the width, or the cache is not contiguous.
     """
     n, heads, width = queries.shape
-    _need_contiguous(keys, values)
+    need_contiguous(keys, values)
     _need_width(width)
     queries, table, lengths = queries.contiguous(), table.contiguous(), lengths.contiguous()
     out = torch.empty_like(queries)
     sizes = (n, heads, width, keys.shape[0], keys.shape[1], table.shape[1], window)
     tensors = (queries, keys, values, table, lengths)
-    _call("ops_paged_decode", _narrow(keys), *tensors, *sizes, scale, out)
+    _call("ops_paged_decode", narrow(keys), *tensors, *sizes, scale, out)
     return out
 
 
@@ -97,10 +94,10 @@ def paged_write(
     """Writes new_keys, new_values [n, kv_heads, width] into the cache, in place. Declined: the
     cache is not contiguous.
     """
-    _need_contiguous(keys, values)
+    need_contiguous(keys, values)
     rows = [tensor.contiguous() for tensor in (new_keys, new_values, table, positions)]
     sizes = (new_keys.shape[0], new_keys.shape[2], keys.shape[0], keys.shape[1], table.shape[1])
-    _call("ops_paged_write", _narrow(keys), keys, values, *rows, *sizes)
+    _call("ops_paged_write", narrow(keys), keys, values, *rows, *sizes)
 
 
 def varlen_prefill(
@@ -114,7 +111,7 @@ def varlen_prefill(
     out = torch.empty_like(queries)
     sizes = (starts.shape[0] - 1, queries.shape[0], queries.shape[1], *keys.shape[1:], window)
     tensors = (queries, keys, values, starts)
-    _call("ops_varlen_prefill", _narrow(keys), *tensors, *sizes, scale, out)
+    _call("ops_varlen_prefill", narrow(keys), *tensors, *sizes, scale, out)
     return out
 
 
@@ -122,26 +119,16 @@ def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor
     """The log-probability of one token of each row of logits -> [n] float32. Declined: logits are
     not contiguous.
     """
-    _need_contiguous(logits)
+    need_contiguous(logits)
     tokens, temperature = tokens.contiguous(), temperature.contiguous()
     out = torch.empty_like(temperature)
-    _call("ops_token_logprob", _narrow(logits), logits, tokens, temperature, *logits.shape, out)
+    _call("ops_token_logprob", narrow(logits), logits, tokens, temperature, *logits.shape, out)
     return out
-
-
-def _need_contiguous(*tensors: Tensor) -> None:
-    """Declined for a tensor that is written in place, or too large to copy, and not contiguous."""
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        raise Declined
 
 
 def _need_width(width: int) -> None:
     if not functions().ops_has_width(width):
         raise Declined
-
-
-def _narrow(tensor: Tensor) -> int:
-    return int(tensor.dtype == torch.bfloat16)
 
 
 def _row_bytes(rows: Tensor) -> int:

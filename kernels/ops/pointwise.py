@@ -215,11 +215,7 @@ def _functions() -> ctypes.CDLL | None:
     if built.path is None:
         notice("cpu", built.reason)
         return None
-    loaded = built.load()
-    for name, arguments in SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, None
-    return loaded
+    return built.bound(SIGNATURES, None)
 
 
 def _call(name: str, *arguments: Tensor | float | None) -> None:

@@ -198,10 +198,7 @@ def _functions() -> ctypes.CDLL:
     built = library("varlen")
     if built.path is None:
         raise Declined(built.reason)
-    loaded = built.load()
-    for name, arguments in SIGNATURES.items():
-        getattr(loaded, name).argtypes = arguments
-    return loaded
+    return built.bound(SIGNATURES)
 
 
 def _need_width(width: int) -> None:

@@ -107,6 +107,34 @@ class _Slots(ctypes.Structure):
     )
 
 
+_ADDRESS, _NUMBER, _STATUS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_SIGNATURES = {
+    "decoder_new": (*[_ADDRESS] * 4, _NUMBER),
+    "decoder_delete": (_ADDRESS,),
+    "decoder_wake": (_ADDRESS,),
+    "decoder_sleep": (_ADDRESS,),
+    "decoder_copy_block": (_ADDRESS, _NUMBER, _NUMBER),
+    "decoder_item_bytes": (),
+    "decoder_read_blocks": (_ADDRESS, _ADDRESS, _NUMBER, _ADDRESS),
+    "decoder_write_blocks": (_ADDRESS, _ADDRESS, _NUMBER, _ADDRESS),
+    "decoder_load": (_ADDRESS, ctypes.c_int, _NUMBER, _ADDRESS, _NUMBER),
+    "decoder_read": (_ADDRESS, ctypes.c_int, _NUMBER, _ADDRESS),
+    "decoder_adapter_begin": (_ADDRESS, _ADDRESS),
+    "decoder_adapter_set": (_ADDRESS, _NUMBER, ctypes.c_int, _NUMBER, _ADDRESS, _ADDRESS),
+    "decoder_adapter_commit": (_ADDRESS, _NUMBER),
+    "decoder_adapter_drop": (_ADDRESS, _NUMBER),
+    "decoder_score": (_ADDRESS, _ADDRESS, _NUMBER, _NUMBER, _ADDRESS),
+    "decoder_run": (*[_ADDRESS] * 4, _NUMBER, _NUMBER, ctypes.c_double),
+}
+_RESULTS = {
+    "decoder_new": _ADDRESS,
+    "decoder_item_bytes": _NUMBER,
+    "decoder_run": _NUMBER,
+    **dict.fromkeys(("decoder_wake", "decoder_load", "decoder_score"), _STATUS),
+    **dict.fromkeys(("decoder_adapter_begin", "decoder_adapter_commit"), _STATUS),
+}
+
+
 def native_library(config: ModelConfig, dtype: str = "float32") -> Library:
     """The C++ library for models of this shape, or the reason why there is none."""
     if dtype not in DTYPES:
@@ -128,7 +156,7 @@ class NativeCompute:
         self._table: NDArray[np.int32] | None = None
         self._described: _Slots | None = None
         self._stops: NDArray[np.int64] | None = None  # the array that the description points to
-        self._lib = _declared(found.load())
+        self._lib = found.bound(_SIGNATURES, None, _RESULTS)
         heads, item = config.kv_heads, self._lib.decoder_item_bytes()
         self._rounds = item < torch.float32.itemsize
         shape = f"{config.layers}, 2, blocks, {heads}, {BLOCK} x {self._width}"
@@ -362,38 +390,6 @@ def _described(slots: Slots, table: NDArray[np.int32]) -> _Slots:
         assert array.dtype == dtype and array.flags.c_contiguous
         setattr(described, name, array.ctypes.data if array.size else None)
     return described
-
-
-def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
-    address, number = ctypes.c_void_p, ctypes.c_int64
-    lib.decoder_new.restype = address
-    lib.decoder_new.argtypes = (address, address, address, address, number)
-    lib.decoder_delete.argtypes = (address,)
-    lib.decoder_wake.argtypes = (address,)
-    lib.decoder_sleep.argtypes = (address,)
-    lib.decoder_copy_block.argtypes = (address, number, number)
-    lib.decoder_item_bytes.restype = number
-    lib.decoder_item_bytes.argtypes = ()
-    lib.decoder_read_blocks.argtypes = (address, address, number, address)
-    lib.decoder_read_blocks.restype = None
-    lib.decoder_write_blocks.argtypes = (address, address, number, address)
-    lib.decoder_write_blocks.restype = None
-    lib.decoder_load.argtypes = (address, ctypes.c_int, number, address, number)
-    lib.decoder_read.argtypes = (address, ctypes.c_int, number, address)
-    lib.decoder_read.restype = None
-    lib.decoder_adapter_begin.argtypes = (address, address)
-    lib.decoder_adapter_set.argtypes = (address, number, ctypes.c_int, number, address, address)
-    lib.decoder_adapter_set.restype = None
-    lib.decoder_adapter_commit.argtypes = (address, number)
-    lib.decoder_adapter_drop.argtypes = (address, number)
-    lib.decoder_adapter_drop.restype = None
-    lib.decoder_score.argtypes = (address, address, number, number, address)
-    lib.decoder_run.restype = number
-    lib.decoder_run.argtypes = (
-        *(address, address, address, address),
-        *(number, number, ctypes.c_double),
-    )
-    return lib
 
 
 def _out_of_memory() -> MeshError:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from common.api.engine import Attach, Finish, Tokens
 from common.base.errors import Refused
-from common.generation.contract import NO_FLOATS, Flush
+from common.generation.contract import NO_FLOATS, Flush, rows_of
 
 EMPTY = Flush(
     ids=np.zeros(0, np.int64),
@@ -104,13 +105,10 @@ class Shards:
         """Ends requests as aborted that the engine has not begun."""
         n = len(ids)
         self.route(
-            Flush(
+            replace(
+                EMPTY,
                 ids=np.array(ids, np.int64),
                 counts=np.zeros(n, np.int32),
-                tokens=EMPTY.tokens,
-                logprobs=EMPTY.logprobs,
-                unmodified=EMPTY.unmodified,
-                versions=EMPTY.versions,
                 finish=np.full(n, Finish.ABORTED, np.int8),
             )
         )
@@ -135,30 +133,16 @@ def cut(
 ) -> Tokens:
     """The part of a flush that belongs to one owner, under the owner's request ids."""
     ids = np.array([r[1] for r, m in zip(routes, mine, strict=True) if m and r], np.int64)
-    if all(mine):
-        return Tokens(
-            ids,
-            flush.counts,
-            flush.tokens,
-            flush.logprobs,
-            flush.unmodified,
-            flush.versions,
-            flush.finish,
-            version,
-            flush.experts,
-            lineage,
-        )
-    rows = np.array(mine)
-    tokens = np.repeat(rows, flush.counts)
+    part = flush if all(mine) else rows_of(flush, np.array(mine))
     return Tokens(
         ids,
-        flush.counts[rows],
-        flush.tokens[tokens],
-        flush.logprobs[tokens],
-        flush.unmodified[tokens] if len(flush.unmodified) else flush.unmodified,
-        flush.versions[tokens],
-        flush.finish[rows],
+        part.counts,
+        part.tokens,
+        part.logprobs,
+        part.unmodified,
+        part.versions,
+        part.finish,
         version,
-        flush.experts[tokens] if len(flush.experts) else flush.experts,
+        part.experts,
         lineage,
     )

@@ -240,9 +240,7 @@ class SandboxClient:
                 self._failures.gave_up(what, kind, outcome.error, deadline_s, key)
             else:
                 self._failures.answered(what)
-            if outcome.status in (OK, RAISED, BAD_VALUE, UNSUPPORTED) or (
-                once and outcome.value is not None
-            ):
+            if outcome.status in FINAL or (once and outcome.value is not None):
                 return outcome
             attempts, hangs = attempts + 1, hangs + hung
             spent = attempts == ATTEMPTS or hangs == TIMEOUTS or outcome.status == POSTPONED
