@@ -86,7 +86,7 @@ class Library:
         result: Any = ctypes.c_int,
         results: Mapping[str, Any] | None = None,
     ) -> ctypes.CDLL:
-        """The library's functions with the types of their arguments, and of their results, which are
+        """The library with the types of its functions' arguments, and of their results, which are
         `result` but for those in `results`.
         """
         loaded = self.load()

@@ -21,7 +21,7 @@ ROOT = 0
 
 
 @dataclass(frozen=True)
-class Kind:
+class ProcessorKind:
     """What a compiler calls a kind of processor, and what Linux says that one of it can do."""
 
     name: str
@@ -35,20 +35,20 @@ _V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"
 # bfloat16 in hardware; there is none for other architectures, which take PyTorch's path.
 KINDS = {
     "x86_64": (
-        Kind("v4-bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
-        Kind("v4", ("-march=x86-64-v4",), _V4),
-        Kind("v3", ("-march=x86-64-v3",), _V3),
+        ProcessorKind("v4-bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
+        ProcessorKind("v4", ("-march=x86-64-v4",), _V4),
+        ProcessorKind("v3", ("-march=x86-64-v3",), _V3),
     )
 }
 
 
-def kinds() -> tuple[Kind, ...]:
+def kinds() -> tuple[ProcessorKind, ...]:
     """Those of this machine's architecture, the most able first."""
     return KINDS.get(platform.machine(), ())
 
 
 def file_name(
-    name: str, define: str, kind: Kind, flags: Sequence[str], sources: Sequence[Path]
+    name: str, define: str, kind: ProcessorKind, flags: Sequence[str], sources: Sequence[Path]
 ) -> str:
     """What a library is called that is compiled from these for such a processor."""
     seen = hashlib.sha256()

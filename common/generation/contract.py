@@ -97,7 +97,7 @@ class Flush:
 
 
 @dataclass(slots=True)
-class Piece:
+class FlushPiece:
     """One request's share of a flush."""
 
     id: int
@@ -292,7 +292,7 @@ class Unshared:
         return False
 
 
-def flush_of(pieces: Sequence[Piece]) -> Flush | None:
+def flush_of(pieces: Sequence[FlushPiece]) -> Flush | None:
     """The pieces as one flush, in their order; None: there are none."""
     if not pieces:
         return None
@@ -348,7 +348,7 @@ def _unasked(flush: Flush) -> NDArray[np.float32]:
     return np.full(len(flush.tokens), np.nan, np.float32)
 
 
-def _unmodified(piece: Piece) -> NDArray[np.float32]:
+def _unmodified(piece: FlushPiece) -> NDArray[np.float32]:
     if piece.unmodified is None:
         return np.full(len(piece.tokens), np.nan, np.float32)
     return piece.unmodified.astype(np.float32)

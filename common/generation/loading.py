@@ -147,7 +147,7 @@ class Sought:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptPrefix:
     """What a slot has computed, at the moment before it may be lost."""
 
     tokens: Ints  # [n], of which all are computed
@@ -168,7 +168,7 @@ class Prefixes(Protocol):
     def find(self, sought: Sought) -> Loading | None:
         """What will come of it, perhaps nothing; None: it is not worth a look."""
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: KeptPrefix) -> None:
         """Copies out what is worth it."""
 
     def release(self, sessions: Sequence[int]) -> None:

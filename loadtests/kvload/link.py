@@ -23,7 +23,7 @@ from loadtests.measuring.unrenewed import FOREVER_S, own_keys, unrenewed
 from services.engine.kv.host_cache import HostCache
 from services.engine.kv.loader import Came
 from services.engine.kv.peers import Peers
-from services.engine.kv.shelf import Shelf
+from services.engine.kv.shelf import KVTier
 from services.engine.service import EngineService
 from sim.engines.simulated import SimulatedEngine
 
@@ -95,7 +95,7 @@ def linked(name: str, length: int, directory: Path) -> Iterator[Scene]:
             here = asyncio.run_coroutine_threadsafe(entering, loop).result(BEGIN_S)
             link = Link(here, loop, directory / "rates")
             engine, clock = made.engine, SystemClock()
-            nothing = Shelf("memory", directory / "here", 0, clock.wall)
+            nothing = KVTier("memory", directory / "here", 0, clock.wall)
             cache = HostCache(
                 [nothing],
                 clock,

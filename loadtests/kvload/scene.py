@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from common.base.clock import SystemClock
 from common.generation.builtin.build import TorchEngine, build
 from common.generation.contract import Request
-from common.generation.loading import CHUNK, Content, Kept, Loading, Sought
+from common.generation.loading import CHUNK, Content, KeptPrefix, Loading, Sought
 from common.model.architecture.config import ModelConfig
 from common.model.network.decoder import Decoder
-from services.engine.kv.chunk_files import ChunkFiles, Head
+from services.engine.kv.chunk_files import ChunkFiles, ChunkHead
 from services.engine.kv.host_cache import HostCache
 from services.engine.kv.keys import domain_of, names_of
-from services.engine.kv.shelf import Shelf
+from services.engine.kv.shelf import KVTier
 
 VOCAB = 2048  # tokens of prompts
 WEIGHTS = "the only version"
@@ -66,7 +66,7 @@ class PacedFiles(ChunkFiles):
         self._free_s = 0.0
         self._lock = threading.Lock()
 
-    def read(self, domain: str, name: str) -> tuple[Head, Content] | None:
+    def read(self, domain: str, name: str) -> tuple[ChunkHead, Content] | None:
         with self._lock:  # one at a time, as the loader reads; see `settle`
             rate, path = self.bytes_per_s, self.path(domain, name)
             if not rate:
@@ -111,7 +111,7 @@ class LoadOnly:
             load.alone = True
         return load
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: KeptPrefix) -> None:
         self._inner.keep(kept)
 
     def release(self, sessions: Sequence[int]) -> None:
@@ -182,13 +182,13 @@ class Scene:
             def find(self, sought: Sought) -> Loading | None:
                 return None
 
-            def keep(self, kept: Kept) -> None:
+            def keep(self, kept: KeptPrefix) -> None:
                 nonlocal size
                 for index, name in enumerate(names):
                     start = index * CHUNK
                     content = kept.read(start, start + CHUNK)
                     size += content.nbytes
-                    files.write(domain, name, Head(start, CHUNK, 1.0, 0), content)
+                    files.write(domain, name, ChunkHead(start, CHUNK, 1.0, 0), content)
 
         files, self.engine.prefixes = self.files, Storing(self.cache)
         self.engine.submit([self.request(tokens)])
@@ -208,7 +208,7 @@ def scene(
     clock = SystemClock()
     engine = build(config(name, length), slots, length, path="native", kv_tokens=kv_tokens)
     engine.wake(model.state_dict(), 0)
-    shelf = Shelf("disk", directory / name, BUDGET, clock.wall)
+    shelf = KVTier("disk", directory / name, BUDGET, clock.wall)
     shelf.files = files = PacedFiles(shelf.files.directory)
     about = engine.cache_layout, "keep", engine.cache_bytes_per_token
     ready = threading.Event()

@@ -36,7 +36,7 @@ from loadtests.ledger.traffic import (
     VOCABULARY,
     greedy_prompt,
 )
-from services.engine.running import SWITCH_S, Driver
+from services.engine.running import SWITCH_S, ThreadDriver
 from services.engine.service import EngineService
 from services.engine.stepping.emulation import EmulatedSteps
 from sim.engines.simulated import SimulatedEngine
@@ -132,7 +132,7 @@ def tiny() -> TokenEngine:
 class NotingService(EngineService):
     """Notes what it is asked to generate: a note outlives a SIGKILL."""
 
-    def __init__(self, mesh: Mesh, engine: TokenEngine, driver: Driver, log: Path) -> None:
+    def __init__(self, mesh: Mesh, engine: TokenEngine, driver: ThreadDriver, log: Path) -> None:
         emulated = EmulatedSteps(engine, profile(PACE), mesh.clock)
         super().__init__(mesh, engine, driver.deliver, emulated=emulated)
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -146,7 +146,7 @@ class NotingService(EngineService):
 async def native(inner: TokenEngine, name: str, log: Path) -> None:
     sys.setswitchinterval(SWITCH_S)
     mesh = await Mesh.open(name, "engine", MeshSettings.from_env())
-    driver = Driver(asyncio.get_running_loop())
+    driver = ThreadDriver(asyncio.get_running_loop())
     service = NotingService(mesh, inner, driver, log)
     driver.start(service)
     await mesh.join(service, stats=lambda: published(service))

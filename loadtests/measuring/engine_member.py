@@ -18,7 +18,7 @@ from common.job.pace import profile
 from common.mesh.runtime.mesh import Mesh, MeshSettings, run
 from common.model.architecture.config import ModelConfig
 from common.model.network.decoder import Decoder
-from services.engine.running import SWITCH_S, Driver
+from services.engine.running import SWITCH_S, ThreadDriver
 from services.engine.service import FLUSH_S, FLUSH_STEPS, EngineService
 from services.engine.stepping.emulation import EmulatedSteps
 
@@ -50,7 +50,7 @@ async def main(name: str, slots: int, max_length: int, pace: str) -> None:
     mesh = await Mesh.open(name, "engine", MeshSettings.from_env())
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)
-    driver = Driver(asyncio.get_running_loop())
+    driver = ThreadDriver(asyncio.get_running_loop())
     built = engine(slots, max_length, pace)
     emulated = EmulatedSteps(built, profile(pace), mesh.clock) if pace else None
     service = EngineService(mesh, built, driver.deliver, emulated=emulated)

@@ -33,7 +33,7 @@ from common.model.architecture.config import ModelConfig
 from common.model.network.decoder import Decoder
 from loadtests.measuring.unrenewed import FOREVER_S, knows, unrenewed
 from services.engine.kv import moves as cache_moves
-from services.engine.running import Driver
+from services.engine.running import ThreadDriver
 from services.engine.service import EngineService
 
 SOURCE, TARGET, SHARD = "engine/source", "engine/target", "rollout/job/0"
@@ -61,7 +61,7 @@ async def serve(name: str, source: list[str]) -> None:
     engine = build(MODEL, SLOTS, LENGTH, kv_tokens=LENGTH + 512)
     model = Decoder(MODEL)
     model.initialise(torch.Generator().manual_seed(0))
-    driver = Driver(asyncio.get_running_loop())
+    driver = ThreadDriver(asyncio.get_running_loop())
     service = EngineService(mesh, engine, driver.deliver)
     driver.start(service)
     await mesh.join(service)

@@ -38,7 +38,7 @@ from loadtests.measuring.flat import flat
 from loadtests.measuring.meshed import meshed
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.routing.cmlfq import Scheduler
-from services.rollout.routing.lengths import Lengths, Past, ToolReturn, tool_return_of
+from services.rollout.routing.lengths import LengthTrees, Past, ToolReturn, tool_return_of
 from services.rollout.routing.queues import BucketDecision, LengthBucket, bucket_of
 from services.rollout.routing.router import Router
 from services.rollout.trajectories.trajectory import Ending, Trajectory, Turn
@@ -131,7 +131,7 @@ class Oracle(Scheduler):
     """Knows what each trajectory will still sample."""
 
     def __init__(self, buckets: Sequence[LengthBucket], plan: Sequence[Script]) -> None:
-        super().__init__(buckets, PROMPTS, Lengths())
+        super().__init__(buckets, PROMPTS, LengthTrees())
         self._plan = plan
 
     def decided(self, t: Trajectory, path: Sequence[ToolReturn], current: int) -> BucketDecision:
@@ -144,7 +144,7 @@ class Ours(Scheduler):
     """C-MLFQ as it is, compared at each decision with what the oracle would have said."""
 
     def __init__(
-        self, buckets: Sequence[LengthBucket], lengths: Lengths, plan: Sequence[Script]
+        self, buckets: Sequence[LengthBucket], lengths: LengthTrees, plan: Sequence[Script]
     ) -> None:
         super().__init__(buckets, PROMPTS, lengths)
         self._plan = plan
@@ -223,11 +223,11 @@ async def compare(rounds: int, seed: int, prompts: int, samples: int) -> dict[st
             hard = [rng.random() < 0.25 for _ in range(prompts)]
             history = [script.past() for script in scripts(rng, hard, PAST)]
             plan = scripts(rng, hard, samples)
-            ours = Ours(two, Lengths(history), plan)
+            ours = Ours(two, LengthTrees(history), plan)
             policies: dict[str, Callable[[], Scheduler]] = {
                 "ours": lambda ours=ours: ours,  # type: ignore[misc]
-                "fifo": lambda: Fifo(one, prompts, Lengths()),
-                "mlfq": lambda: Mlfq(two, prompts, Lengths()),
+                "fifo": lambda: Fifo(one, prompts, LengthTrees()),
+                "mlfq": lambda: Mlfq(two, prompts, LengthTrees()),
                 "oracle": lambda plan=plan: Oracle(two, plan),  # type: ignore[misc]
             }
             names = list(policies)

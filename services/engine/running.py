@@ -60,7 +60,7 @@ class EngineDriver(Protocol):
     def stop(self) -> None: ...
 
 
-class Driver:
+class ThreadDriver:
     """Runs an engine service's turns in a thread of its own: for ever, or, where the gang has
     others that compute, in slices of `QUANTUM_S`, for each of which it takes the gang's turn.
     """
@@ -157,7 +157,7 @@ async def main(seat: Seat) -> None:
     mesh = await Mesh.open(name, "engine", settings, seat.job)
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)
-    driver = Driver(asyncio.get_running_loop())
+    driver = ThreadDriver(asyncio.get_running_loop())
     await serve(mesh, seat, opened, driver)
 
 

@@ -45,7 +45,7 @@ from services.engine.measurement.contexts import Contexts
 from services.engine.measurement.curve import CurveFit
 from services.engine.measurement.pauses import Pauses
 from services.engine.measurement.throughput import Throughput
-from services.engine.stepping.commands import Commands
+from services.engine.stepping.commands import StepCommands
 from services.engine.stepping.emulation import EmulatedSteps
 from services.engine.stepping.shards import Attached, Shards
 from services.engine.weights.loaded import EngineWeights
@@ -85,7 +85,7 @@ class EngineService(Actor):
         self.throughput, self.fit, self.contexts = Throughput(), CurveFit(), Contexts()
         self.load = Occupancy(mesh.clock.monotonic)
         self.pauses = Pauses(mesh.clock)
-        self.commands = Commands(mesh.clock, deliver)
+        self.commands = StepCommands(mesh.clock, deliver)
         self.shards = Shards(mesh.name, lambda: self.weights.told)
         parts = self.commands, self.shards, self.pauses
         self.weights = EngineWeights(mesh, engine, *parts, turns)

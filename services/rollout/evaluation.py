@@ -25,7 +25,7 @@ LINEAGE_BIT, LINEAGES = 45, 32  # where a lineage shows in their numbers, and ho
 
 
 @dataclass(slots=True)
-class Drawn:
+class DrawnSet:
     """Samples of a set, problem by problem."""
 
     rewards: list[list[float]]  # without samples that failed or ran on into another version
@@ -55,8 +55,8 @@ class EvaluationRun:
         """`lineage` is that of the plan's version."""
         self._shard, self._plan, self._lineage = shard, plan, lineage
         self._sets = 0
-        self._drawn: list[Drawn] = []
-        self._said: dict[str, tuple[float, Drawn]] = {}  # figures, and what they are of
+        self._drawn: list[DrawnSet] = []
+        self._said: dict[str, tuple[float, DrawnSet]] = {}  # figures, and what they are of
 
     async def run(self) -> dict[str, Any]:
         """The result, recorded under the plan's tag: figures by name, and how they came about."""
@@ -110,7 +110,7 @@ class EvaluationRun:
 
     async def _draw(
         self, name: str, rows: Sequence[dict[str, Any]], samples: int, temperature: float
-    ) -> Drawn:
+    ) -> DrawnSet:
         """`samples` trajectories of each row of a set, on engines at the version or newer."""
         shard, version = self._shard, self._plan.version
         base = EVALUATION_GROUP + (((version + 1) * SETS + self._sets) << 20)
@@ -126,7 +126,7 @@ class EvaluationRun:
         ]
         each = [(t, row) for ts, row in zip(every, rows, strict=True) for t in ts]
         await all_of(shard.runner.run(t, row) for t, row in each)
-        drawn = Drawn([[] for _ in rows])
+        drawn = DrawnSet([[] for _ in rows])
         for rewards, ts in zip(drawn.rewards, every, strict=True):
             for t in ts:
                 drawn.lengths.append(t.length)

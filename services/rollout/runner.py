@@ -23,7 +23,7 @@ from services.rollout.rewards.sandboxes import SandboxClient
 from services.rollout.rewards.scoring import Scorer
 from services.rollout.routing.cmlfq import Scheduler
 from services.rollout.routing.length_history import LengthHistory
-from services.rollout.routing.lengths import Lengths
+from services.rollout.routing.lengths import LengthTrees
 from services.rollout.routing.queues import LengthBucket
 from services.rollout.routing.router import Router
 from services.rollout.routing.stay import Stay
@@ -33,7 +33,7 @@ from services.rollout.trajectories.buffers import NOT_SAMPLED
 from services.rollout.trajectories.failures import Failures, TrajectoryFailed
 from services.rollout.trajectories.trajectory import Ending, Trajectory
 from services.rollout.trajectories.transcript import Transcript, stop_ids
-from services.rollout.trajectories.turns import Turns
+from services.rollout.trajectories.turns import TurnPlayer
 from services.rollout.worked import IN_FLIGHT, Worked
 
 EVALUATION_GROUP = 1 << 40  # evaluation's groups are numbered from here, off the books
@@ -59,7 +59,7 @@ class TrajectoryRunner:
             if len(buckets) > 1 or follows
             else None
         )
-        lengths = Lengths(self.history.latest if self.history else ())
+        lengths = LengthTrees(self.history.latest if self.history else ())
         scheduler = Scheduler(buckets, len(job.rows("train")), lengths, follows)
         self.commits = GroupCommit(mesh, self.ledger)
         tokenizer = Tokenizer.load(str(job.tokenizer))
@@ -238,7 +238,7 @@ class TrajectoryRunner:
             self.history.close()
 
 
-class JobTurns(Turns):
+class JobTurns(TurnPlayer):
     """The turns of a trajectory that stays at a shard's engines."""
 
     def __init__(self, runner: TrajectoryRunner, stay: Stay, row: dict[str, Any]) -> None:

@@ -23,8 +23,8 @@ from common.generation.contract import (
     NO_FLOATS,
     NO_VERSION,
     Flush,
+    FlushPiece,
     Ints,
-    Piece,
     Request,
     Unshared,
     check,
@@ -155,7 +155,7 @@ class SimulatedEngine(Unshared):
         self._logprob = np.float32(-math.log(vocab_size))
         self._slots = _SimulatedSlots(slots)
         self._queue: deque[Request] = deque()
-        self._over: list[Piece] = []  # what ended requests had not flushed
+        self._over: list[FlushPiece] = []  # what ended requests had not flushed
         # Earlier versions, of which adapter, and up to where.
         self._versions: list[tuple[int, int, NDArray[np.int64]]] = []
         self._now_s = clock.monotonic()  # up to which everything has been brought
@@ -398,10 +398,10 @@ class SimulatedEngine(Unshared):
             self._over.append(_empty(request.id, code))
             return
         unmodified = rest.unmodified if asked else None
-        piece = Piece(request.id, rest.tokens, rest.logprobs, rest.versions, code, unmodified)
+        piece = FlushPiece(request.id, rest.tokens, rest.logprobs, rest.versions, code, unmodified)
         self._over.append(piece)
 
 
-def _empty(request_id: int, code: Finish) -> Piece:
+def _empty(request_id: int, code: Finish) -> FlushPiece:
     none = np.zeros(0, np.int32)
-    return Piece(request_id, none, NO_FLOATS, none, code)
+    return FlushPiece(request_id, none, NO_FLOATS, none, code)

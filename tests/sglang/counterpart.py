@@ -24,7 +24,7 @@ from torch import Tensor
 from common.api.engine import Finish
 from common.base.clock import Clock, SystemClock
 from common.base.errors import MeshError, PeerLost, Refused
-from common.generation.contract import Piece, Request
+from common.generation.contract import FlushPiece, Request
 from common.model.architecture.config import ModelConfig
 from common.model.files.hf import state_from_hf, state_to_hf
 from services.engine.sglang import reading_back, v0_5
@@ -62,7 +62,7 @@ class Counterpart:
         self.theirs = dict(state_to_hf(TINY, decoder().state_dict()))
         self.label, self.stands = "0", False
         self._numbers: dict[str, int] = {}  # of requests, by rid
-        self._heard: dict[int, asyncio.Queue[Piece]] = {}
+        self._heard: dict[int, asyncio.Queue[FlushPiece]] = {}
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="counterpart", daemon=True).start()
         self.http: Http = self.run(self._serve(slots))
@@ -130,7 +130,9 @@ class Counterpart:
         ends = np.cumsum(flush.counts)
         for i, number in enumerate(flush.ids.tolist()):
             part = slice(int(ends[i] - flush.counts[i]), int(ends[i]))
-            piece = Piece(number, flush.tokens[part], flush.logprobs[part], flush.versions[part])
+            piece = FlushPiece(
+                number, flush.tokens[part], flush.logprobs[part], flush.versions[part]
+            )
             piece.finish = Finish(flush.finish[i])
             if number in self._heard:
                 self._heard[number].put_nowait(piece)

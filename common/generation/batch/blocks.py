@@ -56,7 +56,7 @@ class BlockPool:
 
 
 @dataclass(slots=True)
-class _Node:
+class _PrefixNode:
     """A block of a prefix; its parent knows it by its tokens once it is whole."""
 
     block: int
@@ -87,7 +87,7 @@ class PrefixCache:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._nodes: OrderedDict[int, _Node] = OrderedDict()  # longest unused first
+        self._nodes: OrderedDict[int, _PrefixNode] = OrderedDict()  # longest unused first
         self.clear()
 
     def clear(self) -> None:
@@ -95,7 +95,7 @@ class PrefixCache:
         for node in self._nodes.values():
             self._pool.drop(node.block)
         self._last = 0  # node ids are never used twice
-        self._roots: dict[int, _Node] = {}  # by id; those of nodes are above 0
+        self._roots: dict[int, _PrefixNode] = {}  # by id; those of nodes are above 0
         self._nodes.clear()
         self._tail_at: dict[int, int] = {}  # block -> its node, while it is a tail
 
@@ -195,15 +195,15 @@ class PrefixCache:
             path.append(found)
         return path
 
-    def _node(self, node: int) -> _Node:
+    def _node(self, node: int) -> _PrefixNode:
         if node > 0:
             return self._nodes[node]
-        return self._roots.setdefault(node, _Node(-1, -1, np.zeros(0, np.int64)))
+        return self._roots.setdefault(node, _PrefixNode(-1, -1, np.zeros(0, np.int64)))
 
     def _add(self, block: int, parent: int, tokens: TokenIds) -> int:
         self._last += 1
         self._pool.hold(block)
-        self._nodes[self._last] = _Node(block, parent, tokens)
+        self._nodes[self._last] = _PrefixNode(block, parent, tokens)
         return self._last
 
     def _remove(self, node: int) -> None:

@@ -15,7 +15,7 @@ from common.generation.contract import (
     NO_FLOATS,
     NO_SESSION,
     Flush,
-    Piece,
+    FlushPiece,
     Request,
     flush_of,
     joined,
@@ -66,7 +66,7 @@ class Slots:
         self._slot_of: dict[int, int] = {}  # request id -> slot
         self._idle: dict[int, int] = {}  # session -> slot, longest idle first
         self._free = list(range(count))  # heap: low slots first keeps the batch dense
-        self._ended: list[Piece] = []
+        self._ended: list[FlushPiece] = []
 
     @property
     def running(self) -> int:
@@ -160,7 +160,7 @@ class Slots:
     def finish_unplaced(self, request_id: int, code: Finish) -> None:
         """Ends a request that never had a slot, with finish code `code` and no tokens."""
         none = np.zeros(0, np.int64)
-        self._ended.append(Piece(request_id, none, none.astype(np.float32), none, code))
+        self._ended.append(FlushPiece(request_id, none, none.astype(np.float32), none, code))
 
     def slot_of(self, request_id: int) -> int | None:
         """The slot of a running request; None: it has none."""
@@ -260,9 +260,9 @@ class Slots:
         asked = self.wants_unmodified[rows]
         return np.where(asked, self.unmodified[rows, columns], np.float32(np.nan))
 
-    def _piece(self, slot: int, code: Finish) -> Piece:
+    def _piece(self, slot: int, code: Finish) -> FlushPiece:
         new = slice(int(self.flushed[slot]), int(self.known[slot]))
-        return Piece(
+        return FlushPiece(
             int(self.request[slot]),
             self.tokens[slot, new].astype(np.int32),
             self.logprobs[slot, new].copy(),

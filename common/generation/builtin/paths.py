@@ -19,7 +19,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenPath:
     """A path, and where it computes."""
 
     path: str  # native | eager | graphs
@@ -28,7 +28,7 @@ class Chosen:
     library: Library | None = None  # of the native path
 
 
-def chosen(path: str, device: str, config: ModelConfig, dtype: str) -> Chosen:
+def chosen(path: str, device: str, config: ModelConfig, dtype: str) -> ChosenPath:
     """What `path` means for a worker of `device` ("cpu" or "cuda"). `auto` on cuda is the GPU's
     path or NoGpuPath, never another one; on a CPU it is native, or eager where there is no
     compiler. ConfigError where native is asked for and cannot be had.
@@ -37,22 +37,22 @@ def chosen(path: str, device: str, config: ModelConfig, dtype: str) -> Chosen:
     if device == "cuda" and path in ("auto", "graphs"):
         return on_gpu()
     if path == "graphs":
-        return Chosen("graphs", cpu)
+        return ChosenPath("graphs", cpu)
     if device == "cuda":
         _LOG.warning("the engine decodes on the CPU of a worker with a GPU: rollout.path %s", path)
     if path == "eager":
-        return Chosen("eager", cpu, "asked for")
+        return ChosenPath("eager", cpu, "asked for")
     found = native_library(config, dtype)
     if found.path is not None:
-        return Chosen("native", cpu, library=found)
+        return ChosenPath("native", cpu, library=found)
     if path == "native":
         raise ConfigError(found.reason, where="rollout.path", fix="install g++, or use eager")
     _LOG.warning("the engine takes its torch path: %s", found.reason)
-    return Chosen("eager", cpu, found.reason)
+    return ChosenPath("eager", cpu, found.reason)
 
 
-def on_gpu() -> Chosen:
+def on_gpu() -> ChosenPath:
     """The GPU's path; NoGpuPath, with what is missing."""
     computing.need("the engine")
     why = "" if can_be_captured() else "operators are plain PyTorch, without CUDA graphs"
-    return Chosen("graphs", torch.device("cuda"), why)
+    return ChosenPath("graphs", torch.device("cuda"), why)

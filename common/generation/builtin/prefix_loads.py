@@ -18,7 +18,7 @@ from common.generation.batch.slots import Slots
 from common.generation.builtin.cache_moves import OLDER, shown
 from common.generation.builtin.loaded import LoadedWeights
 from common.generation.contract import SessionCache
-from common.generation.loading import WORTH, Kept, Loading, Origin, Prefixes, Sought
+from common.generation.loading import WORTH, KeptPrefix, Loading, Origin, Prefixes, Sought
 
 MOST_OFFERED = 16  # sessions whose caches come before their requests
 STOP_S = 0.05  # to copy what a slot lets go of, while others decode
@@ -221,7 +221,7 @@ class PrefixLoads:
         first = min(int(slots.first_sampled[slot]), n)
         own = int(slots.loaded[slots.adapter[slot]])
         version = int(slots.versions[slot, first]) if first < n else own
-        kept = Kept(
+        kept = KeptPrefix(
             tokens=slots.tokens[slot, :n].astype(np.int32),
             session=int(slots.session[slot]),
             adapter=self._weights.name(int(slots.adapter[slot])),

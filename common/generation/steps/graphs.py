@@ -47,7 +47,7 @@ SCORED = 512  # tokens whose logits are held at once
 
 
 @dataclass
-class Captured:
+class CapturedBucket:
     """The buffers of a bucket, and the call that fills `logits` from the others."""
 
     tokens: Tensor  # int64 [lanes]
@@ -80,7 +80,7 @@ class GraphCompute:
         self.cache_bytes_per_token = 2 * config.layers * heads * width * dtype.itemsize
         self._buckets = GraphBuckets(slots.count, slots.max_length)
         self._table: NDArray[np.int32] | None = None
-        self._captured: dict[GraphBucket, Captured] = {}
+        self._captured: dict[GraphBucket, CapturedBucket] = {}
         self._pool: Any = None  # memory that the graphs share, once there is a graph
 
     def attach(self, table: NDArray[np.int32]) -> None:
@@ -152,13 +152,13 @@ class GraphCompute:
                 went[self._tensor(chosen)] = captured.experts[: len(chosen)]
         return logits, went if self._config.experts else None
 
-    def _capture(self, bucket: GraphBucket) -> Captured:
+    def _capture(self, bucket: GraphBucket) -> CapturedBucket:
         """Buffers for a bucket, all lanes empty, and its graph where there is a GPU."""
         tokens = torch.zeros(bucket.lanes, dtype=torch.int64, device=self._device)
         table = torch.zeros(
             bucket.lanes, bucket.context // BLOCK, dtype=torch.int32, device=self._device
         )
-        made = Captured(
+        made = CapturedBucket(
             tokens=tokens,
             adapters=torch.zeros_like(tokens),
             positions=torch.full_like(tokens, EMPTY),
@@ -177,7 +177,7 @@ class GraphCompute:
         self._captured[bucket] = made
         return made
 
-    def _graph(self, made: Captured) -> Callable[[], None]:
+    def _graph(self, made: CapturedBucket) -> Callable[[], None]:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -189,7 +189,7 @@ class GraphCompute:
         self._pool = graph.pool()  # all graphs take turns with the same memory
         return graph.replay
 
-    def _forward(self, made: Captured) -> None:
+    def _forward(self, made: CapturedBucket) -> None:
         lengths = (made.positions + 1).to(torch.int32)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:

@@ -22,7 +22,7 @@ from common.generation.builtin.build import build
 from common.mesh.runtime.mesh import Mesh, MeshSettings
 from loadtests.weights import models
 from loadtests.weights.members.orders import obey
-from services.engine.running import SWITCH_S, Driver, follow
+from services.engine.running import SWITCH_S, ThreadDriver, follow
 from services.engine.service import FLUSH_S, FLUSH_STEPS, EngineService
 from services.engine.weights.versions import Versions
 
@@ -35,7 +35,7 @@ class Serving:
 
     def __init__(self, mesh: Mesh, job: str, model: str) -> None:
         self._mesh, self._job, self._model = mesh, job, model
-        self._driver = Driver(asyncio.get_running_loop())
+        self._driver = ThreadDriver(asyncio.get_running_loop())
         self._engine = build(
             models.MODELS[model], SLOTS, LENGTH, steps=FLUSH_STEPS, budget_s=FLUSH_S
         )

@@ -31,7 +31,7 @@ _serial = itertools.count()
 
 
 @dataclass(frozen=True)
-class Head:
+class ChunkHead:
     """What a chunk says of itself."""
 
     start: int  # its first token's place
@@ -41,13 +41,13 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundChunk:
     """A chunk as it lies there."""
 
     path: Path
     bytes: int
     used_s: float  # when it was last used or written, of the wall clock; reserved if yet to come
-    head: Head | None  # None: it cannot be read
+    head: ChunkHead | None  # None: it cannot be read
 
 
 class ChunkFiles:
@@ -75,7 +75,7 @@ class ChunkFiles:
             return False
         return True
 
-    def read(self, domain: str, name: str) -> tuple[Head, Content] | None:
+    def read(self, domain: str, name: str) -> tuple[ChunkHead, Content] | None:
         """A chunk as it was written, which nobody removes meanwhile; None: it is not there, or not
         what its name says, and is removed then.
         """
@@ -96,7 +96,7 @@ class ChunkFiles:
                 path.unlink()
         return found
 
-    def write(self, domain: str, name: str, head: Head, content: Content) -> int:
+    def write(self, domain: str, name: str, head: ChunkHead, content: Content) -> int:
         """Writes a chunk; the bytes that it takes. OSError leaves nothing behind."""
         return self._put(domain, name, (_packed(name, head, content), content.data))
 
@@ -141,21 +141,21 @@ class ChunkFiles:
             path.parent.rmdir()  # once it is empty
         return True
 
-    def scan(self) -> Iterator[Found]:
+    def scan(self) -> Iterator[FoundChunk]:
         """All chunks, and those in the making, whose writer may have been killed."""
         return self._scan("*")
 
-    def scan_domain(self, domain: str) -> Iterator[Found]:
+    def scan_domain(self, domain: str) -> Iterator[FoundChunk]:
         """The same of one domain."""
         return self._scan(domain)
 
-    def _scan(self, domains: str) -> Iterator[Found]:
+    def _scan(self, domains: str) -> Iterator[FoundChunk]:
         for path in self.directory.glob(f"{domains}/??/*"):
             with suppress(OSError):
                 stat = path.stat()
-                yield Found(path, stat.st_size, stat.st_mtime, self.head(path))
+                yield FoundChunk(path, stat.st_size, stat.st_mtime, self.head(path))
 
-    def head(self, path: Path) -> Head | None:
+    def head(self, path: Path) -> ChunkHead | None:
         """What a file says of itself, unchecked: enough to choose what goes. None: nothing."""
         if path.name.startswith("."):
             return None
@@ -179,7 +179,7 @@ def _made(scratch: Path) -> int:
     return os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
-def _packed(name: str, head: Head, content: Content) -> bytes:
+def _packed(name: str, head: ChunkHead, content: Content) -> bytes:
     about = head.start, head.tokens, content.nbytes, head.seconds, head.session
     packed = _HEAD.pack(MAGIC, *about, bytes.fromhex(name))
     return packed + _sum(packed, content)
@@ -191,17 +191,17 @@ def _sum(head: bytes, content: Content) -> Checksum:
     return summed.checksum
 
 
-def unpacked(name: str, head: bytes, content: Content) -> Head | None:
+def unpacked(name: str, head: bytes, content: Content) -> ChunkHead | None:
     """What a chunk of this name says of itself; None: it is not that chunk as it was written."""
     if len(head) != HEAD_BYTES or head[_HEAD.size :] != _sum(head[: _HEAD.size], content):
         return None
     magic, start, tokens, size, seconds, session, key = _HEAD.unpack(head[: _HEAD.size])
     if magic != MAGIC or key.hex() != name or size != content.nbytes:
         return None
-    return Head(start, tokens, seconds, session)
+    return ChunkHead(start, tokens, seconds, session)
 
 
-def _read(descriptor: int, name: str) -> tuple[Head, Content] | None:
+def _read(descriptor: int, name: str) -> tuple[ChunkHead, Content] | None:
     size = os.fstat(descriptor).st_size - HEAD_BYTES
     if not 0 < size <= LARGEST_BYTES:
         return None
@@ -217,11 +217,11 @@ def _read(descriptor: int, name: str) -> tuple[Head, Content] | None:
     return None if head is None else (head, content)
 
 
-def _head(path: Path) -> Head | None:
+def _head(path: Path) -> ChunkHead | None:
     """What the head says, unchecked: enough to choose what goes."""
     with path.open("rb") as file:
         packed = file.read(_HEAD.size)
     if len(packed) != _HEAD.size:
         return None
     magic, start, tokens, _, seconds, session, _ = _HEAD.unpack(packed)
-    return Head(start, tokens, seconds, session) if magic == MAGIC else None
+    return ChunkHead(start, tokens, seconds, session) if magic == MAGIC else None

@@ -21,20 +21,20 @@ from common.api.engine import Stored
 from common.base.clock import Clock
 from common.base.errors import BadMessage
 from common.generation.contract import Ints
-from common.generation.loading import CHUNK, Kept, Loading, Origin, Sought
-from services.engine.kv.chunk_files import Head
+from common.generation.loading import CHUNK, KeptPrefix, Loading, Origin, Sought
+from services.engine.kv.chunk_files import ChunkHead
 from services.engine.kv.keys import domain_of, is_domain, names_of
-from services.engine.kv.loader import Loader, Shelves, Source, Wanted
+from services.engine.kv.loader import ChunkSource, Loader, Shelves, WantedPrefix
 from services.engine.kv.peers import FROM_TOKENS, ShelvedChunks, names_in
-from services.engine.kv.rates import Pace, Worth
-from services.engine.kv.shelf import Shelf
-from services.engine.kv.writer import Copy, Writer
+from services.engine.kv.rates import LoadingPace, Worth
+from services.engine.kv.shelf import KVTier
+from services.engine.kv.writer import ChunkWriter, Copy
 
 SESSIONS = 1 << 14  # whose caches were let go of
 
 
 @dataclass(frozen=True)
-class _Session:
+class _LeftSession:
     """A session's cache that the engine has let go of."""
 
     tokens: Ints
@@ -51,7 +51,7 @@ class HostCache:
 
     def __init__(
         self,
-        shelves: Sequence[Shelf],
+        shelves: Sequence[KVTier],
         clock: Clock,
         layout: str,
         policy: str,
@@ -60,7 +60,7 @@ class HostCache:
         wake: Callable[[], None],
         keep_all: Callable[[], None],
         failed: Callable[[BaseException], None],
-        peers: Source | None = None,
+        peers: ChunkSource | None = None,
     ) -> None:
         """`wake` is called when something has come; `keep_all` offers all that the engine has;
         `failed` hears of what nobody has thought of; `peers` have what lies on other hosts.
@@ -72,11 +72,11 @@ class HostCache:
         self._prefill_tokens_per_s = prefill_tokens_per_s
         self._weights = ""  # the manifest of what the engine computes with; empty: unknown
         self._holds: list[int] = []
-        self._sessions: OrderedDict[int, _Session] = OrderedDict()
+        self._sessions: OrderedDict[int, _LeftSession] = OrderedDict()
         self._pending: set[str] = set()  # names of chunks that are about to be written
         self._loads: list[Loading] = []
         self._worth = {"session": Worth(), "prefix": Worth()}
-        self._copying = Pace()  # of the engine, which stands meanwhile
+        self._copying = LoadingPace()  # of the engine, which stands meanwhile
         self.sought = 0  # tokens of prefixes that were looked for
         self.again = 0  # tokens that were computed although they had been kept
         self.loaded: Counter[str] = Counter()  # tokens that came, by shelf
@@ -87,12 +87,12 @@ class HostCache:
         self._found = Shelves(shelves, clock)
         self.loader = Loader(self._found, *about, rest=self._elsewhere)
         done = self._pending.discard
-        self.writer = Writer(shelves, clock, self._per_byte, done, failed)
+        self.writer = ChunkWriter(shelves, clock, self._per_byte, done, failed)
 
-    def _per_byte(self, shelf: Shelf) -> float:
+    def _per_byte(self, shelf: KVTier) -> float:
         return self.loader.pace(shelf.name).per_byte
 
-    def _elsewhere(self, wanted: Wanted) -> None:
+    def _elsewhere(self, wanted: WantedPrefix) -> None:
         """Other hosts are asked for what this one lacks, if it is much."""
         if self._peers is not None and len(wanted.names()) * CHUNK >= FROM_TOKENS:
             self._peers.add(wanted)
@@ -158,10 +158,10 @@ class HostCache:
         tokens = sought.tokens[: n - 1]
         if any(self._there(domain, name) for name in names_of(domain, tokens[:CHUNK])):
             load.expected_s = CHUNK * self._bytes_per_token * self._per_byte(self._shelves[0])
-        self.loader.add(Wanted(load, domain, lambda: by_start(names_of(domain, tokens))))
+        self.loader.add(WantedPrefix(load, domain, lambda: by_start(names_of(domain, tokens))))
         return load
 
-    def _session_of(self, sought: Sought) -> _Session | None:
+    def _session_of(self, sought: Sought) -> _LeftSession | None:
         """What is kept of its own cache, if it goes on from there."""
         found = self._sessions.get(sought.session)
         if found is None or found.adapter != sought.adapter:
@@ -170,7 +170,7 @@ class HostCache:
         goes_on = n < len(sought.tokens) and bool((sought.tokens[:n] == found.tokens).all())
         return found if goes_on else None
 
-    def _alone(self, sought: Sought, session: _Session, now_s: float) -> Loading | None:
+    def _alone(self, sought: Sought, session: _LeftSession, now_s: float) -> Loading | None:
         """A cache of earlier weights, where it may be used and is loaded faster than computed."""
         n, origin = len(session.tokens), session.origin
         if self._policy != "keep" or sought.computed or origin.first_sampled >= n:
@@ -181,10 +181,10 @@ class HostCache:
             return None
         load = Loading(0, n, now_s, origin=origin, alone=True)
         self._loads.append(load)
-        self.loader.add(Wanted(load, session.domain, lambda: by_start(session.names)))
+        self.loader.add(WantedPrefix(load, session.domain, lambda: by_start(session.names)))
         return load
 
-    def _came(self, tier: str, head: Head, size: int) -> None:
+    def _came(self, tier: str, head: ChunkHead, size: int) -> None:
         tokens = head.tokens
         self.loaded[tier] += tokens
         self.bytes[tier] += size
@@ -194,7 +194,7 @@ class HostCache:
 
     # -- what is kept ----------------------------------------------------------------------------
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: KeptPrefix) -> None:
         """Copies out what is worth it, the last chunks first, for so long as an engine may stand.
         A cache of several weights is its session's alone, and of use as a whole.
         """
@@ -211,7 +211,7 @@ class HostCache:
         if own and (copied or kept.pure):
             self._remember(kept, domain, names, tag)
 
-    def _copied(self, kept: Kept, domain: str, names: Sequence[str], tag: int) -> bool:
+    def _copied(self, kept: KeptPrefix, domain: str, names: Sequence[str], tag: int) -> bool:
         """Copies what is worth it; whether all of it lies there or is on the way."""
         clock, n = self._clock, len(kept.tokens)
         began = clock.monotonic()
@@ -235,15 +235,17 @@ class HostCache:
             self._copying.add(content.nbytes, clock.monotonic() - at)
             worth.was_kept()
             self._pending.add(name)
-            self.writer.add(Copy(domain, name, Head(start, end - start, saved_s, tag), content))
+            self.writer.add(
+                Copy(domain, name, ChunkHead(start, end - start, saved_s, tag), content)
+            )
         return True
 
     def _there(self, domain: str, name: str) -> bool:
         return any(shelf.files.has(domain, name) for shelf in self._shelves)
 
-    def _remember(self, kept: Kept, domain: str, names: Sequence[str], tag: int) -> None:
+    def _remember(self, kept: KeptPrefix, domain: str, names: Sequence[str], tag: int) -> None:
         before = self._sessions.pop(kept.session, None)
-        self._sessions[kept.session] = _Session(
+        self._sessions[kept.session] = _LeftSession(
             kept.tokens, domain, tuple(names), kept.origin, kept.adapter
         )
         stays = frozenset(names) if before is not None and before.domain == domain else frozenset()

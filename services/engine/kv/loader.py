@@ -15,18 +15,18 @@ from typing import Protocol
 
 from common.base.clock import Clock
 from common.generation.loading import CHUNK, Content, Loading
-from services.engine.kv.chunk_files import Head
-from services.engine.kv.rates import Pace
-from services.engine.kv.shelf import Shelf
+from services.engine.kv.chunk_files import ChunkHead
+from services.engine.kv.rates import LoadingPace
+from services.engine.kv.shelf import KVTier
 
 AHEAD_BYTES = 512 << 20  # that the engine has not yet put in its place
 RESERVED_S = 60.0  # for which what a prefix is loaded from stays where it is
 LOOK_S = 0.05  # between two looks whether the engine has taken what has come
 
-Came = tuple[str, Head, Content]  # from which tier, and a chunk
+Came = tuple[str, ChunkHead, Content]  # from which tier, and a chunk
 
 
-class Source(Protocol):
+class ChunkSource(Protocol):
     """Where chunks come from. It may take its time, and fails by having nothing."""
 
     name: str
@@ -43,7 +43,7 @@ class Shelves:
 
     name = "shelves"
 
-    def __init__(self, shelves: Sequence[Shelf], clock: Clock) -> None:
+    def __init__(self, shelves: Sequence[KVTier], clock: Clock) -> None:
         self._shelves, self._clock = shelves, clock
 
     def look(self, domain: str, names: Mapping[int, str]) -> list[int]:
@@ -62,7 +62,7 @@ class Shelves:
 
 
 @dataclass
-class Wanted:
+class WantedPrefix:
     """A prefix of which some may lie there."""
 
     load: Loading
@@ -80,7 +80,7 @@ class Wanted:
         return min(self.left) if self.load.alone else max(self.left)
 
 
-def best(wanted: Sequence[Wanted]) -> tuple[Wanted, int] | None:
+def best(wanted: Sequence[WantedPrefix]) -> tuple[WantedPrefix, int] | None:
     """Whose chunk to bring next, and which; those that only loading helps go first, as their
     engine waits for them."""
     offers = [(one, start) for one in wanted if (start := one.next()) is not None]
@@ -97,28 +97,28 @@ class Loader:
 
     def __init__(
         self,
-        source: Source,
+        source: ChunkSource,
         clock: Clock,
         wake: Callable[[], None],
-        came: Callable[[str, Head, int], None],
+        came: Callable[[str, ChunkHead, int], None],
         failed: Callable[[BaseException], None],
-        rest: Callable[[Wanted], None] = lambda _: None,
+        rest: Callable[[WantedPrefix], None] = lambda _: None,
     ) -> None:
         self._source, self._clock = source, clock
         self._wake, self._came, self._failed, self._rest = wake, came, failed, rest
-        self.paces: dict[str, Pace] = {}
-        self._new: list[Wanted] = []
-        self._wanted: list[Wanted] = []
+        self.paces: dict[str, LoadingPace] = {}
+        self._new: list[WantedPrefix] = []
+        self._wanted: list[WantedPrefix] = []
         self._condition = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"kv {source.name}", daemon=True)
         self._thread.start()
 
-    def pace(self, tier: str) -> Pace:
+    def pace(self, tier: str) -> LoadingPace:
         """What loading from a tier takes."""
-        return self.paces.setdefault(tier, Pace())
+        return self.paces.setdefault(tier, LoadingPace())
 
-    def add(self, wanted: Wanted) -> None:
+    def add(self, wanted: WantedPrefix) -> None:
         """Brings what there is of a prefix."""
         wanted.load.bringers.add(self._source.name)
         with self._condition:
@@ -161,13 +161,13 @@ class Loader:
             self._bring(*chosen)
         return True
 
-    def _end(self, wanted: Wanted) -> None:
+    def _end(self, wanted: WantedPrefix) -> None:
         wanted.load.bringers.discard(self._source.name)
         if not wanted.load.bringers:
             wanted.load.over = True
         self._wake()
 
-    def _look(self, wanted: Wanted) -> None:
+    def _look(self, wanted: WantedPrefix) -> None:
         """Finds out what there is of it."""
         load = wanted.load
         if load.cancelled:
@@ -181,10 +181,10 @@ class Loader:
                 break  # what lies behind a gap would be of no use
         missing = {start: name for start, name in names.items() if start not in there}
         if missing and not load.alone:
-            self._rest(Wanted(load, wanted.domain, lambda: missing))
+            self._rest(WantedPrefix(load, wanted.domain, lambda: missing))
         load.found += CHUNK * len(wanted.left)
 
-    def _bring(self, wanted: Wanted, start: int) -> None:
+    def _bring(self, wanted: WantedPrefix, start: int) -> None:
         name, load = wanted.left.pop(start), wanted.load
         began = self._clock.monotonic()
         found = self._source.read(wanted.domain, name)

@@ -24,7 +24,7 @@ from common.base.errors import BadMessage, MeshError
 from common.generation.contract import NO_VERSION, EngineSteps, SessionCache, TokenEngine
 from common.generation.loading import CHUNK, Loading, Origin
 from common.mesh.runtime.mesh import Mesh
-from services.engine.kv.rates import Pace
+from services.engine.kv.rates import LoadingPace
 
 R = TypeVar("R")
 
@@ -68,7 +68,7 @@ class CacheMoves:
         self._mesh, self._engine, self._steps = mesh, engine, steps
         self._between_steps, self._loaded, self._wake = between_steps, loaded, wake
         self._places = asyncio.Semaphore(AT_ONCE)
-        self._pace = Pace()
+        self._pace = LoadingPace()
         self.tokens = self.bytes = 0  # that came here in time
 
     # -- the source ------------------------------------------------------------------------------

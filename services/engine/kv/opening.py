@@ -16,15 +16,15 @@ from common.job.config import RolloutConfig
 from common.mesh.runtime.mesh import Mesh
 from services.engine.kv.host_cache import HostCache
 from services.engine.kv.peers import Peers
-from services.engine.kv.shelf import Shelf
+from services.engine.kv.shelf import KVTier
 
 GIB = 1 << 30
 OPEN_S = 60.0  # to count what lies there, when the last engine to leave has taken its own away
 
 
-def _opened(name: str, directory: Path, budget: int, clock: Callable[[], float]) -> Shelf:
+def _opened(name: str, directory: Path, budget: int, clock: Callable[[], float]) -> KVTier:
     own_directory(directory.parent)
-    return Shelf(name, directory, budget, clock)
+    return KVTier(name, directory, budget, clock)
 
 
 def not_kept(mesh: Mesh, setting: str, error: ConfigError) -> None:
@@ -39,7 +39,7 @@ def not_kept(mesh: Mesh, setting: str, error: ConfigError) -> None:
     mesh.telemetry.count("kv_not_kept")
 
 
-async def shelves_of(mesh: Mesh, job: str, limits: RolloutConfig) -> list[Shelf]:
+async def shelves_of(mesh: Mesh, job: str, limits: RolloutConfig) -> list[KVTier]:
     """The shelves that a job asks for; without those whose directories are another user's."""
     kv, root = limits.kv, mesh.settings.run_root
     places = []

@@ -24,7 +24,7 @@ from common.weights.chunks.chunks import ChunkStore
 from services.engine.kv.chunk_files import HEAD_BYTES, unpacked
 from services.engine.kv.keys import NAME_BYTES
 from services.engine.kv.loader import Came
-from services.engine.kv.shelf import Shelf
+from services.engine.kv.shelf import KVTier
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ class ShelvedChunks(ChunkStore):
     digests; whoever asks checks what comes.
     """
 
-    def __init__(self, shelves: Sequence[Shelf]) -> None:
+    def __init__(self, shelves: Sequence[KVTier]) -> None:
         super().__init__(shelves[0].files.directory)
         self._shelves = shelves
 

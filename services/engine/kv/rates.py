@@ -11,7 +11,7 @@ FRESH = 32  # chunks of a kind that are kept to learn whether they are used
 TRIED = 16  # one in so many is kept where it does not pay, to see whether that has changed
 
 
-class Pace:
+class LoadingPace:
     """Seconds that a byte takes: a running mean."""
 
     def __init__(self) -> None:

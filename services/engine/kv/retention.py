@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from services.engine.kv.chunk_files import Found
+from services.engine.kv.chunk_files import FoundChunk
 
 HALF_S = 600.0  # without use, after which a shared prefix is half as likely to be used again
 WAITS = 0.9  # chance that a trajectory whose cache is kept goes on: tools fail, jobs end
 DEAD_SCRATCH_S = 60.0  # since its last byte: whoever wrote it was killed
 
 
-def chance(found: Found, now_s: float, waiting: Collection[int]) -> float:
+def chance(found: FoundChunk, now_s: float, waiting: Collection[int]) -> float:
     """How likely a chunk is to be used. `waiting`: tags of sessions that may go on."""
     head = found.head
     if head is None:
@@ -26,7 +26,9 @@ def chance(found: Found, now_s: float, waiting: Collection[int]) -> float:
     return float(0.5 ** (max(0.0, now_s - found.used_s) / HALF_S))
 
 
-def cost_of_loss(found: Found, now_s: float, waiting: Collection[int], again_s: float) -> float:
+def cost_of_loss(
+    found: FoundChunk, now_s: float, waiting: Collection[int], again_s: float
+) -> float:
     """Seconds per byte. `again_s`: that it takes to load a byte from the next tier; 0: there is
     none, and the chunk is computed again.
     """
@@ -39,16 +41,16 @@ def cost_of_loss(found: Found, now_s: float, waiting: Collection[int], again_s: 
 
 
 def leaving(
-    there: Iterable[Found],
+    there: Iterable[FoundChunk],
     wanted: int,
     now_s: float,
     waiting: Collection[int],
     again_s: float = 0.0,
-) -> list[Found]:
+) -> list[FoundChunk]:
     """What goes so that `wanted` bytes are free, cheapest first; less where the rest is in use."""
     free = [one for one in there if _may_go(one, now_s)]
     free.sort(key=lambda one: (cost_of_loss(one, now_s, waiting, again_s), one.used_s))
-    gone: list[Found] = []
+    gone: list[FoundChunk] = []
     for one in free:
         if wanted <= 0:
             break
@@ -57,7 +59,7 @@ def leaving(
     return gone
 
 
-def _may_go(found: Found, now_s: float) -> bool:
+def _may_go(found: FoundChunk, now_s: float) -> bool:
     """Not what is being written, and not what an engine is about to load."""
     if found.head is None:
         return now_s - found.used_s > DEAD_SCRATCH_S

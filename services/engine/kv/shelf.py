@@ -19,7 +19,7 @@ from pathlib import Path
 from common.base.files.file_locks import lies_at, unheld
 from common.generation.kv_directories import enter, entered, leave
 from common.generation.loading import Content
-from services.engine.kv.chunk_files import HEAD_BYTES, ChunkFiles, Found, Head
+from services.engine.kv.chunk_files import HEAD_BYTES, ChunkFiles, ChunkHead, FoundChunk
 from services.engine.kv.keys import DIGITS
 from services.engine.kv.retention import leaving
 
@@ -30,7 +30,7 @@ REST_S = 10.0  # after a write that failed: a full disk does not become empty at
 FREE_SHARE = 0.05  # of the file system that is never taken
 
 
-class Shelf:
+class KVTier:
     """A directory of chunks, of `budget` bytes. `clock` is the wall's."""
 
     def __init__(self, name: str, directory: Path, budget: int, clock: Callable[[], float]) -> None:
@@ -78,7 +78,7 @@ class Shelf:
     def _add(self, size: int) -> None:
         _COUNT.pack_into(self._count, 0, max(0, self.used + size))
 
-    def _recount(self) -> list[Found]:
+    def _recount(self) -> list[FoundChunk]:
         there = list(self.files.scan())
         _COUNT.pack_into(self._count, 0, sum(one.bytes for one in there))
         return there
@@ -108,10 +108,10 @@ class Shelf:
         self,
         domain: str,
         name: str,
-        head: Head,
+        head: ChunkHead,
         content: Content,
         again_s: float = 0.0,
-        demote: Callable[[Found], None] = lambda _: None,
+        demote: Callable[[FoundChunk], None] = lambda _: None,
     ) -> bool:
         """Whether a chunk lies there now. `demote` gets what has to go for it; `again_s` as in
         `retention`.
@@ -123,7 +123,7 @@ class Shelf:
             return False
         return self._written(size, lambda: self.files.write(domain, name, head, content))
 
-    def take_in(self, found: Found) -> bool:
+    def take_in(self, found: FoundChunk) -> bool:
         """Whether a copy of a chunk of another shelf lies there now."""
         domain, name = found.path.parent.parent.name, found.path.name
         if self.files.has(domain, name):
@@ -144,13 +144,13 @@ class Shelf:
         self.refused = ""
         return True
 
-    def room(self, size: int, again_s: float, demote: Callable[[Found], None]) -> bool:
+    def room(self, size: int, again_s: float, demote: Callable[[FoundChunk], None]) -> bool:
         """Takes room for so many bytes, if it can be had; others go for it."""
         if size > self.budget or self._clock() < self._rests_until:
             return False
         if not self._space(size):
             return False
-        gone: list[Found] = []
+        gone: list[FoundChunk] = []
         with self._locked():
             if self.used + size > self.budget:
                 there = self._recount()

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from common.base.clock import Clock
 from common.generation.loading import Content
-from services.engine.kv.chunk_files import Found, Head
-from services.engine.kv.shelf import Shelf
+from services.engine.kv.chunk_files import ChunkHead, FoundChunk
+from services.engine.kv.shelf import KVTier
 
 WAITING_BYTES = 256 << 20  # copies that are not written yet; more is not kept
 DISK_BYTES_PER_S = 512e6  # of writes to a disk, which others read from
@@ -22,11 +22,11 @@ class Copy:
 
     domain: str
     name: str
-    head: Head
+    head: ChunkHead
     content: Content
 
 
-class Writer:
+class ChunkWriter:
     """Puts copies on the first shelf that has room, and what goes from there on the next, until it
     is closed. `again(shelf)` tells the seconds that a byte takes to be loaded from a shelf; `done`
     is called with the name of each copy, wherever it came to lie, `failed` if the thread ends
@@ -35,9 +35,9 @@ class Writer:
 
     def __init__(
         self,
-        shelves: Sequence[Shelf],
+        shelves: Sequence[KVTier],
         clock: Clock,
-        again: Callable[[Shelf], float],
+        again: Callable[[KVTier], float],
         done: Callable[[str], None],
         failed: Callable[[BaseException], None],
         rate: float = DISK_BYTES_PER_S,
@@ -120,7 +120,7 @@ class Writer:
             below = self._shelves[at + 1] if at + 1 < len(self._shelves) else None
             again_s = self._again(below) if below is not None else 0.0
 
-            def demote(found: Found, below: Shelf | None = below) -> None:
+            def demote(found: FoundChunk, below: KVTier | None = below) -> None:
                 if below is not None and found.head is not None:
                     self._pay(below, found.bytes)
                     below.take_in(found)
@@ -131,7 +131,7 @@ class Writer:
                 return
         self.not_kept += 1
 
-    def _pay(self, shelf: Shelf, size: int) -> None:
+    def _pay(self, shelf: KVTier, size: int) -> None:
         """Waits until a write to a disk is within the rate."""
         if shelf.name != "disk":
             return

@@ -18,7 +18,7 @@ from common.api.engine import Finish
 from common.base.clock import Clock
 from common.base.errors import MeshError
 from common.generation.builtin.stop_text import MARGIN, StopText, begin_of
-from common.generation.contract import Flush, Piece, Request, flush_of
+from common.generation.contract import Flush, FlushPiece, Request, flush_of
 from services.engine.sglang import v0_5
 from services.engine.sglang.adapters import LoadedAdapter
 from services.engine.sglang.http import Http, Pending, ServerEvent
@@ -89,14 +89,14 @@ class SentRequest:
                 return True
         return False
 
-    def take(self, finish: Finish = Finish.RUNNING) -> Piece | None:
+    def take(self, finish: Finish = Finish.RUNNING) -> FlushPiece | None:
         """What has come since the last call; None if that is nothing and it goes on."""
         part = slice(self.drained, len(self.tokens))
         if part.start == part.stop and finish == Finish.RUNNING:
             return None
         self.drained = len(self.tokens)
         asked = self.request.unmodified
-        return Piece(
+        return FlushPiece(
             self.request.id,
             np.array(self.tokens[part], np.int32),
             np.array(self.logprobs[part], np.float32),
@@ -131,7 +131,7 @@ class Requests:
         self._http, self._slots, self._decode = http, slots, decode
         self._arrived: SimpleQueue[tuple[str, ServerEvent | Exception | None]] = SimpleQueue()
         self._rids: dict[int, str] = {}
-        self._over: list[Piece] = []  # ended, not drained
+        self._over: list[FlushPiece] = []  # ended, not drained
         self._start = os.urandom(4).hex()
         self._numbers = itertools.count()
 
@@ -310,4 +310,4 @@ class Requests:
 
     def _end_unsent(self, request_id: int, finish: Finish) -> None:
         none = np.zeros(0, np.int32)
-        self._over.append(Piece(request_id, none, none.astype(np.float32), none, finish))
+        self._over.append(FlushPiece(request_id, none, none.astype(np.float32), none, finish))

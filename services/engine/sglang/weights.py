@@ -101,7 +101,7 @@ class FromDisk:
         """Nothing outlives a push."""
 
 
-class _Session(ABC):
+class _UpdateInParts(ABC):
     """What transports share that bring weights in parts: nothing holds before the last."""
 
     def __init__(self, http: Http) -> None:
@@ -132,7 +132,7 @@ class _Session(ABC):
         done(self._http.call("POST", path, body, deadline_s=deadline_s), path)
 
 
-class FromTensors(_Session):
+class FromTensors(_UpdateInParts):
     """SGLang's own format: names and handles of shared memory, which it writes as a pickle.
 
     That pickle is made here and read by SGLang, through its list of allowed names. It and `inline`
@@ -153,7 +153,7 @@ class FromTensors(_Session):
         """Shared memory goes with its tensors."""
 
 
-class FromGroup(_Session):
+class FromGroup(_UpdateInParts):
     """Broadcast from rank 0, which is this process; the server's are the others."""
 
     def __init__(self, http: Http, ranks: int, backend_name: str) -> None:

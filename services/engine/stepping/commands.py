@@ -17,7 +17,7 @@ R = TypeVar("R")
 BETWEEN_S = 60.0  # for what runs between two steps; with others on the gang, their turns come first
 
 
-class Commands:
+class StepCommands:
     """Commands that wait, in the order in which they were given. `deliver` runs a function on the
     loop, from wherever the engine computes.
     """

@@ -15,7 +15,7 @@ from common.mesh.runtime.mesh import Mesh
 from common.weights.layout.images import outline
 from services.engine.kv.host_cache import HostCache
 from services.engine.measurement.pauses import Pauses
-from services.engine.stepping.commands import BETWEEN_S, Commands
+from services.engine.stepping.commands import BETWEEN_S, StepCommands
 from services.engine.stepping.shards import Shards
 
 
@@ -41,7 +41,7 @@ class EngineWeights:
         self,
         mesh: Mesh,
         engine: TokenEngine,
-        commands: Commands,
+        commands: StepCommands,
         shards: Shards,
         pauses: Pauses,
         turns: Turns | None,

@@ -13,7 +13,7 @@ from common.mesh.residents.tiers import Keep, Take
 from common.mesh.runtime.mesh import Mesh
 from common.model.files.storages import trim
 from common.state.pool.workers.rows import Tier
-from services.engine.stepping.commands import Commands
+from services.engine.stepping.commands import StepCommands
 from services.engine.weights.loaded import EngineWeights
 
 WEIGHTS_S = 600.0  # for the current version to be fetched and loaded
@@ -26,7 +26,7 @@ class EngineSleeper:
         self,
         mesh: Mesh,
         engine: TokenEngine,
-        commands: Commands,
+        commands: StepCommands,
         weights: EngineWeights,
         cache_tokens: int,
     ) -> None:

@@ -25,7 +25,7 @@ class JudgeFailed(ToolFailed):
     code = "judge_failed"
 
 
-class Judge(Protocol):
+class RewardJudge(Protocol):
     async def verdict(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
         """Return the reward of a trajectory: 0, unasked, if the model gave no answer. ToolFailed,
         never a number, when the judge gives no verdict.
@@ -34,7 +34,7 @@ class Judge(Protocol):
     async def close(self) -> None: ...
 
 
-def judge_of(mesh: Mesh, job: JobData, scorer: Scorer) -> Judge | None:
+def judge_of(mesh: Mesh, job: JobData, scorer: Scorer) -> RewardJudge | None:
     """The judge that the job asks for, if it does."""
     config = job.config.reward.judge
     if not config.use:

@@ -112,7 +112,7 @@ class Sandboxes:
 
 
 @dataclass(slots=True, eq=False)
-class _Session:
+class _ToolSession:
     """The state of one trajectory's tools, at the sandbox that is its home."""
 
     name: str = ""
@@ -127,7 +127,7 @@ class _Call:
 
     name: str
     argument: Any
-    session: _Session  # without a name: it needs none
+    session: _ToolSession  # without a name: it needs none
     begun: bool  # the session holds what earlier calls made
     once: bool  # it is not run again when its process is lost
 
@@ -147,7 +147,7 @@ class SandboxClient:
             name for name in self._jailed if builtin.TOOLS[config.environment.tools[name]].session
         }
         self._once = set(config.environment.once) | self._with_session
-        self._sessions: dict[str, _Session] = {}  # by trajectory
+        self._sessions: dict[str, _ToolSession] = {}  # by trajectory
         self._ending: set[asyncio.Task[None]] = set()  # sandboxes are being told of ended sessions
         self._tools: Batcher[_Call, Outcome] = Batcher(self._run_tools, in_flight=2)
         self._slow: Batcher[_Call, Outcome] = Batcher(self._run_tools, limit=1, in_flight=256)
@@ -178,9 +178,9 @@ class SandboxClient:
             raise TrajectoryFailed(
                 f"no tool is called {name!r}", kind="no such tool", fix=f"the job names: {known}"
             )
-        kept = _Session()
+        kept = _ToolSession()
         if name in self._with_session and session:
-            kept = self._sessions.setdefault(session, _Session(session))
+            kept = self._sessions.setdefault(session, _ToolSession(session))
         call = _Call(name, argument, kept, self._begun(earlier), name in self._once)
         calls = self._slow if name in self._jailed else self._tools
         outcome = await self._decided(calls, call, f"tool {name}", config.tool_deadline_s)
@@ -210,7 +210,7 @@ class SandboxClient:
             kept.over = True
             self._end(kept)
 
-    def _end(self, session: _Session) -> None:
+    def _end(self, session: _ToolSession) -> None:
         if not session.name or not session.home or session.calls:
             return
         request = EndSessions(self._job.id, [session.name])
@@ -281,7 +281,7 @@ class SandboxClient:
         return outcomes
 
     @contextmanager
-    def _in_use(self, session: _Session) -> Iterator[None]:
+    def _in_use(self, session: _ToolSession) -> Iterator[None]:
         """While a call of the session is under way."""
         session.calls += 1
         try:

@@ -21,7 +21,7 @@ AGAIN = 64  # times in a row that a move was spared, after which one is made to 
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class MoveChoice:
     """Whether to send a cache or only to compute it again, and why, for the log."""
 
     answer: Literal["move", "recompute"]
@@ -49,7 +49,7 @@ class MoveCosts:
         if first_s > 0:
             self._first_s.append(first_s)
 
-    def choose(self, tokens: int) -> Choice:
+    def choose(self, tokens: int) -> MoveChoice:
         """`helpful`'s choice; but after many moves that were spared one is made, as what they take
         may have changed.
         """
@@ -60,7 +60,7 @@ class MoveCosts:
             self.spared += 1
             if self.spared == AGAIN:
                 self.spared = 0
-                return Choice("move", f"measured anew: {choice.reason}, {AGAIN} times in a row")
+                return MoveChoice("move", f"measured anew: {choice.reason}, {AGAIN} times in a row")
         return choice
 
     def prefill_s(self, tokens: int) -> float | None:
@@ -74,16 +74,16 @@ class MoveCosts:
         return median(self._first_s) if len(self._first_s) >= ENOUGH else None
 
 
-def helpful(tokens: int, costs: MoveCosts) -> Choice:
+def helpful(tokens: int, costs: MoveCosts) -> MoveChoice:
     """Whether sending helps a session of `tokens` tokens that have been computed elsewhere."""
     if not costs.bytes_per_token:
-        return Choice("recompute", "the engine takes nothing over")
+        return MoveChoice("recompute", "the engine takes nothing over")
     if tokens <= STEP_TOKENS:
-        return Choice("recompute", f"{tokens} tokens are computed in one step")
+        return MoveChoice("recompute", f"{tokens} tokens are computed in one step")
     first_s, prefill_s = costs.first_s, costs.prefill_s(tokens)
     if first_s is not None and prefill_s is not None and prefill_s <= first_s:
-        return Choice(
+        return MoveChoice(
             "recompute",
             f"{tokens} tokens are computed in {prefill_s:.3g} s, before any come: {first_s:.3g} s",
         )
-    return Choice("move", f"{tokens} tokens come while they are computed")
+    return MoveChoice("move", f"{tokens} tokens come while they are computed")

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.rollout.routing.degree_buckets import Engine, buckets_of
-from services.rollout.routing.lengths import Lengths, Past, ToolReturn, tool_return_of
+from services.rollout.routing.degree_buckets import MeasuredEngine, buckets_of
+from services.rollout.routing.lengths import LengthTrees, Past, ToolReturn, tool_return_of
 from services.rollout.routing.queues import BucketDecision, LengthBucket, decide
 from services.rollout.trajectories.buffers import NOT_SAMPLED
 from services.rollout.trajectories.trajectory import Trajectory
@@ -33,7 +33,7 @@ class Scheduler:
         self,
         buckets: Sequence[LengthBucket],
         prompts: int,
-        lengths: Lengths,
+        lengths: LengthTrees,
         follows: bool = False,
     ) -> None:
         """`follows`: the buckets are those of the engines that are there (`follow`), and lengths
@@ -47,7 +47,7 @@ class Scheduler:
         self.outcomes: Counter[str] = Counter()  # decisions so far, by outcome
         self._prompts = max(1, prompts)  # rows of the data set: epochs share their trees
 
-    def follow(self, engines: Mapping[str, Engine]) -> bool:
+    def follow(self, engines: Mapping[str, MeasuredEngine]) -> bool:
         """Makes the buckets those of these engines, by name, where they follow engines and others
         are there than before; whether there are other buckets, so that nobody's is his any more.
         """

@@ -19,7 +19,7 @@ LEAST_TOKENS = 512  # of an engine, before its rate is believed
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class MeasuredEngine:
     """What an engine tells of itself, of its life so far."""
 
     degree: int
@@ -28,7 +28,7 @@ class Engine:
 
 
 def buckets_of(
-    engines: Sequence[Engine], past: Sequence[int], longest: int, batch: int
+    engines: Sequence[MeasuredEngine], past: Sequence[int], longest: int, batch: int
 ) -> list[LengthBucket]:
     """The buckets for these engines, one for each degree that they have, by the lengths of `past`
     trajectories in tokens. The last takes lengths up to `longest`; engines decode `batch` requests
@@ -51,7 +51,7 @@ def buckets_of(
     ]
 
 
-def _rates(engines: Sequence[Engine], degrees: Sequence[int]) -> Mapping[int, Fraction]:
+def _rates(engines: Sequence[MeasuredEngine], degrees: Sequence[int]) -> Mapping[int, Fraction]:
     """Return the measured tokens per second of all engines of each degree.
 
     Where a degree has not been measured, all count by their workers. Rates are fractions: the

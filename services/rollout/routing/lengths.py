@@ -48,11 +48,11 @@ class Estimate:
 
 
 @dataclass(slots=True)
-class _Node:
+class _LengthNode:
     visits: int = 0
     mean: float = 0.0
     latest: deque[int] = field(default_factory=lambda: deque(maxlen=SAMPLES))
-    children: dict[ToolReturn, _Node] = field(default_factory=dict)
+    children: dict[ToolReturn, _LengthNode] = field(default_factory=dict)
 
     def learn(self, remaining: int) -> None:
         self.visits += 1
@@ -65,7 +65,7 @@ class _Node:
         return float(ordered[-(-9 * len(ordered) // 10) - 1])
 
 
-class Lengths:
+class LengthTrees:
     """The trees, made of the latest `limit` trajectories; the same history makes the same trees."""
 
     def __init__(self, history: Iterable[Past] = (), limit: int = HISTORY) -> None:
@@ -103,22 +103,22 @@ class Lengths:
         return max(matches, key=lambda e: e.depth, default=None)
 
     def _rebuild(self) -> None:
-        self._all = _Node()
-        self._prompts: dict[int, _Node] = {}
+        self._all = _LengthNode()
+        self._prompts: dict[int, _LengthNode] = {}
         self._since = 0
         for past in self._history:
             self._insert(past)
 
     def _insert(self, past: Past) -> None:
-        for root in (self._prompts.setdefault(past.prompt, _Node()), self._all):
+        for root in (self._prompts.setdefault(past.prompt, _LengthNode()), self._all):
             node = root
             node.learn(past.sampled)
             for state, sampled in past.returns:
-                node = node.children.setdefault(state, _Node())
+                node = node.children.setdefault(state, _LengthNode())
                 node.learn(past.sampled - sampled)
 
 
-def _deepest(root: _Node, path: Sequence[ToolReturn]) -> tuple[_Node, int]:
+def _deepest(root: _LengthNode, path: Sequence[ToolReturn]) -> tuple[_LengthNode, int]:
     """The last node along `path` with visits enough, and its depth; 0: only the root."""
     node, depth = root, 0
     for state in path:

@@ -20,9 +20,9 @@ from common.base.occupancy import Occupancy
 from common.mesh.runtime.mesh import Mesh
 from services.rollout.routing import balance
 from services.rollout.routing.cmlfq import Scheduler
-from services.rollout.routing.degree_buckets import Engine
+from services.rollout.routing.degree_buckets import MeasuredEngine
 from services.rollout.routing.engine_link import NO_VERSION, EngineLink, TokenSink
-from services.rollout.routing.lengths import Lengths
+from services.rollout.routing.lengths import LengthTrees
 from services.rollout.routing.queues import (
     EngineLoad,
     LengthBucket,
@@ -58,7 +58,7 @@ class Router:
         self.clock = mesh.job_clock
         self.spent = Occupancy(self.clock.monotonic)
         self.stop = frozenset(sampling.stop)
-        self.scheduler = scheduler or Scheduler([LengthBucket(1 << 30, seats)], 1, Lengths())
+        self.scheduler = scheduler or Scheduler([LengthBucket(1 << 30, seats)], 1, LengthTrees())
         self.links: dict[str, EngineLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._lineage = 0  # the job's current lineage
@@ -275,8 +275,8 @@ class Router:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _engine(stats: Mapping[str, Any]) -> Engine:
-    return Engine(
+def _engine(stats: Mapping[str, Any]) -> MeasuredEngine:
+    return MeasuredEngine(
         int(stats.get("tensor_parallel", 1)),
         int(stats.get("tokens", 0)),
         float(stats.get("busy_s", 0.0)),

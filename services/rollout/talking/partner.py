@@ -41,7 +41,7 @@ from services.rollout.environments.process import START_S, answer_of, dismissed,
 from services.rollout.rewards.sandboxes import KEPT, load_request
 from services.rollout.trajectories.trajectory import Trajectory
 from services.rollout.trajectories.transcript import Transcript, stop_ids, tool_turn
-from services.rollout.trajectories.turns import Turns
+from services.rollout.trajectories.turns import TurnPlayer
 
 CONVERSATION = 4096  # tokens of a conversation, where the model has positions for so many
 CONVERSE = "services.environment.person:conversation"
@@ -256,7 +256,7 @@ class Partner:
                 await dismissed(child)
 
 
-class PartnerTurns(Turns):
+class PartnerTurns(TurnPlayer):
     """The turns of a trajectory with one engine here, each shown when it has happened."""
 
     def __init__(self, partner: Partner, t: Trajectory, told: PlaySettings) -> None:

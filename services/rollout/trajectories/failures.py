@@ -40,7 +40,7 @@ class TrajectoryFailed(ToolFailed):
 
 
 @dataclass(slots=True)
-class _Kind:
+class _FailureKind:
     """What is to be told of a kind and place."""
 
     text: str
@@ -65,7 +65,7 @@ class Failures:
 
     def __init__(self, mesh: Mesh, job: str) -> None:
         self._mesh, self._job = mesh, job
-        self._kinds: dict[tuple[str, str, bool], _Kind] = {}
+        self._kinds: dict[tuple[str, str, bool], _FailureKind] = {}
         self._hanging: dict[str, _Row] = {}
         self._of = mesh.random.token()  # of its events, which another job's are no repeats of
         self._told = 0  # events
@@ -145,8 +145,8 @@ class Failures:
                 found.told = now
                 found.count, found.calls = found.count - count, found.calls - calls
 
-    def _kind(self, kind: str, text: str, place: str, evaluation: bool) -> _Kind:
+    def _kind(self, kind: str, text: str, place: str, evaluation: bool) -> _FailureKind:
         key = kind, place, evaluation
         if key not in self._kinds and len(self._kinds) >= PLACES:
             key = kind, "", evaluation
-        return self._kinds.setdefault(key, _Kind(text))
+        return self._kinds.setdefault(key, _FailureKind(text))

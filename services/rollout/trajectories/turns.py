@@ -14,7 +14,7 @@ from services.rollout.trajectories.trajectory import Trajectory, Turn
 CALLS = 1024  # most tool calls in a turn: an environment that asks for more does not end
 
 
-class Turns(ABC):
+class TurnPlayer(ABC):
     """The turns of one trajectory of at most `max_tokens` tokens and `max_turns` turns."""
 
     def __init__(self, t: Trajectory, max_tokens: int, max_turns: float) -> None:

@@ -12,8 +12,8 @@ from common.base.occupancy import Occupancy
 from common.state.pool.demand.measured import Work
 from services.rollout.routing import balance, queues
 from services.rollout.routing.cmlfq import Scheduler
-from services.rollout.routing.degree_buckets import Engine as Rated
-from services.rollout.routing.lengths import Lengths, Past, ToolReturn
+from services.rollout.routing.degree_buckets import MeasuredEngine as Rated
+from services.rollout.routing.lengths import LengthTrees, Past, ToolReturn
 from services.rollout.routing.queues import EngineLoad, LengthBucket, QueuedRequest
 from services.rollout.routing.stay import AT_ENGINE, TURN
 from services.rollout.worked import IN_FLIGHT, Worked
@@ -81,7 +81,7 @@ class Shard:
         their degrees, for trajectories of up to `longest` tokens.
         """
         whole = [LengthBucket(longest, slots)]
-        self._scheduler = Scheduler(whole, 1, Lengths(), follows=buckets)
+        self._scheduler = Scheduler(whole, 1, LengthTrees(), follows=buckets)
         self._learns = buckets
         self.places: dict[str, SimPlace] = {}
         self.worked = Worked(Occupancy(lambda: agenda.now_s))

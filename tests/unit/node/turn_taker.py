@@ -12,7 +12,7 @@ import torch
 from common.mesh.residents.turns import Turns
 from common.mesh.runtime.mesh import Mesh, MeshSettings, run
 from common.state.pool.workers.seat import Seat, parser
-from services.engine.running import Driver
+from services.engine.running import ThreadDriver
 from services.engine.service import EngineService
 from services.trainer.compute.compute import LocalCompute
 from services.trainer.compute.piece_runner import PieceRunner
@@ -46,7 +46,7 @@ class Noted:
 
 async def generate(mesh: Mesh, turns: Turns, note: Path) -> None:
     engine: Any = Noted(built_in("eager", SLOTS, 128, clock=mesh.clock), "step", note)
-    driver = Driver(asyncio.get_running_loop())
+    driver = ThreadDriver(asyncio.get_running_loop())
     service = EngineService(mesh, engine, driver.deliver, turns=turns)
     driver.start(service)
     count = 0

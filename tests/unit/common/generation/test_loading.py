@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.generation.builtin.build import TorchEngine
-from common.generation.loading import CHUNK, WORTH, Content, Kept, Loading, Sought
+from common.generation.loading import CHUNK, WORTH, Content, KeptPrefix, Loading, Sought
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,
     Listener,
@@ -44,7 +44,7 @@ class Shelf:
         self.loads.append((sought, load))
         return load
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: KeptPrefix) -> None:
         for start in range(0, len(kept.tokens) // CHUNK * CHUNK if kept.pure else 0, CHUNK):
             name = kept.tokens[: start + CHUNK].tobytes()
             self.chunks.setdefault(name, kept.read(start, start + CHUNK))

@@ -11,9 +11,9 @@ from typing import Any
 from common.base.clock import SystemClock
 from common.generation.builtin.build import TorchEngine
 from common.generation.contract import Request
-from services.engine.kv.chunk_files import Found
+from services.engine.kv.chunk_files import FoundChunk
 from services.engine.kv.host_cache import HostCache
-from services.engine.kv.shelf import Shelf
+from services.engine.kv.shelf import KVTier
 from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import Heard, Listener, built_in
 
@@ -34,7 +34,7 @@ def cached(
     """An engine of version 0 with its shelf."""
     clock = SystemClock()
     engine = built_in(path, slots, LENGTH, clock=clock, kv_on_update=policy, **more)
-    shelf = Shelf("disk", directory, budget, clock.wall)
+    shelf = KVTier("disk", directory, budget, clock.wall)
     cache = HostCache(
         [shelf],
         clock,
@@ -59,7 +59,7 @@ def settled(cache: HostCache) -> None:
     assert cache.writer.flush(scaled(20.0))
 
 
-def on_shelves(cache: HostCache) -> list[Found]:
+def on_shelves(cache: HostCache) -> list[FoundChunk]:
     """All chunks that lie there."""
     return [one for shelf in cache._shelves for one in shelf.files.scan()]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.engine.kv.chunk_files import HEAD_BYTES, ChunkFiles, Head
+from services.engine.kv.chunk_files import HEAD_BYTES, ChunkFiles, ChunkHead
 from services.engine.kv.keys import domain_of, is_domain, names_of
 
 DOMAIN = domain_of("weights", "", "layout", "keep")
 NAME, OTHER = names_of(DOMAIN, np.arange(256))
-HEAD = Head(128, 128, 0.25, 7)
+HEAD = ChunkHead(128, 128, 0.25, 7)
 CONTENT = np.arange(5000, dtype=np.uint32).view(np.uint8)
 
 
@@ -103,7 +103,7 @@ def test_many_threads_write_and_read_the_same_chunks(tmp_path: Path) -> None:
             content = np.full(3000, at, np.uint8)
             match int(random.integers(3)):
                 case 0:
-                    files.write(DOMAIN, names[at], Head(at, 128, 0.1, 0), content)
+                    files.write(DOMAIN, names[at], ChunkHead(at, 128, 0.1, 0), content)
                 case 1:
                     files.remove(files.path(DOMAIN, names[at]))
                 case _:

@@ -11,7 +11,7 @@ import pytest
 
 from common.generation.builtin.build import TorchEngine
 from common.generation.loading import CHUNK
-from services.engine.kv.chunk_files import Head
+from services.engine.kv.chunk_files import ChunkHead
 from services.engine.kv.host_cache import HostCache
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,
@@ -250,10 +250,10 @@ def test_a_session_that_ends_leaves_nothing_of_its_own(tmp_path: Path) -> None:
         engine.swap(decoder(1).state_dict(), 1)
         cache.computing("v1")
         lost(engine, cache, 1)
-        assert any(cast(Head, one.head).session for one in on_shelves(cache))
+        assert any(cast(ChunkHead, one.head).session for one in on_shelves(cache))
         engine.release([SESSION])
         settled(cache)
-        assert not any(cast(Head, one.head).session for one in on_shelves(cache))
+        assert not any(cast(ChunkHead, one.head).session for one in on_shelves(cache))
 
 
 def test_nothing_is_kept_or_found_while_nobody_knows_the_weights(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ from common.state.registry import Entry
 from common.weights.bulk.port import serve
 from loadtests.measuring.unrenewed import own_keys, unrenewed
 from services.engine.kv import peers as asking
-from services.engine.kv.chunk_files import Head
+from services.engine.kv.chunk_files import ChunkHead
 from services.engine.kv.host_cache import HostCache
 from services.engine.kv.keys import domain_of, names_of
 from services.engine.kv.peers import FRUITLESS, SELDOM, Peers
-from services.engine.kv.shelf import Shelf
+from services.engine.kv.shelf import KVTier
 from services.engine.service import EngineService
 from sim.engines.simulated import SimulatedEngine
 from tests.load import scaled
@@ -36,12 +36,12 @@ CONTENT = np.arange(70_000, dtype=np.uint32).view(np.uint8)
 
 
 @asynccontextmanager
-async def two_hosts(tmp_path: Path) -> AsyncIterator[tuple[Peers, Shelf, EngineService]]:
+async def two_hosts(tmp_path: Path) -> AsyncIterator[tuple[Peers, KVTier, EngineService]]:
     """What one host asks, and the shelf and the engine of the other."""
     clock = SystemClock()
     keys = own_keys()
     here, there = (unrenewed(f"engine/{name}", keys) for name in ("here", "there"))
-    shelf = Shelf("memory", tmp_path / "kv", 64 << 20, clock.wall)
+    shelf = KVTier("memory", tmp_path / "kv", 64 << 20, clock.wall)
     engine = SimulatedEngine(clock, 4)
     service = EngineService(there, engine, lambda action: action())
     about = clock, "layout", "keep", 100, lambda: 0.0, lambda: None, lambda: None, raised
@@ -75,8 +75,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "ASK_S", min(asking.CHUNK_S, scaled(asking.ASK_S)))
 
 
-def put(shelf: Shelf, at: int) -> Path:
-    head = Head(128 * at, 128, 1.0, 0)
+def put(shelf: KVTier, at: int) -> Path:
+    head = ChunkHead(128 * at, 128, 1.0, 0)
     assert shelf.put(DOMAIN, NAMES[at], head, CONTENT)
     return shelf.files.path(DOMAIN, NAMES[at])
 

@@ -18,12 +18,12 @@ from common.generation import kv_directories
 from common.generation.kv_directories import own_directory, sweep
 from common.job.config import KvConfig, RolloutConfig
 from loadtests.measuring.unrenewed import own_keys, unrenewed
-from services.engine.kv.chunk_files import HEAD_BYTES, Found, Head
+from services.engine.kv.chunk_files import HEAD_BYTES, ChunkHead, FoundChunk
 from services.engine.kv.keys import domain_of, names_of
 from services.engine.kv.opening import shelves_of
-from services.engine.kv.rates import FRESH, TRIED, Pace, Worth
+from services.engine.kv.rates import FRESH, TRIED, LoadingPace, Worth
 from services.engine.kv.retention import HALF_S, cost_of_loss, leaving
-from services.engine.kv.shelf import Shelf
+from services.engine.kv.shelf import KVTier
 from tests.load import scaled
 
 DOMAIN, LATER = (domain_of(weights, "", "layout", "keep") for weights in ("one", "two"))
@@ -40,24 +40,24 @@ class Wall:
         return self.now_s
 
 
-def shelf(path: Path, chunks: float, wall: Wall | None = None, name: str = "disk") -> Shelf:
-    return Shelf(name, path, int(chunks * WHOLE), wall or Wall())
+def shelf(path: Path, chunks: float, wall: Wall | None = None, name: str = "disk") -> KVTier:
+    return KVTier(name, path, int(chunks * WHOLE), wall or Wall())
 
 
-def put(on: Shelf, at: int, seconds: float = 1.0, session: int = 0, domain: str = DOMAIN) -> bool:
+def put(on: KVTier, at: int, seconds: float = 1.0, session: int = 0, domain: str = DOMAIN) -> bool:
     content = np.full(SIZE, at, np.uint8)
-    return on.put(domain, NAMES[at], Head(128 * at, 128, seconds, session), content)
+    return on.put(domain, NAMES[at], ChunkHead(128 * at, 128, seconds, session), content)
 
 
-def there(on: Shelf) -> set[int]:
+def there(on: KVTier) -> set[int]:
     return {at for at, name in enumerate(NAMES) if on.files.has(DOMAIN, name)}
 
 
 # -- what goes -----------------------------------------------------------------------------------
 
 
-def found(seconds: float, session: int = 0, used_s: float = 0.0, size: int = 100) -> Found:
-    return Found(Path(f"{seconds}"), size, used_s, Head(0, 128, seconds, session))
+def found(seconds: float, session: int = 0, used_s: float = 0.0, size: int = 100) -> FoundChunk:
+    return FoundChunk(Path(f"{seconds}"), size, used_s, ChunkHead(0, 128, seconds, session))
 
 
 def test_what_costs_the_least_to_have_again_goes_first() -> None:
@@ -84,7 +84,7 @@ def test_what_is_about_to_be_loaded_or_is_being_written_stays(
 ) -> None:
     now_s = 2.0
     chunks = [found(seconds, session, used_s) for seconds, session, used_s in some]
-    half = Found(Path(".half"), 100, 1.0, None)
+    half = FoundChunk(Path(".half"), 100, 1.0, None)
     gone = leaving([*chunks, half], 10_000, now_s, {1})
     assert half not in gone
     assert gone == [one for one in gone if one.used_s <= now_s]
@@ -132,12 +132,12 @@ def test_what_an_engine_is_about_to_load_is_not_lost(tmp_path: Path) -> None:
 def test_what_goes_from_memory_lies_on_the_disk(tmp_path: Path) -> None:
     memory, disk = shelf(tmp_path / "m", 4, name="memory"), shelf(tmp_path / "d", 40)
 
-    def move_to_disk(one: Found) -> None:
+    def move_to_disk(one: FoundChunk) -> None:
         disk.take_in(one)
 
     for at in range(20):
         content = np.full(SIZE, at, np.uint8)
-        head = Head(128 * at, 128, 1.0, 0)
+        head = ChunkHead(128 * at, 128, 1.0, 0)
         memory.put(DOMAIN, NAMES[at], head, content, 0.0, move_to_disk)
     assert there(memory) | there(disk) == set(range(20))
     read = disk.files.read(DOMAIN, NAMES[0])
@@ -315,7 +315,7 @@ def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_pace_follows_what_was_measured_lately() -> None:
-    pace = Pace()
+    pace = LoadingPace()
     assert pace.per_byte == 0.0
     for _ in range(30):
         pace.add(1000, 1.0)

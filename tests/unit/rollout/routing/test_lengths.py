@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.routing.lengths import MIN_VISITS, SAMPLES, Lengths, Past, tool_return_of
+from services.rollout.routing.lengths import MIN_VISITS, SAMPLES, LengthTrees, Past, tool_return_of
 
 tools = st.sampled_from(
     [("search", "small", "success"), ("search", "large", "success"), ("run", "small", "failure")]
@@ -54,7 +54,7 @@ def test_an_estimate_is_what_counting_the_past_gives(
             depth += 1
         if depth and (best is None or depth > best[0]):
             best = depth, name, remaining(depth, among)
-    found = Lengths(history).estimate(prompt, path)
+    found = LengthTrees(history).estimate(prompt, path)
     if best is None:
         assert found is None
         return
@@ -69,7 +69,7 @@ def test_an_estimate_is_what_counting_the_past_gives(
 
 @given(pasts)
 def test_learning_one_by_one_and_rebuilding_give_the_same_trees(history: list[Past]) -> None:
-    learned, rebuilt = Lengths(), Lengths(history)
+    learned, rebuilt = LengthTrees(), LengthTrees(history)
     for past in history:
         learned.learn(past)
     for prompt in range(3):
@@ -79,7 +79,7 @@ def test_learning_one_by_one_and_rebuilding_give_the_same_trees(history: list[Pa
 
 
 def test_what_is_long_past_is_forgotten() -> None:
-    lengths = Lengths(limit=40)
+    lengths = LengthTrees(limit=40)
     path = [("search", "small", "success")]
     for _ in range(100):
         lengths.learn(past_of(0, path, [10, 1000]))
@@ -119,7 +119,7 @@ def test_estimates_separate_two_kinds_of_trajectories() -> None:
         history.append(
             past_of(rng.randrange(5), [state], [10, rng.randrange(400, 600) if failed else 20])
         )
-    lengths = Lengths(history)
+    lengths = LengthTrees(history)
     bad = lengths.estimate(None, [("run", "small", "failure")])
     good = lengths.estimate(None, [("run", "small", "success")])
     assert bad is not None and good is not None

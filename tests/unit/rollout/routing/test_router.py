@@ -17,7 +17,7 @@ from common.records.token_record import TokenRows
 from services.engine.service import EngineService
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.routing.cmlfq import Scheduler
-from services.rollout.routing.lengths import Lengths, Past
+from services.rollout.routing.lengths import LengthTrees, Past
 from services.rollout.routing.queues import LengthBucket
 from services.rollout.routing.router import Router
 from services.rollout.routing.stay import ATTEMPTS, PATIENCE_S
@@ -70,7 +70,7 @@ class Bench:
 
     def _router(self) -> Router:
         commits = GroupCommit(self.rollout, Forgetful())
-        scheduler = Scheduler(self.buckets, 1, Lengths(self.past), self.follows)
+        scheduler = Scheduler(self.buckets, 1, LengthTrees(self.past), self.follows)
         return Router(self.rollout, commits, Sampling([], []), SLOTS, scheduler)
 
     def _engine(self, name: str) -> EngineService:
