@@ -199,8 +199,8 @@ import os, signal, sys
 from pathlib import Path
 from loadtests.measuring.unrenewed import own_keys, unrenewed
 from services.engine.kv.opening import shelves_of
-from services.engine.kv.shelf import Shelf
-on = Shelf("disk", Path(sys.argv[1]), 1 << 20, lambda: 2e9)
+from services.engine.kv.shelf import KVTier
+on = KVTier("disk", Path(sys.argv[1]), 1 << 20, lambda: 2e9)
 on.hold("0" * 64)
 on.wait_for(3)
 path = on.files.directory / ("0" * 64) / "ab" / ".half"
