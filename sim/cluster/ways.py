@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 
 from common.hardware.profiles import Accelerator
@@ -68,7 +68,6 @@ class TrainingWays:
     work: TrainingWork
     profiles: Mapping[str, Accelerator]
     by: Trainable = Trainable()
-    scale: Mapping[str, float] = field(default_factory=dict)  # by kind: the model's correction
 
     def ways(self, nodes: Sequence[LayoutNode]) -> list[Timed]:
         """Those that fit on accelerators of nodes, each on one kind."""
@@ -85,8 +84,7 @@ class TrainingWays:
         ]
 
     def _timed(self, layout: TrainingLayout) -> Timed:
-        seconds = step_s(self.shape, self.profiles[layout.kind], layout, self.work)
-        return Timed(layout, seconds * self.scale.get(layout.kind, 1.0))
+        return Timed(layout, step_s(self.shape, self.profiles[layout.kind], layout, self.work))
 
     def _fits(self, layout: TrainingLayout) -> bool:
         """Whether it divides the model, and has the memory, and computes most of the time."""

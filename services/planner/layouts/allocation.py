@@ -11,18 +11,16 @@ of lengths, within `tolerance` of the shortest time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from services.planner.costs.training import TrainingLayout
 from services.planner.layouts.nodes import LayoutNode, Pool, Supply, placed, supply, without
 from services.planner.layouts.search import CELLS, Furthest, GangSpan, States, largest_degrees
-from services.planner.layouts.serving import Ranges
+from services.planner.layouts.serving import Served
 
 TOLERANCE = 1e-4  # of the time; what is below is told apart by no measurement
-COARSE = 20_000  # cells, above which a coarser table finds a limit to begin from
-FIRST_STEP = 2.5e-3  # by which a limit is lowered first from there
 NEVER = 1e18  # seconds
 
 _Pools = frozenset[Pool]
@@ -87,7 +85,7 @@ class _Way:
 
 
 def allocate(
-    ranges: Ranges,
+    ranges: Served,
     nodes: Sequence[LayoutNode],
     ways: Sequence[Timed],
     tolerance: float = TOLERANCE,
@@ -110,7 +108,7 @@ def allocate(
     return LayoutPlan(way.timed, way.places, tuple(planned), search.exact)
 
 
-def _ways(ranges: Ranges, nodes: Sequence[LayoutNode], ways: Sequence[Timed]) -> list[_Way]:
+def _ways(ranges: Served, nodes: Sequence[LayoutNode], ways: Sequence[Timed]) -> list[_Way]:
     """Ways to train that nodes have the accelerators for, the fastest of as many accelerators."""
     largest = largest_degrees(ranges.kinds)
     fastest: dict[tuple[str, int, int], Timed] = {}
@@ -132,68 +130,37 @@ class _Search:
     """Bisection over limits. What it holds: the limit, kept by `best`, is the least known one that
     can be kept."""
 
-    def __init__(self, ranges: Ranges, ways: Sequence[_Way], limit: int) -> None:
+    def __init__(self, ranges: Served, ways: Sequence[_Way], limit: int) -> None:
         self.ranges, self.ways, self.limit = ranges, ways, limit
         self._states = self._of(limit)
         self.exact = all(states.exact for states in self._states.values())
 
     def best(self, tolerance: float) -> tuple[_Way, list[GangSpan]] | None:
-        """The way to train and the gangs of the shortest iteration."""
-        low = self.ways[0].timed.seconds if self.ways else 0.0
-        found = self._within(NEVER, self._of(COARSE))
-        if found is None:
-            found = self._within(NEVER, self._states)
+        """The way to train and the gangs of the shortest iteration: the best found when no limit
+        in between, further than `tolerance`, can be kept.
+        """
+        found = self._within(NEVER)
         if found is None:
             return None
-        if any(states.cells > COARSE for states in self._states.values()):
-            found = self._bisected(found, low, 10 * tolerance, self._of(COARSE))
-            found = self._lowered(found, low, tolerance)
-        else:
-            found = self._bisected(found, low, tolerance, self._states)
-        return found
-
-    def _bisected(
-        self,
-        found: tuple[_Way, list[GangSpan]],
-        low: float,
-        tolerance: float,
-        states: Mapping[_Pools, States],
-    ) -> tuple[_Way, list[GangSpan]]:
-        """The best found when no limit in between, further than `tolerance`, can be kept."""
         high = self._iteration_s(found)
-        low = max(low * (1 - tolerance), high * 1e-6)
+        low = max(self.ways[0].timed.seconds * (1 - tolerance), high * 1e-6)
         while high > low * (1 + tolerance):
             middle = math.sqrt(low * high)
-            better = self._within(middle, states)
+            better = self._within(middle)
             if better is None:
                 low = middle
             else:
                 found, high = better, min(middle, self._iteration_s(better))
         return found
 
-    def _lowered(
-        self, found: tuple[_Way, list[GangSpan]], low: float, tolerance: float
-    ) -> tuple[_Way, list[GangSpan]]:
-        """The same by exact tables, from a limit that is close already: by doubled steps down."""
-        step = FIRST_STEP
-        while (high := self._iteration_s(found)) > low:
-            limit = max(low, high * (1 - step))
-            better = self._within(limit, self._states)
-            if better is None:
-                return self._bisected(found, limit, tolerance, self._states)
-            found, step = better, min(2 * step, 0.5)
-        return found
-
-    def _within(
-        self, limit_s: float, states: Mapping[_Pools, States]
-    ) -> tuple[_Way, list[GangSpan]] | None:
+    def _within(self, limit_s: float) -> tuple[_Way, list[GangSpan]] | None:
         """A way to train and gangs that keep a limit; None when there are none."""
         reach = cache(lambda server: self.ranges.reach(server, limit_s))
         tables: dict[int, Furthest] = {}
         for way in self.ways:
             if way.timed.seconds > limit_s:
                 break
-            of = states[frozenset(way.supply)]
+            of = self._states[frozenset(way.supply)]
             table = tables.get(id(of))
             if table is None:
                 table = tables[id(of)] = Furthest(of, reach)
@@ -231,5 +198,5 @@ def _widen(most: Supply, by: Supply) -> None:
         most[pool] = max(most.get(pool, 0), count)
 
 
-def _seconds(ranges: Ranges, span: GangSpan) -> float:
+def _seconds(ranges: Served, span: GangSpan) -> float:
     return ranges.seconds(span.server, span.first, span.end)

@@ -10,9 +10,9 @@ other, and its tools. A range never takes less than a part of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,19 +38,10 @@ class GangServer:
     busy_s: float = 0.0
 
     @classmethod
-    def of(cls, gang: EngineGang, slots: int = SLOTS, scale: float = 1.0) -> GangServer:
-        """The server that a gang is predicted to be, `scale` times as slow: its correction."""
-        curve = gang.curve()
-        slower = Curve(
-            curve.kind,
-            curve.degree,
-            scale * curve.base_s,
-            scale * curve.sequence_s,
-            scale * curve.context_s,
-            curve.prefill_tokens_per_s / scale,
-        )
+    def of(cls, gang: EngineGang, slots: int = SLOTS) -> GangServer:
+        """The server that a gang is predicted to be."""
         capacity = gang.capacity() if gang.fits(1) else 0.0
-        return cls(slower, capacity, slots, scale * gang.busy_s)
+        return cls(gang.curve(), capacity, slots, gang.busy_s)
 
     @property
     def kind(self) -> str:
@@ -97,33 +88,10 @@ class GangServer:
         return tokens / rate if rate else 0.0
 
 
-class Ranges(Protocol):
-    """What the search asks. Ranges are [first, end) of groups in order of length; a longer range
-    takes no less time than a part of it.
-    """
-
-    @property
-    def kinds(self) -> Sequence[tuple[str, int]]:
-        """(kind, degree) of each server."""
-        ...
-
-    @property
-    def groups(self) -> int:
-        """How many groups there are."""
-        ...
-
-    def seconds(self, server: int, first: int, end: int) -> float:
-        """What a server takes for a range."""
-        ...
-
-    def reach(self, server: int, limit_s: float) -> Positions:
-        """The furthest end, for each first, that a server reaches within a time."""
-        ...
-
-
 class Served:
-    """The ranges of groups, as servers take them. What bounds a range is the difference of sums
-    from the first group on, so that all reaches of a server are found by a search for each bound.
+    """The ranges [first, end) of groups in order of length, as servers take them: a longer range
+    takes no less time than a part of it. What bounds a range is the difference of sums from the
+    first group on, so that all reaches of a server are found by a search for each bound.
     """
 
     def __init__(self, servers: Sequence[GangServer], groups: Sequence[LengthGroup]) -> None:
@@ -182,41 +150,6 @@ class _Part(NamedTuple):
     bounds: list[Seconds]  # [groups + 1] each, with all steps that a bound asks for
     latency: Seconds  # [groups + 1] with the steps of the longest of those before
     alone: Seconds  # [groups]
-
-
-class Table:
-    """Ranges whose costs are given one by one, for few groups."""
-
-    def __init__(
-        self,
-        kinds: Sequence[tuple[str, int]],
-        groups: int,
-        cost: Callable[[int, int, int], float],
-    ) -> None:
-        """`cost(server, first, end)` in seconds; ValueError if a range takes less than a part."""
-        self.kinds, self.groups = kinds, groups
-        shape = (len(kinds), groups + 1, groups + 1)
-        self._seconds = np.full(shape, np.inf)
-        for server in range(len(kinds)):
-            for first in range(groups + 1):
-                self._seconds[server, first, first] = 0.0
-                for end in range(first + 1, groups + 1):
-                    self._seconds[server, first, end] = cost(server, first, end)
-        for server, first, end in np.ndindex(*shape):
-            part = self._seconds[server, min(first + 1, end), end] if first < end else 0.0
-            if end > first and self._seconds[server, first, end] < max(
-                part, self._seconds[server, first, end - 1]
-            ):
-                raise ValueError(f"groups {first} to {end} take less time than a part of them")
-
-    def seconds(self, server: int, first: int, end: int) -> float:
-        """What a server takes for groups [first, end)."""
-        return float(self._seconds[server, first, end])
-
-    def reach(self, server: int, limit_s: float) -> Positions:
-        """The furthest end, for each first, within a time."""
-        within = self._seconds[server] <= limit_s * (1 + ROUNDING)
-        return np.asarray(self.groups - np.argmax(within[:, ::-1], axis=1), np.intp)
 
 
 def _sums(groups: Sequence[LengthGroup], name: str) -> Seconds:

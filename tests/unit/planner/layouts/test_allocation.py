@@ -19,7 +19,7 @@ from services.planner.costs.training import TrainingLayout, TrainingWork
 from services.planner.layouts.allocation import NO_TRAINING, TOLERANCE, LayoutPlan, Timed, allocate
 from services.planner.layouts.grouping import alike
 from services.planner.layouts.nodes import LayoutNode
-from services.planner.layouts.serving import Ranges, Served
+from services.planner.layouts.serving import Served
 from sim.cluster.ways import Trainable, TrainingWays
 
 
@@ -43,7 +43,7 @@ def test_a_plan_is_as_short_as_the_shortest_of_all(seed: int) -> None:
         assert plan.iteration_s == pytest.approx(shortest, rel=1e-9)
 
 
-def checked(plan: LayoutPlan, ranges: Ranges, nodes: Sequence[LayoutNode]) -> None:
+def checked(plan: LayoutPlan, ranges: Served, nodes: Sequence[LayoutNode]) -> None:
     """What every plan promises: all groups once and in order, in gangs that lie in nodes."""
     ends = [0, *(gang.end for gang in plan.gangs)]
     assert [gang.first for gang in plan.gangs] == ends[:-1]

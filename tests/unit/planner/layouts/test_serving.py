@@ -5,17 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.hardware.profiles import declared
 from common.state.pool.demand.measured import Curve
-from loadtests.layouts.cases import QWEN_14B, lengths, servers, small
+from loadtests.layouts.cases import QWEN_14B, lengths, servers
 from services.planner.costs.rollout import EngineGang
 from services.planner.layouts.grouping import alike
-from services.planner.layouts.serving import GangServer, Served, Table
+from services.planner.layouts.serving import GangServer, Served
 
 SERVER = GangServer(Curve("A", 1, 1.0, 0.01, 0.001, prefill_tokens_per_s=100.0), 1000.0, slots=4)
 
@@ -61,13 +60,6 @@ def test_what_does_not_fit_is_never_served() -> None:
     assert ranges.reach(0, 1e9).tolist() == [1, 1, 3, 3]
 
 
-def test_a_correction_makes_everything_slower() -> None:
-    gang = EngineGang(QWEN_14B, declared()["A800"], 2)
-    groups = [alike(10, 100, 1000), alike(5, 1000, 3000)]
-    plain, slow = GangServer.of(gang), GangServer.of(gang, scale=1.5)
-    assert slow.serves_s(groups) == pytest.approx(1.5 * plain.serves_s(groups))
-
-
 @given(st.integers(0, 10**6))
 def test_ranges_take_what_their_groups_take_and_reach_as_far_as_they_can(seed: int) -> None:
     rng = random.Random(seed)
@@ -88,21 +80,6 @@ def test_ranges_take_what_their_groups_take_and_reach_as_far_as_they_can(seed: i
             assert upto == begin or ranges.seconds(server, begin, upto) <= slack
             if upto < 12:
                 assert ranges.seconds(server, begin, upto + 1) > limit_s * (1 - 1e-9)
-
-
-@given(st.integers(0, 10**6))
-def test_a_table_of_the_same_costs_reaches_as_far(seed: int) -> None:
-    case = small(seed)
-    ranges = case.ranges
-    table = Table(ranges.kinds, ranges.groups, ranges.seconds)
-    for server in range(len(ranges.kinds)):
-        for limit_s in (0.1, 10.0, 1000.0, ranges.seconds(server, 0, 3)):
-            assert np.array_equal(table.reach(server, limit_s), ranges.reach(server, limit_s))
-
-
-def test_a_table_in_which_more_takes_less_is_refused() -> None:
-    with pytest.raises(ValueError, match="less time than a part"):
-        Table([("A", 1)], 3, lambda _, first, end: 5.0 - (end - first))
 
 
 def test_groups_out_of_order_are_refused() -> None:
