@@ -9,13 +9,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from common.base.clock import SystemClock
 from common.base.host.settings import MeshSettings
 from common.mesh.access import identity, tokens
+from common.mesh.access.line import Line
 from common.mesh.access.records import FILE
+from common.mesh.access.ticket import Ticket, read
 from common.state.redis.client import State
 from meshrl.starter.creating import create
 from services.gateway.__main__ import serve
@@ -80,6 +83,60 @@ class House:
     async def _end(self) -> None:
         self._task.cancel()
         await asyncio.wait([self._task])
+
+
+@asynccontextmanager
+async def line_to(token: str | Ticket) -> AsyncIterator[Line]:
+    """A line to the gateway of a token."""
+    line = Line(token if isinstance(token, Ticket) else read(token))
+    line.open()
+    try:
+        yield line
+    finally:
+        await line.close()
+
+
+class Forwarded:
+    """A port that carries all bytes to an address and back."""
+
+    def __init__(self, address: str, ended: int) -> None:
+        """`ended`: the first connections, which end at once."""
+        self._behind, self._ended = urlsplit(address), ended
+        self._ends: list[asyncio.StreamWriter] = []
+        self.address, self.came = "", 0
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.came += 1
+        if self.came <= self._ended:
+            writer.close()
+            return
+        host, port = self._behind.hostname, self._behind.port
+        there, back = await asyncio.open_connection(host, port)
+        carried = self._carry(reader, back), self._carry(there, writer)
+        await asyncio.gather(*carried, return_exceptions=True)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._ends.append(writer)
+        while content := await reader.read(1 << 16):
+            writer.write(content)
+            await writer.drain()
+        writer.close()
+
+    def cut(self) -> None:
+        """End all connections, so that neither end is told."""
+        for end in self._ends:
+            end.transport.abort()
+
+
+@asynccontextmanager
+async def forwarded(address: str, ended: int = 0) -> AsyncIterator[Forwarded]:
+    found = Forwarded(address, ended)
+    async with await asyncio.start_server(found.connected, "127.0.0.1", 0) as server:
+        found.address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            yield found
+        finally:
+            found.cut()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from common.base.host.settings import MeshSettings, redis_password
 from common.base.release import release
 from common.mesh.access import identity, members, records, tokens
 from common.mesh.access.hosts import Admitted
-from common.mesh.access.line import Line
 from common.mesh.access.members import AGAIN_S
 from common.mesh.access.records import HOST, digest
 from common.mesh.access.ticket import read
@@ -45,7 +43,7 @@ from common.state.pool.placing.snapshot import NOTICE, Request
 from common.state.pool.store import store as pool
 from common.state.redis.client import State
 from common.state.registry import Entry, evict, register
-from meshrl.directory.joined import joined_hosts
+from meshrl.directory.joined import JoinedHost, joined_hosts
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.admitting import Admitting
 from meshrl.launch.hosts import membership, notice
@@ -54,7 +52,7 @@ from meshrl.launch.hosts.membership import AUTHORITY, Membership
 from meshrl.launch.hosts.told import keep
 from sim.redis.state import simulated_state
 from tests.load import scaled
-from tests.unit.gateway.conftest import House
+from tests.unit.gateway.conftest import House, line_to
 
 GONE_S = 0.5
 HEAD = "here"
@@ -95,22 +93,17 @@ class Mesh:
         return self.pairs.setdefault(host, KeyPair.new())
 
     @property
+    def joined(self) -> Mapping[str, JoinedHost]:
+        return joined_hosts(MeshPlace(self.house.root))
+
+    @property
     def members(self) -> set[str]:
         return {member.host for member in records.read(self.house.file).members}
-
-    @asynccontextmanager
-    async def line(self, token: str) -> AsyncIterator[Line]:
-        line = Line(read(token))
-        line.open()
-        try:
-            yield line
-        finally:
-            await line.close()
 
     async def join(self, token: str, host: str = "gpu1-aa", **about: Any) -> HostAdmitted:
         public = self.pair(host).public.decode()
         request = replace(JoinHost(host, public, "10.0.0.2", 2, True, release()), **about)
-        async with self.line(token) as line:
+        async with line_to(token) as line:
             return await line.call(Gateway.join, request)
 
 
@@ -149,7 +142,7 @@ async def test_a_host_is_let_in_with_roles_of_its_own_and_a_secret_told_once(mes
     assert mesh.users.known["gpu2-bb"].keys() == HOST_ROLES
     kept = "\n".join(p.read_text() for p in mesh.house.root.rglob("*.json"))
     assert first.secret not in kept and redis_password(first.secret, "node") not in kept
-    assert joined_hosts(MeshPlace(mesh.house.root)).keys() == {"gpu1-aa", "gpu2-bb"}
+    assert mesh.joined.keys() == {"gpu1-aa", "gpu2-bb"}
 
 
 async def test_a_token_lets_in_one_host(mesh: Mesh) -> None:
@@ -199,7 +192,7 @@ async def test_an_answer_that_a_gateway_has_forgotten_is_given_anew(mesh: Mesh) 
     second = await mesh.join(token)
     told = Admitted.of("gpu1-aa", second.secret, mesh.users.known["gpu1-aa"], 0.0)
     assert mesh.users.known == {"gpu1-aa": told.passwords}
-    assert joined_hosts(MeshPlace(mesh.house.root))["gpu1-aa"].prefix == "h1w"
+    assert mesh.joined["gpu1-aa"].prefix == "h1w"
 
 
 async def test_a_host_that_joined_long_ago_is_not_told_its_secret_again(mesh: Mesh) -> None:
@@ -221,7 +214,7 @@ async def test_a_token_that_is_revoked_lets_nobody_in_and_its_hosts_stay(mesh: M
     tokens.revoke(mesh.house.file, "invitation", time.time())
     with pytest.raises(NotAllowed, match="revoked"):
         await mesh.join(token, "gpu2-bb")
-    async with mesh.line(mesh.member(token)) as line:
+    async with line_to(mesh.member(token)) as line:
         assert (await line.call(Gateway.membership, DescribeMember())).host == "gpu1-aa"
         with pytest.raises(Refused, match="gpu1-aa is a member already"):
             await line.call(Gateway.join, JoinHost("x-1", "k" * 40, "h", 1, False, release()))
@@ -236,7 +229,7 @@ async def test_tokens_that_let_nobody_in(mesh: Mesh) -> None:
         await mesh.join(mesh.token("old"), version="0.0.1")
     with pytest.raises(Refused, match="cannot be a host"):
         await mesh.join(mesh.token("odd"), "a*~&")
-    async with mesh.line(mesh.token("curious")) as line:
+    async with line_to(mesh.token("curious")) as line:
         with pytest.raises(NotAllowed):
             await line.call(Gateway.jobs, ListJobs())
     assert not mesh.users.known
@@ -257,7 +250,7 @@ async def test_nobody_joins_under_the_name_of_the_head(mesh: Mesh) -> None:
     }
     with pytest.raises(Refused, match="here is the head of the mesh"):
         await admission.ask(mesh.house.state, SystemClock(), "q", admission.JOIN, about)
-    assert not joined_hosts(MeshPlace(mesh.house.root)) and not mesh.users.known
+    assert not mesh.joined and not mesh.users.known
 
 
 @pytest.mark.parametrize("host", [HEAD, "gpu1-aa"])
@@ -267,7 +260,7 @@ async def test_who_was_not_let_in_so_far_has_nothing_drained(mesh: Mesh, host: s
     [on_file] = records.read(mesh.house.file).tokens
     members.let_in(mesh.house.file, on_file.id, host, mesh.pair(host).public, time.time())
     await pool.mark_host(state, HEAD, NOTICE)
-    async with mesh.line(mesh.member(token, host)) as line:
+    async with line_to(mesh.member(token, host)) as line:
         calls: tuple[tuple[Any, Any], ...] = (
             (Gateway.drain, DrainHost()),
             (Gateway.back, HostReturned("h")),
@@ -280,14 +273,14 @@ async def test_who_was_not_let_in_so_far_has_nothing_drained(mesh: Mesh, host: s
     assert await pool.draining(state) == {HEAD: NOTICE}
     if host != HEAD:  # it asks again, by the key that is on file
         assert (await mesh.join(token, host)).prefix == "h1w"
-        async with mesh.line(mesh.member(token, host)) as line:
+        async with line_to(mesh.member(token, host)) as line:
             assert (await line.call(Gateway.drain, DrainHost())).changed
 
 
 async def test_a_host_that_left_is_let_in_no_more(mesh: Mesh) -> None:
     token = mesh.token(uses=0)
     await mesh.join(token)
-    async with mesh.line(token) as line:
+    async with line_to(token) as line:
         calls: tuple[tuple[Any, Any], ...] = (
             (Gateway.membership, DescribeMember()),
             (Gateway.leave, LeaveMesh()),
@@ -296,13 +289,11 @@ async def test_a_host_that_left_is_let_in_no_more(mesh: Mesh) -> None:
             with pytest.raises(NotFound, match="no host that has joined"):
                 await line.call(asked, request)
     own = mesh.member(token)
-    async with mesh.line(own) as line:
+    async with line_to(own) as line:
         assert (await line.call(Gateway.membership, DescribeMember())).host == "gpu1-aa"
         assert (await line.call(Gateway.leave, LeaveMesh())).changed
-    assert (
-        not mesh.users.known and not joined_hosts(MeshPlace(mesh.house.root)) and not mesh.members
-    )
-    async with mesh.line(own) as line:
+    assert not mesh.users.known and not mesh.joined and not mesh.members
+    async with line_to(own) as line:
         with pytest.raises(NotAllowed, match="revoked"):
             await line.call(Gateway.membership, DescribeMember())
     for asking in (token, mesh.token("another")):
@@ -319,13 +310,13 @@ async def test_a_member_that_comes_back_is_told_where_redis_is_now(mesh: Mesh) -
     place = MeshPlace(mesh.house.root / "second")
     here = MeshSettings(first.redis_url, "here", secret=first.secret, authority="old.pem")
     here.to_file(place.settings)
-    async with mesh.line(mesh.member(token)) as line:
+    async with line_to(mesh.member(token)) as line:
         keep(place, await line.call(Gateway.whereabouts, LocateRedis()))
     now = MeshSettings.from_file(place.settings)
     assert (now.redis_url, now.stall_s) == (ABOUT["redis_url"], 7.0)
     assert (place.directory / AUTHORITY).read_text() == "PEM" and now.secret == first.secret
     assert now.authority == str(place.directory / AUTHORITY)
-    async with mesh.line(token) as line:
+    async with line_to(token) as line:
         with pytest.raises(NotFound, match="no host that has joined"):
             await line.call(Gateway.whereabouts, LocateRedis())
 
@@ -336,7 +327,7 @@ async def test_a_host_has_itself_drained_and_is_used_again_when_it_is_back(mesh:
         await mesh.join(invitation, host)
     for name, kind in (("engine/g1.1", "engine"), ("worker/h1w0", "worker")):
         await register(state, Entry(name, kind, host="gpu1-aa", incarnation=name), 600_000)
-    async with mesh.line(mesh.member(invitation)) as line:
+    async with line_to(mesh.member(invitation)) as line:
         assert (await line.call(Gateway.drain, DrainHost())).changed
         assert await pool.draining(state) == {"gpu1-aa": NOTICE}
         assert (await line.call(Gateway.remaining, ListRemaining())).names == ["engine/g1.1"]
@@ -346,8 +337,8 @@ async def test_a_host_has_itself_drained_and_is_used_again_when_it_is_back(mesh:
         assert await pool.draining(state) == {}
         with pytest.raises(Refused, match="no address"):
             await line.call(Gateway.back, HostReturned("a b"))
-    assert joined_hosts(MeshPlace(mesh.house.root))["gpu1-aa"].address == "gpu1.example"
-    async with mesh.line(invitation) as line:
+    assert mesh.joined["gpu1-aa"].address == "gpu1.example"
+    async with line_to(invitation) as line:
         calls: tuple[tuple[Any, Any], ...] = (
             (Gateway.drain, DrainHost()),
             (Gateway.back, HostReturned("h")),
@@ -378,7 +369,7 @@ async def test_a_notice_outlasts_what_the_host_said_before(mesh: Mesh) -> None:
 async def test_a_drain_that_a_person_asked_for_outlasts_the_hosts_own(mesh: Mesh) -> None:
     state, token = mesh.house.state, mesh.token()
     await mesh.join(token)
-    async with mesh.line(mesh.member(token)) as line:
+    async with line_to(mesh.member(token)) as line:
         await line.call(Gateway.drain, DrainHost())
         await pool.request(state, Request("op", "drain", host="gpu1-aa"))
         assert not (await line.call(Gateway.back, HostReturned("10.0.0.2"))).changed
@@ -401,10 +392,10 @@ async def test_an_ephemeral_host_that_stays_away_is_forgotten(mesh: Mesh) -> Non
         while not [e for e in await events.read_all(state) if e.kind == "host_left"]:
             await asyncio.sleep(0.05)
     assert mesh.users.known.keys() == mesh.members == {there, stays}
-    assert joined_hosts(MeshPlace(mesh.house.root)).keys() == {there, stays}
+    assert mesh.joined.keys() == {there, stays}
     [left] = [e for e in await events.read_all(state) if e.kind == "host_left"]
     assert left.fields["host"] == goes and left.fields["away_s"] > GONE_S
-    async with mesh.line(mesh.member(token, goes)) as line:  # it comes back at this moment
+    async with line_to(mesh.member(token, goes)) as line:  # it comes back at this moment
         with pytest.raises(NotAllowed):
             await line.call(Gateway.membership, DescribeMember())
 
@@ -443,7 +434,7 @@ async def test_a_host_that_was_forgotten_forgets_the_mesh_to_join_as_another(
     assert await asyncio.to_thread(standing, place, known) == known  # it was not answered yet
     place.settings.write_text("{}")
     assert await asyncio.to_thread(standing, place, known) == known
-    async with mesh.line(mesh.member(token)) as line:
+    async with line_to(mesh.member(token)) as line:
         assert (await line.call(Gateway.leave, LeaveMesh())).changed
     assert await asyncio.to_thread(standing, place, known) is None
     assert not place.settings.exists() and membership.known(place) is None

@@ -4,7 +4,6 @@ reaches it by.
 
 from __future__ import annotations
 
-import asyncio
 import stat
 import time
 from collections.abc import AsyncIterator
@@ -21,7 +20,6 @@ from common.base.errors import ConfigError, NotAllowed, Refused
 from common.base.files import documents
 from common.base.release import release
 from common.mesh.access import identity, records, tokens
-from common.mesh.access.line import Line
 from common.mesh.access.ticket import Ticket, named, read
 from common.mesh.transport.keys import KeyPair
 from meshrl import Client
@@ -29,7 +27,7 @@ from meshrl.cli import app
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head import handed_out
 from sim.redis.state import simulated_state
-from tests.unit.gateway.conftest import House
+from tests.unit.gateway.conftest import House, forwarded, line_to
 
 ELSEWHERE = "127.0.0.1:1"  # where nobody listens
 
@@ -41,26 +39,6 @@ def made(directory: Path, *words: str) -> Path:
         raise ran.exception
     assert ran.exit_code == 0, ran.output
     return directory
-
-
-@asynccontextmanager
-async def forwarded(address: str) -> AsyncIterator[str]:
-    """Another address from which all bytes go to this one."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while piece := await reader.read(1 << 16):
-            writer.write(piece)
-            await writer.drain()
-        writer.close()
-
-    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(host, int(port))
-        await asyncio.gather(pump(reader, back), pump(there, writer), return_exceptions=True)
-
-    server = await asyncio.start_server(connect, "127.0.0.1", 0)
-    async with server:
-        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 @asynccontextmanager
@@ -82,19 +60,15 @@ async def test_tokens_that_were_handed_out_are_good_before_and_after_a_start(
 ) -> None:
     root, secrets = tmp_path / "root", made(tmp_path / "secrets")
     for _ in range(2):
-        async with running(root, secrets) as own, forwarded(own) as address:
-            text = moved(secrets / "submit.token", address).text
+        async with running(root, secrets) as own, forwarded(own) as port:
+            text = moved(secrets / "submit.token", port.address).text
             async with Client(token=text) as client:
                 assert await client.jobs() == []
-            line = Line(moved(secrets / "join.token", address))
-            line.open()
-            try:
+            async with line_to(moved(secrets / "join.token", port.address)) as line:
                 public = KeyPair.new().public.decode()
                 old = JoinHost("gpu1-aa", public, "10.0.0.2", 1, True, "0.0.1")
                 with pytest.raises(Refused, match=f"0.0.1, and the mesh {release()}"):
                     await line.call(Gateway.join, old)
-            finally:
-                await line.close()
     tokens.revoke(root / "mesh" / records.FILE, "submit.token", time.time())
     async with running(root, secrets) as own:
         with pytest.raises(NotAllowed, match="revoked"):

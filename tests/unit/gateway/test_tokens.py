@@ -33,7 +33,6 @@ from common.base.errors import (
 )
 from common.job.config import JobConfig
 from common.mesh.access import records, ticket
-from common.mesh.access.line import Line
 from common.mesh.transport.keys import KeyPair
 from common.state import jobs
 from common.state.lifecycle import deleting
@@ -44,7 +43,7 @@ from meshrl import Client
 from meshrl.cli import app
 from sim.redis.state import simulated_state
 from tests.load import scaled
-from tests.unit.gateway.conftest import House
+from tests.unit.gateway.conftest import House, line_to
 
 NOBODY = 65534
 ROOT = Path(__file__).parents[3]
@@ -139,10 +138,7 @@ async def test_a_deletion_may_be_asked_for_again_by_who_got_no_answer(
     texts = [house.token(name) for name in ("alice", "bob")]
     async with Client(token=texts[0]) as client:
         await (await client.submit(job)).stop()
-    alice, bob = (Line(ticket.read(text)) for text in texts)
-    for line in (alice, bob):
-        line.open()
-    try:
+    async with line_to(texts[0]) as alice, line_to(texts[1]) as bob:
         for _ in range(2):
             assert (await alice.call(Gateway.delete, JobRequest("game", "a" * 32))).changed
         for line, op in ((alice, "b" * 32), (bob, "a" * 32)):
@@ -151,9 +147,6 @@ async def test_a_deletion_may_be_asked_for_again_by_who_got_no_answer(
         for op in ("", "a b", "x" * 1000):
             with pytest.raises(Refused, match="tells no request"):
                 await alice.call(Gateway.delete, JobRequest("game", op))
-    finally:
-        await alice.close()
-        await bob.close()
 
 
 async def test_nobody_sees_a_job_of_another_token_or_of_the_meshs_user(
@@ -258,17 +251,13 @@ async def test_without_a_mesh_the_caller_is_told_so(house: House, tmp_path: Path
 
 
 async def test_nothing_of_the_mesh_but_the_gateway_can_be_called(house: House) -> None:
-    line = Line(ticket.read(house.token()))
-    line.open()
-    try:
+    async with line_to(house.token()) as line:
         strange: Call[ListJobs, ListJobs] = Call(ListJobs, ListJobs, deadline_s=scaled(5.0))
         for name in ("drain", "look", "stage", "__init__", "start"):
             strange.name = strange.label = name
             with pytest.raises((NotAllowed, UnknownMethod)):
                 await line.call(strange, ListJobs())
         assert (await line.call(Gateway.jobs, ListJobs())).jobs == []
-    finally:
-        await line.close()
     assert {name.partition(".")[0] for name, who in CALLERS.items() if CLIENT in who} == {"Gateway"}
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from meshrl.job import bundle, jobfile
 from services.gateway.uploads import EACH, INCOMING, Upload, Uploads, config_of
 from sim.redis.state import simulated_state
 from tests.load import scaled
-from tests.unit.gateway.conftest import House
+from tests.unit.gateway.conftest import House, forwarded, line_to
 
 
 class Packed:
@@ -69,10 +69,8 @@ def packed(job: Path, tmp_path: Path) -> Packed:
 
 @pytest.fixture
 async def line(house: House) -> AsyncIterator[Line]:
-    found = Line(ticket.read(house.token()))
-    found.open()
-    yield found
-    await found.close()
+    async with line_to(house.token()) as found:
+        yield found
 
 
 @asynccontextmanager
@@ -253,44 +251,17 @@ async def test_a_truncated_or_altered_bundle_becomes_no_run(
     await empty(house)
 
 
-@asynccontextmanager
-async def cuttable(token: str) -> AsyncIterator[tuple[Line, Callable[[], None]]]:
-    """A line whose wire can be cut, so that neither end is told."""
-    told = ticket.read(token)
-    host, _, port = told.address.removeprefix("tcp://").rpartition(":")
-    ends: list[asyncio.StreamWriter] = []
-
-    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        ends.append(writer)
-        while content := await reader.read(65_536):
-            writer.write(content)
-
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(host, int(port))
-        with suppress(OSError):
-            await asyncio.gather(carry(reader, back), carry(there, writer))
-
-    def cut() -> None:
-        server.close()
-        for end in ends:
-            end.transport.abort()
-
-    server = await asyncio.start_server(connected, "127.0.0.1", 0)
-    address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    line = Line(replace(told, address=address))
-    line.open()
-    yield line, cut
-    cut()
-    await line.close()
-
-
 async def test_a_connection_that_is_cut_leaves_nothing(house: House, packed: Packed) -> None:
-    async with cuttable(house.token()) as (line, cut):
+    whole = ticket.read(house.token())
+    async with (
+        forwarded(whole.address) as port,
+        line_to(replace(whole, address=port.address)) as line,
+    ):
         held = line.stream(Gateway.upload, packed.begin)
         upload = await anext(held)
         await packed.send(line, upload.upload, "tokenizer/tokenizer.json")
         assert [path.name.startswith(INCOMING) for path in house.runs.iterdir()] == [True]
-        cut()
+        port.cut()
         await empty(house)
         await held.aclose()
 
@@ -318,14 +289,9 @@ async def test_a_token_has_few_uploads_at_a_time(house: House, line: Line, packe
 
 
 async def test_an_upload_is_its_tokens_alone(house: House, line: Line, packed: Packed) -> None:
-    other = Line(ticket.read(house.token("bob")))
-    other.open()
-    try:
-        async with opened(line, packed.begin) as upload:
-            with pytest.raises(NotFound):
-                await other.call(Gateway.finish, FinishUpload(upload.upload))
-    finally:
-        await other.close()
+    async with opened(line, packed.begin) as upload, line_to(house.token("bob")) as other:
+        with pytest.raises(NotFound):
+            await other.call(Gateway.finish, FinishUpload(upload.upload))
     await empty(house)
 
 

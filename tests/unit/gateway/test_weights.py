@@ -14,12 +14,10 @@ from common.api.gateway import Gateway, ModelRequest, ReadModelFile
 from common.base.digest import digest_of_file
 from common.base.errors import NotFound, Refused
 from common.job.bundle import bundle_files
-from common.mesh.access import ticket
-from common.mesh.access.line import Line
 from common.state import jobs
 from meshrl import Client
 from services.weights.export import write
-from tests.unit.gateway.conftest import House
+from tests.unit.gateway.conftest import House, line_to
 from tests.unit.weights.test_export import CONFIG, Run, model, weights
 
 
@@ -43,9 +41,7 @@ async def test_the_files_that_arrive_are_those_of_an_export_whatever_is_asked_me
     run, exports = house.runs / "j", house.runs / "j/exports"
     (exports / "cut-off.partial").mkdir(parents=True)
     write(run, tmp_path / "wanted", None, False)
-    line = Line(ticket.read(trained))
-    line.open()
-    try:
+    async with line_to(trained) as line:
         async with Client(token=trained) as client:
             asked = line.call(Gateway.model, ModelRequest("j", -1, False))
             first, out = await asyncio.gather(asked, client.weights("j", out=tmp_path / "got"))
@@ -67,17 +63,13 @@ async def test_the_files_that_arrive_are_those_of_an_export_whatever_is_asked_me
             found = await line.call(Gateway.read, ReadModelFile("j", fetched.name, name, 0))
             (tmp_path / "read").write_bytes(found.content)
             assert digest_of_file(tmp_path / "read") == fetched.files[name][1]
-    finally:
-        await line.close()
 
 
 async def test_nothing_else_of_the_run_can_be_read(house: House, trained: str) -> None:
     (house.runs / "j/exports/last").mkdir(parents=True)
     (house.runs / "j/exports/last/config.json").write_text("mine")
     (house.runs / "j/exports/last/link").symlink_to(house.root / "mesh/gateway.json")
-    line = Line(ticket.read(trained))
-    line.open()
-    try:
+    async with line_to(trained) as line:
         mine = await line.call(Gateway.read, ReadModelFile("j", "last", "config.json", 1))
         assert mine.content == b"ine"
         for version, name in (
@@ -91,8 +83,6 @@ async def test_nothing_else_of_the_run_can_be_read(house: House, trained: str) -
         ):
             with pytest.raises(NotFound):
                 await line.call(Gateway.read, ReadModelFile("j", version, name, 0))
-    finally:
-        await line.close()
 
 
 async def test_holders_of_tokens_pin_versions_of_their_jobs_alone(

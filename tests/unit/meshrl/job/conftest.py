@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import ConfigError
+from common.base.errors import MeshError
 from common.job.config import JobConfig
 from common.model.tokens.tokenizer import character_tokenizer
-from meshrl.job.jobfile import load
+from meshrl.job.jobfile import read
+from meshrl.job.loaded import Check, JobFile
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.meshrl.conftest import NO_TENSORS
 
@@ -35,12 +36,18 @@ class Given:
 
     def load(self, *settings: str) -> JobConfig:
         """The job with further settings."""
-        return load(self.path, [*self.settings, *settings])[0]
+        return self.read(*settings).config
 
-    def refusal(self, *settings: str) -> str:
-        """What is said of the job with further settings."""
-        with pytest.raises(ConfigError) as caught:
-            self.load(*settings)
+    def read(self, *settings: str) -> JobFile:
+        """The same, for checks that look at this host."""
+        return read(self.path, [*self.settings, *settings])
+
+    def refusal(self, *settings: str, check: Check | None = None) -> str:
+        """What is said of the job with further settings, by a check or when it is read."""
+        found = self.read(*settings) if check else None
+        with pytest.raises(MeshError) as caught:
+            check(found) if check and found else self.read(*settings)
+        assert not check or ("\n" not in str(caught.value) and caught.value.fix)
         return str(caught.value)
 
 
@@ -48,6 +55,13 @@ class Given:
 def tiny(job: Path) -> Given:
     """The job of two rows."""
     return Given(job)
+
+
+@pytest.fixture
+def small(job: Path) -> Given:
+    """The job of two rows, whose tokenizer has the ids 0 to 11 and whose model has 16 rows."""
+    character_tokenizer("0123456789+=", job.parent / "tokenizer.json")
+    return Given(job, ("rollout.max_tokens=64",))
 
 
 @pytest.fixture

@@ -3,12 +3,13 @@
 `refusals.jsonl` has one mistake a line: the job that it is made in, a fixture; `set`, further
 settings; `replace`, a text of the file and another one; `append`, text at its end; `files`, others
 beside it, of which those that are no UTF-8 stand under the key latin-1; the `line` that is named;
-`says`, texts of the error.
+`check`, of those that look at this host too; `says`, texts of the error.
 """
 
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from tests.unit.meshrl.job.conftest import Given
 
+MACHINE = "meshrl.job.checks.machine"
 CASES = [json.loads(line) for line in Path(__file__).with_name("refusals.jsonl").open("rb")]
 
 
@@ -34,7 +36,9 @@ def test_a_mistake_is_refused_where_it_stands(
         job.path.write_text(job.path.read_text().replace(*case["replace"]))
     if "append" in case:
         job.path.write_text(f"{job.path.read_text()}\n{case['append']}\n")
-    said = job.refusal(*case.get("set", ()))
+    module, _, check = case.get("check", "").rpartition(".")
+    looks = getattr(import_module(f"{MACHINE}.{module}"), check) if check else None
+    said = job.refusal(*case.get("set", ()), check=looks)
     assert all(text in said for text in case["says"]), said
     if "line" in case:
         assert said.startswith(f"{job.path}, line {case['line']}")

@@ -41,40 +41,6 @@ def test_the_share_of_each_runner_is_told(code: Path, capsys: pytest.CaptureFixt
     assert "stdin 2, calls 2, pytest 3\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("tests", "says"),
-    [
-        (None, "a list, a table or a text, not nothing"),
-        ([], "there is no case"),
-        ({"function": "f", "cases": []}, "there is no case"),
-        ({"cases": "none"}, "cases are a list"),
-        ([{"input": "1"}], "without 'output'"),
-        ("def test_f(:", "syntax error in Python, line 1"),
-        ("x = 1", "without a function test_*"),
-        (
-            "def check(candidate):\n    assert candidate(1)",
-            "import NAME`, `def test_x(): check(NAME)`",
-        ),
-        ("assert f(1) == 2", "`from solution import NAME`, `def test_x(): assert ...`"),
-        ("{'function': 'f'}", "begins like JSON, which it is not"),
-        ('{"function": "f", "cases": [', "begins like JSON, but is none"),
-        ("", "an empty text"),
-        ("import numpy\ndef test_f(): pass", "jails have no numpy"),
-        ("def test_f(nobody): pass", "the fixture nobody"),
-        (
-            "import pytest\n@pytest.mark.parametrize()\ndef test_f(caplog, nobody): pass\n"
-            "import threading_no",
-            "jails have no threading_no",
-        ),
-        ("import threading\nasync def test_f(): pass", "async def test_f"),
-    ],
-)
-def test_what_cannot_be_graded_by_is_named_with_its_row(code: Path, tests: Any, says: str) -> None:
-    write(code, STDIN, tests)
-    said = refusal(graded.graded, code, *CODE)
-    assert "train.jsonl, line 2: " in said and says in said and "a row has tests" in said
-
-
 def test_all_rows_are_told_of_but_few_shown(code: Path) -> None:
     write(code, *[[]] * 8, STDIN)
     write(code, PYTHON, LOGGED, name="held.jsonl")
@@ -92,12 +58,6 @@ def test_what_the_jobs_interpreter_has_is_asked_of_it(code: Path) -> None:
     write(code, "import pluggy_no\ndef test_f(caplog): pass")
     said = refusal(graded.graded, code, *CODE, f"sandbox.python={sys.executable}")
     assert "jails have no pluggy_no" in said
-
-
-def test_a_runner_that_is_none_is_named(code: Path) -> None:
-    write(code, STDIN)
-    with pytest.raises(Exception, match="no runner 'nose'; there are auto, isolated, pytest"):
-        read(code, *CODE, "reward.options.runner=nose")
 
 
 def test_more_rows_than_there_is_time_for_are_said(

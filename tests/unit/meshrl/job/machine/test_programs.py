@@ -34,20 +34,6 @@ def test_sglang_that_is_not_installed_is_said_with_the_command_that_installs_it(
     assert "meshrl engine install sglang" in said
 
 
-def test_a_model_that_sglang_computes_otherwise_is_refused_before_it_is_looked_for(
-    place: Path,
-) -> None:
-    mistral = ("model.config.model_type=mistral", "model.config.num_key_value_heads=2")
-    window = "model.config.sliding_window=40"
-    said = refusal(programs.sglang, place, SGLANG, *mistral, window)
-    assert "without its window of 40 tokens, which sequences of 64 exceed" in said
-    assert "rollout.max_tokens to 40 at most" in said
-    smollm3 = ("model.config.model_type=smollm3", "model.config.num_key_value_heads=2")
-    assert "no model of its own for smollm3" in refusal(programs.sglang, place, SGLANG, *smollm3)
-    yarn = "model.config.rope_scaling={rope_type = 'yarn', factor = 2.0, attention_factor = 1.5}"
-    assert "passes over attention_factor" in refusal(programs.sglang, place, SGLANG, yarn)
-
-
 def test_an_interpreter_without_sglang_is_no_engine(place: Path) -> None:
     python = f"rollout.sglang_python={sys.executable}"
     if programs.without(Path(sys.executable), "sglang"):
@@ -130,14 +116,10 @@ def test_the_interpreter_of_the_models_code_has_what_the_job_imports(place: Path
     assert "sandbox.python" in refusal(programs.sandbox, place, f"sandbox.python={other}")
 
 
-def test_commands_of_mcp_servers_are_there(place: Path) -> None:
+def test_commands_of_mcp_servers_that_are_there_are_taken(place: Path) -> None:
     (place.parent / "server.py").write_text("")
     good = f'environment.mcp={{a = ["python", "server.py"], b = ["{sys.executable}"]}}'
     programs.servers(read(place, good))
-    said = refusal(programs.servers, place, 'environment.mcp={a = ["no-such-program", "x"]}')
-    assert "environment.mcp.a: there is no program 'no-such-program'" in said
-    said = refusal(programs.servers, place, 'environment.mcp={a = ["python", "nothing.py"]}')
-    assert f"there is no file {place.parent}/nothing.py" in said
 
 
 @pytest.mark.needs("compiler")
