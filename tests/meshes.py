@@ -15,7 +15,9 @@ from common.base.random import Random
 from common.mesh.process.host import Host, SystemHost
 from common.mesh.runtime.doorway import LOOK_S, Doorway
 from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.seams import Access, Seams, Terms
 from common.mesh.transport.address import bulk_key_text
+from common.mesh.transport.base import Transport
 from common.mesh.transport.keys import Holders, ProcessKeys
 from common.mesh.transport.zmq import ZmqTransport
 from common.state.hosts import doors
@@ -69,8 +71,7 @@ def alone(name: str, clock: Clock, random: Random, host: Host, **options: Any) -
     network = MemoryNetwork(clock, random.child("network"))
     defaults: dict[str, Any] = {"state": simulated_state(clock), "kind": name.partition("/")[0]}
     transport = MemoryTransport(network, f"mem://{name}")
-    about = defaults | options
-    return Mesh(name=name, transport=transport, clock=clock, random=random, host=host, **about)
+    return made(name, transport, clock, random, defaults | {"host": host} | options)
 
 
 def on_sockets(name: str, state: State, clock: Clock, **options: Any) -> Mesh:
@@ -78,5 +79,19 @@ def on_sockets(name: str, state: State, clock: Clock, **options: Any) -> Mesh:
     about: dict[str, Any] = (
         {"kind": "test", "host": SystemHost(), "on_lost": ends.lost} | PATIENT | options
     )
-    transport, random = ZmqTransport(keys=keys_of(about["kind"])), Random.system()
-    return Mesh(name=name, state=state, transport=transport, clock=clock, random=random, **about)
+    transport = ZmqTransport(keys=keys_of(about["kind"]))
+    return made(name, transport, clock, Random.system(), about | {"state": state})
+
+
+def made(
+    name: str, transport: Transport, clock: Clock, random: Random, about: dict[str, Any]
+) -> Mesh:
+    """A mesh whose parts take what is theirs of `about`."""
+
+    def part(cls: type[Any], **more: Any) -> Any:
+        names = cls.__dataclass_fields__
+        return cls(**more, **{key: about.pop(key) for key in names if key in about})
+
+    kind, terms, access = about.pop("kind"), part(Terms), part(Access)
+    seams = part(Seams, transport=transport, clock=clock, random=random)
+    return Mesh(name, kind, seams, terms=terms, access=access, **about)

@@ -8,6 +8,7 @@ from common.base.clock import SystemClock
 from common.base.random import Random
 from common.mesh.process.host import SystemHost
 from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.seams import Seams, Terms
 from common.mesh.transport.keys import Keys, ProcessKeys
 from common.mesh.transport.zmq import ZmqTransport
 from common.state import registry
@@ -36,15 +37,16 @@ def unrenewed(name: str, keys: Keys | None = None) -> Mesh:
     """
     clock = SystemClock()
     return Mesh(
-        name=name,
-        kind=ROLE,
-        state=simulated_state(clock),
-        transport=ZmqTransport(keys=keys),
-        clock=clock,
-        random=Random.system(),
-        host=SystemHost(),
-        ttl_s=FOREVER_S,
-        renew_s=FOREVER_S / 2,
+        name,
+        ROLE,
+        Seams(
+            state=simulated_state(clock),
+            transport=ZmqTransport(keys=keys),
+            clock=clock,
+            random=Random.system(),
+            host=SystemHost(),
+        ),
+        terms=Terms(ttl_s=FOREVER_S, renew_s=FOREVER_S / 2),
     )
 
 

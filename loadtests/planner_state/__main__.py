@@ -42,6 +42,7 @@ from common.job.config import JobConfig
 from common.mesh.process.host import SystemHost
 from common.mesh.runtime.calls.actor import Actor
 from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.seams import Seams
 from common.state import jobs, leader, registry
 from common.state.pool.placing.decisions import Decision, Form, Place, Why
 from common.state.pool.store import store as pool
@@ -262,13 +263,15 @@ class Idle:
     async def member(self, name: str, make: Callable[[Mesh], Actor | None]) -> Mesh:
         """A process's mesh, with its lease, and the actor that it offers."""
         mesh = Mesh(
-            name=name,
-            kind=name.partition("/")[0],
-            state=self.state,
-            transport=MemoryTransport(self.network, f"mem://{name}"),
-            clock=self.clock,
-            random=self.random.child(name),
-            host=SystemHost(),
+            name,
+            name.partition("/")[0],
+            Seams(
+                state=self.state,
+                transport=MemoryTransport(self.network, f"mem://{name}"),
+                clock=self.clock,
+                random=self.random.child(name),
+                host=SystemHost(),
+            ),
         )
         await mesh.join(make(mesh))
         self.members.append(mesh)

@@ -17,6 +17,7 @@ from common.state import registry
 if TYPE_CHECKING:
     from common.mesh.process.host import Host, Stoppable
     from common.mesh.runtime.doorway import Doorway
+    from common.mesh.runtime.seams import Terms
     from common.state.redis.client import State
 
 # exit status of a process that may no longer act under its name (EX_TEMPFAIL: start it again)
@@ -36,22 +37,18 @@ class Lease:
         state: State,
         host: Host,
         clock: Clock,
+        terms: Terms,
         watchdog: Watchdog,
         telemetry: Telemetry,
-        *,
-        ttl_s: float,
-        renew_s: float,
         snapshot: Callable[[], tuple[dict[str, Any], list[dict[str, Any]]]],
-        on_lost: Callable[[str], None] | None,
         doorway: Doorway | None = None,
     ) -> None:
         """With `doorway` each renewal shows this process's key, and looks for revocations."""
         self._doorway = doorway
         self._state, self._host, self._clock = state, host, clock
         self._watchdog, self._telemetry = watchdog, telemetry
-        self._ttl_s, self._renew_s = ttl_s, renew_s
+        self._ttl_s, self._renew_s, self._on_lost = terms.ttl_s, terms.renew_s, terms.on_lost
         self._snapshot = snapshot
-        self._on_lost = on_lost
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._renewal: Stoppable | None = None

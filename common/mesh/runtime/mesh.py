@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any
 
-from common.api.calls.callers import CALLERS, ROLES, Callers
+from common.api.calls.callers import CALLERS, ROLES
 from common.api.calls.interface import Method
-from common.base.clock import Clock, SystemClock
+from common.base.clock import SystemClock
 from common.base.encoding.messages import Frame
 from common.base.errors import BadMessage, ConfigError, MeshError, NotAllowed
 from common.base.host.settings import OFF, MeshSettings
 from common.base.job_clock import JobClock
 from common.base.random import Random
-from common.mesh.process.host import Host, SystemHost
+from common.mesh.process.host import SystemHost
 from common.mesh.process.running import run
 from common.mesh.runtime.calls.actor import Actor, bind
 from common.mesh.runtime.calls.calling import Caller
-from common.mesh.runtime.calls.directory import Directory, Route
+from common.mesh.runtime.calls.directory import Directory
 from common.mesh.runtime.calls.serving import Server
 from common.mesh.runtime.calls.sweep import Sweep
 from common.mesh.runtime.calls.waits import WaitTable
@@ -29,11 +28,14 @@ from common.mesh.runtime.lease import Lease
 from common.mesh.runtime.monitor import Monitor
 from common.mesh.runtime.patience import WAITS
 from common.mesh.runtime.ref import Asking, Ref
+from common.mesh.runtime.rejections import Rejections
+from common.mesh.runtime.revocations import Revocations
+from common.mesh.runtime.seams import OPEN, Access, Seams, Terms
 from common.mesh.telemetry.endpoint import MetricsEndpoint
 from common.mesh.telemetry.logs import Telemetry, log_to_stderr
 from common.mesh.telemetry.tracing import Tracer
 from common.mesh.telemetry.watchdog import Watchdog
-from common.mesh.transport.base import Peer, Transport
+from common.mesh.transport.base import Peer
 from common.mesh.transport.strangers import Limits
 from common.mesh.transport.zmq import ZmqTransport
 from common.mesh.wire.frames import unpack_header
@@ -44,7 +46,6 @@ from common.state.redis.client import State, sync_client
 STOP_S = 2.0  # for what runs when a process leaves
 ACTOR_STOP_S = 10.0
 HOUSEKEEPING_S = 2.0
-REFUSED_EVERY_S = 30.0  # between two lines of the log on strangers, however many there are
 IDLE_CONNECTION_S = 120.0
 
 __all__ = ["Mesh", "MeshSettings", "run"]
@@ -52,76 +53,59 @@ __all__ = ["Mesh", "MeshSettings", "run"]
 
 class Mesh:
     """One per process (a simulation holds many). `token` is the fencing token of the process's
-    registry lease. Whoever made `state` closes it, unless the mesh `owns_state`. With `callers`
-    a process asks, and is asked, only what the table allows by role; its own role is its `kind`.
+    registry lease. With a table of callers a process asks, and is asked, only what the table allows
+    by role; its own role is its `kind`.
     """
 
     def __init__(
         self,
-        *,
         name: str,
         kind: str,
-        state: State,
-        owns_state: bool = False,
-        transport: Transport,
-        clock: Clock,
-        random: Random,
-        host: Host,
-        ttl_s: float = 6.0,
-        renew_s: float = 1.5,
-        stall_s: float = 30.0,
-        settings: MeshSettings | None = None,
-        callers: Callers | None = None,
-        on_lost: Callable[[str], None] | None = None,
-        doorway: Doorway | None = None,
+        seams: Seams,
+        *,
         job: str = "",
+        settings: MeshSettings | None = None,
+        terms: Terms | None = None,
+        access: Access = OPEN,
     ) -> None:
+        terms = terms or Terms()
+        state, clock, host, doorway = seams.state, seams.clock, seams.host, access.doorway
         self.name, self.kind = name, kind
-        self.state, self.transport, self.clock, self.random, self.host = (
-            state,
-            transport,
-            clock,
-            random,
-            host,
-        )
+        self.state, self.transport, self.clock = state, seams.transport, clock
+        self.random, self.host = seams.random, host
         self.job_clock = JobClock(clock)  # of the one job that the process works for, if it does
         self.settings = settings or MeshSettings(redis_url=state.url, run_root="", host="")
-        self.incarnation = random.token(8)
+        self.incarnation = seams.random.token(8)
         self.ready: bool | None = None  # published with the stats once it is set
         self.telemetry = Telemetry(name, job)
         self.waits = WaitTable(clock)
         WAITS.set(self.waits)
         self.doorway = doorway  # None in a simulation
         self._directory = Directory(state, clock, self.waits, self.check if doorway else None)
-        self._watchdog = Watchdog(clock, stall_s)
+        self._watchdog = Watchdog(clock, terms.stall_s)
         self._sweep = Sweep(clock.monotonic)
-        self._expelling = False  # keys may have been revoked since the last look at what runs
-        if doorway is not None:
-            doorway.keys.heed(self._doubt_all)
         self._caller = Caller(
             clock,
-            transport,
+            seams.transport,
             self.incarnation,
-            Tracer(random.child("trace")),
+            Tracer(seams.random.child("trace")),
             self.telemetry,
             self._sweep,
             lambda: self._directory.silent_at,
         )
-        self._callers = callers
+        self._callers = access.callers
         self._server = Server(
-            name, clock, transport, self.incarnation, self.telemetry, self._sweep, callers
-        )
-        self._lease = Lease(
-            state,
-            host,
+            name,
             clock,
-            self._watchdog,
+            seams.transport,
+            self.incarnation,
             self.telemetry,
-            ttl_s=ttl_s,
-            renew_s=renew_s,
-            snapshot=self._snapshot,
-            on_lost=on_lost,
-            doorway=doorway,
+            self._sweep,
+            access.callers,
+        )
+        self._revocations = Revocations(doorway, host, self._directory, self._server)
+        self._lease = Lease(
+            state, host, clock, terms, self._watchdog, self.telemetry, self._snapshot, doorway
         )
         self._stats: Callable[[], dict[str, Any]] = dict
         self._asking = Asking(
@@ -131,18 +115,16 @@ class Mesh:
             self.telemetry,
             self.start,
             self.check_may_ask,
-            self._doubt,
+            self._revocations.doubt,
         )
         self._refs: dict[str, Ref] = {}
         self._actor: Actor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._housekeeping: asyncio.Task[None] | None = None
-        self._owns_state = owns_state
+        self._owns_state = seams.owns_state
         self._left = False
-        # How many connections each door of this process has turned away, by reason.
-        self._doors: list[Callable[[], Mapping[str, int]]] = [lambda: self.transport.refused]
-        self._strangers: dict[str, int] = {}  # connections that were turned away, as last logged
-        self._strangers_logged = -REFUSED_EVERY_S
+        self.rejections = Rejections(self.telemetry)
+        self.rejections.add(lambda: self.transport.refused)
         self._endpoint: MetricsEndpoint | None = None
 
     @classmethod
@@ -181,19 +163,13 @@ class Mesh:
             )
             opened.push_async_callback(transport.close)
             mesh = cls(
-                name=name,
-                kind=kind,
-                state=state,
-                owns_state=True,
-                transport=transport,
-                clock=clock,
-                random=Random.system(),
-                host=SystemHost(),
-                stall_s=settings.stall_s,
-                settings=settings,
-                callers=CALLERS,
-                doorway=doorway,
+                name,
+                kind,
+                Seams(state, transport, clock, Random.system(), SystemHost(), owns_state=True),
                 job=job,
+                settings=settings,
+                terms=Terms(stall_s=settings.stall_s),
+                access=Access(CALLERS, doorway),
             )
             state.renewed = mesh._lease.renewed
             if settings.metrics != OFF:
@@ -368,28 +344,16 @@ class Mesh:
         else:
             self._caller.accept(header, frames)
 
-    def _doubt_all(self) -> None:
-        """Keys may have been revoked; from any thread."""
-        self._directory.doubt()
-        self._expelling = True
-
-    def _doubt(self, route: Route) -> None:
-        """A peer does not let this process ask what it may."""
-        if self.doorway is not None:
-            self.doorway.doubt(route.address)
-            self._directory.forget(route)
-
     async def check(self, entry: registry.Entry, *, bulk: bool = False) -> None:
         """Returns when the process that an entry names has proved to be that, or where processes
         of one mesh prove no more than their roles; with `bulk` by the key of its bulk port.
         StateUnavailable; HandshakeFailed.
         """
-        if self.doorway is not None:
-            await self.doorway.check(entry, self.host, bulk=bulk)
+        await self._revocations.check(entry, bulk)
 
     def _lost(self, address: str, reached: bool, refused: bool = False) -> None:
-        if refused and self.doorway is not None:
-            self.doorway.doubt(address)
+        if refused:
+            self._revocations.doubt_address(address)
         self._directory.forget_address(address)
         self._caller.lost(address, reached, refused)
 
@@ -420,11 +384,8 @@ class Mesh:
             await self.clock.sleep(HOUSEKEEPING_S)
             now = self.clock.monotonic()
             self._caller.forget_idle(now - IDLE_CONNECTION_S)
-            self._count_strangers(now)
-            if self._expelling and self.doorway is not None:
-                self._expelling = False
-                self._server.expel(self.doorway.keys.holders_now)
-            await self._keep_shown()
+            self.rejections.report(now)
+            await self._revocations.keep(self._lease, self.telemetry)
             waited_for = self._caller.waited_for(now - HOUSEKEEPING_S)
             if not waited_for:
                 continue
@@ -436,28 +397,6 @@ class Mesh:
             for route in dead:
                 self.transport.forget(route.address)
                 self._lost(route.address, True)
-
-    async def _keep_shown(self) -> None:
-        if self.doorway is None or not self._lease.lapsed():  # which shows the key
-            return
-        try:
-            await self.doorway.keep()
-        except MeshError as error:
-            self.telemetry.count(f"keys_not_shown_{error.code}")
-
-    def _count_strangers(self, now: float) -> None:
-        turned_away = dict(sum((Counter(door()) for door in self._doors), Counter()))
-        if turned_away == self._strangers or now - self._strangers_logged < REFUSED_EVERY_S:
-            return
-        new = {why: n - self._strangers.get(why, 0) for why, n in turned_away.items()}
-        for why, number in new.items():
-            self.telemetry.count(f"refused_{why}", number)
-        self.log.warning("connections were turned away", **new)
-        self._strangers, self._strangers_logged = turned_away, now
-
-    def count_refused(self, door: Callable[[], Mapping[str, int]]) -> None:
-        """Counts and logs, too, whom another door of this process has turned away, by reason."""
-        self._doors.append(door)
 
     def check_may_ask(self, method: Method[Any]) -> None:
         """NotAllowed: a process of this role may not call `method`, whoever would be asked."""

@@ -68,7 +68,7 @@ def serve(mesh: Mesh, chunks: ChunkStore, *, takes: bool = True) -> BulkServer:
     server = BulkServer(
         chunks, mesh.host, settings.bind, settings.advertise, door=door, rates=rates, takes=takes
     )
-    mesh.count_refused(lambda: server.refused)
+    mesh.rejections.add(lambda: server.refused)
     return server
 
 

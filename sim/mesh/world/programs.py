@@ -20,6 +20,7 @@ from common.generation.contract import TokenEngine
 from common.job.bundle.job_data import JobData
 from common.mesh.runtime.lease import LOST
 from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.mesh.runtime.seams import Access, Seams, Terms
 from common.state.pool.workers import names
 from common.state.pool.workers.seat import Seat, parser
 from common.state.redis.client import State
@@ -72,18 +73,20 @@ class Surroundings:
         machine, host = self.machine, ProcessHost(process)
         transport = MemoryTransport(self.network, f"mem://{process.label}", role=kind)
         mesh = Mesh(
-            name=name,
-            kind=kind,
-            state=self.state_of(process),
-            transport=transport,
-            clock=machine.clock,
-            random=machine.random.child(f"mesh {process.label}"),
-            host=host,
-            callers=CALLERS,
-            on_lost=lambda why: host.exit(LOST, why),
+            name,
+            kind,
+            Seams(
+                state=self.state_of(process),
+                transport=transport,
+                clock=machine.clock,
+                random=machine.random.child(f"mesh {process.label}"),
+                host=host,
+            ),
             settings=MeshSettings(
                 redis_url="simulated:", run_root=str(self.root), bind="", host=HOST, metrics="off"
             ),
+            terms=Terms(on_lost=lambda why: host.exit(LOST, why)),
+            access=Access(callers=CALLERS),
         )
         mesh.state.renewed = mesh._lease.renewed
         self.meshes[name] = mesh

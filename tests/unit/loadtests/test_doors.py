@@ -19,6 +19,7 @@ from common.base.clock import SystemClock
 from common.base.random import Random
 from common.mesh.process.host import SystemHost
 from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.seams import Seams, Terms
 from common.mesh.transport.zmq import ZmqTransport
 from loadtests.doors.plan import ANSWERED, GREETED, METRICS, REFUSED, Plan, Port, Process, Tried
 from sim.redis.state import simulated_state
@@ -83,14 +84,16 @@ async def test_open_and_shut_doors_are_told_apart(reachable: Path, talkative: in
     transports = {"open": ZmqTransport(), "shut": ZmqTransport(keys=keys_of("test"))}
     meshes = [
         Mesh(
-            name=name,
-            kind="test",
-            state=state,
-            transport=transport,
-            clock=clock,
-            random=Random.system(),
-            host=SystemHost(),
-            **PATIENT,
+            name,
+            "test",
+            Seams(
+                state=state,
+                transport=transport,
+                clock=clock,
+                random=Random.system(),
+                host=SystemHost(),
+            ),
+            terms=Terms(**PATIENT),
         )
         for name, transport in transports.items()
     ]

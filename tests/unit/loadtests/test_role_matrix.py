@@ -14,6 +14,7 @@ from common.base.random import Random
 from common.mesh.process.host import SystemHost
 from common.mesh.runtime.doorway import Doorway
 from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.seams import Access, Seams, Terms
 from common.mesh.transport.zmq import ZmqTransport
 from common.state.hosts import doors
 from common.state.redis.client import State
@@ -50,17 +51,18 @@ async def opened(state: State) -> AsyncIterator[Opened]:
         client = SimulatedSyncRedis(state.client.server)  # type: ignore[attr-defined]
         doorway = await Doorway.enter(name, kind, HOST, state, client, clock)
         mesh = Mesh(
-            name=name,
-            kind=kind,
-            state=state,
-            transport=ZmqTransport(keys=doorway.keys),
-            clock=clock,
-            random=Random.system(),
-            host=SystemHost(),
-            **PATIENT,
+            name,
+            kind,
+            Seams(
+                state=state,
+                transport=ZmqTransport(keys=doorway.keys),
+                clock=clock,
+                random=Random.system(),
+                host=SystemHost(),
+            ),
             settings=MeshSettings(redis_url="", run_root="", host=HOST),
-            callers=callers,
-            doorway=doorway,
+            terms=Terms(**PATIENT),
+            access=Access(callers=callers, doorway=doorway),
         )
         meshes.append(mesh)
         await mesh.join(answering(kind, [] if ran is None else ran))

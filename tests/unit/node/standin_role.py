@@ -14,6 +14,7 @@ from common.base.random import Random
 from common.mesh.process.host import SystemHost
 from common.mesh.runtime.calls.actor import Actor, call
 from common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from common.mesh.runtime.seams import Access, Seams, Terms
 from common.mesh.transport.zmq import ZmqTransport
 from common.state.pool.workers.rows import Tier
 from common.state.pool.workers.seat import Seat
@@ -57,17 +58,18 @@ async def main(kind: str, seat: Seat) -> None:
     state, clock = await State.open(settings.redis_url), SystemClock()
     doorway = await entered(name, kind, settings, state, clock)
     mesh = Mesh(
-        name=name,
-        kind=kind,
-        state=state,
-        transport=ZmqTransport(settings.bind, settings.advertise, keys=doorway.keys),
-        doorway=doorway,
-        clock=clock,
-        random=Random.system(),
-        host=SystemHost(),
-        ttl_s=scaled(1.5),  # in place of 6: a test waits for it to expire
-        renew_s=0.3,
+        name,
+        kind,
+        Seams(
+            state=state,
+            transport=ZmqTransport(settings.bind, settings.advertise, keys=doorway.keys),
+            clock=clock,
+            random=Random.system(),
+            host=SystemHost(),
+        ),
         settings=settings,
+        terms=Terms(ttl_s=scaled(1.5), renew_s=0.3),
+        access=Access(doorway=doorway),
     )
     standin = Standin(Path(settings.run_root) / "drained", seat)
     mesh.ready = False

@@ -10,6 +10,7 @@ from typing import Any
 
 from common.base.random import Random
 from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.mesh.runtime.seams import Seams
 from common.state import jobs, leader, registry
 from common.state.pool.placing.decisions import Admit, Why
 from common.state.pool.store import store as pool
@@ -41,16 +42,18 @@ class World:
         self.starts = 0
         self.state = simulated_state(self.clock)
         mesh = Mesh(
-            name="worker/w0",
-            kind="worker",
-            state=self.state,
-            transport=MemoryTransport(
-                MemoryNetwork(self.clock, self.random.child("network")), "mem://one"
-            ),
-            clock=self.clock,
-            random=self.random,
-            host=SimulatedHost(
-                self.clock, self.random.child("host"), {"services.trainer": program}
+            "worker/w0",
+            "worker",
+            Seams(
+                state=self.state,
+                transport=MemoryTransport(
+                    MemoryNetwork(self.clock, self.random.child("network")), "mem://one"
+                ),
+                clock=self.clock,
+                random=self.random,
+                host=SimulatedHost(
+                    self.clock, self.random.child("host"), {"services.trainer": program}
+                ),
             ),
             settings=MeshSettings(redis_url="simulated", run_root="", host=HOST),
         )

@@ -14,6 +14,7 @@ from common.base.errors import RemoteFailure, StorageFull
 from common.base.random import Random
 from common.mesh.runtime.calls.actor import Actor, call
 from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.mesh.runtime.seams import Seams
 from common.state.pool.workers.rows import Budget, Doing, Resident, Role, Tier
 from common.state.pool.workers.seat import parser
 from services.node.residents.process import TRY_AGAIN_S, UNSETTLED_S, WELL_S
@@ -80,13 +81,15 @@ class World:
         transport = MemoryTransport(self.network, f"mem://{name}/{len(self._names)}")
         self._names.append(name)
         return Mesh(
-            name=name,
-            kind=name.partition("/")[0],
-            state=self.state,
-            transport=transport,
-            clock=self.clock,
-            random=self.random,
-            host=host,
+            name,
+            name.partition("/")[0],
+            Seams(
+                state=self.state,
+                transport=transport,
+                clock=self.clock,
+                random=self.random,
+                host=host,
+            ),
             settings=self.settings,
         )
 

@@ -20,6 +20,7 @@ from common.mesh.residents.turns import Turns
 from common.mesh.runtime.calls.actor import call
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.patience import NotThere
+from common.mesh.runtime.seams import Seams
 from common.state.pool.workers.rows import Gang, Resident, Role
 from services.node.residents.turn_keeper import LEAVE_S, KeepsTurns, TurnKeeper
 from services.node.residents.turns import Leases
@@ -64,13 +65,15 @@ class Stage:
 
     def mesh(self, name: str) -> Mesh:
         return Mesh(
-            name=name,
-            kind=name.partition("/")[0],
-            state=self.state,
-            transport=MemoryTransport(self.network, f"mem://{name}/{self.random.random()}"),
-            clock=self.clock,
-            random=Random(self.random.randrange(1 << 30)),
-            host=SimulatedHost(self.clock, self.random.child(f"host {name}")),
+            name,
+            name.partition("/")[0],
+            Seams(
+                state=self.state,
+                transport=MemoryTransport(self.network, f"mem://{name}/{self.random.random()}"),
+                clock=self.clock,
+                random=Random(self.random.randrange(1 << 30)),
+                host=SimulatedHost(self.clock, self.random.child(f"host {name}")),
+            ),
         )
 
     async def worker(self, worker: str) -> tuple[Mesh, TurnKeeper]:

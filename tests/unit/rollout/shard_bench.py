@@ -41,6 +41,7 @@ from common.job.config import (
 )
 from common.mesh.runtime.calls.actor import Actor, call, cast
 from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.seams import Seams
 from common.model.tokens.tokenizer import Tokenizer, character_tokenizer
 from common.state import groups, jobs, steps
 from common.weights.bulk.port import ChunkStore
@@ -258,13 +259,15 @@ class ShardBench:
 
         programs = {"services.environment": environment}
         return kind(
-            name=name,
-            kind=name.partition("/")[0],
-            state=self.state,
-            transport=MemoryTransport(self.network, f"mem://{name}"),
-            clock=self.clock,
-            random=self.random.child(name),
-            host=SimulatedHost(self.clock, self.random.child("host " + name), programs),
+            name,
+            name.partition("/")[0],
+            Seams(
+                self.state,
+                MemoryTransport(self.network, f"mem://{name}"),
+                self.clock,
+                self.random.child(name),
+                SimulatedHost(self.clock, self.random.child("host " + name), programs),
+            ),
         )
 
     async def _look(self) -> None:

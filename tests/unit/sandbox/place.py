@@ -19,6 +19,7 @@ from common.mesh.process.handle import Child
 from common.mesh.process.host import SystemHost
 from common.mesh.runtime.mesh import Mesh, MeshSettings
 from common.mesh.runtime.ref import Ref
+from common.mesh.runtime.seams import Access, Seams, Terms
 from common.mesh.transport.zmq import ZmqTransport
 from common.state.redis.client import State
 from common.state.redis.embedded import command
@@ -69,15 +70,17 @@ class Place:
                 await self.clock.sleep(0.02)
         doorway = await entered("test", "rollout", self.settings, state, self.clock)
         self.caller = Mesh(
-            name="test",
-            kind="test",
-            state=state,
-            transport=ZmqTransport(self.settings.bind, "", keys=doorway.keys),
-            doorway=doorway,
-            clock=self.clock,
-            random=Random.system(),
-            host=self.host,
-            **PATIENT,
+            "test",
+            "test",
+            Seams(
+                state=state,
+                transport=ZmqTransport(self.settings.bind, "", keys=doorway.keys),
+                clock=self.clock,
+                random=Random.system(),
+                host=self.host,
+            ),
+            terms=Terms(**PATIENT),
+            access=Access(doorway=doorway),
         )
         return self.caller.ref("sandbox/j/0")
 

@@ -11,6 +11,7 @@ import pytest
 from common.base.errors import DeadlineExceeded, MeshError, PeerLost
 from common.base.random import Random
 from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.seams import Seams, Terms
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import Faults, MemoryNetwork, MemoryTransport
@@ -32,14 +33,16 @@ class World:
 
     async def join(self, name: str, actor: Talker | None = None) -> Mesh:
         mesh = Mesh(
-            name=name,
-            kind="test",
-            state=self.state,
-            transport=MemoryTransport(self.network, f"mem:{name}:{self.random.token(2)}"),
-            clock=self.clock,
-            random=self.random.child(name + self.random.token()),
-            host=SimulatedHost(self.clock, self.random.child("host")),
-            on_lost=self.lost.append,
+            name,
+            "test",
+            Seams(
+                state=self.state,
+                transport=MemoryTransport(self.network, f"mem:{name}:{self.random.token(2)}"),
+                clock=self.clock,
+                random=self.random.child(name + self.random.token()),
+                host=SimulatedHost(self.clock, self.random.child("host")),
+            ),
+            terms=Terms(on_lost=self.lost.append),
         )
         await mesh.join(actor)
         return mesh

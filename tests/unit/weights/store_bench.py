@@ -17,6 +17,7 @@ from common.base.errors import NotFound
 from common.base.random import Random
 from common.job.config import BudgetConfig, JobConfig, TrainingConfig
 from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.mesh.runtime.seams import Seams, Terms
 from common.state import groups, jobs, steps
 from common.state.redis.client import State
 from common.weights.bulk.port import BulkClient, ChunkStore
@@ -102,16 +103,17 @@ class StoreBench:
 
     def mesh(self, name: str, kind: str) -> Mesh:
         return Mesh(
-            name=name,
-            kind=kind,
-            state=self.state,
-            transport=MemoryTransport(self.network, f"mem://{name}#{self.random.token(2)}"),
-            clock=self.clock,
-            random=self.random.child(name),
-            host=self.host,
-            ttl_s=3600.0,
-            renew_s=900.0,
+            name,
+            kind,
+            Seams(
+                state=self.state,
+                transport=MemoryTransport(self.network, f"mem://{name}#{self.random.token(2)}"),
+                clock=self.clock,
+                random=self.random.child(name),
+                host=self.host,
+            ),
             settings=MeshSettings(redis_url="simulated", run_root=str(self.root), host="one"),
+            terms=Terms(ttl_s=3600.0, renew_s=900.0),
         )
 
     async def submit(self, job: str = JOB, **training: Any) -> None:

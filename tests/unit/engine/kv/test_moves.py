@@ -25,6 +25,7 @@ from common.base.errors import BadMessage, PeerLost
 from common.base.random import Random
 from common.generation.loading import CHUNK
 from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.seams import Seams
 from services.engine.kv.moves import MOVE_S, CacheMoves, _Came, _checked, _chunks
 from services.engine.service import EngineService
 from sim.engines.simulated import SimulatedEngine
@@ -59,13 +60,15 @@ class Bench:
 
     def _mesh(self, name: str) -> Mesh:
         return Mesh(
-            name=name,
-            kind=name.partition("/")[0],
-            state=self.state,
-            transport=MemoryTransport(self.network, f"mem://{name}"),
-            clock=self.clock,
-            random=self.random.child(name),
-            host=SimulatedHost(self.clock, self.random.child("host " + name)),
+            name,
+            name.partition("/")[0],
+            Seams(
+                state=self.state,
+                transport=MemoryTransport(self.network, f"mem://{name}"),
+                clock=self.clock,
+                random=self.random.child(name),
+                host=SimulatedHost(self.clock, self.random.child("host " + name)),
+            ),
         )
 
     def _service(self, name: str) -> EngineService:

@@ -16,6 +16,7 @@ from common.generation.builtin.build import TorchEngine
 from common.job.bundle.job_data import JobData
 from common.job.config import FrozenModelConfig, JobConfig, JudgeConfig, ModelsConfig, RewardConfig
 from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.seams import Seams
 from common.model.tokens.tokenizer import Tokenizer, character_tokenizer
 from services.rollout.rewards import scoring
 from services.rollout.rewards.scoring import Scorer, ScoringFailed, beside
@@ -106,13 +107,15 @@ class Bench:
 
     def _mesh(self, name: str, address: str, host: SimulatedHost | None = None) -> Mesh:
         return Mesh(
-            name=name,
-            kind=name.partition("/")[0],
-            state=self.state,
-            transport=MemoryTransport(self.network, f"mem://{address}"),
-            clock=self.clock,
-            random=self.random.child(address),
-            host=host or SimulatedHost(self.clock, self.random.child("host " + address)),
+            name,
+            name.partition("/")[0],
+            Seams(
+                state=self.state,
+                transport=MemoryTransport(self.network, f"mem://{address}"),
+                clock=self.clock,
+                random=self.random.child(address),
+                host=host or SimulatedHost(self.clock, self.random.child("host " + address)),
+            ),
         )
 
     async def models(self, *, loaded: bool = True) -> FrozenModels:

@@ -13,6 +13,7 @@ from common.base.errors import ToolFailed
 from common.base.random import Random
 from common.generation.contract import TokenEngine
 from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.seams import Seams
 from common.records.token_record import TokenRows
 from services.engine.service import EngineService
 from services.rollout.record.group_commit import GroupCommit
@@ -81,13 +82,15 @@ class Bench:
 
     def _mesh(self, name: str) -> Mesh:
         return Mesh(
-            name=name,
-            kind=name.partition("/")[0],
-            state=self.state,
-            transport=MemoryTransport(self.network, f"mem://{name}"),
-            clock=self.clock,
-            random=self.random.child(name),
-            host=SimulatedHost(self.clock, self.random.child("host " + name)),
+            name,
+            name.partition("/")[0],
+            Seams(
+                state=self.state,
+                transport=MemoryTransport(self.network, f"mem://{name}"),
+                clock=self.clock,
+                random=self.random.child(name),
+                host=SimulatedHost(self.clock, self.random.child("host " + name)),
+            ),
         )
 
     async def start(self) -> None:

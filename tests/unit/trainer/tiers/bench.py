@@ -22,6 +22,7 @@ from common.base.random import Random
 from common.job.bundle.job_data import JobData
 from common.job.config import AlgorithmConfig, JobConfig, LoraConfig, ModelConfigSection
 from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.seams import Seams
 from common.state.pool.workers.seat import Seat
 from common.state.redis.client import State
 from services.node.residents.segments import KeepsSegments, Segments
@@ -90,13 +91,15 @@ class Bench:
     def mesh(self, name: str) -> Mesh:
         self.starts += 1
         return Mesh(
-            name=name,
-            kind=name.partition("/")[0],
-            state=self.state,
-            transport=MemoryTransport(self.network, f"mem://{name}/{self.starts}"),
-            clock=self.clock,
-            random=self.random.child(f"{name} {self.starts}"),
-            host=SimulatedHost(self.clock, self.random.child("host " + name)),
+            name,
+            name.partition("/")[0],
+            Seams(
+                state=self.state,
+                transport=MemoryTransport(self.network, f"mem://{name}/{self.starts}"),
+                clock=self.clock,
+                random=self.random.child(f"{name} {self.starts}"),
+                host=SimulatedHost(self.clock, self.random.child("host " + name)),
+            ),
         )
 
     def started(self) -> TrainerCore:

@@ -16,6 +16,7 @@ from common.mesh.process.host import SystemHost
 from common.mesh.runtime.calls.calling import REFUSED_S
 from common.mesh.runtime.doorway import AGAIN_S, Doorway
 from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.seams import Access, Seams, Terms
 from common.mesh.transport.address import endpoint_of, key_of, key_text, keyed
 from common.mesh.transport.keys import KeyPair
 from common.mesh.transport.zmq import ZmqTransport
@@ -82,19 +83,19 @@ async def joined(state: State, server: RedisServer, clock: SystemClock) -> Async
         client = SimulatedSyncRedis(server)
         doorway = await Doorway.enter(name, role, host, state, client, clock)
         mesh = Mesh(
-            name=name,
-            kind=role,
-            state=state_on(server, State, clock),
-            owns_state=True,
-            transport=ZmqTransport(keys=doorway.keys),
-            clock=clock,
-            random=Random.system(),
-            host=SystemHost(),
+            name,
+            role,
+            Seams(
+                state=state_on(server, State, clock),
+                transport=ZmqTransport(keys=doorway.keys),
+                clock=clock,
+                random=Random.system(),
+                host=SystemHost(),
+                owns_state=True,
+            ),
             settings=MeshSettings(redis_url="", run_root="", host=host),
-            callers=dict.fromkeys(MAY, frozenset({"rollout"})),
-            doorway=doorway,
-            renew_s=0.2,
-            **(PATIENT | about),
+            terms=Terms(renew_s=0.2, **PATIENT | about),
+            access=Access(callers=dict.fromkeys(MAY, frozenset({"rollout"})), doorway=doorway),
         )
         meshes.append(mesh)
         await mesh.join(actor)

@@ -16,6 +16,7 @@ from common.base.random import Random
 from common.mesh.process.host import Stoppable, SystemHost
 from common.mesh.runtime.calls.actor import call
 from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.mesh.runtime.seams import Seams, Terms
 from common.mesh.transport.zmq import ZmqTransport
 from common.state import registry
 from common.state.redis.client import State
@@ -106,15 +107,17 @@ class Scene:
         whole = (self.whole.url, self.whole.client, self.whole._sync, self.clock.monotonic)
         self.transport = TroubledTransport(self.trouble)
         self.mesh = Mesh(
-            name="a",
-            kind="test",
-            state=TroubledState(*whole, trouble=self.trouble),
-            owns_state=True,
-            transport=self.transport,
-            clock=self.clock,
-            random=Random.system(),
-            host=self.host,
-            **PATIENT,
+            "a",
+            "test",
+            Seams(
+                state=TroubledState(*whole, trouble=self.trouble),
+                transport=self.transport,
+                clock=self.clock,
+                random=Random.system(),
+                host=self.host,
+                owns_state=True,
+            ),
+            terms=Terms(**PATIENT),
         )
         self.mesh.show_metrics("127.0.0.1:*")
         self.actor = Troubled(self.trouble)

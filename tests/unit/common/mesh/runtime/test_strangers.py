@@ -19,6 +19,7 @@ from common.mesh.process.host import SystemHost
 from common.mesh.runtime.calls.calling import REFUSED_S
 from common.mesh.runtime.calls.serving import MAX_OF_ONE
 from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.mesh.runtime.seams import Access, Seams, Terms
 from common.mesh.transport.address import endpoint_of
 from common.mesh.transport.keys import ProcessKeys
 from common.mesh.transport.zmq import ZmqTransport
@@ -58,15 +59,17 @@ async def guarded() -> AsyncIterator[Guarded]:
 
     async def joined(name: str, role: str, actor: Talker | None = None) -> Mesh:
         mesh = Mesh(
-            name=name,
-            kind=role,
-            state=state,
-            transport=ZmqTransport(keys=keys_of(role)),
-            clock=clock,
-            random=Random.system(),
-            host=SystemHost(),
-            **PATIENT,
-            callers=callers,
+            name,
+            role,
+            Seams(
+                state=state,
+                transport=ZmqTransport(keys=keys_of(role)),
+                clock=clock,
+                random=Random.system(),
+                host=SystemHost(),
+            ),
+            terms=Terms(**PATIENT),
+            access=Access(callers=callers),
         )
         meshes.append(mesh)
         await mesh.join(actor)

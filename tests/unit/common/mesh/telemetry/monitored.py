@@ -13,6 +13,7 @@ from common.base.clock import SystemClock
 from common.base.random import Random
 from common.mesh.process.host import SystemHost
 from common.mesh.runtime.mesh import Mesh, run
+from common.mesh.runtime.seams import Seams, Terms
 from common.mesh.transport.zmq import ZmqTransport
 from common.state import registry
 from sim.redis.state import simulated_state
@@ -24,16 +25,16 @@ async def main() -> None:
     clock = SystemClock()
     state = simulated_state(clock)
     mesh = Mesh(
-        name="monitored/0",
-        kind="monitored",
-        state=state,
-        transport=ZmqTransport(),
-        clock=clock,
-        random=Random.system(),
-        host=SystemHost(),
-        stall_s=1.0,
-        ttl_s=120.0,
-        renew_s=60.0,  # nobody ends it while it stands still
+        "monitored/0",
+        "monitored",
+        Seams(
+            state=state,
+            transport=ZmqTransport(),
+            clock=clock,
+            random=Random.system(),
+            host=SystemHost(),
+        ),
+        terms=Terms(ttl_s=120.0, renew_s=60.0, stall_s=1.0),
     )
     mesh.show_metrics(sys.argv[1])
     mesh.ready = False

@@ -18,6 +18,7 @@ import asyncio, sys, time
 from common.base.clock import SystemClock
 from common.mesh.process.host import SystemHost
 from common.mesh.runtime.mesh import Mesh, run
+from common.mesh.runtime.seams import Seams, Terms
 from common.base.random import Random
 from sim.redis.state import simulated_state
 from common.mesh.transport.zmq import ZmqTransport
@@ -29,9 +30,8 @@ STALL_S = float(sys.argv[1])
 
 async def main():
     clock = SystemClock()
-    mesh = Mesh(name="hung", kind="test", state=simulated_state(clock), transport=ZmqTransport(),
-    clock=clock,
-                random=Random.system(), host=SystemHost(), renew_s=0.1, stall_s=STALL_S)
+    seams = Seams(simulated_state(clock), ZmqTransport(), clock, Random.system(), SystemHost())
+    mesh = Mesh("hung", "test", seams, terms=Terms(renew_s=0.1, stall_s=STALL_S))
     await mesh.join(None)
     with mesh.loading():
         stand_still(1.5 * STALL_S)

@@ -26,6 +26,7 @@ from common.base.random import Random
 from common.mesh.process.host import SystemHost
 from common.mesh.runtime.doorway import Doorway
 from common.mesh.runtime.mesh import Mesh
+from common.mesh.runtime.seams import Access, Seams, Terms
 from common.mesh.transport.zmq import ZmqTransport
 from common.state.hosts import doors as mesh_doors
 from common.state.redis.client import State
@@ -70,18 +71,19 @@ async def test_processes_of_two_hosts_move_chunks_and_files(
         state = state_on(redis, State, clock)
         doorway = await Doorway.enter(name, role, host, state, SimulatedSyncRedis(redis), clock)
         made = Mesh(
-            name=name,
-            kind=role,
-            state=state,
-            owns_state=True,
-            transport=ZmqTransport(keys=doorway.keys),
-            clock=clock,
-            random=Random.system(),
-            host=SystemHost(),
-            **PATIENT,
+            name,
+            role,
+            Seams(
+                state=state,
+                transport=ZmqTransport(keys=doorway.keys),
+                clock=clock,
+                random=Random.system(),
+                host=SystemHost(),
+                owns_state=True,
+            ),
             settings=MeshSettings("", "", host=host, joinable=True, encrypt=encrypt),
-            doorway=doorway,
-            on_lost=ends.lost,
+            terms=Terms(on_lost=ends.lost, **PATIENT),
+            access=Access(doorway=doorway),
         )
         await made.join(None)
         return made
@@ -130,7 +132,7 @@ async def test_processes_of_two_hosts_move_chunks_and_files(
         with pytest.raises(HandshakeFailed, match=r"the key of this process.*is let in no more"):
             await client.get(entry, digest)
         assert await BulkClient(engine).get(entry, digest) == CONTENT
-        store._count_strangers(clock.monotonic())
+        store.rejections.report(clock.monotonic())
         assert store.telemetry.snapshot()["refused_bulk_keys"] == server.refused["bulk_keys"] > 0
     finally:
         server.close()
