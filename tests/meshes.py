@@ -79,7 +79,7 @@ def on_sockets(name: str, state: State, clock: Clock, **options: Any) -> Mesh:
     about: dict[str, Any] = (
         {"kind": "test", "host": SystemHost(), "on_lost": ends.lost} | PATIENT | options
     )
-    transport = ZmqTransport(keys=keys_of(about["kind"]))
+    transport = about.pop("transport", None) or ZmqTransport(keys=keys_of(about["kind"]))
     return made(name, transport, clock, Random.system(), about | {"state": state})
 
 

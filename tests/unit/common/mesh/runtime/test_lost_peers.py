@@ -19,14 +19,16 @@ from common.mesh.transport.zmq import ZmqTransport
 from common.state import registry
 from loadtests.rpc.echo import PING, Echo
 from tests.load import scaled
-from tests.meshes import SECRET, begun, keys_of
+from tests.meshes import begun, keys_of
 from tests.unit.common.mesh.runtime.talking import Join, call_until_refused, until
+
+KEYS = keys_of("loadtest")  # that the echo lets in
 
 
 @pytest.fixture
 def echo() -> Iterator[tuple[subprocess.Popen[str], registry.Entry]]:
     """A real process that answers Echo, and its registry entry."""
-    argv = [sys.executable, "-m", "loadtests.rpc", "--serve", "mesh", "--secret", SECRET]
+    argv = [sys.executable, "-m", "loadtests.rpc", "--serve", "mesh", "--client", KEYS.public]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     address, incarnation = process.stdout.readline().split()
@@ -40,7 +42,7 @@ async def test_calls_to_a_killed_process_fail_at_once(
     join: Join, echo: tuple[subprocess.Popen[str], registry.Entry]
 ) -> None:
     process, entry = echo
-    mesh = await join("b", kind="loadtest")  # the role that the echo knows
+    mesh = await join("b", kind="loadtest", transport=ZmqTransport(keys=KEYS))
     await registry.register(mesh.state, entry, 60_000)
     ref = mesh.ref("echo")
     assert await ref.call(Echo.inline, PING) == PING
@@ -59,7 +61,7 @@ async def test_a_call_to_a_process_that_has_ended_is_a_lost_peer(
     process, entry = echo
     process.kill()
     process.wait()
-    mesh = await join("b", kind="loadtest")  # the role that the echo knows
+    mesh = await join("b", kind="loadtest", transport=ZmqTransport(keys=KEYS))
     await registry.register(mesh.state, entry, 60_000)
     with pytest.raises(PeerLost, match="echo has gone"):
         await call_until_refused(mesh.ref("echo"), Echo.inline, PING)
@@ -117,7 +119,7 @@ async def test_a_peer_that_was_silent_has_not_refused_however_late_one_hears_of_
     client.start(lambda *_: None, lambda *all: lost.append(all), lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as still:
         still.settimeout(scaled(20.0))
-        address = f"tcp://127.0.0.1:{still.getsockname()[1]}"
+        address = f"tcp://127.0.0.1:{still.getsockname()[1]}#{KEYS.public}"
         client.send(address, (b"", b""))
         accepted, _ = still.accept()
         with accepted:
