@@ -53,7 +53,8 @@ from loadtests.measuring.unrenewed import knows, unrenewed
 from loadtests.replay import runs as replay
 from services.node.residents.segments import KeepsSegments, Segments
 from services.trainer.arithmetic.learner import Learner
-from services.trainer.compute.compute import LocalCompute
+from services.trainer.gang.compute import Compute
+from services.trainer.ranks.rank import Rank
 
 WORKER = "worker/w0"
 CPU = ".cpu"  # behind an arm's name: its CPU-seconds
@@ -108,7 +109,7 @@ class CoreAlone:
 
     covered = True
 
-    def __init__(self, compute: LocalCompute) -> None:
+    def __init__(self, compute: Compute) -> None:
         self._compute = compute
 
     @property
@@ -193,7 +194,7 @@ async def speed(model: ModelConfig, rounds: int, directory: Path) -> dict[str, A
         decoder = Decoder(model)
         decoder.initialise(torch.Generator().manual_seed(0))
         learner = Learner(decoder, OptimizerConfig(), AlgorithmConfig())
-        tiers = Tiers(process, CoreAlone(LocalCompute(process, learner)))
+        tiers = Tiers(process, CoreAlone(Compute(process, "j", Rank.alone(learner))))
         sleepy, size = Sleepy(tiers, directory), learner.bytes
         found = await arms(sleepy, size, rounds, directory)
         before = psutil.Process().memory_info().rss

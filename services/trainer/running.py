@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from common.api.ranks import rank_name
+from common.api.ranks import COMPUTE_S, rank_name
 from common.base.errors import ConfigError, MeshError
 from common.hardware.gpus import computing
 from common.job.bundle.job_data import JobData
@@ -19,10 +19,10 @@ from common.mesh.runtime.patience import patiently
 from common.state import jobs
 from common.state.pool.workers.seat import Seat
 from common.weights.store.local_files import local_job
-from services.trainer.compute.compute import LocalCompute
+from services.trainer.compute.gradient_transfer import hybrid_name
 from services.trainer.compute.piece_runner import PieceRunner
 from services.trainer.core.core import TrainerCore
-from services.trainer.hybrids.gradient_transfer import hybrid_name
+from services.trainer.gang.compute import Compute
 from services.trainer.hybrids.hybrid import Hybrid
 from services.trainer.initial.beginning import (
     COMPILE_S,
@@ -31,10 +31,10 @@ from services.trainer.initial.beginning import (
     compile_kernels,
     fresh_learner,
 )
+from services.trainer.ranks.rank import Rank
 
 if TYPE_CHECKING:
     from services.trainer.arithmetic.learner import Learner
-    from services.trainer.ranks.rank import Rank
 
 
 async def main(seat: Seat) -> None:
@@ -58,7 +58,9 @@ class Arithmetic:
         return fresh_learner(data)
 
     def rank(self, data: JobData, seat: Seat, accelerator: str) -> Rank:
-        """One of a core of several, on an accelerator of this name, in no group yet."""
+        """One of a core, on an accelerator of this name; of several in no group yet."""
+        if seat.ranks == 1:
+            return Rank.alone(self.learner(data))
         from services.trainer.gang.running import make_rank
 
         _check(data)
@@ -135,13 +137,11 @@ async def train(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) -
 
 def _core(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) -> TrainerCore:
     check(data)
-    runner = PieceRunner.of(mesh, data, seat)
-    if seat.ranks == 1:
-        return TrainerCore(mesh, data, seat, LocalCompute(mesh, arithmetic.learner(data), runner))
-    from services.trainer.gang.running import compute_of
-
     rank = arithmetic.rank(data, seat, mesh.settings.accelerator)
-    return TrainerCore(mesh, data, seat, compute_of(mesh, data, rank, runner))
+    group_s = data.config.training.rank_deadline_s if seat.ranks > 1 else COMPUTE_S
+    runner = PieceRunner.of(mesh, data, seat)
+    compute = Compute(mesh, data.id, rank, runner, group_s=group_s)
+    return TrainerCore(mesh, data, seat, compute)
 
 
 async def _fail(mesh: Mesh, data: JobData, error: ConfigError) -> None:

@@ -8,6 +8,7 @@ the sums are added.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Many
 
 import numpy as np
 import torch
@@ -112,6 +113,14 @@ class Learner:
         """The sum over bins, in their order."""
         return add(self.gradient(bin) for bin in bins)
 
+    def bins_gradient(self, bins: Many[Bin]) -> tuple[Tensor, list[BinStats]]:
+        """The rows that lie here of the flat gradient of a round, and the statistics of its bins
+        that are computed here: of all rows, and of one bin.
+        """
+        (bin,) = bins
+        gradient, stats = self.gradient(bin)
+        return gradient, [stats]
+
     def supervised_gradient(self, bin: Bin) -> tuple[Tensor, BinStats]:
         """What `gradient` gives, for the cross-entropy of the bin's own tokens, all of weight 1."""
         gradient, out = self._fresh_gradient(), self._forward(bin)
@@ -175,6 +184,28 @@ class Learner:
     def _part(self, name: str, tensor: Tensor) -> Part:
         """What lies here of a tensor, which is all of it."""
         return Part(tuple(tensor.shape), 0, tensor)
+
+    def own_part(self, whole: NDArray[np.float32], rank: int) -> NDArray[np.float32]:
+        """The part of a rank in a flat gradient over all that learns."""
+        return whole
+
+    def outline(self, optimizer: bool) -> Mapping[str, Tensor]:
+        """The whole weights, or with `optimizer` its state, of which only names, types and shapes
+        are looked at.
+        """
+        return self.state() if optimizer else self.weights()
+
+    @torch.no_grad()
+    def take(self, names: Many[str], whole: Mapping[str, Tensor] | None) -> None:
+        """Takes its rows of some weights, which rank 0 has `whole`; `taken` follows the last."""
+        assert whole is not None, "who has all rows is given all weights"
+        self.load_weights({**self.weights(), **whole})
+
+    def taken(self) -> None:
+        """All weights were given."""
+
+    def close(self) -> None:
+        """Its rank leaves the group: what waits for other ranks outside of it does so no more."""
 
     def copied_weights(self) -> dict[str, Tensor]:
         """What `weights` gives, as copies in the host's memory, which stay."""

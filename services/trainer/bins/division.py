@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from services.trainer.bins.packing import Bin
 
+Round = Sequence[Bin]  # as many as the division says
+
 
 class RoundDivision(Protocol):
     """The same on all ranks, and in every step of a lineage."""

@@ -1,3 +1,3 @@
-"""Where a core computes: the interface, one process, and the wrappers for turns and pace. Open
-`compute.py` first.
+"""The pieces of a core's arithmetic, and the interfaces by which its weights and state leave it.
+Open `piece_runner.py` first.
 """

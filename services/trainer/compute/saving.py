@@ -18,6 +18,9 @@ from services.trainer.rows.saved import FIRST, save_rows, sync_all
 Run = Callable[..., Awaitable[Any]]  # runs what blocks
 
 
+SAVE_S = 3600.0  # to write a checkpoint
+
+
 class StateSaving(Protocol):
     """One checkpoint's state, below a directory of this host."""
 

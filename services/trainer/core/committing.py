@@ -14,8 +14,8 @@ from common.job.changing import in_force
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.patience import patiently
 from common.state import registry, steps
-from services.trainer.compute.compute import Compute
 from services.trainer.core.position import Position
+from services.trainer.gang.compute import Compute
 from services.trainer.steps.evaluation_gate import evaluated
 from services.trainer.steps.step import Enter, Stepped
 from services.trainer.steps.step_parts import PAUSE, StepParts

@@ -37,13 +37,13 @@ from common.state.pool.workers.seat import Seat
 from common.weights.bulk.port import BulkClient
 from common.weights.ways.broadcasting import Broadcasts, files_here
 from kernels.cost import Calibration, expected
-from services.trainer.compute.compute import Compute
 from services.trainer.core.committing import Commits
 from services.trainer.core.counters import StepCounters
 from services.trainer.core.first_version import FirstVersion
 from services.trainer.core.position import CommittedVersion, Position
 from services.trainer.core.recovery import Recovery
 from services.trainer.core.sleeping import CoreSleeper
+from services.trainer.gang.compute import Compute
 from services.trainer.gang.lost_ranks import RankLosses
 from services.trainer.hybrids.gradients import Gradients
 from services.trainer.initial.beginning import (

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+from common.api.ranks import COMPUTE_S
 from common.base.files import damage
 from common.job.bundle.job_data import JobData
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.patience import patiently
 from common.state import events
-from services.trainer.compute.compute import COMPUTE_S, Compute, LocalCompute
+from services.trainer.gang.compute import Compute
 from services.trainer.initial.beginning import Pieces, Tell, adapt, first_weights, start
 
 T = TypeVar("T")
@@ -24,7 +25,7 @@ class FirstVersion:
 
     def __init__(self, mesh: Mesh, data: JobData, compute: Compute) -> None:
         self._mesh, self._data, self._compute = mesh, data, compute
-        self._learner = compute.learner if isinstance(compute, LocalCompute) else None
+        self._learner = compute.alone
         self.fraction = 0.0
 
     def adapt(self) -> None:

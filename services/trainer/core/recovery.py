@@ -16,8 +16,8 @@ from common.mesh.runtime.patience import patiently
 from common.state import jobs, steps
 from common.weights.bulk.port import BulkClient
 from common.weights.staging import keep
-from services.trainer.compute.compute import Compute
 from services.trainer.core.position import CommittedVersion
+from services.trainer.gang.compute import Compute
 from services.trainer.steps.intake import Intake
 from services.trainer.steps.step import Enter, TrainingStep
 from services.trainer.versions.publishing import Publisher, VersionIdentity

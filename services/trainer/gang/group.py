@@ -51,7 +51,8 @@ class RankGroup:
         """`prepare` is told which ranks are on other hosts before they meet, `ended` when the group
         is none any more.
         """
-        self.generation = 0  # 0: in no group
+        # 0: in no group; a rank alone is in one of its own from the beginning.
+        self.generation = 0 if rank.ranks > 1 else 1
         self.thread = RankThread(mesh, group_s)
         self.others = [mesh.ref(rank_name(job, other)) for other in range(1, rank.ranks)]
         self._mesh, self._job, self._rank = mesh, job, rank
@@ -64,6 +65,8 @@ class RankGroup:
         """Makes a group of all ranks as soon as they are there; RankLost if they do not come. What
         no second try mends is raised at once: NoPort, ConfigError, a mistake of a rank.
         """
+        if not self.others:
+            return
         clock = self._mesh.clock
         until = clock.monotonic() + WHOLE_S
         while True:
@@ -172,7 +175,7 @@ class RankGroup:
                 raise await self.lost(max(errors, key=_is_wrong), began)
             return here.result(), [task.result() for task in there]
         except asyncio.CancelledError:
-            if self.generation == began:
+            if self.generation == began and self.others:
                 self.generation = 0  # some rank may have done it, another not
             raise
         finally:
@@ -192,7 +195,7 @@ class RankGroup:
         the job that all ranks have. `began`: the generation that the error is of, if it is known;
         one of an earlier group leaves that of now as it is.
         """
-        if isinstance(error, ConfigError):
+        if isinstance(error, ConfigError) or not self.others:
             return error
         another = self.generation or self._broken is None  # formed, or being formed
         if began is not None and began != self.generation and another:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from common.api.ranks import MOVE_S, LentGradient
 from common.mesh.runtime.mesh import Mesh
-from services.trainer.hybrids.gradient_transfer import GradientFiles, Outbox
+from services.trainer.compute.gradient_transfer import GradientFiles, Outbox
 
 Cut = Callable[[NDArray[np.float32], int], NDArray[np.float32]]  # the rows of a rank
 

@@ -11,10 +11,7 @@ from common.job.bundle.model_shape import model_config
 from common.mesh.runtime.mesh import Mesh
 from common.state.pool.workers.rows import Apart
 from common.state.pool.workers.seat import Seat
-from common.weights.ways.meeting import meetings_of
 from services.trainer.bins.division import EvenDivision, RoundDivision, ZebraDivision
-from services.trainer.compute.piece_runner import PieceRunner
-from services.trainer.gang.gang import GangCompute
 from services.trainer.initial.beginning import DTYPES, outlined
 from services.trainer.ranks.actor import RankActor
 from services.trainer.ranks.rank import Rank
@@ -79,13 +76,6 @@ def division_of(data: JobData, ranks: int, apart: Apart | None = None) -> RoundD
     each = hosted * layers if len(hosted) == 1 else hosted
     experts = ranks - zebra.attention
     return ZebraDivision(zebra.attention, experts, zebra.micro_batches, tuple(each))
-
-
-def compute_of(mesh: Mesh, data: JobData, rank: Rank, runner: PieceRunner) -> GangCompute:
-    """The arithmetic of a core of several ranks, of which this process is the first."""
-    meetings = meetings_of(mesh.settings)
-    within_s = data.config.training.rank_deadline_s
-    return GangCompute(mesh, data.id, rank, meetings, within_s, runner)
 
 
 async def obey(mesh: Mesh, data: JobData, seat: Seat, rank: Rank, profile: dict[str, Any]) -> None:

@@ -13,9 +13,10 @@ from common.mesh.runtime.mesh import Mesh
 from common.weights.bulk.port import BulkClient
 from kernels.cost import Calibration
 from services.trainer.arithmetic.stats import BinStats
-from services.trainer.compute.compute import Compute, Round
+from services.trainer.bins.division import Round
+from services.trainer.compute.gradient_transfer import collect
+from services.trainer.gang.compute import Compute
 from services.trainer.hybrids.bin_rates import BinRates
-from services.trainer.hybrids.gradient_transfer import collect
 from services.trainer.hybrids.membership import HybridMembership
 from services.trainer.hybrids.round_board import RoundBoard
 

@@ -42,8 +42,8 @@ from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.memory import LearnerMemory
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.bins.packing import Bin
+from services.trainer.compute.gradient_transfer import PIECE_S, Outbox
 from services.trainer.compute.padding import Padding
-from services.trainer.hybrids.gradient_transfer import PIECE_S, Outbox
 
 T = TypeVar("T")
 

@@ -51,7 +51,7 @@ from common.state.pool.workers.seat import Seat
 from common.weights.bulk.port import BulkClient
 from common.weights.ways.meeting import meetings_of, spans_hosts
 from services.trainer.bins.packing import Bin
-from services.trainer.hybrids.gradient_transfer import collect_rows, read
+from services.trainer.compute.gradient_transfer import collect_rows, read
 from services.trainer.ranks import interfaces
 from services.trainer.ranks.asleep import RankRows
 from services.trainer.ranks.rank import Rank

@@ -27,13 +27,13 @@ from common.mesh.process.peers import End, client_hosts, foreign_clients, listen
 from common.weights.layout.laying import Part
 from common.weights.ways.meeting import store_at
 from services.trainer.arithmetic.gradient_sum import GradientSum
+from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.memory import LearnerMemory
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.bins.division import EvenDivision, RoundDivision
 from services.trainer.bins.packing import Bin
 from services.trainer.ranks import interfaces
 from services.trainer.rows.saved import SavedRows
-from services.trainer.sharding.learners import RowsLearner
 from services.trainer.zebra.alike import PacedBins
 from services.trainer.zebra.pace import ZebraPace
 
@@ -142,7 +142,7 @@ class Rank:
 
     def __init__(
         self,
-        make: Callable[[DeviceMesh], RowsLearner],
+        make: Callable[[DeviceMesh], Learner],
         rank: int,
         ranks: int,
         device: str,
@@ -155,11 +155,18 @@ class Rank:
         self._make, self.rank, self.ranks, self._device = make, rank, ranks, device
         self.division: RoundDivision = division or EvenDivision(ranks)
         self._pace, self._bins = pace, PacedBins.of_division(pace, self.division)
-        self._learner: RowsLearner | None = None
+        self._learner: Learner | None = None
         self._gradients = GradientSum()
 
+    @classmethod
+    def alone(cls, learner: Learner) -> Rank:
+        """Return the only rank of a core, which has all rows and meets no others."""
+        rank = cls(lambda _: learner, 0, 1, learner.device.type)
+        rank._learner = learner
+        return rank
+
     @property
-    def learner(self) -> RowsLearner:
+    def learner(self) -> Learner:
         """Refused while the rank is in no group."""
         if self._learner is None:
             raise Refused(f"rank {self.rank} is in no group", where="trainer")

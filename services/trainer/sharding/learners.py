@@ -84,26 +84,19 @@ class RowsLearner(Learner, ABC):
 
     @abstractmethod
     def bins_gradient(self, bins: Sequence[Bin]) -> tuple[Tensor, list[BinStats]]:
-        """This rank's rows of the flat gradient of a round, summed over the bins of all ranks; the
-        statistics of its own ones.
-        """
-
-    def close(self) -> None:
-        """Its rank leaves the group: what waits for other ranks outside of it does so no more."""
+        """Summed over the bins of all ranks."""
 
     def own_part(self, whole: NDArray[np.float32], rank: int) -> NDArray[np.float32]:
-        """The part of a rank in a flat gradient over all that learns."""
         return cut(whole, self._trained, self._owners, rank)
 
     # -- whole weights, of which rank 0 has some at a time ----------------------------------------
 
     def outline(self, optimizer: bool) -> Mapping[str, Tensor]:
-        """The whole weights, or with `optimizer` its state, on the `meta` device."""
+        """On the `meta` device."""
         return self._outlines[optimizer]
 
     @torch.no_grad()
     def take(self, names: Sequence[str], whole: Mapping[str, Tensor] | None) -> None:
-        """Every rank takes its rows of those that rank 0 has `whole`; `taken` follows the last."""
         own = self.weights()
         for name in names:
             given, total = None if whole is None else whole[name], self._shapes[name][0]

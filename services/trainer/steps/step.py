@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common.api.ranks import COMPUTE_S
 from common.api.weights import Group
 from common.job.config import JobConfig
 from common.mesh.runtime.mesh import Mesh
@@ -22,7 +23,7 @@ from services.trainer.arithmetic.optimizers import lr_factor
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.bins.packing import UNKNOWN, Bin, Sequence, fill, packed
 from services.trainer.bins.rounds import RoundMaker, RoundPlan, planned
-from services.trainer.compute.compute import COMPUTE_S, Compute
+from services.trainer.gang.compute import Compute
 from services.trainer.hybrids.gradients import Gradients
 from services.trainer.steps.batch import Batch
 

@@ -37,8 +37,8 @@ from common.weights.layout.manifest import unpacked
 from common.weights.output import VersionWriter
 from common.weights.receive import Receiver
 from common.weights.store.weight_store import get, lay_out, put_file
-from services.trainer.compute.compute import SAVE_S, Compute
-from services.trainer.compute.saving import StateSaving
+from services.trainer.compute.saving import SAVE_S, StateSaving
+from services.trainer.gang.compute import Compute
 from services.trainer.versions.publishing import Publisher, VersionIdentity
 
 

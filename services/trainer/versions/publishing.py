@@ -26,7 +26,7 @@ from common.weights.layout.laying import Laid, laying, slices
 from common.weights.layout.manifest import packed
 from common.weights.staging import Version, assembled, keep
 from common.weights.store.weight_store import get, put
-from services.trainer.compute.compute import Compute
+from services.trainer.gang.compute import Compute
 from services.trainer.rows.recutting import Recutting
 
 PUBLISHED = {"float32": "F32", "bfloat16": "BF16"}  # safetensors' names of `rollout.dtype`

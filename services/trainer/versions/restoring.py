@@ -25,7 +25,8 @@ from common.weights.bulk.port import BulkClient
 from common.weights.layout.manifest import joined, unpacked
 from common.weights.receive import Receiver
 from common.weights.store.weight_store import get, put
-from services.trainer.compute.compute import SAVE_S, Compute
+from services.trainer.compute.saving import SAVE_S
+from services.trainer.gang.compute import Compute
 from services.trainer.rows.checkpoint_files import checkpoint_files
 from services.trainer.rows.rebuilding import Rebuilding
 from services.trainer.steps.step import Enter

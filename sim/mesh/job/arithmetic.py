@@ -411,6 +411,22 @@ class TinyRank(Rank):
         return np.zeros(len(bin.tokens), np.float32)
 
 
+class TinyAlone(Rank):
+    """The only rank of a core, which has the whole vector."""
+
+    @takes(GRADIENT_S)
+    def compute(self, index: int, bins: Sequence[Bin]) -> list[BinStats]:
+        return super().compute(index, bins)
+
+    @takes(UPDATE_S)
+    def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
+        return super().apply(rounds, denominator, lr_factor)
+
+    @takes(MOVE_S)
+    def restore(self, saved: SavedRows, fill: Callable[[str, Part], None]) -> None:
+        super().restore(saved, fill)
+
+
 class TinyArithmetic(Arithmetic):
     """What virtual training processes compute with."""
 
@@ -421,4 +437,6 @@ class TinyArithmetic(Arithmetic):
         return TinyLearner(data.config.seed)
 
     def rank(self, data: JobData, seat: Seat, accelerator: str) -> Rank:
+        if seat.ranks == 1:
+            return TinyAlone.alone(self.learner(data))
         return TinyRank(data, seat.rank, seat.ranks)

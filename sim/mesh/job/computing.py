@@ -5,6 +5,7 @@ arithmetic that takes no time of its own.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -14,12 +15,14 @@ from common.base.clock import Clock
 from common.generation.contract import Request
 from common.generation.counter import key_of, uniforms
 from common.job.bundle.job_data import JobData
+from common.state.pool.workers.seat import Seat
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.bins.packing import Bin
+from services.trainer.ranks.rank import Rank
 from sim.engines.simulated import NORMAL, SimulatedEngine
 from sim.machine import takes
-from sim.mesh.job.arithmetic import TinyArithmetic, TinyLearner, gradient_of
+from sim.mesh.job.arithmetic import TinyAlone, TinyArithmetic, TinyLearner, gradient_of
 from sim.mesh.job.workload import LONGEST, SLOTS, PacedWorkload
 
 AT_ONCE_S = 0.001  # what arithmetic takes without its pace
@@ -92,8 +95,25 @@ class PacedLearner(TinyLearner):
         return super().apply(gradient_sum, denominator, lr_factor)
 
 
+class PacedAlone(TinyAlone):
+    """What it takes is its pace's."""
+
+    @takes(AT_ONCE_S)
+    def compute(self, index: int, bins: Sequence[Bin]) -> list[BinStats]:
+        return Rank.compute(self, index, bins)
+
+    @takes(AT_ONCE_S)
+    def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
+        return Rank.apply(self, rounds, denominator, lr_factor)
+
+
 class PacedArithmetic(TinyArithmetic):
     """What training processes of a workload compute with."""
 
     def learner(self, data: JobData) -> Learner:
         return PacedLearner(data.config.seed)
+
+    def rank(self, data: JobData, seat: Seat, accelerator: str) -> Rank:
+        if seat.ranks == 1:
+            return PacedAlone.alone(self.learner(data))
+        return super().rank(data, seat, accelerator)

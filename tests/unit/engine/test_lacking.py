@@ -14,9 +14,10 @@ from common.job.bundle.job_data import JobData
 from common.job.config import ModelConfigSection
 from common.state.pool.workers.seat import Seat
 from services.engine.weights.versions import PATIENCE_S, Versions
-from services.trainer.compute.compute import LocalCompute
 from services.trainer.core.core import TrainerCore
+from services.trainer.gang.compute import Compute
 from services.trainer.initial.beginning import fresh_learner
+from services.trainer.ranks.rank import Rank
 from services.trainer.versions.publishing import VersionIdentity
 from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.steps.groups_under_test import job
@@ -42,7 +43,9 @@ def test_a_trainer_that_replays_or_holds_its_next_version_is_waited_for(tmp_path
     async def story(bench: StoreBench) -> None:
         trainer, engine = bench.mesh("trainer/other", "trainer"), bench.mesh("engine/g0", "engine")
         seat = Seat("g1", "g1", data.id, 1, core=True)
-        core = TrainerCore(trainer, data, seat, LocalCompute(trainer, fresh_learner(data)))
+        core = TrainerCore(
+            trainer, data, seat, Compute(trainer, data.id, Rank.alone(fresh_learner(data)))
+        )
         await trainer.join(core)
         await engine.join(None)
         versions = Versions(engine, "other")

@@ -14,8 +14,9 @@ from common.mesh.runtime.mesh import Mesh, MeshSettings, run
 from common.state.pool.workers.seat import Seat, parser
 from services.engine.running import ThreadDriver
 from services.engine.service import EngineService
-from services.trainer.compute.compute import LocalCompute
 from services.trainer.compute.piece_runner import PieceRunner
+from services.trainer.gang.compute import Compute
+from services.trainer.ranks.rank import Rank
 from tests.unit.common.generation.engines_under_test import built_in, request
 from tests.unit.trainer.ranks.batches_under_test import BINS, bins_of_step, fresh_learner
 
@@ -60,7 +61,7 @@ async def generate(mesh: Mesh, turns: Turns, note: Path) -> None:
 
 async def train(mesh: Mesh, turns: Turns, note: Path) -> None:
     learner: Any = Noted(fresh_learner("plain"), "gradient", note)
-    compute = LocalCompute(mesh, learner, PieceRunner(mesh, turns))
+    compute = Compute(mesh, "j", Rank.alone(learner), PieceRunner(mesh, turns))
     while True:
         await compute.begin()
         for index, bin in enumerate(bins_of_step(0)):

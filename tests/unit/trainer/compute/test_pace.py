@@ -11,9 +11,10 @@ from common.base.clock import Clock
 from common.base.errors import ConfigError
 from common.base.random import Random
 from common.job.pace import TRAINING_PROFILES, TrainingPace, training_profile
-from services.trainer.compute.compute import LocalCompute
 from services.trainer.compute.padding import Padding
 from services.trainer.compute.piece_runner import PieceRunner
+from services.trainer.gang.compute import Compute
+from services.trainer.ranks.rank import Rank
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
@@ -22,9 +23,9 @@ from tests.unit.trainer.ranks.batches_under_test import BINS, bins_of_step, fres
 PACE = TrainingPace(tokens_per_s=100.0, update_s=2.0)
 
 
-def local(clock: VirtualClock, random: Random, pace: TrainingPace | None = None) -> LocalCompute:
+def local(clock: VirtualClock, random: Random, pace: TrainingPace | None = None) -> Compute:
     mesh = alone("trainer/j", clock, random, SimulatedHost(clock, random.child("host")))
-    return LocalCompute(mesh, fresh_learner("plain"), PieceRunner(mesh, pace=pace))
+    return Compute(mesh, "j", Rank.alone(fresh_learner("plain")), PieceRunner(mesh, pace=pace))
 
 
 def test_a_step_takes_what_the_pace_says_and_makes_the_same_weights() -> None:
@@ -39,7 +40,9 @@ def test_a_step_takes_what_the_pace_says_and_makes_the_same_weights() -> None:
                 await compute.compute(index, [bin])
             await compute.apply(BINS, 1.0, 1.0)
             took = clock.monotonic() - began
-            weights.append(compute.learner.copied_weights())
+            learner = compute.alone
+            assert learner is not None
+            weights.append(learner.copied_weights())
         tokens = sum(len(bin.tokens) for bin in bins)
         assert took == pytest.approx(tokens / 100.0 + 2.0, abs=1e-6)
         for name, tensor in weights[0].items():

@@ -15,9 +15,10 @@ from common.job.bundle.job_data import JobData
 from common.job.config import ModelConfigSection
 from common.mesh.process.host import SystemHost
 from common.state.pool.workers.seat import Seat
-from services.trainer.compute.compute import LocalCompute
 from services.trainer.core.core import TrainerCore
+from services.trainer.gang.compute import Compute
 from services.trainer.initial.beginning import fresh_learner
+from services.trainer.ranks.rank import Rank
 from tests.meshes import alone
 from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.steps.groups_under_test import group, job
@@ -33,7 +34,10 @@ def core(tmp_path: Path) -> TrainerCore:
     make_tokenizer(tmp_path)
     data = JobData("j", config, tmp_path, tmp_path)
     return TrainerCore(
-        mesh, data, Seat("g0", "g0", data.id, 1, core=True), LocalCompute(mesh, fresh_learner(data))
+        mesh,
+        data,
+        Seat("g0", "g0", data.id, 1, core=True),
+        Compute(mesh, data.id, Rank.alone(fresh_learner(data))),
     )
 
 

@@ -12,8 +12,8 @@ from common.base.clock import SystemClock
 from common.base.errors import NotFound
 from common.mesh.runtime.mesh import Mesh, MeshSettings
 from common.weights.bulk.port import BulkClient
+from services.trainer.compute.gradient_transfer import PIECE_BYTES, collect_rows, read
 from services.trainer.gang.lending import Lending
-from services.trainer.hybrids.gradient_transfer import PIECE_BYTES, collect_rows, read
 from sim.redis.state import simulated_state
 from tests.meshes import on_sockets
 

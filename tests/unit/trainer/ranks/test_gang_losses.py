@@ -62,10 +62,10 @@ from common.mesh.runtime.mesh import Mesh
 from common.weights.layout.laying import How
 from common.weights.ways.meeting import NoPort
 from services.trainer.arithmetic.stats import BinStats
+from services.trainer.compute.gradient_transfer import read
 from services.trainer.compute.saving import StateSaving
-from services.trainer.gang.gang import GangCompute
+from services.trainer.gang.compute import Compute
 from services.trainer.gang.group import RankGroup
-from services.trainer.hybrids.gradient_transfer import read
 from services.trainer.ranks.rank import Rank, join_group, of_the_group
 from services.trainer.sharding.learners import ShardedLearner
 from sim.redis.state import simulated_state
@@ -203,7 +203,7 @@ class Gang:
 
         self.other, self.directory = other, directory
         self.rank = FirstRank(make, 0, 2, "cpu")
-        self.compute = GangCompute(mesh, JOB, self.rank, directory, scaled(20.0))
+        self.compute = Compute(mesh, JOB, self.rank, meetings=directory, group_s=scaled(20.0))
 
     @property
     def in_a_group(self) -> bool:

@@ -22,8 +22,9 @@ from services.trainer.arithmetic.aggregation import denominator
 from services.trainer.arithmetic.learner import Learner, add
 from services.trainer.arithmetic.optimizers import lr_factor
 from services.trainer.bins.packing import make_bins
-from services.trainer.compute.compute import LocalCompute
+from services.trainer.gang.compute import Compute
 from services.trainer.hybrids.gradients import Gradients
+from services.trainer.ranks.rank import Rank
 from services.trainer.steps.batch import Batch
 from services.trainer.steps.step import TrainingStep
 from tests.meshes import alone
@@ -64,7 +65,7 @@ def groups(silent: Collection[int] = (), count: int = 4) -> list[Group]:
 def step(learner: Learner, config: JobConfig) -> TrainingStep:
     clock = SystemClock()
     mesh = alone("trainer/job", clock, Random(0), SystemHost())
-    compute = LocalCompute(mesh, learner)
+    compute = Compute(mesh, "job", Rank.alone(learner))
     gradients = Gradients(mesh, compute, "gang", 10.0, Calibration(BinCost(), 2560))
     return TrainingStep(
         mesh, config, compute, gradients, VERSION + 1, "manifest", lambda *phase: None

@@ -27,9 +27,10 @@ from common.state.pool.workers.seat import Seat
 from common.state.redis.client import State
 from services.node.residents.segments import KeepsSegments, Segments
 from services.trainer.arithmetic.learner import Learner
-from services.trainer.compute.compute import LocalCompute
 from services.trainer.core.core import TrainerCore
+from services.trainer.gang.compute import Compute
 from services.trainer.initial.beginning import adapt, fresh_learner
+from services.trainer.ranks.rank import Rank
 from sim.host import SimulatedHost
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.redis.state import simulated_state
@@ -109,7 +110,7 @@ class Bench:
         adapt(data, learner)
         seat = Seat("g0", "g0.0", "j", 1, core=True)
         mesh = self.mesh("trainer/j")
-        core = TrainerCore(mesh, data, seat, LocalCompute(mesh, learner))
+        core = TrainerCore(mesh, data, seat, Compute(mesh, "j", Rank.alone(learner)))
         core.tiers.places.segments, core.tiers.places.files = WORKER, str(self.directory)
         core.ready = core.position.whole = True
         return core
@@ -117,9 +118,9 @@ class Bench:
     @property
     def learner(self) -> Learner:
         """Of the core."""
-        compute = self.core.compute
-        assert isinstance(compute, LocalCompute)
-        return compute.learner
+        learner = self.core.compute.alone
+        assert learner is not None
+        return learner
 
     async def __aenter__(self) -> Bench:
         self.worker = self.mesh(WORKER)

@@ -14,9 +14,10 @@ from common.state.pool.workers.seat import Seat
 from common.weights.layout.laying import How, Laid
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
-from services.trainer.compute.compute import LocalCompute
 from services.trainer.compute.staging import WeightStaging
 from services.trainer.core.core import TrainerCore
+from services.trainer.gang.compute import Compute
+from services.trainer.ranks.rank import Rank
 from services.trainer.versions.publishing import VersionIdentity
 from tests.unit.trainer.versions.test_restoring import Trained, trained
 from tests.unit.weights.store_bench import JOB
@@ -24,7 +25,7 @@ from tests.unit.weights.store_bench import JOB
 PIECE_S = 200.0  # twice that is longer than who asks is kept waiting
 
 
-class Slow(LocalCompute):
+class Slow(Compute):
     """Takes its time to stage, as a gang does, which is lost when that is cut off."""
 
     stagings, cut = 0, False
@@ -53,7 +54,7 @@ class SlowStaging:
 
 async def core_of(bench: Trained) -> tuple[TrainerCore, Slow]:
     """A core at the last version, of which the store has nothing any more."""
-    compute = Slow(bench.store.trainer, bench.learner)
+    compute = Slow(bench.store.trainer, JOB, Rank.alone(bench.learner))
     seat = Seat("g0", "g0.0", JOB, 1, core=True)
     core = TrainerCore(bench.store.trainer, bench.data, seat, compute)
     last = len(bench.manifests) - 1
@@ -134,7 +135,7 @@ def test_a_version_since_the_checkpoint_is_written_again_as_its_manifest_cuts_it
             store.trainer,
             bench.data,
             Seat("g0", "g0.0", JOB, 1, core=True),
-            LocalCompute(store.trainer, bench.learner),
+            Compute(store.trainer, JOB, Rank.alone(bench.learner)),
         )
         core.ready, core.position.version, core.position.weights = (
             True,

@@ -23,8 +23,9 @@ from common.state import events, steps
 from common.state.pool.demand.planned import Published, planned
 from common.state.registry import COUNTED
 from common.weights.staging import staged_whole
-from services.trainer.compute.compute import LocalCompute
+from services.trainer.gang.compute import Compute
 from services.trainer.initial.beginning import adapt, fresh_learner
+from services.trainer.ranks.rank import Rank
 from services.trainer.rows.filling import masters_of
 from services.trainer.rows.saved import SavedRows
 from services.trainer.versions.checkpointing import Checkpoints
@@ -60,7 +61,7 @@ class Trained:
 
     def open(self) -> None:
         store, mesh, enter = self.store, self.store.trainer, lambda phase, step: None
-        compute = LocalCompute(mesh, self.learner)
+        compute = Compute(mesh, JOB, Rank.alone(self.learner))
         shape = ModelConfig.from_hf(MODEL)
         self.publisher = Publisher(mesh, self.data, compute)
         self.checkpoints = Checkpoints(mesh, self.data, compute, shape, self.publisher, enter)

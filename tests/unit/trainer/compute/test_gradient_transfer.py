@@ -13,7 +13,7 @@ from common.base.errors import BadMessage, NotFound, PeerLost
 from common.mesh.process.host import SystemHost
 from common.mesh.runtime.mesh import Mesh, MeshSettings
 from common.weights.bulk.port import BulkClient
-from services.trainer.hybrids.gradient_transfer import PIECE_BYTES, Outbox, collect, hybrid_name
+from services.trainer.compute.gradient_transfer import PIECE_BYTES, Outbox, collect, hybrid_name
 from sim.redis.state import simulated_state
 from tests.meshes import on_sockets
 

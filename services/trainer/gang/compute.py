@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,10 +44,12 @@ from common.state.pool.workers.rows import Tier
 from common.weights.bulk.port import BulkClient
 from common.weights.layout.laying import How
 from common.weights.staging import Stager
+from common.weights.ways.meeting import meetings_of
+from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.memory import LearnerMemory, taken_again
 from services.trainer.arithmetic.stats import BinStats
+from services.trainer.bins.division import Round
 from services.trainer.bins.packing import Bin
-from services.trainer.compute.compute import Round
 from services.trainer.compute.piece_runner import (
     BEGIN,
     CHANGE,
@@ -58,7 +60,7 @@ from services.trainer.compute.piece_runner import (
     PieceRunner,
     piece,
 )
-from services.trainer.compute.saving import StateSaving
+from services.trainer.compute.saving import LocalSaving, StateSaving
 from services.trainer.compute.staging import WeightStaging
 from services.trainer.gang.group import RankGroup
 from services.trainer.gang.lending import Lending
@@ -76,21 +78,26 @@ LOOK_S = 1.0  # between two looks whether a rank has ended
 _numbers = itertools.count(1)  # of restorings
 
 
-class GangCompute:
-    """The Compute of a core with more ranks than one; `form` it before anything else."""
+class Compute:
+    """Gradients of rounds are kept, by index, until `apply` adds them up in that order. With more
+    ranks than one it is to be formed before anything else.
+    """
 
     def __init__(
         self,
         mesh: Mesh,
         job: str,
         rank: Rank,
-        meetings: Path,
-        group_s: float,
         runner: PieceRunner | None = None,
+        meetings: Path | None = None,
+        group_s: float = COMPUTE_S,
     ) -> None:
+        """`meetings`: where ranks meet, if not where the host says. `group_s`: deadline of their
+        collectives.
+        """
+        meetings = meetings or meetings_of(mesh.settings)
         self.runner = runner or PieceRunner(mesh)
         self.division = rank.division
-        self.bins = self.division.bins
         self._mesh, self._rank = mesh, rank
         self._bulk = BulkClient(mesh)
         self._lending = Lending(mesh, job, rank.ranks, meetings)
@@ -102,20 +109,26 @@ class GangCompute:
         self._about: dict[str, Any] = {}  # what was said of them
 
     @property
-    def generation(self) -> int:
-        """Of the group; 0: there is none."""
-        return self._group.generation
+    def alone(self) -> Learner | None:
+        """The learner, where this process is all of the core."""
+        return None if self._group.others else self._rank.learner
 
     @property
     def size(self) -> int:
+        """Numbers in a flat gradient."""
         return self._rank.learner.size
 
     @property
     def late(self) -> Mapping[str, int]:
+        """`paced`, pieces at a pace so far, and `late`, those of them that ended late; empty where
+        none is kept.
+        """
         return self.runner.late or self._rank.late
 
     async def form(self) -> None:
-        """See `RankGroup.form`."""
+        """All ranks meet, for the first time or after RankLost; weights are still to be given, but
+        for those that the job begins with.
+        """
         async with self.runner.forming():
             await self._group.form()  # it waits for ranks, for minutes if need be
             self._claimed.clear()
@@ -131,6 +144,7 @@ class GangCompute:
 
     @piece(BEGIN)
     async def begin(self) -> None:
+        """A step begins, or begins again: gradients that are kept are forgotten."""
         self._claimed.clear()
         await self._all_sent()
         orders = self._group.to_all(RankOrder(self._group.current()))
@@ -139,10 +153,11 @@ class GangCompute:
 
     @piece(TRAIN)
     async def compute(self, index: int, round: Round) -> BinStats:
+        """Computes and keeps the gradient sum of a round's bins."""
         if index in self._claimed:  # by a hybrid: all ranks must keep the same one first
             await self._all_sent()
         self._claimed.add(index)
-        like = next(bin for bin in round if bin.trained)
+        like = next((bin for bin in round if bin.trained), round[0])
         own, *rest = self.division.dealt([bin if bin.trained else filler(like) for bin in round])
         generation = self._group.current()
         parts = [RoundPart(generation, index, [bin.to_arrays() for bin in of]) for of in rest]
@@ -154,8 +169,10 @@ class GangCompute:
         return sum(counted, BinStats())
 
     async def keep(self, index: int, gradient: NDArray[np.float32]) -> None:
-        """Keeps a hybrid's gradient of a round. It is dropped if the ranks compute that round
-        themselves: theirs is the same, and all of them must keep the same one.
+        """Keeps what a hybrid computed of a round, flat, in the order of the parameters; the array
+        belongs to it from then on. It is dropped if the
+        ranks compute that round themselves: theirs is the same, and all of them must keep the same
+        one.
         """
         async with self.runner.keeping:
             if index in self._claimed:
@@ -178,6 +195,7 @@ class GangCompute:
 
     @piece(CHANGE)
     async def adopt(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
+        """Steps are computed with these from now on, until a gang is formed anew."""
         order = Adopt(self._group.current(), asdict(algorithm), asdict(optimizer))
         orders = self._group.to_all(order)
         await self._group.together(
@@ -186,6 +204,7 @@ class GangCompute:
 
     @piece(UPDATE)
     async def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
+        """One optimizer step from the kept rounds 0 .. rounds - 1; the norm before clipping."""
         await self._all_sent()
         update = Update(self._group.current(), rounds, denominator, lr_factor)
         norm, _ = await self._group.together(
@@ -201,7 +220,9 @@ class GangCompute:
         return norm
 
     async def score(self, bins: Sequence[Bin], what: str) -> list[NDArray[np.float32]]:
-        """Others may have their time slices between two rounds of bins."""
+        """`logprobs` or `values` at each place of each bin, 0 where nothing is trained. Others
+        may have their time slices between two rounds of bins.
+        """
         found: list[NDArray[np.float32]] = []
         at_once = self.division.scored
         for start in range(0, len(bins), at_once):
@@ -230,30 +251,42 @@ class GangCompute:
 
     @property
     def outline(self) -> Mapping[str, Tensor]:
+        """The whole weights, of which only names, types and shapes are looked at."""
         return self._rank.outline(False)
 
     def staging(self, how: How, what: str) -> WeightStaging:
+        """How all of them are staged as they are when they are copied; RankLost without a gang."""
         stager = Stager(self._mesh, self._bulk, how, what)
         return GangStaging(self.runner, self._group, self._rank, stager, how, what)
 
     def saving(self, path: Path, masters: bool) -> StateSaving:
+        """How all that a checkpoint keeps of it is written below `path`, as it is when it is
+        copied: what the next step depends on beside the weights, with `masters` these too.
+        RankLost without a gang.
+        """
+        if (learner := self.alone) is not None:
+            return LocalSaving(learner, self.runner, self._blocking, path, masters)
         return GangSaving(self._mesh, self.runner, self._group, self._rank, path, masters)
 
     @piece(SYNC)
     async def take(self, weights: dict[str, Tensor]) -> None:
-        """Each rank takes its rows of some tensors, which rank 0 has."""
+        """Takes some whole weights; `taken` follows when all of them were given."""
         names = list(weights)
         orders = self._group.to_all(Taking(self._group.current(), names))
         await self._group.together(MOVE_S, Ranks.take, orders, self._rank.take, names, weights)
 
     @piece(SYNC)
     async def taken(self) -> None:
+        """Goes on from the weights that were given, and with an optimizer that is new."""
         orders = self._group.to_all(Taking(self._group.current()))
         await self._group.together(MOVE_S, Ranks.taken, orders, self._rank.taken)
 
     @piece(SYNC)
     async def restore(self, name: str, files: dict[str, str], manifest: str, path: Path) -> None:
-        """Each rank reads its own rows."""
+        """Goes on from a checkpoint whose state lies below `path`, and where that has no weights
+        from the version of this manifest. Damaged or NotFound: the store does not hold that as it
+        was written, and it is to be restored again.
+        """
         host = self._mesh.settings.host
         number = next(_numbers)
         order = RestoreRows(self._group.current(), number, host, name, files, manifest)
@@ -270,15 +303,17 @@ class GangCompute:
 
     @property
     def bytes(self) -> int:
+        """That its tensors take on this process's accelerator now."""
         return self._rank.bytes if self._memory is None else 0
 
     async def sleep(self, about: Callable[[], dict[str, Any]], keep: Keep) -> None:
+        """Has all of it kept between two pieces, with what is said `about` it as it then stands,
+        and frees its memory. As before when `keep` raises.
+        """
         async with self.runner.falling_asleep():
             told = about() | {"counts": self._rank.learner.counts()}
             await self._all_sent()
-            memory = await self._group.thread.run(
-                partial(self._rank.memory, True), deadline_s=MOVE_S
-            )
+            memory = await self._blocking(self._rank.memory, True)
             try:
                 await all_of(keep(told, memory.kept), self._rest("keep", told))
             except BaseException:
@@ -286,10 +321,13 @@ class GangCompute:
                     await self._rest("discard", told)
                 raise
             await self._group.or_lost(self._rest("release", told))
-            await self._group.thread.run(memory.give_back, deadline_s=MOVE_S)
+            await self._blocking(memory.give_back)
             self._memory, self._about = memory, told
 
     async def wake(self, take: Take) -> None:
+        """Takes its memory and what was kept again. Damaged when what was kept is, and RankLost for
+        all that waits, and comes, until it is formed anew; whatever else it raises, it sleeps on.
+        """
         async with self.runner.waking():
             await self._wake(take)
 
@@ -298,27 +336,34 @@ class GangCompute:
         assert memory is not None, "it sleeps"
         try:
             await all_of(self._take_own(memory, take), self._rest("take", about))
-        except (Refused, StorageFull, StateUnavailable):  # it sleeps on, all ranks of it
-            await self._rest("release", about)
-            await self._group.thread.run(memory.give_back, deadline_s=MOVE_S)
-            raise
-        except MeshError as error:  # a rank, or what it kept, is lost
+        except BaseException as error:
+            if not self._loses(error):  # it sleeps on, all ranks of it
+                await self._rest("release", about)
+                await self._blocking(memory.give_back)
+                raise
             self._memory = None
-            lost = await self._group.lost(error)
+            lost = await self._group.lost(cast(MeshError, error))
             raise Damaged(str(lost), where=self._mesh.name) from error
         self._memory = None
         with suppress(MeshError):
             await self._rest("forget", about)
 
-    async def _take_own(self, memory: LearnerMemory, take: Take) -> None:
-        async def run(work: Callable[..., Any], *args: Any) -> Any:
-            return await self._group.thread.run(work, *args, deadline_s=MOVE_S)
+    def _loses(self, error: BaseException) -> bool:
+        """Whether what was kept is lost: it is damaged, or a rank may have it no more."""
+        if isinstance(error, Damaged) or not self._group.others:
+            return isinstance(error, Damaged)
+        sleeps_on = Refused, StorageFull, StateUnavailable
+        return isinstance(error, MeshError) and not isinstance(error, sleeps_on)
 
-        await taken_again(memory, run, self._mesh.name)
+    async def _take_own(self, memory: LearnerMemory, take: Take) -> None:
+        await taken_again(memory, self._blocking, self._mesh.name)
         await take(memory.kept)
-        await run(memory.filled)
+        await self._blocking(memory.filled)
 
     async def move(self, tier: str) -> None:
+        """What others than this process have kept goes to a tier; once more changes nothing.
+        Absent: nobody has need of it any more; accelerator: of what was awake there is.
+        """
         about = self._about | {"tier": tier}
         if tier != Tier.ABSENT:
             await self._rest("move", about)
@@ -340,10 +385,12 @@ class GangCompute:
 
     @piece(CHANGE)
     async def resume(self, about: Mapping[str, Any], take: Take) -> bool:
+        """Goes on from what another process has kept when it slept, and said about it. False, and
+        its state is to be given otherwise, when that is of another kind, or damaged.
+        """
         told = dict(about)
         try:
-            own = partial(self._rank.memory, False)
-            memory = await self._group.thread.run(own, deadline_s=MOVE_S)
+            memory = await self._blocking(self._rank.memory, False)
             await all_of(take(memory.kept), self._rest("resume", told))
         except MeshError as error:
             self._mesh.telemetry.log.warning("not resumed", error=str(error))
@@ -351,15 +398,17 @@ class GangCompute:
         finally:
             with suppress(MeshError):
                 await self._rest("forget", told)
-        await self._group.thread.run(
-            partial(self._rank.learner.go_on, about["counts"]), deadline_s=MOVE_S
-        )
+        await self._blocking(self._rank.learner.go_on, about["counts"])
         return True
 
     async def _rest(self, what: str, about: dict[str, Any]) -> None:
         """Orders it of all others; the first error of any."""
         order = self._order(what, about)
         await all_of(*(other.call(Ranks.rest, order) for other in self._group.others))
+
+    async def _blocking(self, work: Callable[..., T], *args: Any) -> T:
+        """Return what `work` returns, on the thread of this rank's arithmetic."""
+        return await self._group.thread.run(work, *args, deadline_s=MOVE_S)
 
     def _order(self, what: str, about: dict[str, Any]) -> Rest:
         return Rest(self._group.current(), what, about["tier"], about)
