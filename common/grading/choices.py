@@ -117,7 +117,7 @@ BEFORE = re.compile(r"(?:\([A-Za-z]\)|\b[A-Z])\s*(?:and|or|/|&|,)\s*$")
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedChoice:
     """A place that names a choice; without a letter it names several, or none of them."""
 
     at: int
@@ -134,21 +134,21 @@ def named(answer: str) -> str:
     return found[-1].letter
 
 
-def _boxes(text: str) -> Iterator[Named]:
+def _boxes(text: str) -> Iterator[NamedChoice]:
     for match in BOX.finditer(text):
         content = next(group for group in match.groups() if group is not None)
-        yield Named(match.end(), named(content))
+        yield NamedChoice(match.end(), named(content))
 
 
-def _statements(text: str) -> Iterator[Named]:
+def _statements(text: str) -> Iterator[NamedChoice]:
     for pattern in STATEMENTS:
         for match in pattern.finditer(text):
             if (letter := _stated(text, match, pattern is RIGHT)) is not None:
-                yield Named(match.end(), letter)
+                yield NamedChoice(match.end(), letter)
     for pattern in (EAST_ASIAN, RIGHT_EAST_ASIAN):
         for match in pattern.finditer(text):
             if not _undone(text, match.start()):
-                yield Named(match.end(), _one(text, match))
+                yield NamedChoice(match.end(), _one(text, match))
 
 
 def _stated(text: str, match: re.Match[str], closed: bool) -> str | None:
@@ -211,7 +211,7 @@ OUT = re.compile(r"(?i)\b(?:out|eliminat\w+|exclud\w+|reject\w*|unlike|than|with
 SENTENCE = re.compile(r"(?<=[.!?。！？])\s+|\n+")
 
 
-def _lines(text: str) -> Iterator[Named]:
+def _lines(text: str) -> Iterator[NamedChoice]:
     """Yield the first and the last line where they name a choice. A list of all choices names none
     of them.
     """
@@ -225,11 +225,11 @@ def _lines(text: str) -> Iterator[Named]:
     for place in dict.fromkeys((0, len(lines) - 1)) if lines else ():
         at, line = lines[place]
         if match := ALONE.fullmatch(line):
-            yield Named(at, _letter(match))
+            yield NamedChoice(at, _letter(match))
         elif match := LEADING.fullmatch(line):
-            yield Named(at, "" if _rejects(line, match) else _letter(match))
+            yield NamedChoice(at, "" if _rejects(line, match) else _letter(match))
         elif one_choice and (match := LABELLED.fullmatch(line)) and not _rejects(line, match):
-            yield Named(at, _letter(match))
+            yield NamedChoice(at, _letter(match))
 
 
 def _rejects(line: str, match: re.Match[str]) -> bool:

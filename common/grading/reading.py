@@ -56,7 +56,7 @@ CALLS = {
 LISTENERS = frozenset({"assertLogs", "assertNoLogs", "addHandler"})
 
 
-class Reader:
+class TestReader:
     """Reads one module of tests."""
 
     def __init__(self) -> None:

@@ -30,4 +30,4 @@ def unsupported(tests: str) -> tuple[str, ...]:
         return (f"syntax error, line {error.lineno}",)
     except (ValueError, RecursionError, MemoryError) as error:  # null bytes, nested too deep
         return (f"no Python: {type(error).__name__}",)
-    return tuple(dict.fromkeys(reading.Reader().read(tree)))
+    return tuple(dict.fromkeys(reading.TestReader().read(tree)))

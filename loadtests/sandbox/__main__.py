@@ -23,7 +23,7 @@ from loadtests.sandbox.sandboxed import Place, sandboxed
 from loadtests.sandbox_cpu import spinning
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.jobs import TRUSTED as TRUSTED_TOOLS
-from services.sandbox.workers.pool import Pool, PoolLimits, Work
+from services.sandbox.workers.pool import PoolCall, PoolLimits, WorkerPool
 from services.sandbox.workers.worker import TOOL
 
 PROGRAM = "print(sum(i * i for i in range(1000)))"
@@ -137,13 +137,13 @@ async def in_worker(place: Place, calls: int) -> float:
     """The same as the sandbox sees it: from a call's arrival at its pool to its answer."""
     functions = {f"{TOOL}c": TRUSTED_TOOLS["calculator"]}
     directory = str(place.directory)
-    pool = Pool(SystemHost(), SystemClock(), "load", directory, functions, None, PoolLimits())
+    pool = WorkerPool(SystemHost(), SystemClock(), "load", directory, functions, None, PoolLimits())
     await pool.start()
     took = []
     try:
         for number in range(calls):
             begun = time.perf_counter()
-            (answer,) = await pool.run([Work(f"{TOOL}c", [f"{number} * 2"], 5.0)])
+            (answer,) = await pool.run([PoolCall(f"{TOOL}c", [f"{number} * 2"], 5.0)])
             took.append(time.perf_counter() - begun)
             if answer.value != str(2 * number):
                 raise RuntimeError(f"the calculator said {answer}")

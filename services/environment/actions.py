@@ -24,7 +24,7 @@ class BadAnswer(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EnvironmentAnswer:
     """A call of a tool, an observation, or the end with a last one or none."""
 
     tool: str = ""
@@ -34,7 +34,7 @@ class Answer:
     reward: float | None = None  # None: left to the job's reward
 
 
-def call_for_answer(function: Callable[..., Any], *arguments: Any) -> Answer:
+def call_for_answer(function: Callable[..., Any], *arguments: Any) -> EnvironmentAnswer:
     """Call `step` or `result` of an environment; BadAnswer for an answer that is none."""
     value = function(*arguments)
     try:
@@ -56,7 +56,7 @@ def score(function: Callable[..., Any], *arguments: Any) -> float | None:
         ) from None
 
 
-def _answer(value: Any) -> Answer:
+def _answer(value: Any) -> EnvironmentAnswer:
     if not isinstance(value, dict):
         raise TypeError(FORMS)
     if unknown := [key for key in value if key not in KEYS]:
@@ -71,7 +71,7 @@ def _answer(value: Any) -> Answer:
             raise ValueError(f"'tool' goes with 'input' alone, not with {others[0]!r}")
         if not isinstance(given["tool"], str) or not given["tool"]:
             raise TypeError(f"'tool' is the name of a tool, not {given['tool']!r:.80}")
-        return Answer(tool=given["tool"], input=given.get("input"))
+        return EnvironmentAnswer(tool=given["tool"], input=given.get("input"))
     if "input" in given:
         raise ValueError("'input' goes with 'tool'")
     if "reward" in given and not done:
@@ -81,4 +81,4 @@ def _answer(value: Any) -> Answer:
     if not done and "append" not in given:
         raise ValueError(f"it neither ends nor goes on; {FORMS}")
     reward = finite_number(given["reward"], "'reward'") if "reward" in given else None
-    return Answer(append=given.get("append"), done=bool(done), reward=reward)
+    return EnvironmentAnswer(append=given.get("append"), done=bool(done), reward=reward)

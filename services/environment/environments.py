@@ -28,7 +28,7 @@ from common.model.chat.chat import ANYWHERE, TEMPLATE, Chat
 from common.model.tokens.tokenizer import Tokenizer
 from services.environment import threaded
 from services.environment.actions import BadAnswer
-from services.environment.sessions import ChatSession, Session, TextSession
+from services.environment.sessions import ChatSession, EnvironmentSession, TextSession
 from services.environment.tools import BuiltIn, JobTool
 
 TaggedReply = tuple[str, Any]
@@ -54,7 +54,7 @@ class Environments:
         self._factory = factory or SingleTurn.factory(prompt)
         self._tokenizer = tokenizer
         self._chat, self._tools = chat, tools or {}
-        self._open: dict[int, Session] = {}
+        self._open: dict[int, EnvironmentSession] = {}
 
     def perform(self, key: int, operation: str, argument: Any) -> TaggedReply:
         """One operation; what the author's code raises becomes the status `raised`."""
@@ -79,7 +79,7 @@ class Environments:
         return placed(encodable(text), place_of(error, self._modules))
 
     def _begin(self, key: int, row: dict[str, Any]) -> list[int]:
-        session: Session = (
+        session: EnvironmentSession = (
             ChatSession(self._factory(), self._chat, self._tools, self._tokenizer)
             if self._chat
             else TextSession(self._factory(), self._tokenizer, quotes=self._quotes, ends=self._ends)

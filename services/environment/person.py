@@ -7,7 +7,7 @@ from typing import Any
 from common.job.builtin import PERSON
 
 
-class Conversation:
+class PersonEnvironment:
     """A chat that ends when the person has nothing more to say."""
 
     def open(self, row: dict[str, Any]) -> Any:
@@ -26,6 +26,6 @@ class Conversation:
         """Nothing to let go."""
 
 
-def conversation() -> Conversation:
+def conversation() -> PersonEnvironment:
     """The environment."""
-    return Conversation()
+    return PersonEnvironment()

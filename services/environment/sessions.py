@@ -17,14 +17,14 @@ from common.environment.framing import encodable, packed
 from common.model.chat.chat import Chat, Conversation, ParsedCall
 from common.model.chat.messages import Message, conversation_of, message_of
 from common.model.tokens.tokenizer import Tokenizer
-from services.environment.actions import Answer, BadAnswer, call_for_answer, score
+from services.environment.actions import BadAnswer, EnvironmentAnswer, call_for_answer, score
 from services.environment.tools import BadCall, BuiltIn
 
 Action = list[Any]
 SHOWN = 5  # pieces of a text that an error names
 
 
-class Session(Protocol):
+class EnvironmentSession(Protocol):
     def begin(self, row: dict[str, Any]) -> list[int]:
         """Opens the environment; the prompt's ids."""
 
@@ -253,7 +253,7 @@ def parts_of(opened: dict[str, Any], specs: list[Message]) -> tuple[Any, list[Me
     return opened.get("messages"), list(tools)
 
 
-def action_of(answer: Answer, ids: list[int] | None) -> Action:
+def action_of(answer: EnvironmentAnswer, ids: list[int] | None) -> Action:
     """What the shard is to do, with the ids of what is appended; None: nothing is."""
     if answer.tool:
         return ["tool", [answer.tool, answer.input]]

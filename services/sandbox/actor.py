@@ -38,7 +38,7 @@ from services.sandbox.jailed import Jailed
 from services.sandbox.jobs import LoadedJob, trusted
 from services.sandbox.outcomes.answer import Answer
 from services.sandbox.outcomes.ends import Ends
-from services.sandbox.workers.pool import Pool, PoolLimits
+from services.sandbox.workers.pool import PoolLimits, WorkerPool
 
 Modules = Callable[[str, str], Awaitable[str]]  # of a directory at home and a bundle's digest
 SWEEP_S = 5.0  # between two looks for sessions that are idle
@@ -78,7 +78,9 @@ class SandboxActor(Actor):
         self._launchers: dict[Interpreter, JailLauncher] = {}
         self._loading = asyncio.Lock()
         self._outcomes: Counter[str] = Counter()
-        self._found: dict[Interpreter | None, tiers.Found] = {}  # of a runner; None: of this host
+        self._found: dict[
+            Interpreter | None, tiers.FoundTier
+        ] = {}  # of a runner; None: of this host
         self._homes: cgroups.Homes | None = None
         self._sweeping: asyncio.Task[None] | None = None
         self._once = 0  # batches under way of calls that are not run again when this ends
@@ -143,13 +145,13 @@ class SandboxActor(Actor):
         modules = m.bundle_dir
         if self._modules is not None:
             modules = await self._modules(m.bundle_dir, m.bundle)
-        pools: list[Pool] = []
+        pools: list[WorkerPool] = []
         try:
             for functions, closed in zip(trusted(m), (True, False), strict=True):
                 if functions:
                     place = (m.job, modules, functions, log, self._limits, m.mcp)
                     pools.append(
-                        Pool(
+                        WorkerPool(
                             self._host,
                             self._clock,
                             *place,
@@ -194,7 +196,7 @@ class SandboxActor(Actor):
         made = launcher, suites, self._clock, self._slots
         return Jailed(*made, m, found.meaning, self._job_clock)
 
-    async def _find(self, interpreter: Interpreter, log: Path | None) -> tiers.Found:
+    async def _find(self, interpreter: Interpreter, log: Path | None) -> tiers.FoundTier:
         """The tier of this host, or of a job's runner on it; each is tried once."""
         runner = interpreter if interpreter.runner else None
         if runner not in self._found:

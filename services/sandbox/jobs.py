@@ -11,7 +11,7 @@ from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED, LoadJob, RewardCa
 from common.job import builtin
 from services.sandbox.jailed import Jailed
 from services.sandbox.outcomes.answer import Answer
-from services.sandbox.workers.pool import Pool, Work
+from services.sandbox.workers.pool import PoolCall, WorkerPool
 from services.sandbox.workers.worker import REWARD, TOOL, shown_name
 
 _GRADING = "services.sandbox.grading"
@@ -36,7 +36,7 @@ def trusted(loaded: LoadJob) -> tuple[dict[str, str], dict[str, str]]:
 class LoadedJob:
     """Answers its calls; every one of them, by type."""
 
-    def __init__(self, loaded: LoadJob, pools: Sequence[Pool], jailed: Jailed | None) -> None:
+    def __init__(self, loaded: LoadJob, pools: Sequence[WorkerPool], jailed: Jailed | None) -> None:
         self.loaded, self.pools, self.jailed = loaded, pools, jailed
 
     async def run(self, calls: Sequence[ToolCall]) -> list[Answer]:
@@ -46,7 +46,7 @@ class LoadedJob:
             if self.jailed is not None and builtin.jailed([self.loaded.tools.get(call.tool, "")])
         }
         rest = [call for place, call in enumerate(calls) if place not in jailed]
-        work = [Work(TOOL + c.tool, [c.input], c.deadline_s, c.once) for c in rest]
+        work = [PoolCall(TOOL + c.tool, [c.input], c.deadline_s, c.once) for c in rest]
         ran, answers = await asyncio.gather(
             self._pooled(work), asyncio.gather(*map(self._jailed, jailed.values()))
         )
@@ -76,14 +76,14 @@ class LoadedJob:
         options = [part.options] if builtin.is_builtin(part.use) else []
         name = f"{REWARD}{number}"
         return await self._pooled(
-            [Work(name, [c.row, c.turns, *options], c.deadline_s) for c in calls]
+            [PoolCall(name, [c.row, c.turns, *options], c.deadline_s) for c in calls]
         )
 
-    async def _pooled(self, work: Sequence[Work]) -> list[Answer]:
+    async def _pooled(self, work: Sequence[PoolCall]) -> list[Answer]:
         """Each by the pool that has it."""
         answers: dict[int, Answer] = {}
 
-        async def by(pool: Pool) -> None:
+        async def by(pool: WorkerPool) -> None:
             places = [i for i, call in enumerate(work) if call.name in pool.functions]
             ran = await pool.run([work[i] for i in places], early=True) if places else []
             answers.update(zip(places, ran, strict=True))

@@ -30,7 +30,7 @@ class _Spoiled(Exception):
 
 
 @dataclass
-class _Session:
+class _CellSession:
     """A place taken, from before its jail starts until it is ended."""
 
     used: float
@@ -62,7 +62,7 @@ class Sessions:
         """`job_clock`: by which they are idle; it may stand still."""
         self._launcher, self._clock, self._limits = launcher, clock, limits
         self._most, self._idle_s, self._idle = most, idle_s, job_clock or clock
-        self._open: OrderedDict[str, _Session] = OrderedDict()  # in the order of their last use
+        self._open: OrderedDict[str, _CellSession] = OrderedDict()  # in the order of their last use
         self._evicted: OrderedDict[str, str] = OrderedDict()  # name -> why
         self._told: OrderedDict[str, None] = OrderedDict()  # sessions whose end has been told
 
@@ -88,7 +88,7 @@ class Sessions:
             if len(self._open) >= self._most:
                 busy = f"{self._most} sessions are busy"
                 return Ran(REFUSED, b"", b"", 0, error=f"{busy}; try again")
-            session = self._open[name] = _Session(self._idle.monotonic())
+            session = self._open[name] = _CellSession(self._idle.monotonic())
         session.calls += 1
         try:
             async with session.lock:
@@ -98,7 +98,7 @@ class Sessions:
             if session.jail is None and not session.calls:
                 self._forget(name, session)
 
-    async def _next(self, name: str, session: _Session, source: str) -> Ran:
+    async def _next(self, name: str, session: _CellSession, source: str) -> Ran:
         """One cell, of the call that holds the session's lock.
 
         The first call starts the jail; should it fail, the next that waits tries in its turn.
@@ -125,7 +125,7 @@ class Sessions:
         session.used = self._idle.monotonic()
         return ran
 
-    async def _begin(self, name: str, session: _Session) -> None:
+    async def _begin(self, name: str, session: _CellSession) -> None:
         jail = await self._launcher.open({"mode": "cells"}, self._limits, cells=True, stands=True)
         session.jail = jail
         if session.ended:
@@ -133,7 +133,7 @@ class Sessions:
             return
         self._told.pop(name, None)
 
-    async def _lost(self, name: str, session: _Session, jail: Jail) -> Ran:
+    async def _lost(self, name: str, session: _CellSession, jail: Jail) -> Ran:
         """How the jail came to its end, which also ends the session."""
         if self._open.get(name) is session:
             del self._open[name]
@@ -144,13 +144,13 @@ class Sessions:
         error = f"{ran.error or 'the interpreter has ended'}: {LOST}"
         return Ran(status, ran.stdout, ran.stderr, ran.exit, ran.cpu_s, ran.wall_s, error)
 
-    def _forget(self, name: str, session: _Session) -> None:
+    def _forget(self, name: str, session: _CellSession) -> None:
         """Ends the session and frees its place, which may be another's by now."""
         if self._open.get(name) is session:
             del self._open[name]
         session.end()
 
-    async def _cell(self, session: _Session, jail: Jail, source: str) -> Ran | None:
+    async def _cell(self, session: _CellSession, jail: Jail, source: str) -> Ran | None:
         """What a cell came to; None if the jail has ended, or will.
 
         Only what comes after the cell, with its token, is an answer. The code of the cell can give

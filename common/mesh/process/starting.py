@@ -16,7 +16,7 @@ from pathlib import Path
 from common.base.errors import Refused
 from common.mesh.process.entry import child
 from common.mesh.process.entry.child import CHANNEL_FD
-from common.mesh.process.forking.birth import Birth, NoBirth, Order, chosen
+from common.mesh.process.forking.birth import Birth, ForkOrder, NoBirth, chosen
 from common.mesh.process.handle import SystemChild
 
 ASK_AGAIN_S = 3.0  # a nursery that was silent is left alone for so long: each question takes 2 s
@@ -49,10 +49,10 @@ class Start:
         plain = self.module is not None and not self.rlimits and not self.pass_fds
         return chosen(self.environment) if plain else None
 
-    def order(self, passed: list[str]) -> Order:
+    def order(self, passed: list[str]) -> ForkOrder:
         """What a nursery is asked for, with these descriptors."""
         assert self.module is not None
-        return Order(
+        return ForkOrder(
             module=self.module,
             arguments=self.argv[3:],
             environment=self.environment,

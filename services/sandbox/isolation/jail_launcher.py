@@ -22,7 +22,7 @@ from common.mesh.process.ends import limits as host_limits
 from common.mesh.process.host import Host
 from common.mesh.runtime.calls.waits import WaitTable
 from services.sandbox.isolation.jails.jail import DRAIN_S, Jail, JailFailed, Ran
-from services.sandbox.isolation.jails.pipes import Output, Pipe
+from services.sandbox.isolation.jails.pipes import JailOutput, Pipe
 from services.sandbox.isolation.jails.zygotes import Zygote, ZygoteSilent
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.outer_jail.outer import Outer
@@ -258,7 +258,7 @@ class JailLauncher:
         assert zygote is not None
         group = await self._group(limits)
         place, slot = "", -1
-        output: Output | None = None
+        output: JailOutput | None = None
         pipes: list[Pipe] = []
         fds: dict[str, int] = {}
         given: list[int] = []
@@ -272,7 +272,7 @@ class JailLauncher:
 
         try:
             slot = self._users.popleft() if self._users else -1
-            output = Output(limits.output_bytes)
+            output = JailOutput(limits.output_bytes)
             pipes.append(Pipe())
             given.append(_readable(stdin))
             given.append(output.opened())

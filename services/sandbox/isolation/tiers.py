@@ -36,7 +36,7 @@ DEBIAN = Path("/proc/sys/kernel/unprivileged_userns_clone")
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundTier:
     tier: str
     fix: str  # how to reach a better one; empty: it is the best
     runner: str = ""  # the program that starts its containers, in the tier that is named so
@@ -47,33 +47,35 @@ class Found:
         return MEANING[self.tier] + (f" ({self.runner})" if self.runner else "")
 
 
-async def find(host: Host, clock: Clock, log: Path | None = None) -> Found:
+async def find(host: Host, clock: Clock, log: Path | None = None) -> FoundTier:
     """The best tier in which a program runs here."""
     try:
         calls.architecture()
-    except calls.Unsupported as error:
-        return Found("none", f"{error}: run the sandbox on another machine")
+    except calls.UnsupportedMachine as error:
+        return FoundTier("none", f"{error}: run the sandbox on another machine")
     problem = ""
     if shutil.which("bwrap"):
         problem = await tried("bwrap", host, clock, log)
         if not problem:
             homes = cgroups.find()
             if homes is not None:
-                return Found("cgroup", no_cores(homes.missing))
-            return Found("bwrap", no_groups())
+                return FoundTier("cgroup", no_cores(homes.missing))
+            return FoundTier("bwrap", no_groups())
     if landlock.abi() >= landlock.TIER and not await tried("landlock", host, clock, log):
-        return Found("landlock", no_bwrap(problem), sure=lacks_bwrap())
+        return FoundTier("landlock", no_bwrap(problem), sure=lacks_bwrap())
     sure = lacks_bwrap() and landlock.abi() < landlock.TIER
-    return Found("none", f"{no_bwrap(problem)}; {no_landlock()}", sure=sure)
+    return FoundTier("none", f"{no_bwrap(problem)}; {no_landlock()}", sure=sure)
 
 
-async def of_runner(interpreter: Interpreter, host: Host, clock: Clock, log: Path | None) -> Found:
+async def of_runner(
+    interpreter: Interpreter, host: Host, clock: Clock, log: Path | None
+) -> FoundTier:
     """Whether the containers of a job's runner run programs here, found by running one."""
     runner = Runner(interpreter.runner)
     problem = await tried("runner", host, clock, log, interpreter)
     if not problem:
-        return Found("runner", "", runner.name)
-    return Found("none", f"sandbox.runner: {problem}", sure=False)
+        return FoundTier("runner", "", runner.name)
+    return FoundTier("none", f"sandbox.runner: {problem}", sure=False)
 
 
 async def tried(
@@ -105,7 +107,7 @@ def last_line(log: Path | None) -> str:
 
 
 async def unfit(
-    found: Found, interpreter: Interpreter, host: Host, clock: Clock, log: Path | None
+    found: FoundTier, interpreter: Interpreter, host: Host, clock: Clock, log: Path | None
 ) -> str:
     """Why the interpreter that a job names does not run in the tier of this host; empty: it does,
     and has what the job imports.
@@ -207,7 +209,7 @@ async def _main() -> None:
                 found = await find(host, clock, Path(os.devnull))
                 problem = await unfit(found, interpreter, host, clock, place)
         except MeshError as error:
-            found = Found("none", error.fix or error.message)
+            found = FoundTier("none", error.fix or error.message)
             problem = error.message
     said = {"tier": found.tier, "fix": found.fix, "meaning": found.meaning, "problem": problem}
     print(json.dumps({**said, "sure": found.sure}))

@@ -80,7 +80,7 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> 
 
         settings = request["limits"]
         together = None if request["counted"] else _memory(settings["memory_bytes"], cpu, tier)
-        watching = watch.Watch(
+        watching = watch.GuestWatch(
             child,
             channel,
             wake,

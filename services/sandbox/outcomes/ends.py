@@ -19,7 +19,7 @@ KILLED = -9  # what ended a process that was killed for what it did not do
 
 
 @dataclass
-class _Seen:
+class _SeenEnds:
     """Those of one name that are not told yet."""
 
     count: int
@@ -46,11 +46,11 @@ class ToldEnds(Ends):
 
     def __init__(self, state: State, clock: Clock, of: str, job: str) -> None:
         self._reports, self._clock, self._of, self._job = Reports(state, clock), clock, of, job
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _SeenEnds] = {}
         self._telling: asyncio.Task[None] | None = None
 
     def saw(self, name: str, code: int, why: str, log: Path | None, job: str = "") -> None:
-        seen = self._seen.setdefault(name, _Seen(0, code, why, "", job or self._job))
+        seen = self._seen.setdefault(name, _SeenEnds(0, code, why, "", job or self._job))
         seen.count, seen.code, seen.why = seen.count + 1, code, why
         seen.log = str(log) if log is not None else ""
         if self._telling is None:

@@ -65,7 +65,7 @@ class PoolLimits:
 
 
 @dataclass(frozen=True)
-class Work:
+class PoolCall:
     """A call of one of a pool's functions."""
 
     name: str
@@ -89,7 +89,7 @@ class _WorkerEnded(Exception):
     """The process must be replaced; its calls are answered or back in the queue."""
 
 
-class Pool:
+class WorkerPool:
     """Runs functions of one job in processes of its own, a few of them warm.
 
     `functions` are references, `module:function`, looked for in `directory` first. `closed`: they
@@ -149,7 +149,7 @@ class Pool:
         self._workers.clear()
         self._fail_waiting(PeerLost(f"the sandbox unloads job {self._job}"))
 
-    async def run(self, calls: Sequence[Work], *, early: bool = False) -> list[Answer]:
+    async def run(self, calls: Sequence[PoolCall], *, early: bool = False) -> list[Answer]:
         """What they came to, in order.
 
         `early`: within two deadlines, so that a function that hangs is known soon. Once one of the

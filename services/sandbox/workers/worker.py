@@ -67,7 +67,7 @@ def close_in() -> None:
     if landlock.abi() >= landlock.LEAST:
         modules = [path for path in sys.path if os.path.isdir(path)]
         landlock.restrict([sys.prefix, sys.base_prefix, "/usr", "/lib", *modules], ["/dev/null"])
-    with contextlib.suppress(calls.Unsupported):
+    with contextlib.suppress(calls.UnsupportedMachine):
         seccomp.install(allowed.ONE_GROUP)
 
 

@@ -12,25 +12,28 @@ import numpy as np
 import pytest
 
 from common.environment.numbers import finite_number
-from services.environment.actions import Answer, BadAnswer, call_for_answer
+from services.environment.actions import BadAnswer, EnvironmentAnswer, call_for_answer
 from services.environment.environments import Environments
 from tests.unit.common.model.chatting import qwen3_tokenizer
 
-TAKEN: list[tuple[Any, Answer]] = [
-    ({"tool": "look", "input": {"at": 1}}, Answer("look", {"at": 1})),
-    ({"tool": "look"}, Answer("look")),
-    ({"tool": "look", "input": None, "done": False, "reward": None}, Answer("look")),
-    ({"append": "so?"}, Answer(append="so?")),
-    ({"append": "so?", "done": False}, Answer(append="so?")),
-    ({"append": [], "done": True}, Answer(done=True)),
-    ({"append": "", "done": True, "reward": 1}, Answer(done=True, reward=1.0)),
-    ({"done": True}, Answer(done=True)),
-    ({"done": np.True_, "reward": None}, Answer(done=True)),
-    ({"done": True, "reward": 1}, Answer(done=True, reward=1.0)),
-    ({"done": True, "reward": True}, Answer(done=True, reward=1.0)),
-    ({"done": True, "reward": np.float32(0.5)}, Answer(done=True, reward=0.5)),
-    ({"append": "over", "done": True}, Answer(append="over", done=True)),
-    ({"append": "over", "done": True, "reward": 0.5}, Answer("", None, "over", True, 0.5)),
+TAKEN: list[tuple[Any, EnvironmentAnswer]] = [
+    ({"tool": "look", "input": {"at": 1}}, EnvironmentAnswer("look", {"at": 1})),
+    ({"tool": "look"}, EnvironmentAnswer("look")),
+    ({"tool": "look", "input": None, "done": False, "reward": None}, EnvironmentAnswer("look")),
+    ({"append": "so?"}, EnvironmentAnswer(append="so?")),
+    ({"append": "so?", "done": False}, EnvironmentAnswer(append="so?")),
+    ({"append": [], "done": True}, EnvironmentAnswer(done=True)),
+    ({"append": "", "done": True, "reward": 1}, EnvironmentAnswer(done=True, reward=1.0)),
+    ({"done": True}, EnvironmentAnswer(done=True)),
+    ({"done": np.True_, "reward": None}, EnvironmentAnswer(done=True)),
+    ({"done": True, "reward": 1}, EnvironmentAnswer(done=True, reward=1.0)),
+    ({"done": True, "reward": True}, EnvironmentAnswer(done=True, reward=1.0)),
+    ({"done": True, "reward": np.float32(0.5)}, EnvironmentAnswer(done=True, reward=0.5)),
+    ({"append": "over", "done": True}, EnvironmentAnswer(append="over", done=True)),
+    (
+        {"append": "over", "done": True, "reward": 0.5},
+        EnvironmentAnswer("", None, "over", True, 0.5),
+    ),
 ]
 REFUSED: list[tuple[Any, str]] = [
     (None, "step() returned None: an environment answers {'tool'"),

@@ -15,7 +15,7 @@ from common.state.events import Event
 from meshrl.view.history.belonging import Belonging
 from meshrl.view.history.news import unforeseen
 from services.sandbox.outcomes.ends import TELL_S, Ends, ToldEnds
-from services.sandbox.workers.pool import Pool, PoolLimits, Work
+from services.sandbox.workers.pool import PoolCall, PoolLimits, WorkerPool
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.load import scaled
@@ -57,7 +57,7 @@ async def test_a_worker_that_is_killed_is_told_and_one_that_has_served_its_time_
 
     heard: list[tuple[str, int, str]] = []
     (tmp_path / "tools.py").write_text("import os\ndef pid(x): return os.getpid()\n")
-    pool = Pool(
+    pool = WorkerPool(
         SystemHost(),
         SystemClock(),
         "calc",
@@ -69,11 +69,11 @@ async def test_a_worker_that_is_killed_is_told_and_one_that_has_served_its_time_
     )
     await pool.start()
     try:
-        seen = [(await pool.run([Work("tool:pid", [0], scaled(20.0))]))[0] for _ in range(3)]
+        seen = [(await pool.run([PoolCall("tool:pid", [0], scaled(20.0))]))[0] for _ in range(3)]
         assert {answer.status for answer in seen} == {OK}
         assert seen[1].value != seen[2].value and heard == [], "it has served its time"
         os.kill(seen[2].value, signal.SIGKILL)
-        (answer,) = await pool.run([Work("tool:pid", [0], scaled(20.0))])
+        (answer,) = await pool.run([PoolCall("tool:pid", [0], scaled(20.0))])
         assert answer.status == OK and answer.value != seen[2].value
         ((name, code, _),) = heard
         assert (name, code) == ("worker of calc", -signal.SIGKILL)

@@ -30,7 +30,7 @@ class NoBirth(Exception):
 
 
 @dataclass(frozen=True)
-class Order:
+class ForkOrder:
     """What a forked process shall be. Its descriptors travel beside it, in the order of `passed`:
     `cwd`, `stdout`, `stderr`, and perhaps `death` and `channel`.
     """
@@ -44,7 +44,7 @@ class Order:
     guarded: bool = False  # see `guard`
 
     @classmethod
-    def decode(cls, message: bytes) -> Order:
+    def decode(cls, message: bytes) -> ForkOrder:
         """The order in a message; ValueError or TypeError if there is none."""
         return cls(**json.loads(message))
 
@@ -113,7 +113,7 @@ class Birth:
         self._status: int | None = None
 
     @classmethod
-    def ask(cls, nursery: Path, order: Order, descriptors: Mapping[str, int]) -> Birth:
+    def ask(cls, nursery: Path, order: ForkOrder, descriptors: Mapping[str, int]) -> Birth:
         """A process that waits for `go`; NoBirth says why there is none."""
         message = order.encode()
         with contextlib.ExitStack() as on_failure:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from common.mesh.process.ends import failure, limits
 from common.mesh.process.entry.child import CHANNEL_FD, ORPHANED, PRIVATE, end_with
-from common.mesh.process.forking.birth import GO, Order
+from common.mesh.process.forking.birth import GO, ForkOrder
 from common.mesh.process.output.streams import outlive_a_full_disk
 
 MALLOPT = {  # glibc reads these when a program starts; afterwards they are set by number
@@ -37,7 +37,7 @@ ARGUMENTS, ENVIRONMENT = 45, 47  # fields of /proc/PID/stat after the name: star
 
 
 def become(
-    order: Order, descriptors: Mapping[str, int], connection: socket.socket, paths: list[str]
+    order: ForkOrder, descriptors: Mapping[str, int], connection: socket.socket, paths: list[str]
 ) -> int:
     """Runs the order's module in this process, which has just been forked; its exit status."""
     settle_descriptors(descriptors, connection)
@@ -87,7 +87,7 @@ def settle_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-def settle_environment(order: Order, environment: Mapping[str, str], paths: list[str]) -> None:
+def settle_environment(order: ForkOrder, environment: Mapping[str, str], paths: list[str]) -> None:
     """Environment, module path, niceness, file mode, and what `ps` shows."""
     os.environ.clear()  # unset in C too, where others would point into what `show` overwrites
     os.environ.update(environment)

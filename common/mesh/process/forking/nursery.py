@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from common.mesh.process.entry import guard
 from common.mesh.process.forking import newborn
-from common.mesh.process.forking.birth import DESCRIPTORS, ORDER_LIMIT, Order, same_user, short
+from common.mesh.process.forking.birth import DESCRIPTORS, ORDER_LIMIT, ForkOrder, same_user, short
 
 BACKLOG = 128
 # What an interpreter and its libraries read of their environment only when they are loaded: where
@@ -41,7 +41,7 @@ SET_ANEW = {newborn.THREADS, "PYTHONPATH", *newborn.MALLOPT}
 class Newborn(NamedTuple):
     """What a fork has to go by, in the child."""
 
-    order: Order
+    order: ForkOrder
     descriptors: Mapping[str, int]
     connection: socket.socket
 
@@ -81,7 +81,7 @@ class Nursery:
         descriptors: list[int] = []
         try:
             message, descriptors, _, _ = socket.recv_fds(connection, ORDER_LIMIT, DESCRIPTORS)
-            order = Order.decode(message)
+            order = ForkOrder.decode(message)
             self._check(order, descriptors, connection)
             pid = os.fork()
         except (OSError, ValueError, TypeError) as error:
@@ -110,7 +110,7 @@ class Nursery:
         for end in (self._listener, *self._owners.values()):
             end.close()
 
-    def _check(self, order: Order, descriptors: list[int], connection: socket.socket) -> None:
+    def _check(self, order: ForkOrder, descriptors: list[int], connection: socket.socket) -> None:
         if not same_user(connection):
             raise ValueError("the order of another user")
         if len(descriptors) != len(order.passed):
@@ -136,7 +136,7 @@ class Nursery:
             owner.close()
 
 
-def guarded(order: Order, passed: Mapping[str, int]) -> dict[str, int]:
+def guarded(order: ForkOrder, passed: Mapping[str, int]) -> dict[str, int]:
     """Puts a guard in front of this process; its standard streams from now on."""
     signal.set_wakeup_fd(-1)  # the guard, which keeps the pid, has signals of its own
     title = [order.executable, "-m", guard.__name__, order.module]

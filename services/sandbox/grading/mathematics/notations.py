@@ -120,14 +120,14 @@ def _decimal(match: re.Match[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedValues:
     """Values by name, and in the order in which a tuple of them would be written."""
 
     values: dict[str, str]
     order: tuple[str, ...]
 
 
-def named(text: str) -> Named | None:
+def named(text: str) -> NamedValues | None:
     """What `x=1, y=2` or `(x,y)=(1,2)` assigns to two names or more; None for anything else.
 
     A tuple has the values of names that come one by one in the order of the alphabet.
@@ -137,12 +137,12 @@ def named(text: str) -> Named | None:
         values = listed(match[2])
         if values is None or len(values) != len(names) or len(set(names)) < len(names):
             return None
-        return Named(dict(zip(names, values, strict=True)), tuple(names))
+        return NamedValues(dict(zip(names, values, strict=True)), tuple(names))
     found = [ASSIGNED.fullmatch(part.strip()) for part in _parts(text)]
     pairs = {match[1]: match[2] for match in found if match is not None}
     if len(found) < 2 or len(pairs) < len(found):
         return None
-    return Named(pairs, tuple(sorted(pairs)))
+    return NamedValues(pairs, tuple(sorted(pairs)))
 
 
 def listed(text: str) -> list[str] | None:

@@ -11,7 +11,7 @@ from typing import Any
 from common.api.sandbox import CRASHED, OK, OUT_OF_MEMORY, OUTPUT_LIMIT, REFUSED, TIMEOUT
 from common.base.clock import Clock
 from common.base.errors import BadMessage, DeadlineExceeded, MeshError, PeerLost
-from services.sandbox.isolation.jails.pipes import Output, Pipe
+from services.sandbox.isolation.jails.pipes import JailOutput, Pipe
 from services.sandbox.isolation.resources.cgroups import Cgroup
 from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.jail.confinement import calls
@@ -62,7 +62,7 @@ class Jail:
         limits: JailLimits,
         keeper: Pipe,
         cells: Pipe | None,
-        output: Output,
+        output: JailOutput,
         group: Cgroup | None,
         ended: Callable[[], None],
     ) -> None:

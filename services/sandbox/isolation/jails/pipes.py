@@ -18,7 +18,7 @@ READ_BYTES = 1 << 16
 FRAME_BYTES = 1 << 20  # most in a jail's answer; it may be the model that writes it
 
 
-class _Reader(ABC):
+class _DescriptorReader(ABC):
     """Calls `_arrived` when bytes have come or the end was reached."""
 
     def __init__(self, fd: int) -> None:
@@ -61,7 +61,7 @@ class _Reader(ABC):
             self._fd = -1
 
 
-class Output:
+class JailOutput:
     """What a jail writes to its standard output and error, counted together against one limit."""
 
     def __init__(self, limit: int) -> None:
@@ -91,8 +91,8 @@ class Output:
         self.over.cancel()
 
 
-class OutputStream(_Reader):
-    def __init__(self, fd: int, output: Output) -> None:
+class OutputStream(_DescriptorReader):
+    def __init__(self, fd: int, output: JailOutput) -> None:
         self._output, self._parts = output, bytearray()
         super().__init__(fd)
 
@@ -115,7 +115,7 @@ class OutputStream(_Reader):
         return found
 
 
-class Pipe(_Reader):
+class Pipe(_DescriptorReader):
     """Our end of a socket pair that carries `frames`; the other end is handed to a jail."""
 
     def __init__(self, limit: int = FRAME_BYTES) -> None:

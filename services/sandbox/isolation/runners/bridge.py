@@ -40,11 +40,11 @@ TIMEOUTS = ("cpu", "wall", "starved")  # that a report may name
 TEXT, CALLS = 2000, 512  # characters, and system calls by name, that a report may have
 
 
-class Ended(BaseException):
+class BridgeEnded(BaseException):
     """SIGTERM has come, or the sandbox wants no more of this."""
 
 
-class Failed(Exception):
+class NoContainer(Exception):
     """There is no jail: why, in words."""
 
 
@@ -83,9 +83,9 @@ class Bridge:
         try:
             self._start()
             report = self._carry(keeper)
-        except Ended:
+        except BridgeEnded:
             report = None
-        except (Failed, mux.Garbage) as error:
+        except (NoContainer, mux.Garbage) as error:
             report = {"failed": self._words(error)}
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -141,7 +141,7 @@ class Bridge:
                 preexec_fn=become,
             )
         except OSError as error:
-            raise Failed(f"it does not start: {error.strerror}") from error
+            raise NoContainer(f"it does not start: {error.strerror}") from error
         finally:
             for fd in lists:
                 os.close(fd)
@@ -164,7 +164,7 @@ class Bridge:
     def _carry(self, keeper: int) -> dict[str, Any] | None:
         """The report to hand on; None when there is none: the container has ended by itself."""
         started = time.monotonic()
-        clock: Clock | None = None
+        clock: ContainerClock | None = None
         others = [keeper, self._errors]
         while True:
             ready = self._link.step(LOOK_S, others)
@@ -176,16 +176,16 @@ class Bridge:
                 return self._report
             if self._link.over and self._report is None:
                 if not self._hello:
-                    raise Failed(f"the container ended at its start{self._how()}")
+                    raise NoContainer(f"the container ended at its start{self._how()}")
                 return None
             if not self._hello and time.monotonic() - started > START_S:
-                raise Failed(f"the container has not started after {START_S:g} s")
+                raise NoContainer(f"the container has not started after {START_S:g} s")
             if clock is None and self._hello and self._nonce:
-                clock = Clock(self._limits, stands=self._stands)
+                clock = ContainerClock(self._limits, stands=self._stands)
             if clock is not None and (end := clock.look()):
                 return self._stopped(end, clock)
 
-    def _told(self, keeper: int, clock: Clock | None) -> Clock | None:
+    def _told(self, keeper: int, clock: ContainerClock | None) -> ContainerClock | None:
         """Hands on what the sandbox says to the keeper, and follows it."""
         try:
             part = os.read(keeper, 1 << 16)
@@ -194,7 +194,7 @@ class Bridge:
         except OSError:
             part = b""
         if not part:
-            raise Ended
+            raise BridgeEnded
         self._link.send(mux.KEEPER, part)
         self._asked += part
         while (frame := _taken(self._asked)) is not None:
@@ -214,13 +214,13 @@ class Bridge:
     def _finished(self) -> bool:
         """Whether the keeper has reported, and all that was printed before is handed on."""
         if max(len(self._reported), len(self._hello)) > REPORT_BYTES:
-            raise Failed("the keeper's report is none")
+            raise NoContainer("the keeper's report is none")
         if self._report is None and (report := _taken(self._reported)) is not None:
             self._report = plain(report)
         printed = (mux.STDOUT, mux.STDERR)
         return self._report is not None and all(map(self._link.passed_on, printed))
 
-    def _stopped(self, end: str, clock: Clock) -> dict[str, Any]:
+    def _stopped(self, end: str, clock: ContainerClock) -> dict[str, Any]:
         """The report of one that was ended from here."""
         self._kill()
         until = time.monotonic() + LEAVING_S
@@ -286,7 +286,7 @@ class Bridge:
         shutil.rmtree(self._place, ignore_errors=True)
 
 
-class Clock:
+class ContainerClock:
     """The time of a container, seen from outside; each lap begins it anew."""
 
     def __init__(self, limits: dict[str, Any], stands: bool = False) -> None:
@@ -378,15 +378,15 @@ def plain(report: dict[str, Any]) -> dict[str, Any]:
             "refused": [each for each in refused or [] if type(each) is int][:CALLS],
         }
     except (KeyError, TypeError, ValueError) as error:
-        raise Failed(f"the keeper's report is none: {error}") from None
+        raise NoContainer(f"the keeper's report is none: {error}") from None
 
 
 def _taken(buffer: bytearray) -> dict[str, Any] | None:
     try:
         return frames.taken(buffer, frames.LIMIT)
     except frames.Closed as error:
-        raise Failed(str(error)) from None
+        raise NoContainer(str(error)) from None
 
 
 def _raise(*_: Any) -> None:
-    raise Ended
+    raise BridgeEnded

@@ -28,14 +28,14 @@ OPEN_FILES = 1024  # of the relay and the keeper; the guest has a limit of its o
 
 
 @dataclass(frozen=True)
-class Shown:
+class RootContent:
     """What lies in the root: files and directories by their place inside, and links."""
 
     binds: dict[str, str]  # inside -> on this host
     links: dict[str, str]  # inside -> what it says
 
 
-def of_host(places: tuple[str, ...], packages: tuple[str, ...]) -> Shown:
+def of_host(places: tuple[str, ...], packages: tuple[str, ...]) -> RootContent:
     """The host's programs and libraries, and where an interpreter and its packages lie."""
     binds = {place: place for place in (*SYSTEM, *OPTIONAL) if os.path.exists(place)}
     links = {}
@@ -44,10 +44,12 @@ def of_host(places: tuple[str, ...], packages: tuple[str, ...]) -> Shown:
             links[link] = os.readlink(link)
         elif os.path.isdir(link):
             binds[link] = link
-    return Shown({**binds, **dict(zip(places, places, strict=True)), **_ours(packages)}, links)
+    return RootContent(
+        {**binds, **dict(zip(places, places, strict=True)), **_ours(packages)}, links
+    )
 
 
-def of_image(root: str, packages: tuple[str, ...]) -> Shown:
+def of_image(root: str, packages: tuple[str, ...]) -> RootContent:
     """What lies at the top of an image; its links there lead nowhere but inside."""
     binds, links = {}, {}
     for name in sorted(set(os.listdir(root)) - set(OURS)):
@@ -56,7 +58,7 @@ def of_image(root: str, packages: tuple[str, ...]) -> Shown:
             links[f"/{name}"] = os.readlink(place)
         else:
             binds[f"/{name}"] = place
-    return Shown({**binds, **_ours(packages)}, links)
+    return RootContent({**binds, **_ours(packages)}, links)
 
 
 def _ours(packages: tuple[str, ...]) -> dict[str, str]:
@@ -64,7 +66,7 @@ def _ours(packages: tuple[str, ...]) -> dict[str, str]:
     return {**named, f"{INSIDE}/jail": JAIL}
 
 
-def lay_out(root: Path, shown: Shown) -> None:
+def lay_out(root: Path, shown: RootContent) -> None:
     """Makes the root: the places on which the rest is bound, and the links."""
     for inside, place in shown.binds.items():
         target = root / inside.lstrip("/")
@@ -82,7 +84,7 @@ def lay_out(root: Path, shown: Shown) -> None:
 
 
 def configuration(
-    root: Path, shown: Shown, arguments: list[str], limits: dict[str, Any]
+    root: Path, shown: RootContent, arguments: list[str], limits: dict[str, Any]
 ) -> dict[str, Any]:
     """`config.json` of the OCI runtime specification, 1.0."""
     scratch = ["nosuid", "nodev", "mode=1777", f"size={limits['scratch_bytes']}"]

@@ -107,7 +107,7 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Case:
+class CallCase:
     """Where all tests hold, the call is answered with `error`; None: it goes through."""
 
     tests: tuple[Word, ...]
@@ -115,7 +115,7 @@ class Case:
 
 
 @dataclass(frozen=True, eq=False)  # its hash is its identity: it is looked up for each jail
-class Policy:
+class CallPolicy:
     """Calls that go through, calls that are answered, and for others the first case that fits.
 
     Whatever is in none of them is refused with EPERM, and told where somebody listens.
@@ -123,29 +123,32 @@ class Policy:
 
     always: frozenset[str]
     answered: tuple[tuple[str, int], ...]
-    cases: tuple[tuple[str, tuple[Case, ...]], ...]
+    cases: tuple[tuple[str, tuple[CallCase, ...]], ...]
 
 
-def through(*tests: Word) -> tuple[Case, ...]:
-    return (Case(tests),)
+def through(*tests: Word) -> tuple[CallCase, ...]:
+    return (CallCase(tests),)
 
 
-def _cases(itself: Word) -> dict[str, tuple[Case, ...]]:
+def _cases(itself: Word) -> dict[str, tuple[CallCase, ...]]:
     """`itself`: that a process number, as the first argument, names none but the jail's own."""
     not_urgent = Word(3, (0,), MSG_OOB), Word(2, (0,), MSG_OOB)
     return {
         "clone": through(Word(0, (0,), NEW_NAMESPACES)),
         "fcntl": (
-            Case((Word(1, F_COMMANDS),)),
-            Case((Word(1, F_LOCKS),), 0),
-            Case((Word(1, (F_GETLK, F_OFD_GETLK)),), errno.EINVAL),
-            Case((Word(1, (F_SETPIPE_SZ,)),), errno.EPERM),
+            CallCase((Word(1, F_COMMANDS),)),
+            CallCase((Word(1, F_LOCKS),), 0),
+            CallCase((Word(1, (F_GETLK, F_OFD_GETLK)),), errno.EINVAL),
+            CallCase((Word(1, (F_SETPIPE_SZ,)),), errno.EPERM),
         ),
-        "fadvise64": (Case((Word(3, (POSIX_FADV_DONTNEED,)),), 0), Case(())),
-        "ioctl": (Case((Word(1, IOCTLS),)), Case((), errno.ENOTTY)),
+        "fadvise64": (CallCase((Word(3, (POSIX_FADV_DONTNEED,)),), 0), CallCase(())),
+        "ioctl": (CallCase((Word(1, IOCTLS),)), CallCase((), errno.ENOTTY)),
         "personality": through(Word(0, (ASK_PERSONALITY,))),
-        "prctl": (Case((Word(0, PRCTLS),)), Case((), errno.EINVAL)),
-        "preadv2": (Case((Word(5, (RWF_NOWAIT,), RWF_NOWAIT),), errno.EOPNOTSUPP), Case(())),
+        "prctl": (CallCase((Word(0, PRCTLS),)), CallCase((), errno.EINVAL)),
+        "preadv2": (
+            CallCase((Word(5, (RWF_NOWAIT,), RWF_NOWAIT),), errno.EOPNOTSUPP),
+            CallCase(()),
+        ),
         "prlimit64": through(itself),
         "recvfrom": through(not_urgent[0]),
         "recvmsg": through(not_urgent[1]),
@@ -158,7 +161,7 @@ def _cases(itself: Word) -> dict[str, tuple[Case, ...]]:
         ),
         # The C library looks for nscd so whenever a user's name is asked for.
         "socket": (
-            Case((Word(0, (AF_UNIX,)), Word(1, (SOCK_NONBLOCK,), SOCK_NONBLOCK)), errno.EPERM),
+            CallCase((Word(0, (AF_UNIX,)), Word(1, (SOCK_NONBLOCK,), SOCK_NONBLOCK)), errno.EPERM),
         ),
         # Pairs of streams alone: datagrams can be sent to other jails' names.
         "socketpair": through(Word(0, (AF_UNIX,)), Word(1, (SOCK_STREAM,), SOCK_TYPES)),
@@ -170,7 +173,7 @@ OWN_NUMBERS = Word(0, (KEEPER,), none=True)
 ONLY_ZERO = Word(0, (0,))
 
 # In namespaces of its own, where a jail sees no process but its own and its keeper.
-JAIL = Policy(
+JAIL = CallPolicy(
     frozenset([*ALWAYS.split(), "setsid", "setpgid"]),
     ANSWERS,
     (
@@ -179,7 +182,7 @@ JAIL = Policy(
     ),
 )
 # Where nothing counts its memory as a whole: memory behind no mapping cannot be seen.
-JAIL_UNCOUNTED = Policy(JAIL.always, JAIL.answered, tuple(_cases(OWN_NUMBERS).items()))
+JAIL_UNCOUNTED = CallPolicy(JAIL.always, JAIL.answered, tuple(_cases(OWN_NUMBERS).items()))
 # Among the processes of the host, where only a process group can be killed as a whole. Landlock's
 # rules are made under it.
 _LANDLOCK = frozenset(["landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self"])
@@ -187,14 +190,14 @@ _LANDLOCK = frozenset(["landlock_create_ruleset", "landlock_add_rule", "landlock
 _ATTRIBUTES = """
 chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat
 """
-ONE_GROUP = Policy(
+ONE_GROUP = CallPolicy(
     frozenset(ALWAYS.split()) - frozenset(_ATTRIBUTES.split()) | _LANDLOCK,
     tuple(answer for answer in ANSWERS if answer[0] not in _LANDLOCK),
     tuple(_cases(ONLY_ZERO).items()),
 )
 
 
-def policy(tier: str, counted: bool) -> Policy:
+def policy(tier: str, counted: bool) -> CallPolicy:
     """The one of a tier's jails; `counted`: a control group bounds all of a jail's memory."""
     if tier != "bwrap":
         return ONE_GROUP

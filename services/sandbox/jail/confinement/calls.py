@@ -93,7 +93,7 @@ mseal 462 462
 """
 
 
-class Unsupported(Exception):
+class UnsupportedMachine(Exception):
     """Nothing is known of this machine's system calls."""
 
 
@@ -101,7 +101,9 @@ def architecture(machine: str = "") -> tuple[int, int]:
     """What the kernel calls `machine` (default: this one), and its column in the table."""
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:
-        raise Unsupported(f"no list of system calls for {machine}; there are x86_64 and aarch64")
+        raise UnsupportedMachine(
+            f"no list of system calls for {machine}; there are x86_64 and aarch64"
+        )
     return ARCHITECTURES[machine]
 
 

@@ -14,7 +14,7 @@ import functools
 import struct
 
 from . import kernel
-from .allowed import Case, Policy
+from .allowed import CallCase, CallPolicy
 from .calls import LAST, architecture, numbers
 
 ALLOW = 0x7FFF0000
@@ -30,7 +30,7 @@ INSTRUCTION = 8  # bytes
 FARTHEST = 254  # instructions that a conditional jump passes over; it can 255
 
 
-def program(policy: Policy, told: bool = True, machine: str = "") -> bytes:
+def program(policy: CallPolicy, told: bool = True, machine: str = "") -> bytes:
     """The filter for `machine` (default: this one), as an array of struct sock_filter.
 
     `told`: refused calls go to a listener; else they are answered with EPERM.
@@ -63,7 +63,7 @@ def program(policy: Policy, told: bool = True, machine: str = "") -> bytes:
     )
 
 
-def install(policy: Policy, listen: bool = False) -> int:
+def install(policy: CallPolicy, listen: bool = False) -> int:
     """Holds this process, and all that it starts, to the policy for ever; takes
     PR_SET_NO_NEW_PRIVS.
 
@@ -80,7 +80,7 @@ def install(policy: Policy, listen: bool = False) -> int:
     return -1
 
 
-def _install(policy: Policy, told: bool) -> int:
+def _install(policy: CallPolicy, told: bool) -> int:
     number, record, _ = prepared(policy, told)
     flags = NEW_LISTENER if told else 0
     return kernel.called(
@@ -89,7 +89,7 @@ def _install(policy: Policy, told: bool) -> int:
 
 
 @functools.lru_cache(maxsize=8)  # a zygote makes them once, before it forks
-def prepared(policy: Policy, told: bool) -> tuple[ctypes.c_long, bytes, object]:
+def prepared(policy: CallPolicy, told: bool) -> tuple[ctypes.c_long, bytes, object]:
     """The number of seccomp(2), a struct sock_fprog, and the filter that it points to, which must
     live as long.
     """
@@ -140,7 +140,7 @@ class _Decisions:
         return here + 1
 
 
-def _case(case: Case) -> bytes:
+def _case(case: CallCase) -> bytes:
     """Returns where all its tests hold; goes on behind itself where one does not."""
     code = _return(ALLOW if case.error is None else ERRNO | case.error)
     for test in reversed(case.tests):

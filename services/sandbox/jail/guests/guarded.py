@@ -16,7 +16,7 @@ REPLACED = {"input", "print", "open", "_"}  # what tests themselves replace and 
 CALLABLE = (types.FunctionType, types.BuiltinFunctionType, type, classmethod, staticmethod)
 
 
-class Guard:
+class VerdictGuard:
     """Remembers functions and classes, and says whether they are the same."""
 
     def __init__(self) -> None:

@@ -17,14 +17,14 @@ class Uses:
         self.count = 0
 
 
-class Asked(Exception):
+class PlaceholderUsed(Exception):
     """The tests need the solution's values to be collected."""
 
 
 def _refused(name: str) -> Any:
     def operation(self: Any, *_: Any) -> NoReturn:
         uses.count += 1
-        raise Asked(f"{name} of what the solution has")
+        raise PlaceholderUsed(f"{name} of what the solution has")
 
     return operation
 
@@ -37,7 +37,7 @@ _VALUES = (
 )
 
 
-class _Kind(type):
+class _StandInClass(type):
     """Of classes, as tests may inherit from what they import."""
 
     @property
@@ -54,7 +54,7 @@ class _Kind(type):
         return object.__new__(_Value)
 
 
-class _Value(metaclass=_Kind):
+class _Value(metaclass=_StandInClass):
     """What stands for any one object."""
 
     _stands = True
@@ -75,11 +75,11 @@ def _attribute(name: str) -> Any:
 
 for _name in _VALUES.split():
     setattr(_Value, _name, _refused(_name))
-    setattr(_Kind, _name, _refused(_name))
+    setattr(_StandInClass, _name, _refused(_name))
 
 
 def _made(name: str) -> Any:
-    return _Kind(name, (_Value,), {"_stands": True})
+    return _StandInClass(name, (_Value,), {"_stands": True})
 
 
 class Module(types.ModuleType):
@@ -92,7 +92,7 @@ class Module(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
             uses.count += 1
-            raise Asked("all names of the solution")
+            raise PlaceholderUsed("all names of the solution")
         if name.startswith("__"):
             raise AttributeError(name)
         return _made(name)

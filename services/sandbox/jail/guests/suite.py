@@ -65,7 +65,7 @@ def run(program: dict[str, Any], channel: int) -> None:
     if _lent:  # what is installed for the interpreter need not fit to it
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     sys.argv = ["pytest", TESTS]
-    session = _Session(channel, stand_in)
+    session = _PytestSession(channel, stand_in)
     pytest.main([*OPTIONS.split(), "-c", SETTINGS, "--rootdir", ".", TESTS], plugins=[session])
 
 
@@ -96,13 +96,13 @@ class _Tests:
         exec(code, module.__dict__)
 
 
-class _Session:
+class _PytestSession:
     """A plugin: it tells the sandbox what pytest finds, and runs what the sandbox asks for."""
 
     def __init__(self, channel: int, stand_in: placeholder.Module | None) -> None:
         self._channel, self._stand_in = channel, stand_in
         self._own = os.getpid()
-        self._guard = guarded.Guard()
+        self._guard = guarded.VerdictGuard()
         self._broken: BaseException | None = None
         self._reports: list[Any] = []
 

@@ -42,7 +42,7 @@ def stolen_of(line: bytes, cores: int) -> float:
     return int(line.split()[8]) * usage.TICK_S / cores
 
 
-class Watch:
+class GuestWatch:
     """Waits for the end of the guest, or of its time.
 
     Time is CPU time of all the jail's processes, and wall time less what nobody of the jail could

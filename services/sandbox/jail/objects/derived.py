@@ -7,7 +7,7 @@ import sys
 import types
 from typing import Any
 
-from .remote import Place, Remote, place_of
+from .remote import Remote, RemotePlace, place_of
 
 LEFT_OUT = ("__classcell__", "__orig_bases__", "__module__", "__static_attributes__")
 
@@ -50,7 +50,7 @@ def told_as(value: Any) -> Any:
 class Super:
     """What `super()` gives in a method whose class was made by the solution's side."""
 
-    def __init__(self, place: Place, kind: Remote) -> None:
+    def __init__(self, place: RemotePlace, kind: Remote) -> None:
         object.__setattr__(self, "_found", (place, kind))
 
     def __getattribute__(self, name: str) -> Any:

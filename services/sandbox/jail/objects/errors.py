@@ -11,7 +11,7 @@ TEXT = 2000  # characters of an exception's text
 CAUSES = 5  # of an exception, and of these
 
 
-class Failed(Exception):
+class SolutionError(Exception):
     """What the solution raised, where no class is closer."""
 
 
@@ -118,7 +118,7 @@ def parts(error: BaseException) -> list[Any]:
 def made(kind: Any, args: Any, text: str, attributes: Any, cause: Any, place: Any) -> Any:
     """The exception that the other side has told of."""
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-        kind = Failed
+        kind = SolutionError
     error: Any
     if type(kind) is Mirror:
         error = BaseException.__new__(kind, *args)  # type: ignore[arg-type]

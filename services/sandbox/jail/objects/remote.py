@@ -19,7 +19,7 @@ from typing import Any, Callable
 from . import values
 from .errors import Mirror
 
-MAKES = ("", "capital", "class")  # see `Place.makes`
+MAKES = ("", "capital", "class")  # see `RemotePlace.makes`
 TESTS = "tests"  # name of the module that holds them
 ORDER = ("lt", "le", "gt", "ge")
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
@@ -32,7 +32,7 @@ _FUNCTION = "__code__ __name__ __qualname__ __defaults__ __kwdefaults__ __annota
 OF_FUNCTIONS = _FUNCTION.split()
 
 
-class Place:
+class RemotePlace:
     """Where an object is, and what may be asked about it."""
 
     builtin: Any = None  # its class, if that is a built-in one
@@ -87,7 +87,7 @@ class Remote:
 
     __slots__ = ("_remote",)
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RemotePlace) -> None:
         object.__setattr__(self, "_remote", place)
 
     @property  # type: ignore[misc]
@@ -228,7 +228,7 @@ class Remote:
         return (derived.base_of(self),)
 
 
-def _wanted(place: Place, name: str) -> bool:
+def _wanted(place: RemotePlace, name: str) -> bool:
     """Whether a name like `__name__` is asked for by the tests themselves, or by a decorator."""
     if not place.side.trusted:
         return name in ("__name__", "__qualname__", "__doc__", "__module__")
@@ -394,7 +394,7 @@ def _redefined(name: str, base: Any) -> Callable[..., Any]:
     return method
 
 
-def both(data: Any, place: Place, own: tuple[str, ...]) -> Any:
+def both(data: Any, place: RemotePlace, own: tuple[str, ...]) -> Any:
     """Data whose other attributes are those of an object of the other side, and `own` of those that
     data has.
     """

@@ -18,7 +18,7 @@ from typing import Any, Callable
 
 from ..wire import frames
 from . import coroutines, errors, operations, remote, values
-from .remote import Place, Remote, both, place_of
+from .remote import Remote, RemotePlace, both, place_of
 
 ROOT = "/tmp"  # the scratch directory, where the jails of both sides have their own
 LIVE = 256  # containers that both sides hold on to, whose changes are looked for
@@ -32,7 +32,7 @@ _BUILT_IN: tuple[Any, ...] = (
 KINDS = {kind.__name__: kind for kind in _BUILT_IN}
 
 
-class Unsupported(BaseException):
+class CannotCross(BaseException):
     """The tests ask for what cannot be done across two jails. No answer's fault: never a score."""
 
 
@@ -133,14 +133,14 @@ class Side:
             number = int(rest[1])
             if number not in self._remotes:
                 self._remotes[number] = both(
-                    data, Place(self, number, str(rest[2])[:80]), tuple(map(str, rest[3]))
+                    data, RemotePlace(self, number, str(rest[2])[:80]), tuple(map(str, rest[3]))
                 )
             return self._remotes[number]
         if kind == "error":
             number = int(rest[0])
             parts = [message.unpacked(part, depth + 1) for part in rest[1]]
             if number not in self._remotes:
-                place = Place(self, number, "exception")
+                place = RemotePlace(self, number, "exception")
                 kind, args, text, attributes, cause = parts
                 self._remotes[number] = errors.made(kind, args, text, attributes, cause, place)
             return self._remotes[number]
@@ -148,7 +148,7 @@ class Side:
             number = int(rest[0])
             bases = [message.unpacked(base, depth + 1) for base in rest[2]]
             if number not in self._remotes:
-                place = Place(self, number, "type")
+                place = RemotePlace(self, number, "type")
                 self._remotes[number] = errors.mirrored(place, str(rest[1])[:80], bases, rest[3])
             return self._remotes[number]
         if kind == "named":
@@ -164,7 +164,7 @@ class Side:
     def _remote(self, number: int, name: str, builtin: str, base: str, identity: bool) -> Any:
         number = int(number)
         if number not in self._remotes:
-            place = Place(self, number, str(name)[:80])
+            place = RemotePlace(self, number, str(name)[:80])
             place.builtin = KINDS.get(builtin)
             place.base = next((b for b in values.LIVE if b.__name__ == base), None)
             place.identity = identity is True
@@ -187,7 +187,7 @@ class Side:
         """
         if not self.refused:
             self.refused, self.provoked = what, provoked
-        raise Unsupported(what)
+        raise CannotCross(what)
 
     # -- asking
 
@@ -214,7 +214,7 @@ class Side:
                     error, value = self._heard(frame, message)
                     warned = self.message().unpacked(frame.get("warned", ["value", None]))
                     break
-            except Unsupported:
+            except CannotCross:
                 raise
             except Exception:  # whatever garbage makes of our reading it
                 self.failed = self.closed = True
@@ -383,7 +383,7 @@ class Side:
             self._answering = True
             answer["value"] = message.packed(found)
             both_know = len(message.containers)
-        except (frames.Closed, Unsupported):
+        except (frames.Closed, CannotCross):
             raise
         except BaseException as error:
             if self.trusted and isinstance(error, self.assertions) and place_of(error) is None:

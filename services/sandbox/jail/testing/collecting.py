@@ -6,7 +6,7 @@ import types
 from typing import Any, Iterator
 
 from .fixtures import Definition, Registry, argument_names
-from .marks import Case, Mark, cases, marks_of
+from .marks import ParameterSet, TestMark, cases, marks_of
 
 FUNCTIONS = (types.FunctionType, staticmethod, classmethod)
 
@@ -15,7 +15,7 @@ class Item:
     """One test: a function or method with one row of its parameters."""
 
     def __init__(
-        self, name: str, function: Any, owner: type[Any] | None, module: Any, marks: list[Mark]
+        self, name: str, function: Any, owner: type[Any] | None, module: Any, marks: list[TestMark]
     ) -> None:
         self.name, self.function, self.owner, self.module = name, function, owner, module
         self.originalname = getattr(function, "__name__", name)
@@ -26,10 +26,10 @@ class Item:
         self.names: list[str] = []  # of the fixtures that it uses
         self.case = False  # a method of a unittest.TestCase
 
-    def get_closest_marker(self, name: str) -> Mark | None:
+    def get_closest_marker(self, name: str) -> TestMark | None:
         return next((mark for mark in self.marks if mark.name == name), None)
 
-    def iter_markers(self, name: Any = None) -> Iterator[Mark]:
+    def iter_markers(self, name: Any = None) -> Iterator[TestMark]:
         return (mark for mark in self.marks if name in (None, mark.name))
 
 
@@ -114,8 +114,8 @@ def _items(
 
 
 def _with_fixtures(
-    case: Case, names: list[str], owner: type[Any] | None, registry: Registry
-) -> list[tuple[Case, dict[str, Any]]]:
+    case: ParameterSet, names: list[str], owner: type[Any] | None, registry: Registry
+) -> list[tuple[ParameterSet, dict[str, Any]]]:
     """The case with each combination of the parameters of its fixtures."""
     found = [(case, dict(case.indirect))]
     for definition in registry.needed(names, owner):
@@ -129,8 +129,8 @@ def _with_fixtures(
 
 
 def _with_parameter(
-    before: Case, places: dict[str, Any], definition: Definition, place: int
-) -> tuple[Case, dict[str, Any]]:
+    before: ParameterSet, places: dict[str, Any], definition: Definition, place: int
+) -> tuple[ParameterSet, dict[str, Any]]:
     row = definition.params[place]
     made = before.with_row([definition.name], row, True, str(place))
     return made, {**places, definition.name: place}

@@ -142,7 +142,7 @@ class Store:
         return values[key]
 
 
-class Request:
+class FixtureRequest:
     """`request`: what a fixture may know of the test that uses it."""
 
     def __init__(self, filling: Filling, definition: Definition | None, scope: str) -> None:
@@ -177,7 +177,7 @@ class Filling:
     def value(self, name: str, above: Definition | None = None) -> Any:
         """A fixture's value; that of the definition above `above`, which has the same name."""
         if name == "request":
-            return Request(self, above, above.scope if above else "function")
+            return FixtureRequest(self, above, above.scope if above else "function")
         found = self.registry.named(name, self.item.owner)
         if above is not None and above in found:
             found = found[found.index(above) + 1 :]
@@ -203,7 +203,7 @@ class Filling:
         given = {}
         for name in argument_names(function, method):
             if name == "request":
-                given[name] = Request(self, definition, scope)
+                given[name] = FixtureRequest(self, definition, scope)
             elif name in self.item.values and name != definition.name:
                 given[name] = self.item.values[name]
             else:

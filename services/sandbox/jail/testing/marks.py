@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 
-class Mark:
+class TestMark:
     """One mark with its arguments; calling it marks a function or class."""
 
     def __init__(self, name: str, args: Any = (), kwargs: Any = None) -> None:
         self.name, self.args, self.kwargs = name, tuple(args), dict(kwargs or {})
 
     @property
-    def mark(self) -> Mark:
+    def mark(self) -> TestMark:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -20,7 +20,7 @@ class Mark:
             target = args[0]
             target.pytestmark = [self, *_own(target)]
             return target
-        return Mark(self.name, (*self.args, *args), {**self.kwargs, **kwargs})
+        return TestMark(self.name, (*self.args, *args), {**self.kwargs, **kwargs})
 
     with_args = __call__
 
@@ -29,7 +29,7 @@ def _can_be_marked(value: Any) -> bool:
     return isinstance(value, type) or (callable(value) and hasattr(value, "__code__"))
 
 
-def _own(target: Any) -> list[Mark]:
+def _own(target: Any) -> list[TestMark]:
     """Its marks, those of its base classes left out."""
     found = vars(target).get("pytestmark", [])
     return list(found) if isinstance(found, (list, tuple)) else [found]
@@ -38,10 +38,10 @@ def _own(target: Any) -> list[Mark]:
 class Marks:
     """`pytest.mark`."""
 
-    def __getattr__(self, name: str) -> Mark:
+    def __getattr__(self, name: str) -> TestMark:
         if name.startswith("_"):
             raise AttributeError(name)
-        return Mark(name)
+        return TestMark(name)
 
 
 class Parameters:
@@ -49,20 +49,22 @@ class Parameters:
 
     def __init__(self, *values: Any, id: Any = None, marks: Any = ()) -> None:
         self.values, self.id = values, id
-        self.marks: list[Mark] = list(marks) if isinstance(marks, (list, tuple)) else [marks]
+        self.marks: list[TestMark] = list(marks) if isinstance(marks, (list, tuple)) else [marks]
 
 
-class Case:
+class ParameterSet:
     """One row of each `parametrize` of a test: values of its arguments and of its fixtures."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.indirect: dict[str, Any] = {}
         self.ids: list[str] = []
-        self.marks: list[Mark] = []
+        self.marks: list[TestMark] = []
 
-    def with_row(self, names: list[str], row: Parameters, indirect: Any, named: str) -> Case:
-        case = Case()
+    def with_row(
+        self, names: list[str], row: Parameters, indirect: Any, named: str
+    ) -> ParameterSet:
+        case = ParameterSet()
         case.values, case.indirect = dict(self.values), dict(self.indirect)
         case.ids, case.marks = [*self.ids, named], [*self.marks, *row.marks]
         if len(row.values) != len(names):
@@ -75,9 +77,9 @@ class Case:
         return case
 
 
-def marks_of(*targets: Any) -> list[Mark]:
+def marks_of(*targets: Any) -> list[TestMark]:
     """Marks of a function, its classes and its module, the nearest first."""
-    found: list[Mark] = []
+    found: list[TestMark] = []
     for target in targets:
         kinds = target.__mro__ if isinstance(target, type) else [target]
         for kind in kinds:
@@ -85,9 +87,9 @@ def marks_of(*targets: Any) -> list[Mark]:
     return found
 
 
-def cases(marks: list[Mark]) -> list[Case]:
+def cases(marks: list[TestMark]) -> list[ParameterSet]:
     """The combinations of rows that the marks give."""
-    found = [Case()]
+    found = [ParameterSet()]
     for mark in marks:
         if mark.name == "parametrize":
             found = [case for before in found for case in _rows(before, *mark.args, **mark.kwargs)]
@@ -95,13 +97,13 @@ def cases(marks: list[Mark]) -> list[Case]:
 
 
 def _rows(
-    before: Case,
+    before: ParameterSet,
     argnames: Any,
     argvalues: Any,
     indirect: Any = False,
     ids: Any = None,
     scope: Any = None,
-) -> list[Case]:
+) -> list[ParameterSet]:
     names = argnames.split(",") if isinstance(argnames, str) else argnames
     names = [name.strip() for name in names if name.strip()]
     rows = []

@@ -237,7 +237,7 @@ class Folders:
         return pathlib.Path(self._root)
 
 
-class Captured:
+class CapturedOutput:
     """`capsys` and `capfd`: what is printed while the test runs."""
 
     def __init__(self) -> None:

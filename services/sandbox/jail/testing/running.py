@@ -10,13 +10,13 @@ import sys
 import types
 from typing import Any, Callable
 
-from ..objects.side import ROOT, Side, Unsupported, shared_files
+from ..objects.side import ROOT, CannotCross, Side, shared_files
 from ..wire import frames
 from . import namespace, patching
 from .collecting import Item, collected
 from .fixtures import Filling, Registry, Store
-from .marks import Mark
-from .shim import Failure, Skipped, shim
+from .marks import TestMark
+from .shim import FailedByTest, Skipped, shim
 
 FILES = (
     "tmp_path",
@@ -100,7 +100,7 @@ class Tests:
     def collected(self, source: str, files: bool) -> list[Item]:
         """With `files`, the scratch directories of both sides have one path."""
         side = self._side
-        side.assertions = (AssertionError, Failure)
+        side.assertions = (AssertionError, FailedByTest)
         sys.modules["solution"] = namespace.Solution(side)
         sys.modules["pytest"] = shim(side)
         if files and any(word in source for word in FILES):
@@ -176,7 +176,7 @@ class Tests:
         except BaseException:
             try:
                 self._store.end("function")
-            except (frames.Closed, Unsupported):
+            except (frames.Closed, CannotCross):
                 raise
             except BaseException:  # the test has failed already
                 pass
@@ -257,7 +257,7 @@ class Tests:
 
 def captured(store: Store) -> Any:
     """A fixture's value for `capsys`."""
-    made = patching.Captured()
+    made = patching.CapturedOutput()
     store.at_end("function", made.stop)
     return made
 
@@ -271,7 +271,7 @@ def _call(function: Any, *arguments: Any) -> None:
     function(*arguments[:taken])
 
 
-def _conditional(mark: Mark, item: Item) -> bool:
+def _conditional(mark: TestMark, item: Item) -> bool:
     """Whether one of the mark's conditions holds; without any it does."""
     conditions = list(mark.args)
     if "condition" in mark.kwargs:

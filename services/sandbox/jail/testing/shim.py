@@ -8,12 +8,12 @@ import types
 from typing import Any, Callable, Iterator
 
 from ..objects.errors import Escaped
-from ..objects.side import Side, Unsupported
+from ..objects.side import CannotCross, Side
 from ..wire import frames
 from .approx import Approx
-from .fixtures import Request, fixture
+from .fixtures import FixtureRequest, fixture
 from .marks import Marks, Parameters
-from .patching import Captured, MonkeyPatch
+from .patching import CapturedOutput, MonkeyPatch
 
 
 class Skipped(BaseException):
@@ -24,7 +24,7 @@ class ExpectedFailure(BaseException):
     """The test has said that it fails."""
 
 
-class Failure(BaseException):
+class FailedByTest(BaseException):
     """`pytest.fail`: no `except Exception` of a test catches it."""
 
 
@@ -71,8 +71,8 @@ class _Raises:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
         if error is None:
-            raise Failure(f"did not raise {[k.__name__ for k in self._kinds]}")
-        if isinstance(error, (frames.Closed, Unsupported)):
+            raise FailedByTest(f"did not raise {[k.__name__ for k in self._kinds]}")
+        if isinstance(error, (frames.Closed, CannotCross)):
             return False
         if isinstance(error, Escaped) and issubclass(StopIteration, self._kinds):
             error = error.__cause__
@@ -111,7 +111,7 @@ def warns(kind: Any = Warning, *, match: Any = None) -> Iterator[Any]:
         yield found
     right = [w for w in found if issubclass(w.category, kind)]
     if not any(match is None or re.search(match, str(w.message)) for w in right):
-        raise Failure(f"no warning of {kind} that matches {match!r}")
+        raise FailedByTest(f"no warning of {kind} that matches {match!r}")
 
 
 def deprecated_call(*, match: Any = None) -> Any:
@@ -127,7 +127,7 @@ def xfail(reason: str = "") -> None:
 
 
 def fail(reason: str = "", pytrace: bool = True) -> None:
-    raise Failure(reason)
+    raise FailedByTest(reason)
 
 
 def importorskip(modname: str, minversion: Any = None, reason: Any = None, **_: Any) -> Any:
@@ -170,14 +170,16 @@ def shim(side: Side) -> Any:
         "main": lambda *a, **k: 0,
     }
     module.__dict__.update(functions)
-    module.__dict__.update(mark=Marks(), MonkeyPatch=MonkeyPatch.of(side), FixtureRequest=Request)
+    module.__dict__.update(
+        mark=Marks(), MonkeyPatch=MonkeyPatch.of(side), FixtureRequest=FixtureRequest
+    )
     module.__dict__.update(CaptureFixture=_Generic, ExceptionInfo=ExceptionInfo)
-    for function, kind in ((fail, Failure), (skip, Skipped), (xfail, ExpectedFailure)):
+    for function, kind in ((fail, FailedByTest), (skip, Skipped), (xfail, ExpectedFailure)):
         function.Exception = kind  # type: ignore[attr-defined]
     return module
 
 
-class _Generic(Captured):
+class _Generic(CapturedOutput):
     """`pytest.CaptureFixture[str]`, in annotations."""
 
     def __class_getitem__(cls, item: Any) -> Any:

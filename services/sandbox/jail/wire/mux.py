@@ -42,7 +42,7 @@ class Garbage(Exception):
     """The other end does not speak this."""
 
 
-class Channel:
+class MuxChannel:
     """One channel at one end: what comes goes to a descriptor, or to a function."""
 
     def __init__(self, reading: int, writing: int, took: Callable[[bytes], None] | None) -> None:
@@ -60,7 +60,7 @@ class Mux:
         self._incoming, self._outgoing = incoming, outgoing
         for fd in (incoming, outgoing):
             os.set_blocking(fd, False)
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, MuxChannel] = {}
         self._came = bytearray()
         self.outbox = bytearray()
         self._deaf = False  # the other end takes nothing more
@@ -79,7 +79,7 @@ class Mux:
         for fd in (reading, writing):
             if fd >= 0:
                 os.set_blocking(fd, False)
-        self._channels[number] = Channel(reading, writing, took)
+        self._channels[number] = MuxChannel(reading, writing, took)
 
     def send(self, number: int, content: bytes) -> None:
         """Sends what no descriptor carries, on a channel without a window."""
@@ -186,7 +186,7 @@ class Mux:
             return False
         return any(self._channels[each].waiting for each in OUTPUTS if each in self._channels)
 
-    def _take(self, number: int, channel: Channel) -> None:
+    def _take(self, number: int, channel: MuxChannel) -> None:
         try:
             part = os.read(channel.reading, min(PART, channel.may_send))
         except BlockingIOError:
@@ -202,7 +202,7 @@ class Mux:
         if fd != channel.writing:
             os.close(fd)
 
-    def _pass_on(self, number: int, channel: Channel) -> None:
+    def _pass_on(self, number: int, channel: MuxChannel) -> None:
         if self._held(number):
             return
         try:
@@ -217,7 +217,7 @@ class Mux:
         if channel.over and not channel.waiting:
             self._written_off(channel)
 
-    def _written_off(self, channel: Channel) -> None:
+    def _written_off(self, channel: MuxChannel) -> None:
         fd, channel.writing = channel.writing, -1
         if fd < 0:
             return
@@ -233,7 +233,7 @@ class Mux:
         except OSError:
             return
 
-    def _was_taken(self, number: int, channel: Channel, count: int) -> None:
+    def _was_taken(self, number: int, channel: MuxChannel, count: int) -> None:
         if number not in FREE:
             channel.may_come += count
             self._record(TAKEN, number, length=count)
@@ -261,7 +261,9 @@ class Mux:
             del self._came[:size]
             self._took(kind, number, channel, length, content)
 
-    def _took(self, kind: int, number: int, channel: Channel, length: int, content: bytes) -> None:
+    def _took(
+        self, kind: int, number: int, channel: MuxChannel, length: int, content: bytes
+    ) -> None:
         if kind == TAKEN:
             if number in FREE or channel.may_send + length > WINDOW:
                 raise Garbage(b"more was taken than was sent")

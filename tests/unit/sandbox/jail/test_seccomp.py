@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from services.sandbox.jail.confinement import allowed, calls, seccomp
-from services.sandbox.jail.confinement.allowed import Policy
+from services.sandbox.jail.confinement.allowed import CallPolicy
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]
@@ -29,7 +29,7 @@ REFUSED = {"x86_64": [101, 165, 321, 206, 294], "aarch64": [117, 40, 280, 0, 26]
 
 
 def verdict(
-    policy: Policy,
+    policy: CallPolicy,
     machine: str,
     number: int,
     *arguments: int,
@@ -65,7 +65,7 @@ def verdict(
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_each_call_gets_what_its_policy_says(policy: Policy, machine: str) -> None:
+def test_each_call_gets_what_its_policy_says(policy: CallPolicy, machine: str) -> None:
     answers, cases = dict(policy.answered), dict(policy.cases)
     names = {number: name for name, number in calls.numbers(machine).items()}
     for number in range(calls.LAST + 1):
@@ -168,7 +168,7 @@ def test_calls_of_the_future_and_of_other_architectures(machine: str) -> None:
 
 
 def test_a_machine_without_a_list_is_named() -> None:
-    with pytest.raises(calls.Unsupported, match="riscv64"):
+    with pytest.raises(calls.UnsupportedMachine, match="riscv64"):
         seccomp.program(allowed.JAIL, True, "riscv64")
 
 

@@ -15,7 +15,7 @@ from common.environment import mcp_client
 from common.mesh.process.host import SystemHost
 from services.environment.environments import offered
 from services.environment.tools import BadCall
-from services.sandbox.workers.pool import Pool, PoolLimits, Work
+from services.sandbox.workers.pool import PoolCall, PoolLimits, WorkerPool
 from services.sandbox.workers.worker import TOOL
 from tests.load import scaled
 
@@ -46,11 +46,11 @@ def test_the_model_is_told_of_its_tools(folder: str) -> None:
         offered({"x": "mcp:weather/sunset"}, {"weather": COMMAND}, folder)
 
 
-async def made(folder: str, uses: dict[str, str]) -> Pool:
+async def made(folder: str, uses: dict[str, str]) -> WorkerPool:
     functions = {TOOL + name: use for name, use in uses.items()}
     limits = PoolLimits(warm=1, most=1, rlimits={})
     place = ("j", folder, functions, Path(folder) / "log", limits, {"weather": COMMAND})
-    pool = Pool(SystemHost(), SystemClock(), *place)
+    pool = WorkerPool(SystemHost(), SystemClock(), *place)
     await pool.start()
     return pool
 
@@ -61,7 +61,7 @@ async def test_its_tools_are_called_and_their_errors_are_for_the_model(folder: s
     pool = await made(folder, {name: f"mcp:weather/{name}" for name in names})
 
     async def called(name: str, arguments: Any) -> Any:
-        return (await pool.run([Work(TOOL + name, [arguments], scaled(20.0))]))[0]
+        return (await pool.run([PoolCall(TOOL + name, [arguments], scaled(20.0))]))[0]
 
     try:
         assert (await called("forecast", {"city": "Ulm", "days": 3})).value == "Ulm: sun for 3 days"

@@ -22,7 +22,7 @@ from common.mesh.process.host import SystemHost
 from common.mesh.runtime.calls.waits import WaitTable
 from services.sandbox.jail.confinement import landlock
 from services.sandbox.outcomes.answer import Answer
-from services.sandbox.workers.pool import Pool, PoolLimits, Work
+from services.sandbox.workers.pool import PoolCall, PoolLimits, WorkerPool
 from services.sandbox.workers.worker import REWARD, TOOL
 from tests.load import scaled
 
@@ -152,12 +152,12 @@ BEHAVIOURS = """
     BEHAVIOURS = dict(globals())
 """
 
-Make = Callable[..., Awaitable[Pool]]
+Make = Callable[..., Awaitable[WorkerPool]]
 
 
 @pytest.fixture
 async def make(tmp_path: Path) -> AsyncIterator[Make]:
-    pools: list[Pool] = []
+    pools: list[WorkerPool] = []
     (tmp_path / "behaviours.py").write_text(textwrap.dedent(BEHAVIOURS))
 
     async def build(
@@ -165,11 +165,11 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
         tool: str = "behaviours:tool",
         waits: WaitTable | None = None,
         **limits: Any,
-    ) -> Pool:
+    ) -> WorkerPool:
         functions = {f"{TOOL}t": tool, f"{REWARD}0": reward}
         log = tmp_path / "sandbox.log"
         place = ("j", str(tmp_path), functions, log, PoolLimits(**limits))
-        pools.append(Pool(SystemHost(), SystemClock(), *place, waits=waits))
+        pools.append(WorkerPool(SystemHost(), SystemClock(), *place, waits=waits))
         await pools[-1].start()
         return pools[-1]
 
@@ -181,21 +181,23 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
 HANGING = {"spins", "spins_holding_the_gil", "sleeps"}
 
 
-def score(do: str, deadline_s: float = 0.0, **row: Any) -> Work:
+def score(do: str, deadline_s: float = 0.0, **row: Any) -> PoolCall:
     """Return a call with a deadline that is short if it hangs, and else far."""
     arguments = [{"do": do, **row}, [{"role": "model", "text": "4"}]]
     deadline_s = deadline_s or (0.3 if do in HANGING else scaled(5.0))
-    return Work(f"{REWARD}0", arguments, deadline_s)
+    return PoolCall(f"{REWARD}0", arguments, deadline_s)
 
 
-def use(deadline_s: float, do: str, *, name: str = "t", once: bool = False, **value: Any) -> Work:
-    return Work(TOOL + name, [{"do": do, **value}], scaled(deadline_s), once)
+def use(
+    deadline_s: float, do: str, *, name: str = "t", once: bool = False, **value: Any
+) -> PoolCall:
+    return PoolCall(TOOL + name, [{"do": do, **value}], scaled(deadline_s), once)
 
 
 GOOD = Answer("ok", 0.5, "")
 
 
-async def with_neighbours(pool: Pool, do: str, **row: Any) -> Answer:
+async def with_neighbours(pool: WorkerPool, do: str, **row: Any) -> Answer:
     """The outcome of one call amid a batch that loses nothing else; nor does the next batch."""
     good = score("good")
     before, odd, *after = await pool.run([good, score(do, **row), good, good])
@@ -421,10 +423,10 @@ async def test_what_reads_texts_of_the_model_has_no_files_programs_or_network(
     """
     (tmp_path / "closed.py").write_text(textwrap.dedent(source))
     place = ("j", str(tmp_path), {f"{TOOL}t": "closed:tool"}, tmp_path / "log", PoolLimits(warm=1))
-    pool = Pool(SystemHost(), SystemClock(), *place, closed=True)
+    pool = WorkerPool(SystemHost(), SystemClock(), *place, closed=True)
     await pool.start()
     calls = [
-        Work(f"{TOOL}t", [what], scaled(5.0))
+        PoolCall(f"{TOOL}t", [what], scaled(5.0))
         for what in ("think", "connect", "write", "read", "see")
     ]
     answers = await pool.run(calls)
