@@ -6,7 +6,7 @@ that the sandbox does not know (it has restarted) is NotFound for the batch: loa
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from common.api.calls.interface import Call, Cast, Interface
@@ -144,6 +144,27 @@ class Outcomes:
     """The answer to RunTools and RewardBatch."""
 
     outcomes: list[Outcome]  # in the order of the calls
+
+
+@dataclass(frozen=True)
+class SandboxStats:
+    """The figures of a sandbox, which its entry in the registry has."""
+
+    job: str  # the one that it serves; empty: none yet
+    workers: int
+    replaced: int  # workers that ended or were killed
+    jails: int  # started so far
+    busy: int  # slots for jails
+    waiting: int  # calls for a slot
+    sessions: int
+    rests: bool  # what else it does may be asked of another
+    outcomes: dict[str, int] = field(default_factory=dict)  # by status
+
+    def entry(self) -> dict[str, Any]:
+        """Return them by name; the outcomes of a status are `outcomes_<status>`."""
+        figures = asdict(self)
+        outcomes = figures.pop("outcomes")
+        return figures | {f"outcomes_{status}": count for status, count in outcomes.items()}
 
 
 class Sandbox(Interface):

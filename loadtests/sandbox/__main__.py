@@ -23,7 +23,7 @@ from loadtests.sandbox.sandboxed import Place, sandboxed
 from loadtests.sandbox_cpu import spinning
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.jobs import TRUSTED as TRUSTED_TOOLS
-from services.sandbox.workers.pool import PoolCall, PoolLimits, WorkerPool
+from services.sandbox.workers.pool import PoolCall, PoolFunctions, PoolLimits, WorkerPool
 from services.sandbox.workers.worker import TOOL
 
 PROGRAM = "print(sum(i * i for i in range(1000)))"
@@ -135,9 +135,9 @@ async def trusted(place: Place, calls: int) -> float:
 
 async def in_worker(place: Place, calls: int) -> float:
     """The same as the sandbox sees it: from a call's arrival at its pool to its answer."""
-    functions = {f"{TOOL}c": TRUSTED_TOOLS["calculator"]}
-    directory = str(place.directory)
-    pool = WorkerPool(SystemHost(), SystemClock(), "load", directory, functions, None, PoolLimits())
+    references = {f"{TOOL}c": TRUSTED_TOOLS["calculator"]}
+    functions = PoolFunctions("load", str(place.directory), references)
+    pool = WorkerPool(SystemHost(), SystemClock(), functions, PoolLimits())
     await pool.start()
     took = []
     try:

@@ -12,7 +12,7 @@ from common.mesh.residents.pausing import stands_while_paused
 from common.mesh.runtime.mesh import Mesh, MeshSettings, run
 from common.state.pool.workers.names import service
 from common.weights.store.local_files import modules_here
-from services.sandbox.actor import SandboxActor
+from services.sandbox.actor import MeshParts, SandboxActor, Served
 from services.sandbox.outcomes.ends import ToldEnds
 from services.sandbox.workers.pool import RLIMITS, PoolLimits
 
@@ -31,16 +31,10 @@ async def main(
         mesh.clock,
         logs,
         limits,
-        name=name,
-        job=job,
-        load=load,
-        slots=jails,
-        waits=mesh.waits,
-        ends=ends,
-        job_clock=mesh.job_clock,
-        modules=partial(modules_here, mesh),
+        Served(name, job, load, jails),
+        MeshParts(mesh.waits, ends, mesh.job_clock, partial(modules_here, mesh)),
     )
-    await mesh.join(actor, stats=actor.stats)
+    await mesh.join(actor, stats=lambda: actor.stats().entry())
     mesh.ready = True
     try:
         async with stands_while_paused(mesh, job):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from common.api.sandbox import (
     EndSessions,
@@ -18,6 +18,7 @@ from common.api.sandbox import (
     RewardCall,
     RunTools,
     Sandbox,
+    SandboxStats,
     ToolCall,
 )
 from common.base.clock import Clock
@@ -38,10 +39,30 @@ from services.sandbox.jailed import Jailed
 from services.sandbox.jobs import LoadedJob, trusted
 from services.sandbox.outcomes.answer import Answer
 from services.sandbox.outcomes.ends import Ends
-from services.sandbox.workers.pool import PoolLimits, WorkerPool
+from services.sandbox.workers.pool import PoolFunctions, PoolLimits, WorkerPool
 
 Modules = Callable[[str, str], Awaitable[str]]  # of a directory at home and a bundle's digest
 SWEEP_S = 5.0  # between two looks for sessions that are idle
+
+
+@dataclass(frozen=True)
+class Served:
+    """A sandbox's name, and what it serves."""
+
+    name: str
+    job: str = ""  # empty: whichever is loaded, in place of the one before
+    load: str = ""  # digest of what may be loaded; empty: whatever its starter sends
+    slots: int = 8  # jails at a time
+
+
+@dataclass(frozen=True)
+class MeshParts:
+    """What a mesh gives a sandbox; one without a mesh has none of it."""
+
+    waits: WaitTable | None = None
+    ends: Ends = field(default_factory=Ends)
+    job_clock: Clock | None = None  # stands still while the job is paused
+    modules: Modules | None = None  # finds the author's code; None: it lies where it is said to
 
 
 class SandboxActor(Actor):
@@ -53,27 +74,12 @@ class SandboxActor(Actor):
         clock: Clock,
         logs: Path | None,
         limits: PoolLimits,
-        *,
-        name: str,
-        job: str = "",
-        load: str = "",
-        slots: int = 8,
-        waits: WaitTable | None = None,
-        ends: Ends | None = None,
-        job_clock: Clock | None = None,
-        modules: Modules | None = None,
+        served: Served,
+        mesh: MeshParts | None = None,
     ) -> None:
-        """`job`: the one that it serves; empty: whichever is loaded, in place of the one before.
-        `load`: digest of what may be loaded; empty: whatever one is told, by who started it alone.
-        `job_clock` stands still while that is paused. `modules` finds the author's code on this
-        host; None: it lies where one is told.
-        """
-        self._modules = modules
-        self._job_clock = job_clock
-        self._waits, self._ends = waits, ends or Ends()
+        self._mesh, self._served = mesh or MeshParts(), served
         self._host, self._clock, self._logs, self._limits = host, clock, logs, limits
-        self._name, self._serves, self._may_load = name, job, load
-        self._slots = JailSlots(clock, slots)
+        self._slots = JailSlots(clock, served.slots)
         self._job: LoadedJob | None = None
         self._launchers: dict[Interpreter, JailLauncher] = {}
         self._loading = asyncio.Lock()
@@ -85,21 +91,21 @@ class SandboxActor(Actor):
         self._sweeping: asyncio.Task[None] | None = None
         self._once = 0  # batches under way of calls that are not run again when this ends
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> SandboxStats:
         job = self._job
         pools = job.pools if job is not None else ()
         sessions = job.jailed.sessions.size if job is not None and job.jailed else 0
-        return {
-            "job": self._serves or (job.loaded.job if job is not None else ""),
-            "workers": sum(pool.size for pool in pools),
-            "replaced": sum(pool.replaced for pool in pools),
-            "jails": sum(launcher.started for launcher in self._launchers.values()),
-            "busy": self._slots.busy,
-            "waiting": self._slots.waiting,
-            "sessions": sessions,
-            "rests": not sessions and not self._once,  # what else it does may be asked of another
-            **{f"outcomes_{status}": count for status, count in self._outcomes.items()},
-        }
+        return SandboxStats(
+            job=self._served.job or (job.loaded.job if job is not None else ""),
+            workers=sum(pool.size for pool in pools),
+            replaced=sum(pool.replaced for pool in pools),
+            jails=sum(launcher.started for launcher in self._launchers.values()),
+            busy=self._slots.busy,
+            waiting=self._slots.waiting,
+            sessions=sessions,
+            rests=not sessions and not self._once,
+            outcomes=dict(self._outcomes),
+        )
 
     async def start(self) -> None:
         self._sweeping = asyncio.create_task(self._sweep_forever(), name="idle sessions")
@@ -112,19 +118,20 @@ class SandboxActor(Actor):
             await job.stop()
         await asyncio.gather(*(launcher.stop() for launcher in self._launchers.values()))
         self._launchers.clear()
-        self._ends.stop()
+        self._mesh.ends.stop()
 
     @call(Sandbox.load)
     async def load(self, m: LoadJob) -> Loaded:
         """Idempotent; other code of the job replaces its workers and jails. Refused for a job that
         it does not serve, and for other code than its document has.
         """
-        if self._serves and m.job != self._serves:
-            raise Refused(f"it serves job {self._serves}, and not {m.job}", where=self._name)
-        if self._may_load and loading.digest_of(m) != self._may_load:
+        served = self._served
+        if served.job and m.job != served.job:
+            raise Refused(f"it serves job {served.job}, and not {m.job}", where=served.name)
+        if served.load and loading.digest_of(m) != served.load:
             raise Refused(
                 f"it was told to load of job {m.job} what the job's document does not say",
-                where=self._name,
+                where=self._served.name,
                 fix="Its document is what was submitted; a shard that says otherwise is none of "
                 "this mesh's code: see whose host it is on (`meshrl hosts`)",
             )
@@ -143,23 +150,15 @@ class SandboxActor(Actor):
         jailed = await self._jailed(m)
         log = self._log("workers")
         modules = m.bundle_dir
-        if self._modules is not None:
-            modules = await self._modules(m.bundle_dir, m.bundle)
+        if self._mesh.modules is not None:
+            modules = await self._mesh.modules(m.bundle_dir, m.bundle)
         pools: list[WorkerPool] = []
         try:
-            for functions, closed in zip(trusted(m), (True, False), strict=True):
-                if functions:
-                    place = (m.job, modules, functions, log, self._limits, m.mcp)
-                    pools.append(
-                        WorkerPool(
-                            self._host,
-                            self._clock,
-                            *place,
-                            closed=closed,
-                            waits=self._waits,
-                            ends=self._ends,
-                        )
-                    )
+            for references, closed in zip(trusted(m), (True, False), strict=True):
+                if references:
+                    functions = PoolFunctions(m.job, modules, references, m.mcp, closed)
+                    where = self._host, self._clock, functions, self._limits
+                    pools.append(WorkerPool(*where, log, self._mesh.waits, self._mesh.ends))
                     await pools[-1].start()
         except BaseException:
             await asyncio.gather(*(pool.stop() for pool in pools))
@@ -179,13 +178,13 @@ class SandboxActor(Actor):
             raise Refused(
                 f"{', '.join(uses)} of job {m.job} run code that the model wrote, which takes "
                 f"{isolation.MEANING[demanded]}; this host has {found.meaning}",
-                where=self._name,
+                where=self._served.name,
                 fix=found.fix,
             )
         if m.jail.root and found.tier == "landlock":
             raise Refused(
                 f"sandbox.root of job {m.job} takes bubblewrap: Landlock shows the host's files",
-                where=self._name,
+                where=self._served.name,
                 fix=found.fix,
             )
         tier = found.tier if found.tier in ("landlock", "runner") else "bwrap"
@@ -194,7 +193,7 @@ class SandboxActor(Actor):
         # One with pytest begins when the first row asks for it.
         suites = self._launcher(with_pytest(interpreter), tier, log)
         made = launcher, suites, self._clock, self._slots
-        return Jailed(*made, m, found.meaning, self._job_clock)
+        return Jailed(*made, m, found.meaning, self._mesh.job_clock)
 
     async def _find(self, interpreter: Interpreter, log: Path | None) -> tiers.FoundTier:
         """The tier of this host, or of a job's runner on it; each is tried once."""
@@ -215,7 +214,7 @@ class SandboxActor(Actor):
 
     def _log(self, of: str) -> Path | None:
         """Of processes of its own, which share one."""
-        name = f"{self._name.replace('/', '-')}-{of}.log"
+        name = f"{self._served.name.replace('/', '-')}-{of}.log"
         return self._logs / name if self._logs else None
 
     def _launcher(self, interpreter: Interpreter, tier: str, log: Path | None) -> JailLauncher:
@@ -228,8 +227,8 @@ class SandboxActor(Actor):
                 interpreter,
                 self._homes if tier != "landlock" else None,
                 log,
-                self._waits,
-                self._ends,
+                self._mesh.waits,
+                self._mesh.ends,
             )
         return self._launchers[interpreter]
 
@@ -259,11 +258,11 @@ class SandboxActor(Actor):
             if job is None or job.loaded.job != name:
                 raise NotFound(
                     f"job {name} is not loaded",
-                    where=self._name,
+                    where=self._served.name,
                     fix="call Sandbox.load, then again",
                 )
         if job is None:
-            raise NotFound("no job is loaded", where=self._name)
+            raise NotFound("no job is loaded", where=self._served.name)
         return job
 
     async def _sweep_forever(self) -> None:

@@ -81,10 +81,7 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> 
         settings = request["limits"]
         together = None if request["counted"] else _memory(settings["memory_bytes"], cpu, tier)
         watching = watch.GuestWatch(
-            child,
-            channel,
-            wake,
-            ready,
+            watch.WatchedGuest(child, channel, wake, ready),
             settings,
             cpu,
             signal_all,

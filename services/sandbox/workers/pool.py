@@ -89,31 +89,32 @@ class _WorkerEnded(Exception):
     """The process must be replaced; its calls are answered or back in the queue."""
 
 
-class WorkerPool:
-    """Runs functions of one job in processes of its own, a few of them warm.
+@dataclass(frozen=True)
+class PoolFunctions:
+    """What the workers of a pool import and run."""
 
-    `functions` are references, `module:function`, looked for in `directory` first. `closed`: they
-    need no files, no programs and no network, and get none.
-    """
+    job: str
+    directory: str  # is searched first
+    references: dict[str, str]  # by name: "module:function", or "mcp:server/tool"
+    servers: dict[str, list[str]] = field(default_factory=dict)  # MCP server -> its command
+    closed: bool = False  # they need no files, no programs and no network, and get none
+
+
+class WorkerPool:
+    """Runs functions of one job in processes of its own, a few of them warm."""
 
     def __init__(
         self,
         host: Host,
         clock: Clock,
-        job: str,
-        directory: str,
-        functions: dict[str, str],
-        log: Path | None,
+        functions: PoolFunctions,
         limits: PoolLimits,
-        servers: dict[str, list[str]] | None = None,
-        closed: bool = False,
+        log: Path | None = None,
         waits: WaitTable | None = None,
         ends: Ends | None = None,
     ) -> None:
-        self._servers, self._closed = servers or {}, closed
         self._waits, self._ends = waits or WaitTable(clock), ends or Ends()
-        self.functions = functions
-        self._job, self._directory = job, directory
+        self._given, self._job, self.functions = functions, functions.job, functions.references
         self._host, self._clock, self._log, self._limits = host, clock, log, limits
         self._queue: deque[_Waiting] = deque()
         self._places: dict[str, str] = {}  # where each function begins
@@ -284,7 +285,8 @@ class WorkerPool:
             pipe=True,
             guarded=True,
         )
-        setup = [self._directory, self.functions, self._servers, self._closed]
+        given = self._given
+        setup = [given.directory, given.references, given.servers, given.closed]
         try:
             await child.send(msgpack.packb(setup))
             call_id, status, places, error = _unpacked(await child.recv(LOAD_S))
@@ -293,7 +295,7 @@ class WorkerPool:
             raise ToolFailed(
                 f"importing {', '.join(self.functions.values())} ended the process or took more"
                 f" than {LOAD_S:g} s: {problem}",
-                where=self._directory,
+                where=given.directory,
                 fix="import it with plain Python; its output is in the sandbox's log",
             ) from problem
         except BaseException:
@@ -304,7 +306,7 @@ class WorkerPool:
             child.kill()
             raise ToolFailed(
                 f"a tool or reward of job {self._job} does not import: {error}",
-                where=self._directory,
+                where=given.directory,
             )
         self._places = places
         return child

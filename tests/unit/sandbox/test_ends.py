@@ -15,7 +15,7 @@ from common.state.events import Event
 from meshrl.view.history.belonging import Belonging
 from meshrl.view.history.news import unforeseen
 from services.sandbox.outcomes.ends import TELL_S, Ends, ToldEnds
-from services.sandbox.workers.pool import PoolCall, PoolLimits, WorkerPool
+from services.sandbox.workers.pool import PoolCall, PoolFunctions, PoolLimits, WorkerPool
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.load import scaled
@@ -60,10 +60,7 @@ async def test_a_worker_that_is_killed_is_told_and_one_that_has_served_its_time_
     pool = WorkerPool(
         SystemHost(),
         SystemClock(),
-        "calc",
-        str(tmp_path),
-        {"tool:pid": "tools:pid"},
-        None,
+        PoolFunctions("calc", str(tmp_path), {"tool:pid": "tools:pid"}),
         PoolLimits(warm=1, most=1, recycle=2),
         ends=Heard(),
     )

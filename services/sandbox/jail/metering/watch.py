@@ -7,7 +7,7 @@ import select
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..wire import frames
 from . import memory, usage
@@ -42,6 +42,15 @@ def stolen_of(line: bytes, cores: int) -> float:
     return int(line.split()[8]) * usage.TICK_S / cores
 
 
+class WatchedGuest(NamedTuple):
+    """A guest's first process, and descriptors that become readable."""
+
+    pid: int
+    channel: int  # when the sandbox says something
+    wake: int  # when a process of the jail has ended
+    ready: int  # when the guest has been set up
+
+
 class GuestWatch:
     """Waits for the end of the guest, or of its time.
 
@@ -54,10 +63,7 @@ class GuestWatch:
 
     def __init__(
         self,
-        child: int,
-        channel: int,
-        wake: int,
-        ready: int,
+        guest: WatchedGuest,
         limits: dict[str, Any],
         cpu: usage.Grouped | usage.Scanned,
         signal_all: Callable[[int], None],
@@ -66,10 +72,10 @@ class GuestWatch:
         stands: bool = False,
     ) -> None:
         """`stands`: the wall clock stands until the first lap, or until a turn begins."""
-        self._child, self._channel, self._wake = child, channel, wake
+        self._child, self._channel, self._wake = guest.pid, guest.channel, guest.wake
         self._limits, self._cpu, self._signal_all = limits, cpu, signal_all
         self._refusals, self._memory = refusals, together
-        self._ready, self._set_up = ready, False
+        self._ready, self._set_up = guest.ready, False
         self._begun = self._lap = time.monotonic()
         self._parallel = max(1, min(os.cpu_count() or 1, limits["processes"]))
         self._total = self._lap_cpu = 0.0
@@ -86,8 +92,8 @@ class GuestWatch:
             self._stands = (self._lap, 0.0, self._lap_stolen)
         self._over: dict[str, Any] | None = None  # the report, once the guest has ended
         self._poller = select.poll()
-        self._poller.register(channel, select.POLLIN)
-        self._poller.register(wake, select.POLLIN)
+        self._poller.register(guest.channel, select.POLLIN)
+        self._poller.register(guest.wake, select.POLLIN)
         if refusals.fd >= 0:
             self._poller.register(refusals.fd, select.POLLIN)
 

@@ -15,7 +15,7 @@ from common.environment import mcp_client
 from common.mesh.process.host import SystemHost
 from services.environment.environments import offered
 from services.environment.tools import BadCall
-from services.sandbox.workers.pool import PoolCall, PoolLimits, WorkerPool
+from services.sandbox.workers.pool import PoolCall, PoolFunctions, PoolLimits, WorkerPool
 from services.sandbox.workers.worker import TOOL
 from tests.load import scaled
 
@@ -47,10 +47,10 @@ def test_the_model_is_told_of_its_tools(folder: str) -> None:
 
 
 async def made(folder: str, uses: dict[str, str]) -> WorkerPool:
-    functions = {TOOL + name: use for name, use in uses.items()}
+    references = {TOOL + name: use for name, use in uses.items()}
+    functions = PoolFunctions("j", folder, references, {"weather": COMMAND})
     limits = PoolLimits(warm=1, most=1, rlimits={})
-    place = ("j", folder, functions, Path(folder) / "log", limits, {"weather": COMMAND})
-    pool = WorkerPool(SystemHost(), SystemClock(), *place)
+    pool = WorkerPool(SystemHost(), SystemClock(), functions, limits, Path(folder) / "log")
     await pool.start()
     return pool
 

@@ -22,7 +22,7 @@ from common.mesh.process.host import SystemHost
 from common.mesh.runtime.calls.waits import WaitTable
 from services.sandbox.jail.confinement import landlock
 from services.sandbox.outcomes.answer import Answer
-from services.sandbox.workers.pool import PoolCall, PoolLimits, WorkerPool
+from services.sandbox.workers.pool import PoolCall, PoolFunctions, PoolLimits, WorkerPool
 from services.sandbox.workers.worker import REWARD, TOOL
 from tests.load import scaled
 
@@ -166,10 +166,10 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
         waits: WaitTable | None = None,
         **limits: Any,
     ) -> WorkerPool:
-        functions = {f"{TOOL}t": tool, f"{REWARD}0": reward}
+        references = {f"{TOOL}t": tool, f"{REWARD}0": reward}
+        where = PoolFunctions("j", str(tmp_path), references), PoolLimits(**limits)
         log = tmp_path / "sandbox.log"
-        place = ("j", str(tmp_path), functions, log, PoolLimits(**limits))
-        pools.append(WorkerPool(SystemHost(), SystemClock(), *place, waits=waits))
+        pools.append(WorkerPool(SystemHost(), SystemClock(), *where, log, waits))
         await pools[-1].start()
         return pools[-1]
 
@@ -422,8 +422,9 @@ async def test_what_reads_texts_of_the_model_has_no_files_programs_or_network(
             }[what]()
     """
     (tmp_path / "closed.py").write_text(textwrap.dedent(source))
-    place = ("j", str(tmp_path), {f"{TOOL}t": "closed:tool"}, tmp_path / "log", PoolLimits(warm=1))
-    pool = WorkerPool(SystemHost(), SystemClock(), *place, closed=True)
+    functions = PoolFunctions("j", str(tmp_path), {f"{TOOL}t": "closed:tool"}, closed=True)
+    where = SystemHost(), SystemClock(), functions, PoolLimits(warm=1)
+    pool = WorkerPool(*where, tmp_path / "log")
     await pool.start()
     calls = [
         PoolCall(f"{TOOL}t", [what], scaled(5.0))
