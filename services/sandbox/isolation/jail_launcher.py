@@ -24,13 +24,13 @@ from common.mesh.runtime.calls.waits import WaitTable
 from services.sandbox.isolation.jails.jail import DRAIN_S, Jail, JailFailed, Ran
 from services.sandbox.isolation.jails.pipes import JailOutput, Pipe
 from services.sandbox.isolation.jails.zygotes import Zygote, ZygoteSilent
+from services.sandbox.isolation.outer_jail import outer
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
-from services.sandbox.isolation.outer_jail.outer import Outer
+from services.sandbox.isolation.outer_jail.root import JAIL
 from services.sandbox.isolation.resources import scratch, users
 from services.sandbox.isolation.resources.cgroups import Cgroup, Homes
 from services.sandbox.isolation.resources.limits import JailLimits
-from services.sandbox.isolation.runners import leftovers
-from services.sandbox.isolation.runners.spawner import Spawner
+from services.sandbox.isolation.runners import leftovers, spawner
 from services.sandbox.outcomes.ends import KILLED, Ends
 
 WARM_S = 60.0  # for a zygote's start, on a busy host
@@ -136,29 +136,10 @@ class JailLauncher:
         given = self._interpreter
         if given.runner:
             self._folders.append(leftovers.folder())
-            spawner = Spawner(
-                control,
-                str(self._folders[-1]),
-                given.runner,
-                given.python,
-                given.isolated,
-                given.places,
-                given.warm,
-                given.packages,
-                given.root,
-            )
-            return ["services.sandbox.isolation.runners.spawner", spawner.argument()]
-        outer = Outer(
-            self.tier,
-            control,
-            given.python,
-            given.isolated,
-            given.places,
-            given.warm,
-            given.packages,
-            given.root,
-        )
-        return ["services.sandbox.isolation.outer_jail.outer", outer.argument()]
+            module, first = spawner.__name__, [str(control), str(self._folders[-1])]
+        else:
+            module, first = outer.__name__, [self.tier, str(control)]
+        return [module, *first, given.encoded()]
 
     def _drop(self) -> None:
         if self._zygote is not None:
@@ -324,10 +305,9 @@ class JailLauncher:
 
     def _readable(self) -> list[str]:
         interpreter = self._interpreter
-        own = str(Path(__file__).parents[1] / "jail")
         places = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
         devices = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
-        return [*places, *devices, *interpreter.places, *interpreter.packages, own]
+        return [*places, *devices, *interpreter.places, *interpreter.packages, JAIL]
 
     async def _group(self, limits: JailLimits) -> Cgroup | None:
         """One that no jail is in. The last processes of a jail leave it a moment after its end, and

@@ -19,7 +19,7 @@ import resource
 import signal
 import socket
 import sys
-from typing import Any, NoReturn
+from typing import Any, Callable, NoReturn
 
 from . import keeper
 from .confinement import allowed, kernel, seccomp
@@ -37,22 +37,23 @@ WARM = (
 )
 
 
-def serve(control: socket.socket, tier: str) -> None:
-    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    users = kernel.mapped_users()
-    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if tier == "bwrap" else -1
+Begin = Callable[[bytes, "list[int]"], None]  # never returns
+
+
+def serve(control: socket.socket, begin: Begin, prepare: Callable[[], None]) -> None:
+    """Calls `begin` in a fork for each packet, and `prepare` before that."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps what is forked
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control.send(b"warm")
     while True:
         packet, fds = received(control)
         if not packet:
             return
         try:
-            if own >= 0:  # one's own again first: a namespace is unshared once, or not at all
-                kernel.setns(own, kernel.CLONE_NEWPID)
-                kernel.unshare(kernel.CLONE_NEWPID)
-            if (
-                os.fork() == 0
-            ):  # before anything that only the jail needs: both copy what they touch
-                _keep(packet, fds, users, tier, proc)
+            prepare()
+            # Before anything that only the jail needs: both copy what they touch.
+            if os.fork() == 0:
+                begin(packet, fds)
         except OSError as error:
             refuse(fds[0], error)
         finally:
@@ -61,11 +62,23 @@ def serve(control: socket.socket, tier: str) -> None:
         control.send(DONE)
 
 
-def _keep(packet: bytes, fds: list[int], users: list[range], tier: str, proc: int) -> NoReturn:
-    request = frames.parsed(packet)
-    if not any(request["user"] in each for each in users):
-        request["user"] = 0
-    keeper.keep(dict(zip(request["descriptors"], fds)), request, tier, proc)
+def _forks_keepers(control: socket.socket, tier: str) -> None:
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    users = kernel.mapped_users()
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if tier == "bwrap" else -1
+
+    def prepare() -> None:
+        if own >= 0:  # one's own again first: a namespace is unshared once, or not at all
+            kernel.setns(own, kernel.CLONE_NEWPID)
+            kernel.unshare(kernel.CLONE_NEWPID)
+
+    def begin(packet: bytes, fds: list[int]) -> NoReturn:
+        request = frames.parsed(packet)
+        if not any(request["user"] in each for each in users):
+            request["user"] = 0
+        keeper.keep(dict(zip(request["descriptors"], fds)), request, tier, proc)
+
+    serve(control, begin, prepare)
 
 
 def received(control: socket.socket) -> tuple[bytes, list[int]]:
@@ -140,7 +153,4 @@ def main() -> None:
     if sys.argv[2] == "bwrap":
         _keep_devices()
     warm(json.loads(sys.argv[3]), sys.argv[2], sys.argv[4])
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps keepers
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control.send(b"warm")
-    serve(control, sys.argv[2])
+    _forks_keepers(control, sys.argv[2])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from common.api.sandbox import JailSettings
 from common.job.isolation import images
 from common.job.isolation.runners import Runner
+
+if TYPE_CHECKING:  # it imports numpy, which would delay each outer jail
+    from common.api.sandbox import JailSettings
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,21 @@ class Interpreter:
         base = os.path.realpath(sys.base_prefix)
         python = os.path.join(base, "bin", f"python{sys.version_info.major}")
         return cls(python, True, () if base.startswith("/usr") else (base,))
+
+    def encoded(self) -> str:
+        """Return it as an argument of a process, which decodes it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> Interpreter:
+        values: dict[str, Any] = json.loads(text)
+        for name in ("places", "warm", "packages", "runner"):
+            values[name] = tuple(values[name])
+        return cls(**values)
+
+    def command(self, code: str) -> list[str]:
+        """Return the command that runs `code` with it, apart from the user's settings."""
+        return [self.python, *(["-I", "-S"] if self.isolated else ["-I"]), "-c", code]
 
 
 def interpreter_of(jail: JailSettings) -> Interpreter:

@@ -1,5 +1,5 @@
 """Becomes the outer jail, in which a zygote forks jails:
-`python -m services.sandbox.isolation.outer_jail.outer JSON`.
+`python -m services.sandbox.isolation.outer_jail.outer TIER CONTROL INTERPRETER`.
 
 The order matters. What needs root comes first, if we are root: places that a plain user cannot
 reach are bound into a mount namespace of our own. Then we become a plain user, for whom the limit
@@ -12,19 +12,14 @@ import json
 import os
 import resource
 import sys
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter
+from services.sandbox.isolation.outer_jail.root import INSIDE, JAIL, PACKAGES, content_of
 from services.sandbox.isolation.resources import users
 from services.sandbox.jail.confinement import kernel
 
 GATHERED = ("/mnt", "/media", "/srv", "/tmp")  # where binds are gathered; the first that exists
-INSIDE = "/run/meshrl"  # where this package's jail folder lies in a jail
-PACKAGES = f"{INSIDE}/packages"  # and packages that its interpreter lacks
-SYSTEM = ("/usr",)
-LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-OPTIONAL = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
-OURS = ("dev", "proc", "run", "sys", "tmp")  # of an image they are not shown: a jail has its own
 DEVICES = ("null", "zero", "full", "random", "urandom")
 START = (
     "import sys; sys.version_info >= (3, 8) or sys.exit('meshrl: jails take Python 3.8 or newer, "
@@ -36,46 +31,27 @@ OUT_OF_MEMORY_SCORE = "500"
 MOST_PROCESSES = 8192  # most in all jails together
 
 
-@dataclass(frozen=True)
-class Outer:
-    """What an outer jail is made of."""
-
-    tier: str  # bwrap | landlock
-    control: int  # descriptor of the zygote's socket
-    python: str  # the interpreter that jailed code gets
-    isolated: bool  # without its site-packages
-    places: tuple[str, ...] = ()  # directories to show, read-only, beside the system's
-    warm: tuple[str, ...] = field(default=())  # modules that jailed code finds imported
-    packages: tuple[str, ...] = ()  # of one directory: for those that the interpreter lacks
-    root: str = ""  # a directory that is shown as the file system, in place of the host's
-
-    def argument(self) -> str:
-        return json.dumps(asdict(self))
-
-
-def command(outer: Outer, gathered: dict[str, str], own_users: int) -> list[str]:
-    """What to execute; `gathered` says where else a place can be reached, `own_users` is a
-    user namespace to enter, or -1.
+def command(
+    tier: str, control: int, interpreter: Interpreter, gathered: dict[str, str], own_users: int
+) -> list[str]:
+    """What to execute. `control` is the zygote's socket, `gathered` says where else a place can be
+    reached, `own_users` is a user namespace to enter, or -1.
     """
-    flags = ["-I", "-S"] if outer.isolated else ["-I"]
-    package = INSIDE if outer.tier == "bwrap" else str(Path(__file__).parents[2])
-    zygote = [outer.python, *flags, "-c", START.format(package)]
-    zygote += [str(outer.control), outer.tier, json.dumps(outer.warm), _searched_last(outer)]
-    if outer.tier != "bwrap":
+    package = INSIDE if tier == "bwrap" else os.path.dirname(JAIL)
+    zygote = interpreter.command(START.format(package))
+    zygote += [str(control), tier, json.dumps(interpreter.warm), _searched_last(tier, interpreter)]
+    if tier != "bwrap":
         return zygote
     argv = ["bwrap", *UNSHARED, "--die-with-parent", "--new-session"]
     argv += ["--unshare-user"] if own_users < 0 else ["--userns", str(own_users)]
     # What the loader looks up late, each fork would look up for itself, in pages of its own.
     argv += ["--clearenv", "--setenv", "LD_BIND_NOW", "1", "--hostname", "jail"]
-    argv += shown(gathered.get(outer.root, outer.root)) if outer.root else host()
-    for place in outer.places:
-        argv += _parents(place)  # bubblewrap would keep from all others what is kept from us
-        argv += ["--ro-bind", gathered.get(place, place), place]
-    argv += _parents(f"{PACKAGES}/all")
-    for place in outer.packages:
-        argv += ["--ro-bind", gathered.get(place, place), f"{PACKAGES}/{os.path.basename(place)}"]
-    jail = str(Path(__file__).parents[2] / "jail")
-    argv += ["--ro-bind", gathered.get(jail, jail), f"{INSIDE}/jail"]
+    content = content_of(interpreter, gathered.get(interpreter.root, interpreter.root))
+    for inside, text in content.links.items():
+        argv += ["--symlink", text, inside]
+    for inside, place in content.binds.items():
+        argv += _parents(inside)  # bubblewrap would keep from all others what is kept from us
+        argv += ["--ro-bind", gathered.get(place, place), inside]
     argv += ["--proc", "/proc", "--tmpfs", "/dev", "--dir", "/tmp"]
     for device in DEVICES:
         argv += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
@@ -87,47 +63,17 @@ def command(outer: Outer, gathered: dict[str, str], own_users: int) -> list[str]
     return [*argv, *zygote]
 
 
-def host() -> list[str]:
-    """Shows the host's programs and libraries."""
-    argv = []
-    for place in SYSTEM:
-        argv += ["--ro-bind", place, place]
-    for link in LINKS:
-        if os.path.islink(link):
-            argv += ["--symlink", os.readlink(link), link]
-        elif os.path.isdir(link):
-            argv += ["--ro-bind", link, link]
-    for place in OPTIONAL:
-        argv += _parents(place)
-        argv += ["--ro-bind-try", place, place]
-    return argv
-
-
-def shown(root: str) -> list[str]:
-    """Shows an image: each thing at its top, as a link there may lead nowhere but inside."""
-    argv = []
-    for name in sorted(os.listdir(root)):
-        place = os.path.join(root, name)
-        if name in OURS:
-            continue
-        if os.path.islink(place):
-            argv += ["--symlink", os.readlink(place), f"/{name}"]
-        else:
-            argv += ["--ro-bind", place, f"/{name}"]
-    return argv
-
-
 def _parents(place: str) -> list[str]:
     """Makes the directories above a place, for every user to enter."""
     above = [str(parent) for parent in reversed(Path(place).parents)]
     return [word for parent in above[1:] for word in ("--dir", parent)]
 
 
-def _searched_last(outer: Outer) -> str:
+def _searched_last(tier: str, interpreter: Interpreter) -> str:
     """Where a zygote finds the packages; empty: there are none."""
-    if not outer.packages:
+    if not interpreter.packages:
         return ""
-    return PACKAGES if outer.tier == "bwrap" else os.path.dirname(outer.packages[0])
+    return PACKAGES if tier == "bwrap" else os.path.dirname(interpreter.packages[0])
 
 
 def gather(places: list[str]) -> dict[str, str]:
@@ -149,9 +95,7 @@ def gather(places: list[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    values = json.loads(sys.argv[1])
-    values |= {name: tuple(values[name]) for name in ("places", "warm", "packages")}
-    outer = Outer(**values)
+    tier, control, interpreter = sys.argv[1], int(sys.argv[2]), Interpreter.decode(sys.argv[3])
     parent = os.getppid()
     os.umask(0o022)  # what a program makes in a jail has the modes that it would have elsewhere
     gathered: dict[str, str] = {}
@@ -159,10 +103,9 @@ def main() -> None:
     if os.getuid() == 0:
         # Written by root it is also the least that a jail can set: they go before anything else.
         Path("/proc/self/oom_score_adj").write_text(OUT_OF_MEMORY_SCORE)
-        jail = str(Path(__file__).parents[2] / "jail")
-        if outer.tier == "bwrap":
-            image = [outer.root] if outer.root else []
-            gathered = gather([*outer.places, *outer.packages, jail, *image])
+        if tier == "bwrap":
+            image = [interpreter.root] if interpreter.root else []
+            gathered = gather([*interpreter.places, *interpreter.packages, JAIL, *image])
             own_users = users.namespace(users.PLAIN_ID)
             kernel.become(users.PLAIN_ID)
         else:
@@ -177,7 +120,7 @@ def main() -> None:
         sys.exit("the sandbox has ended")
     if own_users >= 0:
         os.set_inheritable(own_users, True)
-    argv = command(outer, gathered, own_users)
+    argv = command(tier, control, interpreter, gathered, own_users)
     os.execvpe(argv[0], argv, {"PATH": os.environ.get("PATH", "/usr/bin:/bin")})
 
 

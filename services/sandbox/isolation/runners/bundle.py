@@ -6,64 +6,16 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.sandbox.isolation.outer_jail.outer import (
-    INSIDE,
-    LINKS,
-    OPTIONAL,
-    OURS,
-    PACKAGES,
-    SYSTEM,
-)
+from services.sandbox.isolation.outer_jail.root import RootContent
 
-JAIL = str(Path(__file__).parents[2] / "jail")
 # The keeper is root inside, which is not root here, and needs no more: the guest gets a user of its
 # own, and is ended from there.
 CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
 READ_ONLY = ("bind", "ro", "nosuid", "nodev")
 OPEN_FILES = 1024  # of the relay and the keeper; the guest has a limit of its own
-
-
-@dataclass(frozen=True)
-class RootContent:
-    """What lies in the root: files and directories by their place inside, and links."""
-
-    binds: dict[str, str]  # inside -> on this host
-    links: dict[str, str]  # inside -> what it says
-
-
-def of_host(places: tuple[str, ...], packages: tuple[str, ...]) -> RootContent:
-    """The host's programs and libraries, and where an interpreter and its packages lie."""
-    binds = {place: place for place in (*SYSTEM, *OPTIONAL) if os.path.exists(place)}
-    links = {}
-    for link in LINKS:
-        if os.path.islink(link):
-            links[link] = os.readlink(link)
-        elif os.path.isdir(link):
-            binds[link] = link
-    return RootContent(
-        {**binds, **dict(zip(places, places, strict=True)), **_ours(packages)}, links
-    )
-
-
-def of_image(root: str, packages: tuple[str, ...]) -> RootContent:
-    """What lies at the top of an image; its links there lead nowhere but inside."""
-    binds, links = {}, {}
-    for name in sorted(set(os.listdir(root)) - set(OURS)):
-        place = os.path.join(root, name)
-        if os.path.islink(place):
-            links[f"/{name}"] = os.readlink(place)
-        else:
-            binds[f"/{name}"] = place
-    return RootContent({**binds, **_ours(packages)}, links)
-
-
-def _ours(packages: tuple[str, ...]) -> dict[str, str]:
-    named = {f"{PACKAGES}/{os.path.basename(package)}": package for package in packages}
-    return {**named, f"{INSIDE}/jail": JAIL}
 
 
 def lay_out(root: Path, shown: RootContent) -> None:
