@@ -6,7 +6,7 @@ import ast
 import sys
 from collections.abc import Iterator
 
-from common.grading import parametrized
+from common.grading import parametrized, suites
 from common.grading.parametrized import ANY
 
 _PYTEST = (
@@ -15,7 +15,6 @@ _PYTEST = (
 )
 PYTEST = frozenset(_PYTEST.split())
 FIXTURES = frozenset({"capsys", "capfd", "monkeypatch", "request", "tmp_path", "tmp_path_factory"})
-DEPTH = 9  # of classes that derive from each other; a source may say that they do in a circle
 MARKS_REFUSED = {"anyio": "pytest-anyio", "trio": "pytest-trio"}
 
 # Of the standard library: what has no sense where the solution runs in another process.
@@ -77,13 +76,12 @@ class TestReader:
             if isinstance(node, ast.ClassDef):
                 self._classes[node.name] = node
                 yield from self._class(node)
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                self._fixtures.update(self._fixture_names(node))
-        found = False
-        for owner, function in self._tests(tree):
-            found = True
-            yield from self._test(owner, function)
-        if not found:
+            elif isinstance(node, suites.Function):
+                self._fixtures.update(suites.fixtures(node, self._makes_fixture))
+        tests = list(suites.find(tree, lambda node: self._path(node).rpartition(".")[2]))
+        for test in tests:
+            yield from self._test(test)
+        if not tests:
             yield "no test found"
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):
@@ -151,67 +149,20 @@ class TestReader:
 
     # -- tests
 
-    def _tests(
-        self, tree: ast.Module
-    ) -> Iterator[tuple[ast.ClassDef | None, ast.FunctionDef | ast.AsyncFunctionDef]]:
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                if node.name.startswith("test"):
-                    yield None, node
-            elif isinstance(node, ast.ClassDef) and self._holds_tests(node):
-                yield from self._methods(node, node)
+    def _makes_fixture(self, decorator: ast.expr) -> bool:
+        return self._path(decorator) == "pytest.fixture"
 
-    def _holds_tests(self, node: ast.ClassDef) -> bool:
-        return node.name.startswith("Test") or self._is_case(node)
-
-    def _methods(
-        self, owner: ast.ClassDef, node: ast.ClassDef, depth: int = 0
-    ) -> Iterator[tuple[ast.ClassDef, ast.FunctionDef | ast.AsyncFunctionDef]]:
-        for part in node.body:
-            if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
-                if part.name.startswith("test"):
-                    yield owner, part
-            elif isinstance(part, ast.ClassDef) and part.name.startswith("Test"):
-                yield from self._methods(part, part)
-        for base in node.bases:
-            if isinstance(base, ast.Name) and base.id in self._classes and depth < DEPTH:
-                yield from self._methods(owner, self._classes[base.id], depth + 1)
-
-    def _is_case(self, node: ast.ClassDef, depth: int = 0) -> bool:
-        """Whether it is a `unittest.TestCase`."""
-        for base in node.bases:
-            if self._path(base).rpartition(".")[2] in ("TestCase", "IsolatedAsyncioTestCase"):
-                return True
-            known = self._classes.get(base.id) if isinstance(base, ast.Name) else None
-            if known is not None and depth < DEPTH and self._is_case(known, depth + 1):
-                return True
-        return False
-
-    def _fixture_names(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
-        for decorator in node.decorator_list:
-            call = decorator if isinstance(decorator, ast.Call) else None
-            if self._path(call.func if call else decorator) == "pytest.fixture":
-                yield node.name
-                for keyword in call.keywords if call else ():
-                    if keyword.arg == "name" and isinstance(keyword.value, ast.Constant):
-                        yield str(keyword.value.value)
-
-    def _test(
-        self, owner: ast.ClassDef | None, node: ast.FunctionDef | ast.AsyncFunctionDef
-    ) -> Iterator[str]:
-        case = owner is not None and self._is_case(owner)
-        marks = [*node.decorator_list, *(owner.decorator_list if owner else ())]
+    def _test(self, test: suites.WrittenTest) -> Iterator[str]:
+        node, marks = test.node, test.marks
         given = set(self._parameters(marks)) | ({ANY} if self._marked_elsewhere else set())
-        if not case:
-            names = [argument.arg for argument in node.args.posonlyargs + node.args.args]
+        if not test.case:
             static = any(self._path(d) == "staticmethod" for d in node.decorator_list)
-            skipped = (owner is not None and not static) + self._patched(node.decorator_list)
-            without_default = names[: len(names) - len(node.args.defaults)]
-            for name in without_default[skipped:]:
+            filled = (test.owner is not None and not static) + self._patched(node.decorator_list)
+            for name in test.arguments(filled):
                 if name not in given | self._fixtures | FIXTURES and ANY not in given:
                     yield f"fixture {name}" if name != "mocker" else "pytest-mock's mocker"
-        if isinstance(node, ast.AsyncFunctionDef) and not case:
-            paths = {self._path(m.func if isinstance(m, ast.Call) else m) for m in marks}
+        if isinstance(node, ast.AsyncFunctionDef) and not test.case:
+            paths = {self._path(suites.called(mark)) for mark in marks}
             if "pytest.mark.asyncio" not in paths and "pytestmark" not in self._modules:
                 yield f"async def {node.name} without pytest.mark.asyncio"
 

@@ -48,7 +48,7 @@ def _python(tests: str) -> None:
     if not tests.strip():
         raise BadTests("an empty text")
     try:
-        found = suites.read(tests).tests
+        found = suites.read(tests)
     except SyntaxError as error:
         if tests.lstrip()[:1] in ("{", "["):
             raise BadTests("a text that begins like JSON, but is none") from None

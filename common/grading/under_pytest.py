@@ -6,9 +6,9 @@ import ast
 import sys
 from collections.abc import Iterator
 
-from common.grading import parametrized
+from common.grading import parametrized, suites
 from common.grading.parametrized import ANY
-from common.grading.suites import SOLUTION
+from common.grading.suites import SOLUTION, Function, called
 
 # Of pytest itself; plugins bring further ones.
 _FIXTURES = (
@@ -19,7 +19,6 @@ _FIXTURES = (
 FIXTURES = frozenset(_FIXTURES.split())
 PRESENT = frozenset({SOLUTION, "pytest", "_pytest"})
 _HOOKS = ("pytest_generate_tests", "pytest_plugins")  # with them, names come from anywhere
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def modules(tests: str) -> tuple[str, ...]:
@@ -48,17 +47,16 @@ def lacks(tests: str) -> tuple[str, ...]:
     if any(hook in tests for hook in _HOOKS):
         return ()
     anywhere = parametrized.elsewhere(tree)
-    made = {name for node in ast.walk(tree) if isinstance(node, Function) for name in _made(node)}
+    functions = [node for node in ast.walk(tree) if isinstance(node, Function)]
+    made = {name for node in functions for name in suites.fixtures(node, _may_make_fixture)}
     found: dict[str, None] = {}
-    for owner, node in _tests(tree):
-        plain = all(_dotted(_called(d)).startswith("pytest.mark.") for d in node.decorator_list)
-        if not plain or (owner and owner.bases):
+    for test in suites.find(tree):
+        node, owner = test.node, test.owner
+        plain = all(_dotted(called(d)).startswith("pytest.mark.") for d in node.decorator_list)
+        if not plain or test.name.count("::") > 1 or (owner and owner.bases):
             continue
-        marks = [*node.decorator_list, *(owner.decorator_list if owner else ())]
-        given = set().union(*(_parametrized(mark) for mark in marks)) if marks else set()
-        names = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
-        names = names[: len(names) - len(node.args.defaults)][1 if owner else 0 :]
-        for name in names:
+        given = set().union(*(_parametrized(mark) for mark in test.marks))
+        for name in test.arguments(1 if owner else 0):
             if name not in FIXTURES | made | given and not (anywhere or ANY in given):
                 found[f"the fixture {name}"] = None
         if isinstance(node, ast.AsyncFunctionDef):
@@ -75,24 +73,8 @@ def _always(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield node
 
 
-def _tests(tree: ast.Module) -> Iterator[tuple[ast.ClassDef | None, Function]]:
-    for node in tree.body:
-        if isinstance(node, Function) and node.name.startswith("test"):
-            yield None, node
-        elif isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
-            for part in node.body:
-                if isinstance(part, Function) and part.name.startswith("test"):
-                    yield node, part
-
-
-def _made(node: Function) -> Iterator[str]:
-    """Names of the fixture that a function is, if it may be one."""
-    for decorator in node.decorator_list:
-        if "fixture" in _dotted(_called(decorator)):
-            yield node.name
-            for keyword in decorator.keywords if isinstance(decorator, ast.Call) else ():
-                if keyword.arg == "name" and isinstance(keyword.value, ast.Constant):
-                    yield str(keyword.value.value)
+def _may_make_fixture(decorator: ast.expr) -> bool:
+    return "fixture" in _dotted(decorator)
 
 
 def _parametrized(mark: ast.expr) -> set[str]:
@@ -100,10 +82,6 @@ def _parametrized(mark: ast.expr) -> set[str]:
     if not isinstance(mark, ast.Call) or not _dotted(mark.func).endswith("parametrize"):
         return set()
     return parametrized.given(mark)
-
-
-def _called(decorator: ast.expr) -> ast.expr:
-    return decorator.func if isinstance(decorator, ast.Call) else decorator
 
 
 def _dotted(node: ast.expr) -> str:

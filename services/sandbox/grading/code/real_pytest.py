@@ -107,7 +107,7 @@ async def _looked(attempt: Attempt, suite: Suites, tests: str) -> dict[str, Any]
     raise BadTests(f"pytest does not collect them within {attempt.limits.cpu_s:g} s of CPU time")
 
 
-def _judged(said: dict[str, Any], written: suites.Suite) -> list[str]:
+def _judged(said: dict[str, Any], written: list[str]) -> list[str]:
     """The tests that there are, by a look at them without a solution."""
     if "absent" in said:
         fix = "install it there, or pip install 'meshrl[pytest]'"
@@ -118,13 +118,13 @@ def _judged(said: dict[str, Any], written: suites.Suite) -> list[str]:
             raise Unsupported(f"the tests import {module}, which jails do not have")
         if not said["used"]:
             raise BadTests(str(said["broken"]))
-        return written.tests
+        return list(written)
     for entry in said["collected"]:
         if "lacks" in entry:
             raise Unsupported(f"{entry['id']} takes {entry['lacks']}, which pytest has not")
     names = _names(said)
     if said["used"]:  # a test may be made by what stood for the solution
-        names += [name for name in written.tests if name not in names]
+        names += [name for name in written if name not in names]
     if not names:
         raise BadTests("pytest finds no test in it")
     return names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -19,46 +18,22 @@ class JailSlots:
 
     def __init__(self, clock: Clock, count: int) -> None:
         self._clock, self.count = clock, count
-        self._queue: deque[asyncio.Future[None]] = deque()
-        self.busy = 0
-
-    @property
-    def waiting(self) -> int:
-        return len(self._queue)
+        self._free = asyncio.Semaphore(count)
+        self.busy = self.waiting = 0
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[None]:
-        await self.take()
+        if self.waiting >= WAITING_MOST:
+            raise Overloaded(f"{self.waiting} calls wait for a jail already")
+        self.waiting += 1
+        try:
+            async with self._clock.timeout(WAIT_S, "the wait for a jail"):
+                await self._free.acquire()
+        finally:
+            self.waiting -= 1
+        self.busy += 1
         try:
             yield
         finally:
-            self.release()
-
-    async def take(self) -> None:
-        if self.waiting >= WAITING_MOST:
-            raise Overloaded(f"{self.waiting} calls wait for a jail already")
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append(turn)
-        self._give()
-        try:
-            async with self._clock.timeout(WAIT_S, "the wait for a jail"):
-                await turn
-        except BaseException:
-            if turn.done() and not turn.cancelled():  # it had just been given one
-                self.release()
-            else:
-                turn.cancel()
-                if turn in self._queue:
-                    self._queue.remove(turn)
-            raise
-
-    def release(self) -> None:
-        self.busy -= 1
-        self._give()
-
-    def _give(self) -> None:
-        while self._queue and self.busy < self.count:
-            turn = self._queue.popleft()
-            if not turn.done():
-                self.busy += 1
-                turn.set_result(None)
+            self.busy -= 1
+            self._free.release()

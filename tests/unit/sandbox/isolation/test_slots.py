@@ -29,27 +29,34 @@ async def test_who_comes_first_is_served_first_and_no_more_run_than_there_are() 
 @pytest.mark.parametrize("when", ["waiting", "given"])
 async def test_a_caller_that_leaves_gives_its_slot_back(when: str) -> None:
     slots = JailSlots(SystemClock(), 1)
-    await slots.take()
-    leaving = asyncio.create_task(slots.take())
-    await asyncio.sleep(0)
-    if when == "given":
-        slots.release()
+
+    async def call() -> None:
+        async with slots.one():
+            await asyncio.sleep(0)
+
+    async with slots.one():
+        leaving = asyncio.create_task(call())
+        await asyncio.sleep(0)
+        if when == "waiting":
+            leaving.cancel()
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
-    if when == "waiting":
-        slots.release()
-    async with asyncio.timeout(scaled(5)):
-        await slots.take()
-    assert (slots.busy, slots.waiting) == (1, 0)
+    async with asyncio.timeout(scaled(5)), slots.one():
+        assert (slots.busy, slots.waiting) == (1, 0)
 
 
 @pytest.mark.deep
 async def test_more_than_can_be_served_in_time_are_refused() -> None:
     slots = JailSlots(SystemClock(), 0)
-    waiting = [asyncio.create_task(slots.take()) for _ in range(module.WAITING_MOST)]
+
+    async def call() -> None:
+        async with slots.one():
+            raise AssertionError("there is no slot")
+
+    waiting = [asyncio.create_task(call()) for _ in range(module.WAITING_MOST)]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="wait for a jail already"):
-        await slots.take()
+        await call()
     for task in waiting:
         task.cancel()
     await asyncio.wait(waiting)
