@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from common.base.errors import DeadlineExceeded
+from common.base.errors import BadMessage, DeadlineExceeded, PeerLost
 from services.sandbox.grading.code.equality import Tolerance
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.jail import Jail, JailFailed, Ran
+from services.sandbox.isolation.jails.jail import GRACE_S, SLOWEST, Jail, JailFailed, Ran
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from services.sandbox.isolation.resources.slots import JailSlots
 
@@ -80,11 +80,85 @@ class Attempt:
                 fix="Run fewer jails at once on this host (`--jails`), or raise options.case_s",
             )
 
+    # ---- words with a jail --------------------------------------------------------------------
 
-@contextlib.contextmanager
-def answering() -> Iterator[None]:
-    """JailFailed where a jail is silent for longer than its keeper lets it be."""
-    try:
-        yield
-    except DeadlineExceeded as error:
-        raise JailFailed(f"a jail hangs: {error.message}", where="sandbox") from error
+    def lap(self, jail: Jail, waits: bool = False) -> None:
+        """Lets a jail begin its next test."""
+        jail.lap(waits)
+        jail.output.left = self.limits.output_bytes
+
+    async def tell(self, jail: Jail, frame: dict[str, Any]) -> bool:
+        """Send a frame to the guest; False if its jail has ended."""
+        assert jail.cells is not None
+        try:
+            await jail.cells.send(self.clock, frame, SEND_S)
+        except PeerLost:
+            return False
+        return True
+
+    async def word(self, jail: Jail, more_s: float = 0.0) -> dict[str, Any] | None:
+        """Return the next frame of the guest; None if its jail has ended, or speaks garbage.
+
+        JailFailed where a jail is silent for longer than its keeper lets it be.
+        """
+        assert jail.cells is not None
+        try:
+            patience_s = SLOWEST * self.limits.wall_s + more_s + GRACE_S
+            said: dict[str, Any] = await jail.cells.receive(self.clock, patience_s)
+        except (PeerLost, BadMessage):
+            return None
+        except DeadlineExceeded as error:
+            raise JailFailed(f"a jail hangs: {error.message}", where="sandbox") from error
+        return said
+
+
+class Trial(ABC):
+    """Jails in which tests run one after the other, until one of them ends."""
+
+    def __init__(self, attempt: Attempt, *jails: Jail) -> None:
+        self.attempt, self.jails = attempt, jails
+
+    @abstractmethod
+    async def begin(self, number: int) -> int | None:
+        """Return how many tests there are, of which `number` is the next; None if a jail has ended;
+        0 if the solution does not load.
+        """
+
+    @abstractmethod
+    async def passes(self, number: int) -> bool | None:
+        """Return whether that test is passed; None if a jail has ended."""
+
+    async def is_blamed(self) -> bool:
+        """True if no jail is to be replaced; see `Attempt.blames`."""
+        blamed = [await self.attempt.blames(jail) for jail in self.jails]
+        return all(blamed)
+
+
+async def passed(
+    attempt: Attempt, trial_of: Callable[[], Awaitable[Trial]], count: int = 1
+) -> list[bool]:
+    """Return which tests are passed. A trial serves them all, and another goes on behind the test
+    in which its jails ended. `count` is how many there are, as far as one knows before.
+    """
+    found: list[bool] = []
+    while len(found) < count and not attempt.over(found):
+        trial = await trial_of()
+        try:
+            begun = await trial.begin(len(found))
+            if begun is None and not await trial.is_blamed():
+                continue
+            if not begun:
+                break
+            count = begun
+            while len(found) < count and not attempt.over(found):
+                verdict = await trial.passes(len(found))
+                if verdict is None and not await trial.is_blamed():
+                    break  # other jails are asked
+                found.append(verdict is True)
+                if verdict is None:
+                    attempt.late += 1
+                    break
+        finally:
+            for jail in trial.jails:
+                jail.close()
+    return found + [False] * (count - len(found))

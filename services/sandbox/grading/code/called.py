@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import secrets
 from typing import Any
 
-from common.base.errors import BadMessage, PeerLost
 from common.grading.cases import Called
 from common.grading.support import Unsupported
-from services.sandbox.grading.code.attempt import SEND_S, Attempt, answering
+from services.sandbox.grading.code import attempt as attempts
+from services.sandbox.grading.code.attempt import Attempt, Trial
 from services.sandbox.grading.code.equality import same
-from services.sandbox.isolation.jails.jail import GRACE_S, SLOWEST, Jail
+from services.sandbox.isolation.jails.jail import Jail
 from services.sandbox.isolation.jails.pipes import FRAME_BYTES
 from services.sandbox.jail.wire import frames, plain
 
@@ -21,50 +20,52 @@ SPACES = 8  # times what is wanted, as JSON, that an answer may take: escapes, a
 
 
 async def passed(attempt: Attempt, source: str, function: str, cases: list[Called]) -> list[bool]:
-    """Which of the cases the function passes. One jail serves all calls, and another goes on after
-    the one in which it ended.
-    """
-    found: list[bool] = []
+    """Which of the cases the function passes."""
     for case in cases:
         _sendable(case)
     program = {"mode": "calls", "source": source, "function": function, "graded": True}
+
+    async def trial() -> _Calls:
+        jail = await attempt.launcher.open(program, attempt.limits, cells=True, stands=True)
+        return _Calls(attempt, jail, cases)
+
     async with attempt.slots.one():
-        while len(found) < len(cases) and not attempt.over(found):
-            jail = await attempt.launcher.open(program, attempt.limits, cells=True, stands=True)
-            try:
-                if await _answer(attempt, jail, None) is None:
-                    if await attempt.blames(jail):  # it does not even load
-                        break
-                    continue
-                while len(found) < len(cases) and not attempt.over(found):
-                    answer = await _answer(attempt, jail, cases[len(found)])
-                    if answer is None and not await attempt.blames(jail):
-                        break  # another jail is asked
-                    found.append(_right(attempt, answer, cases[len(found)]))
-                    if answer is None:
-                        attempt.late += 1
-                        break
-            finally:
-                jail.close()
-    return found + [False] * (len(cases) - len(found))
+        return await attempts.passed(attempt, trial, len(cases))
 
 
-async def _answer(attempt: Attempt, jail: Jail, case: Called | None) -> dict[str, Any] | None:
-    """What the guest says to a call, or to nothing at its start; None if it has ended.
+class _Calls(Trial):
+    """The calls that one jail serves."""
 
-    The clock of a start stands, until it has taken as long as a case may.
-    """
-    assert jail.cells is not None
-    token = secrets.token_hex(8)
-    with contextlib.suppress(PeerLost, BadMessage), answering():
+    def __init__(self, attempt: Attempt, jail: Jail, cases: list[Called]) -> None:
+        super().__init__(attempt, jail)
+        self._jail, self._cases = jail, cases
+
+    async def begin(self, number: int) -> int | None:
+        return len(self._cases) if await self._answer(None) is not None else None
+
+    async def passes(self, number: int) -> bool | None:
+        case = self._cases[number]
+        answer = await self._answer(case)
+        if answer is None:
+            return None
+        tolerance = self.attempt.tolerance
+        return "value" in answer and any(
+            same(answer["value"], wanted, tolerance) for wanted in case.accepted
+        )
+
+    async def _answer(self, case: Called | None) -> dict[str, Any] | None:
+        """What the guest says to a call, or to nothing at its start; None if it has ended.
+
+        The clock of a start stands, until it has taken as long as a case may.
+        """
+        attempt, jail, token = self.attempt, self._jail, secrets.token_hex(8)
+        assert jail.cells is not None
         if case:
-            jail.lap()
-            jail.output.left = attempt.limits.output_bytes
+            attempt.lap(jail)
             jail.cells.allow(SPACES * max(_size(value) for value in case.accepted))
-            asked = {"call": token, **_packed(case)}
-            await jail.cells.send(attempt.clock, asked, SEND_S)
-        patience = SLOWEST * attempt.limits.wall_s + GRACE_S
-        waited = asyncio.ensure_future(jail.cells.receive(attempt.clock, patience))
+            if not await attempt.tell(jail, {"call": token, **_packed(case)}):
+                return None
+        waited = asyncio.ensure_future(attempt.word(jail))
         ends = {waited, jail.output.over}
         try:
             if not case:
@@ -74,19 +75,11 @@ async def _answer(attempt: Attempt, jail: Jail, case: Called | None) -> dict[str
             await asyncio.wait(ends, return_when="FIRST_COMPLETED")
             if not case:
                 jail.turn(False)
-            if waited.done():
-                found: dict[str, Any] = waited.result()
-                return found if not case or found.get("call") == token else None
+            found = waited.result() if waited.done() else None
         finally:
             waited.cancel()
             await asyncio.gather(waited, return_exceptions=True)
-    return None
-
-
-def _right(attempt: Attempt, answer: dict[str, Any] | None, case: Called) -> bool:
-    if answer is None or "value" not in answer:
-        return False
-    return any(same(answer["value"], wanted, attempt.tolerance) for wanted in case.accepted)
+        return found if not case or (found and found.get("call") == token) else None
 
 
 def _packed(case: Called) -> dict[str, Any]:

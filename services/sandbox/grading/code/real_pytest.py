@@ -14,13 +14,14 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common.base.errors import BadMessage, DeadlineExceeded, PeerLost
+from common.base.errors import DeadlineExceeded
 from common.grading import shapes, suites
 from common.grading.cases import BadTests
 from common.grading.support import Unsupported
-from services.sandbox.grading.code.attempt import RETRIES, SEND_S, Attempt, answering
+from services.sandbox.grading.code import attempt as attempts
+from services.sandbox.grading.code.attempt import RETRIES, Attempt, Trial
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.jail import GRACE_S, SLOWEST, Jail
+from services.sandbox.isolation.jails.jail import Jail
 from services.sandbox.isolation.resources.limits import MIB
 
 PYTEST_BYTES = 64 * MIB  # address space of pytest itself, beside the solution's memory
@@ -38,36 +39,46 @@ class Suites:
 
 async def passed(attempt: Attempt, suite: Suites, source: str, tests: str) -> list[bool]:
     """Which of the tests the solution passes, in the order in which pytest runs them."""
-    found: list[bool] = []
     async with attempt.slots.one():
         known = await _known(attempt, suite, tests)
-        while len(found) < len(known) and not attempt.over(found):
-            program = {"source": source, "tests": tests}
-            jail = await _jail(attempt, suite, program)
-            try:
-                said = await _first_word(attempt, jail)
-                if said is None and not await attempt.blames(jail):
-                    continue
-                collected = _names(said)
-                if not collected:  # the solution does not load
-                    break
-                places = _places(known, collected)
-                plan = [place for place in places[len(found) :] if place is not None]
-                await _tell(attempt, jail, {"plan": plan})
-                while len(found) < len(known) and not attempt.over(found):
-                    if places[len(found)] is None:  # it is not there any more
-                        found.append(False)
-                        continue
-                    outcome = await _outcome(attempt, jail, len(found))
-                    if outcome is None and not await attempt.blames(jail):
-                        break
-                    found.append(outcome == PASSED)
-                    if outcome is None:
-                        attempt.late += 1
-                        break
-            finally:
-                jail.close()
-    return found + [False] * (len(known) - len(found))
+
+        async def trial() -> _Session:
+            jail = await _jail(attempt, suite, {"source": source, "tests": tests})
+            return _Session(attempt, jail, known)
+
+        return await attempts.passed(attempt, trial, len(known))
+
+
+class _Session(Trial):
+    """One session of pytest, which runs the tests that are `known` without a solution."""
+
+    def __init__(self, attempt: Attempt, jail: Jail, known: list[str]) -> None:
+        super().__init__(attempt, jail)
+        self._jail, self._known = jail, known
+        self._places: list[int | None] = []  # of each among those that it has collected
+
+    async def begin(self, number: int) -> int | None:
+        said = await _first_word(self.attempt, self._jail)
+        if said is None:
+            return None
+        if not (collected := _names(said)):
+            return 0
+        self._places = _places(self._known, collected)
+        plan = [place for place in self._places[number:] if place is not None]
+        await self.attempt.tell(self._jail, {"plan": plan})  # else what is asked is not answered
+        return len(self._known)
+
+    async def passes(self, number: int) -> bool | None:
+        if self._places[number] is None:  # it is not there any more
+            return False
+        token = secrets.token_hex(8)
+        self.attempt.lap(self._jail)
+        for frame in ({"test": number}, {"token": token}):
+            await self.attempt.tell(self._jail, frame)
+        said = await self.attempt.word(self._jail)
+        if said is None or said.get("token") != token or said.get("test") != number:
+            return None
+        return str(said.get("outcome")) == PASSED
 
 
 async def _jail(attempt: Attempt, suite: Suites, program: dict[str, Any]) -> Jail:
@@ -151,46 +162,12 @@ def _places(known: list[str], collected: list[str]) -> list[int | None]:
     return places
 
 
-async def _tell(attempt: Attempt, jail: Jail, frame: dict[str, Any]) -> None:
-    assert jail.cells is not None
-    try:
-        await jail.cells.send(attempt.clock, frame, SEND_S)
-    except PeerLost:
-        return  # what is asked next is not answered
-
-
-async def _outcome(attempt: Attempt, jail: Jail, number: int) -> str | None:
-    """How a test ended; None if its jail did."""
-    token = secrets.token_hex(8)
-    jail.lap()
-    jail.output.left = attempt.limits.output_bytes
-    await _tell(attempt, jail, {"test": number})
-    await _tell(attempt, jail, {"token": token})
-    said = await _word(attempt, jail)
-    if said is None or said.get("token") != token or said.get("test") != number:
-        return None
-    return str(said.get("outcome"))
-
-
 async def _first_word(attempt: Attempt, jail: Jail) -> dict[str, Any] | None:
-    """The first word, as `_word`; the jail's clock stands until it has taken as long as a test."""
-    assert jail.cells is not None
+    """The first word; the jail's clock stands until it has taken as long as a test."""
     with contextlib.suppress(DeadlineExceeded):
         async with attempt.clock.timeout(attempt.limits.wall_s, "a collection of tests"):
-            return await _word(attempt, jail)
+            return await attempt.word(jail)
     jail.turn(True)
-    said = await _word(attempt, jail)
+    said = await attempt.word(jail)
     jail.turn(False)
-    return said
-
-
-async def _word(attempt: Attempt, jail: Jail) -> dict[str, Any] | None:
-    """The next word of the jail; None if it has ended, or prints too much."""
-    assert jail.cells is not None
-    patience = SLOWEST * attempt.limits.wall_s + GRACE_S
-    try:
-        with answering():
-            said: dict[str, Any] = await jail.cells.receive(attempt.clock, patience)
-    except (PeerLost, BadMessage):
-        return None
     return said
