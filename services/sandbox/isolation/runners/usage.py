@@ -6,8 +6,9 @@ import os
 import signal
 from dataclasses import dataclass
 
+from services.sandbox.jail.metering import proc
+
 TICKS = os.sysconf("SC_CLK_TCK")
-PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ def tree(root: int) -> list[int]:
     """The processes below `root`, itself left out, which adopts those whose parents end."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
-        if name.isdigit() and (fields := _stat(int(name))):
+        if name.isdigit() and (fields := proc.fields(int(name))):
             children.setdefault(int(fields[1]), []).append(int(name))
     found: list[int] = []
     waiting = children.get(root, [])
@@ -35,56 +36,29 @@ def tree(root: int) -> list[int]:
 
 def ended(pid: int) -> bool:
     """Whether it is gone, but for its parent's asking how."""
-    fields = _stat(pid)
+    fields = proc.fields(pid)
     return not fields or fields[0] in (b"Z", b"X")
 
 
 def of(pids: list[int], memory: bool) -> Use:
     """Their use together; memory is looked at on demand, as it costs most."""
-    ticks, queued_ns, size, runnable = 0, 0, 0, False
+    ticks, queued_s, size, runnable = 0, 0.0, 0, False
     for pid in pids:
-        if fields := _stat(pid):
+        if fields := proc.fields(pid):
             ticks += sum(map(int, fields[11:15]))
-            queued_ns += _queued(pid)
+            queued_s += _queued_s(pid)
             runnable = runnable or fields[0] == b"R"
-            size += _memory(pid) if memory else 0
-    return Use(ticks / TICKS, queued_ns / 1e9, size, runnable)
+            size += proc.share_bytes(pid) if memory else 0
+    return Use(ticks / TICKS, queued_s, size, runnable)
 
 
-def _stat(pid: int) -> list[bytes]:
-    """Fields of /proc/PID/stat from the third (the state) on; empty once it has ended."""
+def _queued_s(pid: int) -> float:
+    """What all its threads have waited for a core."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()
+        threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
-        return []
-
-
-def _queued(pid: int) -> int:
-    total = 0
-    try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
-                total += int(file.read().split()[1])
-    except (OSError, IndexError):
-        return total
-    return total
-
-
-def _memory(pid: int) -> int:
-    """Its share of what it has in memory; all of that where the kernel does not say."""
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-            for line in file:
-                if line.startswith(b"Pss:"):
-                    return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            return int(file.read().split()[1]) * PAGE
-    except OSError:
-        return 0
+        return 0.0
+    return sum(proc.scheduled(f"{pid}/task/{thread}")[1] for thread in threads)
 
 
 def kill(pids: list[int]) -> None:

@@ -6,14 +6,14 @@ each stay below the limit, and what they share, which is counted once.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
+
+from . import proc
 
 LOOK_S = 0.05  # between two looks; a core fills some 100 MB meanwhile
 LOOK_SHARE = 50  # times the CPU time that a look took: looking costs 2 % of a core at most
 LOOKS = 20  # at processes that come and go, before they are over the limit
-PAGE = os.sysconf("SC_PAGE_SIZE")
 OVERHEAD_BYTES = 16 << 20  # as of control groups: what a fork has beside what the program asks for
 
 
@@ -48,7 +48,7 @@ class Watched:
             if sum(resident.values()) <= self._limit:
                 return False
             # Pages that several have count for each above, and by their share here.
-            if sum(_share(pid, most) for pid, most in resident.items()) <= self._limit:
+            if sum(map(proc.share_bytes, resident)) <= self._limit:
                 return False
             if self._resident().keys() == resident.keys():
                 return True
@@ -56,29 +56,5 @@ class Watched:
 
     def _resident(self) -> dict[int, int]:
         """Bytes of those that have memory: of one that has ended there may still be a number."""
-        found = {pid: _resident(pid) for pid in self._members()}
+        found = {pid: proc.resident_bytes(pid) for pid in self._members()}
         return {pid: size for pid, size in found.items() if size}
-
-
-def _resident(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            return int(file.read().split()[1]) * PAGE
-    except OSError:  # it has ended
-        return 0
-
-
-def _share(pid: int, most: int) -> int:
-    """Its pages, those that it shares by its part of them; `most` where it keeps that from us, none
-    once it has ended.
-    """
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-            for line in file:
-                if line.startswith(b"Pss:"):
-                    return int(line.split()[1]) << 10
-    except PermissionError:
-        return most
-    except OSError:  # it has ended
-        return 0
-    return most

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 
+from . import proc
+
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 STANDING = (b"T", b"t", b"Z", b"X")  # states of processes: stopped, traced, ended
 FIRST_PIDS = 2  # in a process namespace of their own: the keeper, and the guest's first process
@@ -106,12 +108,8 @@ class Scanned:
         for name in os.listdir("/proc"):
             if not name.isdigit() or int(name) == keeper:
                 continue
-            try:
-                with open(f"/proc/{name}/stat", "rb") as file:  # names need not be text
-                    fields = file.read().rpartition(b")")[2].split()
-            except OSError:
-                continue
-            if self._alone or fields[2] == self._group:
+            fields = proc.fields(int(name))
+            if fields and (self._alone or fields[2] == self._group):
                 children = (int(fields[13]) + int(fields[14])) * TICK_S
                 stands = fields[0] in STANDING
                 found.append((int(name), fields[19], children, int(fields[17]), stands))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..wire import frames
-from . import memory, usage
+from . import memory, proc, usage
 from .refusals import Refusals
 
 LOOK_S = 0.005  # the least between two looks at the clocks of a guest
@@ -225,22 +225,16 @@ class GuestWatch:
 
         A sleeping program is interruptible; the parent of a `vfork` is not, and has a child.
         """
+        state = proc.fields(self._child)[:1]
         try:
-            with open(f"/proc/{self._child}/stat", "rb") as file:
-                state = file.read().rpartition(b")")[2].split()[0]
             with open(f"/proc/{self._child}/task/{self._child}/children", "rb") as file:
-                return state == b"D" and not file.read()
+                return state == [b"D"] and not file.read()
         except OSError:
             return False
 
     def _of_interpreter(self) -> tuple[float, float]:
         """Seconds that its first thread has run, and has waited for a core."""
-        try:
-            with open(f"/proc/{self._child}/schedstat") as file:
-                ran, queued, _ = file.read().split()
-            return int(ran) / 1e9, int(queued) / 1e9
-        except OSError:
-            return 0.0, 0.0
+        return proc.scheduled(str(self._child))
 
     def _reaped(self) -> dict[str, Any] | None:
         """The report, if the guest has ended; its orphans are reaped on the way."""
