@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import socket
 import sys
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import psutil
 
 from common.base.clock import Clock
 from common.base.errors import MeshError, PeerLost
-from common.job.isolation.runners import Runner
 from common.mesh.process.ends import limits as host_limits
 from common.mesh.process.host import Host
 from common.mesh.runtime.calls.waits import WaitTable
@@ -27,9 +24,10 @@ from services.sandbox.isolation.jails.zygotes import Zygote, ZygoteSilent
 from services.sandbox.isolation.outer_jail import outer
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.outer_jail.root import JAIL
-from services.sandbox.isolation.resources import scratch, users
-from services.sandbox.isolation.resources.cgroups import Cgroup, Homes
+from services.sandbox.isolation.resources import users
+from services.sandbox.isolation.resources.cgroups import Homes
 from services.sandbox.isolation.resources.limits import JailLimits
+from services.sandbox.isolation.resources.places import JailPlace, JailPlaces
 from services.sandbox.isolation.runners import leftovers, spawner
 from services.sandbox.outcomes.ends import KILLED, Ends
 
@@ -37,13 +35,7 @@ WARM_S = 60.0  # for a zygote's start, on a busy host
 SEND_S = 30.0
 AT_ONCE = 1 << 14  # characters of a program that a socket's buffer surely holds
 TRIES = 3  # attempts to start a jail, should its zygote have ended
-LEAVING_S, LEAVING_LOOKS = 0.002, 500  # for a free control group to become empty
 STREAMS = ("stdin", "stdout", "stderr")
-GUEST_NICE = 3  # of guests that no control group weighs: each half of their keepers and of us
-_NUMBERS = itertools.count()  # of control groups, which all launchers of a process name alike
-OVERHEAD_BYTES = 16 << 20  # what a fork and its kernel structures add to a control group
-RUNNER_BYTES = 256 << 20  # of a runner's own processes and the kernel in them; runsc has 60 MiB
-RUNNER_PROCESSES, RUNNER_THREADS = 256, 4  # threads of its own, and for one of the guest
 
 
 class JailLauncher:
@@ -61,14 +53,11 @@ class JailLauncher:
         ends: Ends | None = None,
     ) -> None:
         self._host, self.clock, self._log = host, clock, log
-        self.tier, self._interpreter, self._homes = tier, interpreter, homes
+        self.tier, self._interpreter = tier, interpreter
+        self.places = JailPlaces(clock, homes, interpreter.runner, tier == "landlock")
         self._waits, self._ends = waits or WaitTable(clock), ends or Ends()
         self._zygote: Zygote | None = None
         self._starting = asyncio.Lock()
-        self._groups: deque[Cgroup] = deque()
-        self._users = deque(users.given())  # of which no jail is, longest unused first
-        self._made: list[Cgroup] = []
-        self._littered: list[str] = []  # scratch directories that are still to be cleared away
         self._folders: list[Path] = []  # of a runner's containers
         self.started = 0  # jails
 
@@ -237,22 +226,11 @@ class JailLauncher:
         await self.start()
         zygote = self._zygote
         assert zygote is not None
-        group = await self._group(limits)
-        place, slot = "", -1
+        place = await self.places.take(limits, zygote.child.pid)
         output: JailOutput | None = None
         pipes: list[Pipe] = []
-        fds: dict[str, int] = {}
         given: list[int] = []
-        holders = 2  # of the group and the user: the jail, and the zygote that may yet begin it
-
-        def left() -> None:
-            nonlocal holders
-            holders -= 1
-            if not holders:
-                self._given_back(group, place, slot)
-
         try:
-            slot = self._users.popleft() if self._users else -1
             output = JailOutput(limits.output_bytes)
             pipes.append(Pipe())
             given.append(_readable(stdin))
@@ -264,28 +242,18 @@ class JailLauncher:
                 fds["cells"] = pipes[1].theirs
             if peer >= 0:
                 fds["peer"] = peer
-            if group is not None:
-                fds |= {f"group{number}": fd for number, fd in enumerate(group.lists)}
-                if group.usage >= 0:
-                    fds["usage"] = group.usage
-            request: dict[str, Any] = {"limits": limits.document(), "descriptors": list(fds)}
-            request["nice"] = 0 if self._homes and self._homes.cpu else GUEST_NICE
-            request["counted"] = group is not None
-            request["stands"] = stands
-            request["user"] = users.block(zygote.child.pid) + slot if slot >= 0 else 0
-            if self.tier == "landlock":
-                place = scratch.make(request["user"])
-                request |= {"scratch": place, "readable": self._readable()}
-            if not request["user"] and (self.tier == "landlock" or self._shares_users):
-                request["limits"]["processes"] += _processes_of_user()
-            packet = json.dumps(request).encode()
-            answer = zygote.send(packet, list(fds.values()), left)
+            if place.group is not None:
+                fds |= {f"group{number}": fd for number, fd in enumerate(place.group.lists)}
+                if place.group.usage >= 0:
+                    fds["usage"] = place.group.usage
+            packet = json.dumps(self._request(limits, place, list(fds), stands)).encode()
+            answer = zygote.send(packet, list(fds.values()), lambda: self.places.leave(place))
         except BaseException as error:
             for pipe in pipes:
                 pipe.close()
             if output is not None:
                 output.close()
-            self._given_back(group, place, slot)
+            self.places.give_back(place)
             if isinstance(error, BrokenPipeError | ConnectionResetError):
                 self._ended(zygote)
             raise
@@ -298,10 +266,29 @@ class JailLauncher:
         other = pipes[1] if cells else None
 
         def ended() -> None:
-            left()
+            self.places.leave(place)
             zygote.left()
 
-        return Jail(self.clock, limits, pipes[0], other, output, group, ended), zygote, answer
+        jail = Jail(self.clock, limits, pipes[0], other, output, place.group, ended)
+        return jail, zygote, answer
+
+    def _request(
+        self, limits: JailLimits, place: JailPlace, descriptors: list[str], stands: bool
+    ) -> dict[str, Any]:
+        """What the zygote is told of a jail."""
+        request: dict[str, Any] = {
+            "limits": limits.document(),
+            "descriptors": descriptors,
+            "nice": self.places.nice,
+            "counted": place.group is not None,
+            "stands": stands,
+            "user": place.user,
+        }
+        if place.scratch:
+            request |= {"scratch": place.scratch, "readable": self._readable()}
+        if not place.user and self.places.shares_users:
+            request["limits"]["processes"] += _processes_of_user()
+        return request
 
     def _readable(self) -> list[str]:
         interpreter = self._interpreter
@@ -309,88 +296,15 @@ class JailLauncher:
         devices = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
         return [*places, *devices, *interpreter.places, *interpreter.packages, JAIL]
 
-    async def _group(self, limits: JailLimits) -> Cgroup | None:
-        """One that no jail is in. The last processes of a jail leave it a moment after its end, and
-        its files a moment later.
-        """
-        if self._homes is None:
-            return None
-        more = self._overhead(limits)
-        bounds = limits.memory_bytes + more[0], limits.processes + more[1]
-        group = self._empty_group(*bounds)
-        for _ in range(LEAVING_LOOKS):
-            if group is not None or not self._groups or self._interpreter.runner:
-                break  # a container takes longer to be taken down than another group to be made
-            await self.clock.sleep(LEAVING_S)
-            group = self._empty_group(*bounds)
-        if group is None:
-            group = Cgroup(self._homes, f"meshrl-jail-{os.getpid()}-{next(_NUMBERS)}")
-            self._made.append(group)
-            try:
-                group.limit(*bounds)
-            except BaseException:
-                self._groups.append(group)
-                raise
-        return group
-
-    def _overhead(self, limits: JailLimits) -> tuple[int, int]:
-        """Bytes and processes of a group beside the guest's."""
-        if not self._interpreter.runner:
-            return OVERHEAD_BYTES, 0
-        # A kernel's files are its memory, and it has threads for each of its processes.
-        more = RUNNER_PROCESSES + RUNNER_THREADS * limits.processes
-        return RUNNER_BYTES + limits.scratch_bytes, more
-
-    @property
-    def _shares_users(self) -> bool:
-        """Whether a container's kernel counts processes of its user elsewhere, too."""
-        runner = self._interpreter.runner
-        return bool(runner) and not Runner(runner).runsc
-
-    def _empty_group(self, memory_bytes: int, processes: int) -> Cgroup | None:
-        for _ in range(len(self._groups)):
-            group, taken = self._groups.popleft(), False
-            try:
-                if group.empty():
-                    if group.freezes:
-                        group.freeze(False)
-                    taken = group.limit(memory_bytes, processes)
-            finally:
-                if not taken:
-                    self._groups.append(group)
-            if taken:
-                return group
-        return None
-
-    def _given_back(self, group: Cgroup | None, place: str, slot: int) -> None:
-        if slot >= 0:
-            self._users.append(slot)
-        if group is not None:
-            self._groups.append(group)
-        if place:
-            self._littered.append(place)
-            self._clear()
-
-    def _clear(self) -> None:
-        """Directories of jails that have ended; what still runs there keeps one for a moment."""
-        self._littered = [place for place in self._littered if not scratch.remove(place)]
-
     async def stop(self) -> None:
         zygote = self._zygote
         self._drop()
         if zygote is not None:
             await zygote.child.wait(DRAIN_S)
-        self._clear()
         for folder in self._folders:
             await leftovers.settled(self.clock, folder)
         self._folders = []
-        for group in self._made:
-            for _ in range(100):
-                if group.empty():
-                    break
-                await self.clock.sleep(0.02)
-            group.remove()
-        self._made, self._groups = [], deque()
+        await self.places.stop()
 
 
 def _readable(content: bytes) -> int:

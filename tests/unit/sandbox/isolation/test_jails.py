@@ -170,7 +170,7 @@ async def test_a_start_for_which_descriptors_lack_keeps_none_and_no_group(
 ) -> None:
     assert (await ran(launcher, "print(1)")).stdout == b"1\n"
     before, groups, failed = open_descriptors(), groups_of(launcher), 0
-    users = len(launcher._users)
+    users = len(launcher.places.users)
     for count in range(12):
         with descriptors_left(count):
             try:
@@ -181,7 +181,7 @@ async def test_a_start_for_which_descriptors_lack_keeps_none_and_no_group(
     assert failed >= 5, "a start takes more"
     assert (await ran(launcher, "print(2)")).stdout == b"2\n"
     await closed_again(before)
-    assert (groups_of(launcher), len(launcher._users)) == (groups, users)
+    assert (groups_of(launcher), len(launcher.places.users)) == (groups, users)
 
 
 @pytest.mark.needs("cgroups")

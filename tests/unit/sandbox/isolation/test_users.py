@@ -100,7 +100,7 @@ print(struct.unpack("6I", held.raw))
 async def without_own_users() -> str:
     """What a program says of its capabilities where a sandbox of root's has one user for all."""
     launcher = JailLauncher(SystemHost(), SystemClock(), "landlock", Interpreter.own(), None)
-    launcher._users.clear()  # as in a container that has no such users
+    launcher.places.users.clear()  # as in a container that has no such users
     try:
         ran = await launcher.run({"mode": "program", "source": HELD}, LIMITS)
     finally:
