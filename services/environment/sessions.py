@@ -8,47 +8,79 @@ when it is left to the job's reward.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from common.base.errors import BadMessage
 from common.environment.framing import encodable, packed
 from common.model.chat.chat import Chat, Conversation, ParsedCall
 from common.model.chat.messages import Message, conversation_of, message_of
 from common.model.tokens.tokenizer import Tokenizer
-from services.environment.actions import BadAnswer, EnvironmentAnswer, call_for_answer, score
+from services.environment.actions import BadAnswer, call_for_answer, score
 from services.environment.tools import BadCall, BuiltIn
 
 Action = list[Any]
 SHOWN = 5  # pieces of a text that an error names
 
 
-class EnvironmentSession(Protocol):
+class EnvironmentSession(ABC):
+    """One trajectory's environment, which speaks text or messages."""
+
+    def __init__(self, environment: Any, tokenizer: Tokenizer) -> None:
+        self._environment, self._tokenizer = environment, tokenizer
+
+    @abstractmethod
     def begin(self, row: dict[str, Any]) -> list[int]:
         """Opens the environment; the prompt's ids."""
 
+    @abstractmethod
     def answer(self, value: Any) -> list[int]:
         """The ids of a turn that is given, right after `begin`."""
 
+    @abstractmethod
     def step(self, ids: list[int]) -> Action:
         """After a turn of the model: the turn's text, then the action."""
 
     def result(self, value: Any) -> Action:
         """After a tool's value."""
+        return self._action(self._environment.result, value)
 
     def cut(self, ids: list[int]) -> float | None:
         """The score of a trajectory that ends before the environment does, in mid-turn (with the
-        ids of that turn) or not.
+        ids of that turn) or not; most environments leave it open.
         """
+        cut = getattr(self._environment, "cut", None)
+        return None if cut is None else score(cut, self._said(ids))
 
     def check(self, ids: list[int]) -> None:
         """After a replay: raises unless the trajectory began with these ids, which were logged."""
+        return None
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._environment.close()
+
+    @abstractmethod
+    def _said(self, ids: list[int]) -> str:
+        """What the environment sees of a turn."""
+
+    @abstractmethod
+    def _appended(self, value: Any, function: Any) -> list[int]:
+        """The ids of what the environment's function appends; BadAnswer if it is none."""
+
+    def _action(self, function: Callable[..., Any], argument: Any) -> Action:
+        """What the shard is to do, by the answer of a function of the environment's."""
+        answer = call_for_answer(function, argument)
+        if answer.tool:
+            return ["tool", [answer.tool, answer.input]]
+        ids = None if answer.append is None else self._appended(answer.append, function)
+        if not answer.done:
+            return ["append", ids]
+        return ["done", answer.reward] if ids is None else ["last", [ids, answer.reward]]
 
 
-class TextSession:
+class TextSession(EnvironmentSession):
     """An environment that speaks text: turns are decoded, only what it appends is encoded.
 
     `quotes`: special tokens in its texts are text. `ends`: tokens that may end an answer.
@@ -62,7 +94,7 @@ class TextSession:
         quotes: bool = True,
         ends: Sequence[str] = (),
     ) -> None:
-        self._environment, self._tokenizer = environment, tokenizer
+        super().__init__(environment, tokenizer)
         self._quotes, self._ends = quotes, ends
 
     def begin(self, row: dict[str, Any]) -> list[int]:
@@ -86,35 +118,25 @@ class TextSession:
         text = self._tokenizer.decode(ids)
         return [text, *self._action(self._environment.step, text)]
 
-    def result(self, value: Any) -> Action:
-        return self._action(self._environment.result, value)
-
-    def cut(self, ids: list[int]) -> float | None:
-        return scored(self._environment, self._tokenizer.decode(ids))
-
-    def check(self, ids: list[int]) -> None:
-        return None
-
-    def close(self) -> None:
-        self._environment.close()
+    def _said(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids)
 
     def _encode(self, text: str, end: str = "") -> list[int]:
         """The ids of the author's text, and of the token that ends it."""
         quoted = self._tokenizer.quote(text) if self._quotes else text
         return self._tokenizer.encode(quoted + end)
 
-    def _action(self, function: Callable[..., Any], argument: Any) -> Action:
-        answer = call_for_answer(function, argument)
-        if not isinstance(answer.append, str | None):
+    def _appended(self, value: Any, function: Any) -> list[int]:
+        if not isinstance(value, str):
             raise BadAnswer(
-                f"{function.__name__}() appends {answer.append!r:.80}, not a str; messages take "
+                f"{function.__name__}() appends {value!r:.80}, not a str; messages take "
                 "environment.chat",
                 function,
             )
-        return action_of(answer, None if answer.append is None else self._encode(answer.append))
+        return self._encode(value)
 
 
-class ChatSession:
+class ChatSession(EnvironmentSession):
     """An environment that speaks messages, in the model's own chat format.
 
     Calls that the model writes go to the job's tools one by one; their values, and what is wrong
@@ -126,8 +148,8 @@ class ChatSession:
     def __init__(
         self, environment: Any, chat: Chat, tools: dict[str, BuiltIn], tokenizer: Tokenizer
     ) -> None:
-        self._environment, self._chat, self._tools = environment, chat, tools
-        self._tokenizer = tokenizer
+        super().__init__(environment, tokenizer)
+        self._chat, self._tools = chat, tools
         self._conversation: Conversation | None = None
         self._opening: tuple[list[Message], Any] = ([], [])
         self._waiting: deque[ParsedCall] = deque()
@@ -174,21 +196,17 @@ class ChatSession:
 
     def result(self, value: Any) -> Action:
         if self._calling is None:
-            return self._action(self._environment.result, value)
+            return super().result(value)
         content = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         self._answer(self._calling, content)
         return self._next_call()
 
-    def cut(self, ids: list[int]) -> float | None:
-        said = self.conversation.sampled(ids).content if ids else ""
-        return scored(self._environment, said)
+    def _said(self, ids: list[int]) -> str:
+        return self.conversation.sampled(ids).content if ids else ""
 
     def check(self, ids: list[int]) -> None:
         if self.conversation.ids[: len(ids)] != ids:
             raise RuntimeError("a replay of the environment differs from what was logged")
-
-    def close(self) -> None:
-        self._environment.close()
 
     def _next_call(self) -> Action:
         while self._waiting:
@@ -220,17 +238,14 @@ class ChatSession:
         message = {"role": "tool", "tool_call_id": call.id, "content": encodable(content)}
         self._answers.append(message | ({"name": encodable(call.name)} if call.name else {}))
 
-    def _action(self, function: Callable[..., Any], argument: Any) -> Action:
-        answer = call_for_answer(function, argument)
-        if answer.append is None:
-            return action_of(answer, None)
+    def _appended(self, value: Any, function: Any) -> list[int]:
         try:
-            messages = conversation_of(answer.append)
+            messages = conversation_of(value)
         except ValueError as error:
             raise BadAnswer(
                 f"{function.__name__}() appends no messages: {error}", function
             ) from None
-        return action_of(answer, self.conversation.extend(messages))
+        return self.conversation.extend(messages)
 
 
 def check_written(tokenizer: Tokenizer, prompt: str, function: Any) -> None:
@@ -251,18 +266,3 @@ def parts_of(opened: dict[str, Any], specs: list[Message]) -> tuple[Any, list[Me
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"tools are a list of JSON schemas of functions, not {tools!r:.80}")
     return opened.get("messages"), list(tools)
-
-
-def action_of(answer: EnvironmentAnswer, ids: list[int] | None) -> Action:
-    """What the shard is to do, with the ids of what is appended; None: nothing is."""
-    if answer.tool:
-        return ["tool", [answer.tool, answer.input]]
-    if not answer.done:
-        return ["append", ids]
-    return ["done", answer.reward] if ids is None else ["last", [ids, answer.reward]]
-
-
-def scored(environment: Any, text: str) -> float | None:
-    """What an environment of the author's gives a trajectory that is cut; most leave it open."""
-    cut = getattr(environment, "cut", None)
-    return None if cut is None else score(cut, text)
