@@ -11,7 +11,7 @@ import pytest
 from common.grading.cases import DEPTH, DIGITS, BadTests, CalledTests, PrintedTests, names, read
 from common.grading.support import Unsupported
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from tests.unit.sandbox.grading.test_printed import Judge
+from tests.unit.sandbox.grading.graded import Judge
 
 RETURNS: dict[str, tuple[Any, str, float]] = {  # (what is wanted, the body of f, score)
     "float for int": (5, "return 5.0", 1.0),

@@ -8,21 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.base.clock import SystemClock
 from common.grading.answers import answer_of, spoken
 from services.sandbox.grading.calculator import calculator
-from services.sandbox.grading.code.grading import Grading
 from services.sandbox.grading.texts import choice, exact, regex
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.resources.limits import JailLimits
-from services.sandbox.isolation.resources.slots import JailSlots
 from services.sandbox.jobs import summed
 from services.sandbox.outcomes.answer import Answer
 from tests.load import scaled
-
-
-def said(text: str) -> list[dict[str, Any]]:
-    return [{"role": "model", "text": text}]
+from tests.unit.sandbox.grading.graded import graded, said
 
 
 @pytest.mark.parametrize(
@@ -178,14 +171,16 @@ def test_a_sum_is_a_score_only_if_every_part_is() -> None:
     assert summed([1.0, 0.0], [whole[0], failed]) is failed
 
 
+def of_identity(count: int) -> tuple[dict[str, Any], str]:
+    """Tests of a function `f` that returns what it is given, as cases and in Python."""
+    cases = [{"args": [x], "output": x} for x in range(count)]
+    python = "".join(f"def test_{x}():\n    assert f({x}) == {x}\n" for x in range(count))
+    return {"function": "f", "cases": cases}, "from solution import f\n" + python
+
+
 @pytest.mark.needs("bwrap")
 async def test_broken_tests_are_an_error_and_no_score(launcher: JailLauncher) -> None:
-    async def graded(tests: Any, text: str = "def f(x):\n    return x") -> Answer:
-        grading = Grading(
-            launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": scaled(2.0)}
-        )
-        return await grading.reward({"tests": tests}, said(text))
-
+    source = "def f(x):\n    return x"
     for tests in (
         "def test_f(:",
         "x = 1",
@@ -195,14 +190,15 @@ async def test_broken_tests_are_an_error_and_no_score(launcher: JailLauncher) ->
         [{"input": "x"}],
         None,
     ):
-        answer = await graded(tests)
+        answer = await graded(launcher, tests, source)
         assert answer.status in ("bad_value", "raised") and answer.value is None, (tests, answer)
-    unsupported = await graded("import missing_module\ndef test_f(): pass")
+    unsupported = await graded(launcher, "import missing_module\ndef test_f(): pass", source)
     assert unsupported.status == "unsupported" and "missing_module" in unsupported.error
-    assert (await graded("from solution import g\ndef test_g(): pass")).value == 0.0
-    assert (
-        await graded("from solution import f\ndef test_f():\n    assert f(2) == 2")
-    ).value == 1.0
+    for tests, score in (
+        ("from solution import g\ndef test_g(): pass", 0.0),
+        ("from solution import f\ndef test_f():\n    assert f(2) == 2", 1.0),
+    ):
+        assert (await graded(launcher, tests, source)).value == score
 
 
 @pytest.mark.rotating(3)
@@ -210,15 +206,9 @@ async def test_broken_tests_are_an_error_and_no_score(launcher: JailLauncher) ->
 async def test_a_case_that_hangs_or_crashes_costs_only_itself(launcher: JailLauncher) -> None:
     source = "def f(x):\n    if x == 2:\n        while True: pass\n    if x == 3:\n"
     source += "        import os; os._exit(0)\n    return x"
-    grading = Grading(
-        launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": min(2.0, scaled(0.5))}
-    )
-    cases = [{"args": [x], "output": x} for x in range(5)]
-    answer = await grading.reward({"tests": {"function": "f", "cases": cases}}, said(source))
-    assert answer == Answer("ok", 0.6, "")
-    python = "from solution import f\n"
-    python += "".join(f"def test_{x}():\n    assert f({x}) == {x}\n" for x in range(5))
-    assert await grading.reward({"tests": python}, said(source)) == Answer("ok", 0.6, "")
+    for tests in of_identity(5):
+        answer = await graded(launcher, tests, source, case_s=min(2.0, scaled(0.5)))
+        assert answer == Answer("ok", 0.6, "")
 
 
 @pytest.mark.deep
@@ -226,25 +216,18 @@ async def test_a_case_that_hangs_or_crashes_costs_only_itself(launcher: JailLaun
 async def test_limits_are_of_each_case(launcher: JailLauncher) -> None:
     source = "import time\ndef f(x):\n    end = time.process_time() + 0.2\n"
     source += "    while time.process_time() < end: pass\n    return x"
-    grading = Grading(
-        launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": min(0.8, scaled(0.35))}
-    )
-    cases = [{"args": [x], "output": x} for x in range(5)]
-    tests = {"function": "f", "cases": cases}
-    assert await grading.reward({"tests": tests}, said(source)) == Answer("ok", 1.0, "")
-    python = "from solution import f\n"
-    python += "".join(f"def test_{x}():\n    assert f({x}) == {x}\n" for x in range(5))
-    assert await grading.reward({"tests": python}, said(source)) == Answer("ok", 1.0, "")
+    for tests in of_identity(5):
+        answer = await graded(launcher, tests, source, case_s=min(0.8, scaled(0.35)))
+        assert answer == Answer("ok", 1.0, "")
 
 
 @pytest.mark.needs("bwrap")
 async def test_all_or_nothing(launcher: JailLauncher) -> None:
-    options = {"partial": False, "prefix": "def f(x): "}
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), options)
+    options: dict[str, Any] = {"partial": False, "prefix": "def f(x): "}
     cases = [{"args": [x], "output": x * 2} for x in (0, 1, 2)]
-    tests = {"tests": {"function": "f", "cases": cases}}
-    assert (await grading.reward(tests, said("return x + x"))).value == 1.0
-    assert (await grading.reward(tests, said("return x * x"))).value == 0.0
+    for source, score in (("return x + x", 1.0), ("return x * x", 0.0)):
+        tests = {"function": "f", "cases": cases}
+        assert (await graded(launcher, tests, source, **options)).value == score
 
 
 @pytest.mark.needs("bwrap")
@@ -253,13 +236,8 @@ async def test_a_program_that_ends_itself_between_cases_gains_nothing_by_it(
 ) -> None:
     source = "import os, threading\nthreading.Timer(0.05, os._exit, [0]).start()\n"
     source += "def f(x):\n    import time\n    time.sleep(0.2)\n    return x"
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": 1.0})
-    cases = [{"args": [x], "output": x} for x in range(4)]
-    tests = {"function": "f", "cases": cases}
-    assert await grading.reward({"tests": tests}, said(source)) == Answer("ok", 0.0, "")
-    python = "from solution import f\n"
-    python += "".join(f"def test_{x}():\n    assert f({x}) == {x}\n" for x in range(4))
-    assert await grading.reward({"tests": python}, said(source)) == Answer("ok", 0.0, "")
+    for tests in of_identity(4):
+        assert await graded(launcher, tests, source, case_s=1.0) == Answer("ok", 0.0, "")
 
 
 FORGED = """
@@ -301,9 +279,8 @@ GCD = Vector = Yes
 
 @pytest.mark.needs("bwrap")
 async def test_only_a_class_under_test_has_a_say_in_its_verdicts(launcher: JailLauncher) -> None:
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": scaled(2.0)})
-    assert (await grading.reward({"tests": FORGED}, said(VECTORS))).value == 1.0
-    assert (await grading.reward({"tests": FORGED}, said(YES))).value == 0.0
+    assert (await graded(launcher, FORGED, VECTORS)).value == 1.0
+    assert (await graded(launcher, FORGED, YES)).value == 0.0
 
 
 @pytest.mark.rotating(3)
@@ -344,30 +321,27 @@ async def test_only_a_class_under_test_has_a_say_in_its_verdicts(launcher: JailL
 async def test_a_wrong_answer_never_becomes_an_error_that_spares_it_the_zero(
     launcher: JailLauncher, tests: Any, source: str
 ) -> None:
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": 1.0})
-    assert await grading.reward({"tests": tests}, said(source)) == Answer("ok", 0.0, "")
+    assert await graded(launcher, tests, source, case_s=1.0) == Answer("ok", 0.0, "")
 
 
 @pytest.mark.needs("bwrap")
 async def test_methods_sets_and_fast_input_are_as_people_write_them(launcher: JailLauncher) -> None:
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": scaled(2.0)})
     source = "class Solution:\n    def __init__(self): self.seen = set()\n"
     source += "    def f(self, x):\n        self.seen |= {x, 10}\n        return self.seen"
     cases = [{"args": [2], "output": [2, 10]}, {"args": [3], "output": [3, 10]}]
     row: dict[str, Any] = {"tests": {"function": "Solution.f", "cases": cases}}
-    assert (await grading.reward(row, said(source))).value == 1.0
+    assert (await graded(launcher, row["tests"], source)).value == 1.0
     source = (
         "import sys\ninput = sys.stdin.buffer.readline\nprint(sum(1 for _ in iter(input, b'')))"
     )
     row = {"tests": [{"input": "line of words\n" * 100_000, "output": "100000"}]}
-    assert (await grading.reward(row, said(source))).value == 1.0
+    assert (await graded(launcher, row["tests"], source)).value == 1.0
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 async def test_an_answer_that_hangs_in_every_case_is_given_up(launcher: JailLauncher) -> None:
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), JailLimits(), {"case_s": 0.2})
     cases = [{"input": "", "output": str(x)} for x in range(200)]
-    hung = await grading.reward({"tests": cases}, said("while True: pass"))
+    hung = await graded(launcher, cases, "while True: pass", case_s=0.2)
     assert hung == Answer("ok", 0.0, "")
     assert launcher.started <= 8

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -16,10 +14,11 @@ from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.isolation.resources.slots import JailSlots
 from tests.load import scaled
+from tests.unit.sandbox.grading.graded import rows
 
 pytestmark = pytest.mark.needs("bwrap")
 CASE_S = 4.0  # nothing of these takes time, but the host may
-ROWS = tomllib.loads((Path(__file__).parent / "rows.toml").read_text())["row"]
+ROWS = rows("rows.toml", "row")
 
 
 async def passed(launcher: JailLauncher, solution: str, tests: str, case_s: float = 0.0) -> str:

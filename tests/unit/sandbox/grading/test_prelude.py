@@ -6,7 +6,7 @@ import pytest
 
 from services.sandbox.grading.code.prelude import prelude_of
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from tests.unit.sandbox.grading.test_printed import Judge
+from tests.unit.sandbox.grading.graded import Judge
 
 LINES = {  # a program, and the names of its prelude in their order
     "def f(a: List[int]) -> Optional[int]: return a": "List Optional",

@@ -12,16 +12,15 @@ import pytest_asyncio
 
 from common.base.clock import SystemClock
 from common.mesh.process.host import SystemHost
-from services.sandbox.grading.code.grading import Grading
 from services.sandbox.grading.code.real_pytest import Suites
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.outer_jail.pytest_packages import with_pytest
 from services.sandbox.isolation.resources import cgroups
-from services.sandbox.isolation.resources.limits import JailLimits
-from services.sandbox.isolation.resources.slots import JailSlots
 from services.sandbox.outcomes.answer import Answer
 from tests.load import scaled
+from tests.unit.sandbox.grading.graded import graded as grade
+from tests.unit.sandbox.grading.graded import rows
 
 pytestmark = [pytest.mark.needs("bwrap"), pytest.mark.group("real pytest")]
 ADD = "def add(a, b):\n    return a + b\n"
@@ -40,10 +39,8 @@ async def suites(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suit
 
 
 async def graded(suites: Suites, tests: str, source: str, **options: Any) -> Answer:
-    options = {"case_s": scaled(2.0), "runner": "pytest", **options}
-    slots = JailSlots(SystemClock(), 2)
-    grading = Grading(suites.launcher, slots, JailLimits(), options, suites)
-    return await grading.reward({"tests": tests}, [{"role": "model", "text": source}])
+    options = {"runner": "pytest", **options}
+    return await grade(suites.launcher, tests, source, suites, **options)
 
 
 USUAL = """
@@ -118,119 +115,7 @@ async def test_a_test_that_hangs_or_ends_its_process_costs_only_itself(suites: S
     )
 
 
-FORGERIES = {
-    "exits": "import os\nos._exit(0)",
-    "exits in a test": "import os\ndef add(a, b): os._exit(0)",
-    "exits politely": "import sys\ndef add(a, b): sys.exit(0)",
-    "ends the session": "import pytest\ndef add(a, b): pytest.exit('all passed', 0)",
-    "skips": "import pytest\ndef add(a, b): pytest.skip('no')",
-    "skips all": "import pytest\npytest.skip('no', allow_module_level=True)",
-    "expects to fail": "import pytest\ndef add(a, b): pytest.xfail('no')",
-    "conftest": """
-open('conftest.py', 'w').write('''
-import pytest
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport():
-    (yield).get_result().outcome = "passed"
-''')
-open('pytest.ini', 'w').write('[pytest]\\naddopts = --co')
-def add(a, b): return 0
-""",
-    "hooks of its own": """
-def pytest_runtest_call(item): item.obj = lambda *a, **k: None
-def pytest_collection_modifyitems(items): items.clear()
-def add(a, b): return 0
-""",
-    "a function of pytest": """
-import _pytest.python
-_pytest.python.Function.runtest = lambda self: None
-def add(a, b): return 0
-""",
-    "the code of a function of pytest": """
-import _pytest.runner
-def call(item): pass
-_pytest.runner.pytest_runtest_call.__code__ = call.__code__
-def add(a, b): return 0
-""",
-    "a report": """
-from _pytest import reports
-make = reports.TestReport.from_item_and_call.__func__
-def always(cls, item, call):
-    call.excinfo = None
-    return make(cls, item, call)
-reports.TestReport.from_item_and_call = classmethod(always)
-def add(a, b): return 0
-""",
-    "a plugin": """
-import gc, pytest
-class Plugin:
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_pyfunc_call(self): return True
-for one in gc.get_objects():
-    if type(one).__name__ == 'PytestPluginManager': one.register(Plugin())
-def add(a, b): return 0
-""",
-    "the test's code": """
-import sys
-def add(a, b):
-    tests = sys._getframe(1).f_globals
-    for name in list(tests):
-        if name.startswith('test'): tests[name].__code__ = (lambda: None).__code__
-    return 0
-""",
-    "an error that is none": """
-import builtins
-builtins.AssertionError = type('Never', (BaseException,), {})
-builtins.all = builtins.any = lambda x: True
-builtins.abs = lambda x: 0
-def add(a, b): return 0
-""",
-    "a process that goes on": """
-import os
-def add(a, b):
-    if os.fork(): os._exit(0)
-    return 0
-""",
-    "a look into the file of tests": """
-import re
-text = open('test_solution.py').read()
-def add(a, b): return int(re.search(r'add\\(%d, %d\\) == (\\d+)' % (a, b), text)[1])
-""",
-    "what runs the tests": """
-import sys
-suite = sys.modules['jail.guests.suite']
-suite._outcome = lambda reports: 'passed'
-def add(a, b): return 0
-""",
-    "a trace": """
-import sys
-def trace(frame, event, argument):
-    if frame.f_code.co_name.startswith('test'):
-        frame.f_trace_lines = True
-        frame.f_globals['add'] = lambda a, b: a + b
-    return trace
-sys.settrace(trace)
-def add(a, b): return 0
-""",
-    "unittest": """
-import unittest
-unittest.TestCase.assertEqual = lambda *a: None
-def add(a, b): return 0
-""",
-    "at the end": """
-import atexit, sys, os
-atexit.register(os._exit, 0)
-sys.excepthook = lambda *a: None
-def add(a, b): return 0
-""",
-    "what it says": """
-import os
-for fd in range(3, 32):
-    try: os.write(fd, b'1 passed in 0.01s')
-    except OSError: pass
-def add(a, b): print('7 passed'); return 0
-""",
-}
+FORGERIES = rows("../escapes/forged/pytest.toml", "forgery")
 JUDGE = """
 import unittest
 from solution import add
@@ -242,54 +127,21 @@ class Case(unittest.TestCase):
 """
 
 
-@pytest.mark.rotating(3)
-@pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("name", FORGERIES)
-async def test_a_forgery_is_not_paid(suites: Suites, name: str) -> None:
-    assert await graded(suites, JUDGE, FORGERIES[name]) == Answer("ok", 0.0, "")
-
-
-KNOWN = {  # docs/sandbox.md names them
-    "equal to everything": """
-class Same:
-    def __init__(self, *_): pass
-    __eq__ = __lt__ = lambda self, other: True
-    __hash__ = None
-    __sub__ = __abs__ = lambda self, *_: self
-    __add__ = __radd__ = lambda self, *_: self
-add = Same
-""",
-    "a look at the code of the test that calls": """
-import sys
-def add(a, b):
-    numbers = [c for c in sys._getframe(1).f_code.co_consts if isinstance(c, int)]
-    return max(numbers)
-""",
-    "the pipe": """
-import json, os, stat, sys
-def add(a, b):
-    def frame():
-        size = int.from_bytes(os.read(fd, 4), 'little')
-        return json.loads(os.read(fd, size))
-    fd = next(n for n in range(3, 32) if os.path.exists(f'/proc/self/fd/{n}')
-              and stat.S_ISSOCK(os.fstat(n).st_mode))
-    body = json.dumps({'test': 0, 'outcome': 'passed', **frame()}).encode()
-    os.write(fd, len(body).to_bytes(4, 'little') + body)
-    while True:
-        test, asked = frame(), frame()
-        body = json.dumps({'outcome': 'passed', **test, **asked}).encode()
-        os.write(fd, len(body).to_bytes(4, 'little') + body)
-""",
-}
 PLAIN = "from solution import add\n" + "".join(
     f"def test_{a}(): assert add({a}, 40) == {a + 40}\n" for a in range(3)
 )
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("name", KNOWN)
-async def test_what_a_program_can_forge_is_known(suites: Suites, name: str) -> None:
-    assert (await graded(suites, PLAIN, KNOWN[name])).value == 1.0
+@pytest.mark.parametrize("forgery", FORGERIES, ids=[each["name"] for each in FORGERIES])
+async def test_no_forgery_is_paid_but_those_that_are_known(
+    suites: Suites, forgery: dict[str, Any]
+) -> None:
+    if "paid" in forgery:
+        assert (await graded(suites, PLAIN, forgery["source"])).value == 1.0
+    else:
+        assert await graded(suites, JUDGE, forgery["source"]) == Answer("ok", 0.0, "")
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -1,0 +1,54 @@
+"""Grading as the tests of this folder ask for it, and their rows."""
+
+from __future__ import annotations
+
+import asyncio
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from common.base.clock import SystemClock
+from services.sandbox.grading.code.grading import Grading
+from services.sandbox.grading.code.real_pytest import Suites
+from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.resources.limits import JailLimits
+from services.sandbox.isolation.resources.slots import JailSlots
+from services.sandbox.outcomes.answer import Answer
+from tests.load import scaled
+
+
+def rows(name: str, kind: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = tomllib.loads((Path(__file__).parent / name).read_text())[kind]
+    return found
+
+
+def said(text: str) -> list[dict[str, Any]]:
+    return [{"role": "model", "text": text}]
+
+
+async def graded(
+    launcher: JailLauncher, tests: Any, source: str, suites: Suites | None = None, **options: Any
+) -> Answer:
+    """Grade a program; each case has time on a busy host, too, unless an option says how much."""
+    slots = JailSlots(SystemClock(), 2)
+    grading = Grading(launcher, slots, JailLimits(), {"case_s": scaled(2.0)} | options, suites)
+    return await grading.reward({"tests": tests}, said(source))
+
+
+class Judge:
+    """Grades programs beside each other."""
+
+    def __init__(self, launcher: JailLauncher, **options: Any) -> None:
+        slots = JailSlots(SystemClock(), 4)
+        self.grading = Grading(launcher, slots, JailLimits(), {"case_s": scaled(5.0)} | options)
+
+    async def answer(self, tests: Any, source: str) -> Answer:
+        return await self.grading.reward({"tests": tests}, said(f"```python\n{source}\n```"))
+
+    async def all(self, graded: dict[str, tuple[Any, str]]) -> dict[str, Any]:
+        """The score of each (tests, program) by name."""
+        answers = await asyncio.gather(*(self.answer(*pair) for pair in graded.values()))
+        return {
+            name: answer.value if answer.status == "ok" else answer
+            for name, answer in zip(graded, answers, strict=True)
+        }
