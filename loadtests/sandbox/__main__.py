@@ -23,7 +23,8 @@ from loadtests.sandbox.sandboxed import Place, sandboxed
 from loadtests.sandbox_cpu import spinning
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.jobs import TRUSTED as TRUSTED_TOOLS
-from services.sandbox.workers.pool import PoolCall, PoolFunctions, PoolLimits, WorkerPool
+from services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
+from services.sandbox.workers.pool import WorkerPool
 from services.sandbox.workers.worker import TOOL
 
 PROGRAM = "print(sum(i * i for i in range(1000)))"

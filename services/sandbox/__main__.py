@@ -14,7 +14,7 @@ from common.state.pool.workers.names import service
 from common.weights.store.local_files import modules_here
 from services.sandbox.actor import MeshParts, SandboxActor, Served
 from services.sandbox.outcomes.ends import ToldEnds
-from services.sandbox.workers.pool import RLIMITS, PoolLimits
+from services.sandbox.workers.calls import RLIMITS, PoolLimits
 
 
 async def main(

@@ -39,7 +39,8 @@ from services.sandbox.jailed import Jailed
 from services.sandbox.jobs import LoadedJob, trusted
 from services.sandbox.outcomes.answer import Answer
 from services.sandbox.outcomes.ends import Ends
-from services.sandbox.workers.pool import PoolFunctions, PoolLimits, WorkerPool
+from services.sandbox.workers.calls import PoolFunctions, PoolLimits
+from services.sandbox.workers.pool import WorkerPool
 
 Modules = Callable[[str, str], Awaitable[str]]  # of a directory at home and a bundle's digest
 SWEEP_S = 5.0  # between two looks for sessions that are idle

@@ -18,7 +18,7 @@ from common.base.errors import BadMessage, MeshError, to_wire
 from common.mesh.process.entry.child import Channel
 from common.mesh.process.host import SystemHost
 from services.sandbox.actor import SandboxActor, Served
-from services.sandbox.workers.pool import PoolLimits
+from services.sandbox.workers.calls import PoolLimits
 
 REQUESTS: dict[str, Any] = {"load": LoadJob, "run": RunTools, "score": RewardBatch}
 IDLE_S = 7 * 86_400.0  # between two requests, as long as a person may think

@@ -11,7 +11,8 @@ from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED, LoadJob, RewardCa
 from common.job import builtin
 from services.sandbox.jailed import Jailed
 from services.sandbox.outcomes.answer import Answer
-from services.sandbox.workers.pool import PoolCall, WorkerPool
+from services.sandbox.workers.calls import PoolCall
+from services.sandbox.workers.pool import WorkerPool
 from services.sandbox.workers.worker import REWARD, TOOL, shown_name
 
 _GRADING = "services.sandbox.grading"

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-import sys
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgpack
 
@@ -22,82 +18,35 @@ from common.base.errors import (
     MeshError,
     Overloaded,
     PeerLost,
-    Refused,
-    ToolFailed,
 )
-from common.base.host.settings import WITHOUT_SETTINGS
 from common.job.bundle.authored import placed
-from common.mesh.process.ends import limits as host_limits
-from common.mesh.process.entry.child import FRAME_LIMIT
 from common.mesh.process.handle import Child, Usage
 from common.mesh.process.host import Host
 from common.mesh.runtime.calls.waits import WaitTable
 from services.sandbox.outcomes.answer import Answer
 from services.sandbox.outcomes.ends import KILLED, Ends
+from services.sandbox.workers.calls import (
+    FRAME_BYTES,
+    PoolCall,
+    PoolFunctions,
+    PoolLimits,
+    WaitingCall,
+    packed_arguments,
+    unpacked_answer,
+)
 from services.sandbox.workers.slicing import Durations, charged_s, grows, slice_size
-from services.sandbox.workers.worker import FORKED, LOADED, OK, OUT_OF_MEMORY, shown_name
+from services.sandbox.workers.starting import ENDING_S, WorkerStarter
+from services.sandbox.workers.worker import shown_name
 
-LOAD_S = 30.0  # for the import of the job's modules
 BASELINE_S = 0.05  # into a call its CPU time is first read: most have ended by then
 RECHECK_S = 0.02  # the least between two looks at a call that is nearly over its deadline
-ENDING_S = 2.0  # for a killed process to be gone
 ATTEMPTS = 2  # for a call whose process ended: another call may have killed the first
 WAITING_MOST = 20_000  # calls; beyond them callers are refused
 WAIT_S = 900.0  # longest time of a batch, queue included; callers have shorter deadlines
-START_TRIES = 3  # attempts to start a worker before those who wait are told
-RETRY_S = 0.2
-FRAME_BYTES = FRAME_LIMIT - (64 << 10)  # for the arguments of a slice; the rest is names and ids
-
-# One thread for numeric libraries: their pools cost more than they bring, and count as CPU time.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-RLIMITS = {"AS": 2 << 30, "NOFILE": 256, "CORE": 0, "FSIZE": 64 << 20}
-
-
-@dataclass(frozen=True)
-class PoolLimits:
-    """The limits of a pool and of each of its processes."""
-
-    warm: int = 2  # workers started with the job
-    most: int = 4  # workers, when calls wait
-    rlimits: dict[str, int] = field(default_factory=lambda: dict(RLIMITS))
-    nice: int = 0
-    recycle: int = 5000  # calls that a process serves; what libraries have kept goes with it
-
-
-@dataclass(frozen=True)
-class PoolCall:
-    """A call of one of a pool's functions."""
-
-    name: str
-    arguments: list[Any]
-    deadline_s: float
-    once: bool = False  # it is not run again when its process is lost
-
-
-@dataclass
-class _Waiting:
-    name: str
-    arguments: list[Any]
-    deadline_s: float
-    once: bool
-    answer: asyncio.Future[Answer]
-    batch: list[_Waiting]  # the calls that it came with
-    attempts: int = 0
 
 
 class _WorkerEnded(Exception):
     """The process must be replaced; its calls are answered or back in the queue."""
-
-
-@dataclass(frozen=True)
-class PoolFunctions:
-    """What the workers of a pool import and run."""
-
-    job: str
-    directory: str  # is searched first
-    references: dict[str, str]  # by name: "module:function", or "mcp:server/tool"
-    servers: dict[str, list[str]] = field(default_factory=dict)  # MCP server -> its command
-    closed: bool = False  # they need no files, no programs and no network, and get none
 
 
 class WorkerPool:
@@ -114,10 +63,10 @@ class WorkerPool:
         ends: Ends | None = None,
     ) -> None:
         self._waits, self._ends = waits or WaitTable(clock), ends or Ends()
-        self._given, self._job, self.functions = functions, functions.job, functions.references
-        self._host, self._clock, self._log, self._limits = host, clock, log, limits
-        self._queue: deque[_Waiting] = deque()
-        self._places: dict[str, str] = {}  # where each function begins
+        self._job, self.functions = functions.job, functions.references
+        self._clock, self._log, self._limits = clock, log, limits
+        self._starter = WorkerStarter(host, clock, functions, limits, log)
+        self._queue: deque[WaitingCall] = deque()
         self._idle: deque[asyncio.Future[None]] = deque()
         self._busy_since: dict[int, float] = {}
         self._durations = Durations()
@@ -131,7 +80,7 @@ class WorkerPool:
     async def start(self) -> None:
         """Starts the warm workers; ToolFailed if the job's modules do not import."""
         children = await asyncio.gather(
-            *(self._begun() for _ in range(self._limits.warm)), return_exceptions=True
+            *(self._starter.begun() for _ in range(self._limits.warm)), return_exceptions=True
         )
         failures = [child for child in children if isinstance(child, BaseException)]
         for child in children:
@@ -160,16 +109,15 @@ class WorkerPool:
         if len(self._queue) + len(calls) > WAITING_MOST:
             raise Overloaded(f"{len(self._queue)} calls of job {self._job} wait already")
         loop = asyncio.get_running_loop()
-        waiting: list[_Waiting] = []
+        waiting: list[WaitingCall] = []
         for work in calls:
-            what = (work.name, work.arguments, work.deadline_s, work.once)
-            waiting.append(_Waiting(*what, loop.create_future(), waiting if early else []))
+            waiting.append(WaitingCall(work, loop.create_future(), waiting if early else []))
         for call in waiting:
-            if call.name in self.functions:
+            if call.asked.name in self.functions:
                 self._queue.append(call)
             else:
                 known = ", ".join(sorted(map(shown_name, self.functions))) or "nothing"
-                wanted = shown_name(call.name)
+                wanted = shown_name(call.asked.name)
                 error = f"job {self._job} has no {wanted}; it has {known}"
                 call.answer.set_result(Answer(RAISED, None, error))
         self._wake()
@@ -186,13 +134,13 @@ class WorkerPool:
         finally:
             answers.cancel()  # where nobody waits any more
 
-    def _postpone(self, batch: Sequence[_Waiting]) -> None:
+    def _postpone(self, batch: Sequence[WaitingCall]) -> None:
         """Sends back those of a batch that nobody has begun."""
         unbegun = {id(call) for call in batch} & {id(call) for call in self._queue}
         self._queue = deque(call for call in self._queue if id(call) not in unbegun)
         for call in batch:
             if id(call) in unbegun:
-                error = f"{shown_name(call.name)} was not begun: others took their time"
+                error = f"{shown_name(call.asked.name)} was not begun: others took their time"
                 self._settle(call, Answer(POSTPONED, None, error))
 
     # ------------------------------------------------------------ workers
@@ -221,7 +169,7 @@ class WorkerPool:
         try:
             while True:
                 if child is None:
-                    child = await self._restarted()
+                    child = await self._starter.restarted(self._fail_waiting)
                 served = 0
                 why = ""  # none: it has served its time
                 try:
@@ -243,74 +191,6 @@ class WorkerPool:
             if child is not None:
                 child.kill()
 
-    async def _restarted(self) -> Child:
-        tries = 0
-        while True:
-            try:
-                return await self._started()
-            except (MeshError, OSError) as error:
-                tries += 1
-                if tries % START_TRIES == 0:
-                    fix = host_limits.hit(error)
-                    self._fail_waiting(ToolFailed(f"job {self._job}: {error}", fix=fix))
-            await self._clock.sleep(min(RETRY_S * tries, LOAD_S))
-
-    async def _begun(self) -> Child:
-        """A process of a pool that starts. A signal or a busy machine may keep one from its import,
-        but hardly START_TRIES of them.
-        """
-        tries = 1
-        while True:
-            try:
-                return await self._started()
-            except ToolFailed as error:
-                if error.__cause__ is None or tries == START_TRIES:  # none: the import raised
-                    raise
-            except OSError as error:  # no process or descriptor is to be had on this host
-                if tries == START_TRIES:
-                    fix = host_limits.hit(error)
-                    raise Refused(f"no process for job {self._job}: {error}", fix=fix) from error
-            await self._clock.sleep(RETRY_S * tries)
-            tries += 1
-
-    async def _started(self) -> Child:
-        child = self._host.spawn(
-            [sys.executable, "-m", "services.sandbox.workers.worker"],
-            name=f"sandbox worker of {self._job}",
-            env=ENVIRONMENT | WITHOUT_SETTINGS,
-            log=self._log,
-            own_session=True,
-            nice=self._limits.nice,
-            rlimits=self._limits.rlimits,
-            pipe=True,
-            guarded=True,
-        )
-        given = self._given
-        setup = [given.directory, given.references, given.servers, given.closed]
-        try:
-            await child.send(msgpack.packb(setup))
-            call_id, status, places, error = _unpacked(await child.recv(LOAD_S))
-        except (PeerLost, BadMessage, DeadlineExceeded) as problem:
-            child.kill()
-            raise ToolFailed(
-                f"importing {', '.join(self.functions.values())} ended the process or took more"
-                f" than {LOAD_S:g} s: {problem}",
-                where=given.directory,
-                fix="import it with plain Python; its output is in the sandbox's log",
-            ) from problem
-        except BaseException:
-            child.kill()
-            child.close()
-            raise
-        if (call_id, status) != (LOADED, OK):
-            child.kill()
-            raise ToolFailed(
-                f"a tool or reward of job {self._job} does not import: {error}",
-                where=given.directory,
-            )
-        self._places = places
-        return child
-
     def _fail_waiting(self, error: MeshError) -> None:
         while self._queue:
             call = self._queue.popleft()
@@ -319,7 +199,7 @@ class WorkerPool:
 
     # ------------------------------------------------------------ calls
 
-    async def _next_slice(self) -> list[_Waiting]:
+    async def _next_slice(self) -> list[WaitingCall]:
         while True:
             while self._queue and self._queue[0].answer.done():  # its caller has gone
                 self._queue.popleft()
@@ -337,7 +217,7 @@ class WorkerPool:
             taken.append(self._queue.popleft())
         return taken
 
-    async def _serve(self, child: Child, calls: list[_Waiting]) -> None:
+    async def _serve(self, child: Child, calls: list[WaitingCall]) -> None:
         calls, frame = self._packed(calls)
         if not calls:
             return
@@ -370,15 +250,15 @@ class WorkerPool:
             del self._busy_since[child.pid]
             self._durations.saw(self._clock.monotonic() - begun, len(calls))
 
-    def _packed(self, calls: list[_Waiting]) -> tuple[list[_Waiting], bytes]:
+    def _packed(self, calls: list[WaitingCall]) -> tuple[list[WaitingCall], bytes]:
         """Those that a frame can hold together, and the frame. Another whose arguments MessagePack
         cannot hold, or no frame, is answered; what fits into the next one waits for it.
         """
-        kept: list[_Waiting] = []
+        kept: list[WaitingCall] = []
         packed: list[tuple[int, str, bytes]] = []
         size = 0
         for place, call in enumerate(calls):
-            problem, arguments = _arguments(call)
+            problem, arguments = packed_arguments(call.asked)
             if problem:
                 self._settle(call, Answer(BAD_VALUE, None, self._placed(call, problem)))
                 continue
@@ -387,28 +267,30 @@ class WorkerPool:
                 break
             size += len(arguments)
             kept.append(call)
-            packed.append((len(kept), call.name, arguments))
+            packed.append((len(kept), call.asked.name, arguments))
         return kept, msgpack.packb(packed)
 
-    async def _answer(self, child: Child, call_id: int, call: _Waiting) -> Answer:
+    async def _answer(self, child: Child, call_id: int, call: WaitingCall) -> Answer:
         """What a call comes to. Meanwhile this process says that it waits for the function, so that
         one that takes long is named, and not its sandbox.
         """
-        place = self._places.get(call.name, "")
+        place = self._starter.places.get(call.asked.name, "")
         of = f"{self._job}, {place}" if place else self._job
-        with self._waits.wait("its end", on=f"{shown_name(call.name)} of {of} (pid {child.pid})"):
+        with self._waits.wait(
+            "its end", on=f"{shown_name(call.asked.name)} of {of} (pid {child.pid})"
+        ):
             try:
                 return await self._answered(child, call_id, call)
             except PeerLost as error:
-                raise PeerLost(await self._end_of(child) or error.message) from error
+                raise PeerLost(await self._starter.end_of(child) or error.message) from error
 
-    async def _answered(self, child: Child, call_id: int, call: _Waiting) -> Answer:
+    async def _answered(self, child: Child, call_id: int, call: WaitingCall) -> Answer:
         begun = self._clock.monotonic()
         before: Usage | None = None
-        wait_s = min(BASELINE_S, call.deadline_s)
+        wait_s = min(BASELINE_S, call.asked.deadline_s)
         while True:
             try:
-                got, status, value, error = _unpacked(await child.recv(wait_s))
+                got, status, value, error = unpacked_answer(await child.recv(wait_s))
             except DeadlineExceeded:
                 usage = child.usage()
                 if usage is None:
@@ -417,10 +299,12 @@ class WorkerPool:
                     raise PeerLost("somebody stopped the process") from None
                 before = before or usage
                 charged = charged_s(self._clock.monotonic() - begun, usage, before)
-                left = call.deadline_s - charged
+                left = call.asked.deadline_s - charged
                 if left <= 0 and wait_s <= RECHECK_S:
-                    name = shown_name(call.name)
-                    raise DeadlineExceeded(f"{name} took more than {call.deadline_s:g} s") from None
+                    name = shown_name(call.asked.name)
+                    raise DeadlineExceeded(
+                        f"{name} took more than {call.asked.deadline_s:g} s"
+                    ) from None
                 # The last look is short, and comes after the loop has read what lay in the socket.
                 wait_s = max(RECHECK_S, left)
                 continue
@@ -428,58 +312,22 @@ class WorkerPool:
                 raise BadMessage(f"an answer to call {got} in place of {call_id}")
             return Answer(status, value, error)
 
-    async def _end_of(self, child: Child) -> str:
-        """How a worker ended whose channel is closed; empty while it still runs."""
-        code = await child.wait(ENDING_S)
-        if code is None:
-            return ""
-        if code == OUT_OF_MEMORY:
-            most = f"{self._limits.rlimits['AS'] >> 20} MiB" if "AS" in self._limits.rlimits else ""
-            limit = f"; its limit of address space (RLIMIT_AS) is {most}" if most else ""
-            return f"there was no memory left for it (MemoryError){limit}"
-        if code == FORKED:
-            return "a child process that it started came back from the function"
-        failure = self._host.failure_of(child.pid, None, code)
-        if failure is not None:
-            return failure.text
-        return f"it ended by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-
-    def _settle(self, call: _Waiting, answer: Answer) -> None:
+    def _settle(self, call: WaitingCall, answer: Answer) -> None:
         if not call.answer.done():
             call.answer.set_result(answer)
 
-    def _put_back(self, calls: list[_Waiting]) -> None:
+    def _put_back(self, calls: list[WaitingCall]) -> None:
         self._queue.extendleft(reversed(calls))
         self._wake()
 
-    def _retry(self, call: _Waiting, why: str) -> None:
+    def _retry(self, call: WaitingCall, why: str) -> None:
         call.attempts += 1
-        if call.attempts < ATTEMPTS and not call.once:
+        if call.attempts < ATTEMPTS and not call.asked.once:
             self._put_back([call])
         else:
-            name, times = shown_name(call.name), "twice" if call.attempts > 1 else "once"
+            name, times = shown_name(call.asked.name), "twice" if call.attempts > 1 else "once"
             error = self._placed(call, f"{name} failed its process {times}: {why}")
             self._settle(call, Answer(CRASHED, None, error))
 
-    def _placed(self, call: _Waiting, error: str) -> str:
-        return placed(error, self._places.get(call.name, ""))
-
-
-def _arguments(call: _Waiting) -> tuple[str, bytes]:
-    """("", a call's arguments as MessagePack), or (what is wrong with them, nothing)."""
-    name = shown_name(call.name)
-    try:
-        packed: bytes = msgpack.packb(call.arguments)
-    except (OverflowError, UnicodeEncodeError, ValueError, TypeError) as error:
-        return f"{name} was given what MessagePack cannot hold: {error}", b""
-    if len(packed) > FRAME_BYTES:
-        return f"{name} was given {len(packed)} bytes; {FRAME_BYTES} at most", b""
-    return "", packed
-
-
-def _unpacked(frame: bytes) -> tuple[int, str, Any, str]:
-    try:
-        call_id, status, value, error = msgpack.unpackb(frame)
-    except (ValueError, TypeError, msgpack.UnpackException) as problem:
-        raise BadMessage(f"an answer that is none: {problem}") from None
-    return call_id, status, value, error
+    def _placed(self, call: WaitingCall, error: str) -> str:
+        return placed(error, self._starter.places.get(call.asked.name, ""))

@@ -15,7 +15,8 @@ from common.state.events import Event
 from meshrl.view.history.belonging import Belonging
 from meshrl.view.history.news import unforeseen
 from services.sandbox.outcomes.ends import TELL_S, Ends, ToldEnds
-from services.sandbox.workers.pool import PoolCall, PoolFunctions, PoolLimits, WorkerPool
+from services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
+from services.sandbox.workers.pool import WorkerPool
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.load import scaled

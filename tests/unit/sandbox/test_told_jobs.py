@@ -12,7 +12,7 @@ from common.base.errors import Refused
 from common.job.bundle.loading import digest_of
 from common.mesh.process.host import SystemHost
 from services.sandbox.actor import SandboxActor, Served
-from services.sandbox.workers.pool import PoolLimits
+from services.sandbox.workers.calls import PoolLimits
 
 TOLD = LoadJob("j", "/runs/j/bundle/modules", {}, bundle="d1")
 OTHERS = {

@@ -15,7 +15,8 @@ from common.environment import mcp_client
 from common.mesh.process.host import SystemHost
 from services.environment.environments import offered
 from services.environment.tools import BadCall
-from services.sandbox.workers.pool import PoolCall, PoolFunctions, PoolLimits, WorkerPool
+from services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
+from services.sandbox.workers.pool import WorkerPool
 from services.sandbox.workers.worker import TOOL
 from tests.load import scaled
 

@@ -1,0 +1,79 @@
+"""Calls of a pool of workers: what they run, within what limits, and how they travel."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from common.base.errors import BadMessage
+from common.mesh.process.entry.child import FRAME_LIMIT
+from services.sandbox.outcomes.answer import Answer
+from services.sandbox.workers.worker import shown_name
+
+FRAME_BYTES = FRAME_LIMIT - (64 << 10)  # for the arguments of a slice; the rest is names and ids
+RLIMITS = {"AS": 2 << 30, "NOFILE": 256, "CORE": 0, "FSIZE": 64 << 20}
+
+
+@dataclass(frozen=True)
+class PoolLimits:
+    """The limits of a pool and of each of its processes."""
+
+    warm: int = 2  # workers started with the job
+    most: int = 4  # workers, when calls wait
+    rlimits: dict[str, int] = field(default_factory=lambda: dict(RLIMITS))
+    nice: int = 0
+    recycle: int = 5000  # calls that a process serves; what libraries have kept goes with it
+
+
+@dataclass(frozen=True)
+class PoolCall:
+    """A call of one of a pool's functions."""
+
+    name: str
+    arguments: list[Any]
+    deadline_s: float
+    once: bool = False  # it is not run again when its process is lost
+
+
+@dataclass(frozen=True)
+class PoolFunctions:
+    """What the workers of a pool import and run."""
+
+    job: str
+    directory: str  # is searched first
+    references: dict[str, str]  # by name: "module:function", or "mcp:server/tool"
+    servers: dict[str, list[str]] = field(default_factory=dict)  # MCP server -> its command
+    closed: bool = False  # they need no files, no programs and no network, and get none
+
+
+@dataclass
+class WaitingCall:
+    """A call that nobody has begun, or whose answer is waited for."""
+
+    asked: PoolCall
+    answer: asyncio.Future[Answer]
+    batch: list[WaitingCall]  # the calls that it came with
+    attempts: int = 0
+
+
+def packed_arguments(call: PoolCall) -> tuple[str, bytes]:
+    """("", a call's arguments as MessagePack), or (what is wrong with them, nothing)."""
+    name = shown_name(call.name)
+    try:
+        packed: bytes = msgpack.packb(call.arguments)
+    except (OverflowError, UnicodeEncodeError, ValueError, TypeError) as error:
+        return f"{name} was given what MessagePack cannot hold: {error}", b""
+    if len(packed) > FRAME_BYTES:
+        return f"{name} was given {len(packed)} bytes; {FRAME_BYTES} at most", b""
+    return "", packed
+
+
+def unpacked_answer(frame: bytes) -> tuple[int, str, Any, str]:
+    try:
+        call_id, status, value, error = msgpack.unpackb(frame)
+    except (ValueError, TypeError, msgpack.UnpackException) as problem:
+        raise BadMessage(f"an answer that is none: {problem}") from None
+    return call_id, status, value, error
