@@ -26,6 +26,7 @@ from common.base.clock import SystemClock
 from common.job.isolation.runners import RUNSC
 from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.outer_jail.interpreters import interpreter_of
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.limits import JailLimits
@@ -33,7 +34,7 @@ from tests.unit.sandbox.escapes.corpus import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 STANDIN = str(ROOT / "tests" / "unit" / "sandbox" / "isolation" / "standin")
-PROGRAM = {"mode": "program", "source": "print(sum(i * i for i in range(1000)))"}
+PROGRAM = Program("print(sum(i * i for i in range(1000)))")
 SAID = str(sum(i * i for i in range(1000))).encode()
 ROUNDS = 20
 LIMITS = JailLimits(wall_s=30.0)

@@ -15,6 +15,7 @@ from common.mesh.process.host import SystemHost
 from loadtests.sandbox.sandboxed import Place
 from services.sandbox.isolation import tiers
 from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
@@ -108,7 +109,7 @@ async def _enforced(
     worst = most = 0.0
     for source in (SPIN, WAIT, THREADS):
         begun = time.perf_counter()
-        ran = await launcher.run({"mode": "program", "source": source}, limits)
+        ran = await launcher.run(Program(source), limits)
         worst, most = max(worst, time.perf_counter() - begun), max(most, ran.cpu_s)
         if ran.status != "timeout":
             raise RuntimeError(f"a limit was not enforced: {ran}")

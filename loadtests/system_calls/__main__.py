@@ -20,6 +20,7 @@ from common.api.sandbox import JailSettings
 from common.base.clock import SystemClock
 from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.outer_jail.interpreters import interpreter_of
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
@@ -207,9 +208,9 @@ async def measured(pythons: list[str]) -> dict[str, Any]:
         clock = SystemClock()
         interpreter = interpreter_of(JailSettings(python=python))
         launcher = JailLauncher(SystemHost(), clock, "bwrap", interpreter, cgroups.find())
-        work = [(name, {"mode": "program", "source": text}) for name, text in PROGRAMS.items()]
+        work = [(name, Program(text)) for name, text in PROGRAMS.items()]
         try:
-            for name, program in [*work, ("shell", {"mode": "shell", "source": SHELL})]:
+            for name, program in [*work, ("shell", Program(SHELL, "shell"))]:
                 ran = await launcher.run(program, LIMITS)
                 if ran.exit == NOTHING_TO_DO:
                     continue

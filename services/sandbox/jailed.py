@@ -12,6 +12,7 @@ from services.sandbox.grading.code import grading as code
 from services.sandbox.grading.code import real_pytest
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import JailFailed, Ran
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.isolation.resources.slots import JailSlots
 from services.sandbox.outcomes.answer import Answer
@@ -63,7 +64,7 @@ class Jailed:
                 if builtin.TOOLS[use].session:
                     ran = await self.sessions.run(session, argument, begun)
                 else:
-                    program = {"mode": MODES[use], "source": argument}
+                    program = Program(argument, MODES[use])
                     ran = await self._launcher.run(program, limits)
         except JailFailed as error:
             return Answer(CRASHED, None, str(error))

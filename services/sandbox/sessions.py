@@ -15,6 +15,7 @@ from common.base.clock import Clock
 from common.base.errors import BadMessage, DeadlineExceeded, PeerLost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import GRACE_S, SLOWEST, Jail, Ran, wanted
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.jail.guests import guest
 
@@ -126,7 +127,9 @@ class Sessions:
         return ran
 
     async def _begin(self, name: str, session: _CellSession) -> None:
-        jail = await self._launcher.open({"mode": "cells"}, self._limits, cells=True, stands=True)
+        jail = await self._launcher.open(
+            Program(mode="cells"), self._limits, cells=True, stands=True
+        )
         session.jail = jail
         if session.ended:
             jail.close()

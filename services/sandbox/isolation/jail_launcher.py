@@ -20,6 +20,7 @@ from common.mesh.process.host import Host
 from common.mesh.runtime.calls.waits import WaitTable
 from services.sandbox.isolation.jails.jail import DRAIN_S, Jail, JailFailed, Ran
 from services.sandbox.isolation.jails.pipes import JailOutput, Pipe
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.jails.zygotes import Zygote, ZygoteSilent
 from services.sandbox.isolation.outer_jail import outer
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
@@ -148,14 +149,14 @@ class JailLauncher:
             self._ends.saw("zygote", zygote.child.poll() or KILLED, "it has ended", self._log)
             zygote.kill()
 
-    async def run(self, program: dict[str, Any], limits: JailLimits, stdin: bytes = b"") -> Ran:
+    async def run(self, program: Program, limits: JailLimits, stdin: bytes = b"") -> Ran:
         """A program in a fresh jail, to its end."""
         jail = await self.open(program, limits, stdin)
         return await jail.finish()
 
     async def open(
         self,
-        program: dict[str, Any],
+        program: Program,
         limits: JailLimits,
         stdin: bytes = b"",
         *,
@@ -183,7 +184,7 @@ class JailLauncher:
 
     async def _begun(
         self,
-        program: dict[str, Any],
+        program: Program,
         limits: JailLimits,
         stdin: bytes,
         cells: bool,
@@ -194,7 +195,7 @@ class JailLauncher:
         jail, zygote, answer = await self._asked(limits, stdin, cells, peer, stands)
         telling: asyncio.Task[None] | None = None
         try:
-            if len(program.get("source", "")) < AT_ONCE:
+            if len(program.source or "") < AT_ONCE:
                 await self._tell(jail, program)
                 await zygote.begun(answer)
             else:
@@ -212,11 +213,9 @@ class JailLauncher:
             raise
         return jail
 
-    async def _tell(self, jail: Jail, program: dict[str, Any]) -> None:
-        if program["mode"] == "tests":
-            program = {**program, "nonce": jail.nonce}
+    async def _tell(self, jail: Jail, program: Program) -> None:
         with contextlib.suppress(PeerLost):  # its end says why
-            await jail.keeper.send(self.clock, program, SEND_S)
+            await jail.keeper.send(self.clock, program.frame(jail.nonce), SEND_S)
             await jail.keeper.send(self.clock, {"nonce": jail.nonce}, SEND_S)
 
     async def _asked(

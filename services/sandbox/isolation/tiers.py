@@ -23,6 +23,7 @@ from common.job.isolation.runners import Runner
 from common.mesh.process import container
 from common.mesh.process.host import Host, SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter, interpreter_of
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.limits import JailLimits
@@ -86,7 +87,7 @@ async def tried(
     launcher = JailLauncher(host, clock, tier, interpreter, None, log)
     imports = "".join(f"import {name}\n" for name in interpreter.warm)
     try:
-        program = {"mode": "program", "source": f"{imports}print({WORD!r})"}
+        program = Program(f"{imports}print({WORD!r})")
         ran = await launcher.run(program, PROBE)
     except MeshError as error:
         return f"{error.message}{last_line(log)}"

@@ -18,6 +18,7 @@ from common.base.clock import SystemClock
 from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import Ran
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
@@ -188,7 +189,7 @@ while True:
 
 
 async def ran(launcher: JailLauncher, source: str, limits: JailLimits = LIMITS) -> Ran:
-    return await launcher.run({"mode": "program", "source": source}, limits)
+    return await launcher.run(Program(source), limits)
 
 
 @pytest.mark.rotating(3)

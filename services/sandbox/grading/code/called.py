@@ -14,6 +14,7 @@ from services.sandbox.grading.code.attempt import Attempt, Trial
 from services.sandbox.grading.code.equality import same
 from services.sandbox.isolation.jails.jail import Jail
 from services.sandbox.isolation.jails.pipes import FRAME_BYTES
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.jail.wire import frames, plain
 
 SPACES = 8  # times what is wanted, as JSON, that an answer may take: escapes, and wrong ones
@@ -23,7 +24,7 @@ async def passed(attempt: Attempt, source: str, function: str, cases: list[Calle
     """Which of the cases the function passes."""
     for case in cases:
         _sendable(case)
-    program = {"mode": "calls", "source": source, "function": function, "graded": True}
+    program = Program(source, "calls", function, graded=True)
 
     async def trial() -> _Calls:
         jail = await attempt.launcher.open(program, attempt.limits, cells=True, stands=True)

@@ -18,6 +18,7 @@ from common.grading.support import Unsupported
 from services.sandbox.grading.code import attempt as attempts
 from services.sandbox.grading.code.attempt import Attempt, Trial
 from services.sandbox.isolation.jails.jail import SLOWEST, Jail
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.resources.limits import MIB
 
 TESTS_BYTES = 256 * MIB  # memory of the jail that holds tests in Python
@@ -36,11 +37,12 @@ async def _pair(attempt: Attempt, source: str, tests: str) -> _Pair:
     one, other = socket.socketpair()
     solution: Jail | None = None
     try:
-        program: dict[str, Any] = {"mode": "objects", "source": source}
+        program = Program(source, "objects")
         limits = attempt.limits
         solution = await attempt.launcher.open(program, limits, peer=one.fileno(), stands=True)
-        program = {"mode": "tests", "source": tests, "patience_s": UNTOLD * limits.wall_s}
-        program["files"] = attempt.launcher.tier != "landlock"  # there, /tmp is that of the host
+        files = attempt.launcher.tier != "landlock"  # there, /tmp is that of the host
+        patience_s = UNTOLD * limits.wall_s
+        program = Program(tests, "tests", files=files, patience_s=patience_s)
         # By the clock the tests also wait for the solution; CPU time counts as ever.
         limits = replace(limits, wall_s=SLOWEST * limits.wall_s + WAITING_S)
         limits = limits.capped(memory_bytes=TESTS_BYTES)

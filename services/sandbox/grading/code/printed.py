@@ -8,6 +8,7 @@ from common.api.sandbox import OK, TIMEOUT
 from common.grading.cases import Printed
 from services.sandbox.grading.code.attempt import Attempt
 from services.sandbox.grading.code.equality import same_text
+from services.sandbox.isolation.jails.program import Program
 
 SPACES = 2  # times what is wanted that a program may print: layout, and what it says beside
 
@@ -24,7 +25,7 @@ async def _printed(attempt: Attempt, source: str, case: Printed) -> bool:
     wanted = max(len(text.encode()) for text in case.accepted)
     limits = attempt.limits
     limits = replace(limits, output_bytes=limits.output_bytes + SPACES * wanted)
-    program = {"mode": "program", "source": source, "graded": True}
+    program = Program(source, graded=True)
     async with attempt.slots.one():
         while (ran := await attempt.launcher.run(program, limits, case.stdin.encode())).starved:
             attempt.starved(ran)

@@ -22,6 +22,7 @@ from services.sandbox.grading.code import attempt as attempts
 from services.sandbox.grading.code.attempt import RETRIES, Attempt, Trial
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import Jail
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.resources.limits import MIB
 
 PYTEST_BYTES = 64 * MIB  # address space of pytest itself, beside the solution's memory
@@ -43,7 +44,7 @@ async def passed(attempt: Attempt, suite: Suites, source: str, tests: str) -> li
         known = await _known(attempt, suite, tests)
 
         async def trial() -> _Session:
-            jail = await _jail(attempt, suite, {"source": source, "tests": tests})
+            jail = await _jail(attempt, suite, tests, source)
             return _Session(attempt, jail, known)
 
         return await attempts.passed(attempt, trial, len(known))
@@ -81,9 +82,11 @@ class _Session(Trial):
         return str(said.get("outcome")) == PASSED
 
 
-async def _jail(attempt: Attempt, suite: Suites, program: dict[str, Any]) -> Jail:
+async def _jail(attempt: Attempt, suite: Suites, tests: str, source: str | None = None) -> Jail:
     limits = replace(attempt.limits, memory_bytes=attempt.limits.memory_bytes + PYTEST_BYTES)
-    return await suite.launcher.open({"mode": "suite", **program}, limits, cells=True, stands=True)
+    return await suite.launcher.open(
+        Program(source, "suite", tests=tests), limits, cells=True, stands=True
+    )
 
 
 async def _known(attempt: Attempt, suite: Suites, tests: str) -> list[str]:
@@ -106,7 +109,7 @@ async def _known(attempt: Attempt, suite: Suites, tests: str) -> list[str]:
 async def _looked(attempt: Attempt, suite: Suites, tests: str) -> dict[str, Any]:
     """What pytest says of tests without a solution. BadTests if it comes to no end."""
     for _ in range(RETRIES):
-        jail = await _jail(attempt, suite, {"tests": tests})
+        jail = await _jail(attempt, suite, tests)
         try:
             said = await _first_word(attempt, jail)
             if said is not None:

@@ -12,6 +12,7 @@ from common.api.sandbox import CRASHED, OK, OUT_OF_MEMORY, OUTPUT_LIMIT, REFUSED
 from common.base.clock import Clock
 from common.base.errors import BadMessage, DeadlineExceeded, MeshError, PeerLost
 from services.sandbox.isolation.jails.pipes import JailOutput, Pipe
+from services.sandbox.isolation.jails.program import Report
 from services.sandbox.isolation.resources.cgroups import Cgroup
 from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.jail.confinement import calls
@@ -71,7 +72,7 @@ class Jail:
         self.keeper, self.cells, self.output = keeper, cells, output
         self._group, self._ended = group, ended
         self._closed = False
-        self._came: dict[str, Any] = {}  # its report, where it came while nobody waited
+        self._came: dict[str, Any] = {}  # its last frame, where it came while nobody waited
         self.laps = 0  # laps that its keeper was told to begin
         self._killed_before = group.killed() if group else 0
         self.nonce = secrets.token_hex(16)
@@ -122,7 +123,7 @@ class Jail:
         self.refuses()
         return bool(self._came) or self.keeper.ended
 
-    async def report(self, deadline_s: float) -> dict[str, Any]:
+    async def report(self, deadline_s: float) -> Report:
         """The keeper's word on how the guest ended."""
         frame = self._came
         while not frame or "refuses" in frame:
@@ -131,11 +132,14 @@ class Jail:
             raise JailFailed(str(frame["failed"]), where="sandbox")
         if frame.get("nonce") != self.nonce:
             raise BadMessage("a report without the nonce of its call")
-        return dict(frame)
+        try:
+            return Report.of(frame)
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadMessage(f"a report that is none: {error}") from None
 
     async def finish(self) -> Ran:
         """Waits for its end, which limits bound, and cleans up behind it."""
-        report: dict[str, Any] = {}
+        report = Report()
         missing = ""
         deadline_s = SLOWEST * self.limits.wall_s + GRACE_S
         waited = asyncio.ensure_future(self.report(deadline_s))
@@ -168,41 +172,38 @@ class Jail:
             self._closed = True
             self._ended()
 
-    def _typed(self, report: dict[str, Any], over: bool) -> Ran:
+    def _typed(self, report: Report, over: bool) -> Ran:
         status, error = self._status(report, over)
-        refused = tuple(calls.name(number) for number in report.get("refused", ()))
+        refused = tuple(calls.name(number) for number in report.refused)
         if status == REFUSED:
             error = wanted(refused)
         return Ran(
             status,
             self.stdout,
             self.stderr,
-            int(report.get("exit", -9)),
-            float(report.get("cpu_s", 0.0)),
-            float(report.get("wall_s", 0.0)),
+            report.exit,
+            report.cpu_s,
+            report.wall_s,
             error,
-            int(report.get("laps", 0)),
+            report.laps,
             refused,
-            report.get("timeout") in ("wall", "starved"),
-            report.get("timeout") == "starved",
+            report.timeout in ("wall", "starved"),
+            report.timeout == "starved",
         )
 
-    def _status(self, report: dict[str, Any], over: bool) -> tuple[str, str]:
-        limits, code = self.limits, int(report.get("exit", -9))
+    def _status(self, report: Report, over: bool) -> tuple[str, str]:
+        limits, code = self.limits, report.exit
         if over:
             return OUTPUT_LIMIT, f"over {limits.output_bytes} bytes of output"
-        if report.get("timeout") == "wall":
+        if report.timeout == "wall":
             return TIMEOUT, f"over {limits.wall_s:g} s of wall clock time"
-        if report.get("timeout") == "starved":
+        if report.timeout == "starved":
             return TIMEOUT, "the host gave it no core, disk or question for too long"
-        if report.get("timeout"):
+        if report.timeout:
             return TIMEOUT, f"over {limits.cpu_s:g} s of CPU time"
         memory = f"over {limits.memory_bytes >> 20} MiB of memory"
-        if (
-            report.get("memory")
-            or code == guest.OUT_OF_MEMORY
-            or (code == -9 and self._out_of_memory())
-        ):
+        out = code == guest.OUT_OF_MEMORY or (code == -9 and self._out_of_memory())
+        if report.memory or out:
             return OUT_OF_MEMORY, memory
         if code == guest.REFUSED:
             return REFUSED, wanted(())

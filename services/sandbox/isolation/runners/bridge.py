@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from common.job.isolation.runners import Runner
+from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.isolation.runners import leftovers, usage
 from services.sandbox.jail.confinement import kernel
 from services.sandbox.jail.guests import guest
@@ -59,7 +60,7 @@ class Bridge:
         place: Path,
         inside: list[str],
         carried: bytes,
-        limits: dict[str, Any],
+        limits: JailLimits,
         request: dict[str, Any],
         fds: dict[str, int],
         nice: int,
@@ -289,10 +290,10 @@ class Bridge:
 class ContainerClock:
     """The time of a container, seen from outside; each lap begins it anew."""
 
-    def __init__(self, limits: dict[str, Any], stands: bool = False) -> None:
+    def __init__(self, limits: JailLimits, stands: bool = False) -> None:
         """`stands`: until the first lap, or until a turn begins."""
         self._limits = limits
-        self._memory_most = limits["memory_bytes"] + limits["scratch_bytes"] + SLACK_BYTES
+        self._memory_most = limits.memory_bytes + limits.scratch_bytes + SLACK_BYTES
         use = self._use(memory=True)
         self._base_bytes = use.memory_bytes
         self._begun = self._memory_at = time.monotonic()
@@ -338,16 +339,16 @@ class ContainerClock:
         if self._paused:
             return "cpu" if cpu > IDLE_CPU_S + IDLE_SHARE * elapsed else ""
         limits = self._limits
-        if cpu > CPU_FACTOR * limits["cpu_s"] + CPU_MORE_S:
+        if cpu > CPU_FACTOR * limits.cpu_s + CPU_MORE_S:
             return "cpu"
-        if elapsed <= limits["wall_s"]:
+        if elapsed <= limits.wall_s:
             return ""
-        if cpu > limits["cpu_s"] + CPU_MORE_S:
+        if cpu > limits.cpu_s + CPU_MORE_S:
             return "cpu"
-        if elapsed > watch.SLOWEST * limits["wall_s"] + watch.SLOWEST_S:
+        if elapsed > watch.SLOWEST * limits.wall_s + watch.SLOWEST_S:
             return "starved"
         ran_s = elapsed - waited - self._stood_s
-        return "wall" if not self._stands_since and ran_s > limits["wall_s"] else ""
+        return "wall" if not self._stands_since and ran_s > limits.wall_s else ""
 
     def _waited(self, use: usage.Use, now: float) -> float:
         """Seconds of this lap without a core. The kernel counts a wait when it ends: one that goes

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from services.sandbox.isolation.outer_jail.root import RootContent
+from services.sandbox.isolation.resources.limits import JailLimits
 
 # The keeper is root inside, which is not root here, and needs no more: the guest gets a user of its
 # own, and is ended from there.
@@ -36,10 +37,10 @@ def lay_out(root: Path, shown: RootContent) -> None:
 
 
 def configuration(
-    root: Path, shown: RootContent, arguments: list[str], limits: dict[str, Any]
+    root: Path, shown: RootContent, arguments: list[str], limits: JailLimits
 ) -> dict[str, Any]:
     """`config.json` of the OCI runtime specification, 1.0."""
-    scratch = ["nosuid", "nodev", "mode=1777", f"size={limits['scratch_bytes']}"]
+    scratch = ["nosuid", "nodev", "mode=1777", f"size={limits.scratch_bytes}"]
     mounts: list[dict[str, Any]] = [
         {"destination": "/proc", "type": "proc", "source": "proc"},
         {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid"]},

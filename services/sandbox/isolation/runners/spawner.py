@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from common.base.errors import MeshError
 from common.job.isolation.runners import Runner
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.outer_jail.root import INSIDE, JAIL, PACKAGES, content_of
+from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.isolation.resources.users import PLAIN_ID
 from services.sandbox.isolation.runners import bundle, leftovers
 from services.sandbox.isolation.runners.bridge import Bridge
@@ -59,14 +61,14 @@ class Containers:
         interpreter, runner = self._interpreter, self._runner
         place = self._folder / str(self._count)
         place.mkdir()
-        limits = request["limits"]
+        limits = JailLimits(**request["limits"])
         # Its clock is watched from here, where one sees what it waits for a core.
-        inside = {**limits, "wall_s": watch.SLOWEST * limits["wall_s"] + watch.SLOWEST_S}
+        inside = replace(limits, wall_s=watch.SLOWEST * limits.wall_s + watch.SLOWEST_S)
         scratch = IN_CONTAINER
         if not runner.bundled:
             scratch = f"{IN_CONTAINER}/{self._folder.name}-{place.name}"
         asked = {
-            "limits": inside,
+            "limits": inside.document(),
             "channels": [name for name in fds if name in mux.NAMED],
             "warm": interpreter.warm,
             "searched_last": PACKAGES if runner.bundled and interpreter.packages else "",

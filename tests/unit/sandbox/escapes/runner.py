@@ -27,6 +27,7 @@ from common.job.isolation.runners import RUNSC
 from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import Jail
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter, interpreter_of
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
@@ -51,7 +52,7 @@ LIMITS = JailLimits(
 BRIEFLY = replace(LIMITS, wall_s=0.8, cpu_s=0.4)  # for what can but run out of time
 UNHURRIED = replace(LIMITS, wall_s=8.0)  # nothing of a poison takes time, but the host may
 PATIENT = replace(LIMITS, wall_s=20.0, cpu_s=10.0)  # for what is heard before its time is over
-GOOD = {"mode": "program", "source": "print(6 * 7)"}
+GOOD = Program("print(6 * 7)")
 WORD = b"ESCAPED"
 QUIET_LOOKS, LOOK_S, QUIET_S = 10, 0.005, 3.0  # until a session counts as left running
 FORGING, POISONING, ALL = ("reward forging", "tests forging"), "session poisoning", "--all"
@@ -100,7 +101,7 @@ class Runner:
 
     async def escape(self, escape: Escape) -> dict[str, Any]:
         limits = BRIEFLY if escape.ends == ("timeout",) else self.limits
-        asked = {"mode": escape.mode, "source": self._placed(escape.source)}
+        asked = Program(self._placed(escape.source), escape.mode)
         async with self.slots.one():
             ran = await self.launcher.run(asked, limits)
         said = ran.stdout + ran.stderr
@@ -120,10 +121,10 @@ class Runner:
             for source in (pair.sender, pair.receiver)
         ]
         async with self.at_once, self.slots.one():
-            jail = await self.launcher.open({"mode": "program", "source": sources[0]}, self.patient)
+            jail = await self.launcher.open(Program(sources[0]), self.patient)
             try:
                 sending = await self._sends(jail)
-                asked = {"mode": "program", "source": sources[1]}
+                asked = Program(sources[1])
                 ran = await self.launcher.run(asked, self.limits) if sending else None
                 failed = jail.stderr
             finally:

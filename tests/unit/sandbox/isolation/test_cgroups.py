@@ -13,6 +13,7 @@ from common.base.clock import SystemClock
 from common.mesh.process.host import SystemHost
 from services.sandbox.isolation import tiers
 from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.cgroups import Cgroup, Homes
@@ -174,8 +175,8 @@ async def test_files_of_a_jail_that_has_ended_are_no_memory_of_the_next(tmp_path
     takes = "print(len(bytearray(16 << 20)))"
     try:
         for _ in range(3):
-            filled = await launcher.run({"mode": "program", "source": fills}, large)
-            taken = await launcher.run({"mode": "program", "source": takes}, small)
+            filled = await launcher.run(Program(fills), large)
+            taken = await launcher.run(Program(takes), small)
             assert (filled.status, taken.status) == ("ok", "ok"), taken.error
     finally:
         await launcher.stop()
@@ -208,7 +209,7 @@ async def test_a_limit_is_enforced_with_whatever_groups_can_do(tmp_path: Path) -
         launcher = JailLauncher(host, clock, "bwrap", own, homes, tmp_path / "log")
         source = "import os\nif os.fork() == 0:\n    while True: pass\nos.wait()"
         try:
-            ran = await launcher.run({"mode": "program", "source": source}, limits)
+            ran = await launcher.run(Program(source), limits)
         finally:
             await launcher.stop()
         assert (ran.status, "of CPU time" in ran.error) == ("timeout", True)

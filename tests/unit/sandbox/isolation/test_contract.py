@@ -20,6 +20,7 @@ from common.mesh.process.host import SystemHost
 from services.sandbox.grading.code.grading import Grading
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import Ran
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter, interpreter_of
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
@@ -91,7 +92,7 @@ def marked(place: str) -> list[int]:
 
 
 async def ran(launcher: JailLauncher, source: str, limits: JailLimits = LIMITS) -> Ran:
-    return await launcher.run({"mode": "program", "source": source}, limits, b"hello")
+    return await launcher.run(Program(source), limits, b"hello")
 
 
 @pytest.mark.rotating(3)

@@ -19,6 +19,7 @@ from common.job.config import SandboxConfig
 from common.job.isolation import containment, images
 from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.outer_jail.interpreters import interpreter_of
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.limits import JailLimits
@@ -62,7 +63,7 @@ async def launcher(tmp_path: Path, bundle: tuple[Path, str]) -> AsyncIterator[Ja
 async def test_the_image_is_all_that_a_program_sees_and_it_cannot_change_it(
     launcher: JailLauncher, bundle: tuple[Path, str]
 ) -> None:
-    ran = await launcher.run({"mode": "program", "source": SEES}, LIMITS)
+    ran = await launcher.run(Program(SEES), LIMITS)
     assert ran.stderr == b""
     first, devices, *written = ran.stdout.decode().splitlines()
     assert first == "of the image image False"
@@ -96,7 +97,7 @@ except OSError as error:
     print(error.errno)
 """
     try:
-        ran = await launcher.run({"mode": "program", "source": source}, LIMITS)
+        ran = await launcher.run(Program(source), LIMITS)
     finally:
         await launcher.stop()
         device.unlink()

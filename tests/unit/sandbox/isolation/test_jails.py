@@ -22,6 +22,7 @@ from common.mesh.runtime.calls.waits import WaitTable
 from services.sandbox.grading.code.grading import Grading
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import JailFailed, Ran
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
@@ -39,7 +40,7 @@ LIMITS = JailLimits(wall_s=60.0, cpu_s=10.0, memory_bytes=128 * MIB, output_byte
 async def ran(
     launcher: JailLauncher, source: str, stdin: bytes = b"", limits: JailLimits = LIMITS
 ) -> Ran:
-    return await launcher.run({"mode": "program", "source": source}, limits, stdin)
+    return await launcher.run(Program(source), limits, stdin)
 
 
 async def test_a_program_reads_its_input_and_what_it_prints_comes_back(
@@ -110,7 +111,7 @@ if __name__ == "__main__":
 
 
 async def test_a_shell_has_pipes_and_a_scratch_directory(launcher: JailLauncher) -> None:
-    program = {"mode": "shell", "source": "cd; seq 5 | tail -2 > f; cat f <(echo $((3 * 4)))"}
+    program = Program("cd; seq 5 | tail -2 > f; cat f <(echo $((3 * 4)))", "shell")
     found = await launcher.run(program, LIMITS)
     assert (found.status, found.stdout) == ("ok", b"4\n5\n12\n")
 
@@ -240,7 +241,7 @@ async def test_a_guest_that_cannot_be_set_up_is_ours_to_answer_for(launcher: Jai
 
 
 async def test_a_report_with_another_nonce_is_no_report(launcher: JailLauncher) -> None:
-    jail = await launcher.open({"mode": "program", "source": "print(1)"}, LIMITS)
+    jail = await launcher.open(Program("print(1)"), LIMITS)
     jail.nonce = "0" * 32
     with pytest.raises(BadMessage, match="nonce"):
         await jail.report(scaled(10))
@@ -342,7 +343,7 @@ async def test_a_stopped_zygote_is_replaced_and_its_calls_are_answered(tmp_path:
     )
     await launcher.start()
     try:
-        before = await launcher.open({"mode": "program", "source": "input(); print(1)"}, LIMITS)
+        before = await launcher.open(Program("input(); print(1)"), LIMITS)
         stopped = launcher.zygote
         os.kill(stopped, signal.SIGSTOP)
         calls = [asyncio.create_task(ran(launcher, f"print({n})")) for n in range(3)]
@@ -396,6 +397,6 @@ async def test_no_two_jails_draw_the_same_random_numbers(launcher: JailLauncher)
         "import os, random, sys\nprint(random.random(), flush=True)\n"
         "if os.fork() == 0:\n    print(random.random(), flush=True)\n    os._exit(0)\nos.wait()"
     )
-    ran = [await launcher.run({"mode": "program", "source": source}, LIMITS) for _ in range(3)]
+    ran = [await launcher.run(Program(source), LIMITS) for _ in range(3)]
     drawn = [number for one in ran for number in one.stdout.split()]
     assert len(set(drawn)) == len(drawn) == 6

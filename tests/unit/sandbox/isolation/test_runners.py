@@ -92,12 +92,13 @@ from tests.unit.sandbox.isolation.test_contract import LIMITS, Kind
 from common.base.clock import SystemClock
 from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.jails.program import Program
 
 async def main():
     interpreter = Kind("runner", (sys.argv[1],)).interpreter()
     launcher = JailLauncher(SystemHost(), SystemClock(), "runner", interpreter, None, None)
     source = "print('up', flush=True)\nimport time\ntime.sleep(600)"
-    jail = await launcher.open({"mode": "program", "source": source}, LIMITS)
+    jail = await launcher.open(Program(source), LIMITS)
     async with asyncio.timeout(3600):
         while not jail.stdout:
             await asyncio.sleep(0.01)

@@ -15,6 +15,7 @@ from common.job.isolation import containment, isolation
 from common.mesh.process.host import SystemHost
 from services.sandbox.isolation import tiers
 from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
@@ -128,7 +129,7 @@ print("all four")
 """
         limits = JailLimits(wall_s=min(20.0, scaled(3.0)), cpu_s=3.0, memory_bytes=128 * MIB)
         try:
-            ran = await launcher.run({"mode": "program", "source": source}, limits)
+            ran = await launcher.run(Program(source), limits)
         finally:
             await launcher.stop()
         assert ran.stdout == b"" and ran.status != "ok"

@@ -14,6 +14,7 @@ import pytest
 from common.base.clock import SystemClock
 from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.resources import users
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
@@ -44,7 +45,7 @@ pytestmark = [pytest.mark.needs("root")]
 async def of_three(tier: str) -> list[list[object]]:
     """What programs in three jails at once say of themselves."""
     launcher = JailLauncher(SystemHost(), SystemClock(), tier, Interpreter.own(), None)
-    program = {"mode": "program", "source": WHO}
+    program = Program(WHO)
     try:
         ran = await asyncio.gather(*(launcher.run(program, LIMITS, b"\n") for _ in range(3)))
     finally:
@@ -102,7 +103,7 @@ async def without_own_users() -> str:
     launcher = JailLauncher(SystemHost(), SystemClock(), "landlock", Interpreter.own(), None)
     launcher.places.users.clear()  # as in a container that has no such users
     try:
-        ran = await launcher.run({"mode": "program", "source": HELD}, LIMITS)
+        ran = await launcher.run(Program(HELD), LIMITS)
     finally:
         await launcher.stop()
     return ran.stdout.decode() + ran.error
@@ -142,5 +143,5 @@ for place, folders, names in os.walk("/", onerror=print):
     folders[:] = [name for name in folders if place in ("/", "/run", "/run/meshrl", "/root")]
     folders[:] = [name for name in folders if name not in ("proc", "tmp", "lost+found")]
 """
-    found = await launcher.run({"mode": "program", "source": source}, LIMITS)
+    found = await launcher.run(Program(source), LIMITS)
     assert (found.status, found.stdout) == ("ok", b""), found

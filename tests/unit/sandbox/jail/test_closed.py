@@ -17,6 +17,7 @@ from common.base.clock import SystemClock
 from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import Ran
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from services.sandbox.jail.confinement import calls
@@ -90,7 +91,7 @@ async def tried(tier: str) -> Ran:
     keeper = "1" if tier == "bwrap" else "os.getppid()"
     source = PROGRAM.format(numbers=json.dumps(calls.numbers()), keeper=keeper)
     try:
-        return await launcher.run({"mode": "program", "source": source}, LIMITS)
+        return await launcher.run(Program(source), LIMITS)
     finally:
         await launcher.stop()
 
@@ -135,7 +136,7 @@ for mode in ("delete", "truncate", "wal"):
 
 
 async def test_locks_are_granted_and_not_kept(launcher: JailLauncher) -> None:
-    found = await launcher.run({"mode": "program", "source": LOCKS}, LIMITS)
+    found = await launcher.run(Program(LOCKS), LIMITS)
     assert (found.status, found.stdout, found.refused) == ("ok", b"3\n" * 3, ()), found.stderr
 
 
@@ -157,7 +158,7 @@ for name in ("null", "zero", "full", "random", "urandom"):
 
 @pytest.mark.needs("bwrap")
 async def test_a_device_can_be_written_and_its_node_not_changed(launcher: JailLauncher) -> None:
-    found = await launcher.run({"mode": "program", "source": MARKS}, LIMITS)
+    found = await launcher.run(Program(MARKS), LIMITS)
     assert (found.status, set(found.stdout.split())) == ("ok", {b"30"}), found
 
 

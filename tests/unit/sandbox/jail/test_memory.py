@@ -14,6 +14,7 @@ import pytest
 from common.base.clock import SystemClock
 from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from tests.load import scaled
@@ -74,21 +75,21 @@ async def ungrouped(tmp_path: Path) -> AsyncIterator[JailLauncher]:
 async def test_processes_that_together_are_over_it_end(
     ungrouped: JailLauncher, source: str
 ) -> None:
-    found = await ungrouped.run({"mode": "program", "source": source}, LIMITS)
+    found = await ungrouped.run(Program(source), LIMITS)
     assert (found.status, found.error) == ("out_of_memory", "over 160 MiB of memory"), found
 
 
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("source", WITHIN.values(), ids=WITHIN)
 async def test_what_processes_share_counts_once(ungrouped: JailLauncher, source: str) -> None:
-    found = await ungrouped.run({"mode": "program", "source": source}, LIMITS)
+    found = await ungrouped.run(Program(source), LIMITS)
     assert (found.status, found.stdout) == ("ok", b"all six\n"), found
 
 
 @pytest.mark.needs("bwrap")
 async def test_memory_that_nobody_maps_is_refused_by_name(ungrouped: JailLauncher) -> None:
     source = "import os\nos.write(os.memfd_create('x'), bytes(1 << 20))"
-    found = await ungrouped.run({"mode": "program", "source": source}, LIMITS)
+    found = await ungrouped.run(Program(source), LIMITS)
     assert (found.status, found.refused) == ("refused", ("memfd_create",))
 
 
@@ -116,10 +117,7 @@ def main() -> None:
         made = JailLauncher(SystemHost(), SystemClock(), "landlock", Interpreter.own(), None)
         sources = (OVER["shared"], WITHIN["inherited"])
         try:
-            return [
-                (await made.run({"mode": "program", "source": each}, LIMITS)).status
-                for each in sources
-            ]
+            return [(await made.run(Program(each), LIMITS)).status for each in sources]
         finally:
             await made.stop()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
 
 pytestmark = pytest.mark.needs("bwrap")
@@ -27,5 +28,5 @@ for place, folders, names in os.walk("/proc"):
 print(opened)
 print(open("/proc/self/oom_score_adj").read(), open("/proc/sys/user/max_user_namespaces").read())
 """
-    found = await launcher.run({"mode": "program", "source": source}, LIMITS)
+    found = await launcher.run(Program(source), LIMITS)
     assert found.stdout == b"[]\n1000\n 0\n\n", found

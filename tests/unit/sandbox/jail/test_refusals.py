@@ -9,6 +9,7 @@ import pytest
 
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import Ran
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from services.sandbox.jail.confinement import allowed
 from services.sandbox.jail.metering import refusals
@@ -28,7 +29,7 @@ def call(number, *arguments):
 
 
 async def ran(launcher: JailLauncher, source: str, mode: str = "program") -> Ran:
-    return await launcher.run({"mode": mode, "source": source}, LIMITS)
+    return await launcher.run(Program(source, mode), LIMITS)
 
 
 async def test_what_ended_a_program_is_named(launcher: JailLauncher) -> None:
@@ -88,7 +89,7 @@ while True:
     )
     begun = time.monotonic()
     limits = JailLimits(wall_s=10.0, cpu_s=0.5, memory_bytes=256 * MIB)
-    found = await launcher.run({"mode": "program", "source": source}, limits)
+    found = await launcher.run(Program(source), limits)
     assert (found.status, found.refused) == ("timeout", ("ptrace",))
     assert set(found.stdout.split()) <= {b"1", b"38"}  # EPERM, then ENOSYS: never done
     assert b"38" in found.stdout.split() and time.monotonic() - begun < scaled(30)
