@@ -99,24 +99,31 @@ def names(tests: Tests) -> frozenset[str]:
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # told when they are to run
         return frozenset()
     found: set[str] = set()
-    used: set[str] = set()
-    made: set[str] = set(dir(builtins))
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == SOLUTION:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             found |= {node.attr} if node.value.id == SOLUTION else set()
-        elif isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else made).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            made.add(node.name)
-        elif isinstance(node, ast.alias):
-            made.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.arg):
-            made.add(node.arg)
     if "*" in found:  # whatever they use and have from nowhere else
-        found = (found - {"*"}) | (used - made)
+        used, bound = used_and_bound(tree)
+        found = (found - {"*"}) | (used - bound - set(dir(builtins)))
     return frozenset(found)
+
+
+def used_and_bound(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """Names that a program reads, and those that it binds anywhere."""
+    used: set[str] = set()
+    bound: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+    return used, bound
 
 
 # ---- programs that print ------------------------------------------------------------------------

@@ -13,6 +13,8 @@ import functools
 import importlib
 import warnings
 
+from common.grading.cases import used_and_bound
+
 # In LiveCodeBench's order: of a name in two modules, the later module's is taken.
 MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random"),
@@ -28,7 +30,13 @@ def prelude_of(program: str) -> str:
             tree = ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""
-    used, bound, modules = _names(tree)
+    used, bound = used_and_bound(tree)
+    modules: set[str] = set()  # of which it takes attributes
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            modules.add(node.value.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            used |= _quoted(node.value)
     lines = []
     for name in sorted(used - bound - vars(builtins).keys()):
         source = _provided().get(name)
@@ -37,27 +45,6 @@ def prelude_of(program: str) -> str:
         elif source is not None:  # an older interpreter may lack it
             lines.append(f"try:\n from {source} import {name}\nexcept ImportError: pass\n")
     return "".join(lines)
-
-
-def _names(tree: ast.Module) -> tuple[set[str], set[str], set[str]]:
-    """Names that a program reads, that it binds anywhere, and of which it takes attributes."""
-    used: set[str] = set()
-    bound: set[str] = set()
-    modules: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            modules.add(node.value.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.alias):
-            bound.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            used |= _quoted(node.value)
-    return used, bound, modules
 
 
 def _quoted(text: str) -> set[str]:

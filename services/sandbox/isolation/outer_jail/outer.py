@@ -115,8 +115,7 @@ def main() -> None:
     most = MOST_PROCESSES if hard == resource.RLIM_INFINITY else min(MOST_PROCESSES, hard)
     resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
     # A change of user has made the kernel forget it.
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, 9)
-    if os.getppid() != parent:
+    if not kernel.end_with(parent, 9):
         sys.exit("the sandbox has ended")
     if own_users >= 0:
         os.set_inheritable(own_users, True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-# Run where no bundle shows the package: it comes as the first frame, and is imported from that.
-CARRIED = """
+VERSION = """
 import sys
 sys.version_info >= (3, 8) or sys.exit(
     "meshrl: jails take Python 3.8 or newer, this is " + sys.version
 )
-import importlib.util, json, os
+"""
+# Run where no bundle shows the package: it comes as the first frame, and is imported from that.
+CARRIED = (
+    VERSION
+    + """import importlib.util, json, os
 def exactly(size):
     parts = b""
     while len(parts) < size:
@@ -32,13 +35,12 @@ sys.meta_path.insert(0, Carried())
 import jail.relay
 jail.relay.main()
 """
-SHOWN = """
-import sys
-sys.version_info >= (3, 8) or sys.exit(
-    "meshrl: jails take Python 3.8 or newer, this is " + sys.version
 )
-sys.path.insert(0, {!r})
+SHOWN = (
+    VERSION
+    + """sys.path.insert(0, {!r})
 import jail.relay
 sys.path.pop(0)
 jail.relay.main()
 """
+)

@@ -97,8 +97,7 @@ class Containers:
         self._control.close()
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
+        if not kernel.end_with(parent, signal.SIGTERM):
             os._exit(0)
 
 
@@ -113,8 +112,7 @@ def carried() -> bytes:
 
 def main() -> None:
     parent = os.getppid()
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if not kernel.end_with(parent, signal.SIGKILL):
         sys.exit("the sandbox has ended")
     os.umask(0o022)
     control = socket.socket(fileno=int(sys.argv[1]))

@@ -71,6 +71,12 @@ def prctl(option: int, value: int, third: int = 0) -> None:
     called("prctl", option, value, third, 0, 0)
 
 
+def end_with(parent: int, number: int) -> bool:
+    """Has us get a signal when our parent ends; False if that has happened already."""
+    prctl(PR_SET_PDEATHSIG, number)
+    return os.getppid() == parent
+
+
 def become(user: int) -> None:
     """Becomes that user, of the group of that number, and of no other group."""
     os.setgroups([])

@@ -13,14 +13,9 @@ import types
 from typing import Any, Callable
 
 from . import coroutines
-from .remote import place_of
+from .remote import ARITHMETIC, ORDER, place_of
 
-BINARY = {
-    **{f"__{name}__": getattr(operator, f"__{name}__") for name in ("eq", "ne", "lt", "le")},
-    **{f"__{name}__": getattr(operator, f"__{name}__") for name in ("gt", "ge")},
-}
-_ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
-ARITHMETIC = _ARITHMETIC.split()
+BINARY = {f"__{name}__": getattr(operator, f"__{name}__") for name in ("eq", "ne", *ORDER)}
 for _name in ARITHMETIC:
     _function = getattr(operator, f"__{_name}__")
     BINARY[f"__{_name}__"] = _function
