@@ -68,7 +68,7 @@ def place_of(value: Any) -> Any:
     kind = type(value)
     if kind is Remote:
         return object.__getattribute__(value, "_remote")
-    if isinstance(kind, _Both) or isinstance(value, BaseException):
+    if isinstance(kind, Both) or isinstance(value, BaseException):
         return vars(value).get("_place")
     if isinstance(kind, type) and issubclass(kind, Mirror):
         return vars(value).get("_place")
@@ -103,7 +103,7 @@ class Remote:
 
     def __getattr__(self, name: str) -> Any:
         place = place_of(self)
-        if name.startswith("__") and name.endswith("__") and not _wanted(place, name):
+        if name.startswith("__") and name.endswith("__") and not is_wanted(place, name):
             raise AttributeError(name)
         value = place.ask("get", name)
         found = place_of(value)
@@ -228,7 +228,7 @@ class Remote:
         return (derived.base_of(self),)
 
 
-def _wanted(place: RemotePlace, name: str) -> bool:
+def is_wanted(place: RemotePlace, name: str) -> bool:
     """Whether a name like `__name__` is asked for by the tests themselves, or by a decorator."""
     if not place.side.trusted:
         return name in ("__name__", "__qualname__", "__doc__", "__module__")
@@ -328,83 +328,5 @@ for _names, _make in ((ORDER, _order), (ARITHMETIC, _arithmetic), (CONVERSIONS, 
 Remote.__divmod__ = _arithmetic("divmod")  # type: ignore[operator]
 
 
-# -- data that is an object, too: a named tuple, a member of an IntEnum
-
-
-class _Both(type):
-    """The class of classes of such data."""
-
-
-def _attribute(self: Any, name: str) -> Any:
-    place = vars(self)["_place"]
-    if name.startswith("__") and not _wanted(place, name):
-        raise AttributeError(name)
-    return place.ask("get", name)
-
-
-def _asked(name: str, operation: str) -> Callable[..., Any]:
-    def method(self: Any, *arguments: Any) -> Any:
-        return str(vars(self)["_place"].ask(operation, *arguments))
-
-    return method
-
-
-_MEMBERS = {
-    "__getattr__": _attribute,
-    "__repr__": _asked("__repr__", "repr"),
-    "__str__": _asked("__str__", "str"),
-    "__format__": lambda self, spec: vars(self)["_place"].ask("operator", "__format__", spec),
-}
-_CLASSES: dict[Any, Any] = {}
-_CHANGED = frozenset(
-    [f"__{name}__" for name in (*ARITHMETIC, *ORDER, *(f"r{name}" for name in ARITHMETIC))]
-    + [f"__{name}__" for name in ("neg", "pos", "abs", "invert", "len", "iter", "bool", "call")]
-)
-_ASKED = {"__len__": "len", "__iter__": "iter", "__bool__": "bool"}
-
-
-def overridden(kind: Any, base: Any) -> list[str]:
-    """Operators and public methods of data that a class which derives from it defines anew."""
-    names = [name for name in dir(base) if not name.startswith("_")]
-    return [
-        name
-        for name in (*names, *_CHANGED)
-        if getattr(kind, name, None) is not getattr(base, name, None)
-    ]
-
-
-def _redefined(name: str, base: Any) -> Callable[..., Any]:
-    """An operator or method of the solution's in place of that of data. With data on the other side
-    of it, of numbers and sets that of data decides: it may be the difference to what is expected.
-    """
-    exact = base in (int, float, complex, frozenset)
-
-    def method(self: Any, *others: Any, **named: Any) -> Any:
-        place = vars(self)["_place"]
-        if not name.startswith("__"):
-            return place.ask("get", name)(*others, **named)
-        if name == "__call__":
-            return place.ask("call", list(others), named)
-        ordered = name.strip("_") in ORDER
-        if others and place_of(others[0]) is None and (exact or ordered):
-            plain = getattr(base, name, None)
-            return NotImplemented if plain is None else plain(self, *others)
-        return place.ask(*([_ASKED[name]] if name in _ASKED else ["operator", name]), *others)
-
-    return method
-
-
-def both(data: Any, place: RemotePlace, own: tuple[str, ...]) -> Any:
-    """Data whose other attributes are those of an object of the other side, and `own` of those that
-    data has.
-    """
-    base = type(data)
-    if base not in values.BASES:
-        raise ValueError("an object that is data and is none")
-    if (base, own) not in _CLASSES:
-        names = [name for name in own if name in _CHANGED or not name.startswith("_")]
-        members = {**_MEMBERS, **{name: _redefined(name, base) for name in names}}
-        _CLASSES[base, own] = _Both(base.__name__, (base,), members)
-    made = _CLASSES[base, own](data)
-    vars(made)["_place"] = place
-    return made
+class Both(type):
+    """The class of classes of data that is an object, too; see `both`."""

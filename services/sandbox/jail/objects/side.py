@@ -7,7 +7,6 @@ objects; what the solution may do to objects of the tests, `operations.may` says
 
 from __future__ import annotations
 
-import io
 import os
 import select
 import sys
@@ -17,12 +16,11 @@ from time import monotonic  # tests may put another in its place
 from typing import Any, Callable
 
 from ..wire import frames
-from . import coroutines, errors, operations, remote, values
-from .remote import Remote, RemotePlace, both, place_of
+from . import coroutines, errors, live, operations, recorded, values
+from .both import both, overridden
+from .remote import Remote, RemotePlace, place_of
 
 ROOT = "/tmp"  # the scratch directory, where the jails of both sides have their own
-LIVE = 256  # containers that both sides hold on to, whose changes are looked for
-PRINTED = 1 << 20  # characters of what one operation prints that are told
 _BUILT_IN: tuple[Any, ...] = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.GeneratorType),
     *(types.ModuleType, types.CoroutineType, types.AsyncGeneratorType, types.MappingProxyType),
@@ -57,8 +55,7 @@ class Side:
         self._told = self._answering = False
         self.wants_warnings = False  # the tests look for warnings: the solution's come over
         self.files: Any = None  # with it, files come over
-        self._live: dict[int, tuple[Any, list[Any]]] = {}  # by number, as both sides last saw them
-        self._places: dict[int, int] = {}  # their numbers, by the containers' ids here
+        self._live = live.Live()
         self.closed = False
         self._environment: dict[Any, Any] | None = None
 
@@ -70,7 +67,8 @@ class Side:
     def _packed(self, message: values.Message, value: Any, depth: int) -> Any:
         kind = type(value)
         if kind in values.MUTABLE:
-            return ["live", self._places[id(value)]] if id(value) in self._places else None
+            number = self._live.number(value)
+            return None if number is None else ["live", number]
         place = place_of(value)
         if place is not None and place.side is self:
             return ["yours", place.number]
@@ -98,7 +96,7 @@ class Side:
         data = values.bare(value)
         if data is not None:
             plain = message.packed(data, depth + 1)
-            own = remote.overridden(kind, type(data))
+            own = overridden(kind, type(data))
             return ["both", plain, self.keep(value), kind.__name__, own]
         base = next((b.__name__ for b in values.LIVE if isinstance(value, b)), "")
         if base and self.trusted:  # a list of a class of the tests is data to the solution
@@ -125,7 +123,7 @@ class Side:
         if kind == "yours":
             return self._kept[abs(int(rest[0]))]
         if kind == "live":
-            return self._live[int(rest[0])][0]
+            return self._live.container(int(rest[0]))
         if kind == "mine":
             return self._remote(*rest)
         if kind == "both":
@@ -194,7 +192,7 @@ class Side:
     def ask(self, operation: str, number: int, *arguments: Any) -> Any:
         """What the other side answers; its exceptions are raised here."""
         message = self.message()
-        context = {"live": self._changes(message), **self._context()}
+        context = {"live": self._live.changes(message), **self._context()}
         sent = [message.packed(argument) for argument in arguments]
         self._asked += 1
         self.used = self.used or operation not in ("get", "names")
@@ -234,7 +232,7 @@ class Side:
     def _heard(self, frame: Any, message: values.Message) -> tuple[BaseException | None, Any]:
         """(what the other side has raised, what it has answered)."""
         message.change(frame.get("changed", []))
-        self._change(frame.get("live", []), message)
+        self._live.change(frame.get("live", []), message)
         error = value = None
         if "raised" in frame:
             error = self.message().unpacked(frame["raised"])
@@ -242,38 +240,10 @@ class Side:
                 raise ValueError("an exception that is none")
         else:
             value = message.unpacked(frame["value"])
-        self._share([(int(n), message.containers[abs(int(p))]) for p, n in frame.get("held", [])])
+        self._live.share(
+            [(int(n), message.containers[abs(int(p))]) for p, n in frame.get("held", [])]
+        )
         return error, value
-
-    # -- containers that the solution holds on to: one for both sides, like the object it stands for
-
-    def _share(self, held: list[tuple[int, Any]]) -> None:
-        """From now on they cross by number. Both sides forget the same ones, the oldest."""
-        for number, container in held:
-            if number in self._live:
-                self._places.pop(id(self._live[number][0]), None)
-            self._live[number] = (container, values.state(container))
-            self._places[id(container)] = number
-        while len(self._live) > LIVE:
-            container, _ = self._live.pop(next(iter(self._live)))
-            self._places.pop(id(container), None)
-
-    def _changes(self, message: values.Message) -> list[Any]:
-        """[number, content] of those that were changed here since the other side last saw them."""
-        found = []
-        for number, (container, before) in list(self._live.items()):
-            now = values.state(container)
-            if not values.same(now, before):
-                found.append([number, message.content(container)])
-                self._live[number] = (container, now)
-        return found
-
-    def _change(self, changes: Any, message: values.Message) -> None:
-        """Does to them what the other side has told."""
-        for number, content in changes:
-            container, _ = self._live[int(number)]
-            message.fill(container, content)
-            self._live[int(number)] = (container, values.state(container))
 
     def _send(self, frame: Any) -> None:
         try:
@@ -348,7 +318,7 @@ class Side:
         answer: dict[str, Any] = {}
         message = self.message()
         warned: list[Any] | None = None
-        recorded = _Recorded() if frame.get("output") and not self.trusted else None
+        printed = recorded.Recorded() if frame.get("output") and not self.trusted else None
         try:
             for name, value in (frame.get("environment") or {}).items():
                 if not self.trusted:
@@ -359,7 +329,7 @@ class Side:
                 self.files.change(frame["files"])
             operation = frame["do"]
             target = self._kept[frame["to"]]
-            self._change(frame.get("live", []), message)
+            self._live.change(frame.get("live", []), message)
             arguments = [message.unpacked(argument) for argument in frame["with"]]
             if self.trusted and not operations.may(operation, target, arguments):
                 kind = AttributeError if operation in ("get", "set", "del") else TypeError
@@ -378,7 +348,7 @@ class Side:
             else:
                 found = operations.OPERATIONS[operation](target, *arguments)
             answer["changed"] = message.changed()
-            answer["live"] = self._changes(message)
+            answer["live"] = self._live.changes(message)
             both_know = len(message.containers)
             self._answering = True
             answer["value"] = message.packed(found)
@@ -390,23 +360,23 @@ class Side:
                 self.asserted.append(error)
             if "live" not in answer:
                 answer["changed"] = message.changed()
-                answer["live"] = self._changes(message)
+                answer["live"] = self._live.changes(message)
                 both_know = len(message.containers)
             answer["raised"] = self.message().packed(error)
         finally:
             self._answering = False
-            if recorded is not None:
-                recorded.stop()
-        if recorded is not None:
-            answer["printed"] = recorded.taken()
+            if printed is not None:
+                printed.stop()
+        if printed is not None:
+            answer["printed"] = printed.taken()
         if "files" in frame and self.files is not None and not self.trusted:
             answer["files"] = self.files.changes()
         if warned:
             answer["warned"] = self.message().packed([w.message for w in warned])
         if not self.trusted:
-            places = [place for place in message.held() if place < both_know][:LIVE]
+            places = [place for place in message.held() if place < both_know][: live.MOST]
             held = [(self.keep(message.containers[place]), place) for place in places]
-            self._share([(number, message.containers[place]) for number, place in held])
+            self._live.share([(number, message.containers[place]) for number, place in held])
             answer["held"] = [[place, number] for number, place in held]
         answer["asked"] = frame.get("asked")
         self._send(answer)
@@ -421,33 +391,6 @@ def shared_files() -> Any:
 
 def _simple(value: Any) -> bool:
     return isinstance(value, values.DATA)
-
-
-class _Recorded:
-    """What is printed while an operation runs."""
-
-    def __init__(self) -> None:
-        self._before = sys.stdout, sys.stderr
-        self._streams = [_stream(), _stream()]
-        sys.stdout, sys.stderr = self._streams
-
-    def stop(self) -> None:
-        sys.stdout, sys.stderr = self._before
-
-    def taken(self) -> list[str]:
-        """Of standard output and error."""
-        texts = []
-        for stream in self._streams:
-            stream.flush()
-            raw: Any = stream.buffer
-            texts.append(raw.getvalue()[:PRINTED].decode("utf-8", "replace"))
-        return texts
-
-
-def _stream() -> io.TextIOWrapper:
-    return io.TextIOWrapper(
-        io.BytesIO(), "utf-8", "backslashreplace", newline="", write_through=True
-    )
 
 
 def serve(fd: int, load: Callable[[], Any]) -> None:
