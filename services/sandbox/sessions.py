@@ -78,17 +78,17 @@ class Sessions:
         """
         if why := self._evicted.pop(name, ""):
             self._tell(name)
-            return Ran(EVICTED, b"", b"", 0, error=f"{why}: {LOST}")
+            return Ran(EVICTED, error=f"{why}: {LOST}")
         self.sweep()
         session = self._open.get(name)
         if session is None and begun and name not in self._told:
             self._tell(name)
-            return Ran(CRASHED, b"", b"", 0, error=f"its process was lost: {LOST}")
+            return Ran(CRASHED, error=f"its process was lost: {LOST}")
         if session is None:
             self._make_room()
             if len(self._open) >= self._most:
                 busy = f"{self._most} sessions are busy"
-                return Ran(REFUSED, b"", b"", 0, error=f"{busy}; try again")
+                return Ran(REFUSED, error=f"{busy}; try again")
             session = self._open[name] = _CellSession(self._idle.monotonic())
         session.calls += 1
         try:
@@ -108,7 +108,7 @@ class Sessions:
             await self._begin(name, session)
         jail = session.jail
         if jail is None or session.ended:
-            return Ran(CRASHED, b"", b"", 0, error=f"it was ended meanwhile: {LOST}")
+            return Ran(CRASHED, error=f"it was ended meanwhile: {LOST}")
         session.used = self._idle.monotonic()
         self._open.move_to_end(name)
         try:
@@ -127,9 +127,7 @@ class Sessions:
         return ran
 
     async def _begin(self, name: str, session: _CellSession) -> None:
-        jail = await self._launcher.open(
-            Program(mode="cells"), self._limits, cells=True, stands=True
-        )
+        jail = await self._launcher.open(Program(mode="cells"), self._limits)
         session.jail = jail
         if session.ended:
             jail.close()

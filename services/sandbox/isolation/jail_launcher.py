@@ -155,26 +155,17 @@ class JailLauncher:
         return await jail.finish()
 
     async def open(
-        self,
-        program: Program,
-        limits: JailLimits,
-        stdin: bytes = b"",
-        *,
-        cells: bool = False,
-        peer: int = -1,
-        stands: bool = False,
+        self, program: Program, limits: JailLimits, stdin: bytes = b"", peer: int = -1
     ) -> Jail:
         """A jail in which `program` begins to run; the caller finishes or closes it.
 
-        With `cells` it has a pipe to the guest beside the keeper's. `peer` is a descriptor of the
-        guest's, which stays the caller's. With `stands` its wall clock stands until its first lap,
-        or until it is its turn (`Jail.turn`).
+        `peer` is a descriptor of the guest's, which stays the caller's.
         """
         attempt = 0
         while True:
             attempt += 1
             try:
-                return await self._begun(program, limits, stdin, cells, peer, stands)
+                return await self._begun(program, limits, stdin, peer)
             except (BrokenPipeError, ConnectionResetError, ZygoteSilent) as error:
                 if attempt == TRIES:
                     raise JailFailed(f"no jail: {error}", where="sandbox") from error
@@ -182,17 +173,9 @@ class JailLauncher:
                 fix = host_limits.hit(error)
                 raise JailFailed(f"no jail: {error}", where="sandbox", fix=fix) from error
 
-    async def _begun(
-        self,
-        program: Program,
-        limits: JailLimits,
-        stdin: bytes,
-        cells: bool,
-        peer: int,
-        stands: bool,
-    ) -> Jail:
+    async def _begun(self, program: Program, limits: JailLimits, stdin: bytes, peer: int) -> Jail:
         """One that its zygote says it has forked, and that has what it is to run."""
-        jail, zygote, answer = await self._asked(limits, stdin, cells, peer, stands)
+        jail, zygote, answer = await self._asked(program, limits, stdin, peer)
         telling: asyncio.Task[None] | None = None
         try:
             if len(program.source or "") < AT_ONCE:
@@ -219,7 +202,7 @@ class JailLauncher:
             await jail.keeper.send(self.clock, {"nonce": jail.nonce}, SEND_S)
 
     async def _asked(
-        self, limits: JailLimits, stdin: bytes, cells: bool, peer: int, stands: bool
+        self, program: Program, limits: JailLimits, stdin: bytes, peer: int
     ) -> tuple[Jail, Zygote, asyncio.Future[None]]:
         """A jail that a zygote has been asked for, and what will be its answer."""
         await self.start()
@@ -236,7 +219,7 @@ class JailLauncher:
             given.append(output.opened())
             given.append(output.opened())
             fds = {"keeper": pipes[0].theirs, **dict(zip(STREAMS, given, strict=True))}
-            if cells:
+            if program.speaks:
                 pipes.append(Pipe())
                 fds["cells"] = pipes[1].theirs
             if peer >= 0:
@@ -245,7 +228,7 @@ class JailLauncher:
                 fds |= {f"group{number}": fd for number, fd in enumerate(place.group.lists)}
                 if place.group.usage >= 0:
                     fds["usage"] = place.group.usage
-            packet = json.dumps(self._request(limits, place, list(fds), stands)).encode()
+            packet = json.dumps(self._request(limits, place, list(fds), program.stands)).encode()
             answer = zygote.send(packet, list(fds.values()), lambda: self.places.leave(place))
         except BaseException as error:
             for pipe in pipes:
@@ -262,7 +245,7 @@ class JailLauncher:
             for pipe in pipes:
                 pipe.handed()
         self.started += 1
-        other = pipes[1] if cells else None
+        other = pipes[1] if program.speaks else None
 
         def ended() -> None:
             self.places.leave(place)

@@ -27,7 +27,7 @@ async def passed(attempt: Attempt, source: str, function: str, cases: list[Calle
     program = Program(source, "calls", function, graded=True)
 
     async def trial() -> _Calls:
-        jail = await attempt.launcher.open(program, attempt.limits, cells=True, stands=True)
+        jail = await attempt.launcher.open(program, attempt.limits)
         return _Calls(attempt, jail, cases)
 
     async with attempt.slots.one():

@@ -39,14 +39,14 @@ async def _pair(attempt: Attempt, source: str, tests: str) -> _Pair:
     try:
         program = Program(source, "objects")
         limits = attempt.limits
-        solution = await attempt.launcher.open(program, limits, peer=one.fileno(), stands=True)
+        solution = await attempt.launcher.open(program, limits, peer=one.fileno())
         files = attempt.launcher.tier != "landlock"  # there, /tmp is that of the host
         patience_s = UNTOLD * limits.wall_s
         program = Program(tests, "tests", files=files, patience_s=patience_s)
         # By the clock the tests also wait for the solution; CPU time counts as ever.
         limits = replace(limits, wall_s=SLOWEST * limits.wall_s + WAITING_S)
         limits = limits.capped(memory_bytes=TESTS_BYTES)
-        jail = await attempt.launcher.open(program, limits, cells=True, peer=other.fileno())
+        jail = await attempt.launcher.open(program, limits, peer=other.fileno())
         return _Pair(attempt, solution, jail)
     except BaseException:
         if solution is not None:

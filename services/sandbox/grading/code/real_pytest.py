@@ -84,9 +84,7 @@ class _Session(Trial):
 
 async def _jail(attempt: Attempt, suite: Suites, tests: str, source: str | None = None) -> Jail:
     limits = replace(attempt.limits, memory_bytes=attempt.limits.memory_bytes + PYTEST_BYTES)
-    return await suite.launcher.open(
-        Program(source, "suite", tests=tests), limits, cells=True, stands=True
-    )
+    return await suite.launcher.open(Program(source, "suite", tests=tests), limits)
 
 
 async def _known(attempt: Attempt, suite: Suites, tests: str) -> list[str]:

@@ -34,9 +34,9 @@ class Ran:
     """How a program ended, and what it wrote."""
 
     status: str
-    stdout: bytes
-    stderr: bytes
-    exit: int
+    stdout: bytes = b""
+    stderr: bytes = b""
+    exit: int = 0
     cpu_s: float = 0.0
     wall_s: float = 0.0
     error: str = ""

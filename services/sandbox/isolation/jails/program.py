@@ -18,6 +18,16 @@ class Program:
     files: bool = False  # the scratch directories of both sides have one path: `tests`
     patience_s: float = 0.0  # of waiting for the solution, until that is told: `tests`
 
+    @property
+    def speaks(self) -> bool:
+        """True if the guest has a pipe to the sandbox, beside its keeper's."""
+        return self.mode in ("cells", "calls", "tests", "suite")
+
+    @property
+    def stands(self) -> bool:
+        """True if the wall clock stands until the first lap, or until it is the jail's turn."""
+        return self.mode in ("cells", "calls", "objects", "suite")
+
     def frame(self, nonce: str) -> dict[str, Any]:
         """Return it as it travels; tests in a jail of their own sign their words with `nonce`."""
         found = {name: value for name, value in vars(self).items() if value is not None}

@@ -17,10 +17,12 @@ import signal
 import subprocess
 import tempfile
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from common.job.isolation.runners import Runner
+from services.sandbox.isolation.jails.program import Report
 from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.isolation.runners import leftovers, usage
 from services.sandbox.jail.confinement import kernel
@@ -366,18 +368,11 @@ def plain(report: dict[str, Any]) -> dict[str, Any]:
     """A report with nothing in it but what one has: a kernel inside may have made it."""
     if "failed" in report:
         return {"failed": str(report["failed"])[:TEXT]}
-    refused = report.get("refused")
     try:
-        return {
-            "nonce": str(report["nonce"]),
-            "exit": int(report["exit"]),
-            "timeout": said if (said := str(report.get("timeout"))) in TIMEOUTS else "",
-            "cpu_s": float(report.get("cpu_s", 0.0)),
-            "wall_s": float(report.get("wall_s", 0.0)),
-            "laps": int(report.get("laps", 0)),
-            "memory": report.get("memory") is True,
-            "refused": [each for each in refused or [] if type(each) is int][:CALLS],
-        }
+        found = Report.of(report)
+        timeout = found.timeout if found.timeout in TIMEOUTS else ""
+        found = replace(found, timeout=timeout, refused=found.refused[:CALLS])
+        return {"nonce": str(report["nonce"]), **asdict(found)}
     except (KeyError, TypeError, ValueError) as error:
         raise NoContainer(f"the keeper's report is none: {error}") from None
 
