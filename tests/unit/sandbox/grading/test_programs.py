@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import time
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,89 +15,35 @@ from hypothesis import strategies as st
 from common.grading.answers import spoken
 from services.sandbox.grading.code.programs import prefixed, program_of
 
-READS = "n = int(input())\nprint(n + 1)\n"
-WRITES = "with open('in.txt', 'w') as file:\n    file.write('1')\n"
-OPENS = "for line in open(0):\n    print(line)\n"
-IF = "if input():\n    print(1)\n"
-F = "def f(x):\n    return x + 1\n"
-FENCED = 'TEXT = """\n```python\nx\n```\n"""\nprint(TEXT, input())\n'
+ROWS = tomllib.loads((Path(__file__).parent / "programs.toml").read_text())
+READS, F, FENCED = (ROWS["blocks"][name] for name in ("READS", "F", "FENCED"))
 
 
-@pytest.mark.parametrize(
-    ("text", "program"),
-    [
-        (READS, READS),
-        ("So:\n```python\nx = 1\n```\n", "x = 1\n"),
-        ("```\na\n```\nbetter:\n```py\nb\n```", "b\n"),
-        ("```python\na\n```\nand ```open", "a\n"),
-        ("`x`", "`x`"),
-        (f"```python\n{READS}```\nIt prints:\n```\n5\n```\n", READS),
-        (f"```\n{READS}```\nIt prints:\n```\n5\n```\n", READS),
-        (f"```\n{READS}```\n```text\nprint(7)\n```\n", READS),
-        (f"```\n{READS}```\n```\nx = 5\n```\n", READS),
-        (f"```python\n{READS}```\nRun it:\n```bash\npython main.py\n```\n", READS),
-        (f"```python\n{READS}```\n```\nhello world\n```", READS),
-        (f"```python\nprint(0)\n```\nNo:\n```python\n{READS}```\n", READS),
-        (f"```python\n{READS}```\nThe sum is\n```python\ntotal = n + 1\n```\n", READS),
-        (f"~~~python\n{READS}~~~\n", READS),
-        (f"````python\n{READS}````\n", READS),
-        (f"````markdown\n```python\nprint(1)\n```\n````\n```python\n{READS}```", READS),
-        (f"````markdown\nSo:\n```python\n{READS}```\n5\n````\n", READS),
-        (f"~~~~md\n```python\n{READS}```\n~~~~\nIt prints 5.", READS),
-        (f"```python\n{READS}```\nTry:\n```python\n{WRITES}```\n", READS),
-        (f"```python\n{OPENS}```\nTry:\n```python\n{WRITES}```\n", OPENS),
-        (f"```python\n# no </think> here\n{READS}```\n", f"# no </think> here\n{READS}"),
-        (f"```python\nprint(0)\n```\n# so </think>\n{READS}", READS),
-        (f"<think>\n```python\n# hm </think>\n{READS}", READS),
-        ("1. So:\n   ```python\n   if input():\n       print(1)\n   ```\n", IF),
-        ("- ```python\n  if input():\n      print(1)\n  ```\n", IF),
-        ("```python\n    if input():\n        print(1)\n```\n", IF),
-        (f"```python\n{FENCED}```\n", FENCED),
-        (f"~~~\n{FENCED}~~~\n", FENCED),
-        (FENCED, FENCED),
-        (f'```python title="main.py" {{1,2}}\n{READS}```', READS),
-        (f"```{{.python .lines}}\n{READS}```", READS),
-        (f"```main.py\n{READS}```", READS),
-        (f"```Python3\n{READS}```", READS),
-        (f"Here: ```python\n{READS}```", READS),
-        (f"```python\n{READS}", READS),
-        (f"```python\n{READS}```\nOr:\n```python\nprint(", READS),
-        (f"<think>```python\nprint(0)\n```</think>```python\n{READS}```", READS),
-        (f"```python\nprint(input(), 0)\n```\n</think>\n{READS}", READS),
-        (f"<think>```python\n{READS}```", ""),
-        ("```python\nprint(input(), '</think>')\n```", "print(input(), '</think>')\n"),
-        (f"```python\r\n{READS}```\r\n".replace("\n", "\r\n"), READS),
-        (f"```\nprint(0)\n```\n<answer>```\n{READS}```</answer><|end|>", READS),
-        (f"```\nprint(0)\n```\n<answer>\n```python\n{READS}```\n</answer>", READS),
-        ("```python x = 1```", "x = 1"),
-        ("```python\nprint(1)```", "print(1)"),
-        ("```x = 1\nprint(x)\n```", "x = 1\nprint(x)\n"),
-        ("```python\nprint(1\n```", "print(1\n"),
-        ("", ""),
-    ],
-)  # fmt: skip
+def cases(kind: str) -> list[tuple[str, str]]:
+    """Return the answers of a kind with their programs, each with its blocks in it."""
+
+    def whole(text: str) -> str:
+        for name, block in ROWS["blocks"].items():
+            text = text.replace(f"@{name}@", block)
+        return text
+
+    return [(whole(row["text"]), whole(row["program"])) for row in ROWS[kind]]
+
+
+@pytest.mark.parametrize(("text", "program"), cases("prints"))
 def test_the_last_block_that_is_a_program_counts(text: str, program: str) -> None:
     assert program_of(spoken(text) or "", prints=True) == program
 
 
-@pytest.mark.parametrize(
-    ("text", "program"),
-    [
-        (f"```python\n{F}```\nFor example\n```python\nprint(f(3))\n```\n```\n4\n```", F),
-        (f"```python\n{F}```\n```python\nassert f(3) == 4\nf(input())\n```", F),
-        (f"```python\ndef f(x): pass\n```\n```python\n{F}```\n", F),
-        (f"```python\nclass Solution:\n    {F.replace(chr(10), chr(10) + '    ')}\n```\n", None),
-        (f"```\n{F}```\n```python\nresult = f(2)\n```", F),
-        ("```python\nf = lambda x: x\n```\n```python\nf(1)\n```", "f = lambda x: x\n"),
-        ("```python\nfrom math import gcd as f\n```\n```\nf\n```", "from math import gcd as f\n"),
-        (f"{F}\n# ```\n", f"{F}\n# ```\n"),
-        (f"```python\n{F}```\n```python\nfrom solution import f\ndef test(): f(1)\n```", F),
-        (f"```python\n{F}```\n```python\nf = Solution().f\nprint(f(1))\n```", F),
-    ],
-)
-def test_the_last_block_that_defines_what_is_called_counts(text: str, program: str | None) -> None:
-    found = program_of(text, names={"f"})
-    assert found == program if program else "class Solution" in found
+@pytest.mark.parametrize(("text", "program"), cases("defines"))
+def test_the_last_block_that_defines_what_is_called_counts(text: str, program: str) -> None:
+    assert program_of(text, names={"f"}) == program
+
+
+def test_a_class_that_defines_what_is_called_counts() -> None:
+    method = F.replace("\n", "\n    ")
+    text = f"```python\nclass Solution:\n    {method}\n```\n"
+    assert "class Solution" in program_of(text, names={"f"})
 
 
 def test_a_block_that_defines_all_that_is_tested_comes_before_one_of_a_part() -> None:
