@@ -7,17 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.resources import cgroups
+from tests.unit.sandbox.launching import launching
 
 
 @pytest.fixture
 async def launcher(tmp_path: Path) -> AsyncIterator[JailLauncher]:
-    host, clock, log = SystemHost(), SystemClock(), tmp_path / "jails.log"
-    made = JailLauncher(host, clock, "bwrap", Interpreter.own(), cgroups.find(), log)
-    await made.start()
-    yield made
-    await made.stop()
+    async with launching(tmp_path / "jails.log", homes=cgroups.find()) as made:
+        await made.start()
+        yield made

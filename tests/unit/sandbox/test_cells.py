@@ -21,6 +21,7 @@ from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from services.sandbox.sessions import Sessions
 from tests.load import scaled
+from tests.unit.sandbox.launching import launching
 
 pytestmark = pytest.mark.needs("bwrap")
 LIMITS = JailLimits(wall_s=20.0, cpu_s=1.0, memory_bytes=128 * MIB, output_bytes=4096)
@@ -205,10 +206,8 @@ async def test_sessions_run_beside_each_other(sessions: Sessions) -> None:
 @pytest.fixture
 async def cold(tmp_path: Path) -> AsyncIterator[JailLauncher]:
     """A launcher whose zygote has yet to start: its first jail takes a while."""
-    host, log = SystemHost(), tmp_path / "cold.log"
-    made = JailLauncher(host, SystemClock(), "bwrap", Interpreter.own(), cgroups.find(), log)
-    yield made
-    await made.stop()
+    async with launching(tmp_path / "cold.log", homes=cgroups.find()) as made:
+        yield made
 
 
 async def jails_left(launcher: JailLauncher, idle: JailLauncher) -> int:

@@ -15,17 +15,16 @@ import psutil
 import pytest
 
 from common.base.clock import SystemClock
-from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import Ran
 from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from services.sandbox.jail.confinement import landlock
 from services.sandbox.jail.metering import watch
 from services.sandbox.sessions import Sessions
 from tests.load import scaled
+from tests.unit.sandbox.launching import launching
 from tests.unit.sandbox.seen import SOON_S, ZYGOTE, pythons
 
 pytestmark = [
@@ -53,11 +52,9 @@ async def tiered(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         if os.getuid() == 0:
             pytest.skip("run as a plain user by the last test of this file")
     tier = "landlock" if request.param == "landlock" else "bwrap"
-    interpreter = Interpreter.own()
-    made = JailLauncher(SystemHost(), SystemClock(), tier, interpreter, homes, tmp_path / "log")
-    await made.start()
-    yield made
-    await made.stop()
+    async with launching(tmp_path / "log", tier=tier, homes=homes) as made:
+        await made.start()
+        yield made
 
 
 @pytest.fixture
@@ -301,18 +298,16 @@ threading.Thread(target=spin, daemon=True).start()
 
 
 async def test_a_session_that_lets_a_timer_continue_it_is_ended(tmp_path: Path) -> None:
-    own = Interpreter.own()
-    launcher = JailLauncher(SystemHost(), SystemClock(), "bwrap", own, None, tmp_path / "log")
-    sessions = Sessions(launcher, SystemClock(), LIMITS, most=3, idle_s=600.0)
-    try:
-        assert (await sessions.run("a", CONTINUES_ITSELF)).status == "ok"
-        async with asyncio.timeout(scaled(SOON_S)):
-            while len(pythons(launcher)) > ZYGOTE:
-                await asyncio.sleep(0.02)
-        assert (await sessions.run("a", "1")).status == "timeout"
-    finally:
-        sessions.close()
-        await launcher.stop()
+    async with launching(tmp_path / "log") as launcher:
+        sessions = Sessions(launcher, SystemClock(), LIMITS, most=3, idle_s=600.0)
+        try:
+            assert (await sessions.run("a", CONTINUES_ITSELF)).status == "ok"
+            async with asyncio.timeout(scaled(SOON_S)):
+                while len(pythons(launcher)) > ZYGOTE:
+                    await asyncio.sleep(0.02)
+            assert (await sessions.run("a", "1")).status == "timeout"
+        finally:
+            sessions.close()
 
 
 @pytest.mark.deep

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from common.base.clock import SystemClock
-from common.mesh.process.host import SystemHost
 from services.sandbox.grading.code.real_pytest import Suites
-from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.outer_jail.pytest_packages import with_pytest
 from services.sandbox.isolation.resources import cgroups
@@ -21,6 +17,7 @@ from services.sandbox.outcomes.answer import Answer
 from tests.load import scaled
 from tests.unit.sandbox.grading.graded import graded as grade
 from tests.unit.sandbox.grading.graded import rows
+from tests.unit.sandbox.launching import launching
 
 pytestmark = [pytest.mark.needs("bwrap"), pytest.mark.group("real pytest")]
 ADD = "def add(a, b):\n    return a + b\n"
@@ -30,12 +27,9 @@ ADD = "def add(a, b):\n    return a + b\n"
 async def suites(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suites]:
     log = tmp_path_factory.mktemp("suites") / "jails.log"
     interpreter = with_pytest(Interpreter.own())
-    made = JailLauncher(
-        SystemHost(), SystemClock(), "bwrap", interpreter, cgroups.find(), Path(log)
-    )
-    await made.start()
-    yield Suites(made)
-    await made.stop()
+    async with launching(log, interpreter=interpreter, homes=cgroups.find()) as made:
+        await made.start()
+        yield Suites(made)
 
 
 async def graded(suites: Suites, tests: str, source: str, **options: Any) -> Answer:

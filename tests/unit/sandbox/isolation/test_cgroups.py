@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.mesh.process.host import SystemHost
 from services.sandbox.isolation import tiers
-from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.cgroups import Cgroup, Homes
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from services.sandbox.jail.metering.usage import Grouped
+from tests.unit.sandbox.launching import launching
 
 # The files that a kernel puts into a new group.
 V2 = {
@@ -167,19 +164,15 @@ def test_a_group_that_still_holds_memory_is_not_empty(tmp_path: Path) -> None:
 @pytest.mark.needs("bwrap")
 @pytest.mark.needs("cgroups")
 async def test_files_of_a_jail_that_has_ended_are_no_memory_of_the_next(tmp_path: Path) -> None:
-    own, homes = Interpreter.own(), cgroups.find()
-    launcher = JailLauncher(SystemHost(), SystemClock(), "bwrap", own, homes, tmp_path / "log")
     small = JailLimits(wall_s=60.0, memory_bytes=64 * MIB)
     large = replace(small, memory_bytes=512 * MIB, scratch_bytes=256 * MIB)
     fills = "part = bytes(1 << 20)\nfile = open('f', 'wb')\nfor _ in range(190): file.write(part)"
     takes = "print(len(bytearray(16 << 20)))"
-    try:
+    async with launching(tmp_path / "log", homes=cgroups.find()) as launcher:
         for _ in range(3):
             filled = await launcher.run(Program(fills), large)
             taken = await launcher.run(Program(takes), small)
             assert (filled.status, taken.status) == ("ok", "ok"), taken.error
-    finally:
-        await launcher.stop()
 
 
 @pytest.mark.parametrize("lacks", ["cpu", "cpu.shares"])
@@ -205,12 +198,8 @@ async def test_a_limit_is_enforced_with_whatever_groups_can_do(tmp_path: Path) -
     if (accounts / "tasks").exists():
         partial.append(replace(least, cpuacct=accounts))
     for homes in partial:
-        host, clock, own = SystemHost(), SystemClock(), Interpreter.own()
-        launcher = JailLauncher(host, clock, "bwrap", own, homes, tmp_path / "log")
         source = "import os\nif os.fork() == 0:\n    while True: pass\nos.wait()"
-        try:
+        async with launching(tmp_path / "log", homes=homes) as launcher:
             ran = await launcher.run(Program(source), limits)
-        finally:
-            await launcher.stop()
         assert (ran.status, "of CPU time" in ran.error) == ("timeout", True)
         assert 0.15 <= ran.cpu_s <= 2 * limits.cpu_s + 1

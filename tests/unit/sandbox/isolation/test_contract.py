@@ -16,7 +16,6 @@ import pytest
 
 from common.api.sandbox import JailSettings
 from common.base.clock import SystemClock
-from common.mesh.process.host import SystemHost
 from services.sandbox.grading.code.grading import Grading
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import Ran
@@ -29,6 +28,7 @@ from services.sandbox.isolation.runners import leftovers
 from services.sandbox.sessions import Sessions
 from tests.descriptors import closed_again, open_descriptors
 from tests.load import scaled
+from tests.unit.sandbox.launching import launching
 
 STANDIN = str(Path(__file__).with_name("standin"))
 LIMITS = JailLimits(wall_s=60.0, cpu_s=10.0, memory_bytes=128 * MIB, output_bytes=4096)
@@ -61,10 +61,10 @@ async def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     kind: Kind = request.param
     log = tmp_path / "jails.log"
     homes = cgroups.find() if kind.tier != "landlock" else None
-    made = JailLauncher(SystemHost(), SystemClock(), kind.tier, kind.interpreter(), homes, log)
-    await made.start()
-    yield made
-    await made.stop()
+    given = kind.interpreter()
+    async with launching(log, tier=kind.tier, interpreter=given, homes=homes) as made:
+        await made.start()
+        yield made
     await no_containers()
 
 

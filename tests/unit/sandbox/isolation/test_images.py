@@ -13,17 +13,16 @@ from pathlib import Path
 import pytest
 
 from common.api.sandbox import JailSettings
-from common.base.clock import SystemClock
 from common.base.errors import ConfigError
 from common.job.config import SandboxConfig
 from common.job.isolation import containment, images
-from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.outer_jail.interpreters import interpreter_of
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.limits import JailLimits
 from tests.unit.sandbox.image import image
+from tests.unit.sandbox.launching import launching
 
 LIMITS = JailLimits(wall_s=60.0, cpu_s=20.0)
 SEES = """
@@ -53,9 +52,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 async def launcher(tmp_path: Path, bundle: tuple[Path, str]) -> AsyncIterator[JailLauncher]:
     interpreter = interpreter_of(JailSettings(root=str(bundle[0]), python=bundle[1]))
     log = tmp_path / "jails.log"
-    made = JailLauncher(SystemHost(), SystemClock(), "bwrap", interpreter, cgroups.find(), log)
-    yield made
-    await made.stop()
+    async with launching(log, interpreter=interpreter, homes=cgroups.find()) as made:
+        yield made
 
 
 @pytest.mark.rotating(3)
@@ -83,9 +81,6 @@ async def test_a_setuid_program_and_a_device_of_an_image_give_nothing(
     program.write_bytes(images.inside(root, bundle[1]).read_bytes())  # type: ignore[union-attr]
     program.chmod(0o4755)
     interpreter = interpreter_of(JailSettings(root=str(bundle[0]), python=bundle[1]))
-    launcher = JailLauncher(
-        SystemHost(), SystemClock(), "bwrap", interpreter, None, tmp_path / "jails.log"
-    )
     source = """
 import os, subprocess
 shown = subprocess.run(["/etc/as_root", "-I", "-S", "-c", "import os; print(os.geteuid())"],
@@ -97,9 +92,9 @@ except OSError as error:
     print(error.errno)
 """
     try:
-        ran = await launcher.run(Program(source), LIMITS)
+        async with launching(tmp_path / "jails.log", interpreter=interpreter) as launcher:
+            ran = await launcher.run(Program(source), LIMITS)
     finally:
-        await launcher.stop()
         device.unlink()
         program.unlink()
     assert ran.stdout.decode().split() == ["False", "13"]

@@ -30,6 +30,7 @@ from services.sandbox.isolation.resources.slots import JailSlots
 from services.sandbox.outcomes.ends import Ends
 from tests.descriptors import closed_again, open_descriptors
 from tests.load import scaled
+from tests.unit.sandbox.launching import launching
 from tests.unit.sandbox.seen import SOON_S, ZYGOTE, guests_run, pythons
 
 pytestmark = pytest.mark.needs("bwrap")
@@ -281,13 +282,8 @@ async def test_another_interpreter_brings_its_packages(tmp_path: Path) -> None:
     python.symlink_to(real)
     places = (*base.places, str(tmp_path / "venv"))
     interpreter = Interpreter(str(python), False, places, ("brought",))
-    launcher = JailLauncher(
-        SystemHost(), SystemClock(), "bwrap", interpreter, None, tmp_path / "log"
-    )
-    try:
+    async with launching(tmp_path / "log", interpreter=interpreter) as launcher:
         found = await ran(launcher, "import brought\nprint(brought.VALUE)")
-    finally:
-        await launcher.stop()
     assert (found.status, found.stdout) == ("ok", b"17\n"), found.stderr
 
 
@@ -311,16 +307,13 @@ async def test_nor_is_it_by_a_sandbox_that_has_thousands_open(tmp_path: Path) ->
     """Whose zygote's control socket has a number as high."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, MANY + 200), hard))
-    launcher = JailLauncher(SystemHost(), SystemClock(), "bwrap", Interpreter.own(), None, None)
-    with contextlib.ExitStack() as opened:
-        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        for _ in range(MANY):
-            opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
-        await launcher.start()
-    try:
+    async with launching() as launcher:
+        with contextlib.ExitStack() as opened:
+            opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+            for _ in range(MANY):
+                opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+            await launcher.start()
         await test_a_program_is_handed_nothing_but_its_three_streams(launcher)
-    finally:
-        await launcher.stop()
 
 
 async def test_a_jail_that_somebody_kills_is_ours_to_answer_for(launcher: JailLauncher) -> None:

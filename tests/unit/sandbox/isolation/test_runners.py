@@ -14,23 +14,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.base.clock import SystemClock
-from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import JailFailed
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from services.sandbox.isolation.runners import leftovers
 from tests.load import scaled
 from tests.unit.sandbox.isolation.test_contract import STANDIN, Kind, containers, marked, ran
+from tests.unit.sandbox.launching import launching
 
 
 @pytest.fixture
 async def standin(tmp_path: Path) -> AsyncIterator[JailLauncher]:
-    kind = Kind("runner", (STANDIN,))
-    log = tmp_path / "jails.log"
-    made = JailLauncher(SystemHost(), SystemClock(), "runner", kind.interpreter(), None, log)
-    yield made
-    await made.stop()
+    given = Kind("runner", (STANDIN,)).interpreter()
+    async with launching(tmp_path / "jails.log", tier="runner", interpreter=given) as made:
+        yield made
 
 
 @pytest.mark.rotating(3)
@@ -76,12 +73,9 @@ async def test_a_runner_that_starts_no_jail_says_why(
     program.chmod(0o755)
     interpreter = Kind("runner", (str(program),)).interpreter()
     log = tmp_path / "jails.log"
-    launcher = JailLauncher(SystemHost(), SystemClock(), "runner", interpreter, None, log)
-    try:
+    async with launching(log, tier="runner", interpreter=interpreter) as launcher:
         with pytest.raises(JailFailed) as caught:
             await ran(launcher, "print(1)")
-    finally:
-        await launcher.stop()
     assert says in str(caught.value) and not containers()
 
 

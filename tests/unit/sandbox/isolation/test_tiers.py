@@ -14,13 +14,12 @@ from common.job.config import SandboxConfig
 from common.job.isolation import containment, isolation
 from common.mesh.process.host import SystemHost
 from services.sandbox.isolation import tiers
-from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from tests.load import scaled
 from tests.unit.sandbox.isolation.test_contract import STANDIN
+from tests.unit.sandbox.launching import launching
 
 
 def test_a_better_tier_suffices_and_a_worse_one_does_not() -> None:
@@ -102,10 +101,6 @@ class TestGroups:
     async def test_memory_of_all_processes_of_a_jail_counts_together(self, tmp_path: Path) -> None:
         homes = cgroups.find()
         assert homes is not None
-        interpreter = Interpreter.own()
-        launcher = JailLauncher(
-            SystemHost(), SystemClock(), "bwrap", interpreter, homes, tmp_path / "log"
-        )
         source = """
 import os
 reading, writing = os.pipe()
@@ -128,10 +123,8 @@ for answers in (4, 8):
 print("all four")
 """
         limits = JailLimits(wall_s=min(20.0, scaled(3.0)), cpu_s=3.0, memory_bytes=128 * MIB)
-        try:
+        async with launching(tmp_path / "log", homes=homes) as launcher:
             ran = await launcher.run(Program(source), limits)
-        finally:
-            await launcher.stop()
         assert ran.stdout == b"" and ran.status != "ok"
         for home in homes.places:
             assert not list(home.glob(f"{cgroups.PREFIX}{os.getpid()}-*"))

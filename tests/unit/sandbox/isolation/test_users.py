@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.resources import users
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from tests.load import scaled
+from tests.unit.sandbox.launching import launching
 
 ROOT = Path(__file__).parents[4]
 LIMITS = JailLimits(wall_s=60.0, cpu_s=10.0, memory_bytes=256 * MIB, processes=8)
@@ -44,12 +42,9 @@ pytestmark = [pytest.mark.needs("root")]
 
 async def of_three(tier: str) -> list[list[object]]:
     """What programs in three jails at once say of themselves."""
-    launcher = JailLauncher(SystemHost(), SystemClock(), tier, Interpreter.own(), None)
     program = Program(WHO)
-    try:
+    async with launching(tier=tier) as launcher:
         ran = await asyncio.gather(*(launcher.run(program, LIMITS, b"\n") for _ in range(3)))
-    finally:
-        await launcher.stop()
     assert [each.status for each in ran] == ["ok"] * 3, ran
     return [json.loads(each.stdout) for each in ran]
 
@@ -100,12 +95,9 @@ print(struct.unpack("6I", held.raw))
 
 async def without_own_users() -> str:
     """What a program says of its capabilities where a sandbox of root's has one user for all."""
-    launcher = JailLauncher(SystemHost(), SystemClock(), "landlock", Interpreter.own(), None)
-    launcher.places.users.clear()  # as in a container that has no such users
-    try:
+    async with launching(tier="landlock") as launcher:
+        launcher.places.users.clear()  # as in a container that has no such users
         ran = await launcher.run(Program(HELD), LIMITS)
-    finally:
-        await launcher.stop()
     return ran.stdout.decode() + ran.error
 
 

@@ -13,15 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import Ran
 from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from services.sandbox.jail.confinement import calls
 from tests.load import scaled
+from tests.unit.sandbox.launching import launching
 
 ROOT = Path(__file__).parents[4]
 LIMITS = JailLimits(wall_s=60.0, cpu_s=5.0, memory_bytes=256 * MIB, open_files=128)
@@ -87,13 +85,10 @@ TOLD = {
 
 
 async def tried(tier: str) -> Ran:
-    launcher = JailLauncher(SystemHost(), SystemClock(), tier, Interpreter.own(), None)
     keeper = "1" if tier == "bwrap" else "os.getppid()"
     source = PROGRAM.format(numbers=json.dumps(calls.numbers()), keeper=keeper)
-    try:
+    async with launching(tier=tier) as launcher:
         return await launcher.run(Program(source), LIMITS)
-    finally:
-        await launcher.stop()
 
 
 pytestmark = pytest.mark.skipif(

@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.mesh.process.host import SystemHost
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from tests.load import scaled
+from tests.unit.sandbox.launching import launching
 
 ROOT = Path(__file__).parents[4]
 LIMITS = JailLimits(wall_s=120.0, cpu_s=20.0, memory_bytes=160 * MIB, processes=16)
@@ -62,11 +60,8 @@ WITHIN = {
 
 @pytest.fixture
 async def ungrouped(tmp_path: Path) -> AsyncIterator[JailLauncher]:
-    made = JailLauncher(
-        SystemHost(), SystemClock(), "bwrap", Interpreter.own(), None, tmp_path / "jails.log"
-    )
-    yield made
-    await made.stop()
+    async with launching(tmp_path / "jails.log") as made:
+        yield made
 
 
 @pytest.mark.rotating(3)
@@ -114,11 +109,8 @@ def main() -> None:
     import asyncio
 
     async def both() -> list[str]:
-        made = JailLauncher(SystemHost(), SystemClock(), "landlock", Interpreter.own(), None)
         sources = (OVER["shared"], WITHIN["inherited"])
-        try:
+        async with launching(tier="landlock") as made:
             return [(await made.run(Program(each), LIMITS)).status for each in sources]
-        finally:
-            await made.stop()
 
     print(json.dumps(asyncio.run(both())))

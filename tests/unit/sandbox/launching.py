@@ -1,0 +1,30 @@
+"""Launchers of jails on this host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from common.base.clock import SystemClock
+from common.mesh.process.host import SystemHost
+from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter
+from services.sandbox.isolation.resources.cgroups import Homes
+
+
+@contextlib.asynccontextmanager
+async def launching(
+    log: Path | None = None,
+    *,
+    tier: str = "bwrap",
+    interpreter: Interpreter | None = None,
+    homes: Homes | None = None,
+) -> AsyncIterator[JailLauncher]:
+    """One that is stopped in the end."""
+    own = interpreter or Interpreter.own()
+    made = JailLauncher(SystemHost(), SystemClock(), tier, own, homes, log)
+    try:
+        yield made
+    finally:
+        await made.stop()
