@@ -104,21 +104,20 @@ class JailLauncher:
             theirs.close()
         ours.setblocking(False)
         zygote = Zygote(self._host, self.clock, child, ours, self._waits)
-        try:
-            warm = await zygote.warmed(WARM_S)
-        except (MeshError, OSError) as error:
-            zygote.kill()
-            raise JailFailed(f"no zygote: {error}", where="sandbox") from error
-        except BaseException:
-            zygote.kill()
-            raise
-        if not warm:
-            zygote.kill()
-            raise JailFailed(
-                f"the outer jail ({self.tier}) ended at its start",
-                where="sandbox",
-                fix="its output is in the sandbox's log; `meshrl doctor` names what this host has",
-            )
+        with contextlib.ExitStack() as undone:
+            undone.callback(zygote.kill)
+            try:
+                warm = await zygote.warmed(WARM_S)
+            except (MeshError, OSError) as error:
+                raise JailFailed(f"no zygote: {error}", where="sandbox") from error
+            if not warm:
+                raise JailFailed(
+                    f"the outer jail ({self.tier}) ended at its start",
+                    where="sandbox",
+                    fix="its output is in the sandbox's log; `meshrl doctor` names what "
+                    "this host has",
+                )
+            undone.pop_all()
         self._zygote = zygote
 
     def _command(self, control: int) -> list[str]:
@@ -209,18 +208,20 @@ class JailLauncher:
         zygote = self._zygote
         assert zygote is not None
         place = await self.places.take(limits, zygote.child.pid)
-        output: JailOutput | None = None
-        pipes: list[Pipe] = []
-        given: list[int] = []
-        try:
+        with contextlib.ExitStack() as handed, contextlib.ExitStack() as undone:
+            undone.callback(self.places.give_back, place)
             output = JailOutput(limits.output_bytes)
-            pipes.append(Pipe())
-            given.append(_readable(stdin))
-            given.append(output.opened())
-            given.append(output.opened())
-            fds = {"keeper": pipes[0].theirs, **dict(zip(STREAMS, given, strict=True))}
-            if program.speaks:
+            undone.callback(output.close)
+            pipes: list[Pipe] = []
+            for _ in range(1 + program.speaks):
                 pipes.append(Pipe())
+                handed.callback(pipes[-1].handed)
+                undone.callback(pipes[-1].close)
+            fds = {"keeper": pipes[0].theirs}
+            for name in STREAMS:
+                fds[name] = _readable(stdin) if name == "stdin" else output.opened()
+                handed.callback(os.close, fds[name])
+            if program.speaks:
                 fds["cells"] = pipes[1].theirs
             if peer >= 0:
                 fds["peer"] = peer
@@ -229,21 +230,12 @@ class JailLauncher:
                 if place.group.usage >= 0:
                     fds["usage"] = place.group.usage
             packet = json.dumps(self._request(limits, place, list(fds), program.stands)).encode()
-            answer = zygote.send(packet, list(fds.values()), lambda: self.places.leave(place))
-        except BaseException as error:
-            for pipe in pipes:
-                pipe.close()
-            if output is not None:
-                output.close()
-            self.places.give_back(place)
-            if isinstance(error, BrokenPipeError | ConnectionResetError):
+            try:
+                answer = zygote.send(packet, list(fds.values()), lambda: self.places.leave(place))
+            except (BrokenPipeError, ConnectionResetError):
                 self._ended(zygote)
-            raise
-        finally:
-            for fd in given:
-                os.close(fd)
-            for pipe in pipes:
-                pipe.handed()
+                raise
+            undone.pop_all()
         self.started += 1
         other = pipes[1] if program.speaks else None
 
