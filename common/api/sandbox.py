@@ -126,7 +126,7 @@ class EndSessions:
 
 
 @message
-class Outcome:
+class CallOutcome:
     """How one call ended.
 
     A tool that runs the model's code gives {"status", "output"} as its `value`, whatever the status
@@ -143,7 +143,7 @@ class Outcome:
 class Outcomes:
     """The answer to RunTools and RewardBatch."""
 
-    outcomes: list[Outcome]  # in the order of the calls
+    outcomes: list[CallOutcome]  # in the order of the calls
 
 
 @dataclass(frozen=True)

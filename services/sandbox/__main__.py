@@ -12,7 +12,7 @@ from common.mesh.residents.pausing import stands_while_paused
 from common.mesh.runtime.mesh import Mesh, MeshSettings, run
 from common.state.pool.workers.names import service
 from common.weights.store.local_files import modules_here
-from services.sandbox.actor import MeshParts, SandboxActor, Served
+from services.sandbox.actor import MeshParts, SandboxActor, ServedSandbox
 from services.sandbox.outcomes.ends import ToldEnds
 from services.sandbox.workers.calls import RLIMITS, PoolLimits
 
@@ -31,7 +31,7 @@ async def main(
         mesh.clock,
         logs,
         limits,
-        Served(name, job, load, jails),
+        ServedSandbox(name, job, load, jails),
         MeshParts(mesh.waits, ends, mesh.job_clock, partial(modules_here, mesh)),
     )
     await mesh.join(actor, stats=lambda: actor.stats().entry())

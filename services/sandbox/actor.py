@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.api.sandbox import (
+    CallOutcome,
     EndSessions,
     Loaded,
     LoadJob,
-    Outcome,
     Outcomes,
     RewardBatch,
     RewardCall,
@@ -47,7 +47,7 @@ SWEEP_S = 5.0  # between two looks for sessions that are idle
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedSandbox:
     """A sandbox's name, and what it serves."""
 
     name: str
@@ -75,7 +75,7 @@ class SandboxActor(Actor):
         clock: Clock,
         logs: Path | None,
         limits: PoolLimits,
-        served: Served,
+        served: ServedSandbox,
         mesh: MeshParts | None = None,
     ) -> None:
         self._mesh, self._served = mesh or MeshParts(), served
@@ -279,6 +279,8 @@ class SandboxActor(Actor):
         for asked, answer in zip(calls, answers, strict=True):
             self._outcomes[answer.status] += 1
             outcomes.append(
-                Outcome(id=asked.id, status=answer.status, value=answer.value, error=answer.error)
+                CallOutcome(
+                    id=asked.id, status=answer.status, value=answer.value, error=answer.error
+                )
             )
         return Outcomes(outcomes)

@@ -17,7 +17,7 @@ from common.base.encoding.messages import decode, encode
 from common.base.errors import BadMessage, MeshError, to_wire
 from common.mesh.process.entry.child import Channel
 from common.mesh.process.host import SystemHost
-from services.sandbox.actor import SandboxActor, Served
+from services.sandbox.actor import SandboxActor, ServedSandbox
 from services.sandbox.workers.calls import PoolLimits
 
 REQUESTS: dict[str, Any] = {"load": LoadJob, "run": RunTools, "score": RewardBatch}
@@ -28,7 +28,7 @@ SEND_S = 60.0
 async def main() -> None:
     """Serves until the parent closes its end."""
     host, clock, channel = SystemHost(), SystemClock(), Channel.from_env()
-    actor = SandboxActor(host, clock, None, PoolLimits(warm=1, most=2), Served("sandbox"))
+    actor = SandboxActor(host, clock, None, PoolLimits(warm=1, most=2), ServedSandbox("sandbox"))
     await actor.start()
     try:
         while (frame := await host.run_blocking(channel.recv, deadline_s=IDLE_S)) is not None:

@@ -21,9 +21,9 @@ from common.api.sandbox import (
     REFUSED,
     TIMEOUT,
     UNSUPPORTED,
+    CallOutcome,
     EndSessions,
     LoadJob,
-    Outcome,
     RewardBatch,
     RewardCall,
     RunTools,
@@ -149,10 +149,10 @@ class SandboxClient:
         self._once = set(config.environment.once) | self._with_session
         self._sessions: dict[str, _ToolSession] = {}  # by trajectory
         self._ending: set[asyncio.Task[None]] = set()  # sandboxes are being told of ended sessions
-        self._tools: Batcher[_Call, Outcome] = Batcher(self._run_tools, in_flight=2)
-        self._slow: Batcher[_Call, Outcome] = Batcher(self._run_tools, limit=1, in_flight=256)
+        self._tools: Batcher[_Call, CallOutcome] = Batcher(self._run_tools, in_flight=2)
+        self._slow: Batcher[_Call, CallOutcome] = Batcher(self._run_tools, limit=1, in_flight=256)
         jailed_reward = builtin.jailed([part.use for part in config.reward.declared])
-        self._rewards: Batcher[RewardArguments, Outcome] = Batcher(
+        self._rewards: Batcher[RewardArguments, CallOutcome] = Batcher(
             self._score, limit=1 if jailed_reward else 256, in_flight=256 if jailed_reward else 2
         )
         self._slow_reward = bool(jailed_reward)
@@ -220,8 +220,8 @@ class SandboxClient:
         task.add_done_callback(self._ending.discard)
 
     async def _decided(
-        self, calls: Batcher[Q, Outcome], call: Q, what: str, deadline_s: float
-    ) -> Outcome:
+        self, calls: Batcher[Q, CallOutcome], call: Q, what: str, deadline_s: float
+    ) -> CallOutcome:
         """The outcome, asked for again when the process that ran the call was lost or too slow, and
         when nobody has begun it in time.
         """
@@ -248,7 +248,7 @@ class SandboxClient:
                 return outcome
             await clock.sleep(RETRY_S * attempts)
 
-    async def _run_tools(self, batch: list[_Call]) -> list[Outcome | Exception]:
+    async def _run_tools(self, batch: list[_Call]) -> list[CallOutcome | Exception]:
         config = self._job.config.environment
         jailed = batch[0].name in self._jailed
         deadline_s = self._job.config.sandbox.wall_s if jailed else config.tool_deadline_s
@@ -272,9 +272,9 @@ class SandboxClient:
 
     async def _once_only(
         self, batch: list[_Call], calls: list[ToolCall], patience_s: float
-    ) -> list[Outcome | Exception]:
+    ) -> list[CallOutcome | Exception]:
         """Calls that are not asked twice: those whose sandbox is lost come back as crashed."""
-        outcomes: list[Outcome | Exception] = []
+        outcomes: list[CallOutcome | Exception] = []
         for asked, call in zip(batch, calls, strict=True):
             with self._in_use(asked.session):
                 outcomes.append(await self._one(asked, call, patience_s))
@@ -291,7 +291,7 @@ class SandboxClient:
             if session.over:
                 self._end(session)
 
-    async def _one(self, asked: _Call, call: ToolCall, patience_s: float) -> Outcome:
+    async def _one(self, asked: _Call, call: ToolCall, patience_s: float) -> CallOutcome:
         session = asked.session
         name = session.home or await self._chosen("", session.name)
         session.home = name
@@ -300,7 +300,7 @@ class SandboxClient:
             try:
                 ref = self._mesh.ref(name)
                 answer = await ref.call(Sandbox.run, RunTools([call]), deadline_s=patience_s)
-                outcome: Outcome = answer.outcomes[0]
+                outcome: CallOutcome = answer.outcomes[0]
                 return outcome
             except NotFound:  # it was not run: this sandbox does not know the job
                 await self._load_on(name)
@@ -314,12 +314,12 @@ class SandboxClient:
                 lost = f"the sandbox was lost, with all that the call has done: {error}"
                 value = {"status": CRASHED, "output": f"[{CRASHED}: {lost}]"}
                 jailed = asked.name in self._jailed
-                return Outcome(call.id, CRASHED, value if jailed else None, lost)
+                return CallOutcome(call.id, CRASHED, value if jailed else None, lost)
             finally:
                 self._sandboxes.sent(name, -1)
-        return Outcome(call.id, CRASHED, None, "no sandbox takes the job")
+        return CallOutcome(call.id, CRASHED, None, "no sandbox takes the job")
 
-    async def _score(self, batch: list[RewardArguments]) -> list[Outcome | Exception]:
+    async def _score(self, batch: list[RewardArguments]) -> list[CallOutcome | Exception]:
         deadline_s = self._job.config.reward.deadline_s
         calls = [
             RewardCall(i, self._job.id, row, turns, deadline_s)
@@ -330,7 +330,7 @@ class SandboxClient:
 
     async def _patiently(
         self, method: Any, request: Any, calls: int, deadline_s: float
-    ) -> list[Outcome | Exception]:
+    ) -> list[CallOutcome | Exception]:
         """Sandboxes may die and come back: what is asked here is safe to run again, elsewhere."""
         clock = self._mesh.job_clock
         started = clock.monotonic()
@@ -384,7 +384,7 @@ class SandboxClient:
         await asyncio.gather(*self._ending)  # a cast is sent or dropped within its deadline
 
 
-def _value(outcome: Outcome, what: str) -> Any:
+def _value(outcome: CallOutcome, what: str) -> Any:
     if outcome.status == OK:
         return outcome.value
     raise TrajectoryFailed(

@@ -17,8 +17,8 @@ import torch
 from common.api.engine import Finish
 from common.api.sandbox import (
     OK,
+    CallOutcome,
     Loaded,
-    Outcome,
     Outcomes,
     RewardBatch,
     RewardCall,
@@ -227,7 +227,7 @@ class Partner:
             raise ToolFailed(f"the reward: {outcome.status}: {outcome.error}")
         return float(outcome.value)
 
-    async def _sandboxed(self, method: str, request: Any, deadline_s: float) -> Outcome:
+    async def _sandboxed(self, method: str, request: Any, deadline_s: float) -> CallOutcome:
         if self._sandbox is None:
             argv = [sys.executable, "-m", "services.sandbox.alone"]
             log = self.scratch / "sandbox.log"

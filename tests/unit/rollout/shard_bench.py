@@ -15,10 +15,10 @@ import msgpack
 
 from common.api.sandbox import (
     OK,
+    CallOutcome,
     EndSessions,
     Loaded,
     LoadJob,
-    Outcome,
     Outcomes,
     RewardBatch,
     RewardCall,
@@ -96,7 +96,7 @@ class TrivialSandbox(Actor):
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
         self.sessions: set[str] = set()
-        self.scores: Callable[[RewardCall], Outcome] = lambda c: Outcome(c.id, OK, 1.0, "")
+        self.scores: Callable[[RewardCall], CallOutcome] = lambda c: CallOutcome(c.id, OK, 1.0, "")
         self.scores_most = -1  # calls that `scores` answers; every one
         self.takes_s = 0.0  # a batch of rewards
         self.scoring = 0  # batches of rewards so far
@@ -109,7 +109,7 @@ class TrivialSandbox(Actor):
     def run(self, request: RunTools) -> Outcomes:
         self.sessions |= {c.session for c in request.calls if c.session}
         value = {"status": OK, "output": "1"}
-        return Outcomes([Outcome(c.id, OK, value, "") for c in request.calls])
+        return Outcomes([CallOutcome(c.id, OK, value, "") for c in request.calls])
 
     @call(Sandbox.score)
     async def score(self, request: RewardBatch) -> Outcomes:
@@ -118,7 +118,7 @@ class TrivialSandbox(Actor):
             await self._clock.sleep(self.takes_s)
         outcomes = []
         for c in request.calls:
-            outcomes.append(self.scores(c) if self.scores_most else Outcome(c.id, OK, 1.0, ""))
+            outcomes.append(self.scores(c) if self.scores_most else CallOutcome(c.id, OK, 1.0, ""))
             self.scores_most -= self.scores_most > 0
         return Outcomes(outcomes)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.api.sandbox import RAISED, TIMEOUT, Outcome, RewardCall
+from common.api.sandbox import RAISED, TIMEOUT, CallOutcome, RewardCall
 from common.job.bundle.authored import beginning_of, place_in, place_of, placed, without_place
 from common.state import events, jobs
 from common.state.redis.keys import job_prefix
@@ -26,8 +26,8 @@ async def told(bench: ShardBench) -> list[dict[str, Any]]:
     return [e.fields for e in await events.read_all(bench.state) if e.kind == "failure"]
 
 
-def scoring(status: str, error: str) -> Callable[[RewardCall], Outcome]:
-    return lambda call: Outcome(call.id, status, None, error)
+def scoring(status: str, error: str) -> Callable[[RewardCall], CallOutcome]:
+    return lambda call: CallOutcome(call.id, status, None, error)
 
 
 def test_the_first_failure_is_told_at_once_with_its_place_and_the_others_by_their_number(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from common.api.sandbox import OK, RAISED, Outcome, RewardCall
+from common.api.sandbox import OK, RAISED, CallOutcome, RewardCall
 from common.records import run_lines
 from services.rollout.samples import FAILED, MOST, TEXT, TURNS, bounded
 from services.rollout.trajectories.trajectory import Ending, Trajectory
@@ -35,11 +35,11 @@ def test_what_a_shard_runs_can_be_read_while_it_goes_on(tmp_path: Path) -> None:
     async def story(bench: ShardBench) -> None:
         scores = iter([0.0, 1.0, 0.5])
 
-        def score(call: RewardCall) -> Outcome:
+        def score(call: RewardCall) -> CallOutcome:
             reward = next(scores, None)
             if reward is None:
-                return Outcome(call.id, RAISED, None, "ValueError: no (m.py:3 in f())")
-            return Outcome(call.id, OK, reward, "")
+                return CallOutcome(call.id, RAISED, None, "ValueError: no (m.py:3 in f())")
+            return CallOutcome(call.id, OK, reward, "")
 
         bench.sandbox.scores = score
         bench.job.version = 4

@@ -11,7 +11,7 @@ from common.base.clock import SystemClock
 from common.base.errors import Refused
 from common.job.bundle.loading import digest_of
 from common.mesh.process.host import SystemHost
-from services.sandbox.actor import SandboxActor, Served
+from services.sandbox.actor import SandboxActor, ServedSandbox
 from services.sandbox.workers.calls import PoolLimits
 
 TOLD = LoadJob("j", "/runs/j/bundle/modules", {}, bundle="d1")
@@ -34,7 +34,7 @@ async def test_a_shard_that_brings_other_code_than_the_document_has_is_refused(w
         SystemClock(),
         None,
         PoolLimits(),
-        Served("sandbox/j/0", "j", digest_of(TOLD)),
+        ServedSandbox("sandbox/j/0", "j", digest_of(TOLD)),
     )
     with pytest.raises(Refused, match="what the job's document does not say"):
         await actor.load(OTHERS[what])

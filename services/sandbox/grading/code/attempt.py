@@ -112,7 +112,7 @@ class Attempt:
         return said
 
 
-class Trial(ABC):
+class JailedTrial(ABC):
     """Jails in which tests run one after the other, until one of them ends."""
 
     def __init__(self, attempt: Attempt, *jails: Jail) -> None:
@@ -135,7 +135,7 @@ class Trial(ABC):
 
 
 async def passed(
-    attempt: Attempt, trial_of: Callable[[], Awaitable[Trial]], count: int = 1
+    attempt: Attempt, trial_of: Callable[[], Awaitable[JailedTrial]], count: int = 1
 ) -> list[bool]:
     """Return which tests are passed. A trial serves them all, and another goes on behind the test
     in which its jails ended. `count` is how many there are, as far as one knows before.

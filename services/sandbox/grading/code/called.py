@@ -10,7 +10,7 @@ from typing import Any
 from common.grading.cases import Called
 from common.grading.support import Unsupported
 from services.sandbox.grading.code import attempt as attempts
-from services.sandbox.grading.code.attempt import Attempt, Trial
+from services.sandbox.grading.code.attempt import Attempt, JailedTrial
 from services.sandbox.grading.code.equality import same
 from services.sandbox.isolation.jails.jail import Jail
 from services.sandbox.isolation.jails.pipes import FRAME_BYTES
@@ -34,7 +34,7 @@ async def passed(attempt: Attempt, source: str, function: str, cases: list[Calle
         return await attempts.passed(attempt, trial, len(cases))
 
 
-class _Calls(Trial):
+class _Calls(JailedTrial):
     """The calls that one jail serves."""
 
     def __init__(self, attempt: Attempt, jail: Jail, cases: list[Called]) -> None:

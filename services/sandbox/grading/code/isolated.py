@@ -16,7 +16,7 @@ from typing import Any
 from common.grading.cases import BadTests
 from common.grading.support import Unsupported
 from services.sandbox.grading.code import attempt as attempts
-from services.sandbox.grading.code.attempt import Attempt, Trial
+from services.sandbox.grading.code.attempt import Attempt, JailedTrial
 from services.sandbox.isolation.jails.jail import SLOWEST, Jail
 from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.resources.limits import MIB
@@ -57,7 +57,7 @@ async def _pair(attempt: Attempt, source: str, tests: str) -> _Pair:
         other.close()
 
 
-class _Pair(Trial):
+class _Pair(JailedTrial):
     """The jails of a solution and of its tests."""
 
     async def begin(self, number: int) -> int | None:

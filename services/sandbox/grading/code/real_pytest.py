@@ -19,7 +19,7 @@ from common.grading import shapes, suites
 from common.grading.cases import BadTests
 from common.grading.support import Unsupported
 from services.sandbox.grading.code import attempt as attempts
-from services.sandbox.grading.code.attempt import RETRIES, Attempt, Trial
+from services.sandbox.grading.code.attempt import RETRIES, Attempt, JailedTrial
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import Jail
 from services.sandbox.isolation.jails.program import Program
@@ -43,14 +43,14 @@ async def passed(attempt: Attempt, suite: Suites, source: str, tests: str) -> li
     async with attempt.slots.one():
         known = await _known(attempt, suite, tests)
 
-        async def trial() -> _Session:
+        async def trial() -> _PytestTrial:
             jail = await _jail(attempt, suite, tests, source)
-            return _Session(attempt, jail, known)
+            return _PytestTrial(attempt, jail, known)
 
         return await attempts.passed(attempt, trial, len(known))
 
 
-class _Session(Trial):
+class _PytestTrial(JailedTrial):
     """One session of pytest, which runs the tests that are `known` without a solution."""
 
     def __init__(self, attempt: Attempt, jail: Jail, known: list[str]) -> None:

@@ -12,7 +12,7 @@ from common.api.sandbox import CRASHED, OK, OUT_OF_MEMORY, OUTPUT_LIMIT, REFUSED
 from common.base.clock import Clock
 from common.base.errors import BadMessage, DeadlineExceeded, MeshError, PeerLost
 from services.sandbox.isolation.jails.pipes import JailOutput, Pipe
-from services.sandbox.isolation.jails.program import Report
+from services.sandbox.isolation.jails.program import KeeperReport
 from services.sandbox.isolation.resources.cgroups import Cgroup
 from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.jail.confinement import calls
@@ -123,7 +123,7 @@ class Jail:
         self.refuses()
         return bool(self._came) or self.keeper.ended
 
-    async def report(self, deadline_s: float) -> Report:
+    async def report(self, deadline_s: float) -> KeeperReport:
         """The keeper's word on how the guest ended."""
         frame = self._came
         while not frame or "refuses" in frame:
@@ -133,13 +133,13 @@ class Jail:
         if frame.get("nonce") != self.nonce:
             raise BadMessage("a report without the nonce of its call")
         try:
-            return Report.of(frame)
+            return KeeperReport.of(frame)
         except (KeyError, TypeError, ValueError) as error:
             raise BadMessage(f"a report that is none: {error}") from None
 
     async def finish(self) -> Ran:
         """Waits for its end, which limits bound, and cleans up behind it."""
-        report = Report()
+        report = KeeperReport()
         missing = ""
         deadline_s = SLOWEST * self.limits.wall_s + GRACE_S
         waited = asyncio.ensure_future(self.report(deadline_s))
@@ -172,7 +172,7 @@ class Jail:
             self._closed = True
             self._ended()
 
-    def _typed(self, report: Report, over: bool) -> Ran:
+    def _typed(self, report: KeeperReport, over: bool) -> Ran:
         status, error = self._status(report, over)
         refused = tuple(calls.name(number) for number in report.refused)
         if status == REFUSED:
@@ -191,7 +191,7 @@ class Jail:
             report.timeout == "starved",
         )
 
-    def _status(self, report: Report, over: bool) -> tuple[str, str]:
+    def _status(self, report: KeeperReport, over: bool) -> tuple[str, str]:
         limits, code = self.limits, report.exit
         if over:
             return OUTPUT_LIMIT, f"over {limits.output_bytes} bytes of output"

@@ -35,7 +35,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Report:
+class KeeperReport:
     """A keeper's word on how its guest ended; as it stands for a jail that ended without one."""
 
     exit: int = -9
@@ -47,7 +47,7 @@ class Report:
     refused: tuple[int, ...] = ()  # numbers of system calls
 
     @classmethod
-    def of(cls, frame: dict[str, Any]) -> Report:
+    def of(cls, frame: dict[str, Any]) -> KeeperReport:
         """Return what a frame says. KeyError, TypeError or ValueError if it is no report."""
         return cls(
             int(frame["exit"]),

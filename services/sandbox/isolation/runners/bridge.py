@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from common.job.isolation.runners import Runner
-from services.sandbox.isolation.jails.program import Report
+from services.sandbox.isolation.jails.program import KeeperReport
 from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.isolation.runners import leftovers, usage
 from services.sandbox.jail.confinement import kernel
@@ -369,7 +369,7 @@ def plain(report: dict[str, Any]) -> dict[str, Any]:
     if "failed" in report:
         return {"failed": str(report["failed"])[:TEXT]}
     try:
-        found = Report.of(report)
+        found = KeeperReport.of(report)
         timeout = found.timeout if found.timeout in TIMEOUTS else ""
         found = replace(found, timeout=timeout, refused=found.refused[:CALLS])
         return {"nonce": str(report["nonce"]), **asdict(found)}

@@ -9,7 +9,7 @@ from typing import Any
 PRINTED = 1 << 20  # characters of what one operation prints that are told
 
 
-class Recorded:
+class RecordedOutput:
     """What is printed while an operation runs."""
 
     def __init__(self) -> None:

@@ -318,7 +318,7 @@ class Side:
         answer: dict[str, Any] = {}
         message = self.message()
         warned: list[Any] | None = None
-        printed = recorded.Recorded() if frame.get("output") and not self.trusted else None
+        printed = recorded.RecordedOutput() if frame.get("output") and not self.trusted else None
         try:
             for name, value in (frame.get("environment") or {}).items():
                 if not self.trusted:
