@@ -116,7 +116,8 @@ class Side:
         if not self.trusted:
             return parts
         kind, args, text, _, cause = parts
-        return [kind, tuple(a if _simple(a) else str(a) for a in args), text, {}, cause]
+        told = tuple(a if isinstance(a, values.DATA) else str(a) for a in args)
+        return [kind, told, text, {}, cause]
 
     def _unpacked(self, message: values.Message, packed: Any, depth: int) -> Any:
         kind, *rest = packed
@@ -387,10 +388,6 @@ def shared_files() -> Any:
     from . import files
 
     return files.Files(ROOT)
-
-
-def _simple(value: Any) -> bool:
-    return isinstance(value, values.DATA)
 
 
 def serve(fd: int, load: Callable[[], Any]) -> None:
