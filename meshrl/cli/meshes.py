@@ -108,25 +108,25 @@ def up(
     """
     from meshrl.launch import roles, up_down
     from meshrl.launch.foreground import ended
+    from meshrl.launch.head.launcher import MeshShape
     from meshrl.launch.hosts.returning import MB
 
     def starting() -> int:
-        return up_down.up(
-            root,
-            roles.role(workers, device, no_workers, services, roles.OF_A_HEAD),
-            bind,
-            advertise,
-            metrics,
-            config,
-            gateway,
-            listen,
-            resume,
-            encrypt,
-            health,
-            foreground,
-            secrets,
-            (int(rate_up * MB), int(rate_down * MB)),
+        role = roles.role(workers, device, no_workers, services, roles.OF_A_HEAD)
+        shape = MeshShape(
+            workers=role.workers,
+            device=role.device,
+            bind=bind,
+            advertise=advertise,
+            metrics=metrics,
+            listen=listen,
+            encrypt=encrypt,
+            takes=role.takes,
+            rate_up=int(rate_up * MB),
+            rate_down=int(rate_down * MB),
         )
+        options = up_down.UpOptions(config, gateway, resume, health, foreground, secrets)
+        return up_down.up(root, shape, options)
 
     raise typer.Exit(ended(starting) if foreground else starting())
 

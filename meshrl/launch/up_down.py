@@ -5,103 +5,83 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import sys
-import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 
-from common.base.errors import ConfigError, DeadlineExceeded, MeshError
+from common.base.errors import ConfigError
 from common.base.host.ports import ANY, ports
 from common.base.host.settings import OFF
-from common.state.pool.placing.taking import written
 from common.state.pool.workers.settings import PoolSettings
-from meshrl import logs, tokens
+from meshrl import tokens
 from meshrl.directory import places, user
 from meshrl.directory.liveness import running_launcher
-from meshrl.directory.places import MeshPlace, find_mesh, read_if_whole
+from meshrl.directory.places import MeshPlace, find_mesh
 from meshrl.job.checks.machine import devices
-from meshrl.launch import ending, mesh_file, plan
+from meshrl.launch import background, ending, mesh_file, plan
+from meshrl.launch.background import RootProgram
 from meshrl.launch.checks import addresses, redis_server
 from meshrl.launch.console import console
 from meshrl.launch.foreground import point_to
 from meshrl.launch.head import from_copy, handed_out
 from meshrl.launch.head.launcher import MeshShape, serve
 from meshrl.launch.holding import DirectoryHeld
-from meshrl.launch.roles import HostRole
 
-START_S = 90.0
-POLL_S = 0.1
 NEAR = "tcp://127.0.0.1:*"  # the gateway of a mesh of one host
 INVITATION = "join.token"  # in the mesh's directory
 INVITATION_S = 86_400.0
 LATER_S = 7 * 86_400.0  # that a queue of a cluster, or who adds hosts, may take
 LAUNCHER = "launcher"  # the name of its log
+PROGRAM = RootProgram(
+    "meshrl.launch.head.launcher", LAUNCHER, 90.0, "the mesh did not start", "the mesh is not ready"
+)
 
 
-def up(
-    root: Path | None,
-    role: HostRole,
-    bind: str,
-    advertise: str,
-    metrics: str,
-    config: Path | None = None,
-    gateway: str | None = None,
-    listen: str = "",
-    resume: str = "",
-    encrypt: bool | None = None,
-    health: str = "",
-    foreground: bool = False,
-    secrets: Path | None = None,
-    rates: tuple[int, int] = (0, 0),
-) -> int:
-    """`listen`: HOST[:LOW-HIGH], by which hosts that may join reach this one; empty: none may.
-    `resume`: the URL of the durable copy of a mesh that is gone, whose jobs go on here.
-    `encrypt`: bulk bytes, too; None: where other hosts may join.
-    `health`: HOST:PORT, where it answers for this host as a whole; empty: nowhere.
-    `foreground`: it runs in this process, until that is told to end; the exit status.
-    `secrets`: a file with those that it takes over, of which tokens have been handed out already.
-    `rates`: bytes a second that this host's processes send and receive at bulk ports; 0: no bound.
+@dataclass(frozen=True)
+class UpOptions:
+    """Options of `meshrl up` beside the shape of the mesh."""
+
+    config: Path | None = None
+    gateway: str | None = None  # where it listens; None: as hosts that may join need it
+    resume: str = ""  # URL of the durable copy of a mesh that is gone, whose jobs go on here
+    health: str = ""  # HOST:PORT, where it answers for this host as a whole; empty: nowhere
+    foreground: bool = False  # it runs in this process, until that is told to end
+    secrets: Path | None = None  # a file of those that it takes over, whose tokens are handed out
+
+
+def up(root: Path | None, wanted: MeshShape, options: UpOptions) -> int:
+    """Start a mesh; the exit status. `wanted.listen`: HOST[:LOW-HIGH], by which hosts that may join
+    reach this one; empty: none may.
     """
     place = MeshPlace((root or places.home()).absolute())
     user.settle(place.home)
-    if foreground:
+    if options.foreground:
         console.begin(place, LAUNCHER)
-    bind, gateway, listen = _reached(bind, gateway, listen, advertise)
-    told = mesh_file.read(config) if config is not None else None
-    workers = _startable(role, bind, metrics, gateway, listen)
-    pool = told.pool if told is not None else pool_without_file(workers)
+    shape = _reached(wanted, options.gateway)
+    told = mesh_file.read(options.config) if options.config is not None else None
+    shape = replace(shape, workers=_startable(shape))
+    pool = told.pool if told is not None else pool_without_file(shape.workers)
     if running_launcher(place):
         raise DirectoryHeld(f"a mesh runs in {place.root} already", fix="`meshrl down` stops it")
-    if listen:
-        addresses.room(listen, plan.ports_of_head(workers))
+    if shape.listen:
+        addresses.room(shape.listen, plan.ports_of_head(shape.workers))
     place.logs.mkdir(parents=True, exist_ok=True)
-    if secrets is not None:
-        handed_out.take(place, secrets)
-    if resume:
-        for run_dir in from_copy.bring(resume, place):
+    if options.secrets is not None:
+        handed_out.take(place, options.secrets)
+    if options.resume:
+        for run_dir in from_copy.bring(options.resume, place):
             print(f"brought {places.shown(run_dir)}", flush=True)
     elif told is not None:
         from_copy.keep(told.durable.url, place)
-    if foreground:
-        reached = (bind, advertise, metrics, gateway, listen)
-        shape = MeshShape(workers, role.device, *reached, encrypt, role.takes, *rates)
-        return _stays(place, shape, pool, health, invites=bool(listen) and secrets is None)
-    launcher = _launched(
-        place,
-        *("--workers", str(workers)),
-        *("--device", role.device, "--services", written(role.takes)),
-        *("--bind", bind, "--advertise", advertise),
-        *("--metrics", metrics),
-        *("--gateway", gateway, "--listen", listen, "--health", health),
-        *("--rate-up", str(rates[0]), "--rate-down", str(rates[1])),
-        *([] if encrypt is None else ["--encrypt" if encrypt else "--no-encrypt"]),
-        *("--pool", json.dumps(asdict(pool))),
-    )
-    _wait_until_ready(place, launcher)
+    invites = bool(shape.listen) and options.secrets is None
+    if options.foreground:
+        return _stays(place, shape, pool, options.health, invites)
+    documents = (json.dumps(asdict(of)) for of in (shape, pool))
+    words = zip(("--shape", "--pool", "--health"), (*documents, options.health), strict=True)
+    pid = background.start(PROGRAM, place, *chain.from_iterable(words))
     places.point_to(place)
-    print(f"{_called(workers)} runs (pid {launcher.pid}); `meshrl down` stops it")
-    if listen and secrets is None:
+    print(f"{_called(shape.workers)} runs (pid {pid}); `meshrl down` stops it")
+    if invites:
         invite(place)
     return 0
 
@@ -131,65 +111,30 @@ def _stays(
     return asyncio.run(serve(place.root, shape, pool, health, ready))
 
 
-def _reached(bind: str, gateway: str | None, listen: str, advertise: str) -> tuple[str, str, str]:
-    """Where its processes and its gateway listen, for this host's and for those that join."""
-    if listen:
-        listen = bind = addresses.reachable(listen, advertise)
+def _reached(shape: MeshShape, gateway: str | None) -> MeshShape:
+    """The shape with where its processes and its gateway listen, for this host and for others."""
+    if shape.listen:
+        listen = addresses.reachable(shape.listen, shape.advertise)
+        shape = replace(shape, listen=listen, bind=listen)
     if gateway is None:
-        gateway = last_port(listen) if listen else NEAR
-    if listen and gateway == OFF:
+        gateway = last_port(shape.listen) if shape.listen else NEAR
+    if shape.listen and gateway == OFF:
         raise ConfigError("hosts join at the gateway", where="--gateway", fix="Leave --gateway out")
-    return bind, gateway, listen
+    return replace(shape, gateway=gateway)
 
 
-def _startable(role: HostRole, bind: str, metrics: str, gateway: str, listen: str) -> int:
+def _startable(shape: MeshShape) -> int:
     """The number of workers, once this host has all that they need; an error says what it lacks."""
-    addresses.listens(bind)
-    if gateway != OFF:
-        addresses.listens(gateway, processes=1)
-    gpus = devices.usable(role.device, role.workers)
-    workers = role.workers or len(gpus)
-    services = plan.services(workers, role.device, "")
-    addresses.serves(metrics, len(services) + int(gateway != OFF) + 2 * workers)
-    redis_server.usable(listen)
+    addresses.listens(shape.bind)
+    if shape.gateway != OFF:
+        addresses.listens(shape.gateway, processes=1)
+    gpus = devices.usable(shape.device, shape.workers)
+    workers = shape.workers or len(gpus)
+    services = plan.services(workers, shape.device, "")
+    endpoints = len(services) + int(shape.gateway != OFF) + 2 * workers
+    addresses.serves(shape.metrics, endpoints)
+    redis_server.usable(shape.listen)
     return workers
-
-
-def _launched(place: MeshPlace, *words: str) -> subprocess.Popen[bytes]:
-    """The root process of the mesh, which goes on when this one ends."""
-    with place.log(LAUNCHER).open("a") as output:
-        return subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "meshrl.launch.head.launcher",
-                "--root",
-                str(place.root),
-                *words,
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-
-
-def _wait_until_ready(place: MeshPlace, launcher: subprocess.Popen[bytes]) -> None:
-    """MeshError with the end of its log when it ends before that; DeadlineExceeded."""
-    until, log = time.monotonic() + START_S, place.log(LAUNCHER)
-    while not _ready(place, launcher.pid):
-        if launcher.poll() is not None:
-            said = "\n".join(logs.tail(log, 5))
-            raise MeshError(f"the mesh did not start:\n{said}", fix=f"The log is {log}")
-        if time.monotonic() > until:
-            raise DeadlineExceeded(f"the mesh is not ready after {START_S:g} s", where=str(log))
-        time.sleep(POLL_S)
-
-
-def _ready(place: MeshPlace, pid: int) -> bool:
-    if running_launcher(place) != pid:
-        return False
-    return bool(read_if_whole(place.launcher).get("ready"))
 
 
 def last_port(listen: str) -> str:

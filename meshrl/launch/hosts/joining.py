@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -14,20 +12,20 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from common.api.gateway import DescribeMember, Gateway, HostAdmitted, JoinHost, LocateRedis
-from common.base.errors import ConfigError, DeadlineExceeded, MeshError, NotAllowed, Refused
+from common.base.errors import ConfigError, NotAllowed, Refused
 from common.base.host.interfaces import address_of, interface_behind
 from common.base.host.settings import MeshSettings, advertised_host
 from common.base.release import release
 from common.mesh.access.line import Line
 from common.mesh.access.ticket import GATEWAY_PORT, Ticket, named
 from common.state.pool.placing import taking
-from meshrl import logs
 from meshrl.directory import places, user
 from meshrl.directory.liveness import running_launcher
 from meshrl.directory.ownership import made_private
-from meshrl.directory.places import MeshPlace, read_if_whole
+from meshrl.directory.places import MeshPlace
 from meshrl.job.checks.machine import devices
-from meshrl.launch import plan
+from meshrl.launch import background, plan
+from meshrl.launch.background import RootProgram
 from meshrl.launch.checks import addresses
 from meshrl.launch.console import console
 from meshrl.launch.foreground import point_to
@@ -40,9 +38,10 @@ from meshrl.launch.hosts.told import authority_in, keep, shared
 
 T = TypeVar("T")
 
-START_S = 120.0
-POLL_S = 0.1
 LOG = "hosting"  # of the root process
+PROGRAM = RootProgram(
+    "meshrl.launch.hosts.hosting", LOG, 120.0, "this host's part did not start", "it is not up"
+)
 
 
 def join(
@@ -102,7 +101,7 @@ def join(
     os.environ.pop(invitation.JOIN_ENV, None)  # nothing that runs here needs the token
     if foreground:
         return asyncio.run(hosting.serve(place.root, health, drain_s))
-    _start(place, health)
+    background.start(PROGRAM, place, "--health", health)
     took = "" if back is not None else f" in {time.time() - began_s:.1f} s"
     print(f"{_member(place).host} is in the mesh{took}; `meshrl leave` ends that")
     return 0
@@ -255,27 +254,3 @@ def _member(place: MeshPlace) -> Membership:
     found = membership.known(place)
     assert found is not None, "it has just joined"
     return found
-
-
-def _start(place: MeshPlace, health: str) -> None:
-    """Starts the root process in the background, and waits until it is up."""
-    place.logs.mkdir(parents=True, exist_ok=True)
-    log = place.log(LOG)
-    command = [sys.executable, "-m", "meshrl.launch.hosts.hosting", "--root", str(place.root)]
-    command += ["--health", health]
-    with log.open("a") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    until = time.monotonic() + START_S
-    while not (running_launcher(place) == process.pid and read_if_whole(place.launcher)["ready"]):
-        if process.poll() is not None:
-            said = "\n".join(logs.tail(log, 5))
-            raise MeshError(f"this host's part did not start:\n{said}", fix=f"The log is {log}")
-        if time.monotonic() > until:
-            raise DeadlineExceeded(f"it is not up after {START_S:g} s", where=str(log))
-        time.sleep(POLL_S)
