@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.base.errors import ConfigError, MeshError, NotFound, PeerLost
+from common.mesh.process.ends.failure import TAIL_BYTES, tail
 from meshrl.directory.liveness import running_launcher
 from meshrl.directory.places import MeshPlace
 from meshrl.directory.target import place_of
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 POLL_S = 0.3
 SILENT_S = 60.0  # an agent is back within seconds, and one that was cut off rarely takes longer
-TAIL_BYTES = 1 << 18  # enough for any number of lines one would read
 
 
 def show(words: list[str], mesh: Path | None, lines: int, follow: bool, listed: bool) -> None:
@@ -152,14 +152,6 @@ async def _read(remote: RemoteLogs, log: RemoteLog, lines: int, follow: bool) ->
 
 
 # -- of this one -----------------------------------------------------------------------------------
-
-
-def tail(path: Path, lines: int) -> list[str]:
-    """The last lines of a file, without reading all of it."""
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - TAIL_BYTES))
-        return file.read().decode(errors="replace").splitlines()[-lines:] if lines > 0 else []
 
 
 def _follow(paths: Callable[[], list[Path]], ends: dict[Path, int], named: bool) -> None:

@@ -40,7 +40,7 @@ class BeginUpload:
 
 @message
 class UploadOpened:
-    """The answer to Begin; the upload is given up when the stream that brought it ends."""
+    """The answer to BeginUpload; the upload is given up when the stream that brought it ends."""
 
     upload: str
     piece_bytes: int
@@ -58,7 +58,7 @@ class UploadPiece:
 
 @message
 class PieceWritten:
-    """The answer to a Piece: it is written."""
+    """The answer to an UploadPiece: it is written."""
 
 
 @message
@@ -70,7 +70,7 @@ class FinishUpload:
 
 @message
 class SubmittedJob:
-    """The answer to Finish."""
+    """The answer to FinishUpload."""
 
     job: str  # its name on the mesh, numbered where the mesh had one of that name
     run_dir: str
@@ -83,7 +83,7 @@ class ListJobs:
 
 @message
 class JobList:
-    """The answer to All, in the order of submission."""
+    """The answer to ListJobs, in the order of submission."""
 
     jobs: list[JobState]
 
@@ -113,10 +113,20 @@ class EventsSince:
 
 
 @message
-class EventPage:
-    """The answer to Since. An event is {id, ms, kind, fields}; `cursor` is where to go on."""
+class JobEvent:
+    """An event of a job."""
 
-    events: list[Any]
+    id: str
+    ms: int  # by the state's clock
+    kind: str
+    fields: dict[str, Any]
+
+
+@message
+class EventPage:
+    """The answer to EventsSince; `cursor` is where to go on."""
+
+    events: list[JobEvent]
     cursor: str
 
 
@@ -133,10 +143,10 @@ class ModelRequest:
 
 @message
 class ModelFiles:
-    """The answer to Want: the files, by name -> [bytes, digest]."""
+    """The answer to ModelRequest: the files, by name -> (bytes, digest)."""
 
     name: str  # by which its files are read
-    files: Any
+    files: dict[str, tuple[int, str]]
 
 
 @message
@@ -151,7 +161,7 @@ class ReadModelFile:
 
 @message
 class FilePiece:
-    """The answer to Read, at most PIECE_BYTES."""
+    """The answer to ReadModelFile, at most PIECE_BYTES."""
 
     content: bytes
 
@@ -168,7 +178,7 @@ class VersionsRequest:
 
 @message
 class VersionsAnswer:
-    """The answer to OnVersions, as `meshrl weights --json` prints it."""
+    """The answer to VersionsRequest, as `meshrl weights --json` prints it."""
 
     answer: Any
 
@@ -188,7 +198,7 @@ class JoinHost:
 
 @message
 class HostAdmitted:
-    """The answer to Join: what the host's settings are made of. The secret is told once, to who
+    """The answer to JoinHost: what the host's settings are made of. The secret is told once, to who
     holds the token and names the same key.
     """
 
@@ -228,7 +238,7 @@ class ListRemaining:
 
 @message
 class RemainingNames:
-    """The answer to Remaining: names of residents, services and processes; empty: it is drained.
+    """The answer to ListRemaining: names of residents, services and processes; none: it is drained.
     `drains`: whether it is to become empty.
     """
 
@@ -243,7 +253,7 @@ class LocateRedis:
 
 @message
 class RedisLocation:
-    """The answer to Whereabouts, as in Joined."""
+    """The answer to LocateRedis, as in HostAdmitted."""
 
     redis_url: str
     authority: str
@@ -257,7 +267,7 @@ class DescribeMember:
 
 @message
 class HostOfMember:
-    """The answer to Membership."""
+    """The answer to DescribeMember."""
 
     host: str
 

@@ -111,6 +111,9 @@ Services = Annotated[
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replaces a run that has ended.")]
+Foreground = Annotated[
+    bool, typer.Option("--foreground", help="Stays, as the main process of a container does.")
+]
 HealthOption = Annotated[
     str,
     typer.Option(

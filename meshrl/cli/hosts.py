@@ -10,6 +10,7 @@ import typer
 from meshrl.cli.arguments import (
     AsJson,
     Commands,
+    Foreground,
     HealthOption,
     MeshOption,
     NoWorkers,
@@ -117,10 +118,7 @@ def join(
             help="Leaves the mesh when it is told to end; the mesh forgets it when it stays away.",
         ),
     ] = False,
-    foreground: Annotated[
-        bool,
-        typer.Option("--foreground", help="Stays, as the main process of a container does."),
-    ] = False,
+    foreground: Foreground = False,
     drain_s: Annotated[
         float,
         typer.Option(

@@ -10,6 +10,7 @@ import typer
 from meshrl.cli.arguments import (
     AsJson,
     Commands,
+    Foreground,
     HealthOption,
     MeshOption,
     NoWorkers,
@@ -75,10 +76,7 @@ def up(
     ] = None,
     rate_up: RateUp = 0.0,
     rate_down: RateDown = 0.0,
-    foreground: Annotated[
-        bool,
-        typer.Option("--foreground", help="Stays, as the main process of a container does."),
-    ] = False,
+    foreground: Foreground = False,
     health: HealthOption = "",
     secrets: Annotated[
         Path | None,

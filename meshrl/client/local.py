@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from common.api.gateway import JobState, SubmittedJob
 from common.base.clock import SystemClock
-from common.base.errors import NotFound, Refused, StateUnavailable
+from common.base.errors import NotFound, Refused
 from common.state import events, jobs
 from common.state.events import Event
 from common.state.lifecycle import deleting
@@ -20,14 +20,12 @@ from common.state.pool.placing.snapshot import Request
 from common.state.pool.store import store as pool
 from common.state.pool.workers.rows import Role
 from common.state.redis.client import State
-from common.state.redis.embedded import without_password
 from meshrl.client.submitting import submit
 from meshrl.directory import exporting, places, versions
+from meshrl.directory.asking import answered
 from meshrl.directory.places import MeshPlace
 from meshrl.job.loaded import JobFile
 from meshrl.view.mesh.snapshot import MeshSnapshot, read_mesh
-
-T = TypeVar("T")
 
 CONNECT_S = 10.0
 VERDICT_S = 6.0
@@ -46,7 +44,7 @@ class LocalTransport:
         """The mesh that is meant; NotFound, StateUnavailable when it does not run."""
         place = places.find_mesh(mesh)
         url = place.redis_url
-        state = await _asked(place, State.open(url, connect_s=CONNECT_S))
+        state = await answered(place, State.open(url, connect_s=CONNECT_S))
         return cls(place, state)
 
     async def close(self) -> None:
@@ -58,30 +56,30 @@ class LocalTransport:
         return await asyncio.to_thread(submit, found, force, self._place, job_file)
 
     async def jobs(self) -> list[JobState]:
-        rows = await _asked(self._place, jobs.jobs(self._state))
+        rows = await answered(self._place, jobs.jobs(self._state))
         return [standing(row) for row in rows]
 
     async def job(self, name: str) -> JobState:
-        return standing(await _asked(self._place, jobs.job(self._state, name)))
+        return standing(await answered(self._place, jobs.job(self._state, name)))
 
     async def happened(self, name: str, since: str, wait_s: float) -> tuple[list[Event], str]:
         asked = happened(self._state, self._clock, name, since, wait_s)
-        return await _asked(self._place, asked)
+        return await answered(self._place, asked)
 
     async def stop(self, name: str, op: str) -> bool:
-        return await _asked(self._place, jobs.cancel(self._state, name, op))
+        return await answered(self._place, jobs.cancel(self._state, name, op))
 
     async def delete(self, name: str, op: str) -> None:
-        await _asked(self._place, deleting.delete(self._state, name, op))
+        await answered(self._place, deleting.delete(self._state, name, op))
 
     async def workers(self) -> MeshSnapshot:
-        return await _asked(self._place, read_mesh(self._state))
+        return await answered(self._place, read_mesh(self._state))
 
     async def move(self, worker: str, role: str, job: str) -> str:
         worker = worker.removeprefix("worker/")
         if role not in ROLES:
             raise Refused(f"{role!r} is no role", fix=f"Roles are {', '.join(ROLES)}")
-        known = [found.id for found in await _asked(self._place, pool.workers(self._state))]
+        known = [found.id for found in await answered(self._place, pool.workers(self._state))]
         if worker not in known:
             raise NotFound(f"there is no worker {worker}", fix=f"There are: {', '.join(known)}")
         last = await events.last_id(self._state)
@@ -134,15 +132,3 @@ async def _run(words: Sequence[str]) -> tuple[int, str, str]:
             await process.wait()
     code = process.returncode or 0
     return code, said.decode(errors="replace"), complained.decode(errors="replace")
-
-
-async def _asked(place: MeshPlace, question: Awaitable[T]) -> T:
-    """Its answer; a Redis that is away is named with what to do."""
-    try:
-        return await question
-    except StateUnavailable as error:
-        raise StateUnavailable(
-            f"the mesh's Redis cannot be asked: {error.message}",
-            where=without_password(place.redis_url),
-            fix="`meshrl up` starts a mesh; `meshrl resume RUN` starts the mesh of a run again",
-        ) from error

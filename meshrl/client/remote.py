@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -97,7 +97,7 @@ class RemoteTransport:
 
     async def happened(self, name: str, since: str, wait_s: float) -> tuple[list[Event], str]:
         found = await self._line.call(Gateway.events, EventsSince(name, since, wait_s))
-        return [Event(**event) for event in found.events], found.cursor
+        return [Event(**asdict(event)) for event in found.events], found.cursor
 
     async def stop(self, name: str, op: str) -> bool:
         return (await self._line.call(Gateway.stop, JobRequest(name, op))).changed

@@ -29,8 +29,13 @@ def ask(place: MeshPlace, question: Callable[[State], Awaitable[T]], deadline_s:
         except (TimeoutError, DeadlineExceeded) as error:
             raise StateUnavailable(f"no answer within {deadline_s:g} s") from error
 
+    return asyncio.run(answered(place, asking()))
+
+
+async def answered(place: MeshPlace, question: Awaitable[T]) -> T:
+    """Return the answer of a mesh's Redis; one that is away is named with what to do."""
     try:
-        return asyncio.run(asking())
+        return await question
     except StateUnavailable as error:
         raise StateUnavailable(
             f"the mesh's Redis cannot be asked: {error.message}",

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from common.base.errors import DeadlineExceeded, MeshError
-from meshrl import logs
+from common.mesh.process.ends.failure import tail
 from meshrl.directory.liveness import running_launcher
 from meshrl.directory.places import MeshPlace, read_if_whole
 
@@ -44,7 +44,7 @@ def start(program: RootProgram, place: MeshPlace, *words: str) -> int:
     until = time.monotonic() + program.start_s
     while running_launcher(place) != child.pid or not read_if_whole(place.launcher).get("ready"):
         if child.poll() is not None:
-            said = "\n".join(logs.tail(log, 5))
+            said = "\n".join(tail(log, 5))
             raise MeshError(f"{program.failed}:\n{said}", fix=f"The log is {log}")
         if time.monotonic() > until:
             raise DeadlineExceeded(f"{program.late} after {program.start_s:g} s", where=str(log))

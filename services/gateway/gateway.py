@@ -28,6 +28,7 @@ from common.api.gateway import (
     HostAdmitted,
     HostOfMember,
     HostReturned,
+    JobEvent,
     JobList,
     JobRequest,
     JobState,
@@ -204,7 +205,7 @@ class GatewayActor(Actor):
         found, cursor = await happened(
             mesh.state, mesh.clock, request.job, _event_id(request.since), wait_s
         )
-        return EventPage([asdict(event) for event in found], cursor)
+        return EventPage([JobEvent(**asdict(event)) for event in found], cursor)
 
     @call(Gateway.stop)
     async def cancel(self, request: JobRequest) -> Changed:

@@ -46,7 +46,8 @@ class Models:
             await host.run_blocking(_tidy, models, self._kept(models), deadline_s=IO_S)
             listed = await host.run_blocking(bundle_files.listed, out, deadline_s=EXPORT_S)
             self._touch(out)
-        return ModelFiles(out.name, listed)
+        files = {name: (size, digest) for name, (size, digest) in listed.items()}
+        return ModelFiles(out.name, files)
 
     async def piece(self, row: JobRow, request: ReadModelFile) -> bytes:
         """Bytes of a file of a model; NotFound for anything else."""

@@ -15,10 +15,10 @@ from redis.exceptions import BusyLoadingError, RedisError, ResponseError
 
 from common.base.clock import Clock
 from common.base.errors import StateUnavailable
+from common.mesh.process.ends.failure import tail
 from common.mesh.process.handle import Child
 from common.state.redis import embedded
 from meshrl.directory.places import MeshPlace
-from meshrl.logs import tail
 
 INTERVAL_S = 1.0
 ANSWER_S = 2.0

@@ -30,7 +30,7 @@ from common.mesh.process.ends import limits
 
 FAILURE_ENV = "MESHRL_FAILURE"  # path of the file
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
-TAIL_BYTES = 1 << 16  # of a log: enough for the lines that an error shows
+TAIL_BYTES = 1 << 18  # of a log: enough for any number of lines one would read
 TEXT_CHARS = 10_000  # of an error, which may be of a job's author
 ROOT = Path(__file__).parents[4]  # of our own packages
 
