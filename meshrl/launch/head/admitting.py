@@ -47,8 +47,8 @@ class Doors(Protocol):
 
 class Admitting:
     """`head`: the name of this host, which no other has; `about`: what hosts are told beside what
-    is their own (see `common.api.gateway.Joined`); `gone_s`: an ephemeral one that has been away
-    for longer is let out.
+    is their own (see `common.api.gateway.HostAdmitted`); `gone_s`: an ephemeral one that has been
+    away for longer is let out.
     """
 
     def __init__(

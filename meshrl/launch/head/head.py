@@ -69,7 +69,7 @@ class HeadNetwork:
 
 
 def told_to_hosts(told: RedisAddresses, settings: MeshSettings) -> dict[str, Any]:
-    """What every host that joins is told; see `common.api.gateway.Joined`."""
+    """What every host that joins is told; see `common.api.gateway.HostAdmitted`."""
     authority = Path(told.far_authority).read_text() if told.far_authority else ""
     shared = {name: getattr(settings, name) for name in SHARED if hasattr(settings, name)}
     return {"redis_url": told.far_url, "authority": authority, "settings": shared}
