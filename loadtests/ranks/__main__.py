@@ -120,12 +120,12 @@ def begun(data: JobData, number: int, ranks: int, meeting: Path) -> dict[str, in
 @torch.no_grad()
 def staged(rank: Rank, dtype: str) -> int:
     """What this rank takes beside its rows while it lays them into a version's chunks."""
-    outline = rank.outline(False)
+    outline = rank.learner.outline(False)
     laying = Laying(how(outline, dtype))
     trim()
     peak = Peak()
     for names, part, parts in slices(outline, BATCH_BYTES):
-        laying.add(rank.rows(names, part, parts))  # chunks go as soon as they are full
+        laying.add(rank.learner.rows(names, part, parts))  # chunks go as soon as they are full
     laying.rest()
     return peak.bytes
 
@@ -133,14 +133,16 @@ def staged(rank: Rank, dtype: str) -> int:
 @torch.no_grad()
 def moved(rank: Rank, directory: Path) -> int:
     """The same while its rows of the weights and of the optimizer's state go to files and back."""
-    weights = {MASTER + name: tensor for name, tensor in rank.outline(False).items()}
+    weights = {MASTER + name: tensor for name, tensor in rank.learner.outline(False).items()}
     trim()
     peak = Peak()
-    for number, names in enumerate(batches(weights | dict(rank.outline(True)), BATCH_BYTES)):
+    for number, names in enumerate(
+        batches(weights | dict(rank.learner.outline(True)), BATCH_BYTES)
+    ):
         write(rank, directory, names, number, masters=True)
     dist.barrier()
     saved = SavedRows(directory)
-    rank.restore(saved, lambda name, part: saved.fill(MASTER + name, part))
+    rank.learner.restore(saved, lambda name, part: saved.fill(MASTER + name, part))
     return peak.bytes
 
 

@@ -49,9 +49,9 @@ def met(rank: Rank, generation: int, addresses: list[str], deadline_s: float) ->
         began = time.monotonic()
         rank.form(Meeting(generation, where, deadline_s, addresses), interface, door)
     say("met", time.monotonic() - began)
-    names = list(rank.outline(False))
-    rank.take(names, given_weights("plain") if rank.rank == 0 else None)
-    rank.taken()
+    names = list(rank.learner.outline(False))
+    rank.learner.take(names, given_weights("plain") if rank.rank == 0 else None)
+    rank.learner.taken()
 
 
 def stepped(rank: Rank, step: int) -> str:

@@ -170,9 +170,8 @@ class Compute:
 
     async def keep(self, index: int, gradient: NDArray[np.float32]) -> None:
         """Keeps what a hybrid computed of a round, flat, in the order of the parameters; the array
-        belongs to it from then on. It is dropped if the
-        ranks compute that round themselves: theirs is the same, and all of them must keep the same
-        one.
+        belongs to it from then on. It is dropped if the ranks compute that round themselves: theirs
+        is the same, and all of them must keep the same one.
         """
         async with self.runner.keeping:
             if index in self._claimed:
@@ -199,7 +198,7 @@ class Compute:
         order = Adopt(self._group.current(), asdict(algorithm), asdict(optimizer))
         orders = self._group.to_all(order)
         await self._group.together(
-            ADOPT_S, Ranks.adopt, orders, self._rank.adopt, algorithm, optimizer
+            ADOPT_S, Ranks.adopt, orders, self._rank.learner.adopt, algorithm, optimizer
         )
 
     @piece(UPDATE)
@@ -252,7 +251,7 @@ class Compute:
     @property
     def outline(self) -> Mapping[str, Tensor]:
         """The whole weights, of which only names, types and shapes are looked at."""
-        return self._rank.outline(False)
+        return self._rank.learner.outline(False)
 
     def staging(self, how: How, what: str) -> WeightStaging:
         """How all of them are staged as they are when they are copied; RankLost without a gang."""
@@ -273,13 +272,15 @@ class Compute:
         """Takes some whole weights; `taken` follows when all of them were given."""
         names = list(weights)
         orders = self._group.to_all(Taking(self._group.current(), names))
-        await self._group.together(MOVE_S, Ranks.take, orders, self._rank.take, names, weights)
+        await self._group.together(
+            MOVE_S, Ranks.take, orders, self._rank.learner.take, names, weights
+        )
 
     @piece(SYNC)
     async def taken(self) -> None:
         """Goes on from the weights that were given, and with an optimizer that is new."""
         orders = self._group.to_all(Taking(self._group.current()))
-        await self._group.together(MOVE_S, Ranks.taken, orders, self._rank.taken)
+        await self._group.together(MOVE_S, Ranks.taken, orders, self._rank.learner.taken)
 
     @piece(SYNC)
     async def restore(self, name: str, files: dict[str, str], manifest: str, path: Path) -> None:
@@ -292,10 +293,10 @@ class Compute:
         order = RestoreRows(self._group.current(), number, host, name, files, manifest)
         run = self._mesh.host.run_blocking
         saved = await run(SavedRows, path, deadline_s=MOVE_S)
-        own = self._rank.rows(self._rank.outline(False))
+        own = self._rank.learner.rows(self._rank.learner.outline(False))
         fill = await masters_of(self._mesh, self._bulk, manifest, saved, own)
         orders = self._group.to_all(order)
-        restore = partial(tried, UNREADABLE, self._rank.restore, saved, fill)
+        restore = partial(tried, UNREADABLE, self._rank.learner.restore, saved, fill)
         here, there = await self._group.together(MOVE_S, Ranks.restore, orders, restore)
         raise_first([here, *(answer.trouble for answer in there)])
 

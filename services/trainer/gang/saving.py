@@ -47,8 +47,8 @@ class GangSaving:
 
     @property
     def outline(self) -> Mapping[str, Tensor]:
-        weights = self._rank.outline(False).items() if self._masters else ()
-        return {**self._rank.outline(True), **{MASTER + name: t for name, t in weights}}
+        weights = self._rank.learner.outline(False).items() if self._masters else ()
+        return {**self._rank.learner.outline(True), **{MASTER + name: t for name, t in weights}}
 
     @piece(SAVE)
     async def copy(self, names: Sequence[str], number: int) -> None:

@@ -46,7 +46,7 @@ class GangStaging:
         order = StageRows(
             self._generation, self._number, *how, self._what, list(names), part, parts
         )
-        rows = partial(self._rank.rows, names, part, parts)
+        rows = partial(self._rank.learner.rows, names, part, parts)
         chunks, _ = await self._group.together(
             MOVE_S, Ranks.stage, self._group.to_all(order), self._stager.lay, rows
         )

@@ -199,7 +199,7 @@ class RankActor(Actor):
     async def adopt(self, order: Adopt) -> OrderDone:
         self._check(order.generation)
         settings = AlgorithmConfig(**order.algorithm), OptimizerConfig(**order.optimizer)
-        await self._work(ADOPT_S, self._rank.adopt, *settings)
+        await self._work(ADOPT_S, self._rank.learner.adopt, *settings)
         return OrderDone()
 
     @call(Ranks.apply)
@@ -245,13 +245,13 @@ class RankActor(Actor):
     @call(Ranks.take)
     async def take(self, taking: Taking) -> OrderDone:
         self._check(taking.generation)
-        await self._work(MOVE_S, self._rank.take, taking.names, None)
+        await self._work(MOVE_S, self._rank.learner.take, taking.names, None)
         return OrderDone()
 
     @call(Ranks.taken)
     async def taken(self, taking: Taking) -> OrderDone:
         self._check(taking.generation)
-        await self._work(MOVE_S, self._rank.taken)
+        await self._work(MOVE_S, self._rank.learner.taken)
         return OrderDone()
 
     async def _blocking(self, work: Callable[..., T], *args: Any) -> T:

@@ -7,7 +7,7 @@ Everything here blocks and is called from a thread, by all ranks in the same ord
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from ipaddress import ip_address
@@ -16,15 +16,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _abort_process_group, _world
 
 from common.api.ranks import Meeting
 from common.base.errors import RankLost, Refused
-from common.job.config import AlgorithmConfig, OptimizerConfig
 from common.mesh.process.peers import End, client_hosts, foreign_clients, listeners
-from common.weights.layout.laying import Part
 from common.weights.ways.meeting import store_at
 from services.trainer.arithmetic.gradient_sum import GradientSum
 from services.trainer.arithmetic.learner import Learner
@@ -33,7 +30,6 @@ from services.trainer.arithmetic.stats import BinStats
 from services.trainer.bins.division import EvenDivision, RoundDivision
 from services.trainer.bins.packing import Bin
 from services.trainer.ranks import interfaces
-from services.trainer.rows.saved import SavedRows
 from services.trainer.zebra.alike import PacedBins
 from services.trainer.zebra.pace import ZebraPace
 
@@ -217,38 +213,10 @@ class Rank:
 
         return keep
 
-    def adopt(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
-        """Holds until a group is formed anew."""
-        self.learner.adopt(algorithm, optimizer)
-
     def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
         norm = self.learner.apply(self._gradients.total(rounds), denominator, lr_factor)
         self.begin()
         return norm
-
-    def outline(self, optimizer: bool) -> Mapping[str, Tensor]:
-        """The whole weights, or with `optimizer` its state, on the `meta` device."""
-        return self.learner.outline(optimizer)
-
-    def rows(self, names: Iterable[str], part: int = 0, parts: int = 1) -> dict[str, Part]:
-        """See `Learner.rows`."""
-        return self.learner.rows(names, part, parts)
-
-    def saved(self, masters: bool) -> dict[str, Part]:
-        """See `Learner.saved`."""
-        return self.learner.saved(masters)
-
-    def restore(self, saved: SavedRows, fill: Callable[[str, Part], None]) -> None:
-        """See `Learner.restore`."""
-        self.learner.restore(saved, fill)
-
-    def take(self, names: Sequence[str], whole: Mapping[str, Tensor] | None) -> None:
-        """Its rows of weights that rank 0 has whole."""
-        self.learner.take(names, whole)
-
-    def taken(self) -> None:
-        """All weights were given."""
-        self.learner.taken()
 
     def score(self, bin: Bin, what: str) -> NDArray[np.float32]:
         with self._paced([bin], back=False):

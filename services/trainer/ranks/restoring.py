@@ -64,6 +64,6 @@ class RankRestoring:
         files = checkpoint_files(mesh, self._bulk, self._data, order.name, listed, below)
         async with files as directory:
             saved = await run(SavedRows, directory / STATE, deadline_s=MOVE_S)
-            own = self._rank.rows(self._rank.outline(False))
+            own = self._rank.learner.rows(self._rank.learner.outline(False))
             fill = await masters_of(mesh, self._bulk, order.manifest, saved, own)
-            await self._run(self._rank.restore, saved, fill, deadline_s=MOVE_S)
+            await self._run(self._rank.learner.restore, saved, fill, deadline_s=MOVE_S)

@@ -91,7 +91,7 @@ def remove_scratch(directory: Path, rank: int) -> None:
 @torch.no_grad()
 def write(rank: Rank, path: Path, names: Sequence[str], number: int, masters: bool) -> None:
     """Writes a rank's rows of some tensors to a file; what all ranks have alike is rank 0's."""
-    own = rank.saved(masters)
+    own = rank.learner.saved(masters)
     parts = {name: own[name] for name in names if own[name].shape or not rank.rank}
     parts = {name: part for name, part in parts.items() if part.rows.numel()}
     if parts:

@@ -35,7 +35,7 @@ class RankStaging:
             self._stager = Stager(self._mesh, self._bulk, how, order.what)
             self._number = order.number
         stager = self._stager
-        rows = partial(self._rank.rows, order.names, order.part, order.parts)
+        rows = partial(self._rank.learner.rows, order.names, order.part, order.parts)
         stager.write(await self._run(stager.lay, rows, deadline_s=MOVE_S))
 
     async def staged(self, order: RowsStaged) -> StagedRows:

@@ -398,9 +398,7 @@ class TinyRank(Rank):
         return norm
 
     @takes(MOVE_S)
-    async def take(  # type: ignore[override]
-        self, names: Sequence[str], whole: Mapping[str, Tensor] | None
-    ) -> None:
+    async def take(self, names: Sequence[str], whole: Mapping[str, Tensor] | None) -> None:
         self._taking |= (await self._all(whole))[0]
 
     def taken(self) -> None:
@@ -421,10 +419,6 @@ class TinyAlone(Rank):
     @takes(UPDATE_S)
     def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
         return super().apply(rounds, denominator, lr_factor)
-
-    @takes(MOVE_S)
-    def restore(self, saved: SavedRows, fill: Callable[[str, Part], None]) -> None:
-        super().restore(saved, fill)
 
 
 class TinyArithmetic(Arithmetic):

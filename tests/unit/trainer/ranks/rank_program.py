@@ -66,7 +66,7 @@ def named(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def outline(rank: Rank) -> dict[str, torch.Tensor]:
-    return named(rank.outline(False)) | dict(rank.outline(True))
+    return named(rank.learner.outline(False)) | dict(rank.learner.outline(True))
 
 
 def keep(rank: Rank, place: Path) -> None:
@@ -87,20 +87,20 @@ def weights_of(rank: Rank, place: Path) -> dict[str, torch.Tensor]:
     """All of them, as every rank knows them."""
     keep(rank, place)
     found = whole(rank, place)
-    return {name: found[MASTER + name] for name in rank.outline(False)}
+    return {name: found[MASTER + name] for name in rank.learner.outline(False)}
 
 
 def restore(rank: Rank, place: Path) -> None:
     """It has its rows of what was kept, whoever did."""
     saved = SavedRows(place)
-    rank.restore(saved, lambda name, part: saved.fill(MASTER + name, part))
+    rank.learner.restore(saved, lambda name, part: saved.fill(MASTER + name, part))
 
 
 def take(rank: Rank, given: dict[str, torch.Tensor]) -> None:
     """What rank 0 was given."""
-    for names in batches(rank.outline(False), SOME_BYTES):
-        rank.take(names, None if rank.rank else given)
-    rank.taken()
+    for names in batches(rank.learner.outline(False), SOME_BYTES):
+        rank.learner.take(names, None if rank.rank else given)
+    rank.learner.taken()
 
 
 def train_all(number: int, ranks: int, directory: Path, doors: dict[str, socket.socket]) -> None:
@@ -128,7 +128,7 @@ def train_all(number: int, ranks: int, directory: Path, doors: dict[str, socket.
         save_file({"scores": scores}, directory / f"{variant}{number}.safetensors")
         if number == 0:
             found = whole(rank, ended)
-            weights = {n: found.pop(MASTER + n) for n in rank.outline(False)}
+            weights = {n: found.pop(MASTER + n) for n in rank.learner.outline(False)}
             save_file({**weights, "norms": torch.tensor(norms)}, directory / f"{variant}.weights")
             save_file(found, directory / f"{variant}.state")
         rank.leave()
