@@ -4,6 +4,7 @@ accelerators and experts on another, and with ranks all alike.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
@@ -33,6 +34,16 @@ class Foretold:
     tokens_per_s: float
     alike: float  # with ranks all alike, on the best accelerators that there are
     profiled: bool  # by what ranks have measured, else by what is declared
+
+
+def inputs_of(job: PlannedJob, there: Mapping[str, int]) -> str:
+    """Return the inputs of `foretold` that may change while a job lives: accelerators by kind,
+    sizes of a step, kinds that have measured themselves, and sampled lengths to one digit.
+    """
+    lengths, step = job.measured.lengths, (job.groups_per_step, job.group_size, job.bin_tokens)
+    sampled = () if lengths is None else (*lengths.sampled, lengths.prompt)
+    told = [float(f"{tokens:.1g}") for tokens in sampled]
+    return json.dumps([sorted(there.items()), step, sorted(job.measured.profiles), told])
 
 
 def foretold(job: PlannedJob, there: Mapping[str, int]) -> Foretold | str:

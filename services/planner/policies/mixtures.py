@@ -18,7 +18,7 @@ from common.state.pool.demand.measured import Work
 from common.state.pool.demand.needs import PlannedJob
 from common.state.pool.placing.decisions import Why
 from common.state.pool.workers.rows import Apart, Tier
-from services.planner.costs.mixtures import Foretold, foretold
+from services.planner.costs.mixtures import Foretold, foretold, inputs_of
 from services.planner.pool.draft import Draft
 from services.planner.pool.team import Seated
 
@@ -45,6 +45,7 @@ class Mixture:
     changes: int = 0
     why: str = ""
     begun: bool = False  # there has been a core: whoever repeats its steps divides as it did
+    priced: str = ""  # the inputs that divisions were priced for last: see `inputs_of`
 
     def score(self, apart: Apart | None) -> float:
         """What is known of a division, or foretold. Where ranks all alike were measured to train
@@ -73,6 +74,7 @@ class Mixture:
             "changes": self.changes,
             "why": self.why,
             "begun": self.begun,
+            "priced": self.priced,
         }
 
     @classmethod
@@ -92,6 +94,7 @@ class Mixture:
             document["changes"],
             document["why"],
             document["begun"],
+            document.get("priced", ""),
         )
 
 
@@ -154,9 +157,12 @@ def _foretold(draft: Draft, job: PlannedJob, known: Mixture) -> Mixture:
     there = _kinds(draft, job)
     if known.why and not known.kinds and len(there) < 2:
         return known  # as it was
+    inputs = inputs_of(job, there)
+    if inputs == known.priced:
+        return known
     found = foretold(job, there)
     if not isinstance(found, Foretold):
-        return known if known.kinds else replace(known, why=found)
+        return replace(known, priced=inputs, why=known.why if known.kinds else found)
     return replace(
         known,
         best=found.apart,
@@ -166,6 +172,7 @@ def _foretold(draft: Draft, job: PlannedJob, known: Mixture) -> Mixture:
         profiled=found.profiled,
         sampled=sampled,
         why="",
+        priced=inputs,
     )
 
 

@@ -318,3 +318,24 @@ def test_it_is_predicted_again_once_lengths_are_sampled() -> None:
     looks.job("job", measured=Measured())
     looks.look()
     assert looks.memory.mixtures["job"] == after, "what is known stays known"
+
+
+def test_divisions_are_priced_again_only_when_an_input_has_changed() -> None:
+    """The verdict that none fits is marked, so that a second one would show."""
+    looks = mixed(TWO_KINDS, shape=replace(SHAPE, parameters=1e12, active=2e11))
+    lengths = Lengths(100, (2.0 * K,) * len(LEVELS), 1.0 * K)
+    looks.job("job", measured=Measured(lengths=lengths))
+    looks.settle()
+
+    def looked(**about: Any) -> str:
+        marked = replace(looks.memory.mixtures["job"], why="marked")
+        looks.memory = replace(looks.memory, mixtures={"job": marked})
+        looks.job("job", **about)
+        looks.look()
+        return looks.memory.mixtures["job"].why
+
+    near = replace(lengths, count=200, prompt=1.01 * K)
+    assert looked() == looked(measured=Measured(lengths=near)) == "marked"
+    longer = replace(lengths, sampled=(4.0 * K,) * len(LEVELS))
+    for change in ({"measured": Measured(lengths=longer)}, {"group_size": 3}):
+        assert "no division of 4 ranks" in looked(**change)
