@@ -40,6 +40,7 @@ from loadtests.ledger.traffic import (
 )
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.record.shard_ledger import ShardLedger
+from services.rollout.routing.engine_link import SeenEngine
 from services.rollout.routing.router import Router
 from services.rollout.routing.stay import Stay
 from services.rollout.trajectories.trajectory import Ending, Restored, Trajectory, Turn
@@ -102,7 +103,8 @@ class Shard:
 
     async def look(self) -> None:
         found = await registry.entries(self.mesh.state, "engine")
-        alive = {e.name: e.stats for e in found if e.alive and e.stats.get("ready")}
+        ready = [e for e in found if e.alive and e.stats.get("ready")]
+        alive = {e.name: SeenEngine.of(e) for e in ready}
         self.engines = len(alive)
         self.router.observe(alive)
 

@@ -38,6 +38,7 @@ from loadtests.measuring.flat import flat
 from loadtests.measuring.meshed import meshed
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.routing.cmlfq import Scheduler
+from services.rollout.routing.engine_link import SeenEngine
 from services.rollout.routing.lengths import LengthTrees, Past, ToolReturn, tool_return_of
 from services.rollout.routing.queues import BucketDecision, LengthBucket, bucket_of
 from services.rollout.routing.router import Router
@@ -174,7 +175,7 @@ async def makespan(
     async def look() -> None:
         while True:
             entries = await registry.entries(mesh.state, "engine")
-            router.observe({e.name: e.stats for e in entries if e.alive})
+            router.observe({e.name: SeenEngine.of(e) for e in entries if e.alive})
             await asyncio.sleep(LOOK_S)
 
     looking = asyncio.create_task(look())

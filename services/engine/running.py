@@ -187,28 +187,12 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
     traces = Traces(mesh, data, f"engine-{seat.resident}")
 
     def stats() -> dict[str, Any]:
-        return {
-            **seat.stats(),
-            **turns.stats(),
-            **_own(engine, emulated),
-            "ready": not service.draining,
-            **service.tiers.stats(),
-            **service.pauses.stats(),
-            **versions.stats(),
-            "version": service.weights.version,
-            "tokens": engine.tokens_generated,
-            "busy_s": steps.busy_s,
-            "running": engine.running,
-            "waiting": engine.waiting,
-            "requests": service.shards.requests,
-            "plateau": service.throughput.plateau,
-            **service.measured(),
-            "path": steps.path,
-            "tensor_parallel": steps.tensor_parallel,
-            "preempted": engine.preempted,
-            "prefill_tokens_per_s": steps.prefill_tokens_per_s,
-            "cache_bytes_per_token": engine.cache_bytes_per_token if limits.kv.peers else 0,
-        }
+        own = service.stats()
+        own.pulls, own.pull_s = versions.pulls, round(versions.pull_s, 3)
+        if not limits.kv.peers:
+            own.cache_bytes_per_token = 0
+        residents = seat.stats() | turns.stats() | service.tiers.stats()
+        return residents | own.published() | versions.bringing.stats()
 
     driver.start(service)
     await mesh.join(service, stats=stats, bulk_address=bulk.address if bulk is not None else "")
@@ -225,13 +209,6 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
                 await mesh.host.run_blocking(kv.close, deadline_s=CLOSE_S)
         await traces.close()
         await mesh.leave()
-
-
-def _own(engine: TokenEngine, emulated: EmulatedSteps | None) -> dict[str, int]:
-    """What an engine tells of itself that others do not have."""
-    steps = {} if emulated is None else {"paced": emulated.paced, "late": emulated.late}
-    cached = getattr(engine, "tokens_cached", None)
-    return steps if cached is None else {**steps, "tokens_cached": cached}
 
 
 Tensors = Mapping[str, torch.Tensor]

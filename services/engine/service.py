@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from common.api.engine import (
     Submitted,
     Tokens,
 )
+from common.api.stats import EngineStats, KVStats
 from common.base.errors import MeshError, Refused
 from common.base.occupancy import Occupancy
 from common.generation.contract import EngineSteps, Request, TokenEngine
@@ -164,31 +164,47 @@ class EngineService(Actor):
         except Refused as error:
             self.commands.deliver(partial(self._refuse, [r.id for r in requests], error))
 
-    def measured(self) -> dict[str, Any]:
-        """What it publishes of its speed and its load."""
-        curve = self.fit.curve("", self.steps.tensor_parallel)
+    def stats(self) -> EngineStats:
+        """What it publishes of its engine, its speed and its load."""
+        engine, steps, emulated = self.engine, self.steps, self.emulated
+        curve = self.fit.curve("", steps.tensor_parallel)
         if curve is not None:
             curve = replace(curve, most_tokens_per_s=self.throughput.most)
-        return {
-            "start_s": round(self.weights.start_s, 3),
-            "throughput": self.throughput.by_context,
-            "context": round(self.contexts.mean, 1),
-            "running_s": round(self.load.seconds("running"), 3),
-            "waiting_s": round(self.load.seconds("waiting"), 3),
-            **({"curve": curve.told()} if curve is not None else {}),
-            **({"kv": kv} if (kv := self._kept()) else {}),
-        }
+        return EngineStats(
+            **self.pauses.stats.published(),
+            ready=not self.draining,
+            version=self.weights.version,
+            tokens=engine.tokens_generated,
+            busy_s=steps.busy_s,
+            running=engine.running,
+            waiting=engine.waiting,
+            requests=self.shards.requests,
+            plateau=self.throughput.plateau,
+            path=steps.path,
+            tensor_parallel=steps.tensor_parallel,
+            preempted=engine.preempted,
+            prefill_tokens_per_s=steps.prefill_tokens_per_s,
+            cache_bytes_per_token=engine.cache_bytes_per_token,
+            start_s=round(self.weights.start_s, 3),
+            throughput=self.throughput.by_context,
+            context=round(self.contexts.mean, 1),
+            running_s=round(self.load.seconds("running"), 3),
+            waiting_s=round(self.load.seconds("waiting"), 3),
+            curve=curve.told() if curve is not None else None,
+            kv=self._kept(),
+            paced=emulated.paced if emulated is not None else None,
+            late=emulated.late if emulated is not None else None,
+            tokens_cached=getattr(engine, "tokens_cached", None),
+        )
 
-    def _kept(self) -> dict[str, Any]:
-        """What it publishes of keys and values that it loaded; nothing: it loads none."""
-        found = self.kv.stats() if self.kv is not None else {}
+    def _kept(self) -> KVStats | None:
+        """What it publishes of keys and values that it loaded; None: it loads none."""
+        found = self.kv.stats() if self.kv is not None else None
         moves = self.moves
         if moves.tokens:
-            rate = self.steps.prefill_tokens_per_s
-            saved_s = found.get("saved_s", 0.0) + (moves.tokens / rate if rate else 0.0)
-            found["loaded"] = {**found.get("loaded", {}), "engines": moves.tokens}
-            found["bytes_in"] = {**found.get("bytes_in", {}), "engines": moves.bytes}
-            found["saved_s"] = round(saved_s, 3)
+            rate, found = self.steps.prefill_tokens_per_s, found or KVStats()
+            found.loaded["engines"], found.bytes_in["engines"] = moves.tokens, moves.bytes
+            found.saved_s = round(found.saved_s + (moves.tokens / rate if rate else 0.0), 3)
         return found
 
     # -- the loop's side -------------------------------------------------------------------------

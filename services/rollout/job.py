@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from common.api.stats import ShardStats
 from common.base.errors import MeshError
 from common.base.files import damage
 from common.job.bundle.job_data import JobData
@@ -22,6 +23,7 @@ from common.state.pool.demand import measured
 from common.weights.bulk.port import BulkClient
 from services.rollout.broken import Broken
 from services.rollout.record.finished_groups import finished_group, hand_in
+from services.rollout.routing.engine_link import SeenEngine
 from services.rollout.runner import TrajectoryRunner
 from services.rollout.samples import Samples
 from services.rollout.trajectories.trajectory import Trajectory
@@ -77,12 +79,10 @@ class ShardJob:
 
     async def look(self) -> None:
         """Takes in which engines serve this job now; tells what has failed."""
-        alive = {
-            e.name: {**e.stats, "host": e.host}
-            for e in await registry.entries(self.mesh.state, "engine")
-            if e.alive and e.stats.get("job") == self.job.id and e.stats.get("ready")
-        }
-        self.runner.router.observe(alive)
+        entries = await registry.entries(self.mesh.state, "engine")
+        alive = [e for e in entries if e.alive and e.stats.get("ready")]
+        own = {e.name: SeenEngine.of(e) for e in alive if e.stats.get("job") == self.job.id}
+        self.runner.router.observe(own)
         self.runner.freed.set()
         if told := self.runner.failures.hopeless:
             await self._fail(told)
@@ -270,29 +270,25 @@ class ShardJob:
 
     # -- stats and the end -----------------------------------------------------------------------
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> ShardStats:
         """What the live view and the planner read."""
         active = self.runner.active
         lengths = np.array([t.length for t in active] or [0])
         histogram = np.histogram(lengths, (0, *BOUNDS, 1 << 40))[0] if active else np.zeros(0)
-        return {
-            "job": self.job.id,
-            "in_flight": len(active),
-            "waiting": self.runner.router.waiting,
-            "bounds": list(BOUNDS),
-            "histogram": [int(n) for n in histogram],
-            "tokens": self.runner.commits.sampled,
-            "groups": self.groups_finished,
-            "work": measured.told(self.runner.worked.work(self.runner.commits.recorded)),
-            **self._lengths(),
-            **self.runner.router.stats,
-            "environments": self.runner.environments.pids,
-            "environments_stopped": self.runner.environments.stopped(),
-        }
-
-    def _lengths(self) -> dict[str, Any]:
-        lengths = self.runner.worked.lengths
-        return {"lengths": lengths.told()} if lengths is not None else {}
+        runner, lengths_of_ended = self.runner, self.runner.worked.lengths
+        return ShardStats(
+            **runner.router.stats.published(),
+            in_flight=len(active),
+            waiting=runner.router.waiting,
+            bounds=list(BOUNDS),
+            histogram=[int(n) for n in histogram],
+            tokens=runner.commits.sampled,
+            groups=self.groups_finished,
+            work=measured.told(runner.worked.work(runner.commits.recorded)),
+            lengths=lengths_of_ended.told() if lengths_of_ended is not None else None,
+            environments=runner.environments.pids,
+            environments_stopped=runner.environments.stopped(),
+        )
 
     async def close(self) -> None:
         """Leaves what is in flight to the ledger."""

@@ -12,12 +12,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.api.engine import Stored
+from common.api.stats import KVStats
 from common.base.clock import Clock
 from common.base.errors import BadMessage
 from common.generation.contract import Ints
@@ -304,22 +304,22 @@ class HostCache:
 
     # -- what it tells ---------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, Any]:
-        """What the engine publishes of it."""
+    def stats(self) -> KVStats:
+        """What the engine publishes of it; counts loads that have ended."""
         for load in [load for load in self._loads if load.cancelled]:
             self._loads.remove(load)
             self.again += max(0, load.found - load.loaded)
-        return {
-            "again": self.again,
-            "loaded": dict(self.loaded),
-            "bytes_in": dict(self.bytes),
-            "bytes_out": dict(self.writer.written),
-            "sought": self.sought,
-            "not_kept": self.writer.not_kept,
-            "saved_s": round(self.saved_s, 3),
-            "used": {shelf.name: shelf.used for shelf in self._shelves},
-            "refused": self._troubles(),
-        }
+        return KVStats(
+            again=self.again,
+            loaded=dict(self.loaded),
+            bytes_in=dict(self.bytes),
+            bytes_out=dict(self.writer.written),
+            sought=self.sought,
+            not_kept=self.writer.not_kept,
+            saved_s=round(self.saved_s, 3),
+            used={shelf.name: shelf.used for shelf in self._shelves},
+            refused=self._troubles(),
+        )
 
 
 def by_start(names: Sequence[str]) -> dict[int, str]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from common.api.stats import PauseStats
 from common.base.clock import Clock
 
 KEPT = 256  # the last of each: updates of hours, steps of seconds
@@ -44,16 +45,17 @@ class Pauses:
         if steps > 0:
             self._steps.append(busy_s / steps)
 
-    def stats(self) -> dict[str, float]:
-        """Milliseconds of the pauses and steps that are kept; 0 where there was none."""
+    @property
+    def stats(self) -> PauseStats:
+        """The pauses and steps that are kept; 0 ms where there was none."""
         pauses, steps = list(self._pauses), list(self._steps)
-        return {
-            "applied": self.applied,
-            "pause_ms": _ms(pauses[-1:], 50),
-            "pause_p50_ms": _ms(pauses, 50),
-            "pause_p99_ms": _ms(pauses, 99),
-            "engine_step_ms": _ms(steps, 50),
-        }
+        return PauseStats(
+            applied=self.applied,
+            pause_ms=_ms(pauses[-1:], 50),
+            pause_p50_ms=_ms(pauses, 50),
+            pause_p99_ms=_ms(pauses, 99),
+            engine_step_ms=_ms(steps, 50),
+        )
 
 
 def _ms(seconds: list[float], percentile: float) -> float:

@@ -5,7 +5,6 @@ it was written.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from common.api.trainer import Restage, Trainer
 from common.api.weights import Manifest
@@ -33,12 +32,7 @@ class Versions:
         self.bringing = Bringing(mesh, [Pulled(mesh, bulk), Collective(mesh, job)], how)
         self._receiver = Receiver(mesh, bulk, self.bringing, follows=True)
         self._lacking, self._since, self._tries = "", 0.0, 0
-        self._pulls, self._pull_s = 0, 0.0  # what has been received, and the last one's seconds
-
-    def stats(self) -> dict[str, Any]:
-        """How versions came, for published counters; `pull_s` is the last one's, 0 before it."""
-        times = {"pulls": self._pulls, "pull_s": round(self._pull_s, 3)}
-        return {**self.bringing.stats(), **times}
+        self.pulls, self.pull_s = 0, 0.0  # what has been received, and the last one's seconds
 
     async def described(self, manifest: str) -> Manifest:
         """What the store says of a version, with what the base of adapters has besides."""
@@ -58,7 +52,7 @@ class Versions:
                 await self._restaged(manifest, error)
             return None
         self._lacking = ""
-        self._pulls, self._pull_s = self._pulls + 1, self._mesh.clock.monotonic() - began
+        self.pulls, self.pull_s = self.pulls + 1, self._mesh.clock.monotonic() - began
         return image
 
     async def _passed(self, manifest: str) -> bool:

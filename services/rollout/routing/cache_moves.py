@@ -9,10 +9,11 @@ before the first chunk comes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
+
+from common.api.stats import EngineStats
 
 STEP_TOKENS = 512  # that an engine computes in one step, before which nothing else can come
 ENOUGH = 3  # moves before they count: the first one opens the connection
@@ -38,10 +39,10 @@ class MoveCosts:
         self.spared = 0  # moves in a row
         self._first_s: deque[float] = deque(maxlen=REMEMBERED)
 
-    def published(self, stats: Mapping[str, Any]) -> None:
+    def published(self, stats: EngineStats) -> None:
         """Takes what the target engine publishes of itself."""
-        self.bytes_per_token = int(stats.get("cache_bytes_per_token", 0))
-        self.prefill_tokens_per_s = float(stats.get("prefill_tokens_per_s", 0.0))
+        self.bytes_per_token = stats.cache_bytes_per_token
+        self.prefill_tokens_per_s = stats.prefill_tokens_per_s
 
     def moved(self, first_s: float) -> None:
         """A move brought something after so many seconds; 0: it brought nothing, and tells

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -20,10 +21,12 @@ from common.api.engine import (
     Submit,
     Tokens,
 )
+from common.api.stats import EngineStats
 from common.base.errors import MeshError, Refused
 from common.mesh.runtime.calls.batcher import Batcher
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.ref import Ref
+from common.state.registry import Entry
 from services.rollout.record.staging import OpenRequest
 from services.rollout.routing import balance
 from services.rollout.routing.cache_moves import MoveCosts
@@ -37,6 +40,19 @@ NO_VERSION = -1  # the version of an engine that may serve nobody now
 REST_S = 0.5  # an engine that failed a turn gets no other for so long: it may be draining
 SILENT_S = 1.0  # an engine with requests flushes every 20 ms
 TURN_S = 600.0  # a turn that takes longer is handed to another engine
+
+
+@dataclass(frozen=True)
+class SeenEngine:
+    """An engine as the registry has it."""
+
+    host: str
+    stats: EngineStats
+
+    @classmethod
+    def of(cls, entry: Entry) -> SeenEngine:
+        """An engine by its entry."""
+        return cls(entry.host, EngineStats.of(entry.stats))
 
 
 class TokenSink(Protocol):
@@ -125,15 +141,15 @@ class EngineLink:
         rest = count - sum(parts.values())
         return parts[self._mesh.name] + (self._mesh.name in sorted(have)[:rest])
 
-    def published(self, stats: Mapping[str, Any]) -> None:
+    def published(self, seen: SeenEngine) -> None:
         """Takes what the engine tells of itself in the registry."""
-        requests: Mapping[str, int] = stats.get("requests", {})
-        self._others = {s: n for s, n in requests.items() if s != self._mesh.name}
+        stats = seen.stats
+        self._others = {s: n for s, n in stats.requests.items() if s != self._mesh.name}
         # Room in the engine's own slots is its queue's affair; a smaller batch is the shards'.
         shards = 1 + len(self._others) if self.batch < self.seats else 1
         self.bound = -(-self.batch // shards)
-        self._plateau = int(stats.get("plateau", 0))
-        self.host = str(stats.get("host", ""))
+        self._plateau = stats.plateau
+        self.host = seen.host
         for costs in self._costs.values():
             costs.published(stats)
 

@@ -12,16 +12,16 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 from common.api.engine import Sampling
+from common.api.stats import RoutingStats
 from common.base.errors import MeshError
 from common.base.occupancy import Occupancy
 from common.mesh.runtime.mesh import Mesh
 from services.rollout.routing import balance
 from services.rollout.routing.cmlfq import Scheduler
 from services.rollout.routing.degree_buckets import MeasuredEngine
-from services.rollout.routing.engine_link import NO_VERSION, EngineLink, TokenSink
+from services.rollout.routing.engine_link import NO_VERSION, EngineLink, SeenEngine, TokenSink
 from services.rollout.routing.lengths import LengthTrees
 from services.rollout.routing.queues import (
     EngineLoad,
@@ -88,7 +88,7 @@ class Router:
 
     # -- engines ---------------------------------------------------------------------------------
 
-    def observe(self, alive: Mapping[str, Mapping[str, Any]]) -> None:
+    def observe(self, alive: Mapping[str, SeenEngine]) -> None:
         """Takes the engines that are alive and ready now, with what they publish; an engine tells
         its version itself.
         """
@@ -96,10 +96,14 @@ class Router:
             self._tasks[name].cancel()
         for name in sorted(alive.keys() - self.links.keys()):
             self._connect(name)
-        if self.scheduler.follow({name: _engine(alive[name]) for name in alive}):
+        degrees = {name: seen.stats.tensor_parallel for name, seen in alive.items()}
+        measured = {
+            name: MeasuredEngine(degrees[name], seen.stats.tokens, seen.stats.busy_s)
+            for name, seen in alive.items()
+        }
+        if self.scheduler.follow(measured):
             self._rebucket()
         buckets = self.scheduler.buckets
-        degrees = {name: int(alive[name].get("tensor_parallel", 1)) for name in alive}
         for name, bucket in assign(degrees, buckets).items():
             link = self.links[name]
             link.bucket, link.batch = bucket, min(buckets[bucket].batch, self._seats)
@@ -257,15 +261,15 @@ class Router:
                     source.let_go(stay)
 
     @property
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> RoutingStats:
         """What the live view shows of routing."""
-        return {
-            "continued": self.continued,
-            "moved": self.moved,
-            "caches": dict(self.caches),
-            "decisions": dict(self.scheduler.outcomes),
-            "buckets": {link.name: link.bucket for link in self.links.values()},
-        }
+        return RoutingStats(
+            continued=self.continued,
+            moved=self.moved,
+            caches=dict(self.caches),
+            decisions=dict(self.scheduler.outcomes),
+            buckets={link.name: link.bucket for link in self.links.values()},
+        )
 
     async def close(self) -> None:
         self._lack.close()
@@ -273,11 +277,3 @@ class Router:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _engine(stats: Mapping[str, Any]) -> MeasuredEngine:
-    return MeasuredEngine(
-        int(stats.get("tensor_parallel", 1)),
-        int(stats.get("tokens", 0)),
-        float(stats.get("busy_s", 0.0)),
-    )

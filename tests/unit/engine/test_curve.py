@@ -125,7 +125,8 @@ def test_a_paced_engine_below_its_plateau_is_found_to_keep_its_pace(batches: lis
     found = known(service.fit)
     for batch in set(batches):
         assert found.step_s(batch, 30) == pytest.approx(pace.step_s(batch, 1, 0), rel=0.05)
-    assert service.measured()["curve"][:6] == found.told()
+    curve = service.stats().curve
+    assert curve is not None and curve[:6] == found.told()
 
 
 @pytest.mark.rotating(2)
@@ -155,9 +156,9 @@ def test_load_and_contexts_are_those_of_what_runs_and_waits() -> None:
     service.turn()
     clock.pass_(2.0)
     service.turn()
-    assert service.measured()["running_s"] == pytest.approx(4.0)
-    assert service.measured()["waiting_s"] == pytest.approx(2.0)
-    assert service.measured()["context"] == pytest.approx((40 + 40 + 20) / 3, abs=0.1)
+    assert service.stats().running_s == pytest.approx(4.0)
+    assert service.stats().waiting_s == pytest.approx(2.0)
+    assert service.stats().context == pytest.approx((40 + 40 + 20) / 3, abs=0.1)
     clock.pass_(50.0)
     service.turn()
     assert (service.contexts.mean, service.contexts.tokens) == (0, 0)

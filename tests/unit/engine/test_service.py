@@ -118,8 +118,8 @@ def test_shards_hear_of_an_engine_in_quarantine_and_go_on_when_it_is_whole() -> 
         await service.weights.swap({}, 2, "second")
         await asyncio.gather(*turns)
         assert bench.router.links["engine/g0"].load.version == 2
-        stats = service.pauses.stats()
-        assert stats["applied"] == 3 and stats["engine_step_ms"] >= 0
+        stats = service.pauses.stats
+        assert stats.applied == 3 and stats.engine_step_ms >= 0
 
     on_bench(story)
 

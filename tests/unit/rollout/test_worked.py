@@ -39,7 +39,7 @@ def test_time_is_at_engines_in_queues_or_in_tools_and_what_is_in_flight_counts(
         assert late.sampled == sum(s.engine.tokens_generated for s in bench.engines)
         await bench.clock.sleep(100.0)
         assert work(bench) == late
-        published = work_of(bench.job.stats()["work"])
+        published = work_of(bench.job.stats().work)
         assert asdict(published) == pytest.approx(asdict(late), abs=0.001)
 
     on_shard(tmp_path, story)
@@ -49,7 +49,7 @@ def test_evaluation_counts_into_nothing(tmp_path: Path) -> None:
     async def story(bench: ShardBench) -> None:
         await evaluate(bench.job, EvaluationPlan("step-0", 0, ("sampled",)), 0)
         assert bench.job.runner.commits.sampled > 0
-        assert work(bench) == Work() and bench.job.stats()["work"] == {}
+        assert work(bench) == Work() and bench.job.stats().work == {}
 
     on_shard(tmp_path, story)
 
@@ -107,7 +107,7 @@ def test_lengths_of_training_trajectories_that_ended_well_are_kept(tmp_path: Pat
         assert lengths is not None and lengths.count == bench.job.runner.worked.trajectories == 30
         sampled = work(bench).sampled
         assert lengths.sampled[0] <= sampled / 30 <= lengths.sampled[-1] and lengths.prompt > 0
-        assert bench.job.stats()["lengths"] == lengths.told()
+        assert bench.job.stats().lengths == lengths.told()
         assert work(bench).prompted == pytest.approx(30 * lengths.prompt)
 
     on_shard(tmp_path, story)

@@ -61,7 +61,7 @@ def test_a_session_goes_on_after_its_engine_slept(tmp_path: Path, path: str) -> 
         holds(heard, decoder(), context)
         assert computed < len(context) - CHUNK
         told = cache.stats()
-        assert told["loaded"]["disk"] >= CHUNK and told["saved_s"] > 0
+        assert told.loaded["disk"] >= CHUNK and told.saved_s > 0
 
 
 def test_a_session_goes_on_after_others_took_its_slot(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_session_goes_on_after_others_took_its_slot(tmp_path: Path) -> None:
         settled(cache)
         heard, _ = second_turn(engine, context)
         holds(heard, decoder(), context)
-        assert cache.stats()["loaded"]["disk"] >= CHUNK
+        assert cache.stats().loaded["disk"] >= CHUNK
 
 
 @pytest.mark.parametrize("path", ["native", "graphs"])
@@ -89,7 +89,7 @@ def test_requests_that_give_way_are_loaded_again(tmp_path: Path, path: str) -> N
             listener.drain()
         for i in range(3):
             holds(listener.of(i), decoder(), words(i, 650))
-        assert engine.preempted and cache.stats()["loaded"]["disk"] >= CHUNK
+        assert engine.preempted and cache.stats().loaded["disk"] >= CHUNK
 
 
 def test_engines_of_one_host_share_what_they_compute(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_engines_of_one_host_share_what_they_compute(tmp_path: Path) -> None:
         heard, computed = second_turn(two, context)
         holds(heard, decoder(), context)
         # How much of it comes before it is computed here depends on how busy the host is.
-        assert second.stats()["loaded"]["disk"] >= CHUNK
+        assert second.stats().loaded["disk"] >= CHUNK
         assert computed < len(context)
 
 
@@ -139,7 +139,7 @@ def test_what_others_have_computed_is_no_use(tmp_path: Path, other: str) -> None
             two.load_adapter("a", adapter(1), SCALE, 10)
             more = {"adapter": "a"}
         heard, computed = second_turn(two, context, **more)
-        assert not second.stats()["loaded"] and computed == len(context) + 4
+        assert not second.stats().loaded and computed == len(context) + 4
         if other != "adapter":
             holds(heard, decoder(), context)
 
@@ -161,7 +161,7 @@ def test_chunks_that_are_damaged_are_computed(tmp_path: Path, harm: Callable[[Pa
             harm(path)
         heard, computed = second_turn(engine, context)
         holds(heard, decoder(), context)
-        assert computed == len(context) + 4 and not cache.stats()["loaded"]
+        assert computed == len(context) + 4 and not cache.stats().loaded
 
 
 # -- versions ------------------------------------------------------------------------------------
@@ -270,4 +270,4 @@ def test_short_contexts_cost_nothing(tmp_path: Path) -> None:
         for i in range(20):
             run(engine, request(i, words(i, 200), session=i, max_new=2))
         settled(cache)
-        assert cache.stats()["sought"] == 0 and on_shelves(cache) == []
+        assert cache.stats().sought == 0 and on_shelves(cache) == []

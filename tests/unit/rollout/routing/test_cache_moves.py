@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.api.stats import EngineStats
 from services.rollout.routing.cache_moves import (
     AGAIN,
     ENOUGH,
@@ -20,7 +21,7 @@ durations = st.floats(1e-6, 1e4)
 
 def costs(rate: float = 1e4, past: list[float] | None = None, size: int = 1000) -> MoveCosts:
     made = MoveCosts()
-    made.published({"cache_bytes_per_token": size, "prefill_tokens_per_s": rate})
+    made.published(EngineStats(cache_bytes_per_token=size, prefill_tokens_per_s=rate))
     for first_s in past or []:
         made.moved(first_s)
     return made

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from common.api.engine import Finish, Sampling
+from common.api.stats import EngineStats
 from common.base.errors import ToolFailed
 from common.base.random import Random
 from common.generation.contract import TokenEngine
@@ -18,6 +19,7 @@ from common.records.token_record import TokenRows
 from services.engine.service import EngineService
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.routing.cmlfq import Scheduler
+from services.rollout.routing.engine_link import SeenEngine
 from services.rollout.routing.lengths import LengthTrees, Past
 from services.rollout.routing.queues import LengthBucket
 from services.rollout.routing.router import Router
@@ -115,12 +117,15 @@ class Bench:
     async def _look(self) -> None:
         while True:
             alive = {
-                name: {
-                    "requests": service.shards.requests,
-                    "plateau": self.plateau,
-                    "cache_bytes_per_token": service.engine.cache_bytes_per_token,
-                    "tensor_parallel": self.degrees.get(name, 1),
-                }
+                name: SeenEngine(
+                    "",
+                    EngineStats(
+                        requests=service.shards.requests,
+                        plateau=self.plateau,
+                        cache_bytes_per_token=service.engine.cache_bytes_per_token,
+                        tensor_parallel=self.degrees.get(name, 1),
+                    ),
+                )
                 for name, service in self.engines.items()
             }
             for router in self.routers:
@@ -295,7 +300,7 @@ def test_an_engine_of_two_workers_takes_the_long_ones_when_it_comes_until_it_goe
         bench.degrees = {"engine/g1": 2}
         large = await bench.add("engine/g1")
         await clock.sleep(2 * LOOK_S)
-        assert bench.router.stats["buckets"] == {"engine/g0": 0, "engine/g1": 1}
+        assert bench.router.stats.buckets == {"engine/g0": 0, "engine/g1": 1}
         assert (await bench.two_turns(bench.router)).length == PROMPT + 52
         assert large.engine.tokens_generated == 20, "the turn after the failure"
         del bench.engines["engine/g1"]

@@ -1,0 +1,111 @@
+"""The stats that processes publish in the registry: dataclasses, as JSON objects there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+
+@dataclass
+class Stats:
+    """Stats of one kind of process. What is None is not published."""
+
+    def published(self) -> dict[str, Any]:
+        """What the registry gets."""
+        found = ((one.name, getattr(self, one.name)) for one in fields(self))
+        return {
+            name: value.published() if isinstance(value, Stats) else value
+            for name, value in found
+            if value is not None
+        }
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Self:
+        """The stats that `published` made an object of; what others publish is left out."""
+        return cls(**{one.name: said[one.name] for one in fields(cls) if one.name in said})
+
+
+@dataclass
+class PauseStats(Stats):
+    """Updates of an engine's weights, and the time that its tokens stood for them."""
+
+    applied: int = 0  # updates that ended, whole or not
+    pause_ms: float = 0.0  # of the last
+    pause_p50_ms: float = 0.0
+    pause_p99_ms: float = 0.0
+    engine_step_ms: float = 0.0  # the median step, to compare
+
+
+@dataclass
+class KVStats(Stats):
+    """Keys and values that an engine keeps outside of its cache, and that it loaded."""
+
+    again: int | None = None  # tokens that were computed although they had been kept
+    loaded: dict[str, int] = field(default_factory=dict)  # tokens that came, by where from
+    bytes_in: dict[str, int] = field(default_factory=dict)
+    bytes_out: dict[str, int] | None = None  # by tier
+    sought: int | None = None  # tokens of prefixes that were looked for
+    not_kept: int | None = None  # chunks for which there was no room, or no time
+    saved_s: float = 0.0  # that computing would have taken
+    used: dict[str, int] | None = None  # bytes, by tier
+    refused: list[str] | None = None  # why something could not be kept lately
+
+
+@dataclass
+class EngineStats(PauseStats):
+    """An engine process, beside what all residents publish."""
+
+    ready: bool = True
+    version: int = -1
+    tokens: int = 0  # generated
+    busy_s: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    requests: dict[str, int] = field(default_factory=dict)  # that are out, by shard
+    plateau: int = 0  # batch size from which throughput stays; 0: not measured yet
+    path: str = ""  # what computes, for people
+    tensor_parallel: int = 1
+    preempted: int = 0
+    prefill_tokens_per_s: float = 0.0  # 0: not measured yet
+    cache_bytes_per_token: int = 0  # 0: it takes no keys and values over
+    start_s: float = 0.0  # until it first had weights
+    throughput: dict[str, float] = field(default_factory=dict)  # tokens/s by BATCHxCONTEXT
+    context: float = 0.0  # tokens of a request, in the mean
+    running_s: float = 0.0  # summed over requests
+    waiting_s: float = 0.0
+    pulls: int = 0  # versions received
+    pull_s: float = 0.0  # of the last
+    curve: list[float] | None = None  # of a decode step; see `Curve.told`
+    kv: KVStats | None = None
+    weights_way: dict[str, Any] | None = None  # how the last version came, and why so
+    paced: int | None = None  # steps at an emulated pace, and those of them that ended late
+    late: int | None = None
+    tokens_cached: int | None = None  # that an SGLang server found in caches of its own
+
+
+@dataclass
+class RoutingStats(Stats):
+    """The routing of a rollout shard."""
+
+    continued: int = 0  # trajectories that went on elsewhere after their engine failed
+    moved: int = 0  # moves made because another engine was better
+    caches: dict[str, int] = field(default_factory=dict)  # what became of those left behind
+    decisions: dict[str, int] = field(default_factory=dict)  # on buckets, by outcome
+    buckets: dict[str, int] = field(default_factory=dict)  # of engines, by name
+
+
+@dataclass
+class ShardStats(RoutingStats):
+    """A rollout shard that serves its job."""
+
+    in_flight: int = 0  # trajectories
+    waiting: int = 0  # of them, without an engine
+    bounds: list[int] = field(default_factory=list)  # of the lengths' histogram
+    histogram: list[int] = field(default_factory=list)
+    tokens: int = 0  # sampled
+    groups: int = 0  # finished
+    work: dict[str, float] = field(default_factory=dict)  # see `measured.told`
+    lengths: list[float] | None = None  # of ended trajectories, once they are enough
+    environments: dict[str, int] = field(default_factory=dict)  # pids, by name of the process
+    environments_stopped: dict[str, int] = field(default_factory=dict)  # ms of the wall clock
