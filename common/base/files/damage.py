@@ -67,8 +67,8 @@ FATES: dict[str, Fate] = {
         "set aside; jobs go on from their newest checkpoints, each under a new lineage",
     ),
     "redis note": Fate(
-        "a digest of redis-note.json and redis-note-newest.json in themselves",
-        "set aside; the older note and the records of the runs tell how far Redis had come",
+        "a digest of redis-note.json in itself",
+        "set aside; the records of the runs tell how far Redis had come",
     ),
     "bundle": Fate(
         "bytes and digest of each file in the job's document; after a start, of weights the bytes",

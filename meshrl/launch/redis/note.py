@@ -1,9 +1,8 @@
 """What the launcher keeps beside Redis: how far its state and its file have come.
 
-It is written each second, and made durable before the fencing tokens are raised above all that were
-issued, so that a Redis that comes back older is noticed and issues none of them again; also when a
-job is new, begins, ends, or has another lineage, so that what was numbered once is not numbered
-again. What is written each second lies beside what is durable: a power cut may leave a part of it.
+It is written each second, and before the fencing tokens are raised above all that were issued, so
+that a Redis that comes back older is noticed and issues none of them again. It is on the disk
+before anything acts on what Redis holds next: Redis itself syncs with every write.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from pathlib import Path
 from common.base.errors import Damaged, StorageFull
 from common.base.files import documents
 from common.base.files.sealed import read_sealed, sealed
-from common.state.jobs import ENDED
 from common.state.server.rollback import JobMark, Mark
 from meshrl.launch.redis.aof import Extent
 
@@ -35,24 +33,18 @@ class Note:
     returning: bool = False
 
 
-def newest(path: Path) -> Path:
-    """Where the note of each second lies, beside the durable one at `path`."""
-    return path.with_name(f"{path.stem}-newest{path.suffix}")
-
-
 def read(path: Path, damaged: Callable[[Path, Damaged], None] | None = None) -> Note:
-    """The newest note that is what was written; one of nothing where none is. `damaged` is told of
-    each that is not; it is raised when nobody is told.
+    """The note that was written; one of nothing where there is none, or a damaged one of which
+    `damaged` is told. It is raised when nobody is told.
     """
-    for place in (newest(path), path):  # a durable one is written without the other
-        if not place.is_file():
-            continue
-        try:
-            return _read(place)
-        except Damaged as error:
-            if damaged is None:
-                raise
-            damaged(place, error)
+    if not path.is_file():
+        return Note()
+    try:
+        return _read(path)
+    except Damaged as error:
+        if damaged is None:
+            raise
+        damaged(path, error)
     return Note()
 
 
@@ -70,35 +62,13 @@ def _read(path: Path) -> Note:
     return Note(noted, extents, told["floor"], tuple(told["gone"]), told["returning"])
 
 
-class NoteFile:
-    """Writes the notes; `path` is where the durable one lies."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._durable: dict[str, tuple[int, bool, bool]] | None = None
-
-    def write(self, note: Note, durable: bool = False) -> None:
-        """Whole or not at all; `durable`: it is on the disk on return, as it is too when it tells
-        what the durable one does not tell in the order of versions. StorageFull.
-        """
-        stand = {
-            job: (one.lineage, one.begun, one.phase in ENDED) for job, one in note.mark.jobs.items()
-        }
-        durable = durable or stand != self._durable
-        _write(self._path, note, durable)
-        if durable:
-            self._durable = stand
-
-
-def _write(path: Path, note: Note, durable: bool) -> None:
-    place = path if durable else newest(path)
+def write(path: Path, note: Note) -> None:
+    """Whole or not at all; it is on the disk on return. StorageFull."""
     try:
-        with documents.putting(place, sealed(asdict(note)), durable=durable):
-            if durable:
-                newest(path).unlink(missing_ok=True)  # it is older from now on
+        documents.put(path, sealed(asdict(note)))
     except (OSError, StorageFull) as error:
         raise StorageFull(
             f"how far Redis has come cannot be noted: {error}",
-            where=str(place),
+            where=str(path),
             fix="Make room on its disk",
         ) from error

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import sys
+import threading
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from common.state.server import rollback
 from common.state.server.rollback import Mark
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import aof, note
-from meshrl.launch.redis.note import Note, NoteFile
+from meshrl.launch.redis.note import Note
 from meshrl.launch.redis.recorded import RunRecord
 
 
@@ -38,7 +39,7 @@ class RedisProgress:
         self._forgotten: dict[str, int] = {}  # jobs that were deleted since the start, and when
         self._floor = 0  # the highest below which no fencing token has been issued since
         self._records: dict[str, RunRecord] = {}  # of the mesh's runs
-        self._notes = NoteFile(place.redis_note)
+        self._writing = threading.Lock()  # one that was given up goes on in its thread
         self._file = aof.Follower(place.redis)
         self.damaged: list[dict[str, Any]] = []  # fields of events that Redis does not have yet
 
@@ -153,7 +154,9 @@ class RedisProgress:
             self.files = files
         self.known = rollback.joined([self.known, found, Mark(newest)])
 
-    def write(self, durable: bool = True) -> None:
-        """Notes all of it. StorageFull."""
+    def write(self) -> None:
+        """Notes all of it. Blocks. StorageFull."""
         gone = tuple(sorted(self._gone))
-        self._notes.write(Note(self.known, self.files, self._floor, gone, self.returning), durable)
+        told = Note(self.known, self.files, self._floor, gone, self.returning)
+        with self._writing:
+            note.write(self._place.redis_note, told)

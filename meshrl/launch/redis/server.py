@@ -200,7 +200,7 @@ class MeshRedis(Hooks):
             await asyncio.wait(tasks, timeout=GRACE_S)
         if self._admitted and not self.returning:
             with contextlib.suppress(MeshError, OSError):
-                await self._note(durable=True)
+                await self._note()
         if self._state is not None:
             await self._state.close()
         await self._stop_server()
@@ -355,7 +355,7 @@ class MeshRedis(Hooks):
                 elif self._users is not None and await self._users.missing(self._owned):
                     await self._users.open(self._owned)
 
-    async def _note(self, durable: bool = False) -> str:
+    async def _note(self) -> str:
         """Notes how far it has come; why it is older than it was, if it is."""
         async with self._clock.timeout(NOTE_S, "a look at how far Redis has come"):
             found, why = await self._progress.look_back(self._owned, records=False)
@@ -368,7 +368,7 @@ class MeshRedis(Hooks):
             if not self._admitted:
                 return ""
             self._progress.come_to(found, newest, files)
-            self._progress.write(durable)
+            await asyncio.to_thread(self._progress.write)
         return ""
 
     async def _with_room(self, write: Callable[[], None], room_s: float | None) -> None:

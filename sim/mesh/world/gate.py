@@ -16,7 +16,7 @@ from common.state.server.rollback import Mark
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import note as notes
 from meshrl.launch.redis.guard import INTERVAL_S
-from meshrl.launch.redis.note import Note, NoteFile
+from meshrl.launch.redis.note import Note
 from meshrl.launch.redis.recorded import RunRecord
 from sim.mesh.world.redis import VirtualRedis
 
@@ -32,7 +32,6 @@ class VirtualGate:
         """`runs`: the jobs of the mesh with their run directories."""
         self._redis, self._state, self._root, self._runs = redis, state, root, runs
         self._note = MeshPlace(root).redis_note
-        self._notes = NoteFile(self._note)
         self._records: dict[str, RunRecord] = {}
         self._floor = 0
         self.known = Mark()
@@ -57,7 +56,7 @@ class VirtualGate:
 
     async def returned(self) -> None:
         """The jobs are back, and what lineages they have is durable."""
-        await self._take_note(durable=True)
+        await self._take_note()
 
     async def went_back(self) -> AsyncIterator[str]:
         """Each time that it is not what it was: why."""
@@ -74,10 +73,10 @@ class VirtualGate:
             except (StateUnavailable, StorageFull, OSError):
                 continue
 
-    async def _take_note(self, durable: bool = False) -> None:
+    async def _take_note(self) -> None:
         newest = await rollback.held(self._state, Mark())
         self.known = rollback.joined([self.known, newest])
-        self._notes.write(Note(self.known, {}, self._floor), durable)
+        notes.write(self._note, Note(self.known, {}, self._floor))
 
     def _noted(self) -> Note:
         def damaged(path: Path, error: Damaged) -> None:
@@ -97,7 +96,7 @@ class VirtualGate:
         if not why:
             self.known = rollback.joined([self.known, held])
         self._floor = rollback.floor_above(held, self.known, Mark(token=self._floor))
-        self._notes.write(Note(self.known, {}, self._floor), durable=True)
+        notes.write(self._note, Note(self.known, {}, self._floor))
         await rollback.raise_tokens(self._state, self._floor)
         if why:
             then = damage.FATES["redis"].then

@@ -12,7 +12,6 @@ import pytest
 
 from common.base.clock import SystemClock
 from common.base.errors import Damaged
-from common.base.files.durable import sync
 from common.base.files.sealed import sealed
 from common.base.random import Random
 from common.records.checkpoints import checkpoint_name
@@ -23,7 +22,7 @@ from common.state.steps import IDS_APART
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.restoring import put_back
 from meshrl.launch.redis import note as notes
-from meshrl.launch.redis.note import Note, NoteFile
+from meshrl.launch.redis.note import Note
 from meshrl.launch.redis.progress import RedisProgress
 from sim.disk import Disk
 from sim.redis.state import simulated_as, simulated_state
@@ -76,40 +75,21 @@ async def test_an_event_that_comes_during_a_look_does_not_make_redis_look_older(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_power_cut_leaves_the_durable_note_whatever_it_leaves_of_the_newest(
-    root: Path, disk: Disk, seed: int
-) -> None:
-    path, file = root / "note.json", NoteFile(root / "note.json")
-    file.write(note_of(lineage=1, version=3), durable=True)
-    file.write(note_of(lineage=1, version=4))
-    assert notes.read(path).mark.jobs[JOB].version == 4
-    sync(root)  # as whoever writes another file there does: the newest has its name, and no content
-    disk.cut(Random(seed))
-    damaged: list[Path] = []
-    read = notes.read(path, lambda at, _: damaged.append(at))
-    assert damaged == [notes.newest(path)] and read == note_of(lineage=1, version=3)
+def test_a_note_outlives_a_power_cut(root: Path, disk: Disk, seed: int) -> None:
+    path = root / "note.json"
+    for told in (note_of(lineage=1, version=3), note_of(lineage=1, version=4)):
+        notes.write(path, told)
+        disk.cut(Random(seed))
+        assert notes.read(path) == told
+
+
+def test_a_damaged_note_is_told_and_tells_nothing(root: Path) -> None:
+    path, damaged = root / "note.json", list[Path]()
+    notes.write(path, note_of(lineage=1, version=3))
+    path.write_bytes(path.read_bytes().replace(b"version", b"versipn"))
+    assert notes.read(path, lambda at, _: damaged.append(at)) == Note() and damaged == [path]
     with pytest.raises(Damaged):
         notes.read(path)
-    file.write(note_of(lineage=1, version=5), durable=True)
-    assert notes.read(path) == note_of(lineage=1, version=5), "it is newer than the newest"
-
-
-def test_what_was_numbered_is_durable_without_being_asked(root: Path, disk: Disk) -> None:
-    path, file = root / "note.json", NoteFile(root / "note.json")
-    file.write(Note(), durable=True)
-    told = [
-        note_of(lineage=0),
-        note_of(lineage=0, version=0),
-        note_of(lineage=1, version=0),
-        note_of(lineage=1, version=0, phase="finished"),
-    ]
-    for note in told:
-        file.write(note)
-        disk.cut(Random(0))
-        assert notes.read(path) == note
-    file.write(note_of(lineage=1, version=9, phase="finished"))
-    disk.cut(Random(0))
-    assert notes.read(path) == told[-1], "no disk is waited for each second"
 
 
 async def put_back_lineage(run_dir: Path, seen: JobMark) -> tuple[int, int]:
